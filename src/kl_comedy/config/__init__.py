@@ -1,0 +1,39 @@
+"""The typed configuration: schema (data), loading (YAML + overrides -> checked dataclass), hashing."""
+
+from kl_comedy.config.load import config_hash, flatten, load_config, to_plain, to_yaml
+from kl_comedy.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DatasetConfig,
+    EvalConfig,
+    LagConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PromptConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "Config",
+    "DatasetConfig",
+    "EvalConfig",
+    "LagConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PromptConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "config_hash",
+    "flatten",
+    "load_config",
+    "to_plain",
+    "to_yaml",
+]

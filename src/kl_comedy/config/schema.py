@@ -1,0 +1,221 @@
+"""The schema of a run: plain dataclasses, one per room. Imports nothing heavy.
+
+A field's metadata may carry ``choices`` (the values allowed), ``registry`` (a kind whose names are
+allowed) or ``minimum``/``above`` (a bound); :mod:`kl_comedy.config.load` checks them all and names the key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _one_of(default: Any, *choices: str) -> Any:
+    return field(default=default, metadata={"choices": choices})
+
+
+def _named(default: Any, registry: str) -> Any:
+    return field(default=default, metadata={"registry": registry})
+
+
+def _at_least(default: Any, minimum: float) -> Any:
+    return field(default=default, metadata={"minimum": minimum})
+
+
+def _above(default: Any, bound: float) -> Any:
+    return field(default=default, metadata={"above": bound})
+
+
+@dataclass
+class LoraConfig:
+    """A LoRA adapter on the policy; the reference is then the base model (adapter off)."""
+
+    rank: int = _at_least(8, 1)
+    alpha: float = _above(16.0, 0)
+    dropout: float = _at_least(0.0, 0)
+    target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+@dataclass
+class ModelConfig:
+    """Which model: ``pocket`` (built and warm-started by us), a local folder, or a hub id."""
+
+    source: str = "pocket"
+    gguf_file: str | None = None
+    revision: str | None = None
+    tokenizer: str | None = None
+    dtype: str = _one_of("float32", "float32", "bfloat16", "float16")
+    device: str = _one_of("auto", "auto", "cpu", "cuda")
+    attention: str = _one_of("sdpa", "sdpa", "eager", "flash_attention_2")
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    head_chunk_elements: int = _at_least(2**24, 1)
+    lora: LoraConfig | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DatasetConfig:
+    """Where problems come from. ``fields`` maps our names (text, answer, id, ...) to the source's."""
+
+    dataset: str = _named("pocket", "datasets")
+    name: str | None = None
+    path: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    fields: dict[str, str] = field(default_factory=dict)
+    limit: int | None = _at_least(None, 1)
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class PromptConfig:
+    """How a problem becomes tokens: the model's chat template, or plain text.
+
+    ``template`` plain: ``prefix + problem + suffix``. chat: the same text as the user's turn, after
+    ``system`` where given, and ``prefill`` as the beginning of the assistant's turn. ``{text}`` in
+    ``prefill`` stands for the problem.
+    """
+
+    template: str = _one_of("plain", "plain", "chat")
+    system: str | None = None
+    prefix: str = ""
+    suffix: str = ""
+    prefill: str = ""
+    max_tokens: int = _at_least(512, 1)
+
+
+@dataclass
+class DataConfig:
+    train: DatasetConfig = field(default_factory=DatasetConfig)
+    eval: dict[str, DatasetConfig] = field(default_factory=dict)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    decontaminate: bool = True
+    allow_test_split: bool = False
+
+
+@dataclass
+class RolloutConfig:
+    """How completions are drawn. The sampler must draw from the policy the learner differentiates:
+    ``top_p``/``top_k``/``min_p`` other than off are refused in training."""
+
+    backend: str = _named("hf", "rollouts")
+    prompts_per_batch: int = _at_least(8, 1)
+    group_size: int = _at_least(8, 1)
+    max_new_tokens: int = _at_least(64, 1)
+    temperature: float = _above(1.0, 0)
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: list[str] = field(default_factory=list)
+    batch_sequences: int = _at_least(256, 1)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RewardConfig:
+    """One part of the reward: a registered function, its weight, its options."""
+
+    name: str = _named("math_verify", "rewards")
+    weight: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class AlgorithmConfig:
+    """The task part of the objective, and how one batch is used."""
+
+    advantage: str = _named("rloo", "advantages")
+    policy_loss: str = _named("reinforce", "policy_losses")
+    policy_loss_options: dict[str, float] = field(default_factory=dict)
+    reduction: str = _one_of("token_mean", "token_mean", "sequence_mean_token_mean", "sequence_sum")
+    reduction_constant: float = _above(1.0, 0)
+    updates_per_batch: int = _at_least(1, 1)
+    epochs_per_batch: int = _at_least(1, 1)
+    mask_truncated: bool = False
+
+
+@dataclass
+class LagConfig:
+    """``on_policy``, or ``replayed``: every batch exactly ``steps`` optimizer updates old."""
+
+    mode: str = _one_of("on_policy", "on_policy", "replayed")
+    steps: int = _at_least(0, 0)
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = _above(1e-6, 0)
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = _above(1e-8, 0)
+    weight_decay: float = _at_least(0.0, 0)
+    clip_norm: float | None = _above(1.0, 0)
+    schedule: str = _one_of("constant", "constant", "linear", "cosine")
+    warmup_steps: int = _at_least(0, 0)
+
+
+@dataclass
+class ReferenceConfig:
+    """Moving references: EMA decay per update, period in updates (used by terms that name them)."""
+
+    ema_decay: float = field(default=0.99, metadata={"minimum": 0.0, "maximum": 1.0})
+    period: int = _at_least(100, 1)
+
+
+@dataclass
+class TrainConfig:
+    """``steps`` counts optimizer updates. ``microbatch_tokens`` bounds padded tokens per backward."""
+
+    steps: int = _at_least(100, 1)
+    microbatch_tokens: int = _at_least(16384, 1)
+    precision: str = _one_of("fp32", "fp32", "bf16")
+    eval_every: int = _at_least(0, 0)
+    checkpoint_every: int = _at_least(10, 0)
+    keep_checkpoints: int = _at_least(2, 1)
+    samples_every: int = _at_least(10, 0)
+    deterministic: bool = True
+    threads: int | None = _at_least(None, 1)
+
+
+@dataclass
+class EvalConfig:
+    """Held-out evaluation: ``samples`` completions a problem at ``temperature`` (0 = greedy)."""
+
+    samples: int = _at_least(1, 1)
+    temperature: float = _at_least(0.0, 0)
+    max_new_tokens: int | None = _at_least(None, 1)
+    at_start: bool = True
+    at_end: bool = True
+
+
+@dataclass
+class TrackingConfig:
+    """MLflow. ``spool`` keeps everything in the run folder as well, and is what survives an outage."""
+
+    uri: str = "sqlite:///mlflow.db"
+    experiment: str = "kl_comedy"
+    flush_every: int = _at_least(10, 1)
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Config:
+    """A run. ``kl`` is a list of terms (see :class:`kl_comedy.kl.KLTerm`) or the name of a recipe."""
+
+    name: str = "run"
+    seed: int = 0
+    output: str = "runs"
+    resume: str = _one_of("never", "never", "auto")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig()])
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    kl: Any = field(default_factory=list)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    lag: LagConfig = field(default_factory=LagConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -1,0 +1,46 @@
+"""The one error a user's mistake raises: it names the key, the value, what is allowed, the nearest name.
+
+Everything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in the input. The command line prints it without a traceback and exits 2."""
+
+
+class RunFailed(RuntimeError):
+    """A run that began and could not finish (NaN, dead sampler, ...). Printed plainly, exit code 1."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name closest to ``given``, or None when nothing is close.
+
+    >>> nearest("k33", ["k1", "k3", "abs"])
+    'k3'
+    """
+    names = list(allowed)
+    lowered = {name.lower(): name for name in names}
+    hits = difflib.get_close_matches(str(given).lower(), list(lowered), n=1, cutoff=0.5)
+    return lowered[hits[0]] if hits else None
+
+
+def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = "") -> UserError:
+    """Build the error for ``key`` holding ``given`` where only ``allowed`` fits.
+
+    >>> print(bad_value("kl.0.estimator", "k33", ["k1", "k2", "k3"]))
+    kl.0.estimator: got 'k33'; allowed: k1, k2, k3; did you mean 'k3'?
+    """
+    names = None if isinstance(allowed, str) else list(allowed)
+    text = allowed if isinstance(allowed, str) else ", ".join(list(allowed)) or "(nothing)"
+    message = f"{key}: got {given!r}; allowed: {text}"
+    near = nearest(given, names) if names and isinstance(given, str) else None
+    if near:
+        message += f"; did you mean {near!r}?"
+    if why:
+        message += f" ({why})"
+    return UserError(message)

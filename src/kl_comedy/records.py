@@ -1,0 +1,101 @@
+"""One frozen record per stage of the data flow.
+
+    Problem -> Prompt -> Rollout -> Scored -> Experience -> loss terms -> optimizer -> weights (version + 1)
+
+Shape legend: ``B`` sequences, ``P`` prompt tokens (left-padded), ``T`` completion tokens (right-padded).
+Log-probabilities are in nats, in float32 or better. Nothing is mutated and nothing is optional "until
+later": the sampler's log-probs and the policy version ride along from the moment a token exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STOP_REASONS = ("eos", "stop", "length")
+"""Why a completion ended: the end token, a stop string, or the limit on new tokens (truncated)."""
+
+STATUSES = ("ok", "unparseable", "timeout", "refused")
+"""What the verifier says about its own verdict."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A question and its verifiable answer. ``meta`` carries what a scorer may need."""
+
+    id: str
+    text: str
+    answer: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A problem rendered through the chat template, as token ids (no padding)."""
+
+    problem: Problem
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One sampled completion.
+
+    ``logps[t]`` is the sampler's own log-probability (nats) of ``completion_ids[t]`` at the sampling
+    temperature; ``versions[t]`` the version of the weights that sampled it. The end token, where
+    sampled, is part of the completion. ``text`` is decoded without special tokens.
+    """
+
+    prompt: Prompt
+    group_id: int
+    completion_ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop_reason: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """A verdict: ``value`` (weighted sum), the unweighted ``parts`` by reward name, and ``status``."""
+
+    value: float
+    status: str = "ok"
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """A rollout and its reward."""
+
+    rollout: Rollout
+    reward: Reward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experience:
+    """What the learner sees: tensors over completion tokens, plus the padded prompts.
+
+    ``prompt_ids_BP``/``prompt_mask_BP`` are left-padded, ``ids_BT``/``mask_BT`` right-padded.
+    ``behaviour_logp_BT`` is the sampler's, ``ref_logp_BT`` the reference's at the same temperature;
+    both zero outside the mask. ``reward_B`` is the verified reward, ``advantage_BT`` what weights the
+    score of token t, ``weight_B`` the sequence's share of the loss: the loss of any set of sequences
+    is ``sum_b weight_B[b] * sum_t mask * loss_BT``, so micro-batches add up to the full batch.
+    """
+
+    prompt_ids_BP: Tensor
+    prompt_mask_BP: Tensor
+    ids_BT: Tensor
+    mask_BT: Tensor
+    behaviour_logp_BT: Tensor
+    ref_logp_BT: Tensor
+    advantage_BT: Tensor
+    reward_B: Tensor
+    weight_B: Tensor
+    policy_version_BT: Tensor
+    group_B: Tensor
