@@ -1,0 +1,120 @@
+"""What a term claims to descend, composed from the facts its estimator and correction declare.
+
+Targets (gradients of): ``sequence_reverse`` KL(pi || ref) over completions; ``token_reverse`` and
+``token_forward`` the KL per prefix summed over the prefixes the behaviour policy visits, their
+distribution held fixed; ``sequence_forward`` KL(ref || pi) over completions; ``zero``. tests/exact
+enumerates every cell of the matrix and fails both when a claim here does not hold and when a target is
+hit that nothing here claims.
+"""
+
+from __future__ import annotations
+
+from kl_comedy.kl.term import KLTerm
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+
+TARGETS = ("sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero")
+REGIMES = ("on_policy", "off_policy", "mixed")
+
+_AT_SEQUENCE = {"token_reverse": "sequence_reverse", "token_forward": "sequence_forward", "zero": "zero"}
+
+
+def claimed_target(term: KLTerm, regime: str) -> str | None:
+    """The target whose gradient the term's expected gradient equals in a regime, or None.
+
+    ``mixed`` (several policy versions within a completion) obeys the off-policy claims: the product of
+    the recorded per-token behaviour log-probs is the behaviour policy. A capped ratio, a moving anchor
+    or another reference than the one compared against claims nothing off-policy.
+    """
+    on_policy = regime == "on_policy"
+    if not on_policy and (term.cap is not None or term.anchor == "behaviour"):
+        return None
+    if term.reference == "sampler":
+        return None
+    claims = ESTIMATORS.get(term.estimator).claims
+    unbiased = "value:reverse" in claims
+    pathwise = next((claim.split(":")[1] for claim in claims if claim.startswith("pathwise:")), None)
+    if term.gradient == "k2":
+        pathwise = "token_reverse"
+    if term.placement == "loss":
+        return _in_loss(term, on_policy, unbiased, pathwise)
+    return _in_reward(term, on_policy, unbiased, pathwise)
+
+
+def _in_loss(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None) -> str | None:
+    exact = term.needs != "log_ratio"
+    name = term.correction
+    if term.level == "sequence":
+        if name == "none":
+            return _AT_SEQUENCE.get(pathwise or "") if on_policy else None
+        return "sequence_reverse" if unbiased and term.gradient == "natural" else None
+    if name == "none":
+        return pathwise if on_policy or exact else None
+    if name == "token_detached":
+        return pathwise
+    if name == "token":
+        # The ratio is differentiated: its score term turns an unbiased value into an unbiased gradient.
+        if exact:
+            return pathwise
+        return "token_reverse" if unbiased and term.gradient == "natural" else None
+    if name in ("prefix", "sequence"):
+        return "sequence_reverse" if unbiased and term.gradient == "natural" else None
+    if name == "prefix_previous":
+        # The ratio stops before the token, so the own step must bring the gradient of its KL itself.
+        if exact:
+            return "sequence_reverse" if unbiased else None
+        return "sequence_reverse" if on_policy and unbiased and pathwise == "token_reverse" else None
+    return None
+
+
+def _in_reward(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None) -> str | None:
+    exact = term.needs != "log_ratio"
+    scope = CORRECTIONS.get(term.correction).facts.get("scope")
+    # A detached cost misses the path-wise part, so a sampled one is right only where that part is zero.
+    complete = unbiased and (exact or pathwise == "zero")
+    if term.credit == "own":
+        if exact:
+            return pathwise if on_policy or scope in ("none", "token") else None
+        if not complete:
+            return None
+        return "token_reverse" if on_policy or scope == "token" else None
+    if not complete:
+        return None
+    if on_policy:
+        return "sequence_reverse"
+    if scope == "sequence":
+        return "sequence_reverse"
+    if scope == "prefix" and term.credit == "to_go":
+        return "sequence_reverse" if exact or term.correction == "prefix" else None
+    return None
+
+
+_SAYS = {
+    "sequence_reverse": "descends the sequence-level reverse KL, what the objective states",
+    "token_reverse": "descends the reverse KL of each visited prefix; ignores how a token changes later prefixes",
+    "token_forward": "descends the forward KL of each visited prefix, not the reverse KL its value estimates",
+    "sequence_forward": "descends the sequence-level forward KL: another objective, exploding variance",
+    "zero": "zero expected gradient: no regularization, only noise that grows with beta and length",
+}
+
+
+def verdict(term: KLTerm, regime: str) -> str:
+    """One sentence for a user: the claimed target in a regime, or that there is none.
+
+    >>> verdict(KLTerm("k1", placement="loss"), "on_policy")
+    'zero: zero expected gradient: no regularization, only noise that grows with beta and length'
+    """
+    target = claimed_target(term, regime)
+    if target is None:
+        return "none: a biased gradient that equals no target"
+    return f"{target}: {_SAYS[target]}"
+
+
+def warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
+    """What to tell a user who trains with this term: empty where it regularizes as its value suggests."""
+    if term.reference == "sampler":
+        return []
+    regime = "off_policy" if off_policy else "on_policy"
+    target = claimed_target(term, regime)
+    if target in ("sequence_reverse", "token_reverse") or (target == "token_forward" and term.direction == "forward"):
+        return []
+    return [f"{term.label()}: {regime.replace('_', '-')} it has {verdict(term, regime)}"]

@@ -1,0 +1,87 @@
+"""Importance ratios between the policy and the behaviour policy, applied to the KL part.
+
+``delta_BT = logp - behaviour_logp`` (nats, zero outside the mask). Each function returns the
+uncapped, differentiable ratio ``[B, T]``; :func:`apply_cap` truncates or masks it where a term asks.
+
+Facts an entry declares: ``weights`` ("score": the ratio weights the score of its own token; "cost": it
+weights each cost at its own position, per decision), ``detached`` (never differentiated, even in loss),
+``scope`` (the tokens whose ratios enter).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kl_comedy.registry import CORRECTIONS
+
+
+class Correction(Protocol):
+    """A function from per-token log-ratios to the behaviour policy to weights."""
+
+    def __call__(self, delta_BT: Tensor, /) -> Tensor:
+        """Map ``delta_BT`` ``[B, T]`` (``log pi - log mu``, nats, zero outside the mask) to ratios ``[B, T]``."""
+        ...
+
+
+@CORRECTIONS.register("none", source="every on-policy paper", weights="score", detached=False, scope="none")
+def none(delta_BT: Tensor) -> Tensor:
+    """No ratio: weight one everywhere (the neutral element)."""
+    return torch.ones_like(delta_BT)
+
+
+@CORRECTIONS.register("token", source="2512.02556 (DeepSeek-V3.2)", weights="score", detached=False, scope="token")
+def token(delta_BT: Tensor) -> Tensor:
+    """``rho_t = pi/mu`` of the token itself."""
+    return delta_BT.exp()
+
+
+@CORRECTIONS.register(
+    "token_detached", source="2510.01555; OpenRLHF unbiased_gradient", weights="score", detached=True, scope="token"
+)
+def token_detached(delta_BT: Tensor) -> Tensor:
+    """``rho_t`` of the token itself, never differentiated."""
+    return delta_BT.detach().exp()
+
+
+@CORRECTIONS.register(
+    "prefix", source="per-decision importance sampling, Precup et al. 2000", weights="cost", detached=False,
+    scope="prefix",
+)  # fmt: skip
+def prefix(delta_BT: Tensor) -> Tensor:
+    """``W_t``: the product of ratios up to and including the token."""
+    return delta_BT.cumsum(-1).exp()
+
+
+@CORRECTIONS.register(
+    "prefix_previous", source="Rao-Blackwellized per-decision form", weights="cost", detached=False, scope="prefix"
+)
+def prefix_previous(delta_BT: Tensor) -> Tensor:
+    """``W_{t-1}``: the product of ratios before the token; enough where the cost depends on the prefix only."""
+    shifted_BT = torch.nn.functional.pad(delta_BT, (1, 0))[..., :-1]
+    return shifted_BT.cumsum(-1).exp()
+
+
+@CORRECTIONS.register(
+    "sequence", source="2512.21852 Sec. 3 (open problem)", weights="score", detached=False, scope="sequence"
+)
+def sequence(delta_BT: Tensor) -> Tensor:
+    """``omega``: the ratio of the whole completion, at every token."""
+    return delta_BT.sum(-1, keepdim=True).exp().expand_as(delta_BT)
+
+
+def apply_cap(ratio_BT: Tensor, cap: float | None, cap_mode: str) -> Tensor:
+    """Bound a ratio: ``truncate`` is ``min(ratio, cap)``, ``mask`` zeroes what exceeds it.
+
+    Both introduce bias, so both are options of a term and are counted in its diagnostics.
+
+    >>> apply_cap(torch.tensor([0.5, 3.0]), 2.0, "mask")
+    tensor([0.5000, 0.0000])
+    """
+    if cap is None:
+        return ratio_BT
+    if cap_mode == "truncate":
+        return ratio_BT.clamp(max=cap)
+    return torch.where(ratio_BT <= cap, ratio_BT, torch.zeros_like(ratio_BT))

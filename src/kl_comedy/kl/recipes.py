@@ -1,0 +1,134 @@
+"""Named lists of terms for what papers and libraries do, each with its source.
+
+A recipe fixes the shape; ``beta`` is the source's default and can be overridden where it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kl_comedy.errors import bad_value
+from kl_comedy.kl.beta import parse_beta
+from kl_comedy.kl.term import KLTerm
+from kl_comedy.registry import RECIPES
+
+
+def _recipe(name: str, summary: str, source: str, *terms: KLTerm) -> Callable[[], tuple[KLTerm, ...]]:
+    def build() -> tuple[KLTerm, ...]:
+        return terms
+
+    build.__module__ = __name__
+    labels = " + ".join(term.label() for term in terms) or "no KL"
+    RECIPES.register(name, source=source, summary=summary, terms=labels)(build)
+    return build
+
+
+_recipe("none", "no KL term", "beta = 0 in TRL, prime-rl, verl defaults")
+_recipe(
+    "comedy/k1_in_reward", "k1 as a cost of the whole completion, before the baseline", "2512.21852 Table 1",
+    KLTerm("k1", placement="reward", credit="total", baseline="before", beta=0.05),
+)  # fmt: skip
+_recipe("comedy/k1_in_loss", "k1 differentiated", "2512.21852 Table 1", KLTerm("k1", placement="loss", beta=0.05))
+_recipe(
+    "comedy/k3_in_reward", "k3 as a cost of the whole completion, before the baseline", "2512.21852 Table 1",
+    KLTerm("k3", placement="reward", credit="total", baseline="before", beta=0.05),
+)  # fmt: skip
+_recipe("comedy/k3_in_loss", "k3 differentiated", "2512.21852 Table 1", KLTerm("k3", placement="loss", beta=0.05))
+_recipe(
+    "comedy/k3_both", "k3 in reward and in loss, the same beta in each", "2512.21852 Sec. 4.3",
+    KLTerm("k3", placement="reward", credit="total", baseline="before", beta=0.1),
+    KLTerm("k3", placement="loss", beta=0.1),
+)  # fmt: skip
+_recipe("grpo", "k3 differentiated", "2402.03300 Eq. 4", KLTerm("k3", placement="loss", beta=0.04))
+_recipe(
+    "trl/default", "k3 times the differentiable token ratio", "TRL 1.16 GRPO, use_bias_correction_kl=True",
+    KLTerm("k3", placement="loss", correction="token", beta=0.04),
+)  # fmt: skip
+_recipe(
+    "trl/rloo", "k1 of the whole completion inside the reward", "TRL 1.16 RLOO",
+    KLTerm("k1", placement="reward", credit="total", baseline="before", beta=0.05),
+)  # fmt: skip
+_recipe(
+    "verl/low_var_kl", "k3 differentiated (verl also clamps it at 10, which is not reproduced)",
+    "verl 0.9.1 use_kl_loss, kl_loss_type=low_var_kl", KLTerm("k3", placement="loss", beta=0.001),
+)  # fmt: skip
+_recipe(
+    "verl/k3+", "value of k3, gradient of k2", "verl 0.9.1 kl_loss_type=k3+",
+    KLTerm("k3", placement="loss", gradient="k2", beta=0.001),
+)  # fmt: skip
+_recipe(
+    "openrlhf/default", "k1 to go, after the group baseline", "OpenRLHF 0.11.2 reward path",
+    KLTerm("k1", placement="reward", credit="to_go", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "openrlhf/unbiased", "value of k3, gradient of k2, times the detached token ratio up to 10",
+    "OpenRLHF 0.11.2 unbiased_gradient",
+    KLTerm("k3", placement="loss", gradient="k2", correction="token_detached", cap=10.0, beta=0.01),
+)  # fmt: skip
+_recipe(
+    "deepseek_v3_2", "k3 times the differentiable token ratio", "2512.02556",
+    KLTerm("k3", placement="loss", correction="token", beta=0.01),
+)  # fmt: skip
+_recipe("liu/k2_loss", "k2 differentiated", "2510.01555", KLTerm("k2", placement="loss", beta=0.01))
+_recipe(
+    "liu/corrected", "k2 differentiated, times the detached token ratio", "2510.01555 (off-policy correction)",
+    KLTerm("k2", placement="loss", correction="token_detached", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "frpo", "k1 to go, added to the advantage after normalization", "FRPO: reverse cumulative log-ratios",
+    KLTerm("k1", placement="reward", credit="to_go", baseline="after", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "rb/token", "exact per-prefix KL differentiated", "2506.09477", KLTerm("exact", placement="loss", beta=0.01)
+)
+_recipe(
+    "rb/full", "exact per-prefix KL with future credit", "2506.09477",
+    KLTerm("exact", placement="reward", credit="to_go", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "rb/per_decision", "exact KL times the ratio of the tokens before: unbiased on- and off-policy",
+    "answers the open problem of 2512.21852 Sec. 3",
+    KLTerm("exact", placement="loss", correction="prefix_previous", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "is/sequence", "k1 in reward times the ratio of the completion", "2512.21852 Sec. 3",
+    KLTerm("k1", placement="reward", credit="to_go", correction="sequence", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "is/per_decision", "k1 in reward times the ratio of the prefix", "per-decision importance sampling",
+    KLTerm("k1", placement="reward", credit="to_go", correction="prefix", beta=0.01),
+)  # fmt: skip
+
+
+def recipe(name: str, *, beta: Any = None, key: str = "kl") -> tuple[KLTerm, ...]:
+    """The terms of a recipe, all with ``beta`` where it is given. A miss names the nearest recipe."""
+    terms: tuple[KLTerm, ...] = RECIPES.get(name, key=key).fn()
+    if beta is None:
+        return terms
+    return tuple(dataclasses.replace(term, beta=parse_beta(beta, f"{key}.beta")) for term in terms)
+
+
+def resolve_terms(value: Any, key: str = "kl") -> tuple[KLTerm, ...]:
+    """Config data to terms: a list of mappings, a recipe's name, or ``{recipe: NAME, beta: ...}``."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return recipe(value, key=key)
+    if isinstance(value, Mapping):
+        if "recipe" not in value:
+            raise bad_value(key, dict(value), "a list of terms, the name of a recipe, or {recipe: NAME, beta: ...}")
+        for name in value:
+            if name not in ("recipe", "beta"):
+                raise bad_value(f"{key}.{name}", value[name], ("recipe", "beta"), "no such field")
+        return recipe(value["recipe"], beta=value.get("beta"), key=f"{key}.recipe")
+    if not isinstance(value, Sequence):
+        raise bad_value(key, value, "a list of terms, the name of a recipe, or {recipe: NAME, beta: ...}")
+    terms: list[KLTerm] = []
+    for position, item in enumerate(value):
+        if isinstance(item, str) or (isinstance(item, Mapping) and "recipe" in item):
+            terms += resolve_terms(item, f"{key}.{position}")
+        else:
+            terms.append(KLTerm.from_mapping(item, f"{key}.{position}"))
+    return tuple(terms)
