@@ -1,0 +1,14 @@
+"""Tracking: every run in MLflow with its provenance, and the tables and plots read back from there.
+
+    Tracker -> spool.jsonl -> MLflow store -> queries -> statistics -> tables, plots
+
+Importing this room is light: mlflow, pandas and matplotlib are imported by the functions that use them.
+"""
+
+from kl_comedy.tracking.mirror import Pushed, sync
+from kl_comedy.tracking.process import mark_dead_runs
+from kl_comedy.tracking.provenance import provenance_tags
+from kl_comedy.tracking.spool import Event, Spool
+from kl_comedy.tracking.tracker import Tracker
+
+__all__ = ["Event", "Pushed", "Spool", "Tracker", "mark_dead_runs", "provenance_tags", "sync"]

@@ -1,0 +1,186 @@
+"""Reading runs back from an MLflow store, as pandas frames.
+
+A runs frame has one row per run: ``run_id``, ``run_name``, ``experiment``, ``status``, ``start_time``,
+``duration_s``, and ``params.*``, ``tags.*``, ``metrics.*`` (the last value of each). Wherever a key is asked for, the
+short form will do: ``seed`` for ``params.seed``, ``kl.label`` for the tag, ``train/reward`` for the metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kl_comedy.errors import UserError, nearest
+from kl_comedy.tracking import store
+from kl_comedy.tracking.filters import Filter, translate
+from kl_comedy.tracking.process import mark_dead_runs, search_all
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PREFIXES = ("params.", "tags.", "metrics.")
+SQL_INFINITY = 1.7976931348623157e308
+"""What MLflow's database keeps in place of an infinite metric value."""
+
+KL_TAG = "tags.kl.label"
+"""The column that ``kl`` means: the tag that spells the run's KL terms in one short text."""
+
+
+def runs_frame(
+    uri: str, experiment: str | None = None, where: str | None = None, *, mark_dead: bool = False
+) -> pd.DataFrame:
+    """All runs of the store (or of one experiment) that match ``where``, newest first.
+
+    ``mark_dead`` first marks this host's dead runs as FAILED. Raises :class:`UserError` for a store that is not
+    there, an unknown experiment or a filter that cannot be read.
+    """
+    import pandas as pd
+
+    wanted = translate(where)
+    client = store.open_existing(uri)
+    ids = store.experiment_ids(client, experiment)
+    if mark_dead:
+        mark_dead_runs(client, experiment)
+    names = {item.experiment_id: item.name for item in client.search_experiments()}
+    rows = [_row(run, names) for run in _search(client, ids, wanted, where)]
+    frame = pd.DataFrame(rows)
+    if frame.empty and wanted.keys:
+        _explain_nothing(client, ids, wanted, where)
+    return frame
+
+
+def history(uri: str, run_ids: Iterable[str], metric: str) -> pd.DataFrame:
+    """The curve of ``metric`` in each run: columns run_id, step, value; one row a step (the last logged wins)."""
+    import pandas as pd
+
+    client = store.open_existing(uri)
+    rows = []
+    for run_id in run_ids:
+        points: dict[int, tuple[int, float]] = {}
+        for point in client.get_metric_history(run_id, metric):
+            if point.step not in points or point.timestamp >= points[point.step][0]:
+                points[point.step] = (point.timestamp, point.value)
+        rows += [(run_id, step, _infinite(value)) for step, (_, value) in sorted(points.items())]
+    return pd.DataFrame(rows, columns=["run_id", "step", "value"])
+
+
+def resolve(frame: pd.DataFrame, key: str, option: str) -> str:
+    """The column that ``key`` means. Raises :class:`UserError` naming the nearest where there is none.
+
+    >>> import pandas as pd
+    >>> resolve(pd.DataFrame({"params.seed": ["0"]}), "seed", "--group")
+    'params.seed'
+    """
+    if key in frame.columns:
+        return key
+    for prefix in PREFIXES:
+        if prefix + key in frame.columns:
+            return prefix + key
+    if key == "kl" and KL_TAG in frame.columns:
+        return KL_TAG
+    columns = [str(column) for column in frame.columns]
+    if option == "--metric":
+        columns = [column for column in columns if column.startswith("metrics.")]
+    names = {short(column) for column in columns}
+    below = sorted(name for name in names if name.startswith(f"{key}."))
+    near = nearest(key, names)
+    hint = f"; did you mean {near!r}?" if near else ""
+    hint = f"; it is a group of keys: {', '.join(below[:8])}" if below else hint
+    if option == "--metric":
+        hint += f"; these runs have: {', '.join(sorted(names)[:40]) or '(no metrics)'}"
+    raise UserError(f"{option}: got {key!r}; no such key in these runs{hint}")
+
+
+def short(column: str) -> str:
+    """A column's name without ``params.``, ``tags.`` or ``metrics.``."""
+    for prefix in PREFIXES:
+        column = column.removeprefix(prefix)
+    return column
+
+
+def drop_repeats(frame: pd.DataFrame) -> pd.DataFrame:
+    """Keep one run of each configuration and seed: the newest. A repeat is no new evidence in an interval over seeds.
+
+    Two runs are repeats when all params agree but those that say where a run writes (output, tracking.*, resume).
+    """
+    if frame.empty:
+        return frame
+    params = [
+        column
+        for column in frame.columns
+        if column.startswith("params.")
+        and not column.startswith(("params.tracking.", "params.output", "params.resume"))
+    ]
+    if not params:
+        return frame
+    newest = frame.sort_values("start_time", ascending=False, kind="stable")
+    return newest[~newest[params].fillna("\0").duplicated()].sort_index()
+
+
+def varying(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
+    """Params, besides the seed, that differ between runs of one group: what a mean over the group pools."""
+    ignored = ("params.tracking.", "params.output", "params.resume", "params.name")
+    columns = [
+        column
+        for column in frame.columns
+        if column.startswith("params.")
+        and column not in groups
+        and column.rpartition(".")[2] != "seed"
+        and not column.startswith(ignored)
+    ]
+    if frame.empty or not columns:
+        return []
+    counts = frame[columns].fillna("\0").groupby([frame[group].fillna("") for group in groups]).nunique()
+    return [column for column in columns if (counts[column] > 1).any()]
+
+
+def _row(run: Any, experiments: dict[str, str]) -> dict[str, Any]:
+    info, data = run.info, run.data
+    ended = info.end_time if info.end_time and info.status != "RUNNING" else None
+    return {
+        "run_id": info.run_id,
+        "run_name": info.run_name,
+        "experiment": experiments.get(info.experiment_id, info.experiment_id),
+        "status": info.status,
+        "start_time": info.start_time,
+        "duration_s": (ended - info.start_time) / 1000 if ended else None,
+        **{f"params.{key}": value for key, value in sorted(data.params.items())},
+        **{f"tags.{key}": value for key, value in sorted(data.tags.items())},
+        **{f"metrics.{key}": _infinite(value) for key, value in sorted(data.metrics.items())},
+    }
+
+
+def _infinite(value: float) -> float:
+    return value if abs(value) < SQL_INFINITY else float("inf") if value > 0 else float("-inf")
+
+
+def _search(client: Any, ids: list[str], wanted: Filter, where: str | None) -> list[Any]:
+    if not ids:
+        return []
+    try:
+        return search_all(client, ids, wanted.text)
+    except Exception as error:
+        raise UserError(
+            f"--where: MLflow cannot read {where!r}: {store.brief(error)}; "
+            "example: seed = 0 and algorithm.advantage = 'rloo' and train/reward > 0.5"
+        ) from error
+
+
+def _explain_nothing(client: Any, ids: list[str], wanted: Filter, where: str | None) -> None:
+    """Nothing matched: say so when it is because a key does not exist in any run."""
+    known = {f"{kind}.{key}" for run in search_all(client, ids) for kind, key in _keys(run)}
+    for key in wanted.keys:
+        if known and key not in known and not key.startswith("attributes."):
+            near = nearest(short(key), {short(name) for name in known})
+            raise UserError(
+                f"--where: got {where!r}; no run has {key!r}" + (f"; did you mean {near!r}?" if near else "")
+            )
+
+
+def _keys(run: Any) -> list[tuple[str, str]]:
+    data = run.data
+    return [
+        (kind, key)
+        for kind, keys in (("params", data.params), ("tags", data.tags), ("metrics", data.metrics))
+        for key in keys
+    ]

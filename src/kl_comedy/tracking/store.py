@@ -1,0 +1,158 @@
+"""The door to MLflow: which addresses are allowed, how a client is made, how an experiment comes to be.
+
+A new SQLite store is created under a file lock: MLflow's migrations are not safe against several processes
+that find the same empty file. Artifacts of a store that is a database lie beside it, not below whatever
+folder the first run was started in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kl_comedy.errors import UserError, nearest
+from kl_comedy.tracking.locks import file_lock
+from kl_comedy.tracking.redact import redact
+
+NO_STORE = "none"
+"""The address that means: track to files in the run folder only."""
+
+SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+}
+"""Set where the user has not: a dead server costs seconds, and nothing is sent to third parties."""
+
+
+def check_uri(uri: str, key: str = "tracking.uri") -> str:
+    """``uri`` with a SQLite path made absolute. Raises :class:`UserError` for an address MLflow cannot use."""
+    if uri == NO_STORE:
+        return uri
+    scheme = uri.partition("://")[0].partition("+")[0] if "://" in uri else uri
+    if scheme not in SCHEMES:
+        hint = " (a folder or a .db file is written sqlite:///path/to/mlflow.db)"
+        raise UserError(
+            f"{key}: got {redact(uri)!r}; allowed: sqlite:///FILE, http(s)://HOST:PORT, a database address, "
+            f"or {NO_STORE!r} for files only{hint}"
+        )
+    file = sqlite_file(uri)
+    if scheme == "sqlite" and file is None:
+        raise UserError(f"{key}: got {uri!r}; a SQLite store is written sqlite:///FILE (three slashes)")
+    return uri if file is None else f"sqlite:///{file}"
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The absolute database file of a ``sqlite:///`` address, else None."""
+    match = re.fullmatch(r"sqlite(\+\w+)?:///([^?]+)(\?.*)?", uri)
+    if match is None or match[2] == ":memory:":
+        return None
+    return Path(match[2]).expanduser().absolute()
+
+
+def connect(uri: str) -> Any:
+    """An ``MlflowClient`` whose store answers; a SQLite store is created first where it does not exist.
+
+    Raises ImportError without mlflow, and whatever MLflow or the database raises when it cannot be reached.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from mlflow.tracking import MlflowClient
+
+    _quiet()
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    with _creation_lock(uri):
+        client.search_experiments(max_results=1)
+    return client
+
+
+def open_existing(uri: str) -> Any:
+    """A client on a store that already exists, for reading. Raises :class:`UserError` with one clear message."""
+    uri = check_uri(uri, "--uri")
+    if uri == NO_STORE:
+        raise UserError(f"--uri: {NO_STORE!r} keeps no store to read; use `kl-comedy results sync RUN_DIR --uri ...`")
+    file = sqlite_file(uri)
+    if file is not None and not file.is_file():
+        raise UserError(f"--uri: no results store at {file}; `kl-comedy train` creates one, or name another with --uri")
+    try:
+        return connect(uri)
+    except ImportError as error:
+        raise UserError(f"reading results needs mlflow: {error}") from error
+    except Exception as error:
+        raise UserError(f"--uri: cannot read {redact(uri)}: {brief(error)}") from error
+
+
+def ensure_experiment(client: Any, uri: str, name: str) -> str:
+    """The id of experiment ``name``, created (or brought back from deleted) where needed."""
+    with _creation_lock(uri):
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(client.create_experiment(name, artifact_location=_artifact_root(uri, name)))
+            except Exception:
+                found = client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        if found.lifecycle_stage == "deleted":
+            client.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
+
+
+def experiment_ids(client: Any, experiment: str | None) -> list[str]:
+    """The id of ``experiment``, or of all for None. Raises :class:`UserError` naming the nearest for a miss."""
+    found = {item.name: item.experiment_id for item in client.search_experiments()}
+    if experiment is None:
+        return list(found.values())
+    if experiment not in found:
+        near = nearest(experiment, found)
+        names = ", ".join(sorted(found)) or "(none)"
+        raise UserError(
+            f"--experiment: got {experiment!r}; the store has: {names}" + (f"; did you mean {near!r}?" if near else "")
+        )
+    return [found[experiment]]
+
+
+def brief(error: BaseException, limit: int = 200) -> str:
+    """The first line of an error with its type, without secrets."""
+    text = redact(str(error).strip().split("\n")[0])
+    text = text if len(text) <= limit else text[:limit] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _artifact_root(uri: str, experiment: str) -> str | None:
+    """Where a database store puts artifacts; None leaves it to the server."""
+    if uri.startswith(("http", "databricks")):
+        return None
+    file = sqlite_file(uri)
+    root = (file.parent if file else Path.cwd()) / "mlartifacts" / re.sub(r"[^\w.\-]", "_", experiment)
+    return root.as_uri()
+
+
+@contextlib.contextmanager
+def _creation_lock(uri: str) -> Iterator[None]:
+    """Keep other processes out while a SQLite store may be created; a store one may only read needs no lock."""
+    file = sqlite_file(uri)
+    with contextlib.ExitStack() as stack:
+        if file is not None:
+            try:
+                stack.enter_context(file_lock(file.with_name(f"{file.name}.lock")))
+            except OSError:
+                if not file.is_file():
+                    raise
+        yield
+
+
+def _quiet() -> None:
+    """Keep migrations and retries off the terminal; our own one line says what went wrong."""
+    for name in ("alembic", "mlflow.store.db.utils", "mlflow.tracking"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
