@@ -21,9 +21,7 @@ RATIOS = [e.name for e in CORRECTIONS if e.origin.startswith("kl_comedy.")]
 
 def cells() -> list[KLTerm]:
     found = []
-    for estimator, level, correction, anchor in itertools.product(
-        BUILT_IN, LEVELS, RATIOS, ("current", "behaviour")
-    ):
+    for estimator, level, correction, anchor in itertools.product(BUILT_IN, LEVELS, RATIOS, ("current", "behaviour")):
         shared = {"level": level, "correction": correction, "anchor": anchor}
         shapes = [{"placement": "reward", "credit": credit} for credit in CREDITS]
         shapes += [{"placement": "loss", "gradient": gradient} for gradient in ("natural", "k2")]

@@ -80,9 +80,7 @@ _recipe(
     "frpo", "k1 to go, added to the advantage after normalization", "FRPO: reverse cumulative log-ratios",
     KLTerm("k1", placement="reward", credit="to_go", baseline="after", beta=0.01),
 )  # fmt: skip
-_recipe(
-    "rb/token", "exact per-prefix KL differentiated", "2506.09477", KLTerm("exact", placement="loss", beta=0.01)
-)
+_recipe("rb/token", "exact per-prefix KL differentiated", "2506.09477", KLTerm("exact", placement="loss", beta=0.01))
 _recipe(
     "rb/full", "exact per-prefix KL with future credit", "2506.09477",
     KLTerm("exact", placement="reward", credit="to_go", beta=0.01),

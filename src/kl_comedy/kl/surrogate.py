@@ -71,9 +71,7 @@ def kl_parts(
     return _parts(term, *_enter(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT))
 
 
-def kl_diagnostics(
-    term: KLTerm, *, logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor
-) -> dict[str, float]:
+def kl_diagnostics(term: KLTerm, *, logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
     """What the options of a term did to this batch: the share of ratios beyond the cap, the largest ratio.
 
     Empty for a term without correction.

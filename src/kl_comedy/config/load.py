@@ -1,0 +1,276 @@
+"""From a sparse YAML file and ``key=value`` overrides to a checked :class:`Config`.
+
+Every mistake is one :class:`UserError` that names the key, what was given, what is allowed and the
+nearest right name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from kl_comedy.config.check import check_combinations
+from kl_comedy.config.schema import Config
+from kl_comedy.errors import UserError, bad_value, nearest
+from kl_comedy.registry import KINDS
+
+NOT_IDENTITY = ("output", "resume", "tracking")
+"""Keys that say where a run is kept, not what it is; they do not enter the config hash."""
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read ``path`` (None: defaults only), apply ``key=value`` overrides, check everything.
+
+    Names that live in a registry are checked against it, so the rooms must have been imported.
+    Raises :class:`UserError` for any mistake.
+    """
+    merged = OmegaConf.structured(Config)
+    if path is not None:
+        merged = _merge(merged, _read(Path(path)), str(path))
+    for text in overrides:
+        merged = _override(merged, text)
+    try:
+        OmegaConf.resolve(merged)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key or 'config'}: {_first_line(error)}") from None
+    assert isinstance(config, Config)
+    _check_fields(config, "")
+    check_combinations(config)
+    return config
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """The resolved config as plain data."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML that :func:`load_config` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys to leaves.
+
+    >>> flatten({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c.0': 2}
+    """
+    if isinstance(value, Mapping) and value:
+        items = [(str(name), item) for name, item in value.items()]
+    elif isinstance(value, list | tuple) and value:
+        items = [(str(position), item) for position, item in enumerate(value)]
+    else:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for name, item in items:
+        flat |= flatten(item, f"{prefix}.{name}" if prefix else name)
+    return flat
+
+
+def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
+    """sha256 (first 12 hex digits) of what the run is; ``without=("seed",)`` makes seeds share a hash."""
+    plain = {name: item for name, item in to_plain(config).items() if name not in (*NOT_IDENTITY, *without)}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path("configs")
+        names = [str(file) for file in sorted(folder.glob("*.y*ml"))]
+        near = nearest(str(path), names)
+        hint = f"; did you mean {near}?" if near else (f"; there are: {', '.join(names)}" if names else "")
+        raise UserError(f"no such config file: {path}{hint}")
+    try:
+        raw = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, DictConfig):
+        raise UserError(f"{path}: a config is a mapping of keys to values, and this file holds a {type(raw).__name__}")
+    plain = OmegaConf.to_container(raw, resolve=False)
+    assert isinstance(plain, dict)
+    return typing.cast(dict[str, Any], plain)
+
+
+def _merge(base: Any, raw: dict[str, Any], origin: str) -> Any:
+    _check_shape(raw, Config, "")
+    try:
+        return OmegaConf.merge(base, OmegaConf.create(raw))
+    except OmegaConfBaseException as error:
+        raise _translated(error, origin) from None
+
+
+def _override(base: Any, text: str) -> Any:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError(f"override {text!r}: write key=value, as in optimizer.lr=1e-4")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{key}: cannot read the value {value!r}: {' '.join(str(error).split())}") from None
+    item = typing.cast(dict[str, Any], parsed)["value"]
+    parts = key.split(".")
+    if parts[0] == "kl" and len(parts) > 1:
+        return _override_terms(base, parts[1:], item, key)
+    _check_shape(_nested(parts, item), Config, "")
+    try:
+        OmegaConf.update(base, key, item, merge=True)
+    except OmegaConfBaseException as error:
+        raise _translated(error, f"override {text!r}") from None
+    except (IndexError, ValueError, AssertionError):
+        raise UserError(f"{key}: there is no such position in the list; got {value!r}") from None
+    return base
+
+
+def _override_terms(base: Any, parts: list[str], item: Any, key: str) -> Any:
+    """Set ``kl.<n>.<field>`` (or ``kl.beta`` on a recipe): the list is free-form until terms are built."""
+    terms = base.kl
+    if isinstance(terms, str):
+        terms = OmegaConf.create({"recipe": terms})
+        base.kl = terms
+        terms = base.kl
+    if isinstance(terms, ListConfig):
+        if not parts[0].isdigit() or int(parts[0]) >= len(terms):
+            raise bad_value(key, item, [f"kl.{n}" for n in range(len(terms))], f"kl has {len(terms)} term(s)")
+        if len(parts) == 1:
+            terms[int(parts[0])] = item
+            return base
+        terms, parts = terms[int(parts[0])], parts[1:]
+    if not isinstance(terms, DictConfig):
+        raise UserError(f"{key}: kl holds {terms!r}, which has no fields to set")
+    OmegaConf.update(terms, ".".join(parts), item, merge=True, force_add=True)
+    return base
+
+
+def _nested(parts: list[str], item: Any) -> Any:
+    for part in reversed(parts):
+        item = {part: item}
+    return item
+
+
+def _translated(error: OmegaConfBaseException, origin: str) -> UserError:
+    return UserError(f"{error.full_key or origin}: {_first_line(error)}")
+
+
+def _first_line(error: OmegaConfBaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+_PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _check_shape(raw: Any, expected: Any, key: str) -> None:
+    """Walk raw data beside the schema: unknown keys, and values of the wrong kind."""
+    inner = _not_none(expected)
+    if raw is None:
+        if inner is expected and expected is not Any:
+            raise bad_value(key, None, _describe(expected))
+        return
+    if isinstance(raw, str) and "${" in raw:
+        return
+    origin = typing.get_origin(inner)
+    if dataclasses.is_dataclass(inner):
+        if not isinstance(raw, Mapping):
+            raise bad_value(key, raw, _describe(inner))
+        hints = typing.get_type_hints(inner)
+        for name, item in raw.items():
+            full = f"{key}.{name}" if key else str(name)
+            if name not in hints:
+                near = nearest(str(name), hints)
+                hint = f"; did you mean {near!r}?" if near else ""
+                raise UserError(f"{full}: no such key (given {item!r}); allowed: {', '.join(hints)}{hint}")
+            _check_shape(item, hints[name], full)
+    elif origin is dict:
+        if not isinstance(raw, Mapping):
+            raise bad_value(key, raw, "a mapping")
+        for name, item in raw.items():
+            _check_shape(item, typing.get_args(inner)[1], f"{key}.{name}")
+    elif origin is list:
+        _check_list(raw, typing.get_args(inner)[0], key)
+    elif inner in _PLAIN and not _fits(raw, inner):
+        raise bad_value(key, raw, _PLAIN[inner])
+
+
+def _check_list(raw: Any, item_type: Any, key: str) -> None:
+    if isinstance(raw, Mapping):  # an override such as rewards.0.weight=2
+        for name, item in raw.items():
+            if not str(name).isdigit():
+                raise bad_value(f"{key}.{name}", item, "a position in the list, as in " + f"{key}.0")
+            _check_shape(item, item_type, f"{key}.{name}")
+        return
+    if not isinstance(raw, list):
+        raise bad_value(key, raw, "a list")
+    for position, item in enumerate(raw):
+        _check_shape(item, item_type, f"{key}.{position}")
+
+
+def _not_none(expected: Any) -> Any:
+    if isinstance(expected, types.UnionType) or typing.get_origin(expected) is typing.Union:
+        return next(arg for arg in typing.get_args(expected) if arg is not type(None))
+    return expected
+
+
+def _fits(raw: Any, wanted: type) -> bool:
+    if wanted is float:
+        if isinstance(raw, str):
+            try:
+                float(raw)
+            except ValueError:
+                return False
+            return True
+        return isinstance(raw, int | float) and not isinstance(raw, bool)
+    if wanted is int:
+        return isinstance(raw, int) and not isinstance(raw, bool)
+    if wanted is str:
+        return isinstance(raw, str | int | float) and not isinstance(raw, bool)
+    return isinstance(raw, wanted)
+
+
+def _describe(expected: Any) -> str:
+    inner = _not_none(expected)
+    if dataclasses.is_dataclass(inner):
+        return "a mapping with the keys " + ", ".join(typing.get_type_hints(inner))
+    return _PLAIN.get(inner, str(inner))
+
+
+def _check_fields(node: Any, key: str) -> None:
+    """Check each field's declared choices, registry and bounds, all the way down."""
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        full = f"{key}.{item.name}" if key else item.name
+        if dataclasses.is_dataclass(value):
+            _check_fields(value, full)
+        elif isinstance(value, list | dict):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, child in inner:
+                if dataclasses.is_dataclass(child):
+                    _check_fields(child, f"{full}.{name}")
+        elif value is not None:
+            _check_value(value, item.metadata, full)
+
+
+def _check_value(value: Any, facts: Mapping[str, Any], key: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise bad_value(key, value, "a finite number")
+    if "choices" in facts and value not in facts["choices"]:
+        raise bad_value(key, value, facts["choices"])
+    if "registry" in facts:
+        KINDS[facts["registry"]].get(value, key=key)
+    if "minimum" in facts and value < facts["minimum"]:
+        raise bad_value(key, value, f"at least {facts['minimum']:g}")
+    if "maximum" in facts and value > facts["maximum"]:
+        raise bad_value(key, value, f"at most {facts['maximum']:g}")
+    if "above" in facts and value <= facts["above"]:
+        raise bad_value(key, value, f"above {facts['above']:g}")

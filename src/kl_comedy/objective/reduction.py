@@ -1,0 +1,42 @@
+"""Reductions: which share of the loss each sequence has. The denominator is stated, never implied.
+
+A loss over any set of sequences is ``sum_b weight_B[b] * sum_t mask * loss_BT[b, t]``. The weights are
+computed once for the whole batch of an update, so the losses of its micro-batches add up to it exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kl_comedy.errors import bad_value
+
+REDUCTIONS = ("token_mean", "sequence_mean_token_mean", "sequence_sum")
+
+
+def sequence_weights(reduction: str, mask_BT: Tensor, *, constant: float = 1.0, keep_B: Tensor | None = None) -> Tensor:
+    """The weight of each sequence, ``[B]``, float32 or wider.
+
+    - ``token_mean``: ``1 / (tokens in the batch)``; long completions count more.
+    - ``sequence_mean_token_mean``: ``1 / (sequences x own tokens)``; every completion counts the same
+      (GRPO, 2402.03300).
+    - ``sequence_sum``: ``1 / (sequences x constant)``: the sum over tokens, over a constant (1 for the
+      sequence-level objective; Dr. GRPO's generation budget, 2503.20783).
+
+    ``keep_B`` (bool) drops sequences, truncated ones say: their weight is zero and they leave the
+    denominator. All dropped: all weights are zero.
+
+    >>> sequence_weights("token_mean", torch.tensor([[True, True], [True, False]]))
+    tensor([0.3333, 0.3333])
+    """
+    if reduction not in REDUCTIONS:
+        raise bad_value("algorithm.reduction", reduction, REDUCTIONS)
+    tokens_B = mask_BT.sum(-1).to(torch.float64)
+    kept_B = torch.ones_like(tokens_B) if keep_B is None else keep_B.to(torch.float64)
+    if reduction == "token_mean":
+        weight_B = kept_B / (kept_B * tokens_B).sum().clamp(min=1.0)
+    elif reduction == "sequence_mean_token_mean":
+        weight_B = kept_B / tokens_B.clamp(min=1.0) / kept_B.sum().clamp(min=1.0)
+    else:
+        weight_B = kept_B / (kept_B.sum().clamp(min=1.0) * constant)
+    return weight_B.to(torch.float32)

@@ -1,0 +1,130 @@
+"""Advantages, policy losses and reductions against hand-written references."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kl_comedy.errors import UserError
+from kl_comedy.objective import REDUCTIONS, returns_with_costs, sequence_weights
+from kl_comedy.registry import ADVANTAGES, POLICY_LOSSES
+
+GROUP_B = torch.tensor([0, 0, 0, 1, 1, 1])
+REWARD_B = torch.tensor([1.0, 0.0, 0.5, 0.2, 0.2, 0.8], dtype=torch.float64)
+MASK_BT = torch.arange(4)[None] < torch.tensor([4, 2, 3, 1, 4, 2])[:, None]
+
+
+def advantage(name, returns_BT, group_B=GROUP_B):
+    return ADVANTAGES.get(name).fn(returns_BT, MASK_BT, group_B)
+
+
+def flat(reward_B):
+    return returns_with_costs(reward_B, None, 4)
+
+
+def test_rloo_is_leave_one_out():
+    expected = [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5, 0.2 - 0.5, 0.2 - 0.5, 0.8 - 0.2]
+    assert torch.allclose(advantage("rloo", flat(REWARD_B))[:, 0], torch.tensor(expected, dtype=torch.float64))
+
+
+def test_rloo_baseline_of_a_sample_does_not_depend_on_it():
+    returns_BT = flat(REWARD_B).clone().requires_grad_(True)
+    baseline_BT = returns_BT - advantage("rloo", returns_BT)
+    (gradient_BT,) = torch.autograd.grad(baseline_BT[1].sum(), returns_BT)
+    assert torch.all(gradient_BT[1] == 0) and torch.any(gradient_BT[0] != 0)
+
+
+def test_dr_grpo_is_rloo_times_one_minus_one_over_group_size():
+    assert torch.allclose(advantage("dr_grpo", flat(REWARD_B)), advantage("rloo", flat(REWARD_B)) * (2 / 3))
+
+
+def test_grpo_divides_by_the_groups_sample_deviation():
+    got = advantage("grpo", flat(REWARD_B))[:3, 0]
+    first = REWARD_B[:3]
+    assert torch.allclose(got, (first - first.mean()) / (first.std() + 1e-6))
+
+
+def test_grpo_gives_zero_where_the_group_agrees():
+    assert torch.equal(advantage("grpo", flat(torch.ones(6))), torch.zeros(6, 4))
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_reinforce_pp_is_white_over_tokens(name):
+    values = advantage(name, flat(REWARD_B))[MASK_BT]
+    assert abs(float(values.mean())) < 1e-12
+    assert float(values.std(correction=0)) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo"])
+def test_a_group_of_one_is_refused(name):
+    with pytest.raises(UserError, match="group_size"):
+        advantage(name, flat(REWARD_B), torch.arange(6))
+
+
+@pytest.mark.parametrize("name", ["rloo", "dr_grpo", "grpo", "batch_mean"])
+def test_interleaved_groups_give_the_same_as_sorted_ones(name):
+    order = torch.tensor([3, 0, 4, 1, 5, 2])
+    assert torch.allclose(
+        advantage(name, flat(REWARD_B))[order], advantage(name, flat(REWARD_B[order]), GROUP_B[order])
+    )
+
+
+@given(scale=st.floats(0.1, 5.0))
+def test_a_cost_to_go_enters_each_column(scale):
+    cost_BT = scale * torch.arange(24, dtype=torch.float64).reshape(6, 4)
+    got = advantage("rloo", returns_with_costs(REWARD_B, cost_BT, 4))
+    for t in range(4):
+        column = advantage("rloo", flat(REWARD_B - cost_BT[:, t]))[:, 0]
+        assert torch.allclose(got[:, t], column)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@given(lengths=st.lists(st.integers(1, 6), min_size=2, max_size=9), cut=st.integers(1, 8), seed=st.integers(0, 99))
+def test_micro_batches_add_up_to_the_full_batch(reduction, lengths, cut, seed):
+    mask_BT = torch.arange(6)[None] < torch.tensor(lengths)[:, None]
+    loss_BT = torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * mask_BT
+    weight_B = sequence_weights(reduction, mask_BT, constant=5.0).double()
+    parts = [(w * x.sum(-1)).sum() for w, x in zip(weight_B.split(cut), loss_BT.split(cut), strict=True)]
+    n = torch.tensor(lengths, dtype=torch.float64)
+    full = {
+        "token_mean": loss_BT.sum() / n.sum(),
+        "sequence_mean_token_mean": (loss_BT.sum(-1) / n).mean(),
+        "sequence_sum": loss_BT.sum(-1).mean() / 5.0,
+    }[reduction]
+    assert float(sum(parts)) == pytest.approx(float(full), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_dropped_sequences_leave_the_denominator(reduction):
+    keep_B = torch.tensor([True, False, True, True, False, True])
+    weight_B = sequence_weights(reduction, MASK_BT, keep_B=keep_B)
+    assert torch.all(weight_B[~keep_B] == 0)
+    assert torch.allclose(weight_B[keep_B], sequence_weights(reduction, MASK_BT[keep_B]))
+
+
+def test_everything_dropped_is_zero_and_not_nan():
+    assert torch.equal(sequence_weights("token_mean", MASK_BT, keep_B=torch.zeros(6)), torch.zeros(6))
+
+
+def test_reinforce_is_the_score_function():
+    logp_BT = torch.randn(6, 4, requires_grad=True)
+    advantage_BT = torch.randn(6, 4)
+    POLICY_LOSSES.get("reinforce").fn(logp_BT, logp_BT.detach(), advantage_BT).sum().backward()
+    assert torch.allclose(logp_BT.grad, -advantage_BT)
+
+
+def test_ppo_clip_equals_reinforce_gradient_at_ratio_one():
+    logp_BT = torch.randn(6, 4, requires_grad=True)
+    advantage_BT = torch.randn(6, 4)
+    POLICY_LOSSES.get("ppo_clip").fn(logp_BT, logp_BT.detach(), advantage_BT).sum().backward()
+    assert torch.allclose(logp_BT.grad, -advantage_BT)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "sign", "flows"), [(1.5, 1, False), (1.5, -1, True), (0.5, -1, False), (0.5, 1, True)]
+)
+def test_ppo_clip_stops_the_gradient_on_the_clipped_side_only(ratio, sign, flows):
+    logp_BT = torch.tensor([[0.0]], requires_grad=True)
+    behaviour_BT = -torch.tensor([[ratio]]).log()
+    POLICY_LOSSES.get("ppo_clip").fn(logp_BT, behaviour_BT, torch.tensor([[float(sign)]])).sum().backward()
+    assert bool(logp_BT.grad.abs() > 0) is flows
