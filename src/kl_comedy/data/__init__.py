@@ -1,0 +1,26 @@
+"""Problems and prompts: datasets by name or file, procedural tasks, chat templates, decontamination, order.
+
+    DatasetConfig -> load_problems -> [Problem] -> decontaminate -> render -> [Prompt] -> PromptOrder
+
+Importing this room registers the built-in datasets; their heavy packages are imported when one is loaded.
+"""
+
+from kl_comedy.data import files, gym, hub, pocket
+from kl_comedy.data.decontaminate import decontaminate, normalize
+from kl_comedy.data.load import data_hash, load_problems
+from kl_comedy.data.order import PromptOrder
+from kl_comedy.data.prompts import RenderReport, render
+
+BUILT_IN = (files, gym, hub, pocket)
+"""The modules whose import registers the built-in datasets."""
+
+__all__ = [
+    "BUILT_IN",
+    "PromptOrder",
+    "RenderReport",
+    "data_hash",
+    "decontaminate",
+    "load_problems",
+    "normalize",
+    "render",
+]

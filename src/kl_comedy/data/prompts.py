@@ -1,0 +1,127 @@
+"""Problem -> Prompt: plain text or the model's chat template, then token ids; what does not fit is counted.
+
+Nothing of a problem is interpreted: it is put in by replacing ``{text}`` literally, and the template sees it as
+a value. A problem whose text spells a control token of the tokenizer (``<|im_end|>``) would change the
+structure of the conversation; it is left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kl_comedy.config.schema import PromptConfig
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.records import Problem, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenderReport:
+    """What became of the problems: ``total = kept + too_long + control_tokens``; lengths in tokens."""
+
+    total: int
+    kept: int
+    too_long: int
+    control_tokens: int
+    max_tokens: int
+    longest_kept: int
+
+
+def render(
+    problems: Sequence[Problem], config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, key: str = "data.prompt"
+) -> tuple[list[Prompt], RenderReport]:
+    """Render and tokenize every problem; keep those of at most ``config.max_tokens`` tokens, in order.
+
+    plain: ``prefix + text + suffix + prefill``, with the special tokens the tokenizer puts in front of a text (never
+    an end token behind it). chat: the template's generation prompt for ``system`` and the user's turn
+    ``prefix + text + suffix``, then ``prefill``; the template writes its own special tokens, none are added.
+    A beginning-of-text token that would be there twice is there once.
+
+    Raises :class:`UserError` for chat without a chat template, for settings the template refuses or plain text
+    cannot carry, for a prompt without tokens, and when no problem is left.
+    """
+    control = [token for token in tokenizer.all_special_tokens if token]
+    safe = [problem for problem in problems if not any(token in problem.text for token in control)]
+    texts = _plain(safe, config, key=key) if config.template == "plain" else _chat(safe, config, tokenizer, key=key)
+    ids = _tokenize(texts, tokenizer, special=config.template == "plain")
+    prompts = []
+    for problem, text, token_ids in zip(safe, texts, ids, strict=True):
+        if not token_ids:
+            raise UserError(f"{key}: the problem {problem.id!r} becomes a prompt without any token: {text!r}")
+        if len(token_ids) <= config.max_tokens:
+            prompts.append(Prompt(problem=problem, text=text, token_ids=token_ids))
+    if not prompts:
+        shortest = min((len(token_ids) for token_ids in ids), default=0)
+        raise UserError(
+            f"{key}.max_tokens: got {config.max_tokens}; of {len(problems)} problems none is left: "
+            f"{len(safe)} are too long (the shortest has {shortest} tokens), "
+            f"{len(problems) - len(safe)} spell a control token"
+        )
+    return prompts, RenderReport(
+        total=len(problems),
+        kept=len(prompts),
+        too_long=len(safe) - len(prompts),
+        control_tokens=len(problems) - len(safe),
+        max_tokens=config.max_tokens,
+        longest_kept=max(len(prompt.token_ids) for prompt in prompts),
+    )
+
+
+def _question(problem: Problem, config: PromptConfig) -> str:
+    return config.prefix + problem.text + config.suffix
+
+
+def _prefill(problem: Problem, config: PromptConfig) -> str:
+    return config.prefill.replace("{text}", problem.text)
+
+
+def _plain(problems: Sequence[Problem], config: PromptConfig, *, key: str) -> list[str]:
+    if config.system is not None:
+        raise UserError(f"{key}.system: plain text has no system turn; use {key}.prefix, or {key}.template=chat")
+    return [_question(problem, config) + _prefill(problem, config) for problem in problems]
+
+
+def _chat(
+    problems: Sequence[Problem], config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, key: str
+) -> list[str]:
+    if config.template != "chat":
+        raise bad_value(f"{key}.template", config.template, ["plain", "chat"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"{key}.template: got 'chat', but the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat "
+            f"template; use {key}.template=plain"
+        )
+    from jinja2 import TemplateError
+
+    system = [] if config.system is None else [{"role": "system", "content": config.system}]
+    texts = []
+    for problem in problems:
+        turns = [*system, {"role": "user", "content": _question(problem, config)}]
+        try:
+            opening = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise UserError(f"{key}: the chat template refuses the conversation: {error}") from error
+        texts.append(str(opening) + _prefill(problem, config))
+    return texts
+
+
+def _tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, special: bool) -> list[tuple[int, ...]]:
+    """Token ids per text; no padding, no truncation, no end token added, no doubled first token."""
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts), add_special_tokens=special, padding=False, truncation=False, return_attention_mask=False
+    )["input_ids"]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    result = []
+    for text, ids in zip(texts, encoded, strict=True):
+        if special and eos is not None and ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token):
+            ids = ids[:-1]
+        if bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        result.append(tuple(ids))
+    return result

@@ -1,0 +1,244 @@
+"""A source's row -> a :class:`Problem`, strictly: every complaint names the row's place and the fields it has.
+
+The row format is the same for every source (JSONL, Parquet, hub). ``config.fields`` maps our names to the
+source's; a dotted source name (``reward_model.ground_truth``) reaches into nested objects where no column
+has that very name. Options understood by every row source:
+
+- ``text_after`` / ``answer_after``: keep only what follows the last such marker (``"####"`` for GSM8K);
+- ``answer_boxed``: the answer is the content of the last ``\\boxed{...}`` (MATH solutions);
+- ``render_choices``: write the lettered choices under the text (default true).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kl_comedy.config.schema import DatasetConfig
+from kl_comedy.data.choices import choice_letter, read_choices, render_choices
+from kl_comedy.errors import UserError, bad_value, nearest
+from kl_comedy.records import Problem
+
+TEXT_NAMES = ("problem", "question", "text")
+"""Source fields that can only be the problem's text; used where exactly one of them is there."""
+
+ROW_OPTIONS = ("text_after", "answer_after", "answer_boxed", "render_choices")
+_GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFormat:
+    """How the rows of one source are read: source names by ours, and the transformations asked for.
+
+    ``id`` and ``choices`` are None where the source has none; ids are then made from the row's number.
+    """
+
+    text: str
+    answer: str
+    id: str | None
+    choices: str | None
+    extras: Mapping[str, str]
+    text_after: str | None
+    answer_after: str | None
+    answer_boxed: bool
+    render_choices: bool
+
+
+def row_format(config: DatasetConfig, first: Mapping[str, Any], *, key: str, place: str) -> RowFormat:
+    """Decide the format from the config and the first row; every later row must then fit it.
+
+    Raises :class:`UserError` for options of the wrong type, and where the text or the answer is in none or
+    in several of the fields it may be in.
+    """
+    options, fields = config.options, config.fields
+    for name in ("text_after", "answer_after"):
+        if name in options and not (isinstance(options[name], str) and options[name]):
+            raise bad_value(f"{key}.options.{name}", options[name], "a non-empty string")
+    for name in ("answer_boxed", "render_choices"):
+        if not isinstance(options.get(name, False), bool):
+            raise bad_value(f"{key}.options.{name}", options[name], ["true", "false"])
+    if options.get("answer_boxed") and options.get("answer_after"):
+        raise UserError(f"{key}.options: answer_boxed and answer_after exclude each other; keep one")
+    own = {"text", "answer", "id", "choices"}
+    return RowFormat(
+        text=fields.get("text") or _default_text(first, key=key, place=place),
+        answer=fields.get("answer") or _default_answer(first, key=key, place=place),
+        id=fields.get("id") or ("id" if "id" in first else None),
+        choices=fields.get("choices") or ("choices" if first.get("choices") is not None else None),
+        extras={ours: theirs for ours, theirs in fields.items() if ours not in own},
+        text_after=options.get("text_after"),
+        answer_after=options.get("answer_after"),
+        answer_boxed=bool(options.get("answer_boxed", False)),
+        render_choices=bool(options.get("render_choices", True)),
+    )
+
+
+def read_rows(
+    rows: Iterable[tuple[str, str, Mapping[str, Any]]], config: DatasetConfig, *, key: str, source: str
+) -> list[Problem]:
+    """Turn ``(place, fallback id, row)`` triples into problems, in order.
+
+    ``place`` is what a message calls the row (``train.jsonl:17``). Raises :class:`UserError` on the first
+    malformed row, on an id used twice, and when there are no rows.
+    """
+    form: RowFormat | None = None
+    seen: dict[str, str] = {}
+    problems = []
+    for place, fallback_id, row in rows:
+        if form is None:
+            form = row_format(config, row, key=key, place=place)
+        problem = read_row(row, form, key=key, place=place, fallback_id=fallback_id)
+        if problem.id in seen:
+            raise UserError(f"{place}: the id {problem.id!r} was already used at {seen[problem.id]}")
+        seen[problem.id] = place
+        problems.append(problem)
+    if not problems:
+        raise UserError(f"{key}: {source} has no rows")
+    return problems
+
+
+def read_row(row: Mapping[str, Any], form: RowFormat, *, key: str, place: str, fallback_id: str) -> Problem:
+    """One row as a problem. Raises :class:`UserError` naming ``place`` and the field at fault."""
+    text = _string(_lookup(row, form.text, ours="text", key=key, place=place), form.text, place)
+    raw_answer = _lookup(row, form.answer, ours="answer", key=key, place=place)
+    meta = {
+        ours: _jsonable(_lookup(row, theirs, ours=ours, key=key, place=place), theirs, place)
+        for ours, theirs in form.extras.items()
+    }
+    if form.text_after is not None:
+        text = _after(text, form.text_after, form.text, place)
+    if form.choices is None:
+        answer = _answer(_scalar(raw_answer, form.answer, place), form, place)
+    else:
+        choices = read_choices(
+            _lookup(row, form.choices, ours="choices", key=key, place=place), field=form.choices, place=place
+        )
+        answer = choice_letter(raw_answer, choices, field=form.answer, place=place)
+        meta |= {"choices": choices, "question": text}
+        text = render_choices(text, choices) if form.render_choices else text
+    if form.id is None:
+        identity = fallback_id
+    else:
+        identity = _scalar(_lookup(row, form.id, ours="id", key=key, place=place), form.id, place)
+    return Problem(id=identity, text=text, answer=answer, meta=meta)
+
+
+def _default_text(row: Mapping[str, Any], *, key: str, place: str) -> str:
+    present = [name for name in TEXT_NAMES if name in row]
+    if len(present) == 1:
+        return present[0]
+    found = f"several of {', '.join(present)}" if present else f"none of {', '.join(TEXT_NAMES)}"
+    raise UserError(
+        f"{place}: cannot tell which field is the problem's text: the row has {found}; "
+        f"name it with {key}.fields.text=FIELD (fields: {_names(row)})"
+    )
+
+
+def _default_answer(row: Mapping[str, Any], *, key: str, place: str) -> str:
+    if "answer" in row:
+        return "answer"
+    hint = ""
+    if "solution" in row:
+        hint = (
+            f"; 'solution' is a worked solution by that name: if its last \\boxed holds the answer, set "
+            f"{key}.fields.answer=solution and {key}.options.answer_boxed=true"
+        )
+    raise UserError(
+        f"{place}: cannot tell which field is the answer: the row has no 'answer'; "
+        f"name it with {key}.fields.answer=FIELD (fields: {_names(row)}){hint}"
+    )
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(str(name) for name in row) or "(none)"
+
+
+def _lookup(row: Mapping[str, Any], name: str, *, ours: str, key: str, place: str) -> Any:
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            near = nearest(name, [str(field) for field in row])
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise UserError(f"{place}: no field {name!r} ({key}.fields.{ours}); the row has: {_names(row)}{hint}")
+        value = value[part]
+    return value
+
+
+def _string(value: Any, field: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{place}: field {field!r} must be a string, got {type(value).__name__}: {_short(value)}")
+    if not value.strip():
+        raise UserError(f"{place}: field {field!r} is empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{place}: field {field!r} holds half of a surrogate pair, which is no text") from error
+    return value
+
+
+def _scalar(value: Any, field: str, place: str) -> str:
+    """A string, or a finite number written as Python writes it."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UserError(
+            f"{place}: field {field!r} must be a string or a number, got {type(value).__name__}: {_short(value)}"
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{place}: field {field!r} is {value}, not a finite number")
+    return _string(value if isinstance(value, str) else repr(value), field, place)
+
+
+def _jsonable(value: Any, field: str, place: str) -> Any:
+    try:
+        json.dumps(value, allow_nan=False).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{place}: field {field!r} does not fit into JSON: {error}") from error
+    return value
+
+
+def _answer(answer: str, form: RowFormat, place: str) -> str:
+    if form.answer_after is not None:
+        answer = _after(answer, form.answer_after, form.answer, place)
+        return answer.replace(",", "") if _GROUPED_NUMBER.fullmatch(answer) else answer
+    if form.answer_boxed:
+        return _string(last_boxed(answer, field=form.answer, place=place), form.answer, place)
+    return answer
+
+
+def _after(text: str, marker: str, field: str, place: str) -> str:
+    _, found, tail = text.rpartition(marker)
+    if not found:
+        raise UserError(f"{place}: field {field!r} does not contain the marker {marker!r}: {_short(text)}")
+    if not tail.strip():
+        raise UserError(f"{place}: field {field!r} has nothing after the marker {marker!r}")
+    return tail.strip()
+
+
+def last_boxed(text: str, *, field: str, place: str) -> str:
+    r"""The content of the last ``\boxed{...}`` with its braces balanced; ``\boxed 9`` counts too.
+
+    >>> last_boxed(r"so $x = \boxed{\frac{1}{2}}$", field="solution", place="row 1")
+    '\\frac{1}{2}'
+
+    Raises :class:`UserError` where there is no box or its braces do not close.
+    """
+    _, found, tail = text.rpartition("\\boxed")
+    bare = re.match(r"\s+([^\s{}$\\]+?)\.?(?=[\s$]|$)", tail) if found else None
+    if bare:
+        return bare.group(1)
+    content, depth = tail.lstrip(), 0
+    for position, char in enumerate(content if found and content.startswith("{") else ""):
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if depth == 0:
+            return content[1:position].strip()
+    raise UserError(f"{place}: field {field!r} has no complete \\boxed{{...}}: {_short(text)}")
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
