@@ -15,8 +15,9 @@ class PromptOrder:
     twice, provided ``n_items >= batch`` (a smaller set must repeat within a batch).
 
     An epoch is a seeded shuffle in which the items that the straddling batch already holds are swapped out of
-    the epoch's first places. With ``n_items >= 2 * batch`` those swaps leave the places that the next
-    epoch looks at alone, so any epoch is found at once; below, epochs are walked from the last known one.
+    the epoch's first places, each with the next free item behind them. With ``n_items >= 2 * batch`` there are enough
+    of those before the last ``batch`` places, which the next epoch looks at: its plain shuffle tells them, and any
+    epoch is found at once. Below, epochs are walked from the last known one.
     """
 
     def __init__(self, n_items: int, batch: int, seed: int) -> None:
@@ -63,8 +64,7 @@ class PromptOrder:
         before = self._shuffled(epoch - 1) if wide else self._epochs[epoch - 1]
         held = set(before[self.n_items - shared :])
         head = self.batch - shared
-        end = self.n_items - (epoch + 1) * self.n_items % self.batch if wide else self.n_items
-        free = (place for place in range(head, end) if order[place] not in held)
+        free = (place for place in range(head, self.n_items) if order[place] not in held)
         for place in range(head):
             if order[place] in held:
                 other = next(free)
