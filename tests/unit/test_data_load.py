@@ -192,6 +192,7 @@ def test_text_field_takes_a_string_of_the_metadata() -> None:
 
 def test_size_seed_and_limit() -> None:
     assert len(gym(options=SUMS | {"size": 7})) == 7
+    assert len(gym(options=SUMS, limit=600)) == 600, "beyond the task's default size of 500"
     assert len(gym(options=SUMS | {"size": 7}, limit=3)) == 3
     assert gym(options=SUMS | {"seed": 5}, limit=3) == gym(options=SUMS, seed=5, limit=3)
     with pytest.raises(UserError, match=r"seed=4 and options\.seed=5 contradict"):
