@@ -165,7 +165,9 @@ class ReferenceConfig:
 
 @dataclass
 class TrainConfig:
-    """``steps`` counts optimizer updates. ``microbatch_tokens`` bounds padded tokens per backward."""
+    """``steps`` counts optimizer updates. ``microbatch_tokens`` bounds padded tokens per backward.
+    ``exact_kl_every``: measure the exact KL and entropy every so many updates (0: at update 0 and where
+    a term needs it)."""
 
     steps: int = _at_least(100, 1)
     microbatch_tokens: int = _at_least(16384, 1)
@@ -174,6 +176,7 @@ class TrainConfig:
     checkpoint_every: int = _at_least(10, 0)
     keep_checkpoints: int = _at_least(2, 1)
     samples_every: int = _at_least(10, 0)
+    exact_kl_every: int = _at_least(1, 0)
     deterministic: bool = True
     threads: int | None = _at_least(None, 1)
 

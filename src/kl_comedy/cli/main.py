@@ -1,0 +1,112 @@
+"""``kl-comedy``: one command per thing a user does. Exit codes: 0 done, 1 failed, 2 misuse."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kl_comedy.cli import catalogue, results
+from kl_comedy.errors import RunFailed, UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="The reference laboratory for KL regularization in RL of language models.",
+)
+app.add_typer(results.app, name="results")
+catalogue.mount(app)
+
+ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, as configs/quickstart.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as optimizer.lr=1e-4 kl.0.beta=0.1")]
+Plugins = Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file that registers parts")]
+
+
+@app.command()
+def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins = None) -> None:
+    """Train a policy under the KL configuration of CONFIG.
+
+    Example: `kl-comedy train configs/quickstart.yaml kl.0.beta=0.05 seed=1 resume=auto`
+    """
+    console = _console()
+    loaded = _load(config, overrides, plugin)
+    from kl_comedy.cli.summary import show_outcome
+    from kl_comedy.training.run import train as run_training
+
+    outcome = run_training(loaded, console=console, command=_command_line())
+    show_outcome(outcome, console)
+
+
+@app.command()
+def evaluate(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    plugin: Plugins = None,
+    format: Annotated[str, typer.Option(help="table or json")] = "table",
+) -> None:
+    """Evaluate the model of CONFIG on its `data.eval` sets.
+
+    Example: `kl-comedy evaluate configs/quickstart.yaml model.source=runs/RUN/policy eval.samples=8`
+    """
+    from kl_comedy.errors import bad_value
+
+    if format not in ("table", "json"):
+        raise bad_value("--format", format, ("table", "json"))
+    loaded = _load(config, overrides, plugin)
+    from kl_comedy.cli.evaluating import evaluate_config
+
+    evaluate_config(loaded, _console(), as_json=format == "json")
+
+
+def _load(config: Path, overrides: list[str] | None, plugins: list[Path] | None):  # type: ignore[no-untyped-def]
+    """Plugins first, then the rooms, then the config that names their parts."""
+    import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.config import load_config
+    from kl_comedy.registry import load_plugin_file
+
+    for file in plugins or []:
+        load_plugin_file(file)
+    return load_config(config, overrides or [])
+
+
+def _console() -> Console:
+    """Talk goes to stderr; data goes to stdout."""
+    return Console(stderr=True)
+
+
+def _command_line() -> str:
+    return shlex.join(["kl-comedy", *sys.argv[1:]])
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("DO_NOT_TRACK", "true")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("kl_comedy").setLevel(logging.INFO)
+    for name in ("lightning.pytorch", "lightning.fabric", "mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def run() -> None:
+    """The console script: a user's mistake is one line and exit 2, a failed run one line and exit 1."""
+    _quiet_libraries()
+    try:
+        app()
+    except UserError as error:
+        _console().print(f"error: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
+        sys.exit(2)
+    except RunFailed as error:
+        _console().print(f"failed: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(1)

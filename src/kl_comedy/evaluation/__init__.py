@@ -1,0 +1,5 @@
+"""Evaluation: held-out problems, sampled or greedy, with intervals over problems."""
+
+from kl_comedy.evaluation.evaluate import EvalResult, EvalSet, evaluate
+
+__all__ = ["EvalResult", "EvalSet", "evaluate"]

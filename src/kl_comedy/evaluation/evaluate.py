@@ -1,0 +1,67 @@
+"""Score a policy on held-out problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kl_comedy.records import Prompt, Rollout, Scored
+from kl_comedy.rollouts import RolloutBackend, Sampling
+
+
+class Scorer(Protocol):
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """A named set of prompts to evaluate on."""
+
+    name: str
+    prompts: Sequence[Prompt]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """Mean reward over problems (each the mean of its samples) with a 95% normal interval over problems."""
+
+    name: str
+    problems: int
+    samples: int
+    reward: float
+    half_width: float
+    length: float
+    truncated: float
+    rows: tuple[Scored, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Under ``eval/<set>/...``."""
+        return {
+            f"eval/{self.name}/reward": self.reward,
+            f"eval/{self.name}/reward_half_width": self.half_width,
+            f"eval/{self.name}/length": self.length,
+            f"eval/{self.name}/truncated_share": self.truncated,
+        }
+
+
+def evaluate(
+    backend: RolloutBackend, scorer: Scorer, held_out: EvalSet, *, samples: int, sampling: Sampling, seed: int
+) -> EvalResult:
+    """Draw ``samples`` completions a problem and score them. Depends on weights, prompts and seed only."""
+    rows = scorer.score(backend.generate(held_out.prompts, group_size=samples, sampling=sampling, seed=seed))
+    n = len(held_out.prompts)
+    means = [sum(row.reward.value for row in rows[i * samples : (i + 1) * samples]) / samples for i in range(n)]
+    mean = sum(means) / n
+    variance = sum((x - mean) ** 2 for x in means) / max(n - 1, 1)
+    return EvalResult(
+        name=held_out.name,
+        problems=n,
+        samples=samples,
+        reward=mean,
+        half_width=1.96 * math.sqrt(variance / n),
+        length=sum(len(row.rollout.completion_ids) for row in rows) / len(rows),
+        truncated=sum(row.rollout.stop_reason == "length" for row in rows) / len(rows),
+        rows=tuple(rows),
+    )

@@ -1,0 +1,173 @@
+"""Config -> the objects of a run. Every mistake in the config surfaces here, before anything is trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kl_comedy.config import Config
+from kl_comedy.data import data_hash, decontaminate, load_problems, render
+from kl_comedy.errors import UserError
+from kl_comedy.evaluation import EvalSet
+from kl_comedy.kl import KLTerm, resolve_terms, verdict, warnings
+from kl_comedy.models import LoadedModel, load_model
+from kl_comedy.models.reference import Reference, build_reference
+from kl_comedy.records import Prompt
+from kl_comedy.registry import ADVANTAGES, POLICY_LOSSES, ROLLOUTS
+from kl_comedy.rewards import RewardSum
+from kl_comedy.rollouts import RolloutBackend, Sampling, check_training_sampling
+
+log = logging.getLogger("kl_comedy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems:
+    """Training prompts and evaluation sets, with what was dropped on the way."""
+
+    train: Sequence[Prompt]
+    evals: Sequence[EvalSet]
+    counts: Mapping[str, int]
+    hashes: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Everything a run is made of."""
+
+    config: Config
+    terms: tuple[KLTerm, ...]
+    loaded: LoadedModel
+    references: Mapping[str, Reference]
+    problems: Problems
+    backend: RolloutBackend
+    scorer: RewardSum
+
+    def close(self) -> None:
+        """Stop worker processes and the sampler."""
+        self.scorer.close()
+        self.backend.close()
+
+
+def check_terms(config: Config) -> tuple[KLTerm, ...]:
+    """Build the KL terms and say what they descend; warns where that is not what their value suggests."""
+    terms = resolve_terms(config.kl)
+    for term in terms:
+        if term.reference in ("ema", "periodic") and config.model.lora is not None:
+            raise UserError(
+                f"kl: reference {term.reference!r} moves with the weights, and with model.lora the reference is the "
+                "base model with the adapter off; use reference: initial, or leave model.lora out"
+            )
+        for line in warnings(term, off_policy=is_off_policy(config)):
+            log.warning(line)
+    return terms
+
+
+def is_off_policy(config: Config) -> bool:
+    """Whether any update uses samples of older weights."""
+    return config.lag.steps > 0 or config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch > 1
+
+
+def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
+    """What a run says about its KL configuration: a label for tables, and the verdict per term."""
+    regime = "off_policy" if is_off_policy(config) else "on_policy"
+    label = " + ".join(f"{term.beta if isinstance(term.beta, float) else 'scheduled'} {term.label()}" for term in terms)
+    return {
+        "kl.label": label or "no KL",
+        "kl.regime": regime,
+        **{f"kl.{position}.verdict": verdict(term, regime) for position, term in enumerate(terms)},
+    }
+
+
+def build(config: Config) -> Parts:
+    """Build every part. Raises :class:`UserError` for a mistake in the config."""
+    terms = check_terms(config)
+    check_training_sampling(config.rollout)
+    ADVANTAGES.get(config.algorithm.advantage, key="algorithm.advantage")
+    _check_options(config)
+    scorer = RewardSum(config.rewards)
+    loaded = load_model(config.model)
+    return Parts(
+        config=config,
+        terms=terms,
+        loaded=loaded,
+        references=_references(config, terms, loaded),
+        problems=load_all(config, loaded),
+        backend=ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=loaded),
+        scorer=scorer,
+    )
+
+
+def load_all(config: Config, loaded: LoadedModel, *, train: bool = True) -> Problems:
+    """Problems to prompts: load, decontaminate, render, filter by length; counts and hashes of each set."""
+    data = config.data
+    raw = {
+        name: load_problems(item, key=f"data.eval.{name}", training=False, allow_test_split=True)
+        for name, item in data.eval.items()
+    }
+    counts: dict[str, int] = {}
+    prompts: list[Prompt] = []
+    hashes = {f"eval.{name}": data_hash(problems) for name, problems in raw.items()}
+    if train:
+        problems = load_problems(
+            data.train, key="data.train", training=True, allow_test_split=data.allow_test_split
+        )
+        if data.decontaminate:
+            problems, removed = decontaminate(problems, raw)
+            counts |= {f"decontaminated.{name}": count for name, count in removed.items()}
+        if not problems:
+            raise UserError("data.train: no problem is left after decontamination against data.eval")
+        prompts, report = render(problems, data.prompt, loaded.tokenizer)
+        counts |= {"train.kept": report.kept, "train.too_long": report.too_long}
+        hashes["train"] = data_hash(problems)
+    evals = []
+    for name, problems in raw.items():
+        rendered, report = render(problems, data.prompt, loaded.tokenizer)
+        counts |= {f"eval.{name}.kept": report.kept, f"eval.{name}.too_long": report.too_long}
+        evals.append(EvalSet(name=name, prompts=rendered))
+    return Problems(train=prompts, evals=evals, counts=counts, hashes=hashes)
+
+
+def training_sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        max_new_tokens=rollout.max_new_tokens,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+    )
+
+
+def eval_sampling(config: Config) -> Sampling:
+    return Sampling(
+        temperature=config.eval.temperature,
+        max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+        stop=tuple(config.rollout.stop),
+    )
+
+
+def _references(config: Config, terms: Sequence[KLTerm], loaded: LoadedModel) -> dict[str, Reference]:
+    """The initial reference always (what KL is reported against), moving ones where a term names them."""
+    names = ["initial", *sorted({term.reference for term in terms} - {"initial", "sampler"})]
+    shared = {
+        "temperature": config.rollout.temperature,
+        "chunk_elements": config.model.head_chunk_elements,
+        "keep_hidden": True,
+    }
+    return {name: build_reference(name, loaded, config.reference, **shared) for name in names}
+
+
+def _check_options(config: Config) -> None:
+    import inspect
+
+    from kl_comedy.errors import bad_value
+
+    entry = POLICY_LOSSES.get(config.algorithm.policy_loss, key="algorithm.policy_loss")
+    allowed = list(inspect.signature(entry.fn).parameters)[3:]
+    for name, value in config.algorithm.policy_loss_options.items():
+        if name not in allowed:
+            raise bad_value(
+                f"algorithm.policy_loss_options.{name}", value, allowed, f"{entry.name} takes no such option"
+            )

@@ -1,0 +1,116 @@
+"""What happens around an update, in this order: metrics, samples, evaluation, checkpoint, display."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+
+from kl_comedy.evaluation import EvalResult, evaluate
+from kl_comedy.records import Scored
+from kl_comedy.tracking import Tracker
+from kl_comedy.training.build import Parts, eval_sampling
+from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.rundir import RunDir
+from kl_comedy.training.seeds import derive_seed
+
+log = logging.getLogger("kl_comedy")
+
+SAMPLE_ROWS = 16
+"""Completions kept per samples table: enough to see a group beside another."""
+
+
+def sample_rows(rows: tuple[Scored, ...]) -> list[dict[str, Any]]:
+    """Completions as table rows, hostile text included as it is (the table is JSON)."""
+    return [
+        {
+            "problem": row.rollout.prompt.problem.text,
+            "answer": row.rollout.prompt.problem.answer,
+            "completion": row.rollout.text,
+            "reward": row.reward.value,
+            "status": row.reward.status,
+            "tokens": len(row.rollout.completion_ids),
+            "stop_reason": row.rollout.stop_reason,
+            "version": row.rollout.versions[0] if row.rollout.versions else None,
+        }
+        for row in rows[:SAMPLE_ROWS]
+    ]
+
+
+class MetricsCallback(Callback):
+    """Every update's metrics, and a table of sampled completions every ``samples_every`` updates."""
+
+    def __init__(self, tracker: Tracker, samples_every: int) -> None:
+        self._tracker, self._every = tracker, samples_every
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: E501
+        assert isinstance(pl_module, PolicyModule)
+        self._tracker.log(pl_module.last_metrics, step=pl_module.version)
+        if self._every and (pl_module.version == 1 or pl_module.version % self._every == 0):
+            self._tracker.table("samples", sample_rows(batch.rows), step=pl_module.version)
+
+
+class EvaluationCallback(Callback):
+    """Evaluation on every set at the start, every ``eval_every`` updates, and at the end."""
+
+    def __init__(self, parts: Parts, tracker: Tracker, show: Callable[[EvalResult, int], None]) -> None:
+        self._parts, self._tracker, self._show = parts, tracker, show
+        self.history: dict[str, dict[int, float]] = {}
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        if self._parts.config.eval.at_start and pl_module.version == 0:
+            self.run(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: E501
+        every, version = self._parts.config.train.eval_every, pl_module.version
+        last = version == self._parts.config.train.steps
+        if (every and version % every == 0) or (last and self._parts.config.eval.at_end):
+            self.run(trainer, pl_module)
+
+    def run(self, trainer: lightning.Trainer, module: PolicyModule) -> None:
+        config = self._parts.config
+        for held_out in self._parts.problems.evals:
+            with trainer.precision_plugin.forward_context():
+                result = evaluate(
+                    self._parts.backend, self._parts.scorer, held_out, samples=config.eval.samples,
+                    sampling=eval_sampling(config), seed=derive_seed(config.seed, f"eval/{held_out.name}", 0),
+                )  # fmt: skip
+            self._tracker.log(result.metrics(), step=module.version)
+            self._tracker.table(f"eval/{result.name}", sample_rows(result.rows), step=module.version)
+            self.history.setdefault(result.name, {})[module.version] = result.reward
+            self._show(result, module.version)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": {name: dict(values) for name, values in self.history.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = {name: dict(values) for name, values in state_dict["history"].items()}
+
+
+class CheckpointCallback(Callback):
+    """A whole checkpoint every ``every`` updates and at the end; the newest ``keep`` stay.
+
+    Written to a temporary name and renamed, so a kill leaves the last whole one. Committing tells the
+    tracker that everything up to here is final.
+    """
+
+    def __init__(self, run: RunDir, tracker: Tracker, *, every: int, keep: int, steps: int) -> None:
+        self._run, self._tracker = run, tracker
+        self._every, self._keep, self._steps = every, keep, steps
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: E501
+        version = pl_module.version
+        if self._every and (version % self._every == 0 or version == self._steps):
+            self.save(trainer, version)
+
+    def save(self, trainer: lightning.Trainer, version: int) -> None:
+        target = self._run.checkpoints / f"step-{version:08d}.ckpt"
+        temporary = target.with_suffix(".tmp")
+        trainer.save_checkpoint(temporary)
+        temporary.replace(target)
+        self._tracker.commit(version)
+        for old in sorted(self._run.checkpoints.glob("step-*.ckpt"))[: -self._keep]:
+            old.unlink()

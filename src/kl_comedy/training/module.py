@@ -1,0 +1,267 @@
+"""The LightningModule: one training step is one optimizer update over one :class:`UpdateBatch`.
+
+The rows of an update are prepared (reference pass, advantages, weights), split by token budget, and
+each micro-batch is passed, differentiated and forgotten. Optimization is manual because the number of
+micro-batches varies from update to update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+
+from kl_comedy.config import Config
+from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.kl import BetaState, KLTerm, kl_diagnostics
+from kl_comedy.models import LoadedModel
+from kl_comedy.models.logprobs import TokenPass, token_pass
+from kl_comedy.models.reference import Reference, ReferencePass
+from kl_comedy.objective.policy_losses import clip_fraction
+from kl_comedy.registry import POLICY_LOSSES
+from kl_comedy.rollouts import RolloutBackend
+from kl_comedy.training.losses import micro_loss
+from kl_comedy.training.measure import Tally, effective_sample_share, row_metrics, tally_tokens
+from kl_comedy.training.prepare import MicroBatch, Preparation, prepare
+from kl_comedy.training.schedules import lr_factor
+from kl_comedy.training.stream import ExperienceStream, UpdateBatch
+
+KL_AT_START_TOLERANCE = 1e-5
+"""Exact KL (nats a token) tolerated before the first update; bitwise zero is expected and reported."""
+
+
+class NotFinite(RunFailed):
+    """A loss, log-prob or gradient that is not finite; ``rows`` are the completions it came from."""
+
+    def __init__(self, message: str, batch: UpdateBatch) -> None:
+        super().__init__(message)
+        self.batch = batch
+
+
+class PolicyModule(lightning.LightningModule):
+    """Owns the policy and its optimizer; calls the rooms. References and sampler stay outside its state."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        loaded: LoadedModel,
+        references: Mapping[str, Reference],
+        terms: Sequence[KLTerm],
+        stream: ExperienceStream,
+        backend: RolloutBackend,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.policy = loaded.model
+        self.config = config
+        self.terms = tuple(terms)
+        self.betas = [BetaState(term.beta) for term in self.terms]
+        self.version = 0
+        self.last_metrics: dict[str, float] = {}
+        self.last_batch: UpdateBatch | None = None
+        self._outside = {"references": dict(references), "stream": stream, "backend": backend}
+        self._plan = Preparation(
+            terms=self.terms,
+            algorithm=config.algorithm,
+            microbatch_tokens=config.train.microbatch_tokens,
+            pad_id=int(loaded.tokenizer.pad_token_id),
+            device=loaded.device,
+        )
+
+    @property
+    def references(self) -> dict[str, Reference]:
+        return self._outside["references"]  # type: ignore[return-value]
+
+    @property
+    def stream(self) -> ExperienceStream:
+        return self._outside["stream"]  # type: ignore[return-value]
+
+    @property
+    def backend(self) -> RolloutBackend:
+        return self._outside["backend"]  # type: ignore[return-value]
+
+    def train_dataloader(self) -> ExperienceStream:
+        return self.stream
+
+    def configure_optimizers(self) -> Any:
+        settings = self.config.optimizer
+        trainable = [p for p in self.policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trainable, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )  # fmt: skip
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_factor(settings, step, self.config.train.steps)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def training_step(self, batch: UpdateBatch, batch_idx: int) -> None:
+        start = time.perf_counter()
+        self.last_batch = batch
+        step = self.version
+        betas = [beta.value for beta in self.betas]
+        try:
+            micro_batches = prepare(
+                batch.rows, self._plan, betas=betas, references=self.references, policy_pass=self._pass_for
+            )
+            tally, parts = Tally(), {}
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            for micro in micro_batches:
+                for name, value in self._accumulate(micro, tally, betas, exact=self._measures_exactly(step)).items():
+                    parts[name] = parts.get(name, 0.0) + float(value)
+        except UserError as error:
+            raise NotFinite(f"update {step}: {error}", batch) from error
+        grad_norm = self._clip()
+        for name, value in {**parts, "grad/norm": grad_norm}.items():
+            if not torch.isfinite(torch.tensor(value)):
+                raise NotFinite(f"update {step}: {name} is {value}", batch)
+        optimizer.step()
+        self.lr_schedulers().step()
+        self._publish()
+        self.last_metrics = {
+            **row_metrics(batch.rows),
+            **effective_sample_share(tally.values(), len(batch.rows), len(micro_batches)),
+            **{f"train/loss_{name}": value for name, value in parts.items()},
+            **{f"beta/{position}": beta for position, beta in enumerate(betas)},
+            "train/loss": sum(parts.values()),
+            "grad/norm": grad_norm,
+            "train/lr": optimizer.param_groups[0]["lr"],
+            **self._times(batch, time.perf_counter() - start),
+        }
+        if step == 0:
+            self._check_start()
+        self._advance(step)
+
+    def _accumulate(
+        self, micro: MicroBatch, tally: Tally, betas: Sequence[float], *, exact: bool
+    ) -> dict[str, Tensor]:
+        """Pass, loss and backward of one micro-batch."""
+        inputs = {name: getattr(micro.experience, name) for name in _INPUTS}
+        passes: dict[str, TokenPass] = {}
+        for name, reference in micro.references.items():
+            wanted = [term for term in self.terms if term.reference == name]
+            if name == "initial" or any(term.needs != "log_ratio" for term in wanted):
+                passes[name] = self._pass_for(inputs, reference, wanted, measure=exact and name == "initial")
+        seen = passes["initial"]
+        if not bool(torch.isfinite(seen.logp_BT).all()):
+            raise UserError("the policy's log-probs are not finite")
+        loss, parts = micro_loss(
+            micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm
+        )
+        self.manual_backward(loss)
+        tally_tokens(tally, micro, seen, version=self.version)
+        self._tally_options(tally, micro, seen)
+        return parts
+
+    def _pass_for(
+        self, inputs: Mapping[str, Tensor], reference: ReferencePass, terms: Sequence[KLTerm], *, measure: bool = False
+    ) -> TokenPass:
+        """The policy pass, with the exact KLs that ``terms`` (or the metrics) need."""
+        needs = {term.needs for term in terms}
+        return token_pass(
+            self.policy,
+            **inputs,
+            temperature=self.config.rollout.temperature,
+            chunk_elements=self.config.model.head_chunk_elements,
+            reference=reference,
+            entropy=measure,
+            kl=measure or "exact_reverse" in needs,
+            forward_kl=measure or "exact_forward" in needs,
+        )
+
+    def _tally_options(self, tally: Tally, micro: MicroBatch, seen: TokenPass) -> None:
+        """Count what options did: capped ratios, clipped tokens. Nothing is bounded silently."""
+        experience = micro.experience
+        arguments = {"logp_BT": seen.logp_BT.detach(), "behaviour_logp_BT": experience.behaviour_logp_BT}
+        tokens = float(experience.mask_BT.sum())
+        for position, term in enumerate(self.terms):
+            found = kl_diagnostics(term, mask_BT=experience.mask_BT, **arguments)
+            if found:
+                tally.maximum(f"kl_term/{position}/ratio_max", found["ratio_max"])
+                tally.add(f"kl_term/{position}/capped_share", found["capped_share"] * tokens, tokens)
+        if POLICY_LOSSES.get(self.config.algorithm.policy_loss).facts.get("clips"):
+            clipped_BT = clip_fraction(
+                arguments["logp_BT"], arguments["behaviour_logp_BT"], experience.advantage_BT,
+                **self.config.algorithm.policy_loss_options,
+            )  # fmt: skip
+            tally.add("policy/clip_fraction", (clipped_BT & experience.mask_BT).sum(), tokens)
+
+    def _measures_exactly(self, step: int) -> bool:
+        every = self.config.train.exact_kl_every
+        return step == 0 or (every > 0 and step % every == 0)
+
+    def _clip(self) -> float:
+        """Clip the gradient where asked; the norm before clipping."""
+        bound = self.config.optimizer.clip_norm
+        trainable = [p for p in self.policy.parameters() if p.requires_grad]
+        return float(torch.nn.utils.clip_grad_norm_(trainable, float("inf") if bound is None else bound))
+
+    def _publish(self) -> None:
+        """New weights: the version counts optimizer updates; moving references follow."""
+        self.version += 1
+        self.backend.update_weights(self.version)
+        for reference in self.references.values():
+            if reference.moving:
+                reference.update(self.policy, self.version)
+
+    def _check_start(self) -> None:
+        """Before the first update the policy is the reference, so every KL is zero."""
+        measured = self.last_metrics.get("kl/exact_reverse_token", 0.0)
+        if abs(measured) > KL_AT_START_TOLERANCE:
+            raise RunFailed(
+                f"exact KL to the reference before the first update is {measured:.3g} nats a token, and must be 0: "
+                "the reference is not the policy's starting point"
+            )
+
+    def _advance(self, step: int) -> None:
+        measured = self.last_metrics.get("kl/exact_reverse_sequence", self.last_metrics["kl/k1_reverse_sequence"])
+        for beta in self.betas:
+            beta.advance(step + 1, measured)
+
+    def _times(self, batch: UpdateBatch, learn_s: float) -> dict[str, float]:
+        total = batch.generate_s + batch.score_s + learn_s
+        tokens = sum(len(row.rollout.completion_ids) for row in batch.rows)
+        return {
+            "time/generate": batch.generate_s,
+            "time/score": batch.score_s,
+            "time/learn": learn_s,
+            "time/step": total,
+            "time/tokens_per_second": tokens / total if total > 0 else 0.0,
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kl_comedy"] = {
+            "version": self.version,
+            "betas": [beta.value for beta in self.betas],
+            "stream": self.stream.snapshot(),
+            "references": {name: ref.hash for name, ref in self.references.items() if not ref.moving},
+            "moving": {name: ref.state_dict() for name, ref in self.references.items() if ref.moving},
+            "torch_rng": torch.get_rng_state(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["kl_comedy"]
+        for name, kept in state["references"].items():
+            now = self.references[name].hash
+            if now != kept:
+                raise RunFailed(
+                    f"the {name} reference is not the one this run began with: its weights hash to {now[:16]}, the "
+                    f"checkpoint says {kept[:16]}; a resumed run must keep its reference"
+                )
+        for name, moving in state["moving"].items():
+            self.references[name].load_state_dict(moving)
+        self.version = int(state["version"])
+        for beta, value in zip(self.betas, state["betas"], strict=True):
+            beta.value = float(value)
+        self.stream.restore(state["stream"])
+        self.backend.update_weights(self.version)
+        torch.set_rng_state(state["torch_rng"])
+
+
+_INPUTS = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")

@@ -1,0 +1,138 @@
+"""From the rows of an update to its micro-batches: reference pass, KL costs, advantages, weights.
+
+Everything that must see the whole update (baselines, normalization, denominators) happens here, without
+gradient; what follows can go micro-batch by micro-batch and add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kl_comedy.config import AlgorithmConfig
+from kl_comedy.kl import KLTerm, kl_parts
+from kl_comedy.objective import returns_with_costs, sequence_weights
+from kl_comedy.records import Experience, Scored
+from kl_comedy.registry import ADVANTAGES
+from kl_comedy.training.packing import Packed, by_token_budget, pack
+
+if TYPE_CHECKING:
+    from kl_comedy.models.logprobs import TokenPass
+    from kl_comedy.models.reference import Reference, ReferencePass
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Rows that fit one backward: their experience, and the pass of each reference over them."""
+
+    experience: Experience
+    references: Mapping[str, ReferencePass]
+
+    def reference_of(self, term: KLTerm) -> ReferencePass:
+        """The pass a term is measured against; ``sampler`` terms read the behaviour log-probs instead."""
+        return self.references["initial" if term.reference == "sampler" else term.reference]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What preparing an update needs to know."""
+
+    terms: Sequence[KLTerm]
+    algorithm: AlgorithmConfig
+    microbatch_tokens: int
+    pad_id: int
+    device: torch.device
+
+
+def prepare(
+    rows: Sequence[Scored],
+    plan: Preparation,
+    *,
+    betas: Sequence[float],
+    references: Mapping[str, Reference],
+    policy_pass: Callable[..., TokenPass],
+) -> list[MicroBatch]:
+    """Turn the rows of one update (whole groups) into micro-batches.
+
+    ``policy_pass`` is called only where a term before the baseline needs the policy's own log-probs.
+    ``policy_pass(inputs, reference, terms)`` returns log-probs and, where a term asks, exact KLs.
+    """
+    splits = by_token_budget(rows, plan.microbatch_tokens)
+    packs = [pack([rows[n] for n in split], pad_id=plan.pad_id, device=plan.device) for split in splits]
+    with torch.no_grad():
+        passes = [{name: ref.forward_pass(**p.model_inputs()) for name, ref in references.items()} for p in packs]
+        length = max(p.ids_BT.shape[1] for p in packs)
+        cost_BT = _costs_before(splits, packs, passes, plan.terms, betas, policy_pass, rows=len(rows), length=length)
+    reward_B = torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=plan.device)
+    group_B = torch.tensor([row.rollout.group_id for row in rows], device=plan.device)
+    sizes = torch.tensor([len(row.rollout.completion_ids) for row in rows], device=plan.device)
+    mask_BT = torch.arange(length, device=plan.device)[None] < sizes[:, None]
+    returns_BT = returns_with_costs(reward_B, cost_BT, length)
+    advantage_BT = ADVANTAGES.get(plan.algorithm.advantage).fn(returns_BT, mask_BT, group_B).float()
+    weight_B = sequence_weights(
+        plan.algorithm.reduction, mask_BT, constant=plan.algorithm.reduction_constant, keep_B=_kept(rows, plan)
+    )
+    micro: list[MicroBatch] = []
+    for split, packed, seen in zip(splits, packs, passes, strict=True):
+        index = torch.tensor(split, device=plan.device)
+        advantage = advantage_BT[index, : packed.ids_BT.shape[1]]
+        experience = Experience(
+            prompt_ids_BP=packed.prompt_ids_BP,
+            prompt_mask_BP=packed.prompt_mask_BP,
+            ids_BT=packed.ids_BT,
+            mask_BT=packed.mask_BT,
+            behaviour_logp_BT=packed.behaviour_logp_BT,
+            ref_logp_BT=seen["initial"].logp_BT,
+            advantage_BT=torch.where(packed.mask_BT, advantage, torch.zeros_like(advantage)),
+            reward_B=reward_B[index].float(),
+            weight_B=weight_B[index],
+            policy_version_BT=packed.policy_version_BT,
+            group_B=group_B[index],
+        )
+        micro.append(MicroBatch(experience=experience, references=seen))
+    return micro
+
+
+def _kept(rows: Sequence[Scored], plan: Preparation) -> Tensor | None:
+    """With ``mask_truncated``, completions cut at the limit take no part in the loss."""
+    if not plan.algorithm.mask_truncated:
+        return None
+    return torch.tensor([row.rollout.stop_reason != "length" for row in rows], device=plan.device)
+
+
+def _costs_before(
+    splits: Sequence[Sequence[int]], packs: Sequence[Packed], passes: Sequence[Mapping[str, Any]],
+    terms: Sequence[KLTerm], betas: Sequence[float], policy_pass: Callable[..., TokenPass], *, rows: int, length: int,
+) -> Tensor | None:  # fmt: skip
+    """``sum_k beta_k cost_k`` of the terms that enter before the baseline, ``[rows, length]``, or None.
+
+    Beyond the end of a completion the cost is what the credit leaves there (the total, or zero).
+    """
+    chosen = [(term, beta) for term, beta in zip(terms, betas, strict=True) if term.baseline == "before"]
+    if not chosen:
+        return None
+    total_BT = torch.zeros(rows, length, dtype=torch.float64, device=packs[0].ids_BT.device)
+    for split, packed, seen in zip(splits, packs, passes, strict=True):
+        index = torch.tensor(split, device=total_BT.device)
+        for name in {term.reference for term, _ in chosen}:
+            wanted = [(term, beta) for term, beta in chosen if term.reference == name]
+            reference = seen["initial" if name == "sampler" else name]
+            now = policy_pass(packed.model_inputs(), reference, [term for term, _ in wanted])
+            for term, beta in wanted:
+                cost_BT = kl_parts(
+                    term,
+                    logp_BT=now.logp_BT,
+                    ref_logp_BT=reference.logp_BT,
+                    behaviour_logp_BT=packed.behaviour_logp_BT,
+                    mask_BT=packed.mask_BT,
+                    exact_kl_BT=now.forward_kl_BT if term.needs == "exact_forward" else now.kl_BT,
+                ).cost_BT
+                width = cost_BT.shape[1]
+                total_BT[index, :width] += beta * cost_BT
+                if term.credit == "total":
+                    total_BT[index, width:] += beta * cost_BT[:, -1:]
+    return total_BT

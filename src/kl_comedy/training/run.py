@@ -1,0 +1,228 @@
+"""One run, from config to summary: folder, resume, tracking, Lightning, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from rich.console import Console
+
+from kl_comedy.config import Config, config_hash, flatten, to_plain
+from kl_comedy.data import PromptOrder
+from kl_comedy.errors import RunFailed
+from kl_comedy.tracking import Tracker, provenance_tags
+from kl_comedy.training.build import Parts, build, term_tags, training_sampling
+from kl_comedy.training.callbacks import CheckpointCallback, EvaluationCallback, MetricsCallback, sample_rows
+from kl_comedy.training.module import NotFinite, PolicyModule
+from kl_comedy.training.progress import ProgressCallback
+from kl_comedy.training.rundir import RunDir, open_run
+from kl_comedy.training.stream import ExperienceStream, StreamShape
+
+log = logging.getLogger("kl_comedy")
+
+_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended: its folder and the summary written there."""
+
+    run: RunDir
+    summary: dict[str, Any]
+    already_finished: bool = False
+
+
+def train(config: Config, *, console: Console, command: str) -> Outcome:
+    """Train as ``config`` says. ``command`` is what reproduces the run.
+
+    Raises :class:`UserError` for a mistake in the config and :class:`RunFailed` for a run that began
+    and could not finish; the run is then marked failed with the reason.
+    """
+    run, found = open_run(config)
+    with run.held():
+        ended = run.summary()
+        if found and ended is not None and ended["status"] == "FINISHED":
+            return Outcome(run=run, summary=ended, already_finished=True)
+        return _train_in(run, config, console, command, resume=found)
+
+
+def _train_in(run: RunDir, config: Config, console: Console, command: str, *, resume: bool) -> Outcome:
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    checkpoint = run.checkpoint if resume else None
+    step = run.checkpoint_step if resume else None
+    started = time.time()
+    parts = build(config)
+    try:
+        tracker = Tracker.start(
+            config.tracking,
+            run_dir=run.path,
+            run_name=run.path.name,
+            params=flatten(to_plain(config)),
+            tags={**provenance_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)},
+            resume=resume,
+            resume_step=step,
+        )
+        if resume:
+            console.print(f"resuming {run.path} at update {step or 0} of {config.train.steps}", soft_wrap=True)
+        return _fit(run, parts, tracker, console, command, checkpoint=checkpoint, started=started)
+    finally:
+        parts.close()
+
+
+def _fit(
+    run: RunDir, parts: Parts, tracker: Tracker, console: Console, command: str, *, checkpoint: Path | None,
+    started: float,
+) -> Outcome:  # fmt: skip
+    config = parts.config
+    progress = ProgressCallback(console, config.train.steps)
+    evaluation = EvaluationCallback(parts, tracker, progress.show_evaluation)
+    callbacks = [
+        MetricsCallback(tracker, config.train.samples_every),
+        evaluation,
+        CheckpointCallback(
+            run, tracker, every=config.train.checkpoint_every, keep=config.train.keep_checkpoints,
+            steps=config.train.steps,
+        ),
+        progress,
+    ]  # fmt: skip
+    trainer = _trainer(config, parts, callbacks, run)
+    module = PolicyModule(
+        config,
+        loaded=parts.loaded,
+        references=parts.references,
+        terms=parts.terms,
+        stream=_stream(parts, trainer),
+        backend=parts.backend,
+    )
+    parts.loaded.model.train(False)
+    try:
+        trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
+        if module.version < config.train.steps:
+            raise KeyboardInterrupt
+    except NotFinite as error:
+        saved = _save_batch(run, error)
+        _end(run, tracker, "FAILED", f"{error}; the batch is kept in {saved}", config, command)
+        raise RunFailed(f"{error}; the offending batch is kept in {saved}") from error
+    except (KeyboardInterrupt, SystemExit):
+        _end(run, tracker, "KILLED", f"interrupted at update {module.version}", config, command)
+        raise RunFailed(
+            f"interrupted at update {module.version} of {config.train.steps}; go on with: {_resume_command(command)}"
+        ) from None
+    except Exception as error:
+        _end(run, tracker, "FAILED", f"{type(error).__name__}: {error}", config, command)
+        raise
+    parts.loaded.model.save_pretrained(run.policy)
+    parts.loaded.tokenizer.save_pretrained(run.policy)
+    summary = _end(
+        run, tracker, "FINISHED", None, config, command,
+        metrics=module.last_metrics, evaluations=evaluation.history, seconds=time.time() - started,
+        run_id=tracker.run_id,
+    )  # fmt: skip
+    return Outcome(run=run, summary=summary)
+
+
+def _trainer(config: Config, parts: Parts, callbacks: list[Any], run: RunDir) -> lightning.Trainer:
+    return lightning.Trainer(
+        max_epochs=1,
+        accelerator="gpu" if parts.loaded.device.type == "cuda" else "cpu",
+        devices=1,
+        precision=_PRECISION[config.train.precision],  # type: ignore[arg-type]
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        deterministic=config.train.deterministic,
+        default_root_dir=run.path,
+    )
+
+
+def _stream(parts: Parts, trainer: lightning.Trainer) -> ExperienceStream:
+    config = parts.config
+    order = PromptOrder(len(parts.problems.train), config.rollout.prompts_per_batch, config.seed)
+    sampling = training_sampling(config)
+    per_batch = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
+
+    def generate(prompts: Any, *, seed: int) -> Any:
+        return parts.backend.generate(
+            prompts, group_size=config.rollout.group_size, sampling=sampling, seed=seed
+        )
+
+    return ExperienceStream(
+        StreamShape(
+            updates=config.train.steps,
+            updates_per_batch=config.algorithm.updates_per_batch,
+            epochs_per_batch=config.algorithm.epochs_per_batch,
+            group_size=config.rollout.group_size,
+            lag_batches=config.lag.steps // per_batch,
+            seed=config.seed,
+        ),
+        prompts=parts.problems.train,
+        indices=order.indices,
+        generate=generate,
+        scorer=parts.scorer,
+        context=trainer.precision_plugin.forward_context,
+    )
+
+
+def _identity(parts: Parts) -> dict[str, str]:
+    """Tags that say exactly what was trained: config, data, reference weights, KL verdicts."""
+    config = parts.config
+    return {
+        "config.hash": config_hash(config),
+        "config.hash_without_seed": config_hash(config, without=("seed",)),
+        **{f"data.hash.{name}": value for name, value in parts.problems.hashes.items()},
+        **{f"data.count.{name}": str(value) for name, value in parts.problems.counts.items()},
+        "reference.hash": parts.references["initial"].hash,
+        **term_tags(config, parts.terms),
+    }
+
+
+def _save_batch(run: RunDir, error: NotFinite) -> Path:
+    """The completions behind a value that was not finite, readable and loadable."""
+    path = run.path / "not_finite.json"
+    rows = [
+        {**shown, "completion_ids": list(row.rollout.completion_ids), "behaviour_logps": list(row.rollout.logps)}
+        for row, shown in zip(error.batch.rows, _all_rows(error), strict=True)
+    ]
+    path.write_text(json.dumps({"reason": str(error), "rows": rows}, indent=1))
+    return path
+
+
+def _all_rows(error: NotFinite) -> list[dict[str, Any]]:
+    return [sample_rows((row,))[0] for row in error.batch.rows]
+
+
+def _resume_command(command: str) -> str:
+    return command if "resume=auto" in command.split() else f"{command} resume=auto"
+
+
+def _end(
+    run: RunDir, tracker: Tracker, status: str, reason: str | None, config: Config, command: str, **found: Any
+) -> dict[str, Any]:
+    """Close the tracker and write the summary."""
+    tracker.artifact(run.path / "config.yaml", folder="config")
+    tracker.finish(status, reason)
+    summary = {
+        "status": status,
+        "reason": reason,
+        "name": config.name,
+        "seed": config.seed,
+        "config_hash": config_hash(config),
+        "command": command,
+        "resume_command": _resume_command(command),
+        "mlflow_uri": config.tracking.uri,
+        "run_id": tracker.run_id,
+        **found,
+    }
+    run.write_summary(summary)
+    return summary

@@ -1,0 +1,100 @@
+"""The folder of a run: where it is, who holds it, what to resume.
+
+    runs/<name>-<config hash>-<n>/  config.yaml  checkpoints/  policy/  spool.jsonl  tables/  summary.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kl_comedy.config import Config, config_hash, to_yaml
+from kl_comedy.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDir:
+    """A run's folder. ``checkpoint`` is the newest whole checkpoint, or None."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def policy(self) -> Path:
+        return self.path / "policy"
+
+    @property
+    def checkpoint(self) -> Path | None:
+        found = sorted(self.checkpoints.glob("step-*.ckpt"))
+        return found[-1] if found else None
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        found = self.checkpoint
+        return None if found is None else int(found.stem.split("-")[1])
+
+    def summary(self) -> dict[str, Any] | None:
+        """What the run ended with, or None while it has not ended."""
+        file = self.path / "summary.json"
+        if not file.is_file():
+            return None
+        data: dict[str, Any] = json.loads(file.read_text())
+        return data
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        temporary = self.path / ".summary.json.tmp"
+        temporary.write_text(json.dumps(summary, indent=1) + "\n")
+        temporary.replace(self.path / "summary.json")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder for this process; another live holder is an error, a dead one is not."""
+        with open(self.path / ".lock", "a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise UserError(
+                    f"{self.path} is being trained by process {file.read().strip() or '?'}; wait for it, or end it first"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+
+def open_run(config: Config) -> tuple[RunDir, bool]:
+    """The folder to train in, and whether to go on with what is there.
+
+    ``resume=auto`` finds the newest run of the same config that has not finished; if the newest one is
+    finished it is returned as it is. Otherwise a new folder is made.
+    """
+    root = Path(config.output)
+    stem = f"{config.name}-{config_hash(config)}"
+    earlier = sorted(root.glob(f"{stem}-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+    if config.resume == "auto" and earlier:
+        run = RunDir(path=earlier[-1])
+        return run, True
+    number = int(earlier[-1].name.rsplit("-", 1)[1]) + 1 if earlier else 1
+    while True:
+        path = root / f"{stem}-{number}"
+        try:
+            path.mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UserError(f"output: cannot create {path}: {error.strerror}") from None
+    run = RunDir(path=path)
+    run.checkpoints.mkdir()
+    (path / "config.yaml").write_text(to_yaml(config))
+    return run, False
