@@ -44,3 +44,16 @@ def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = 
     if why:
         message += f" ({why})"
     return UserError(message)
+
+
+def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") -> UserError:
+    """Build the error for a key that does not exist; the last part of ``key`` is what was misspelt.
+
+    >>> print(unknown_key("optimizer.lrr", 1, ["lr", "betas"]))
+    optimizer.lrr: no such key (given 1); allowed: lr, betas; did you mean 'lr'?
+    """
+    names = list(allowed)
+    near = nearest(key.rsplit(".", 1)[-1], names)
+    hint = f"; did you mean {near!r}?" if near else ""
+    reason = f" ({why})" if why else ""
+    return UserError(f"{key}: no such key (given {given!r}){reason}; allowed: {', '.join(names) or '(none)'}{hint}")

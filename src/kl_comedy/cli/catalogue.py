@@ -84,7 +84,8 @@ def doctor() -> None:
     Example: `kl-comedy doctor`
     """
     needs = {
-        "torch": "everything", "lightning": "training", "transformers": "models", "mlflow": "tracking (else spool only)",
+        "torch": "everything", "lightning": "training", "transformers": "models",
+        "mlflow": "tracking (else files only)",
         "math-verify": "reward math_verify", "datasets": "datasets by hub name", "peft": "model.lora",
         "gguf": "model.gguf_file", "reasoning-gym": "dataset and reward reasoning_gym (extra gym)",
         "vllm": "rollout backend vllm (extra vllm)",

@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from kl_comedy.config.check import check_combinations
 from kl_comedy.config.schema import Config
-from kl_comedy.errors import UserError, bad_value, nearest
+from kl_comedy.errors import UserError, bad_value, nearest, unknown_key
 from kl_comedy.registry import KINDS
 
 NOT_IDENTITY = ("output", "resume", "tracking")
@@ -188,9 +188,7 @@ def _check_shape(raw: Any, expected: Any, key: str) -> None:
         for name, item in raw.items():
             full = f"{key}.{name}" if key else str(name)
             if name not in hints:
-                near = nearest(str(name), hints)
-                hint = f"; did you mean {near!r}?" if near else ""
-                raise UserError(f"{full}: no such key (given {item!r}); allowed: {', '.join(hints)}{hint}")
+                raise unknown_key(full, item, hints)
             _check_shape(item, hints[name], full)
     elif origin is dict:
         if not isinstance(raw, Mapping):

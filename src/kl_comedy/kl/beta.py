@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, unknown_key
 
 SHAPES = ("linear", "cosine")
 
@@ -78,7 +78,7 @@ def parse_beta(value: Any, key: str) -> Beta:
     allowed = list(kind.__dataclass_fields__)
     for name in value:
         if name not in allowed:
-            raise bad_value(f"{key}.{name}", value[name], allowed, "no such field")
+            raise unknown_key(f"{key}.{name}", value[name], allowed)
     numbers: dict[str, Any] = {
         name: item if name == "shape" else _number(item, f"{key}.{name}") for name, item in value.items()
     }

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kl_comedy.errors import bad_value
+from kl_comedy.errors import bad_value, unknown_key
 from kl_comedy.kl.beta import parse_beta
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.registry import RECIPES
@@ -119,7 +119,7 @@ def resolve_terms(value: Any, key: str = "kl") -> tuple[KLTerm, ...]:
             raise bad_value(key, dict(value), "a list of terms, the name of a recipe, or {recipe: NAME, beta: ...}")
         for name in value:
             if name not in ("recipe", "beta"):
-                raise bad_value(f"{key}.{name}", value[name], ("recipe", "beta"), "no such field")
+                raise unknown_key(f"{key}.{name}", value[name], ("recipe", "beta"))
         return recipe(value["recipe"], beta=value.get("beta"), key=f"{key}.recipe")
     if not isinstance(value, Sequence):
         raise bad_value(key, value, "a list of terms, the name of a recipe, or {recipe: NAME, beta: ...}")

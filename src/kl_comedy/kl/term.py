@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, unknown_key
 from kl_comedy.kl import corrections as _corrections  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl import estimators as _estimators  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl.beta import Beta, BetaSchedule, BetaTarget, parse_beta
@@ -147,7 +147,7 @@ class KLTerm:
         allowed = list(cls.__dataclass_fields__)
         for name in value:
             if name not in allowed:
-                raise bad_value(f"{key}.{name}", value[name], allowed, f"a KL term has no field {name!r}")
+                raise unknown_key(f"{key}.{name}", value[name], allowed)
         if "estimator" not in value:
             raise UserError(f"{key}: needs an estimator; allowed: {', '.join(ESTIMATORS.names())}")
         plain = dict(value)
@@ -166,7 +166,7 @@ def _check_options(term: KLTerm, estimator: Entry[Any]) -> None:
     allowed = [p.name for p in list(inspect.signature(estimator.fn).parameters.values())[1:]]
     for name, value in term.options.items():
         if name not in allowed:
-            raise bad_value(f"options.{name}", value, allowed, f"{term.estimator} takes no such option")
+            raise unknown_key(f"options.{name}", value, allowed, f"{term.estimator} takes no such option")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise bad_value(f"options.{name}", value, "a finite number")
 

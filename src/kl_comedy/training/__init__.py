@@ -1,5 +1,5 @@
 """Training: config -> objects -> the experience stream -> LightningModule -> checkpoints, metrics, summary.
 
-    stream.next() -> list[Scored] -> prepare (reference, advantages, weights) -> micro-batches
-        -> policy pass -> policy loss + KL terms -> backward -> optimizer -> published weights (version + 1)
+stream.next() -> list[Scored] -> prepare (reference, advantages, weights) -> micro-batches
+    -> policy pass -> policy loss + KL terms -> backward -> optimizer -> published weights (version + 1)
 """

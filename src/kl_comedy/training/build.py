@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kl_comedy.config import Config
 from kl_comedy.data import data_hash, decontaminate, load_problems, render
-from kl_comedy.errors import UserError
+from kl_comedy.errors import UserError, unknown_key
 from kl_comedy.evaluation import EvalSet
 from kl_comedy.kl import KLTerm, resolve_terms, verdict, warnings
 from kl_comedy.models import LoadedModel, load_model
@@ -109,9 +110,7 @@ def load_all(config: Config, loaded: LoadedModel, *, train: bool = True) -> Prob
     prompts: list[Prompt] = []
     hashes = {f"eval.{name}": data_hash(problems) for name, problems in raw.items()}
     if train:
-        problems = load_problems(
-            data.train, key="data.train", training=True, allow_test_split=data.allow_test_split
-        )
+        problems = load_problems(data.train, key="data.train", training=True, allow_test_split=data.allow_test_split)
         if data.decontaminate:
             problems, removed = decontaminate(problems, raw)
             counts |= {f"decontaminated.{name}": count for name, count in removed.items()}
@@ -160,14 +159,10 @@ def _references(config: Config, terms: Sequence[KLTerm], loaded: LoadedModel) ->
 
 
 def _check_options(config: Config) -> None:
-    import inspect
-
-    from kl_comedy.errors import bad_value
-
     entry = POLICY_LOSSES.get(config.algorithm.policy_loss, key="algorithm.policy_loss")
     allowed = list(inspect.signature(entry.fn).parameters)[3:]
     for name, value in config.algorithm.policy_loss_options.items():
         if name not in allowed:
-            raise bad_value(
+            raise unknown_key(
                 f"algorithm.policy_loss_options.{name}", value, allowed, f"{entry.name} takes no such option"
             )

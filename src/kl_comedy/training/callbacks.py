@@ -46,7 +46,9 @@ class MetricsCallback(Callback):
     def __init__(self, tracker: Tracker, samples_every: int) -> None:
         self._tracker, self._every = tracker, samples_every
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: E501
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:  # noqa: E501
         assert isinstance(pl_module, PolicyModule)
         self._tracker.log(pl_module.last_metrics, step=pl_module.version)
         if self._every and (pl_module.version == 1 or pl_module.version % self._every == 0):
@@ -64,7 +66,9 @@ class EvaluationCallback(Callback):
         if self._parts.config.eval.at_start and pl_module.version == 0:
             self.run(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: E501
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:  # noqa: E501
         every, version = self._parts.config.train.eval_every, pl_module.version
         last = version == self._parts.config.train.steps
         if (every and version % every == 0) or (last and self._parts.config.eval.at_end):
@@ -101,7 +105,9 @@ class CheckpointCallback(Callback):
         self._run, self._tracker = run, tracker
         self._every, self._keep, self._steps = every, keep, steps
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: E501
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:  # noqa: E501
         version = pl_module.version
         if self._every and (version % self._every == 0 or version == self._steps):
             self.save(trainer, version)

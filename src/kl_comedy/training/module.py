@@ -138,9 +138,7 @@ class PolicyModule(lightning.LightningModule):
             self._check_start()
         self._advance(step)
 
-    def _accumulate(
-        self, micro: MicroBatch, tally: Tally, betas: Sequence[float], *, exact: bool
-    ) -> dict[str, Tensor]:
+    def _accumulate(self, micro: MicroBatch, tally: Tally, betas: Sequence[float], *, exact: bool) -> dict[str, Tensor]:
         """Pass, loss and backward of one micro-batch."""
         inputs = {name: getattr(micro.experience, name) for name in _INPUTS}
         passes: dict[str, TokenPass] = {}
@@ -151,9 +149,7 @@ class PolicyModule(lightning.LightningModule):
         seen = passes["initial"]
         if not bool(torch.isfinite(seen.logp_BT).all()):
             raise UserError("the policy's log-probs are not finite")
-        loss, parts = micro_loss(
-            micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm
-        )
+        loss, parts = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm)
         self.manual_backward(loss)
         tally_tokens(tally, micro, seen, version=self.version)
         self._tally_options(tally, micro, seen)

@@ -46,13 +46,16 @@ class ProgressCallback(Callback):
         self._started, self._first = time.monotonic(), pl_module.version
         if self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("[bold]update"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[line]}"),
+                TextColumn("[bold]update"), BarColumn(bar_width=24), MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}"),
                 TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self._console, transient=False,
             )  # fmt: skip
             self._task = self._bar.add_task("train", total=self._steps, completed=pl_module.version, line="")
             self._bar.start()
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: E501
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:  # noqa: E501
         line = status_line(pl_module.last_metrics)
         if self._bar is not None:
             self._bar.update(self._task, completed=pl_module.version, line=line)

@@ -153,9 +153,7 @@ def _stream(parts: Parts, trainer: lightning.Trainer) -> ExperienceStream:
     per_batch = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
 
     def generate(prompts: Any, *, seed: int) -> Any:
-        return parts.backend.generate(
-            prompts, group_size=config.rollout.group_size, sampling=sampling, seed=seed
-        )
+        return parts.backend.generate(prompts, group_size=config.rollout.group_size, sampling=sampling, seed=seed)
 
     return ExperienceStream(
         StreamShape(

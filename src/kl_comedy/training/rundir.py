@@ -1,6 +1,6 @@
 """The folder of a run: where it is, who holds it, what to resume.
 
-    runs/<name>-<config hash>-<n>/  config.yaml  checkpoints/  policy/  spool.jsonl  tables/  summary.json
+runs/<name>-<config hash>-<n>/  config.yaml  checkpoints/  policy/  spool.jsonl  tables/  summary.json
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class RunDir:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 file.seek(0)
-                raise UserError(
-                    f"{self.path} is being trained by process {file.read().strip() or '?'}; wait for it, or end it first"
-                ) from None
+                holder = file.read().strip() or "?"
+                raise UserError(f"{self.path} is being trained by process {holder}; wait for it, or end it") from None
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()

@@ -1,0 +1,143 @@
+"""What kl_surrogate and KLTerm refuse, and how they say it; schedules and the controller."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kl_comedy.errors import UserError
+from kl_comedy.kl import BetaSchedule, BetaState, BetaTarget, KLTerm, kl_diagnostics, kl_surrogate, resolve_terms
+from kl_comedy.registry import ESTIMATORS, RECIPES
+
+GOOD = {
+    "logp_BT": torch.full((2, 3), -1.0),
+    "ref_logp_BT": torch.full((2, 3), -1.5),
+    "behaviour_logp_BT": torch.full((2, 3), -1.0),
+    "mask_BT": torch.tensor([[True, True, False], [True, False, False]]),
+}
+
+
+def refused(term, **changes):
+    with pytest.raises(UserError) as error:
+        kl_surrogate(term, **{**GOOD, **changes})
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["logp_BT", "ref_logp_BT", "behaviour_logp_BT"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_log_prob_that_is_not_finite_is_named_with_its_place(name, value):
+    broken = GOOD[name].clone()
+    broken[0, 1] = value
+    assert f"{name} is not finite at [0, 1]" in refused(KLTerm("k3"), **{name: broken})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_what_lies_outside_the_mask_never_matters(value, placement):
+    logp_BT = GOOD["logp_BT"].clone()
+    logp_BT[0, 2] = value
+    logp_BT.requires_grad_(True)
+    got = kl_surrogate(KLTerm("k3", placement=placement, correction="prefix"), **{**GOOD, "logp_BT": logp_BT})
+    assert got[0, 2] == 0 and bool(torch.isfinite(got).all())
+    got.sum().backward()
+    assert bool(torch.isfinite(logp_BT.grad[GOOD["mask_BT"]]).all())
+
+
+def test_shapes_and_masks_are_checked():
+    assert "ref_logp_BT has shape (2, 2)" in refused(KLTerm("k1"), ref_logp_BT=torch.zeros(2, 2))
+    assert "[B, T]" in refused(KLTerm("k1"), logp_BT=torch.zeros(3))
+    empty = torch.tensor([[True, True, True], [False, False, False]])
+    assert "row(s) [1]" in refused(KLTerm("k1"), mask_BT=empty)
+    assert "exact_kl_BT" in refused(KLTerm("exact"))
+
+
+def test_an_estimator_of_the_wrong_shape_is_named(monkeypatch):
+    table = ESTIMATORS._entries
+    monkeypatch.setattr(ESTIMATORS, "_entries", dict(table))
+    ESTIMATORS.register("broken", source="this test", summary="sums")(lambda log_ratio: log_ratio.sum())
+    assert "'broken' must return a tensor of the shape" in refused(KLTerm("broken"))
+
+
+def test_low_precision_is_promoted():
+    low = {name: tensor.bfloat16() if tensor.dtype == torch.float32 else tensor for name, tensor in GOOD.items()}
+    assert kl_surrogate(KLTerm("k3", placement="loss"), **low).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"estimator": "exact", "level": "sequence"}, "level sequence has none"),
+        ({"estimator": "k1", "placement": "loss", "credit": "own"}, "credit"),
+        ({"estimator": "k1", "placement": "loss", "baseline": "after"}, "baseline"),
+        ({"estimator": "k1", "placement": "loss", "anchor": "behaviour"}, "no gradient"),
+        ({"estimator": "k1", "gradient": "k2"}, "gradient"),
+        ({"estimator": "k1", "cap": 2.0}, "correction is none"),
+        ({"estimator": "k1", "level": "sequence", "credit": "to_go"}, "one cost"),
+        ({"estimator": "k1", "level": "sequence", "correction": "prefix"}, "per-token costs"),
+        ({"estimator": "k1", "baseline": "before", "correction": "token"}, "weight it twice"),
+        ({"estimator": "exact", "reference": "sampler"}, "full distribution"),
+        ({"estimator": "k1", "anchor": "behaviour", "reference": "sampler"}, "zero everywhere"),
+    ],
+)
+def test_impossible_cells_give_their_reason(fields, reason):
+    with pytest.raises(UserError, match="impossible KL term") as error:
+        KLTerm.from_mapping(fields, "kl.0")
+    assert reason in str(error.value) and str(error.value).startswith("kl.0")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([{"estimator": "k33"}], ["kl.0.estimator", "'k3'"]),
+        ([{"estimator": "k1", "betta": 1}], ["kl.0.betta", "'beta'"]),
+        ([{"estimator": "k1", "beta": "big"}], ["kl.0.beta", "'big'"]),
+        ([{"estimator": "k1", "beta": float("nan")}], ["kl.0.beta", "finite"]),
+        ([{"estimator": "k1", "beta": {"target": -1}}], ["kl.0.beta.target", "above 0"]),
+        ([{"estimator": "k1", "beta": {"start": 1}}], ["kl.0.beta", "missing: end, steps"]),
+        ([{"estimator": "k_lambda", "options": {"lambda": 1}}], ["kl.0.options.lambda", "allowed: lam"]),
+        ([{"beta": 1}], ["kl.0", "needs an estimator"]),
+        ("grppo", ["kl", "'grpo'"]),
+        (3, ["kl", "recipe"]),
+        ({"estimator": "k1"}, ["kl", "a list of terms"]),
+        ({"recipe": "grpo", "bta": 1}, ["kl.bta", "'beta'"]),
+        (["x"], ["kl.0", "allowed"]),
+    ],
+)
+def test_bad_terms_name_the_key_and_the_nearest(value, says):
+    with pytest.raises(UserError) as error:
+        resolve_terms(value)
+    for word in says:
+        assert word in str(error.value), str(error.value)
+
+
+def test_terms_read_back_from_what_they_write():
+    for entry in RECIPES:
+        for term in entry.fn():
+            assert KLTerm.from_mapping(term.to_mapping(), "kl.0") == term
+    scheduled = KLTerm("k3", placement="loss", beta=BetaSchedule(start=1.0, end=0.0, steps=10))
+    assert KLTerm.from_mapping(scheduled.to_mapping(), "kl.0") == scheduled
+
+
+@given(st.floats(0.01, 10.0), st.floats(0.0, 50.0))
+def test_the_controller_moves_toward_the_target(target, measured):
+    spec = BetaTarget(target=target)
+    moved = spec.next(1.0, measured)
+    assert (moved > 1.0) == (measured > target) or measured == pytest.approx(target)
+    assert 0.97 < moved < 1.03
+
+
+def test_a_controller_holds_when_nothing_was_measured():
+    state = BetaState(BetaTarget(target=1.0))
+    state.advance(1, float("nan"))
+    assert state.value == 0.1
+
+
+def test_caps_are_counted():
+    term = KLTerm("k1", correction="token", cap=1.5)
+    got = kl_diagnostics(
+        term, logp_BT=torch.tensor([[0.0, 0.0]]), behaviour_logp_BT=torch.tensor([[-1.0, 0.0]]),
+        mask_BT=torch.tensor([[True, True]]),
+    )  # fmt: skip
+    assert got["capped_share"] == 0.5 and got["ratio_max"] == pytest.approx(2.71828, rel=1e-4)
+    assert kl_diagnostics(KLTerm("k1"), **{k: v for k, v in GOOD.items() if k != "ref_logp_BT"}) == {}
