@@ -181,9 +181,7 @@ def _impossible(term: KLTerm) -> str | None:
     if term.cap is not None and term.correction == "none":
         return "cap bounds the ratio of a correction, and correction is none"
     if exact and term.level == "sequence":
-        return (
-            f"{term.estimator} sums over the vocabulary at each prefix; at level sequence there is nothing to sum over"
-        )
+        return f"{term.estimator} sums over the vocabulary at each prefix, and level sequence has none"
     if exact and term.anchor == "behaviour":
         return (
             f"{term.estimator} needs the full distribution, and only sampled log-probs of the behaviour policy are kept"

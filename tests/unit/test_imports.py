@@ -1,0 +1,71 @@
+"""Imports point one way, and the light rooms stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "kl_comedy"
+LAYERS = {
+    "errors": 0, "registry": 0, "records": 0, "config": 0,
+    "kl": 1, "objective": 1,
+    "models": 2, "rewards": 2, "data": 2, "rollouts": 2, "tracking": 2,
+    "evaluation": 3, "training": 3, "slurm": 3,
+    "cli": 4,
+}  # fmt: skip
+SAME_LAYER = {
+    ("config", "errors"), ("config", "registry"), ("registry", "errors"),
+    ("rollouts", "models"),  # a backend draws from a loaded model
+    ("training", "evaluation"),  # a run evaluates on the way
+}  # fmt: skip
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_rooms(tree: ast.AST, *, top_level_only: bool) -> set[str]:
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("kl_comedy.")}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_room_imports_lower_layers_only(path):
+    room = room_of(path)
+    if room == "__init__":
+        return
+    for other in imported_rooms(ast.parse(path.read_text()), top_level_only=False) - {room}:
+        assert other in LAYERS, f"{path}: unknown room {other}"
+        allowed = LAYERS[other] < LAYERS[room] or (room, other) in SAME_LAYER
+        assert allowed, f"{path} (layer {LAYERS[room]}) imports {other} (layer {LAYERS[other]})"
+
+
+def test_every_room_has_a_layer():
+    rooms = {room_of(path) for path in ROOT.rglob("*.py")} - {"__init__", "__main__"}
+    assert rooms <= set(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("kl_comedy.kl", ["transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"]),
+        ("kl_comedy.objective", ["transformers", "lightning", "mlflow", "vllm"]),
+        ("kl_comedy.cli.main", ["torch", "transformers", "lightning", "mlflow", "pandas"]),
+        ("kl_comedy.config", ["torch", "transformers", "lightning", "mlflow"]),
+        ("kl_comedy.data", ["datasets", "reasoning_gym", "transformers"]),
+        ("kl_comedy.rewards", ["math_verify", "reasoning_gym", "transformers"]),
+        ("kl_comedy.tracking", ["mlflow", "pandas", "matplotlib", "torch"]),
+    ],
+)
+def test_importing_a_room_is_light(module, heavy):
+    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
