@@ -1,0 +1,220 @@
+"""From a :class:`ModelConfig` to a policy and its tokenizer, ready to sample from and to train.
+
+Sources: ``pocket`` (built by us), a local folder, a hub id, or either of the last two with a GGUF file. Loading
+ends with a probe: our chunked log-probs must be the model's own, or it refuses to start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout
+from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
+from kl_comedy.models.logprobs import token_pass
+
+if TYPE_CHECKING:
+    from kl_comedy.config.schema import LoraConfig, ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RESERVED_OPTIONS = (
+    "attn_implementation", "dtype", "gguf_file", "quantization_config", "revision", "torch_dtype", "trust_remote_code",
+)  # fmt: skip
+"""Options of transformers that our own keys decide, or that would load the model in a way we do not support."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A policy on its device: a causal LM of transformers, or the PEFT model around it, and its tokenizer.
+
+    Dropout is off, so that train and eval mode give the same log-probs; the tokenizer pads on the left and
+    always has a padding token, which may be the end token: padding is told by masks, never by ids.
+    """
+
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    source: str
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load the policy that ``config`` describes. Raises :class:`UserError` for whatever the user can mend."""
+    device = pick_device(config.device)
+    dtype = _dtype(config.dtype)
+    if config.source == "pocket":
+        model, tokenizer = _load_pocket(config, dtype)
+    else:
+        tokenizer = _load_tokenizer(config)
+        model = _load_weights(config, dtype)
+    prepare_tokenizer(tokenizer)
+    refuse_scaled_logits(model.config)
+    silence_dropout(model)
+    model.to(device)
+    if config.lora is not None:
+        model = add_lora(model, config.lora)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train(config.gradient_checkpointing)
+    probe_head(model)
+    return LoadedModel(model=model, tokenizer=tokenizer, device=device, source=config.source)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the GPU where there is one. Raises :class:`UserError` for ``cuda`` without a GPU."""
+    present = torch.cuda.is_available()
+    if name == "cuda" and not present:
+        raise bad_value("model.device", name, "auto, cpu", why="torch sees no GPU here")
+    if name == "cpu" or (name == "auto" and not present):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise bad_value("model.dtype", name, DTYPES)
+    return DTYPES[name]
+
+
+def _load_pocket(config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+    from kl_comedy.models.pocket import load_pocket
+
+    if config.gguf_file is not None:
+        raise bad_value("model.gguf_file", config.gguf_file, "null with model.source: pocket")
+    model, tokenizer = load_pocket(config)
+    return model.to(dtype), tokenizer
+
+
+def _load_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer named by ``tokenizer``, else that of the GGUF file, else that of the source."""
+    from transformers import AutoTokenizer
+
+    if config.gguf_file is not None and config.tokenizer is None:
+        return load_gguf_tokenizer(_gguf_folder(config), config.gguf_file)
+    name, key = (config.tokenizer, "model.tokenizer") if config.tokenizer else (config.source, "model.source")
+    revision = None if config.tokenizer else config.revision
+    return _from_pretrained(
+        AutoTokenizer, name, key, revision=revision, trust_remote_code=config.trust_remote_code
+    )  # fmt: skip
+
+
+def _load_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    clash = next((key for key in config.options if key in RESERVED_OPTIONS), None)
+    if clash is not None:
+        raise UserError(f"model.options.{clash}: not allowed here; the other keys of model decide it")
+    options = {**config.options, "attn_implementation": config.attention}
+    if config.gguf_file is not None:
+        return load_gguf_model(_gguf_folder(config), config.gguf_file, dtype=dtype, **options)
+    return _from_pretrained(
+        AutoModelForCausalLM, config.source, "model.source", dtype=dtype, revision=config.revision,
+        trust_remote_code=config.trust_remote_code, **options,
+    )  # fmt: skip
+
+
+def _gguf_folder(config: ModelConfig) -> Path:
+    """The folder that holds the GGUF file: the source itself, or the hub's snapshot of it."""
+    folder = Path(config.source)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(config.source, config.gguf_file, revision=config.revision)).parent
+    except Exception as error:  # the hub client raises many kinds; each means that the file cannot be had
+        raise _unavailable("model.source", config.source, error) from error
+
+
+def _from_pretrained(auto: Any, name: str, key: str, **options: Any) -> Any:
+    """``auto.from_pretrained`` with the mistakes a user can make told in one line."""
+    path = Path(name)
+    if name.startswith(("/", ".", "~")) and not path.is_dir():
+        raise bad_value(key, name, "pocket, an existing folder, or a hub id", why="no such folder")
+    try:
+        return auto.from_pretrained(name, **options)
+    except (OSError, ImportError) as error:
+        raise _unavailable(key, name, error) from error
+    except ValueError as error:
+        raise UserError(f"{key}: {name!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def _unavailable(key: str, name: str, error: Exception) -> UserError:
+    return bad_value(
+        key, name, "pocket, an existing folder, or a hub id", why=f"it could not be loaded: {_first_line(error)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().split("\n") or [""])[0][:300] or type(error).__name__
+
+
+def prepare_tokenizer(tokenizer: Any) -> None:
+    """Pad on the left, with the end token where no padding token exists. Raises :class:`UserError` without either."""
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError("model.tokenizer: it has neither a padding nor an end token; name another tokenizer")
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def add_lora(model: Any, config: LoraConfig) -> Any:
+    """Put a LoRA adapter on ``model``; the base weights are frozen. The adapter starts as the identity.
+
+    Raises :class:`UserError` for modules the model lacks, for the head, and for dropout: the log-probs that
+    are differentiated must be those of the policy that sampled.
+    """
+    from peft import LoraConfig as PeftLora
+    from peft import TaskType, get_peft_model
+
+    if config.dropout:
+        raise bad_value(
+            "model.lora.dropout",
+            config.dropout,
+            "0",
+            why="dropout makes the trained policy another one than the sampler",
+        )
+    head = model.get_output_embeddings()
+    linear = {
+        name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
+    }
+    for target in config.target_modules:
+        if target not in linear:
+            raise bad_value("model.lora.target_modules", target, sorted(linear))
+    settings = PeftLora(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=list(config.target_modules),
+        task_type=TaskType.CAUSAL_LM,
+    )
+    return get_peft_model(model, settings)
+
+
+def probe_head(model: Any) -> None:
+    """Compare our log-probs with those of the model's own logits on a few tokens; raise where they differ.
+
+    Tolerance: 1e-4 of the largest logit in float32, one unit in the last place or two in narrower types.
+    """
+    weight, _ = head_weights(model)
+    ids = (torch.arange(24, device=weight.device) * 7919 % weight.shape[0]).view(2, 12)
+    ones = torch.ones_like(ids)
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=ones, use_cache=False).logits.to(torch.float64)
+        ours = token_pass(
+            model, prompt_ids_BP=ids[:, :4], prompt_mask_BP=ones[:, :4], ids_BT=ids[:, 4:], mask_BT=ones[:, 4:],
+            temperature=1.0, chunk_elements=5 * weight.shape[0],
+        ).logp_BT  # fmt: skip
+    theirs = logits[:, 3:-1].log_softmax(-1).gather(2, ids[:, 4:, None])[..., 0]
+    gap = float((ours.to(torch.float64) - theirs).abs().max())
+    narrow = weight.dtype in (torch.bfloat16, torch.float16)
+    allowed = (2.0**-6 if narrow else 1e-4) * max(1.0, float(logits.abs().max()))
+    if not gap <= allowed:
+        raise UserError(
+            f"model.source: log-probs from body and linear head differ from the model's own by {gap:.3g} nats "
+            f"(at most {allowed:.2g} expected); the architecture does something more than a linear head"
+        )

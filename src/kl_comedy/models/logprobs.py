@@ -1,0 +1,208 @@
+"""Token log-probs, exact KL and entropy in one pass that never holds ``[B, T, V]``.
+
+    prompt [B, P] + completion [B, T] -> body -> hidden of the N = mask.sum() positions -> head, row chunks -> [B, T]
+
+Shape legend: ``B`` sequences, ``P`` prompt tokens (left-padded), ``T`` completion tokens (right-padded), ``N``
+completion tokens inside the mask, ``n`` rows of one chunk, ``H`` hidden width, ``V`` vocabulary. All values are
+in nats at the sampling temperature, in float32 (float64 for a float64 model), and exactly zero outside the mask.
+
+The head's matrix product runs in the dtype of its weights, as it does in the sampler; temperature and softmax
+run in float32 or wider. A chunk of ``n * V <= chunk_elements`` logits is recomputed in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kl_comedy.models.anatomy import Head, decoder_body, head_weights
+from kl_comedy.models.sharded import call_as_forward
+
+if TYPE_CHECKING:
+    from kl_comedy.models.reference import ReferencePass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPass:
+    """What one pass of a policy over completions yields; what was not asked for is None.
+
+    ``logp_BT`` log-prob of each completion token; differentiable.
+    ``kl_BT`` exact ``KL(pi || ref)`` of the next-token distributions at the prefix of each token;
+    ``forward_kl_BT`` exact ``KL(ref || pi)``; both differentiable in the policy only.
+    ``entropy_BT`` entropy of the next-token distribution; detached: it is a metric here.
+    ``hidden_NH`` hidden state before each masked token, row by row; detached.
+    """
+
+    logp_BT: Tensor
+    entropy_BT: Tensor | None
+    kl_BT: Tensor | None
+    forward_kl_BT: Tensor | None
+    hidden_NH: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    entropy: bool
+    kl: bool
+    forward_kl: bool
+
+    @property
+    def reference(self) -> bool:
+        return self.kl or self.forward_kl
+
+
+def token_pass(
+    model: nn.Module,
+    *,
+    prompt_ids_BP: Tensor,
+    prompt_mask_BP: Tensor,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    temperature: float,
+    chunk_elements: int,
+    reference: ReferencePass | None = None,
+    entropy: bool = False,
+    kl: bool = False,
+    forward_kl: bool = False,
+    keep_hidden: bool = False,
+) -> TokenPass:
+    """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
+
+    ``chunk_elements`` bounds the logits held at once (at least one row is). ``reference`` must come from the
+    same batch, at the same temperature, with its hidden states kept, whenever ``kl`` or ``forward_kl`` is asked.
+    With equal weights and batch both KLs are exactly 0.0: the two sides take the same operations.
+
+    Raises :class:`ValueError` on shapes, padding sides or a reference that does not fit.
+    """
+    wanted = _Wanted(entropy=entropy, kl=kl, forward_kl=forward_kl)
+    mask_BT = check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, temperature=temperature)
+    _check_reference(reference, wanted, rows=int(mask_BT.sum()), temperature=temperature)
+
+    def run() -> tuple[Tensor, ...]:
+        hidden_NH = completion_hidden(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT)
+        head = head_weights(model)
+        columns = _head_in_chunks(hidden_NH, head, ids_BT[mask_BT], temperature, chunk_elements, reference, wanted)
+        return (hidden_NH.detach(), *columns)
+
+    hidden_NH, *columns = call_as_forward(model, run)
+    spread = [torch.zeros(mask_BT.shape, dtype=c.dtype, device=c.device).masked_scatter(mask_BT, c) for c in columns]
+    optional = iter(spread[1:])
+    return TokenPass(
+        logp_BT=spread[0],
+        entropy_BT=next(optional) if entropy else None,
+        kl_BT=next(optional) if kl else None,
+        forward_kl_BT=next(optional) if forward_kl else None,
+        hidden_NH=hidden_NH if keep_hidden else None,
+    )
+
+
+def check_batch(
+    prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor, *, temperature: float
+) -> Tensor:
+    """Check shapes, padding sides and temperature; return the completion mask as bool."""
+    if prompt_ids_BP.ndim != 2 or prompt_ids_BP.shape != prompt_mask_BP.shape:
+        raise ValueError(f"prompt ids {tuple(prompt_ids_BP.shape)} and mask {tuple(prompt_mask_BP.shape)} differ")
+    if ids_BT.ndim != 2 or ids_BT.shape != mask_BT.shape or len(ids_BT) != len(prompt_ids_BP):
+        raise ValueError(f"completion ids {tuple(ids_BT.shape)} and mask {tuple(mask_BT.shape)} do not fit")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive to have log-probs, got {temperature}")
+    mask, prompt = mask_BT.bool(), prompt_mask_BP.bool()
+    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise ValueError("mask_BT must be right-padded: ones, then zeros")
+    if prompt.shape[1] == 0 or bool((prompt[:, :-1] & ~prompt[:, 1:]).any()) or not bool(prompt[:, -1].all()):
+        raise ValueError("prompt_mask_BP must be left-padded, with at least one token in every prompt")
+    return mask
+
+
+def _check_reference(reference: ReferencePass | None, wanted: _Wanted, *, rows: int, temperature: float) -> None:
+    if not wanted.reference:
+        return
+    if reference is None or reference.hidden_NH is None:
+        raise ValueError("exact KL needs a reference pass that kept its hidden states")
+    if reference.temperature != temperature:
+        raise ValueError(f"the reference pass is at temperature {reference.temperature}, the policy at {temperature}")
+    if len(reference.hidden_NH) != rows:
+        raise ValueError(f"the reference pass holds {len(reference.hidden_NH)} tokens, the batch {rows}")
+
+
+def completion_hidden(
+    model: nn.Module, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor
+) -> Tensor:
+    """Hidden state before each masked completion token, ``[N, H]``, rows in reading order.
+
+    Positions count real tokens, so that padding changes nothing.
+    """
+    ids_BS = torch.cat([prompt_ids_BP, ids_BT], dim=1)
+    real_BS = torch.cat([prompt_mask_BP.bool(), mask_BT.bool()], dim=1)
+    position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)
+    body = decoder_body(model)
+    out: Any = body(input_ids=ids_BS, attention_mask=real_BS.long(), position_ids=position_BS, use_cache=False)
+    start = prompt_ids_BP.shape[1] - 1
+    before_BTH = out.last_hidden_state[:, start : start + ids_BT.shape[1]]
+    return before_BTH[mask_BT.bool()]
+
+
+def _head_in_chunks(
+    hidden_NH: Tensor, head: Head, ids_N: Tensor, temperature: float, chunk_elements: int,
+    reference: ReferencePass | None, wanted: _Wanted,
+) -> list[Tensor]:  # fmt: skip
+    """Columns ``[N]``: log-prob, then what is wanted, from at most ``chunk_elements`` logits at a time."""
+    rows = max(1, chunk_elements // head[0].shape[0])
+    total = hidden_NH.shape[0]
+    recompute = torch.is_grad_enabled() and total > rows
+    pieces: list[Sequence[Tensor]] = []
+    for start in range(0, max(total, 1), rows):
+        part = slice(start, start + rows)
+        other_nH = (
+            reference.hidden_NH[part] if wanted.reference and reference and reference.hidden_NH is not None else None
+        )
+        arguments = (
+            hidden_NH[part], *head, ids_N[part], temperature, other_nH, reference.head if reference else None, wanted,
+        )  # fmt: skip
+        if recompute:
+            pieces.append(checkpoint(_head_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            pieces.append(_head_chunk(*arguments))
+    return [torch.cat(column) for column in zip(*pieces, strict=True)]
+
+
+def _reference_part(reference: ReferencePass | None, part: slice) -> tuple[Tensor | None, Head | None]:
+    if reference is None or reference.hidden_NH is None:
+        return None, None
+    return reference.hidden_NH[part], reference.head
+
+
+def _head_chunk(
+    hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_n: Tensor, temperature: float,
+    ref_hidden_nH: Tensor | None, ref_head: Head | None, wanted: _Wanted,
+) -> list[Tensor]:  # fmt: skip
+    """Columns ``[n]`` of one chunk. The log-ratio is zero bit by bit where both distributions are the same."""
+    logp_nV = _log_softmax(hidden_nH, weight_VH, bias_V, temperature)
+    columns = [logp_nV.gather(1, ids_n[:, None])[:, 0]]
+    if wanted.entropy:
+        detached_nV = logp_nV.detach()
+        columns.append(-(detached_nV.exp() * detached_nV).sum(1))
+    if wanted.reference:
+        if ref_hidden_nH is None or ref_head is None:
+            raise ValueError("exact KL needs a reference pass that kept its hidden states")
+        with torch.no_grad():
+            logq_nV = _log_softmax(ref_hidden_nH, *ref_head, temperature)
+        ratio_nV = logp_nV - logq_nV
+        if wanted.kl:
+            columns.append((logp_nV.exp() * ratio_nV).sum(1))
+        if wanted.forward_kl:
+            columns.append(-(logq_nV.exp() * ratio_nV).sum(1) + 0.0)
+    return columns
+
+
+def _log_softmax(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+    """``log_softmax(head(hidden) / temperature)`` in float32 or wider, whatever autocast is in force."""
+    with torch.autocast(device_type=hidden_nH.device.type, enabled=False):
+        logits_nV = nn.functional.linear(hidden_nH.to(weight_VH.dtype), weight_VH, bias_V)
+        wide = torch.promote_types(logits_nV.dtype, torch.float32)
+        return (logits_nV.to(wide) / temperature).log_softmax(-1)

@@ -1,0 +1,273 @@
+"""Reference policies: what KL is measured against, with an identity (hash) that a run can check.
+
+| class | what it is | moves |
+|---|---|---|
+| :class:`FrozenReference` | a copy of the policy where the run began | no |
+| :class:`AdapterOffReference` | the policy's own base weights, LoRA switched off: no second model in memory | no |
+| :class:`EmaReference` | exponential moving average of the policy | every update |
+| :class:`PeriodicReference` | the policy as it was at the last multiple of the period | every period |
+
+A copy shares the parameters the policy does not train (the base under LoRA). Shape legend as in ``logprobs``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.models.anatomy import Head, head_weights, is_peft
+from kl_comedy.models.hashing import weights_hash
+from kl_comedy.models.logprobs import token_pass
+
+if TYPE_CHECKING:
+    from kl_comedy.config.schema import ReferenceConfig
+    from kl_comedy.models.load import LoadedModel
+
+KINDS = ("initial", "ema", "periodic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePass:
+    """A reference over one batch: log-probs, and what exact KL needs to rebuild its distributions.
+
+    ``hidden_NH`` is None unless kept; ``head`` is the live head (weight ``[V, H]``, bias), valid until the
+    reference moves. No part carries gradient.
+    """
+
+    logp_BT: Tensor
+    hidden_NH: Tensor | None
+    head: Head
+    temperature: float
+
+
+class Reference(Protocol):
+    """What a KL term is measured against."""
+
+    moving: bool
+
+    @property
+    def hash(self) -> str:
+        """Identity of the current weights."""
+        ...
+
+    def forward_pass(
+        self, *, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> ReferencePass:
+        """Pass the reference over a batch, without gradient."""
+        ...
+
+
+class MovingReference(Reference, Protocol):
+    """A reference that follows the policy; ``update`` is called once after every optimizer update."""
+
+    def update(self, model: nn.Module, step: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassOptions:
+    """How every pass of a reference is made: as the policy's, or KL would compare different things."""
+
+    temperature: float
+    chunk_elements: int
+    keep_hidden: bool = True
+
+
+def build_reference(
+    kind: str,
+    loaded: LoadedModel,
+    config: ReferenceConfig,
+    *,
+    temperature: float,
+    chunk_elements: int,
+    keep_hidden: bool = True,
+) -> Reference:
+    """The reference called ``kind`` (``initial | ema | periodic``) for a policy that has not been trained yet.
+
+    ``initial`` is the base model under LoRA (adapter off), else a frozen copy. Raises :class:`UserError` for
+    another name.
+    """
+    options = PassOptions(temperature=temperature, chunk_elements=chunk_elements, keep_hidden=keep_hidden)
+    if kind == "initial":
+        return (AdapterOffReference if is_peft(loaded.model) else FrozenReference)(loaded.model, options)
+    if kind == "ema":
+        return EmaReference(loaded.model, options, decay=config.ema_decay)
+    if kind == "periodic":
+        return PeriodicReference(loaded.model, options, period=config.period)
+    raise bad_value("kl.reference", kind, KINDS)
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy that never trains. Parameters that ``model`` itself does not train are shared, not copied."""
+    shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    return copy.deepcopy(model, memo=shared).requires_grad_(False).eval()
+
+
+def _pass(model: nn.Module, options: PassOptions, batch: Mapping[str, Tensor]) -> ReferencePass:
+    with torch.no_grad():
+        seen = token_pass(
+            model,
+            **batch,
+            temperature=options.temperature,
+            chunk_elements=options.chunk_elements,
+            keep_hidden=options.keep_hidden,
+        )
+        weight, bias = head_weights(model)
+    head = (weight.detach(), None if bias is None else bias.detach())
+    return ReferencePass(logp_BT=seen.logp_BT, hidden_NH=seen.hidden_NH, head=head, temperature=options.temperature)
+
+
+class FrozenReference:
+    """The policy as it was when this object was made."""
+
+    moving = False
+
+    def __init__(self, model: nn.Module, options: PassOptions) -> None:
+        self.model = frozen_copy(model)
+        self._options = options
+        self._hash: str | None = None
+
+    @property
+    def hash(self) -> str:
+        if self._hash is None:
+            self._hash = weights_hash(self.model)
+        return self._hash
+
+    def forward_pass(self, **batch: Tensor) -> ReferencePass:
+        return _pass(self.model, self._options, batch)
+
+
+class AdapterOffReference:
+    """The base model of a LoRA policy: the same module, its adapter disabled for the pass.
+
+    The hash is of the base weights alone, under the names they had before the adapter was put on.
+    """
+
+    moving = False
+
+    def __init__(self, model: nn.Module, options: PassOptions) -> None:
+        if not is_peft(model):
+            raise UserError("reference: the adapter can only be switched off on a model with model.lora")
+        self.model: Any = model
+        self._options = options
+        self._hash: str | None = None
+
+    @property
+    def hash(self) -> str:
+        if self._hash is None:
+            self._hash = weights_hash(self.model, base_only=True)
+        return self._hash
+
+    def forward_pass(self, **batch: Tensor) -> ReferencePass:
+        with self.model.disable_adapter():
+            return _pass(self.model, self._options, batch)
+
+
+class _Moving:
+    """What EMA and periodic references share: a copy, the trained parameters in it, and their checkpoint."""
+
+    moving = True
+
+    def __init__(self, model: nn.Module, options: PassOptions) -> None:
+        self.model = frozen_copy(model)
+        self._options = options
+        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._step = 0
+        self._hash: str | None = None
+
+    @property
+    def hash(self) -> str:
+        if self._hash is None:
+            self._hash = weights_hash(self.model)
+        return self._hash
+
+    def forward_pass(self, **batch: Tensor) -> ReferencePass:
+        return _pass(self.model, self._options, batch)
+
+    def _own(self) -> dict[str, Tensor]:
+        mine = dict(self.model.named_parameters())
+        return {name: mine[name].data for name in self._names}
+
+    def _theirs(self, model: nn.Module) -> dict[str, Tensor]:
+        theirs = dict(model.named_parameters())
+        return {name: theirs[name].detach() for name in self._names}
+
+    @torch.no_grad()
+    def _assign(self, values: Mapping[str, Tensor]) -> None:
+        if set(values) != set(self._names):
+            odd = sorted(set(values) ^ set(self._names))[:3]
+            raise UserError(f"reference: the saved weights are of another model (they differ in {', '.join(odd)})")
+        for name, own in self._own().items():
+            own.copy_(values[name])
+        self._hash = None
+
+
+class EmaReference(_Moving):
+    """``average <- decay * average + (1 - decay) * policy`` after every update; starts at the policy.
+
+    The average is kept in float32 at least, and rounded to the model's dtype only for the pass: in bfloat16
+    an increment below 2^-8 of the weight would be lost, and the reference would never move. In float32 the
+    same happens below 2^-24, that is for decays beyond about 0.99999. With LoRA the factors A and B are
+    averaged, which is not the average of their product.
+    """
+
+    def __init__(self, model: nn.Module, options: PassOptions, *, decay: float) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise bad_value("reference.ema_decay", decay, "a number from 0 to 1")
+        super().__init__(model, options)
+        self.decay = decay
+        self._average = {name: _at_least_float32(p).clone() for name, p in self._own().items()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        """Follow ``model`` after update number ``step``."""
+        for name, value in self._theirs(model).items():
+            average = self._average[name]
+            average.lerp_(value.to(average.dtype), 1.0 - self.decay)
+        self._assign(self._average)
+        self._step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "weights": {name: p.clone() for name, p in self._average.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._assign(state["weights"])
+        for name, average in self._average.items():
+            average.copy_(state["weights"][name])
+        self._step = int(state["step"])
+
+
+class PeriodicReference(_Moving):
+    """The policy as it was after the last update whose number is a multiple of ``period``."""
+
+    def __init__(self, model: nn.Module, options: PassOptions, *, period: int) -> None:
+        if period < 1:
+            raise bad_value("reference.period", period, "1 or more")
+        super().__init__(model, options)
+        self.period = period
+
+    def update(self, model: nn.Module, step: int) -> None:
+        """Take over the weights of ``model`` if update number ``step`` completes a period."""
+        if step % self.period == 0:
+            self._assign(self._theirs(model))
+        self._step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "weights": {name: p.clone() for name, p in self._own().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._assign(state["weights"])
+        self._step = int(state["step"])
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
