@@ -14,7 +14,8 @@ from kl_comedy.errors import UserError
 
 ENTITIES = {
     "params": "params", "param": "params", "parameters": "params", "tags": "tags", "tag": "tags",
-    "metrics": "metrics", "metric": "metrics", "attributes": "attributes", "attribute": "attributes", "run": "attributes",
+    "metrics": "metrics", "metric": "metrics",
+    "attributes": "attributes", "attribute": "attributes", "run": "attributes",
 }  # fmt: skip
 ATTRIBUTES = ("status", "start_time", "end_time", "run_id", "run_name", "user_id", "artifact_uri", "created")
 WORDS = ("AND", "LIKE", "ILIKE", "RLIKE", "IN", "NOT", "IS", "NULL")

@@ -7,6 +7,7 @@ short form will do: ``seed`` for ``params.seed``, ``kl.label`` for the tag, ``tr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from kl_comedy.tracking.process import mark_dead_runs, search_all
 
 if TYPE_CHECKING:
     import pandas as pd
+
+log = logging.getLogger("kl_comedy.tracking")
 
 PREFIXES = ("params.", "tags.", "metrics.")
 SQL_INFINITY = 1.7976931348623157e308
@@ -40,7 +43,7 @@ def runs_frame(
     client = store.open_existing(uri)
     ids = store.experiment_ids(client, experiment)
     if mark_dead:
-        mark_dead_runs(client, experiment)
+        _mark_dead(client, experiment)
     names = {item.experiment_id: item.name for item in client.search_experiments()}
     rows = [_row(run, names) for run in _search(client, ids, wanted, where)]
     frame = pd.DataFrame(rows)
@@ -132,6 +135,14 @@ def varying(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
         return []
     counts = frame[columns].fillna("\0").groupby([frame[group].fillna("") for group in groups]).nunique()
     return [column for column in columns if (counts[column] > 1).any()]
+
+
+def _mark_dead(client: Any, experiment: str | None) -> None:
+    """Best effort: a store one may only read still answers questions."""
+    try:
+        mark_dead_runs(client, experiment)
+    except Exception as error:
+        log.warning("could not mark dead runs as failed: %s", store.brief(error))
 
 
 def _row(run: Any, experiments: dict[str, str]) -> dict[str, Any]:

@@ -74,22 +74,28 @@ def interval(values: Sequence[float], method: str = "t", level: float = LEVEL) -
     raise bad_value("--interval", method, METHODS)
 
 
-def summarize(frame: pd.DataFrame, group: list[str], metrics: list[str], method: str = "t") -> pd.DataFrame:
+def summarize(
+    frame: pd.DataFrame,
+    group: list[str],
+    metrics: list[str],
+    method: str = "t",
+    statuses: Sequence[str] = ("FINISHED",),
+) -> pd.DataFrame:
     """Mean and 95% interval of each metric's final value in each group of runs.
 
     One row per group and metric: the group columns, ``metric``, ``n``, ``mean``, ``low``, ``high``, ``runs``,
-    ``failed``. Only FINISHED runs with a finite value enter the mean, ``n`` of them; ``runs`` counts all runs of
-    the group and ``failed`` those that FAILED or were KILLED, so that what was lost stays in sight. Groups keep the order
-    of their first run; a missing group value is an empty text.
+    ``failed``. Only runs of ``statuses`` with a finite value enter the mean, ``n`` of them; ``runs`` counts all
+    runs of the group and ``failed`` those that FAILED or were KILLED, so that what was lost stays in sight. Groups
+    keep the order of their first run; a missing group value is an empty text.
     """
     import pandas as pd
 
     rows: list[dict[str, Any]] = []
     for keys, members in _groups(frame, group):
-        finished = members[members["status"] == "FINISHED"]
+        counted = members[members["status"].isin(list(statuses))]
         failed = int(members["status"].isin(["FAILED", "KILLED"]).sum())
         for metric in metrics:
-            values = [float(value) for value in finished[metric] if math.isfinite(value)]
+            values = [float(value) for value in counted[metric] if math.isfinite(value)]
             found = interval(values, method)
             rows.append(
                 dict(zip(group, keys, strict=True))
