@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout
+from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout, unwrap
 from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
 from kl_comedy.models.logprobs import token_pass
 
@@ -40,6 +40,11 @@ class LoadedModel:
     tokenizer: Any
     device: torch.device
     source: str
+
+    @property
+    def causal(self) -> Any:
+        """The causal LM under its wrappers; adapters are part of it."""
+        return unwrap(self.model)
 
 
 def load_model(config: ModelConfig) -> LoadedModel:

@@ -1,0 +1,12 @@
+"""Samplers: the protocol, what training may ask of one, and the built-in backends (registered on import)."""
+
+from kl_comedy.rollouts.base import (
+    Policy,
+    RolloutBackend,
+    Sampling,
+    check_training_sampling,
+    sampling_from,
+)
+from kl_comedy.rollouts.hf import build_hf
+
+__all__ = ["Policy", "RolloutBackend", "Sampling", "build_hf", "check_training_sampling", "sampling_from"]
