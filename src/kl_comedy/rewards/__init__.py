@@ -1,0 +1,23 @@
+"""Rewards: text and gold answer in, verdict out.
+
+    completions, answers --guards--> registered reward function --pool, on a clock--> Reward
+
+``score`` judges texts by one registered reward; :class:`RewardSum` makes the weighted sum a run is
+configured with. Functions that hostile text can make slow or large run in worker processes that are
+killed on overrun. Status: ``ok`` the verifier reached a verdict (true or false), ``unparseable`` the
+completion holds no answer, ``timeout`` it was killed, ``refused`` a guard tripped or it broke the
+verifier; all but ``ok`` have value 0 in the built-in rewards.
+"""
+
+from kl_comedy.rewards import answers, formats, gym, mathematics
+from kl_comedy.rewards.batch import Job
+from kl_comedy.rewards.contract import BadGold, RewardFunction, check_options
+from kl_comedy.rewards.pool import RewardPool, shared_pool
+from kl_comedy.rewards.total import RewardSum, score
+
+BUILT_IN = (answers, formats, gym, mathematics)
+"""The modules whose import registers the built-in rewards."""
+
+__all__ = [
+    "BUILT_IN", "BadGold", "Job", "RewardFunction", "RewardPool", "RewardSum", "check_options", "score", "shared_pool",
+]  # fmt: skip

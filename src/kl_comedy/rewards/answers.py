@@ -1,0 +1,200 @@
+"""Rewards that read a final answer by plain string rules: fast, linear in the text, run in process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.records import Reward
+from kl_comedy.registry import REWARDS
+from kl_comedy.rewards import guards
+
+MARKERS = ("####", "A:", "=")
+"""What final answers follow in GSM8K's solutions, in few-shot prompts, and in bare arithmetic."""
+
+_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
+_TERM = r"\d[\d,.]*+\)*+"
+_ARITHMETIC = re.compile(rf"(?<![\d,.]){_TERM}(?:\s*+[*+^×÷−/-]\s*+[-($]*+{_TERM})++")
+_FRACTION = re.compile(r"\d+/\d+\.?")
+_MAX_NUMBER = 100
+
+
+@REWARDS.register(
+    "exact_answer",
+    source="answer formats of GSM8K (2110.14168) and few-shot prompts",
+    claims=("binary",),
+    examples=(
+        {"completion": "16 - 3 - 4 = 9\n9 * 2 = 18\n#### 18", "answer": "18", "value": 1.0},
+        {"completion": "It costs $1,000.00.", "answer": "1000", "value": 1.0},
+        {"completion": " 7", "answer": "7", "value": 1.0},
+        {"completion": "3+4", "answer": "7", "value": 0.0, "status": "unparseable"},
+        {"completion": "A: Paris.", "answer": "paris", "value": 1.0},
+    ),
+)
+def exact_answer(
+    completion: str,
+    answer: str,
+    meta: Mapping[str, Any],
+    *,
+    markers: tuple[str, ...] = MARKERS,
+    max_chars: int = 16_384,
+) -> Reward:
+    """1 where the text after the last marker (or the last line) is the gold, as a number or a string.
+
+    With a numeric gold, the first number after the marker counts (units may follow), or without any
+    marker the last number of the last line; arithmetic left to do (``3+4``) is no answer. Otherwise
+    strings are compared without case, outer spaces and punctuation. ``unparseable``: nothing to compare.
+    """
+    gold = number(answer)
+    segment, marked = final_segment(guards.clean(guards.tail(completion, max_chars)), tuple(markers))
+    if gold is None:
+        given = _plain(segment)
+        return Reward(value=float(given == _plain(answer)), status="ok" if given else "unparseable")
+    numbers = numbers_in(_without_arithmetic(segment))
+    if not numbers:
+        return Reward(value=0.0, status="unparseable")
+    return Reward(value=float(numbers[0 if marked else -1] == gold))
+
+
+def final_segment(text: str, markers: tuple[str, ...] = MARKERS) -> tuple[str, bool]:
+    """The line that holds the final answer, from the last marker on, and whether there was a marker.
+
+    >>> final_segment("1 + 2 = 3 apples\\nDone")
+    ('3 apples', True)
+    """
+    ends = [match.end() for marker in markers for match in re.finditer(_word(marker), text)]
+    after = text[max(ends) :].strip() if ends else ""
+    if after:
+        return after.split("\n", 1)[0].strip(), True
+    lines = text.strip().split("\n")
+    return lines[-1].strip(), False
+
+
+def _word(marker: str) -> str:
+    """The pattern of a marker; one that begins with a letter does not match inside a word."""
+    return (r"(?<!\w)" if marker[:1].isalnum() else "") + re.escape(marker)
+
+
+def _without_arithmetic(text: str) -> str:
+    """``text`` without calculations that are not carried out: ``2 + 3 is 5`` leaves `` is 5``."""
+    return _ARITHMETIC.sub(lambda match: match.group() if _FRACTION.fullmatch(match.group()) else " ", text)
+
+
+def number(text: str) -> Fraction | None:
+    """``text`` as an exact number, or None: integers, decimals, thousands commas, fractions, $ and %.
+
+    ``50%`` is 50 here, as the sign is taken for a unit.
+
+    >>> number("$1,250.50"), number("-3/4"), number("x")
+    (Fraction(2501, 2), Fraction(-3, 4), None)
+    """
+    core = text.strip().strip("$€£%*_`").strip()
+    core = re.sub(r"^([-+])[$€£]", r"\1", core)
+    top, slash, bottom = core.partition("/")
+    parts = [top, bottom] if slash else [top]
+    if len(core) > _MAX_NUMBER or not all(re.fullmatch(_NUMBER, p) and re.search(r"\d", p) for p in parts):
+        return None
+    values = [Fraction(Decimal(part.replace(",", ""))) for part in parts]
+    return values[0] if not slash else (values[0] / values[1] if values[1] else None)
+
+
+def numbers_in(text: str) -> list[Fraction]:
+    """Every word of ``text`` that is a number once quotes, brackets and final punctuation are dropped."""
+    words = (word.strip("\"'()[]{}!?:;,*_`\\").rstrip(".") for word in text.split())
+    return [value for word in words if (value := number(word)) is not None]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).strip(" .,;:!?\"'()[]{}*_`$").casefold()
+
+
+_STATED = (
+    r"(?:answer|option|choice)\s*(?:is|:|=)?\s*(?:option|choice)?\s*:?\s*"
+    r"[*_`\"'$(\[]{{0,4}}([{letters}])(?![\w'])"
+)
+_BOXED = r"\\boxed\s*\{{\s*(?:\\text\w*\s*\{{)?\s*\(?([{letters}])\)?\s*[.}}]"
+_BRACKETED = r"[(\[]([{letters}])[)\]]"
+_LINE = r"^[ *_`\"'(\[]*([{letters}])(?:[ *_`\"')\].:]*$|[).:] )"
+_LONE = r"(?<![\w'-])([{letters}])(?![\w'-])(?!\s+[a-z])"
+
+
+@REWARDS.register(
+    "multiple_choice",
+    source="answer forms of MMLU (2009.03300) and its chat-style prompts",
+    claims=("binary",),
+    examples=(
+        {"completion": "Since 2 is prime, the answer is (B).", "answer": "B", "value": 1.0},
+        {"completion": "A and C fail, so \\boxed{\\text{D}}", "answer": "D", "value": 1.0},
+        {"completion": "C", "answer": "B", "value": 0.0},
+        {"completion": "A train leaves.", "answer": "A", "value": 0.0, "status": "unparseable"},
+    ),
+)
+def multiple_choice(
+    completion: str,
+    answer: str,
+    meta: Mapping[str, Any],
+    *,
+    letters: str = "ABCDEFGHIJ",
+    max_chars: int = 16_384,
+) -> Reward:
+    """1 where the letter the completion settles on is the gold letter.
+
+    The last of the most explicit form wins: a boxed letter, "answer is (B)", "(B)", a letter alone at the
+    start of its line, a lone capital not followed by a lower-case word ("A train" is no choice). Letters
+    are the first ``len(meta["choices"])`` of ``letters`` where the problem lists its choices.
+    """
+    if not re.fullmatch(r"[A-Z]+", letters) or len(set(letters)) != len(letters):
+        raise bad_value("letters", letters, "distinct capital letters")
+    allowed = letters[: len(meta["choices"])] if meta.get("choices") else letters
+    gold = answer.strip().strip("().").upper()
+    if len(gold) != 1 or gold not in allowed:
+        raise bad_value("answer", answer, list(allowed), "multiple_choice needs the letter of the right choice")
+    given = chosen_letter(guards.clean(guards.tail(completion, max_chars)), allowed)
+    return Reward(value=float(given == gold), status="ok" if given else "unparseable")
+
+
+def chosen_letter(text: str, letters: str) -> str | None:
+    """The letter that ``text`` settles on, or None.
+
+    >>> chosen_letter("Not (A). The answer is B.", "ABCD"), chosen_letter("A cat", "ABCD")
+    ('B', None)
+    """
+    text = "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())  # keeps the patterns linear
+    forms = ((_BOXED, 0), (_STATED, re.IGNORECASE), (_BRACKETED, 0), (_LINE, re.MULTILINE), (_LONE, 0))
+    for form, flags in forms:
+        found = re.findall(form.format(letters=letters), text, flags)
+        capitals = [letter for letter in found if letter.isupper() or form is not _STATED]
+        if capitals:
+            return str(capitals[-1]).upper()
+    return None
+
+
+@REWARDS.register(
+    "zero",
+    source="the neutral element of a weighted sum",
+    claims=("constant",),
+    examples=({"completion": "anything", "answer": "", "value": 0.0},),
+)
+def zero(completion: str, answer: str, meta: Mapping[str, Any]) -> float:
+    """Always 0: a run whose only objective is its KL terms."""
+    return 0.0
+
+
+@REWARDS.register(
+    "length",
+    source="length penalties as in 2503.14476 Sec. 3.4, in characters; weight it below 0 to charge for length",
+    claims=("unit_interval",),
+    examples=(
+        {"completion": "x" * 50, "answer": "", "value": 0.5, "options": {"full": 100}},
+        {"completion": "", "answer": "", "value": 0.0},
+    ),
+)
+def length(completion: str, answer: str, meta: Mapping[str, Any], *, free: int = 0, full: int = 4_096) -> float:
+    """How far the completion's length in characters is from ``free`` (0) to ``full`` (1), clipped."""
+    if not 0 <= free < full:
+        raise UserError(f"length: needs 0 <= free < full; got free={free}, full={full}")
+    return min(max((len(completion) - free) / (full - free), 0.0), 1.0)

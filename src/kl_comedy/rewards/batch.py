@@ -1,0 +1,227 @@
+"""A batch of items in the worker pool: every item on its own clock, every overrun killed, every batch in order.
+
+The parent keeps one item in flight per worker and decides alone. The clock of an item starts when it is
+handed to a worker that has already imported what it needs, so neither queueing nor start-up counts. What
+is limited is the CPU time that the item uses: on a crowded machine an honest item waits longer but is not
+judged differently. A wider limit on wall time (``WALL_FACTOR``) ends items that wait without computing.
+An item over either limit loses its worker (SIGKILL) and has status ``timeout``; an item whose worker dies
+``MAX_CRASHES`` times by itself has status ``refused``. Workers start when there is work for them.
+"""
+
+from __future__ import annotations
+
+import selectors
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.records import Reward
+from kl_comedy.registry import REWARDS
+from kl_comedy.rewards.contract import normalized
+from kl_comedy.rewards.process import WorkerLost, WorkerProcess
+
+TIMEOUT_S = 3.0
+"""CPU seconds an item may cost. Honest answers take milliseconds, the slowest golds of MATH under one second."""
+WALL_FACTOR = 10.0
+"""Wall limit as a multiple of the CPU limit: an item that waits this long is not short of CPU time."""
+START_LIMIT_S = 300.0
+"""Wall seconds for a worker to start and import what a reward needs (on a crowded shared file system)."""
+MAX_CRASHES = 3
+"""Workers an item may lose otherwise than by its clock: a kill from outside must not cost it its verdict."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One item for one isolated reward; ``timeout_s`` in CPU seconds."""
+
+    name: str
+    completion: str
+    answer: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = TIMEOUT_S
+
+
+class Slot:
+    """A worker and what it is doing: nothing, warming up for item ``index``, or judging it."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self.worker = worker
+        self.index: int | None = None
+        self.judging = False
+        self.since = self.cpu_before = self.cpu_last = 0.0
+
+    def begin(self, index: int, *, judging: bool) -> None:
+        self.index, self.judging, self.since = index, judging, time.monotonic()
+        self.cpu_before = self.cpu_last
+
+
+class Batch:
+    """The jobs of one :meth:`RewardPool.run` and the loop that sees them through.
+
+    Takes over the workers in ``slots`` and starts others up to ``size``; :meth:`put_down` gives them back.
+    ``bad_gold`` is told of every answer that a reward cannot read.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], *, slots: list[Slot], size: int, memory_bytes: int, bad_gold: Callable[[str], None]
+    ) -> None:
+        self.jobs, self.slots = jobs, slots
+        self.size, self.memory_bytes, self.bad_gold = size, memory_bytes, bad_gold
+        self.pending = deque(range(len(jobs)))
+        self.results: dict[int, Reward] = {}
+        self.crashes: dict[int, int] = {}
+
+    def finish(self) -> list[Reward]:
+        while len(self.results) < len(self.jobs):
+            self._assign()
+            self._wait()
+            for slot in list(self.slots):
+                if slot.index is not None:
+                    self._attend(slot)
+        return [self.results[index] for index in range(len(self.jobs))]
+
+    def put_down(self) -> list[Slot]:
+        """The idle workers; those still busy (after an error or an interrupt) are killed."""
+        for slot in self.slots:
+            if slot.index is not None:
+                slot.worker.kill()
+        return [slot for slot in self.slots if slot.index is None]
+
+    def _assign(self) -> None:
+        """Give every idle worker the next item; start workers while there are more items than workers."""
+        for slot in list(self.slots):
+            if slot.index is None and not slot.worker.alive():
+                self._drop(slot)
+        idle = [slot for slot in self.slots if slot.index is None]
+        while len(idle) < len(self.pending) and len(self.slots) < self.size:
+            slot = Slot(WorkerProcess(memory_bytes=self.memory_bytes))
+            self.slots.append(slot)
+            idle.append(slot)
+        for slot in idle:
+            if self.pending:
+                self._hand(slot, self.pending.popleft())
+
+    def _hand(self, slot: Slot, index: int) -> None:
+        """Send item ``index``, or first the order to warm up for its reward."""
+        job = self.jobs[index]
+        warm = job.name in slot.worker.warmed
+        slot.begin(index, judging=warm)
+        try:
+            if warm:
+                slot.worker.send(
+                    ("judge", job.name, job.completion, job.answer, job.meta, dict(job.options), job.timeout_s)
+                )
+            else:
+                slot.worker.send(("warm", job.name, *_whereabouts(job.name)))
+        except WorkerLost:
+            self._crashed(slot)
+
+    def _wait(self) -> None:
+        """Sleep until a worker has something to say, or an item may be over its limit."""
+        busy = [slot for slot in self.slots if slot.index is not None]
+        if not busy:
+            return
+        with selectors.DefaultSelector() as selector:
+            for slot in busy:
+                selector.register(slot.worker.stdout_fd, selectors.EVENT_READ)
+                if slot.worker.unsent:
+                    selector.register(slot.worker.stdin_fd, selectors.EVENT_WRITE)
+            selector.select(max(0.0, min(self._patience(slot) for slot in busy)))
+
+    def _patience(self, slot: Slot) -> float:
+        """Seconds until this worker can at the earliest be over its limit (it cannot use more CPU than time)."""
+        waited = time.monotonic() - slot.since
+        if not slot.judging or slot.index is None:
+            return START_LIMIT_S - waited
+        limit = self.jobs[slot.index].timeout_s
+        if waited < limit:
+            return limit - waited
+        left = limit - (slot.worker.cpu_seconds() - slot.cpu_before)
+        left = min(left, WALL_FACTOR * limit - waited)
+        return max(left, 0.01) if left > 0 else 0.0
+
+    def _attend(self, slot: Slot) -> None:
+        try:
+            slot.worker.flush()
+            reply = slot.worker.receive()
+        except WorkerLost:
+            self._crashed(slot)
+            return
+        if reply is not None:
+            self._take(slot, reply)
+        elif self._patience(slot) <= 0:
+            self._overrun(slot)
+
+    def _take(self, slot: Slot, reply: Mapping[str, Any]) -> None:
+        index, judging = slot.index, slot.judging
+        assert index is not None
+        job = self.jobs[index]
+        if reply.get("error") == "user":
+            raise UserError(str(reply["message"]))
+        if "error" in reply:
+            raise RunFailed(f"reward {job.name!r} failed on an item:\n{reply['message']}")
+        slot.index, slot.cpu_last = None, float(reply["cpu_s"])
+        if not judging:
+            slot.worker.warmed.add(job.name)
+            self._hand(slot, index)
+            return
+        self.results[index] = _verdict(reply, job)
+        if "bad_gold" in reply:
+            self.bad_gold(str(reply["bad_gold"]))
+        if reply.get("spent") or reply["rss_bytes"] > self.memory_bytes // 2:
+            self._drop(slot)
+
+    def _overrun(self, slot: Slot) -> None:
+        index = slot.index
+        assert index is not None
+        self._drop(slot)
+        if not slot.judging:
+            raise RunFailed(
+                f"rewards: a verifier worker took more than {START_LIMIT_S:g} s to start and import "
+                f"what {self.jobs[index].name!r} needs"
+            )
+        self.results[index] = Reward(value=0.0, status="timeout", parts={self.jobs[index].name: 0.0})
+
+    def _crashed(self, slot: Slot) -> None:
+        """The worker died by itself: the item is tried again on another, up to ``MAX_CRASHES`` workers."""
+        index = slot.index
+        assert index is not None
+        status = self._drop(slot)
+        self.crashes[index] = self.crashes.get(index, 0) + 1
+        if self.crashes[index] < MAX_CRASHES:
+            self.pending.appendleft(index)
+        elif slot.judging:
+            self.results[index] = Reward(value=0.0, status="refused", parts={self.jobs[index].name: 0.0})
+        else:
+            raise RunFailed(
+                f"rewards: verifier workers die (exit status {status}) while they start and import what "
+                f"{self.jobs[index].name!r} needs; their messages are on stderr"
+            )
+
+    def _drop(self, slot: Slot) -> int | None:
+        self.slots.remove(slot)
+        return slot.worker.kill()
+
+
+def _verdict(reply: Mapping[str, Any], job: Job) -> Reward:
+    value = float(reply["value"])
+    parts = {str(key): float(part) for key, part in reply["parts"].items()}
+    return normalized(Reward(value=value, status=str(reply["status"]), parts={job.name: value, **parts}), name=job.name)
+
+
+def _whereabouts(name: str) -> tuple[str, str | None]:
+    """Where a worker finds reward ``name``: the module that registers it, and its file if it is a plugin's."""
+    fn = REWARDS.get(name).fn
+    module = sys.modules.get(fn.__module__)
+    if fn.__module__ == "__main__":
+        raise UserError(
+            f"reward {name!r} is isolated and registered by the script itself, which workers do not import; "
+            "register it in a module of its own or a plugin file"
+        )
+    is_plugin = fn.__module__.startswith("kl_comedy_plugin_")
+    return fn.__module__, str(module.__file__) if is_plugin and module is not None else None
