@@ -6,9 +6,7 @@ misuse (unknown key, metric, experiment, format, or no store at that address).
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,20 +52,19 @@ def table(
     from kl_comedy.tracking.stats import METHODS, summarize
     from kl_comedy.tracking.tables import FORMATS, MACHINE_FORMATS, readable, render
 
-    with _plainly():
-        _check("--format", format, FORMATS)
-        _check("--interval", interval, METHODS)
-        statuses = _statuses(status)
-        frame = _runs(uri, experiment, where, mark_dead=True)
-        groups, metrics = _group_columns(frame, group), _metric_columns(frame, metric)
-        frame = frame if keep_repeats else _without_repeats(frame)
-        _tell_pooled(frame, groups)
-        summary = summarize(frame, groups, metrics, interval, statuses)
-        if not summary["n"].any():
-            counts = ", ".join(f"{number} {name}" for name, number in frame["status"].value_counts().items())
-            _say(f"no run with status {status} has a value yet ({counts}); --status all counts every run")
-        shown = _short_names(summary) if format in MACHINE_FORMATS else readable(summary, groups)
-        typer.echo(render(shown, format))
+    _check("--format", format, FORMATS)
+    _check("--interval", interval, METHODS)
+    statuses = _statuses(status)
+    frame = _runs(uri, experiment, where, mark_dead=True)
+    groups, metrics = _group_columns(frame, group), _metric_columns(frame, metric)
+    frame = frame if keep_repeats else _without_repeats(frame, statuses)
+    _tell_pooled(frame, groups)
+    summary = summarize(frame, groups, metrics, interval, statuses)
+    if not summary["n"].any():
+        counts = ", ".join(f"{number} {name}" for name, number in frame["status"].value_counts().items())
+        _say(f"no run with status {status} has a value yet ({counts}); --status all counts every run")
+    shown = _short_names(summary) if format in MACHINE_FORMATS else readable(summary, groups)
+    typer.echo(render(shown, format))
 
 
 @app.command(epilog="Example: kl-comedy results plot --metric train/reward --group kl.label --out reward.png")
@@ -85,18 +82,17 @@ def plot(
     from kl_comedy.tracking.plots import check_suffix
     from kl_comedy.tracking.plots import plot as draw
 
-    with _plainly():
-        check_suffix(out)
-        statuses = _statuses(status)
-        frame = _runs(uri, experiment, where)
-        groups, metrics = _group_columns(frame, group), _metric_columns(frame, metric)
-        frame = frame[frame["status"].isin(statuses)]
-        if frame.empty:
-            raise RunFailed(f"no run with status {status}; --status all draws every run")
-        frame = frame if keep_repeats else _without_repeats(frame)
-        _tell_pooled(frame, groups)
-        names = [column.removeprefix("metrics.") for column in metrics]
-        typer.echo(str(draw(uri, frame, groups, names, out)))
+    check_suffix(out)
+    statuses = _statuses(status)
+    frame = _runs(uri, experiment, where)
+    groups, metrics = _group_columns(frame, group), _metric_columns(frame, metric)
+    frame = frame[frame["status"].isin(statuses)]
+    if frame.empty:
+        raise RunFailed(f"no run with status {status}; --status all draws every run")
+    frame = frame if keep_repeats else _without_repeats(frame, statuses)
+    _tell_pooled(frame, groups)
+    names = [column.removeprefix("metrics.") for column in metrics]
+    typer.echo(str(draw(uri, frame, groups, names, out)))
 
 
 @app.command(epilog="Example: kl-comedy results export --format csv --out runs.csv")
@@ -110,22 +106,21 @@ def export(
     """Every run with all its params, tags, final metrics and status, one row a run."""
     from kl_comedy.tracking.tables import render
 
-    with _plainly():
-        chosen = format or (out.suffix.lstrip(".").lower() if out else "csv")
-        _check("--format" if format else "--out", chosen, EXPORT_FORMATS)
-        if chosen == "parquet" and out is None:
-            raise UserError("--out: parquet is binary; name a file")
-        frame = _runs(uri, experiment, where)
-        if out is None:
-            typer.echo(render(frame, chosen))
-            return
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if chosen == "parquet":
-            frame.to_parquet(out, index=False)
-        else:
-            out.write_text(render(frame, chosen) + "\n", encoding="utf-8")
-        _say(f"{len(frame)} runs")
-        typer.echo(str(out))
+    chosen = format or (out.suffix.lstrip(".").lower() if out else "csv")
+    _check("--format" if format else "--out", chosen, EXPORT_FORMATS)
+    if chosen == "parquet" and out is None:
+        raise UserError("--out: parquet is binary; name a file")
+    frame = _runs(uri, experiment, where)
+    if out is None:
+        typer.echo(render(frame, chosen))
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if chosen == "parquet":
+        frame.to_parquet(out, index=False)
+    else:
+        out.write_text(render(frame, chosen) + "\n", encoding="utf-8")
+    _say(f"{len(frame)} runs")
+    typer.echo(str(out))
 
 
 @app.command(epilog="Example: kl-comedy results sync runs/my-run --uri http://tracking:5000")
@@ -138,33 +133,19 @@ def sync(
     from kl_comedy.tracking import sync as upload
     from kl_comedy.tracking.store import brief
 
-    with _plainly():
-        for folder in run_dirs:
-            try:
-                done = upload(folder, uri, experiment)
-            except UserError:
-                raise
-            except Exception as error:
-                raise RunFailed(f"{folder}: the upload failed: {brief(error)}") from error
-            _say(f"{folder}: {done.events} events uploaded to experiment {done.state.experiment!r}")
-            if done.unreadable:
-                _say(f"{folder}: {done.unreadable} unreadable lines of the spool were left out")
-            for path in done.missing:
-                _say(f"{folder}: {path} is gone and was not uploaded")
-            typer.echo(done.state.run_id)
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """A user's mistake exits 2, a failure 1, each with its one message and no traceback."""
-    try:
-        yield
-    except UserError as error:
-        _say(f"error: {error}")
-        raise typer.Exit(2) from error
-    except RunFailed as error:
-        _say(f"error: {error}")
-        raise typer.Exit(1) from error
+    for folder in run_dirs:
+        try:
+            done = upload(folder, uri, experiment)
+        except UserError:
+            raise
+        except Exception as error:
+            raise RunFailed(f"{folder}: the upload failed: {brief(error)}") from error
+        _say(f"{folder}: {done.events} events uploaded to experiment {done.state.experiment!r}")
+        if done.unreadable:
+            _say(f"{folder}: {done.unreadable} unreadable lines of the spool were left out")
+        for path in done.missing:
+            _say(f"{folder}: {path} is gone and was not uploaded")
+        typer.echo(done.state.run_id)
 
 
 def _runs(uri: str, experiment: str | None, where: str | None, *, mark_dead: bool = False) -> pd.DataFrame:
@@ -204,13 +185,13 @@ def _metric_columns(frame: pd.DataFrame, metric: list[str] | None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _without_repeats(frame: pd.DataFrame) -> pd.DataFrame:
+def _without_repeats(frame: pd.DataFrame, statuses: tuple[str, ...]) -> pd.DataFrame:
     from kl_comedy.tracking.queries import drop_repeats
 
-    kept = drop_repeats(frame)
+    kept = drop_repeats(frame, statuses)
     if len(kept) < len(frame):
         _say(
-            f"note: {len(frame) - len(kept)} older runs repeat a configuration and seed and are left out "
+            f"note: {len(frame) - len(kept)} runs repeat a configuration and seed and are left out "
             "(--keep-repeats counts them)"
         )
     return kept

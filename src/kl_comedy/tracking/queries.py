@@ -101,10 +101,11 @@ def short(column: str) -> str:
     return column
 
 
-def drop_repeats(frame: pd.DataFrame) -> pd.DataFrame:
-    """Keep one run of each configuration and seed: the newest. A repeat is no new evidence in an interval over seeds.
+def drop_repeats(frame: pd.DataFrame, statuses: Sequence[str] = ("FINISHED",)) -> pd.DataFrame:
+    """Keep one run of each configuration and seed: a repeat is no new evidence in an interval over seeds.
 
-    Two runs are repeats when all params agree but those that say where a run writes (output, tracking.*, resume).
+    Kept is the newest of those with one of ``statuses``, else the newest. Two runs are repeats when all params agree
+    but those that say where a run writes (output, tracking.*, resume).
     """
     if frame.empty:
         return frame
@@ -116,7 +117,8 @@ def drop_repeats(frame: pd.DataFrame) -> pd.DataFrame:
     ]
     if not params:
         return frame
-    newest = frame.sort_values("start_time", ascending=False, kind="stable")
+    ranked = frame.assign(counted=frame["status"].isin(list(statuses)))
+    newest = ranked.sort_values(["counted", "start_time"], ascending=False).drop(columns="counted")
     return newest[~newest[params].fillna("\0").duplicated()].sort_index()
 
 
@@ -133,7 +135,8 @@ def varying(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
     ]
     if frame.empty or not columns:
         return []
-    counts = frame[columns].fillna("\0").groupby([frame[group].fillna("") for group in groups]).nunique()
+    keys = [frame[group].fillna("") for group in groups] or [frame["status"].map(lambda _: "")]
+    counts = frame[columns].fillna("\0").groupby(keys).nunique()
     return [column for column in columns if (counts[column] > 1).any()]
 
 
