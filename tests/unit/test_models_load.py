@@ -1,0 +1,202 @@
+"""Loading: what works, and the one clear error for each thing that does not."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from kl_comedy.config.schema import LoraConfig, ModelConfig
+from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.models import head_weights, load_model, smollm2, unwrap
+from kl_comedy.models.gguf_files import load_gguf_tokenizer, repair_pre_tokenizer
+from kl_comedy.models.load import probe_head
+
+SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def tokenizer(eos="<e>"):
+    vocab = {token: n for n, token in enumerate(["<e>", *"abcdefghijklmnopqrstuvwxyz0123456789+= "])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<e>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos)
+
+
+def save(folder, model, **kwargs):
+    model.save_pretrained(folder)
+    tokenizer(**kwargs).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, **HEADS, attention_dropout=0.3, tie_word_embeddings=True)
+    return save(tmp_path_factory.mktemp("llama"), LlamaForCausalLM(config))
+
+
+def test_a_local_folder_loads_deterministic_left_padded_and_tied(folder):
+    found = load_model(ModelConfig(source=folder, device="cpu"))
+    assert found.device == torch.device("cpu") and found.source == folder
+    assert found.tokenizer.padding_side == "left"
+    assert found.tokenizer.pad_token_id == found.tokenizer.eos_token_id == 0
+    weight, bias = head_weights(found.model)
+    assert bias is None and weight is found.model.model.embed_tokens.weight
+    assert weight.dtype == torch.float32
+    ids = torch.arange(12)[None]
+    assert torch.equal(found.model.train()(ids).logits, found.model.eval()(ids).logits)
+
+
+def test_dropout_modules_are_silenced_too(tmp_path):
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=64)
+    found = load_model(ModelConfig(source=save(tmp_path, GPT2LMHeadModel(config)), device="cpu"))
+    ids = torch.arange(12)[None]
+    assert torch.equal(found.model.train()(ids).logits, found.model.eval()(ids).logits)
+
+
+def test_dtype_lora_and_checkpointing(folder):
+    config = ModelConfig(
+        source=folder, device="cpu", dtype="bfloat16", lora=LoraConfig(rank=2), gradient_checkpointing=True
+    )
+    found = load_model(config)
+    trained = [name for name, p in found.model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert found.causal is unwrap(found.model) and isinstance(found.causal, LlamaForCausalLM)
+    assert found.causal.lm_head.weight.dtype == torch.bfloat16
+    assert found.model.training and found.causal.model.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": "./nowhere"}, r"model\.source: got './nowhere'.*no such folder"),
+        ({"dtype": "float23"}, r"model\.dtype: got 'float23'.*did you mean 'float32'"),
+        ({"gguf_file": "model.gguf"}, r"model\.gguf_file: got 'model\.gguf'.*no such file"),
+        ({"tokenizer": "./nowhere"}, r"model\.tokenizer: got './nowhere'"),
+        ({"options": {"trust_remote_code": True}}, r"model\.options\.trust_remote_code: not allowed"),
+        ({"lora": LoraConfig(target_modules=["q_prj"])}, r"target_modules: got 'q_prj'.*did you mean 'q_proj'"),
+        ({"lora": LoraConfig(target_modules=["lm_head"])}, r"target_modules: got 'lm_head'"),
+        ({"lora": LoraConfig(dropout=0.1)}, r"model\.lora\.dropout: got 0\.1; allowed: 0"),
+    ],
+)
+def test_each_mistake_names_its_key(folder, change, message):
+    with pytest.raises(UserError, match=message):
+        load_model(ModelConfig(**{"source": folder, "device": "cpu", **change}))
+
+
+def test_a_gpu_that_is_not_there(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"model\.device: got 'cuda'.*no GPU"):
+        load_model(ModelConfig(source=folder, device="cuda"))
+    assert load_model(ModelConfig(source=folder, device="auto")).device.type == "cpu"
+
+
+def test_a_hub_id_that_cannot_be_had(monkeypatch, tmp_path):
+    from transformers import AutoTokenizer
+
+    def unreachable(*args, **kwargs):
+        raise OSError("We couldn't connect to the hub to load this file\nmore lines")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    with pytest.raises(UserError, match=r"model\.source: got 'someone/some-model'.*couldn't connect") as error:
+        load_model(ModelConfig(source="someone/some-model", device="cpu"))
+    assert "more lines" not in str(error.value)
+
+
+def test_a_folder_without_weights_and_one_without_end_token(folder, tmp_path):
+    tokenizer().save_pretrained(tmp_path / "empty")
+    LlamaConfig(**SMALL, **HEADS).save_pretrained(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"model\.source"):
+        load_model(ModelConfig(source=str(tmp_path / "empty"), device="cpu"))
+    endless = save(tmp_path / "endless", LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)), eos=None)
+    with pytest.raises(UserError, match="neither a padding nor an end token"):
+        load_model(ModelConfig(source=endless, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "key"),
+    [
+        (CohereConfig(**SMALL, **HEADS, logit_scale=0.25), CohereForCausalLM, "logit_scale"),
+        (GraniteConfig(**SMALL, **HEADS, logits_scaling=8.0), GraniteForCausalLM, "logits_scaling"),
+    ],
+)
+def test_architectures_that_change_the_logits_are_refused(tmp_path, config, kind, key):
+    model = kind(config)
+    with pytest.raises(UserError, match=key):
+        load_model(ModelConfig(source=save(tmp_path, model), device="cpu"))
+
+
+def test_the_probe_finds_what_no_config_key_tells():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)).eval()
+    probe_head(model)
+    plain = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: torch.tanh(plain(hidden))
+    with torch.no_grad():
+        model.lm_head.weight *= 20
+    with pytest.raises(UserError, match="differ from the model's own"):
+        probe_head(model)
+
+
+def test_a_head_that_is_not_plain_linear_is_refused():
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS))
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(UserError, match="head of LlamaForCausalLM is Sequential"):
+        head_weights(model)
+
+
+def test_gguf_errors_name_what_is_there(tmp_path):
+    (tmp_path / "other.gguf").write_bytes(b"no such format")
+    with pytest.raises(UserError, match=r"got 'othr\.gguf'; allowed: other\.gguf; did you mean"):
+        load_gguf_tokenizer(tmp_path, "othr.gguf")
+    with pytest.raises(UserError, match="not a readable GGUF file"):
+        load_gguf_tokenizer(tmp_path, "other.gguf")
+
+
+def byte_level():
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    inner = Tokenizer(models.BPE(vocab={"x": 0, "Ġ": 1, "ĠĠ": 2, "7": 3}, merges=[("Ġ", "Ġ")]))
+    inner.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="x")
+
+
+def test_the_smollm_pre_tokenizer_splits_digits_before_spaces_are_grouped():
+    plain, repaired = byte_level(), byte_level()
+    repair_pre_tokenizer(repaired, "smollm")
+    assert plain.tokenize("x  7") == ["x", "Ġ", "Ġ", "7"]
+    assert repaired.tokenize("x  7") == ["x", "ĠĠ", "7"]
+    smollm2.check_digits(repaired)
+    with pytest.raises(RunFailed, match="splits"):
+        smollm2.check_digits(plain)
+    with pytest.warns(UserWarning, match="pre-tokenizer 'llama-bpe'"):
+        repair_pre_tokenizer(plain, "llama-bpe")
+
+
+def test_fetching_smollm2_leaves_a_made_folder_alone_and_an_odd_one_refused(tmp_path):
+    made = tmp_path / "made"
+    made.mkdir()
+    with pytest.raises(UserError, match=r"holds no model\.safetensors"):
+        smollm2.fetch_smollm2(made)
+    (made / "model.safetensors").touch()
+    said = []
+    assert smollm2.fetch_smollm2(made, say=said.append) == made and "already" in said[0]
+
+
+def test_fetching_smollm2_refuses_an_altered_file_and_leaves_nothing(tmp_path):
+    (tmp_path / "file.gguf").write_bytes(b"not it")
+    target = tmp_path / "models" / "smol"
+    with pytest.raises(UserError, match="sha256"):
+        smollm2.fetch_smollm2(target, gguf=tmp_path / "file.gguf")
+    assert not target.exists() and not list(target.parent.iterdir())

@@ -1,0 +1,295 @@
+"""The chunked head against the plain formula on tiny random models, values and gradients."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from kl_comedy.config.schema import LoraConfig
+from kl_comedy.models.load import add_lora
+from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.reference import FrozenReference, PassOptions
+
+V = 61
+PROMPTS, COMPLETIONS = (3, 5, 1), (4, 1, 6)
+
+
+def llama(dtype=torch.float64, seed=0, tied=False, vocab=V):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.4,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def gpt2(dtype=torch.float64):
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=4, n_positions=64, initializer_range=0.4)
+    return GPT2LMHeadModel(config).to(dtype).eval()
+
+
+def batch(prompts=PROMPTS, completions=COMPLETIONS, seed=0, pad=0, extra=0):
+    """A padded batch, and the rows without padding. ``pad`` is what padding holds, ``extra`` more of it."""
+    g = torch.Generator().manual_seed(seed)
+    rows = [
+        (torch.randint(1, V, (p,), generator=g), torch.randint(1, V, (t,), generator=g))
+        for p, t in zip(prompts, completions, strict=True)
+    ]
+    P, T = max(prompts) + extra, max(completions) + extra
+    out = {
+        "prompt_ids_BP": torch.full((len(rows), P), pad),
+        "prompt_mask_BP": torch.zeros(len(rows), P, dtype=torch.long),
+        "ids_BT": torch.full((len(rows), T), pad),
+        "mask_BT": torch.zeros(len(rows), T, dtype=torch.bool),
+    }
+    for n, (prompt, completion) in enumerate(rows):
+        out["prompt_ids_BP"][n, P - len(prompt) :] = prompt
+        out["prompt_mask_BP"][n, P - len(prompt) :] = 1
+        out["ids_BT"][n, : len(completion)] = completion
+        out["mask_BT"][n, : len(completion)] = True
+    return out, rows
+
+
+def naive_logits(model, rows, temperature):
+    """Per row, without padding: float64-or-model log-softmax of the model's own logits, ``[T, V]``."""
+    found = []
+    for prompt, completion in rows:
+        ids = torch.cat([prompt, completion])[None]
+        found.append((model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1))
+    return found
+
+
+def naive_logps(model, rows, temperature):
+    pairs = zip(naive_logits(model, rows, temperature), rows, strict=True)
+    return [logp.gather(1, completion[:, None])[:, 0] for logp, (_, completion) in pairs]
+
+
+def run(model, inputs, *, temperature=0.7, chunk=7 * V, **more):
+    return token_pass(model, **inputs, temperature=temperature, chunk_elements=chunk, **more)
+
+
+def reference_pass(model, inputs, temperature=0.7, chunk=7 * V):
+    options = PassOptions(temperature=temperature, chunk_elements=chunk)
+    return FrozenReference(model, options).forward_pass(**inputs)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, lambda: llama(tied=True)], ids=["llama", "gpt2", "tied"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logps_are_those_of_the_unpadded_unbatched_model(make, temperature):
+    model, (inputs, rows) = make(), batch()
+    seen = run(model, inputs, temperature=temperature).logp_BT
+    for row, expected in zip(seen, naive_logps(model, rows, temperature), strict=True):
+        torch.testing.assert_close(row[: len(expected)], expected, atol=1e-10, rtol=0)
+        assert row[len(expected) :].count_nonzero() == 0
+    assert seen.dtype == torch.float64
+
+
+@pytest.mark.parametrize("chunk", [1, V, 3 * V + 5, 10**9])
+def test_values_and_gradients_do_not_depend_on_chunks(chunk):
+    model, (inputs, _) = llama(), batch()
+    reference = reference_pass(llama(seed=3), inputs)
+    wanted = {"reference": reference, "kl": True, "forward_kl": True, "entropy": True}
+    results = []
+    for size in (10**9, chunk):
+        model.zero_grad()
+        seen = run(model, inputs, chunk=size, **wanted)
+        (seen.logp_BT.sum() + (seen.kl_BT**2).sum() + seen.forward_kl_BT.sum()).backward()
+        values = [seen.logp_BT, seen.kl_BT, seen.forward_kl_BT, seen.entropy_BT]
+        results.append([t.detach().clone() for t in [*values, *(p.grad for p in model.parameters())]])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
+
+
+def test_kl_and_entropy_are_those_of_torch_distributions_with_their_gradients():
+    model, other, (inputs, rows) = llama(), llama(seed=3), batch()
+    seen = run(model, inputs, reference=reference_pass(other, inputs), kl=True, forward_kl=True, entropy=True)
+    weights = torch.randn(seen.kl_BT.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    policies = [torch.distributions.Categorical(logits=x) for x in naive_logits(model, rows, 0.7)]
+    with torch.no_grad():
+        references = [torch.distributions.Categorical(logits=x) for x in naive_logits(other, rows, 0.7)]
+    divergence = torch.distributions.kl_divergence
+    pairs = list(zip(policies, references, strict=True))
+    expected = {
+        "kl_BT": [divergence(p, q) for p, q in pairs],
+        "forward_kl_BT": [divergence(q, p) for p, q in pairs],
+        "entropy_BT": [p.entropy() for p in policies],
+    }
+    for name, columns in expected.items():
+        for row, column in zip(getattr(seen, name), columns, strict=True):
+            torch.testing.assert_close(row[: len(column)], column, atol=1e-10, rtol=1e-10)
+            assert row[len(column) :].count_nonzero() == 0
+    parameters = list(model.parameters())
+    for name in ("kl_BT", "forward_kl_BT"):
+        ours = torch.autograd.grad((getattr(seen, name) * weights).sum(), parameters, retain_graph=True)
+        plain = sum((c * w[: len(c)]).sum() for c, w in zip(expected[name], weights, strict=True))
+        theirs = torch.autograd.grad(plain, parameters, retain_graph=True)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    assert not seen.entropy_BT.requires_grad
+
+
+def test_logp_gradient_is_that_of_the_naive_path():
+    model, (inputs, rows) = llama(), batch()
+    parameters = list(model.parameters())
+    weights = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad((run(model, inputs, chunk=2 * V).logp_BT * weights).sum(), parameters)
+    plain = sum((x * w[: len(x)]).sum() for x, w in zip(naive_logps(model, rows, 0.7), weights, strict=True))
+    for a, b in zip(ours, torch.autograd.grad(plain, parameters), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=4).filter(
+        lambda rows: any(t for _, t in rows)
+    ),
+    pad=st.integers(0, V - 1),
+    extra=st.integers(0, 3),
+)
+def test_padding_changes_nothing(lengths, pad, extra):
+    model = _shared_model()
+    inputs, rows = batch(*zip(*lengths, strict=True), pad=pad, extra=extra)
+    seen = run(model, inputs)
+    gradient = torch.autograd.grad(seen.logp_BT.sum(), list(model.parameters()))
+    assert all(bool(torch.isfinite(g).all()) for g in gradient)
+    for row, expected in zip(seen.logp_BT, naive_logps(model, rows, 0.7), strict=True):
+        torch.testing.assert_close(row[: len(expected)], expected, atol=1e-10, rtol=0)
+        assert row[len(expected) :].count_nonzero() == 0
+
+
+_MODELS = {}
+
+
+def _shared_model():
+    return _MODELS.setdefault("llama", llama())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_kl_to_itself_is_exactly_zero_and_logps_equal(dtype):
+    model, (inputs, _) = llama(dtype), batch()
+    reference = reference_pass(model, inputs, chunk=2 * V)
+    seen = run(model, inputs, chunk=2 * V, reference=reference, kl=True, forward_kl=True)
+    assert seen.kl_BT.count_nonzero() == 0
+    assert seen.forward_kl_BT.count_nonzero() == 0
+    assert torch.equal(seen.logp_BT, reference.logp_BT)
+    assert seen.logp_BT.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_float32_is_close_to_float64_and_autocast_leaves_the_head_alone():
+    wide, (inputs, _) = llama(), batch()
+    narrow = copy.deepcopy(wide).float()
+    exact = run(wide, inputs).logp_BT
+    torch.testing.assert_close(run(narrow, inputs).logp_BT.double(), exact, atol=1e-4, rtol=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        seen = run(narrow, inputs, entropy=True)
+    assert seen.logp_BT.dtype == seen.entropy_BT.dtype == torch.float32
+    torch.testing.assert_close(seen.logp_BT.double(), exact, atol=0.5, rtol=0)
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation produced, in elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for item in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(item, torch.Tensor):
+                self.numel = max(self.numel, item.numel())
+        return out
+
+
+def test_forward_and_backward_never_hold_all_logits():
+    """The vocabulary is made the largest dimension by far, so that only logits can be large."""
+    vocab = 4001
+    model, (inputs, _) = llama(torch.float32, vocab=vocab), batch((2, 2, 2, 2), (12, 12, 9, 12))
+    reference = FrozenReference(model, PassOptions(temperature=0.7, chunk_elements=5 * vocab)).forward_pass(**inputs)
+    saved = []
+
+    def keep(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    with _Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        seen = run(model, inputs, chunk=5 * vocab, reference=reference, kl=True, entropy=True)
+        between = len(saved)
+        (seen.logp_BT + seen.kl_BT).sum().backward()
+    head = model.lm_head.weight.numel()  # 16 * V, the only larger tensor: the weight and its gradient
+    assert largest.numel <= head < 45 * vocab
+    assert max(n for n in saved[:between] if n != head) < vocab, "no logits are kept for the backward pass"
+    assert max(n for n in saved if n != head) <= 5 * vocab
+    with _Largest() as naive:
+        run(model, inputs, chunk=10**9)
+    assert naive.numel == 45 * vocab
+
+
+def test_a_batch_without_completion_tokens_has_zero_loss_and_zero_gradient():
+    model, (inputs, _) = llama(), batch()
+    inputs["mask_BT"] = torch.zeros_like(inputs["mask_BT"])
+    seen = run(model, inputs)
+    seen.logp_BT.sum().backward()
+    assert seen.logp_BT.count_nonzero() == 0
+    assert all(p.grad is None or p.grad.count_nonzero() == 0 for p in model.parameters())
+
+
+def test_gradient_checkpointing_of_the_body_changes_no_gradient():
+    model, (inputs, _) = llama(), batch()
+    plain = torch.autograd.grad(run(model, inputs).logp_BT.sum(), list(model.parameters()))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    again = torch.autograd.grad(run(model, inputs).logp_BT.sum(), list(model.parameters()))
+    for a, b in zip(plain, again, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+def test_a_lora_model_is_passed_with_its_adapter():
+    base, (inputs, rows) = llama(), batch()
+    model = add_lora(base, LoraConfig(rank=2))
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    seen = run(model, inputs).logp_BT
+    for row, expected in zip(seen, naive_logps(model, rows, 0.7), strict=True):
+        torch.testing.assert_close(row[: len(expected)], expected, atol=1e-9, rtol=0)
+    with model.disable_adapter():
+        assert not torch.allclose(run(model, inputs).logp_BT, seen)
+
+
+def _changed(inputs, **changes):
+    return {**inputs, **changes}
+
+
+def test_a_batch_that_does_not_fit_is_refused():
+    model, (inputs, _) = llama(), batch()
+    holes = inputs["mask_BT"].clone()
+    holes[0, 1] = False
+    right = inputs["prompt_mask_BP"].flip(1)
+    for changes, message in [
+        ({"mask_BT": holes}, "right-padded"),
+        ({"prompt_mask_BP": right}, "left-padded"),
+        ({"prompt_mask_BP": torch.zeros_like(right)}, "left-padded"),
+        ({"ids_BT": inputs["ids_BT"][:, 1:]}, "do not fit"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(model, _changed(inputs, **changes))
+    with pytest.raises(ValueError, match="temperature"):
+        run(model, inputs, temperature=0.0)
+
+
+def test_a_reference_of_another_temperature_or_batch_is_refused():
+    model, (inputs, _) = llama(), batch()
+    with pytest.raises(ValueError, match="needs a reference"):
+        run(model, inputs, kl=True)
+    with pytest.raises(ValueError, match="temperature"):
+        run(model, inputs, kl=True, reference=reference_pass(model, inputs, temperature=1.0))
+    smaller, _ = batch((3,), (4,))
+    with pytest.raises(ValueError, match="holds 4 tokens"):
+        run(model, inputs, kl=True, reference=reference_pass(model, smaller))
