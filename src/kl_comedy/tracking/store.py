@@ -69,8 +69,8 @@ def connect(uri: str) -> Any:
     from mlflow.tracking import MlflowClient
 
     _quiet()
-    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    with _creation_lock(uri):
+    with _creation_lock(uri):  # making the client already runs the migrations
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     return client
 
