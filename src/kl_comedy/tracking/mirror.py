@@ -19,7 +19,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.tracking import naming, store
 from kl_comedy.tracking.locks import file_lock
 from kl_comedy.tracking.process import mark_dead_runs
-from kl_comedy.tracking.redact import HIDDEN
+from kl_comedy.tracking.redact import HIDDEN, redact
 from kl_comedy.tracking.spool import Event, Spool
 from kl_comedy.tracking.state import MirrorState
 
@@ -119,10 +119,10 @@ def sync(run_dir: Path | str, uri: str | None = None, experiment: str | None = N
     target = store.check_uri(uri or (known.uri if known else store.NO_STORE), "--uri")
     if target == store.NO_STORE or HIDDEN in target:
         raise UserError(f"{folder}: does not say which store to upload to; name it with --uri")
-    home = known is None or known.run_id is None or known.uri == store.redact(target)
-    if known is None or not home or known.uri != store.redact(target):
+    home = known is None or known.run_id is None or known.uri == redact(target)
+    if known is None or not home or known.uri != redact(target):
         known = MirrorState(
-            uri=store.redact(target),
+            uri=redact(target),
             experiment=experiment or (known.experiment if known else "kl_comedy"),
             run_name=known.run_name if known else folder.name,
         )

@@ -51,7 +51,7 @@ def draw(panels: dict[str, dict[str, pd.DataFrame]]) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    colours = mpl.colormaps["tab10"].colors
+    colours = mpl.color_sequences["tab10"]
     labels = list(dict.fromkeys(label for found in panels.values() for label in found))
     width, height = PANEL_INCHES
     figure = Figure(figsize=(width, height * len(panels)), layout="constrained")

@@ -10,15 +10,17 @@ SECRET_KEY = re.compile(
 SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{12,})")
 CREDENTIALS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/@\s]+@")
 HIDDEN = "***"
+_PAIR = re.compile(r"(?P<key>[\w.\-]+)=(?P<value>[^\s'\"]+)")
 
 
 def redact(text: str) -> str:
-    """``text`` without credentials in addresses and without tokens of well-known shapes.
+    """``text`` without credentials in addresses, tokens of well-known shapes and ``secret_key=value`` pairs.
 
-    >>> redact("https://me:pw@host/x")
-    'https://***@host/x'
+    >>> redact("https://me:pw@host/x train model.options.token=abc seed=1")
+    'https://***@host/x train model.options.token=*** seed=1'
     """
-    return SECRET_VALUE.sub(HIDDEN, CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text))
+    text = SECRET_VALUE.sub(HIDDEN, CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text))
+    return _PAIR.sub(lambda pair: f"{pair['key']}={HIDDEN}" if SECRET_KEY.search(pair["key"]) else pair[0], text)
 
 
 def redact_pair(key: str, text: str) -> str:

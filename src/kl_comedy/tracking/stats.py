@@ -129,7 +129,7 @@ def _groups(frame: pd.DataFrame, group: list[str]) -> list[tuple[tuple[str, ...]
     if not group:
         return [((), frame)]
     keyed = frame.assign(**{key: frame[key].fillna("").astype(str) for key in group})
-    return [(tuple(keys), members) for keys, members in keyed.groupby(group, sort=False)]
+    return [(tuple(map(str, keys)), members) for keys, members in keyed.groupby(group, sort=False)]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import bad_value
@@ -72,7 +73,7 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _cell(line: dict[str, Any], n: int) -> str:
+def _cell(line: Mapping[Any, Any], n: int) -> str:
     if not line["n"]:
         return "-"
     bounds = "" if math.isnan(line["low"]) else f" [{number(line['low'])}, {number(line['high'])}]"
