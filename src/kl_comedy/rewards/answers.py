@@ -12,6 +12,7 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
 from kl_comedy.rewards import guards
+from kl_comedy.rewards.contract import BadGold
 
 MARKERS = ("####", "A:", "=")
 """What final answers follow in GSM8K's solutions, in few-shot prompts, and in bare arithmetic."""
@@ -48,7 +49,10 @@ def exact_answer(
     With a numeric gold, the first number after the marker counts (units may follow), or without any
     marker the last number of the last line; arithmetic left to do (``3+4``) is no answer. Otherwise
     strings are compared without case, outer spaces and punctuation. ``unparseable``: nothing to compare.
+    Raises :class:`BadGold` for a gold without any letter or digit.
     """
+    if not _plain(answer):
+        raise BadGold(f"exact_answer has nothing to compare with in the gold answer {answer!r}")
     gold = number(answer)
     segment, marked = final_segment(guards.clean(guards.tail(completion, max_chars)), tuple(markers))
     if gold is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+_MIRROR = {"{": "}", "}": "{", "(": ")", ")": "(", "[": "]", "]": "["}
 _CONTROLS = {code: " " for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
@@ -39,11 +40,19 @@ def tail(text: str, max_chars: int) -> str:
 def depth(text: str) -> int:
     """The deepest nesting of ``{([`` in ``text``; braces count across lines, the others within one line.
 
-    >>> depth("{{(x)}}"), depth("a) b) {")
-    (3, 1)
+    Closers without openers count as well: the openers may lie before the part of the text that was kept.
+
+    >>> depth("{{(x)}}"), depth("a) {"), depth("}" * 9)
+    (3, 1, 9)
     """
+    brackets = re.findall(r"[{}()\[\]\n]", text)
+    mirrored = [_MIRROR.get(char, char) for char in reversed(brackets)]
+    return max(_depth(brackets), _depth(mirrored))
+
+
+def _depth(brackets: list[str]) -> int:
     deepest = braces = others = 0
-    for char in re.findall(r"[{}()\[\]\n]", text):
+    for char in brackets:
         if char == "\n":
             others = 0
         elif char == "{":

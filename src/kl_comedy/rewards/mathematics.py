@@ -44,8 +44,9 @@ def math_verify(
 
     The gold is always wrapped before parsing (:func:`wrapped`). ``unparseable``: no answer found.
     ``refused``: a guard tripped (nesting above ``max_depth``, a number of more than ``max_digits`` digits).
-    Text before the last ``max_chars`` characters is not read. Raises :class:`BadGold` where the gold
-    itself cannot be parsed.
+    Text before the last ``max_chars`` characters is not read. Among several formulas the last counts, and
+    several boxes outside formulas are one answer together, a set (math-verify's defaults).
+    Raises :class:`BadGold` where the gold itself cannot be parsed.
     """
     text = guards.clean(guards.tail(completion, max_chars))
     if guards.depth(text) > max_depth or guards.has_long_number(text, max_digits):
