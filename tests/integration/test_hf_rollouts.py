@@ -1,6 +1,7 @@
 """The transformers backend on tiny random models: what it draws is what the learner differentiates."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -308,3 +309,24 @@ def test_weights_that_are_not_finite_fail_the_run(temperature):
     with pytest.raises(RunFailed, match="finite"):
         draw(load(model), temperature=temperature)
     assert model.generation_config.eos_token_id == 0
+
+
+def test_a_real_model_samples_what_the_trainer_computes():
+    """SmolLM2-135M, where ``make smollm2`` has made it: log-probs agree in float32, and it knows its capital."""
+    from kl_comedy.config.schema import ModelConfig
+    from kl_comedy.models import load_model
+    from kl_comedy.models.smollm2 import FOLDER
+
+    folder = Path(__file__).parents[2] / FOLDER
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip("no SmolLM2 folder; `make smollm2` makes it")
+    loaded = load_model(ModelConfig(source=str(folder), device="cpu"))
+    texts = ["The capital of France is", "2 + 3 = 5\n4 + 1 ="]
+    prompts = [
+        Prompt(problem=Problem(id=t, text=t, answer=""), text=t, token_ids=tuple(loaded.tokenizer(t).input_ids))
+        for t in texts
+    ]
+    rollouts = draw(loaded, prompts, group_size=2, temperature=0.7, stop=("\n",))
+    for rollout, expected in zip(rollouts, trainer_logps(loaded.model, rollouts, 0.7), strict=True):
+        assert rollout.logps == pytest.approx(expected, abs=2e-4)
+    assert "Paris" in draw(loaded, prompts[:1], group_size=1, temperature=0.0)[0].text

@@ -18,7 +18,7 @@ from transformers import (
 
 from kl_comedy.config.schema import LoraConfig, ModelConfig
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.models import head_weights, load_model, smollm2, unwrap
+from kl_comedy.models import head_weights, load_model, smollm2, unwrap, weights_hash
 from kl_comedy.models.gguf_files import load_gguf_tokenizer, repair_pre_tokenizer
 from kl_comedy.models.load import probe_head
 
@@ -114,6 +114,13 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch, tmp_path):
     assert "more lines" not in str(error.value)
 
 
+def test_a_folder_with_a_slip_of_the_pen_is_pointed_out(folder):
+    with pytest.raises(UserError, match=rf"did you mean '{folder}'"):
+        load_model(ModelConfig(source=folder + "x", device="cpu"))
+    with pytest.raises(UserError, match="`make smollm2` makes this folder"):
+        load_model(ModelConfig(source="./nowhere/SmolLM2-135M-Instruct", device="cpu"))
+
+
 def test_a_folder_without_weights_and_one_without_end_token(folder, tmp_path):
     tokenizer().save_pretrained(tmp_path / "empty")
     LlamaConfig(**SMALL, **HEADS).save_pretrained(tmp_path / "empty")
@@ -162,6 +169,63 @@ def test_gguf_errors_name_what_is_there(tmp_path):
         load_gguf_tokenizer(tmp_path, "othr.gguf")
     with pytest.raises(UserError, match="not a readable GGUF file"):
         load_gguf_tokenizer(tmp_path, "other.gguf")
+
+
+def write_gguf(path, pre):
+    """A two-layer tied Llama of random weights with a byte-level tokenizer, as llama.cpp would write it."""
+    import gguf
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    tokens = ["<e>", "x", "Ġ", "ĠĠ", "7", *"abcdefghijk"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] + [1] * (len(tokens) - 1))
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,)}
+    for n in range(2):
+        shapes |= {f"blk.{n}.{name}": (32,) for name in ("attn_norm", "ffn_norm")}
+        shapes |= {f"blk.{n}.{name}": (32, 32) for name in ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+        shapes |= {f"blk.{n}.{name}": (16, 32) for name in ("attn_k", "attn_v")}
+    for name, shape in shapes.items():
+        weight = rng.normal(size=shape).astype(np.float32)
+        if len(shape) == 2:  # quantized, so that loading has something to unpack
+            packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(f"{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(f"{name}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_becomes_a_tied_trainable_savable_model(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", "smollm")
+    found = load_model(ModelConfig(source=str(tmp_path), gguf_file="tiny.gguf", device="cpu"))
+    assert found.model.lm_head.weight is found.model.model.embed_tokens.weight
+    assert found.tokenizer.tokenize("x  7") == ["x", "ĠĠ", "7"] and found.tokenizer.model_max_length == 64
+    ids = torch.arange(8)[None]
+    found.model(ids).logits.logsumexp(-1).sum().backward()
+    assert all(p.grad is not None for p in found.model.parameters())
+    found.model.save_pretrained(tmp_path / "saved")
+    found.tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_model(ModelConfig(source=str(tmp_path / "saved"), device="cpu"))
+    assert weights_hash(again.model) == weights_hash(found.model)
+    assert again.tokenizer.tokenize("x  7") == ["x", "ĠĠ", "7"]
 
 
 def byte_level():

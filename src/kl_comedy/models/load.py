@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout, unwrap
 from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
 from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.smollm2 import FOLDER as SMOLLM2
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import LoraConfig, ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RESERVED_OPTIONS = (
-    "attn_implementation", "dtype", "gguf_file", "quantization_config", "revision", "torch_dtype", "trust_remote_code",
+    "attn_implementation", "device_map", "dtype", "gguf_file", "quantization_config", "revision", "torch_dtype",
+    "trust_remote_code",
 )  # fmt: skip
 """Options of transformers that our own keys decide, or that would load the model in a way we do not support."""
 
@@ -139,7 +141,7 @@ def _from_pretrained(auto: Any, name: str, key: str, **options: Any) -> Any:
     """``auto.from_pretrained`` with the mistakes a user can make told in one line."""
     path = Path(name)
     if name.startswith(("/", ".", "~")) and not path.is_dir():
-        raise bad_value(key, name, "pocket, an existing folder, or a hub id", why="no such folder")
+        raise _unavailable(key, name, FileNotFoundError("no such folder"))
     try:
         return auto.from_pretrained(name, **options)
     except (OSError, ImportError) as error:
@@ -149,9 +151,16 @@ def _from_pretrained(auto: Any, name: str, key: str, **options: Any) -> Any:
 
 
 def _unavailable(key: str, name: str, error: Exception) -> UserError:
-    return bad_value(
-        key, name, "pocket, an existing folder, or a hub id", why=f"it could not be loaded: {_first_line(error)}"
-    )
+    """The error for a source that is not there, with the folder beside it that is closest in name."""
+    why = f"it could not be loaded: {_first_line(error)}"
+    path = Path(name)
+    beside = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
+    near = nearest(path.name, [other for other in beside if other != path.name])
+    if near:
+        why += f"; did you mean {str(path.parent / near)!r}?"
+    if path.name == SMOLLM2.name and not path.is_dir():
+        why += "; `make smollm2` makes this folder"
+    return bad_value(key, name, "pocket, an existing folder, or a hub id", why=why)
 
 
 def _first_line(error: Exception) -> str:

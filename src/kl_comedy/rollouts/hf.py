@@ -187,19 +187,19 @@ def _call_generate(
 
 def _warpers(sampling: Sampling) -> list[Any]:
     """Temperature and truncations as processors of ours, so that the recorder after them sees the outcome."""
-    from transformers import generation
+    import transformers
 
     if sampling.temperature == 0:
         return []
     chosen: list[Any] = []
     if sampling.temperature != 1:
-        chosen.append(generation.TemperatureLogitsWarper(float(sampling.temperature)))
+        chosen.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.top_k:
-        chosen.append(generation.TopKLogitsWarper(sampling.top_k))
+        chosen.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        chosen.append(generation.TopPLogitsWarper(sampling.top_p))
+        chosen.append(transformers.TopPLogitsWarper(sampling.top_p))
     if sampling.min_p > 0:
-        chosen.append(generation.MinPLogitsWarper(sampling.min_p))
+        chosen.append(transformers.MinPLogitsWarper(sampling.min_p))
     return chosen
 
 
