@@ -1,0 +1,194 @@
+"""Procedural arithmetic with written steps: the problems of the pocket policy.
+
+A problem is a chain of additions (or subtractions) such as ``37+45+28=``; its answer is ``110`` and its
+demonstration ``37+45=82;82+28=110``, one step after the other, so that a completion has 8 to 40 characters
+and the answer is the number after its last ``=``.
+
+Which half a problem belongs to is a property of its text alone: a tenth of all problems (by hash) is held
+out. Training draws from the other nine tenths, whatever the seed, so the halves cannot overlap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kl_comedy.errors import bad_value
+from kl_comedy.records import Problem
+from kl_comedy.registry import DATASETS
+
+if TYPE_CHECKING:
+    from kl_comedy.config.schema import DatasetConfig
+
+HELD_OUT_ONE_IN = 10
+"""One problem in this many is held out, chosen by the hash of its text."""
+
+TRAIN_LIMIT, EVAL_LIMIT = 4096, 256
+"""How many problems a split gives where the config sets no ``limit``."""
+
+_ENUMERATE_BELOW = 20
+"""A half with fewer operand tuples than this many per problem asked for is listed rather than sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One kind of problem: ``terms`` operands of ``digits`` digits each, joined by ``sign``."""
+
+    terms: int = 3
+    digits: int = 2
+    sign: str = "+"
+
+    @property
+    def operands(self) -> range:
+        """The values an operand takes: no leading zero."""
+        return range(10 ** (self.digits - 1), 10**self.digits)
+
+    @property
+    def size(self) -> int:
+        """Operand tuples before anything is left out."""
+        return int(len(self.operands) ** self.terms)
+
+    def text(self, operands: tuple[int, ...]) -> str:
+        return self.sign.join(map(str, operands)) + "="
+
+    def admits(self, operands: tuple[int, ...]) -> bool:
+        """Subtractions stay at zero or above, so that no answer carries a sign."""
+        return self.sign == "+" or operands[0] >= sum(operands[1:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """A family and the half it is drawn from. Only a ``tunable`` split takes ``terms`` and ``digits``."""
+
+    family: Family
+    held_out: bool
+    tunable: bool = False
+
+
+SPLITS: Mapping[str, Split] = {
+    "train": Split(family=Family(), held_out=False, tunable=True),
+    "heldout": Split(family=Family(), held_out=True, tunable=True),
+    "two_terms": Split(family=Family(terms=2), held_out=True),
+    "four_terms": Split(family=Family(terms=4), held_out=True),
+    "three_digits": Split(family=Family(digits=3), held_out=True),
+    "subtraction": Split(family=Family(sign="-"), held_out=True),
+}
+"""``train`` and ``heldout`` share a family; the others are out of domain, all from the held-out half."""
+
+_OPTIONS = {"terms": range(2, 6), "digits": range(1, 5)}
+
+
+def is_held_out(text: str) -> bool:
+    """Whether the problem with this text belongs to the held-out half; a pure function of the text."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"pocket split").digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
+
+
+def draw(family: Family, *, count: int | None, seed: int, held_out: bool) -> Iterator[tuple[int, ...]]:
+    """Yield ``count`` distinct operand tuples of one half (without end and with repeats when None).
+
+    The order depends on the arguments only. Raises ValueError when the half holds fewer than ``count``.
+    """
+    rng = random.Random(f"{seed}/{family}/{held_out}")
+
+    def fits(operands: tuple[int, ...]) -> bool:
+        return family.admits(operands) and is_held_out(family.text(operands)) == held_out
+
+    share = HELD_OUT_ONE_IN if held_out else 1
+    if count is not None and family.size < _ENUMERATE_BELOW * share * count:
+        everything = [o for o in itertools.product(family.operands, repeat=family.terms) if fits(o)]
+        if len(everything) < count:
+            raise ValueError(f"only {len(everything)} such problems exist")
+        yield from rng.sample(everything, count)
+        return
+    seen: set[tuple[int, ...]] = set()
+    while count is None or len(seen) < count:
+        operands = tuple(rng.choice(family.operands) for _ in range(family.terms))
+        if operands in seen or not fits(operands):
+            continue
+        if count is not None:
+            seen.add(operands)
+        yield operands
+
+
+def make_problem(family: Family, operands: tuple[int, ...]) -> Problem:
+    """The problem that asks for ``operands`` to be chained."""
+    text = family.text(operands)
+    answer = steps(text)[-1][1]
+    meta = {"terms": family.terms, "digits": family.digits, "sign": family.sign}
+    return Problem(id=f"pocket/{text[:-1]}", text=text, answer=str(answer), meta=meta)
+
+
+def steps(text: str) -> list[tuple[str, int]]:
+    """The chain of ``text`` as (left side, result) pairs, from left to right.
+
+    >>> steps("37+45+28=")
+    [('37+45', 82), ('82+28', 110)]
+    """
+    if not re.fullmatch(r"\d+([+-]\d+)+=", text):
+        raise ValueError(f"not a pocket problem: {text!r}")
+    first, *rest = re.findall(r"[+-]?\d+", text)
+    total, chain = int(first), []
+    for term in rest:
+        result = total + int(term)
+        chain.append((f"{total}{term}", result))
+        total = result
+    return chain
+
+
+def write_steps(chain: list[tuple[str, int]]) -> str:
+    """A chain as the characters of a completion.
+
+    >>> write_steps([("37+45", 82), ("82+28", 110)])
+    '37+45=82;82+28=110'
+    """
+    return ";".join(f"{left}={result}" for left, result in chain)
+
+
+def demonstration(problem: Problem) -> str:
+    """The completion a careful solver writes after ``problem.text``; it ends in ``problem.answer``."""
+    return write_steps(steps(problem.text))
+
+
+@DATASETS.register("pocket", source="procedural; kl_comedy.data.pocket", splits=tuple(SPLITS))
+def pocket_problems(config: DatasetConfig, *, key: str) -> list[Problem]:
+    """Chains of additions or subtractions with two-digit terms; out-of-domain splits are harder.
+
+    ``split`` is one of :data:`SPLITS` (default train), ``limit`` the count (default 4096 for train, else
+    256), ``seed`` the draw. Options for train and heldout: ``terms`` (2 to 5), ``digits`` (1 to 4).
+    Raises UserError for an unknown split or option, a value out of range, or a limit beyond what exists.
+    """
+    for field in ("name", "path", "subset"):
+        if getattr(config, field) is not None:
+            raise bad_value(f"{key}.{field}", getattr(config, field), "nothing", why="dataset pocket is procedural")
+    if config.fields:
+        raise bad_value(f"{key}.fields", dict(config.fields), "nothing", why="dataset pocket is procedural")
+    name = "train" if config.split is None else config.split
+    if name not in SPLITS:
+        raise bad_value(f"{key}.split", name, SPLITS)
+    split = _tuned(SPLITS[name], config.options, key=f"{key}.options", name=name)
+    count = config.limit or (EVAL_LIMIT if split.held_out else TRAIN_LIMIT)
+    try:
+        drawn = list(draw(split.family, count=count, seed=config.seed, held_out=split.held_out))
+    except ValueError as error:
+        raise bad_value(f"{key}.limit", count, "a smaller count", why=str(error)) from None
+    return [make_problem(split.family, operands) for operands in drawn]
+
+
+def _tuned(split: Split, options: Mapping[str, Any], *, key: str, name: str) -> Split:
+    """``split`` with the config's options, checked."""
+    if options and not split.tunable:
+        tunable = [other for other, s in SPLITS.items() if s.tunable]
+        raise bad_value(key, dict(options), "nothing", why=f"split {name} is fixed; {', '.join(tunable)} take options")
+    for option, value in options.items():
+        if option not in _OPTIONS:
+            raise bad_value(f"{key}.{option}", value, "no such option", why=f"there are {', '.join(_OPTIONS)}")
+        allowed = _OPTIONS[option]
+        if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+            raise bad_value(f"{key}.{option}", value, f"whole numbers {allowed.start} to {allowed.stop - 1}")
+    return replace(split, family=replace(split.family, **options))
