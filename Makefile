@@ -38,8 +38,11 @@ smollm2: models/SmolLM2-135M-Instruct/config.json
 models/SmolLM2-135M-Instruct/config.json: | setup
 	$(BIN)/python scripts/fetch_smollm2.py
 
+# GSM8K: the folder that holds gsm8k_train.jsonl and gsm8k_test.jsonl.
+GSM8K ?= data
 gsm8k: smollm2
-	$(KL) train configs/smollm2_gsm8k.yaml resume=auto model.source=models/SmolLM2-135M-Instruct
+	$(KL) train configs/smollm2_gsm8k_local.yaml resume=auto \
+		data.train.path=$(GSM8K)/gsm8k_train.jsonl data.eval.gsm8k_test.path=$(GSM8K)/gsm8k_test.jsonl
 
 chain-sum: smollm2
 	$(KL) train configs/smollm2_chain_sum.yaml resume=auto model.source=models/SmolLM2-135M-Instruct

@@ -91,6 +91,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("kl_comedy").setLevel(logging.INFO)
     for name in ("lightning.pytorch", "lightning.fabric", "mlflow", "alembic"):

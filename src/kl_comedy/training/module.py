@@ -88,6 +88,10 @@ class PolicyModule(lightning.LightningModule):
     def train_dataloader(self) -> ExperienceStream:
         return self.stream
 
+    def transfer_batch_to_device(self, batch: UpdateBatch, device: torch.device, dataloader_idx: int) -> UpdateBatch:
+        """Rows are text and ids; tensors are made on the device when they are packed."""
+        return batch
+
     def configure_optimizers(self) -> Any:
         settings = self.config.optimizer
         trainable = [p for p in self.policy.parameters() if p.requires_grad]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def _train_in(run: RunDir, config: Config, console: Console, command: str, *, re
             tags={**provenance_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)},
             resume=resume,
             resume_step=step,
+            live=config.train.checkpoint_every == 0,
         )
         if resume:
             console.print(f"resuming {run.path} at update {step or 0} of {config.train.steps}", soft_wrap=True)
@@ -128,7 +130,15 @@ def _fit(
     return Outcome(run=run, summary=summary)
 
 
+def _quiet_lightning() -> None:
+    """Lightning resets its loggers when it is imported; its advice on hardware and add-ons is not for our users."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\.")
+
+
 def _trainer(config: Config, parts: Parts, callbacks: list[Any], run: RunDir) -> lightning.Trainer:
+    _quiet_lightning()
     return lightning.Trainer(
         max_epochs=1,
         accelerator="gpu" if parts.loaded.device.type == "cuda" else "cpu",
