@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def test_declared_examples_hold(name: str, example: dict[str, Any]) -> None:
 @pytest.mark.parametrize("entry", BUILT_IN, ids=lambda entry: entry.name)
 def test_entries_declare_source_claims_and_examples(entry: Any) -> None:
     assert entry.source and entry.summary
+    assert json.loads(json.dumps(entry.row()))["name"] == entry.name
     assert entry.claims and set(entry.claims) <= {"binary", "unit_interval", "constant"}
     assert entry.facts["examples"]
     parameters = list(inspect.signature(entry.fn).parameters.values())

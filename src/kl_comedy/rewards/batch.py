@@ -3,7 +3,7 @@
 The parent keeps one item in flight per worker and decides alone. The clock of an item starts when it is
 handed to a worker that has already imported what it needs, so neither queueing nor start-up counts. What
 is limited is the CPU time that the item uses: on a crowded machine an honest item waits longer but is not
-judged differently. A wider limit on wall time (``WALL_FACTOR``) ends items that wait without computing.
+judged differently. A much wider limit on wall time ends items that wait without computing.
 An item over either limit loses its worker (SIGKILL) and has status ``timeout``; an item whose worker dies
 ``MAX_CRASHES`` times by itself has status ``refused``. Workers start when there is work for them.
 """
@@ -26,8 +26,9 @@ from kl_comedy.rewards.process import WorkerLost, WorkerProcess
 
 TIMEOUT_S = 3.0
 """CPU seconds an item may cost. Honest answers take milliseconds, the slowest golds of MATH under one second."""
-WALL_FACTOR = 10.0
-"""Wall limit as a multiple of the CPU limit: an item that waits this long is not short of CPU time."""
+WALL_FACTOR, WALL_SLACK_S = 10.0, 30.0
+"""The wall limit is ``WALL_FACTOR * timeout_s + WALL_SLACK_S``. It is for functions that wait without computing,
+so it may be generous: seven processes a core once made an item of 0.1 CPU seconds take more than 3."""
 START_LIMIT_S = 300.0
 """Wall seconds for a worker to start and import what a reward needs (on a crowded shared file system)."""
 MAX_CRASHES = 3
@@ -142,7 +143,7 @@ class Batch:
         if waited < limit:
             return limit - waited
         left = limit - (slot.worker.cpu_seconds() - slot.cpu_before)
-        left = min(left, WALL_FACTOR * limit - waited)
+        left = min(left, WALL_FACTOR * limit + WALL_SLACK_S - waited)
         return max(left, 0.01) if left > 0 else 0.0
 
     def _attend(self, slot: Slot) -> None:

@@ -26,8 +26,9 @@ from kl_comedy.rewards.contract import BadGold
     examples=(
         {"completion": "so it is $\\boxed{\\frac{1}{2}}$.", "answer": "0.5", "value": 1.0},
         {"completion": "4 + 5 = 9\nA: 9", "answer": "18", "value": 0.0},
+        {"completion": "90 / 180 * 100% = 50%", "answer": "50\\%", "value": 1.0},
         {"completion": "I do not know.", "answer": "18", "value": 0.0, "status": "unparseable"},
-        {"completion": "{" * 999 + "18", "answer": "18", "value": 0.0, "status": "refused"},
+        {"completion": "{" * 65 + "18", "answer": "18", "value": 0.0, "status": "refused"},
     ),
 )
 def math_verify(
