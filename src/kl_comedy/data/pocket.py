@@ -130,7 +130,7 @@ def steps(text: str) -> list[tuple[str, int]]:
     >>> steps("37+45+28=")
     [('37+45', 82), ('82+28', 110)]
     """
-    if not re.fullmatch(r"\d+([+-]\d+)+=", text):
+    if not re.fullmatch(r"[0-9]+([+-][0-9]+)+=", text):
         raise ValueError(f"not a pocket problem: {text!r}")
     first, *rest = re.findall(r"[+-]?\d+", text)
     total, chain = int(first), []

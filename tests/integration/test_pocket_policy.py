@@ -1,0 +1,166 @@
+"""The pocket policy as a whole, in its tiny preset: state after the warm start, cache, folder, room for RL."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kl_comedy.config.schema import DatasetConfig, ModelConfig, RolloutConfig
+from kl_comedy.data.pocket import pocket_problems
+from kl_comedy.errors import UserError
+from kl_comedy.models import LoadedModel, load_model, token_pass
+from kl_comedy.models.pocket import load_pocket, pocket_folder
+from kl_comedy.models.pocket_recipe import PRESETS
+from kl_comedy.records import Prompt
+from kl_comedy.rewards import score
+from kl_comedy.rollouts import Sampling, build_hf
+
+TINY = ModelConfig(options={"preset": "tiny"}, device="cpu")
+ONE_DIGIT = {"digits": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """One cache for the module: the tiny policy is trained once, in seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KL_COMEDY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def loaded():
+    return load_model(TINY)
+
+
+def prompts(loaded: LoadedModel, split: str, limit: int) -> list[Prompt]:
+    problems = pocket_problems(DatasetConfig(split=split, limit=limit, options=ONE_DIGIT), key="data")
+    return [Prompt(problem=p, text=p.text, token_ids=tuple(loaded.tokenizer(p.text)["input_ids"])) for p in problems]
+
+
+def sample(loaded, asked, *, seed, group_size=8, temperature=1.0):
+    """Rollouts of ``asked`` and the verified reward of each."""
+    backend = build_hf(RolloutConfig(), loaded=loaded)
+    sampling = Sampling(temperature=temperature, max_new_tokens=24)
+    rollouts = backend.generate(asked, group_size=group_size, sampling=sampling, seed=seed)
+    answers = [rollout.prompt.problem.answer for rollout in rollouts]
+    rewards = score("exact_answer", completions=[rollout.text for rollout in rollouts], answers=answers)
+    return rollouts, torch.tensor([reward.value for reward in rewards])
+
+
+def test_the_warm_start_knows_the_format_and_is_often_wrong(loaded):
+    rollouts, rewards = sample(loaded, prompts(loaded, "heldout", 60), seed=0)
+    assert 0.15 < rewards.mean() < 0.6
+    written = [r for r in rollouts if r.stop_reason == "eos" and r.text.count("=") == 2 and r.text.count(";") == 1]
+    assert len(written) > 0.95 * len(rollouts)
+    by_prompt = rewards.view(-1, 8).mean(1)
+    assert ((by_prompt > 0) & (by_prompt < 1)).float().mean() > 0.4, "groups with both verdicts carry the signal"
+
+
+def test_the_second_load_reads_what_the_first_wrote(loaded, monkeypatch, capsys):
+    from kl_comedy.models import pocket_warmstart
+
+    monkeypatch.setattr(pocket_warmstart, "warm_start", lambda *args, **kwargs: pytest.fail("trained again"))
+    state = torch.get_rng_state()
+    model, tokenizer = load_pocket(TINY)
+    assert torch.equal(state, torch.get_rng_state()), "loading leaves the run's random numbers alone"
+    assert capsys.readouterr() == ("", "")
+    assert not model.training and tokenizer.padding_side == "left"
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.model.state_dict()[name])
+
+
+def test_the_cached_folder_is_an_ordinary_source(loaded):
+    folder = pocket_folder(PRESETS["tiny"])
+    other = load_model(ModelConfig(source=str(folder), device="cpu"))
+    ids = loaded.tokenizer("3+9+5=", return_tensors="pt")["input_ids"]
+    assert other.tokenizer("3+9+5=")["input_ids"] == ids[0].tolist()
+    assert other.tokenizer.decode(ids[0]) == "3+9+5="
+    assert (other.tokenizer.pad_token_id, other.tokenizer.eos_token_id) == (0, 1)
+    assert other.model.generation_config.eos_token_id == 1
+    assert torch.equal(other.model(ids).logits, loaded.model(ids).logits)
+
+
+def test_a_damaged_policy_is_trained_again(loaded, capsys):
+    options = {"preset": "tiny", "warmstart_steps": 2}
+    config = ModelConfig(options=options, device="cpu")
+    before = load_pocket(config)[0].state_dict()
+    (weights,) = [p for p in pocket_folder(PRESETS["tiny"]).parent.glob("*/model.safetensors") if _steps(p) == 2]
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    capsys.readouterr()
+    after = load_pocket(config)[0].state_dict()
+    assert "damaged (model.safetensors has changed); building it again" in capsys.readouterr().err
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def _steps(weights):
+    import json
+
+    return json.loads((weights.parent / "recipe.json").read_text())["warmstart_steps"]
+
+
+def test_two_processes_at_once_build_one_policy(tmp_path):
+    code = (
+        "from kl_comedy.config.schema import ModelConfig as M; from kl_comedy.models.pocket import load_pocket\n"
+        "m, _ = load_pocket(M(options={'preset': 'tiny', 'warmstart_steps': 30}))\n"
+        "print(float(m.lm_head.weight.double().sum()))"
+    )
+    env = {**os.environ, "KL_COMEDY_CACHE": str(tmp_path)}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    (out, err), (other_out, other_err) = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], err + other_err
+    assert out == other_out != ""
+    assert (err + other_err).count("30/30 updates") == 1
+
+
+@pytest.mark.parametrize("name", ["revision", "tokenizer", "gguf_file"])
+def test_settings_of_other_sources_are_refused(name):
+    with pytest.raises(UserError, match=rf"model\.{name}: got 'x'"):
+        load_pocket(ModelConfig(**{name: "x"}))
+
+
+def test_there_is_room_for_rl(loaded):
+    """A plain RLOO loop with the k1 cost to go in the reward climbs by 0.2 within seconds."""
+    held, train = prompts(loaded, "heldout", 60), prompts(loaded, "train", 512)
+    before = sample(loaded, held, seed=1)[1].mean()
+    reference = copy.deepcopy(loaded.model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-3, weight_decay=0.0)
+    for step in range(40):
+        asked = [train[(16 * step + n) % len(train)] for n in range(16)]
+        rollouts, rewards = sample(loaded, asked, seed=100 + step)
+        groups = rewards.view(16, 8)
+        advantage_B = ((groups - groups.mean(1, keepdim=True)) * 8 / 7).flatten()
+        batch = pad(rollouts)
+        logp_BT = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**24).logp_BT
+        with torch.no_grad():
+            ref_logp_BT = token_pass(reference, **batch, temperature=1.0, chunk_elements=2**24).logp_BT
+        k1_BT = logp_BT.detach() - ref_logp_BT
+        weight_BT = advantage_B[:, None] - 0.03 * k1_BT.flip(1).cumsum(1).flip(1)
+        loss = -(weight_BT * logp_BT).sum() / batch["mask_BT"].sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(loaded.model.parameters(), 1.0)
+        optimizer.step()
+    after = sample(loaded, held, seed=2)[1].mean()
+    assert after > before + 0.2, f"{before:.3f} -> {after:.3f}"
+
+
+def pad(rollouts):
+    """Rollouts with prompts of one length as the tensors of ``token_pass``."""
+    length = max(len(r.completion_ids) for r in rollouts)
+    prompt_ids_BP = torch.tensor([r.prompt.token_ids for r in rollouts])
+    ids_BT = torch.tensor([[*r.completion_ids, *[0] * (length - len(r.completion_ids))] for r in rollouts])
+    mask_BT = torch.tensor([[n < len(r.completion_ids) for n in range(length)] for r in rollouts])
+    return {
+        "prompt_ids_BP": prompt_ids_BP,
+        "prompt_mask_BP": torch.ones_like(prompt_ids_BP),
+        "ids_BT": ids_BT,
+        "mask_BT": mask_BT,
+    }
