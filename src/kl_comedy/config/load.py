@@ -122,7 +122,7 @@ def _override(base: Any, text: str) -> Any:
         raise UserError(f"{key}: cannot read the value {value!r}: {' '.join(str(error).split())}") from None
     item = typing.cast(dict[str, Any], parsed)["value"]
     parts = key.split(".")
-    if parts[0] == "kl" and len(parts) > 1:
+    if parts[0] == "kl":
         return _override_terms(base, parts[1:], item, key)
     _check_shape(_nested(parts, item), Config, "")
     try:
@@ -135,7 +135,10 @@ def _override(base: Any, text: str) -> Any:
 
 
 def _override_terms(base: Any, parts: list[str], item: Any, key: str) -> Any:
-    """Set ``kl.<n>.<field>`` (or ``kl.beta`` on a recipe): the list is free-form until terms are built."""
+    """Set ``kl`` as a whole, ``kl.<n>.<field>``, or ``kl.beta`` on a recipe; terms are built and checked later."""
+    if not parts:
+        base.kl = item
+        return base
     terms = base.kl
     if isinstance(terms, str):
         terms = OmegaConf.create({"recipe": terms})

@@ -54,11 +54,6 @@ def check_terms(config: Config) -> tuple[KLTerm, ...]:
     """Build the KL terms and say what they descend; warns where that is not what their value suggests."""
     terms = resolve_terms(config.kl)
     for term in terms:
-        if term.reference in ("ema", "periodic") and config.model.lora is not None:
-            raise UserError(
-                f"kl: reference {term.reference!r} moves with the weights, and with model.lora the reference is the "
-                "base model with the adapter off; use reference: initial, or leave model.lora out"
-            )
         for line in warnings(term, off_policy=is_off_policy(config)):
             log.warning(line)
     return terms

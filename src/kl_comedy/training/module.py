@@ -34,14 +34,6 @@ KL_AT_START_TOLERANCE = 1e-5
 """Exact KL (nats a token) tolerated before the first update; bitwise zero is expected and reported."""
 
 
-class NotFinite(RunFailed):
-    """A loss, log-prob or gradient that is not finite; ``rows`` are the completions it came from."""
-
-    def __init__(self, message: str, batch: UpdateBatch) -> None:
-        super().__init__(message)
-        self.batch = batch
-
-
 class PolicyModule(lightning.LightningModule):
     """Owns the policy and its optimizer; calls the rooms. References and sampler stay outside its state."""
 
@@ -120,11 +112,11 @@ class PolicyModule(lightning.LightningModule):
                 for name, value in self._accumulate(micro, tally, betas, exact=self._measures_exactly(step)).items():
                     parts[name] = parts.get(name, 0.0) + float(value)
         except UserError as error:
-            raise NotFinite(f"update {step}: {error}", batch) from error
+            raise RunFailed(f"update {step}: {error}") from error
         grad_norm = self._clip()
         for name, value in {**parts, "grad/norm": grad_norm}.items():
             if not torch.isfinite(torch.tensor(value)):
-                raise NotFinite(f"update {step}: {name} is {value}", batch)
+                raise RunFailed(f"update {step}: {name} is {value}")
         optimizer.step()
         self.lr_schedulers().step()
         self._publish()

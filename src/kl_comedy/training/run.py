@@ -6,6 +6,7 @@ import json
 import logging
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from rich.console import Console
 from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.data import PromptOrder
 from kl_comedy.errors import RunFailed
+from kl_comedy.records import Scored
 from kl_comedy.tracking import Tracker, provenance_tags
 from kl_comedy.training.build import Parts, build, term_tags, training_sampling
 from kl_comedy.training.callbacks import CheckpointCallback, EvaluationCallback, MetricsCallback, sample_rows
-from kl_comedy.training.module import NotFinite, PolicyModule
+from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.progress import ProgressCallback
 from kl_comedy.training.rundir import RunDir, open_run
 from kl_comedy.training.stream import ExperienceStream, StreamShape
@@ -59,6 +61,7 @@ def _train_in(run: RunDir, config: Config, console: Console, command: str, *, re
     checkpoint = run.checkpoint if resume else None
     step = run.checkpoint_step if resume else None
     started = time.time()
+    console.print(f"run folder {run.path}; loading {config.model.source}", soft_wrap=True, highlight=False)
     parts = build(config)
     try:
         tracker = Tracker.start(
@@ -108,10 +111,12 @@ def _fit(
         trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
         if module.version < config.train.steps:
             raise KeyboardInterrupt
-    except NotFinite as error:
-        saved = _save_batch(run, error)
-        _end(run, tracker, "FAILED", f"{error}; the batch is kept in {saved}", config, command)
-        raise RunFailed(f"{error}; the offending batch is kept in {saved}") from error
+    except RunFailed as error:
+        reason = str(error)
+        if module.last_batch is not None:
+            reason += f"; the last batch is kept in {_save_batch(run, reason, module.last_batch.rows)}"
+        _end(run, tracker, "FAILED", reason, config, command)
+        raise RunFailed(reason) from error
     except (KeyboardInterrupt, SystemExit):
         _end(run, tracker, "KILLED", f"interrupted at update {module.version}", config, command)
         raise RunFailed(
@@ -195,19 +200,19 @@ def _identity(parts: Parts) -> dict[str, str]:
     }
 
 
-def _save_batch(run: RunDir, error: NotFinite) -> Path:
-    """The completions behind a value that was not finite, readable and loadable."""
-    path = run.path / "not_finite.json"
-    rows = [
-        {**shown, "completion_ids": list(row.rollout.completion_ids), "behaviour_logps": list(row.rollout.logps)}
-        for row, shown in zip(error.batch.rows, _all_rows(error), strict=True)
+def _save_batch(run: RunDir, reason: str, rows: Sequence[Scored]) -> Path:
+    """The completions of the update at fault, readable and loadable."""
+    path = run.path / "failed_batch.json"
+    shown = [
+        {
+            **sample_rows((row,))[0],
+            "completion_ids": list(row.rollout.completion_ids),
+            "behaviour_logps": list(row.rollout.logps),
+        }
+        for row in rows
     ]
-    path.write_text(json.dumps({"reason": str(error), "rows": rows}, indent=1))
+    path.write_text(json.dumps({"reason": reason, "rows": shown}, indent=1))
     return path
-
-
-def _all_rows(error: NotFinite) -> list[dict[str, Any]]:
-    return [sample_rows((row,))[0] for row in error.batch.rows]
 
 
 def _resume_command(command: str) -> str:

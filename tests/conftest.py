@@ -1,0 +1,24 @@
+"""Shared fixtures: quiet libraries, one cache for the tiny pocket policy, a tiny training config."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("DO_NOT_TRACK", "true")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pocket_cache(tmp_path_factory):
+    """Warm-start the tiny policy once per session, not in the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("KL_COMEDY_CACHE")
+    os.environ["KL_COMEDY_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["KL_COMEDY_CACHE"]
+    else:
+        os.environ["KL_COMEDY_CACHE"] = before

@@ -1,0 +1,221 @@
+"""Training end to end on the tiny pocket policy: what a run does, resumes, refuses and leaves behind."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import kl_comedy.training.rooms  # noqa: F401
+from kl_comedy.config import load_config
+from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.models import weights_hash
+from kl_comedy.training.run import train
+
+TINY = Path(__file__).with_name("tiny.yaml")
+ROOT = Path(__file__).parents[2]
+SETUPS = {
+    "on_policy": [],
+    "several_updates": ["algorithm.updates_per_batch=2", "algorithm.epochs_per_batch=2"],
+    "replayed": ["lag.mode=replayed", "lag.steps=2", "kl.0.correction=prefix"],
+    "moving_reference": ["kl.0.reference=ema", "kl.0.estimator=exact", "kl.0.placement=loss"],
+    "target": ["kl.0.beta={target: 0.5}", "optimizer.schedule=cosine", "optimizer.warmup_steps=2"],
+}
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=200)
+
+
+def go(tmp_path, *overrides):
+    config = load_config(TINY, [f"output={tmp_path}", *overrides])
+    return train(config, console=quiet(), command="kl-comedy train tiny.yaml")
+
+
+def metrics_of(run):
+    found = {}
+    for line in (run.path / "spool.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event.get("kind") == "metrics":
+            for name, value in event["data"].items():
+                if not name.startswith("time/"):
+                    key = (event["step"], name)
+                    assert key not in found, f"{key} logged twice"
+                    found[key] = value
+    return found
+
+
+def weights_of(run):
+    from safetensors.torch import load_file
+
+    return weights_hash(load_file(run.policy / "model.safetensors"))
+
+
+def killed_then_resumed(tmp_path, overrides, *, at):
+    """Train in a process of its own, kill -9 it once the checkpoint of update ``at`` is there, and resume."""
+    command = [sys.executable, "-c", "from kl_comedy.cli.main import run; run()", "train", str(TINY)]
+    command += [f"output={tmp_path}", "resume=auto", *overrides]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path)
+    deadline = time.monotonic() + 240
+    while not list(tmp_path.glob(f"tiny-*/checkpoints/step-{at:08d}.ckpt")):
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+    assert not list(tmp_path.glob("tiny-*/summary.json")), "the run ended before it was killed"
+    return go(tmp_path, "resume=auto", *overrides)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path, setup):
+    overrides = SETUPS[setup]
+    whole = go(tmp_path / "whole", *overrides)
+    (tmp_path / "killed").mkdir()
+    resumed = killed_then_resumed(tmp_path / "killed", overrides, at=3)
+    assert resumed.summary["status"] == "FINISHED"
+    assert weights_of(resumed.run) == weights_of(whole.run)
+    assert metrics_of(resumed.run) == metrics_of(whole.run)
+
+
+def test_the_first_update_sees_zero_kl_and_the_samplers_log_probs(tmp_path):
+    first = {name: value for (step, name), value in metrics_of(go(tmp_path, "train.steps=1").run).items() if step == 1}
+    for name in ("k1_reverse", "k2_reverse", "k3_reverse", "exact_reverse", "exact_forward"):
+        assert first[f"kl/{name}_token"] == 0.0 and first[f"kl/{name}_sequence"] == 0.0, name
+    assert first["policy/behaviour_gap_max"] < 1e-4
+    assert first["policy/staleness"] == 0.0
+    assert first["policy/ess"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_staleness_is_what_was_asked_for(tmp_path):
+    logged = metrics_of(go(tmp_path, "lag.mode=replayed", "lag.steps=3").run)
+    assert [logged[(step, "policy/staleness")] for step in range(1, 9)] == [0, 1, 2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("tokens", [64, 100000])
+def test_micro_batches_do_not_change_the_run(tmp_path, tokens):
+    """The same updates whatever the token budget, up to float32 rounding."""
+    whole = metrics_of(go(tmp_path / "a", "train.steps=2").run)
+    cut = metrics_of(go(tmp_path / "b", "train.steps=2", f"train.microbatch_tokens={tokens}").run)
+    for key in ((1, "train/loss"), (1, "grad/norm"), (1, "policy/entropy"), (2, "kl/exact_reverse_sequence")):
+        assert cut[key] == pytest.approx(whole[key], rel=2e-3, abs=1e-6), key
+
+
+def test_cost_before_and_after_the_baseline_train_differently(tmp_path):
+    before = go(tmp_path / "a", "kl.0.baseline=before", "kl.0.beta=0.5")
+    after = go(tmp_path / "b", "kl.0.baseline=after", "kl.0.beta=0.5")
+    assert weights_of(before.run) != weights_of(after.run)
+
+
+@pytest.mark.parametrize(
+    "kl",
+    ["{recipe: comedy/k3_both, beta: 0.1}", "rb/full", "rb/per_decision", "openrlhf/unbiased", "trl/rloo", "[]"],
+)
+def test_recipes_train(tmp_path, kl):
+    assert go(tmp_path, f"kl={kl}", "train.steps=2", "train.eval_every=0").summary["status"] == "FINISHED"
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ["algorithm.advantage=grpo", "algorithm.policy_loss=ppo_clip", "algorithm.updates_per_batch=2"],
+        ["algorithm.advantage=dr_grpo", "algorithm.reduction=sequence_sum", "algorithm.reduction_constant=24"],
+        ["algorithm.advantage=reinforce_pp", "algorithm.reduction=sequence_mean_token_mean"],
+        ["algorithm.advantage=reinforce_pp_baseline", "algorithm.mask_truncated=true"],
+        ["algorithm.advantage=batch_mean", "train.precision=bf16"],
+        ["model.lora={rank: 4}", "kl.0.estimator=exact"],
+    ],
+    ids=lambda overrides: overrides[0].split("=")[1] + overrides[-1],
+)
+def test_algorithms_train(tmp_path, algorithm):
+    done = go(tmp_path, *algorithm, "train.steps=4", "train.eval_every=0")
+    logged = metrics_of(done.run)
+    assert logged[(1, "kl/exact_reverse_token")] == 0.0
+    assert logged[(4, "grad/norm")] > 0
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = go(tmp_path, "train.steps=1", "resume=auto")
+    assert go(tmp_path, "train.steps=1", "resume=auto").already_finished
+    assert go(tmp_path, "train.steps=1").run.path != first.run.path
+
+
+def test_another_reference_is_refused_on_resume(tmp_path, monkeypatch):
+    config = load_config(TINY, [f"output={tmp_path}", "resume=auto"])
+    from kl_comedy.training import callbacks
+
+    class Enough(Exception):
+        pass
+
+    original = callbacks.CheckpointCallback.save
+
+    def stop_after_two(self, trainer, version):
+        original(self, trainer, version)
+        if version == 2:
+            raise Enough
+
+    monkeypatch.setattr(callbacks.CheckpointCallback, "save", stop_after_two)
+    with pytest.raises(Enough):
+        train(config, console=quiet(), command="x")
+    monkeypatch.undo()
+    from kl_comedy.training import build
+
+    load = build.load_model
+
+    def nudged(model_config):
+        loaded = load(model_config)
+        with torch.no_grad():
+            next(iter(loaded.model.parameters())).add_(1e-3)
+        return loaded
+
+    monkeypatch.setattr(build, "load_model", nudged)
+    with pytest.raises(RunFailed, match="reference is not the one this run began with"):
+        train(config, console=quiet(), command="x")
+
+
+def test_nan_stops_the_run_marks_it_failed_and_keeps_the_batch(tmp_path):
+    with pytest.raises(RunFailed, match=r"finite.*the last batch is kept in"):
+        go(tmp_path, "optimizer.lr=1e30", "optimizer.clip_norm=null", "train.eval_every=0")
+    (folder,) = tmp_path.glob("tiny-*")
+    summary = json.loads((folder / "summary.json").read_text())
+    kept = json.loads((folder / "failed_batch.json").read_text())
+    assert summary["status"] == "FAILED" and "finite" in summary["reason"]
+    assert len(kept["rows"]) == 16 and "completion_ids" in kept["rows"][0]
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer(tmp_path):
+    """A log-ratio beyond exp's range overflows k3; the update is refused, not applied."""
+    with pytest.raises(RunFailed, match=r"update 0: .*(is inf|is nan|not finite)"):
+        go(tmp_path, "kl=[{estimator: k3, placement: loss, beta: 1e308}]", "train.eval_every=0")
+
+
+def test_a_run_folder_has_one_holder(tmp_path):
+    from kl_comedy.training.rundir import open_run
+
+    run, _ = open_run(load_config(TINY, [f"output={tmp_path}"]))
+    with run.held(), pytest.raises(UserError, match="is being trained by process"), run.held():
+        pass
+
+
+def test_checkpoints_load_without_pickle(tmp_path):
+    run = go(tmp_path, "train.steps=2", "lag.mode=replayed", "lag.steps=1").run
+    state = torch.load(run.checkpoint, weights_only=True)
+    assert state["kl_comedy"]["version"] == 2
+
+
+def test_learning_really_happens(tmp_path):
+    """Forty updates raise the sampled reward on the training problems well beyond its noise."""
+    done = go(
+        tmp_path, "train.steps=40", "rollout.prompts_per_batch=16", "rollout.group_size=8", "optimizer.lr=2e-3",
+        "kl.0.beta=0.01", "train.eval_every=0", "train.checkpoint_every=0",
+    )  # fmt: skip
+    reward = [value for (_, name), value in sorted(metrics_of(done.run).items()) if name == "train/reward"]
+    assert sum(reward[-8:]) / 8 > sum(reward[:8]) / 8 + 0.1
