@@ -198,11 +198,17 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer(tmp_path):
 
 
 def test_a_run_folder_has_one_holder(tmp_path):
-    from kl_comedy.training.rundir import open_run
+    from kl_comedy.training.rundir import create_run
 
-    run, _ = open_run(load_config(TINY, [f"output={tmp_path}"]))
+    run = create_run(load_config(TINY, [f"output={tmp_path}"]))
     with run.held(), pytest.raises(UserError, match="is being trained by process"), run.held():
         pass
+
+
+def test_a_mistake_leaves_no_folder_behind(tmp_path):
+    with pytest.raises(UserError, match="did you mean 'train'"):
+        go(tmp_path, "data.train.split=trian")
+    assert not list(tmp_path.iterdir())
 
 
 def test_checkpoints_load_without_pickle(tmp_path):

@@ -13,7 +13,7 @@ from kl_comedy.evaluation import evaluate
 from kl_comedy.models import load_model
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
-from kl_comedy.training.build import eval_sampling, load_all
+from kl_comedy.training.build import eval_sampling, load_raw, render_all
 from kl_comedy.training.seeds import derive_seed
 
 
@@ -21,8 +21,9 @@ def evaluate_config(config: Config, console: Console, *, as_json: bool) -> None:
     """Evaluate and print one row per set. Raises :class:`UserError` where there is no set."""
     if not config.data.eval:
         raise UserError("data.eval: names no set to evaluate on")
+    raw = load_raw(config, train=False)
     loaded = load_model(config.model)
-    problems = load_all(config, loaded, train=False)
+    problems = render_all(config, raw, loaded)
     backend = ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=loaded)
     rows = []
     with RewardSum(config.rewards) as scorer:

@@ -243,6 +243,8 @@ def _describe(expected: Any) -> str:
     inner = _not_none(expected)
     if dataclasses.is_dataclass(inner):
         return "a mapping with the keys " + ", ".join(typing.get_type_hints(inner))
+    if typing.get_origin(inner) in (dict, list):
+        return "a mapping" if typing.get_origin(inner) is dict else "a list"
     return _PLAIN.get(inner, str(inner))
 
 

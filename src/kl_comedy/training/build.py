@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from kl_comedy.config import Config
 from kl_comedy.data import data_hash, decontaminate, load_problems, render
-from kl_comedy.errors import UserError, unknown_key
+from kl_comedy.errors import unknown_key
 from kl_comedy.evaluation import EvalSet
 from kl_comedy.kl import KLTerm, resolve_terms, verdict, warnings
 from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.models.reference import Reference, build_reference
-from kl_comedy.records import Prompt
+from kl_comedy.records import Problem, Prompt
 from kl_comedy.registry import ADVANTAGES, POLICY_LOSSES, ROLLOUTS
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling, check_training_sampling
@@ -81,6 +81,7 @@ def build(config: Config) -> Parts:
     check_training_sampling(config.rollout)
     ADVANTAGES.get(config.algorithm.advantage, key="algorithm.advantage")
     _check_options(config)
+    raw = load_raw(config)
     scorer = RewardSum(config.rewards)
     loaded = load_model(config.model)
     return Parts(
@@ -88,38 +89,58 @@ def build(config: Config) -> Parts:
         terms=terms,
         loaded=loaded,
         references=_references(config, terms, loaded),
-        problems=load_all(config, loaded),
+        problems=render_all(config, raw, loaded),
         backend=ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=loaded),
         scorer=scorer,
     )
 
 
-def load_all(config: Config, loaded: LoadedModel, *, train: bool = True) -> Problems:
-    """Problems to prompts: load, decontaminate, render, filter by length; counts and hashes of each set."""
+@dataclass(frozen=True, kw_only=True)
+class RawProblems:
+    """Problems before the tokenizer: loaded and decontaminated, with what was removed."""
+
+    train: Sequence[Problem]
+    evals: Mapping[str, Sequence[Problem]]
+    counts: Mapping[str, int]
+
+
+def load_raw(config: Config, *, train: bool = True) -> RawProblems:
+    """Load every set, and remove from training what an evaluation set holds too."""
     data = config.data
-    raw = {
+    evals = {
         name: load_problems(item, key=f"data.eval.{name}", training=False, allow_test_split=True)
         for name, item in data.eval.items()
     }
-    counts: dict[str, int] = {}
-    prompts: list[Prompt] = []
-    hashes = {f"eval.{name}": data_hash(problems) for name, problems in raw.items()}
+    problems: Sequence[Problem] = []
+    removed: Mapping[str, int] = {}
     if train:
         problems = load_problems(data.train, key="data.train", training=True, allow_test_split=data.allow_test_split)
         if data.decontaminate:
-            problems, removed = decontaminate(problems, raw)
-            counts |= {f"decontaminated.{name}": count for name, count in removed.items()}
-        if not problems:
-            raise UserError("data.train: no problem is left after decontamination against data.eval")
-        prompts, report = render(problems, data.prompt, loaded.tokenizer)
-        counts |= {"train.kept": report.kept, "train.too_long": report.too_long}
-        hashes["train"] = data_hash(problems)
-    evals = []
-    for name, problems in raw.items():
-        rendered, report = render(problems, data.prompt, loaded.tokenizer)
-        counts |= {f"eval.{name}.kept": report.kept, f"eval.{name}.too_long": report.too_long}
-        evals.append(EvalSet(name=name, prompts=rendered))
-    return Problems(train=prompts, evals=evals, counts=counts, hashes=hashes)
+            problems, removed = decontaminate(problems, evals)
+    return RawProblems(
+        train=problems, evals=evals, counts={f"decontaminated.{name}": count for name, count in removed.items()}
+    )
+
+
+def render_all(config: Config, raw: RawProblems, loaded: LoadedModel) -> Problems:
+    """Problems to prompts, filtered by length; counts and hashes of each set."""
+    counts = dict(raw.counts)
+
+    def rendered(name: str, problems: Sequence[Problem]) -> Sequence[Prompt]:
+        prompts, report = render(problems, config.data.prompt, loaded.tokenizer)
+        counts.update({f"{name}.kept": report.kept, f"{name}.too_long": report.too_long})
+        return prompts
+
+    sets = {f"eval.{name}": problems for name, problems in raw.evals.items()}
+    if raw.train:
+        sets["train"] = raw.train
+    prompts = {name: rendered(name, problems) for name, problems in sets.items()}
+    return Problems(
+        train=prompts.get("train", ()),
+        evals=[EvalSet(name=name, prompts=prompts[f"eval.{name}"]) for name in raw.evals],
+        counts=counts,
+        hashes={name: data_hash(problems) for name, problems in sets.items()},
+    )
 
 
 def training_sampling(config: Config) -> Sampling:

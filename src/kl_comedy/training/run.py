@@ -24,7 +24,7 @@ from kl_comedy.training.build import Parts, build, term_tags, training_sampling
 from kl_comedy.training.callbacks import CheckpointCallback, EvaluationCallback, MetricsCallback, sample_rows
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.progress import ProgressCallback
-from kl_comedy.training.rundir import RunDir, open_run
+from kl_comedy.training.rundir import RunDir, create_run, find_run
 from kl_comedy.training.stream import ExperienceStream, StreamShape
 
 log = logging.getLogger("kl_comedy")
@@ -47,38 +47,41 @@ def train(config: Config, *, console: Console, command: str) -> Outcome:
     Raises :class:`UserError` for a mistake in the config and :class:`RunFailed` for a run that began
     and could not finish; the run is then marked failed with the reason.
     """
-    run, found = open_run(config)
-    with run.held():
-        ended = run.summary()
-        if found and ended is not None and ended["status"] == "FINISHED":
-            return Outcome(run=run, summary=ended, already_finished=True)
-        return _train_in(run, config, console, command, resume=found)
-
-
-def _train_in(run: RunDir, config: Config, console: Console, command: str, *, resume: bool) -> Outcome:
+    run = find_run(config)
+    ended = None if run is None else run.summary()
+    if run is not None and ended is not None and ended["status"] == "FINISHED":
+        return Outcome(run=run, summary=ended, already_finished=True)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    checkpoint = run.checkpoint if resume else None
-    step = run.checkpoint_step if resume else None
+    console.print(f"loading {config.model.source}", soft_wrap=True, highlight=False)
     started = time.time()
-    console.print(f"run folder {run.path}; loading {config.model.source}", soft_wrap=True, highlight=False)
     parts = build(config)
     try:
-        tracker = Tracker.start(
-            config.tracking,
-            run_dir=run.path,
-            run_name=run.path.name,
-            params=flatten(to_plain(config)),
-            tags={**provenance_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)},
-            resume=resume,
-            resume_step=step,
-            live=config.train.checkpoint_every == 0,
-        )
-        if resume:
-            console.print(f"resuming {run.path} at update {step or 0} of {config.train.steps}", soft_wrap=True)
-        return _fit(run, parts, tracker, console, command, checkpoint=checkpoint, started=started)
+        resume = run is not None
+        run = run or create_run(config)
+        with run.held():
+            return _train_in(run, parts, console, command, resume=resume, started=started)
     finally:
         parts.close()
+
+
+def _train_in(run: RunDir, parts: Parts, console: Console, command: str, *, resume: bool, started: float) -> Outcome:
+    config = parts.config
+    checkpoint = run.checkpoint if resume else None
+    step = run.checkpoint_step if resume else None
+    tracker = Tracker.start(
+        config.tracking,
+        run_dir=run.path,
+        run_name=run.path.name,
+        params=flatten(to_plain(config)),
+        tags={**provenance_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)},
+        resume=resume,
+        resume_step=step,
+        live=config.train.checkpoint_every == 0,
+    )
+    words = f"resuming at update {step or 0} of" if resume else "training for"
+    console.print(f"{words} {config.train.steps} updates in {run.path}", soft_wrap=True, highlight=False)
+    return _fit(run, parts, tracker, console, command, checkpoint=checkpoint, started=started)
 
 
 def _fit(

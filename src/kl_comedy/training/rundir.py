@@ -71,21 +71,20 @@ class RunDir:
             yield
 
 
-def open_run(config: Config) -> tuple[RunDir, bool]:
-    """The folder to train in, and whether to go on with what is there.
+def find_run(config: Config) -> RunDir | None:
+    """With ``resume=auto``, the newest folder of a run of the same config, finished or not; else None."""
+    if config.resume != "auto":
+        return None
+    earlier = _earlier(config)
+    return RunDir(path=earlier[-1]) if earlier else None
 
-    ``resume=auto`` finds the newest run of the same config that has not finished; if the newest one is
-    finished it is returned as it is. Otherwise a new folder is made.
-    """
-    root = Path(config.output)
-    stem = f"{config.name}-{config_hash(config)}"
-    earlier = sorted(root.glob(f"{stem}-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
-    if config.resume == "auto" and earlier:
-        run = RunDir(path=earlier[-1])
-        return run, True
-    number = int(earlier[-1].name.rsplit("-", 1)[1]) + 1 if earlier else 1
+
+def create_run(config: Config) -> RunDir:
+    """A new folder, numbered after those of the same config, with the resolved config in it."""
+    earlier = _earlier(config)
+    number = _number(earlier[-1]) + 1 if earlier else 1
     while True:
-        path = root / f"{stem}-{number}"
+        path = Path(config.output) / f"{_stem(config)}-{number}"
         try:
             path.mkdir(parents=True)
             break
@@ -96,4 +95,16 @@ def open_run(config: Config) -> tuple[RunDir, bool]:
     run = RunDir(path=path)
     run.checkpoints.mkdir()
     (path / "config.yaml").write_text(to_yaml(config))
-    return run, False
+    return run
+
+
+def _stem(config: Config) -> str:
+    return f"{config.name}-{config_hash(config)}"
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rsplit("-", 1)[1])
+
+
+def _earlier(config: Config) -> list[Path]:
+    return sorted(Path(config.output).glob(f"{_stem(config)}-[0-9]*"), key=_number)
