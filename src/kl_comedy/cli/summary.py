@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -16,13 +17,7 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     summary, path = outcome.summary, outcome.run.path
     if outcome.already_finished:
         console.print(f"{path} is already finished; nothing to do (resume=never trains anew)", soft_wrap=True)
-    table = Table("evaluation", "at start", "at end", "change")
-    for name, history in summary.get("evaluations", {}).items():
-        ordered = sorted((int(step), value) for step, value in history.items())
-        first, last = ordered[0][1], ordered[-1][1]
-        table.add_row(name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
-    if table.row_count:
-        console.print(table)
+    console.print(_row(summary))
     config = path / "config.yaml"
     policy = shlex.quote(str(outcome.run.policy))
     uri = f" --uri {shlex.quote(summary['mlflow_uri'])}"
@@ -37,3 +32,28 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     seconds = summary.get("seconds")
     title = f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}"
     console.print(Panel("\n".join(lines), title=title + (f" in {seconds:.0f} s" if seconds else ""), expand=False))
+
+
+def _row(summary: dict[str, Any]) -> Table:
+    """The run as a row of the results table: KL terms, each evaluation before and after, KL, entropy."""
+    table = Table("KL terms", "seed")
+    cells = [summary["kl"], str(summary["seed"])]
+    for name, history in summary.get("evaluations", {}).items():
+        ordered = sorted((int(step), value) for step, value in history.items())
+        first, last = ordered[0][1], ordered[-1][1]
+        table.add_column(f"{name} reward")
+        cells.append(f"{first:.3f} -> {last:.3f} ({last - first:+.3f})")
+    metrics = summary.get("metrics", {})
+    for key, title in _COLUMNS.items():
+        if key in metrics:
+            table.add_column(title)
+            cells.append(f"{metrics[key]:.3f}")
+    table.add_row(*cells)
+    return table
+
+
+_COLUMNS = {
+    "train/reward": "train reward",
+    "kl/exact_reverse_sequence": "exact KL, nats a completion",
+    "policy/entropy": "entropy, nats a token",
+}

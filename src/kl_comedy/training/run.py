@@ -18,6 +18,7 @@ from rich.console import Console
 from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.data import PromptOrder
 from kl_comedy.errors import RunFailed
+from kl_comedy.kl import resolve_terms
 from kl_comedy.records import Scored
 from kl_comedy.tracking import Tracker, provenance_tags
 from kl_comedy.training.build import Parts, build, term_tags, training_sampling
@@ -234,6 +235,7 @@ def _end(
         "name": config.name,
         "seed": config.seed,
         "config_hash": config_hash(config),
+        "kl": term_tags(config, resolve_terms(config.kl))["kl.label"],
         "command": command,
         "resume_command": _resume_command(command),
         "mlflow_uri": config.tracking.uri,
