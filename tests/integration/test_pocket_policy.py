@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from kl_comedy.config.schema import DatasetConfig, ModelConfig, RolloutConfig
 from kl_comedy.data.pocket import pocket_problems
 from kl_comedy.errors import UserError
+from kl_comedy.kl import KLTerm, kl_surrogate
 from kl_comedy.models import LoadedModel, load_model, token_pass
 from kl_comedy.models.pocket import load_pocket, pocket_folder
 from kl_comedy.models.pocket_recipe import PRESETS
@@ -126,30 +128,69 @@ def test_settings_of_other_sources_are_refused(name):
         load_pocket(ModelConfig(**{name: "x"}))
 
 
-def test_there_is_room_for_rl(loaded):
-    """A plain RLOO loop with the k1 cost to go in the reward climbs by 0.2 within seconds."""
-    held, train = prompts(loaded, "heldout", 60), prompts(loaded, "train", 512)
-    before = sample(loaded, held, seed=1)[1].mean()
+def rloo(loaded, term, *, beta, lr, updates, seed=0):
+    """Plain RLOO on 16 prompts x 8 an update, with ``beta`` times the surrogate of one KL term."""
+    train = prompts(loaded, "train", 512)
     reference = copy.deepcopy(loaded.model).requires_grad_(False)
-    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-3, weight_decay=0.0)
-    for step in range(40):
-        asked = [train[(16 * step + n) % len(train)] for n in range(16)]
-        rollouts, rewards = sample(loaded, asked, seed=100 + step)
+    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=lr, weight_decay=0.0)
+    for step in range(updates):
+        asked = [train[(16 * (step + 40 * seed) + n) % len(train)] for n in range(16)]
+        rollouts, rewards = sample(loaded, asked, seed=1000 * (seed + 1) + step)
         groups = rewards.view(16, 8)
         advantage_B = ((groups - groups.mean(1, keepdim=True)) * 8 / 7).flatten()
         batch = pad(rollouts)
         logp_BT = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**24).logp_BT
         with torch.no_grad():
             ref_logp_BT = token_pass(reference, **batch, temperature=1.0, chunk_elements=2**24).logp_BT
-        k1_BT = logp_BT.detach() - ref_logp_BT
-        weight_BT = advantage_B[:, None] - 0.03 * k1_BT.flip(1).cumsum(1).flip(1)
-        loss = -(weight_BT * logp_BT).sum() / batch["mask_BT"].sum()
+        cost_BT = kl_surrogate(
+            term,
+            logp_BT=logp_BT,
+            ref_logp_BT=ref_logp_BT,
+            behaviour_logp_BT=logp_BT.detach(),
+            mask_BT=batch["mask_BT"],
+        )
+        loss = (beta * cost_BT - advantage_B[:, None] * logp_BT).sum() / batch["mask_BT"].sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(loaded.model.parameters(), 1.0)
         optimizer.step()
-    after = sample(loaded, held, seed=2)[1].mean()
+
+
+def heldout(loaded, *, seed):
+    """Sampled reward on held-out problems and the mean length of a completion in characters."""
+    rollouts, rewards = sample(loaded, prompts(loaded, "heldout", 60), seed=seed)
+    return float(rewards.mean()), sum(len(rollout.completion_ids) for rollout in rollouts) / len(rollouts)
+
+
+def test_there_is_room_for_rl(loaded):
+    """With k1 in the reward it climbs by 0.2 within seconds (five seeds climbed by 0.37 to 0.44 in 60 updates)."""
+    before, _ = heldout(loaded, seed=1)
+    rloo(loaded, KLTerm(estimator="k1", placement="reward"), beta=0.03, lr=1e-3, updates=40)
+    after, _ = heldout(loaded, seed=2)
     assert after > before + 0.2, f"{before:.3f} -> {after:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("estimator", "placement", "holds"),
+    [
+        ("k1", "reward", True),
+        ("k2", "loss", True),
+        ("k3", "loss", True),
+        ("k1", "loss", False),
+        ("k3", "reward", False),
+    ],
+)
+def test_the_papers_picture_shows_at_a_high_learning_rate(loaded, estimator, placement, holds):
+    """Terms that descend the KL hold the policy together; k1 in loss drifts off, k3 in reward stops at once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # two of the cells say what they are
+        term = KLTerm(estimator=estimator, placement=placement)
+    rloo(loaded, term, beta=0.1, lr=2e-3, updates=60)
+    reward, length = heldout(loaded, seed=2)
+    assert (reward > 0.35) == holds, (reward, length)
+    assert length > 12 if holds else reward < 0.2
+    if (estimator, placement) == ("k3", "reward"):
+        assert length < 4, "completions of one or two characters"
 
 
 def pad(rollouts):
