@@ -1,6 +1,6 @@
 """The verifiers against published verdicts on real model answers, and MATH golds against themselves.
 
-The 64 rows of the fixture always run. The full files run where they are found: in the folder named by
+The 32 rows of the fixture always run. The full files run where they are found: in the folder named by
 ``KL_COMEDY_DATA``, or in ``../shared/data`` beside the checkout.
 """
 
@@ -17,7 +17,7 @@ import pytest
 from kl_comedy.rewards import RewardPool, score
 
 CHECKOUT = Path(__file__).parents[2]
-FIXTURE = CHECKOUT / "tests" / "fixtures" / "verify_gsm8k_64.jsonl"
+FIXTURE = CHECKOUT / "tests" / "fixtures" / "verify_gsm8k_32.jsonl"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def disagreements(name: str, rows: list[dict[str, Any]], pool: RewardPool) -> li
 @pytest.mark.parametrize("name", ["math_verify", "exact_answer"])
 def test_the_fixture_is_judged_as_published(name: str, pool: RewardPool) -> None:
     rows = read(FIXTURE)
-    assert len(rows) == 64 and sum(row["expected"] for row in rows) == 32
+    assert len(rows) == 32 and sum(row["expected"] for row in rows) == 16
     assert disagreements(name, rows, pool) == []
 
 

@@ -15,7 +15,7 @@ from kl_comedy.data import load_problems
 from kl_comedy.errors import UserError
 from kl_comedy.records import Problem
 
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "gsm8k_64.jsonl"
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "gsm8k_32.jsonl"
 GOOD: dict[str, Any] = {"id": "a", "problem": "1 + 1 = ?", "answer": "2"}
 
 
@@ -42,7 +42,7 @@ def write_parquet(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def test_fixture_rows_arrive_whole() -> None:
     problems = load(FIXTURE)
-    assert len(problems) == 64
+    assert len(problems) == 32
     assert problems[0].id == "gsm8k/train/0"
     assert problems[0].text.startswith("Natalia sold clips to 48")
     assert problems[0].answer == "72"

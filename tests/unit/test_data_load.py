@@ -20,7 +20,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
 
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "gsm8k_64.jsonl"
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "gsm8k_32.jsonl"
 
 
 def load(training: bool = False, allow_test_split: bool = False, **settings: Any) -> list[Problem]:
@@ -96,10 +96,10 @@ def test_a_test_split_may_be_evaluated_or_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "test" / "gsm8k_test.jsonl"
     path.parent.mkdir()
     path.write_bytes(FIXTURE.read_bytes())
-    assert len(load(dataset="jsonl", path=str(path))) == 64
-    assert len(load(dataset="jsonl", path=str(path), training=True, allow_test_split=True)) == 64
+    assert len(load(dataset="jsonl", path=str(path))) == 32
+    assert len(load(dataset="jsonl", path=str(path), training=True, allow_test_split=True)) == 32
     renamed = path.rename(path.with_name("gsm8k.jsonl"))
-    assert len(load(dataset="jsonl", path=str(renamed), training=True)) == 64, "a folder's name does not count"
+    assert len(load(dataset="jsonl", path=str(renamed), training=True)) == 32, "a folder's name does not count"
 
 
 def test_the_hash_sees_id_text_answer_and_order() -> None:

@@ -37,9 +37,9 @@ def test_every_row_loads_with_the_defaults(name: str, rows: int) -> None:
 
 
 def test_the_fixture_is_the_head_of_the_train_split() -> None:
-    fixture = DatasetConfig(dataset="jsonl", path=str(ROOT / "tests" / "fixtures" / "gsm8k_64.jsonl"))
+    fixture = DatasetConfig(dataset="jsonl", path=str(ROOT / "tests" / "fixtures" / "gsm8k_32.jsonl"))
     problems = load_problems(fixture, key="x", training=True, allow_test_split=False)
-    assert data_hash(problems) == data_hash(load("gsm8k_train", limit=64))
+    assert data_hash(problems) == data_hash(load("gsm8k_train", limit=32))
 
 
 def test_answers_are_letters_where_there_are_choices() -> None:
