@@ -75,6 +75,22 @@ def killed_then_resumed(tmp_path, overrides, *, at):
     return go(tmp_path, "resume=auto", *overrides)
 
 
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    command = [sys.executable, "-c", "from kl_comedy.cli.main import run; run()", "train", str(TINY)]
+    command += [f"output={tmp_path}", "train.steps=5000", "train.eval_every=0"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    while not list(tmp_path.glob("tiny-*/checkpoints/step-*.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "interrupted at update" in said and "resume=auto" in said and "Traceback" not in said
+    (summary,) = tmp_path.glob("tiny-*/summary.json")
+    assert json.loads(summary.read_text())["status"] == "KILLED"
+
+
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, setup):
     overrides = SETUPS[setup]

@@ -158,23 +158,15 @@ def _head_in_chunks(
     pieces: list[Sequence[Tensor]] = []
     for start in range(0, max(total, 1), rows):
         part = slice(start, start + rows)
-        other_nH = (
-            reference.hidden_NH[part] if wanted.reference and reference and reference.hidden_NH is not None else None
-        )
-        arguments = (
-            hidden_NH[part], *head, ids_N[part], temperature, other_nH, reference.head if reference else None, wanted,
-        )  # fmt: skip
+        other_nH, other_head = None, None
+        if wanted.reference and reference is not None and reference.hidden_NH is not None:
+            other_nH, other_head = reference.hidden_NH[part], reference.head
+        arguments = (hidden_NH[part], *head, ids_N[part], temperature, other_nH, other_head, wanted)
         if recompute:
             pieces.append(checkpoint(_head_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             pieces.append(_head_chunk(*arguments))
     return [torch.cat(column) for column in zip(*pieces, strict=True)]
-
-
-def _reference_part(reference: ReferencePass | None, part: slice) -> tuple[Tensor | None, Head | None]:
-    if reference is None or reference.hidden_NH is None:
-        return None, None
-    return reference.hidden_NH[part], reference.head
 
 
 def _head_chunk(
