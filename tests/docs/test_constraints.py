@@ -1,0 +1,36 @@
+"""Every package that pyproject names is pinned, once, to a plain release."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NOT_PINNED = {"vllm", "docs"}
+"""Extras outside the file: the GPU build of vLLM follows the machine's CUDA; docs is a site generator."""
+
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    pairs = [line.split("==") for line in lines]
+    assert all(len(pair) == 2 for pair in pairs)
+    assert len({canonical(name) for name, _ in pairs}) == len(pairs), "a package is pinned twice"
+    return {canonical(name): version for name, version in pairs}
+
+
+def named():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(line for name in set(extras) - NOT_PINNED for line in extras[name])]
+    return {canonical(re.match(r"[\w.-]+", line)[0]) for line in wanted}
+
+
+def test_every_package_of_pyproject_is_pinned():
+    assert named() - set(pins()) == set()
+
+
+def test_pins_are_releases_without_local_suffix():
+    assert not [f"{name}=={version}" for name, version in pins().items() if "+" in version]
