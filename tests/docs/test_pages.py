@@ -1,0 +1,159 @@
+"""The pages under docs/ say what the code is: generated parts are current, names exist, links lead somewhere."""
+
+import ast
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import generate_docs
+import pytest
+import torch
+
+from kl_comedy.errors import UserError
+from kl_comedy.evaluation import EvalResult
+from kl_comedy.kl import KLTerm
+from kl_comedy.models.logprobs import TokenPass
+from kl_comedy.records import Experience, Problem, Prompt, Reward, Rollout, Scored
+from kl_comedy.training.measure import Tally, effective_sample_share, row_metrics, tally_tokens
+from kl_comedy.training.prepare import MicroBatch
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+METRICS = (ROOT / "docs" / "metrics.md").read_text()
+DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", METRICS, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", generate_docs.PAGES)
+def test_generated_parts_are_current(page):
+    assert (ROOT / "docs" / page).read_text() == generate_docs.render(page), "python tests/docs/generate_docs.py"
+
+
+def test_every_cell_shown_as_impossible_is_refused():
+    cells = generate_docs.impossible_cells()
+    assert len(cells) > 10
+    for cell in cells.values():
+        with pytest.raises(UserError, match="impossible KL term"):
+            KLTerm(**cell)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    titles = {
+        re.sub(r"[^\w\- ]", "", t).strip().lower().replace(" ", "-") for t in re.findall(r"^#+ (.*)$", text, re.M)
+    }
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        if file and "://" not in target:
+            assert (page.parent / file).exists(), target
+        elif not file:
+            assert anchor in titles, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_prose_exist(page):
+    rooms = ROOT / "src" / "kl_comedy"
+    names = re.findall(r"(?<![\w/<])((?:[\w.]+/)*\w+\.(?:py|yaml|toml))\b(?![\w/])", page.read_text())
+    missing = [n for n in names if not any((r / n).exists() for r in (ROOT, rooms, *rooms.iterdir(), page.parent))]
+    assert not [name for name in missing if name not in OF_A_RUN]
+
+
+OF_A_RUN = {"config.yaml", "my_parts.py"}
+"""Files of a run folder or of the reader, not of the repository."""
+
+
+# --- metrics ------------------------------------------------------------------------------------------------
+def logged_patterns() -> set[str]:
+    """Every string in training/ and evaluation/ that is a metric's name, ``*`` where a value is filled in."""
+    found = set()
+    for file in [
+        *(generate_docs.SOURCE / "training").glob("*.py"),
+        *(generate_docs.SOURCE / "evaluation").glob("*.py"),
+    ]:
+        tree = ast.parse(file.read_text())
+        inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+                text = node.value
+            else:
+                continue
+            if re.fullmatch(r"(train|kl|kl_term|policy|grad|beta|time|eval)/[\w*/]+", text):
+                found.add(text)
+    return found - {"eval/*"}  # the name of a samples table and of a seed, no metric
+
+
+def test_every_metric_in_the_code_is_documented_and_the_reverse():
+    patterns, documented = logged_patterns(), [re.sub(r"<\w+>", "x", name) for name in DOCUMENTED]
+    assert len(patterns) > 25
+    assert [p for p in patterns if not any(fnmatch(name, p) for name in documented)] == []
+    assert [name for name in documented if not any(fnmatch(name, p) for p in patterns)] == []
+
+
+def test_names_are_documented_once():
+    assert len(DOCUMENTED) == len(set(DOCUMENTED))
+
+
+def scored(value, *, group, stop="eos"):
+    prompt = Prompt(problem=Problem(id="a", text="a", answer="1"), text="a", token_ids=(1,))
+    rollout = Rollout(
+        prompt=prompt, group_id=group, completion_ids=(1, 2), logps=(-1.0, -1.0), versions=(0, 0), stop_reason=stop,
+        text="1",
+    )  # fmt: skip
+    return Scored(rollout=rollout, reward=Reward(value=value, parts={"exact_answer": value}))
+
+
+def small_update():
+    """Two completions of one and two tokens, with numbers that can be checked by hand."""
+    mask_BT = torch.tensor([[True, False], [True, True]])
+    zeros_BT = torch.zeros(2, 2)
+    experience = Experience(
+        prompt_ids_BP=torch.ones(2, 1), prompt_mask_BP=torch.ones(2, 1), ids_BT=zeros_BT, mask_BT=mask_BT,
+        behaviour_logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.0]]), ref_logp_BT=zeros_BT - 2.0,
+        advantage_BT=zeros_BT, reward_B=torch.zeros(2), weight_B=torch.ones(2),
+        policy_version_BT=torch.tensor([[2, 0], [1, 1]]), group_B=torch.zeros(2),
+    )  # fmt: skip
+    seen = TokenPass(
+        logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.5]]), entropy_BT=mask_BT * 0.3, kl_BT=mask_BT * 0.6,
+        forward_kl_BT=mask_BT * 0.9, hidden_NH=None,
+    )  # fmt: skip
+    tally = Tally()
+    tally_tokens(tally, MicroBatch(experience=experience, references={}), seen, version=3)
+    return effective_sample_share(tally.values(), 2, 1)
+
+
+def test_what_an_update_measures_is_documented_and_means_what_the_page_says():
+    got = small_update()
+    assert set(got) <= set(DOCUMENTED)
+    omega = torch.tensor([1.0, torch.e**-0.5])
+    assert got == pytest.approx(
+        {
+            "kl/k1_reverse_token": 2.5 / 3, "kl/k1_reverse_sequence": 2.5 / 2,
+            "kl/k2_reverse_token": 1.125 / 3, "kl/k2_reverse_sequence": 1.125 / 2,
+            "kl/k3_reverse_token": (2 * torch.e**-1 + torch.e**-0.5 - 0.5) / 3,
+            "kl/k3_reverse_sequence": (2 * torch.e**-1 + torch.e**-0.5 - 0.5) / 2,
+            "kl/exact_reverse_token": 0.6, "kl/exact_reverse_sequence": 0.9,
+            "kl/exact_forward_token": 0.9, "kl/exact_forward_sequence": 1.35,
+            "kl/log_ratio_max": 1.0, "kl/k1_behaviour_token": 0.5 / 3,
+            "policy/entropy": 0.3, "policy/staleness": 5 / 3, "policy/behaviour_gap_max": 0.5,
+            "policy/ess": float(omega.sum() ** 2 / (omega.square().sum() * 2)),
+        },
+        rel=1e-5,
+    )  # fmt: skip
+
+
+def test_row_metrics_are_documented_and_mean_what_the_page_says():
+    got = row_metrics([scored(1.0, group=0), scored(0.0, group=0), scored(1.0, group=1, stop="length")])
+    assert {name.replace("exact_answer", "<part>") for name in got} <= set(DOCUMENTED)
+    assert got["train/reward"] == pytest.approx(2 / 3)
+    assert got["train/reward_std"] == pytest.approx((2 / 9) ** 0.5)
+    assert got["train/groups_without_signal"] == 0.5
+    assert got["train/truncated_share"] == pytest.approx(1 / 3)
+
+
+def test_evaluation_metrics_are_documented():
+    result = EvalResult(
+        name="gsm8k", problems=1, samples=1, reward=0.0, half_width=0.0, length=1.0, truncated=0.0, rows=()
+    )
+    assert {name.replace("gsm8k", "<set>") for name in result.metrics()} <= set(DOCUMENTED)
