@@ -120,7 +120,8 @@ TERM_MEANINGS: dict[str, str] = {
     "reference": "What KL is measured against: the start, a moving average, a periodic copy, the sampler.",
     "beta": (
         "A number; a schedule `{start, end, steps, shape: linear or cosine}` in updates; or `{target: nats}`: holds "
-        "the KL of a completion near it, exact where measured, else k1 (`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000)."
+        "the KL of a completion near it, exact where measured, else k1 "
+        "(`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000)."
     ),
     "baseline": "In reward: the cost enters before or after the advantage's baseline and normalization.",
     "cap": "A number above 0: the bound of the correction's ratio. Biased, so counted and logged.",
