@@ -9,10 +9,10 @@ import math
 import pytest
 import torch
 
-from kl_comedy.kl import KLTerm, kl_parts, kl_surrogate
+from kl_comedy.kl import KLTerm, claimed_target, kl_parts, kl_surrogate
 from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, log_probs, prefix_log_probs, target_gradient
 from kl_comedy.objective import returns_with_costs
-from kl_comedy.registry import ADVANTAGES, RECIPES
+from kl_comedy.registry import ADVANTAGES, ESTIMATORS, RECIPES
 
 TREE = Tree.build(vocabulary=3, length=4, ends=True)
 REGIMES = ("on_policy", "off_policy", "mixed")
@@ -215,3 +215,18 @@ def test_nothing_is_clamped_far_from_the_reference():
         )  # fmt: skip
         (gradient,) = torch.autograd.grad(surrogate_BT.sum(), logp_BT)
         assert torch.allclose(gradient, torch.tensor([wanted], dtype=torch.float64), rtol=1e-12)
+
+
+def test_an_estimator_of_the_forward_kl_claims_it_once_its_score_is_there(settings, monkeypatch):
+    """``r log r - (r - 1)`` has the forward KL as its mean; times the differentiated ratio, its gradient too."""
+    monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))
+
+    def forward(log_ratio):
+        """Forward KL, sampled from the policy."""
+        return -log_ratio * (-log_ratio).exp() - torch.expm1(-log_ratio)
+
+    ESTIMATORS.register("forward", source="this test", claims=("value:forward",), needs="log_ratio")(forward)
+    term = KLTerm("forward", placement="loss", correction="token")
+    for regime in REGIMES:
+        assert claimed_target(term, regime) == "token_forward"
+        assert same(expected(settings[regime], term), target_gradient(settings[regime], "token_forward"))

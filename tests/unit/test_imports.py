@@ -17,7 +17,7 @@ LAYERS = {
 }  # fmt: skip
 SAME_LAYER = {
     ("config", "errors"), ("config", "registry"), ("registry", "errors"),
-    ("rollouts", "models"),  # a backend draws from a loaded model
+    ("models", "data"),  # the pocket policy is warm-started on demonstrations of its own problems
     ("training", "evaluation"),  # a run evaluates on the way
 }  # fmt: skip
 

@@ -42,6 +42,7 @@ def claimed_target(term: KLTerm, regime: str) -> str | None:
 
 def _in_loss(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None) -> str | None:
     exact = term.needs != "log_ratio"
+    forward = "value:forward" in ESTIMATORS.get(term.estimator).claims
     name = term.correction
     if term.level == "sequence":
         if name == "none":
@@ -55,7 +56,9 @@ def _in_loss(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None
         # The ratio is differentiated: its score term turns an unbiased value into an unbiased gradient.
         if exact:
             return pathwise
-        return "token_reverse" if unbiased and term.gradient == "natural" else None
+        if term.gradient != "natural":
+            return None
+        return "token_reverse" if unbiased else "token_forward" if forward else None
     if name in ("prefix", "sequence"):
         return "sequence_reverse" if unbiased and term.gradient == "natural" else None
     if name == "prefix_previous":

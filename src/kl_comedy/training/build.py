@@ -83,6 +83,7 @@ def build(config: Config) -> Parts:
     _check_options(config)
     raw = load_raw(config)
     scorer = RewardSum(config.rewards)
+    _check_golds(scorer, raw)
     loaded = load_model(config.model)
     return Parts(
         config=config,
@@ -93,6 +94,17 @@ def build(config: Config) -> Parts:
         backend=ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=loaded),
         scorer=scorer,
     )
+
+
+GOLDS_CHECKED = 256
+"""Answers per set that the rewards must be able to judge before a run begins: evenly spaced, a few seconds."""
+
+
+def _check_golds(scorer: RewardSum, raw: RawProblems) -> None:
+    """Raise :class:`UserError` naming problems whose answers the rewards cannot judge."""
+    for problems in (raw.train, *raw.evals.values()):
+        stride = max(len(problems) // GOLDS_CHECKED, 1)
+        scorer.check(problems[::stride])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +140,13 @@ def render_all(config: Config, raw: RawProblems, loaded: LoadedModel) -> Problem
 
     def rendered(name: str, problems: Sequence[Problem]) -> Sequence[Prompt]:
         prompts, report = render(problems, config.data.prompt, loaded.tokenizer)
-        counts.update({f"{name}.kept": report.kept, f"{name}.too_long": report.too_long})
+        counts.update(
+            {
+                f"{name}.kept": report.kept,
+                f"{name}.too_long": report.too_long,
+                f"{name}.control_tokens": report.control_tokens,
+            }
+        )
         return prompts
 
     sets = {f"eval.{name}": problems for name, problems in raw.evals.items()}

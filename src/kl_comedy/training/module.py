@@ -117,6 +117,7 @@ class PolicyModule(lightning.LightningModule):
         for name, value in {**parts, "grad/norm": grad_norm}.items():
             if not torch.isfinite(torch.tensor(value)):
                 raise RunFailed(f"update {step}: {name} is {value}")
+        rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
         self.lr_schedulers().step()
         self._publish()
@@ -127,7 +128,7 @@ class PolicyModule(lightning.LightningModule):
             **{f"beta/{position}": beta for position, beta in enumerate(betas)},
             "train/loss": sum(parts.values()),
             "grad/norm": grad_norm,
-            "train/lr": optimizer.param_groups[0]["lr"],
+            "train/lr": rate,
             **self._times(batch, time.perf_counter() - start),
         }
         if step == 0:
