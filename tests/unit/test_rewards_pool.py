@@ -142,6 +142,25 @@ def test_one_death_from_outside_does_not_cost_the_verdict(pool: RewardPool, tmp_
     assert run(pool, "die once", answer=str(tmp_path / "mark")) == [(1.0, "ok")]
 
 
+def test_a_large_parent_does_not_make_its_workers_look_large() -> None:
+    """Linux passes the peak of a process on to its children; a worker judged by it would be renewed at every item."""
+    code = textwrap.dedent(
+        """
+        from kl_comedy.rewards import RewardPool, score
+
+        ballast = b"x" * (700 << 20)
+        with RewardPool(workers=1, memory_bytes=1 << 30) as pool:
+            seen = set()
+            for _ in range(3):
+                assert score("format", completions=["\\\\boxed{1}"], answers=["1"], pool=pool)
+                seen |= set(pool.pids)
+        print(len(seen))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
+
+
 def test_workers_killed_while_idle_are_replaced(pool: RewardPool) -> None:
     run(pool, *"abcdef")
     assert pool.pids

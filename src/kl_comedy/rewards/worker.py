@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
+
 from kl_comedy.errors import UserError
 from kl_comedy.registry import REWARDS, load_plugin_file
 from kl_comedy.rewards.contract import BadGold, example_call, normalized
@@ -46,7 +48,7 @@ def main(memory_bytes: int, parent: int) -> None:
     warnings.simplefilter("ignore")
     while (message := _read(jobs)) is not None:
         reply = _warm(*message[1:]) if message[0] == "warm" else _judge(*message[1:])
-        body = json.dumps({**reply, "cpu_s": time.process_time(), "rss_bytes": _peak_memory()}).encode()
+        body = json.dumps({**reply, "cpu_s": time.process_time(), "rss_bytes": _memory()}).encode()
         replies.write(HEADER.pack(len(body)) + body)
     os._exit(0)  # nothing to clean up, and tearing sympy down takes half a second
 
@@ -102,9 +104,10 @@ def _judge(
     return {"value": reward.value, "status": reward.status, "parts": dict(reward.parts)}
 
 
-def _peak_memory() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _memory() -> int:
+    """Bytes resident now. Not the peak of ``getrusage``: Linux hands that of the parent on to its children, so
+    a worker of a trainer with gigabytes in memory would look bloated from birth."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _leave_with(parent: int) -> None:
