@@ -46,6 +46,13 @@ def test_overrides_win_and_reach_into_lists(tmp_path):
     assert config.rewards[0].weight == 2.0 and config.optimizer.lr == 3e-4
 
 
+def test_an_override_replaces_a_free_form_mapping_and_merges_one_with_a_schema(tmp_path):
+    file = write(tmp_path, "model: {source: x, options: {preset: tiny}}\ndata: {eval: {a: {limit: 3}}}\n")
+    config = load_config(file, ["model.options={}", "data.eval={b: {limit: 4}}", "data.eval.a={seed: 2}"])
+    assert config.model.options == {} and config.model.source == "x"
+    assert config.data.eval["a"].limit == 3 and config.data.eval["a"].seed == 2 and config.data.eval["b"].limit == 4
+
+
 def test_a_recipe_takes_a_beta(tmp_path):
     assert load_config(write(tmp_path, "kl: grpo\n"), ["kl.beta=0.5"]).kl == {"recipe": "grpo", "beta": 0.5}
 

@@ -18,14 +18,12 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     if outcome.already_finished:
         console.print(f"{path} is already finished; nothing to do (resume=never trains anew)", soft_wrap=True)
     console.print(_row(summary))
-    config = path / "config.yaml"
-    policy = shlex.quote(str(outcome.run.policy))
     uri = f" --uri {shlex.quote(summary['mlflow_uri'])}"
     lines = [
         f"run       {summary['run_id'] or '(MLflow not reached; kept in the folder)'}",
         f"folder    {path}",
         f"again     {summary['command']}",
-        f"evaluate  kl-comedy evaluate {shlex.quote(str(config))} model.source={policy}",
+        f"evaluate  {summary['evaluate_command']}",
         f"table     kl-comedy results table{uri}",
         f"plot      kl-comedy results plot{uri} --metric train/reward --out reward.png",
     ]
@@ -35,20 +33,17 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
 
 
 def _row(summary: dict[str, Any]) -> Table:
-    """The run as a row of the results table: KL terms, each evaluation before and after, KL, entropy."""
-    table = Table("KL terms", "seed")
-    cells = [summary["kl"], str(summary["seed"])]
+    """The run as its row of the results table, one column a line so that nothing is cut."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("KL terms", summary["kl"])
     for name, history in summary.get("evaluations", {}).items():
         ordered = sorted((int(step), value) for step, value in history.items())
         first, last = ordered[0][1], ordered[-1][1]
-        table.add_column(f"{name} reward")
-        cells.append(f"{first:.3f} -> {last:.3f} ({last - first:+.3f})")
+        table.add_row(f"{name} reward", f"{first:.3f} -> {last:.3f} ({last - first:+.3f})")
     metrics = summary.get("metrics", {})
     for key, title in _COLUMNS.items():
         if key in metrics:
-            table.add_column(title)
-            cells.append(f"{metrics[key]:.3f}")
-    table.add_row(*cells)
+            table.add_row(title, f"{metrics[key]:.3f}")
     return table
 
 

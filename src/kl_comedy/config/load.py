@@ -126,12 +126,22 @@ def _override(base: Any, text: str) -> Any:
         return _override_terms(base, parts[1:], item, key)
     _check_shape(_nested(parts, item), Config, "")
     try:
-        OmegaConf.update(base, key, item, merge=True)
+        OmegaConf.update(base, key, item, merge=not _is_free_form(base, key))
     except OmegaConfBaseException as error:
         raise _translated(error, f"override {text!r}") from None
     except (IndexError, ValueError, AssertionError):
         raise UserError(f"{key}: there is no such position in the list; got {value!r}") from None
     return base
+
+
+def _is_free_form(base: Any, key: str) -> bool:
+    """Whether the key holds a mapping without a schema (options, fields, tags): an override replaces it whole."""
+    held = OmegaConf.select(base, key, throw_on_missing=False)
+    return (
+        isinstance(held, DictConfig)
+        and OmegaConf.get_type(held) is dict
+        and not any(isinstance(item, DictConfig) for item in held.values())
+    )
 
 
 def _override_terms(base: Any, parts: list[str], item: Any, key: str) -> Any:

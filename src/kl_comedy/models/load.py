@@ -146,6 +146,8 @@ def _from_pretrained(auto: Any, name: str, key: str, **options: Any) -> Any:
         return auto.from_pretrained(name, **options)
     except (OSError, ImportError) as error:
         raise _unavailable(key, name, error) from error
+    except TypeError as error:  # an option that the architecture's constructor does not know
+        raise UserError(f"model.options: {name!r} does not take them: {_first_line(error)}") from error
     except ValueError as error:
         raise UserError(f"{key}: {name!r} cannot be loaded: {_first_line(error)}") from error
 

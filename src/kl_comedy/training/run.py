@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 import warnings
 from collections.abc import Sequence
@@ -223,6 +224,13 @@ def _resume_command(command: str) -> str:
     return command if "resume=auto" in command.split() else f"{command} resume=auto"
 
 
+def _evaluate_command(run: RunDir, config: Config) -> str:
+    words = ["kl-comedy", "evaluate", str(run.path / "config.yaml"), f"model.source={run.policy}"]
+    if config.model.options:
+        words.append("model.options={}")
+    return shlex.join(words)
+
+
 def _end(
     run: RunDir, tracker: Tracker, status: str, reason: str | None, config: Config, command: str, **found: Any
 ) -> dict[str, Any]:
@@ -238,6 +246,7 @@ def _end(
         "kl": term_tags(config, resolve_terms(config.kl))["kl.label"],
         "command": command,
         "resume_command": _resume_command(command),
+        "evaluate_command": _evaluate_command(run, config),
         "mlflow_uri": config.tracking.uri,
         "run_id": tracker.run_id,
         **found,
