@@ -256,7 +256,7 @@ CONFIGURATIONS: dict[str, list[KLTerm]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=150, help="RL updates")
-    parser.add_argument("--warm", type=int, default=600, help="supervised steps before")
+    parser.add_argument("--warm", type=int, default=1000, help="supervised steps before")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     start = warm_start(arguments.seed, arguments.warm)
