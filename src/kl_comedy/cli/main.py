@@ -7,13 +7,16 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from kl_comedy.cli import catalogue, results
 from kl_comedy.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from kl_comedy.config import Config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,7 +69,7 @@ def evaluate(
     evaluate_config(loaded, _console(), as_json=format == "json")
 
 
-def _load(config: Path, overrides: list[str] | None, plugins: list[Path] | None):  # type: ignore[no-untyped-def]
+def _load(config: Path, overrides: list[str] | None, plugins: list[Path] | None) -> Config:
     """Plugins first, then the rooms, then the config that names their parts."""
     import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
     from kl_comedy.config import load_config

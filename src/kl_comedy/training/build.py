@@ -161,18 +161,6 @@ def render_all(config: Config, raw: RawProblems, loaded: LoadedModel) -> Problem
     )
 
 
-def training_sampling(config: Config) -> Sampling:
-    rollout = config.rollout
-    return Sampling(
-        temperature=rollout.temperature,
-        max_new_tokens=rollout.max_new_tokens,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=tuple(rollout.stop),
-    )
-
-
 def eval_sampling(config: Config) -> Sampling:
     return Sampling(
         temperature=config.eval.temperature,

@@ -56,7 +56,10 @@ class PolicyModule(lightning.LightningModule):
         self.version = 0
         self.last_metrics: dict[str, float] = {}
         self.last_batch: UpdateBatch | None = None
-        self._outside = {"references": dict(references), "stream": stream, "backend": backend}
+        # None of these is an nn.Module, so none of them enters the module's state.
+        self.references = dict(references)
+        self.stream = stream
+        self.backend = backend
         self._plan = Preparation(
             terms=self.terms,
             algorithm=config.algorithm,
@@ -64,18 +67,6 @@ class PolicyModule(lightning.LightningModule):
             pad_id=int(loaded.tokenizer.pad_token_id),
             device=loaded.device,
         )
-
-    @property
-    def references(self) -> dict[str, Reference]:
-        return self._outside["references"]  # type: ignore[return-value]
-
-    @property
-    def stream(self) -> ExperienceStream:
-        return self._outside["stream"]  # type: ignore[return-value]
-
-    @property
-    def backend(self) -> RolloutBackend:
-        return self._outside["backend"]  # type: ignore[return-value]
 
     def train_dataloader(self) -> ExperienceStream:
         return self.stream

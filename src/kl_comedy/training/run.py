@@ -21,8 +21,9 @@ from kl_comedy.data import PromptOrder
 from kl_comedy.errors import RunFailed
 from kl_comedy.kl import resolve_terms
 from kl_comedy.records import Scored
+from kl_comedy.rollouts import sampling_from
 from kl_comedy.tracking import Tracker, provenance_tags
-from kl_comedy.training.build import Parts, build, term_tags, training_sampling
+from kl_comedy.training.build import Parts, build, term_tags
 from kl_comedy.training.callbacks import CheckpointCallback, EvaluationCallback, MetricsCallback, sample_rows
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.progress import ProgressCallback
@@ -169,7 +170,7 @@ def _trainer(config: Config, parts: Parts, callbacks: list[Any], run: RunDir) ->
 def _stream(parts: Parts, trainer: lightning.Trainer) -> ExperienceStream:
     config = parts.config
     order = PromptOrder(len(parts.problems.train), config.rollout.prompts_per_batch, config.seed)
-    sampling = training_sampling(config)
+    sampling = sampling_from(config.rollout)
     per_batch = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
 
     def generate(prompts: Any, *, seed: int) -> Any:
