@@ -227,6 +227,11 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_characters_the_policy_cannot_spell_are_one_clear_error(tmp_path):
+    with pytest.raises(UserError, match=r"data\.prompt: the model's tokenizer cannot spell"):
+        go(tmp_path, "data.prompt.suffix=hello")
+
+
 def test_checkpoints_load_without_pickle(tmp_path):
     run = go(tmp_path, "train.steps=2", "lag.mode=replayed", "lag.steps=1").run
     state = torch.load(run.checkpoint, weights_only=True)

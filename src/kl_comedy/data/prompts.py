@@ -47,7 +47,7 @@ def render(
     control = [token for token in tokenizer.all_special_tokens if token]
     safe = [problem for problem in problems if not any(token in problem.text for token in control)]
     texts = _plain(safe, config, key=key) if config.template == "plain" else _chat(safe, config, tokenizer, key=key)
-    ids = _tokenize(texts, tokenizer, special=config.template == "plain")
+    ids = _tokenize(texts, tokenizer, special=config.template == "plain", key=key)
     prompts = []
     for problem, text, token_ids in zip(safe, texts, ids, strict=True):
         if not token_ids:
@@ -109,13 +109,21 @@ def _chat(
     return texts
 
 
-def _tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, special: bool) -> list[tuple[int, ...]]:
+def _tokenize(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, special: bool, key: str
+) -> list[tuple[int, ...]]:
     """Token ids per text; no padding, no truncation, no end token added, no doubled first token."""
     if not texts:
         return []
-    encoded = tokenizer(
-        list(texts), add_special_tokens=special, padding=False, truncation=False, return_attention_mask=False
-    )["input_ids"]
+    try:
+        encoded = tokenizer(
+            list(texts), add_special_tokens=special, padding=False, truncation=False, return_attention_mask=False
+        )["input_ids"]
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise UserError(
+            f"{key}: the model's tokenizer cannot spell these prompts, the first of which is {texts[0]!r} ({error}); "
+            "check prefix, suffix, prefill and the problems' characters"
+        ) from error
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     result = []
     for text, ids in zip(texts, encoded, strict=True):
