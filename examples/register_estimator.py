@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kl_comedy.kl import KLTerm, claimed_target, kl_surrogate
+from kl_comedy.kl import KLTerm, claimed_target
 from kl_comedy.kl.claims import TARGETS
-from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, log_probs, prefix_log_probs, target_gradient
+from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, target_gradient
 from kl_comedy.registry import ESTIMATORS
 
 
@@ -63,20 +63,7 @@ def target_hit(term: KLTerm, regime: str) -> str | None:
 
 def gradient_variance(term: KLTerm) -> float:
     """Trace of the covariance of one on-policy completion's gradient, summed over all completions."""
-    where = setting("on_policy")
-    theta_D = where.theta_D.clone().requires_grad_(True)
-    logp_BT = log_probs(where.tree, prefix_log_probs(where.features_NVD @ theta_D))
-    surrogate_BT = kl_surrogate(
-        term,
-        logp_BT=logp_BT,
-        ref_logp_BT=log_probs(where.tree, where.ref_logp_NV),
-        behaviour_logp_BT=where.behaviour_logp_BT,
-        mask_BT=where.tree.mask_BT,
-    )
-    rows = [torch.autograd.grad(row_T.sum(), theta_D, retain_graph=True)[0] for row_T in surrogate_BT]
-    probability_B = where.behaviour_logp_BT.sum(-1).exp()
-    square = (probability_B * torch.stack(rows).square().sum(-1)).sum()
-    return float(square - expected_gradient(where, [term]).gradient_D.square().sum())
+    return expected_gradient(setting("on_policy"), [term]).variance
 
 
 def least_noisy_shift() -> tuple[float, float, float]:

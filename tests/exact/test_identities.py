@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kl_comedy.kl import KLTerm, claimed_target, kl_parts, kl_surrogate
-from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, log_probs, prefix_log_probs, target_gradient
+from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, log_probs, target_gradient
 from kl_comedy.objective import returns_with_costs
 from kl_comedy.registry import ADVANTAGES, ESTIMATORS, RECIPES
 
@@ -37,7 +37,7 @@ def same(a, b):
 def per_sample(setting, term):
     """The gradient of each completion's surrogate, ``[B, D]``."""
     theta_D = setting.theta_D.clone().requires_grad_(True)
-    logp_NV = prefix_log_probs(setting.features_NVD @ theta_D)
+    logp_NV = setting.policy_logp(theta_D)
     logp_BT = log_probs(TREE, logp_NV)
     ref_BT = log_probs(TREE, setting.ref_logp_NV)
     exact_BT = (logp_NV.exp() * (logp_NV - setting.ref_logp_NV)).sum(-1)[TREE.prefix_BT] * TREE.mask_BT
@@ -105,7 +105,7 @@ def test_k3_in_reward_is_what_k3_in_loss_leaves(settings):
 def test_k2_in_reward_and_loss_is_the_gradient_of_its_own_mean(settings):
     setting = settings["on_policy"]
     theta_D = setting.theta_D.clone().requires_grad_(True)
-    logp_BT = log_probs(TREE, prefix_log_probs(setting.features_NVD @ theta_D))
+    logp_BT = log_probs(TREE, setting.policy_logp(theta_D))
     log_ratio_BT = logp_BT - log_probs(TREE, setting.ref_logp_NV)
     mean = (logp_BT.sum(-1).exp() * (0.5 * log_ratio_BT.square()).sum(-1)).sum()
     both = expected(setting, KLTerm("k2", placement="reward"), KLTerm("k2", placement="loss"))
@@ -130,7 +130,7 @@ def test_past_costs_have_zero_mean_on_policy(settings):
 def kl_from_behaviour(setting, direction):
     """grad KL(pi || mu) or grad KL(mu || pi), with mu held fixed."""
     theta_D = setting.theta_D.clone().requires_grad_(True)
-    logp_B = log_probs(TREE, prefix_log_probs(setting.features_NVD @ theta_D)).sum(-1)
+    logp_B = log_probs(TREE, setting.policy_logp(theta_D)).sum(-1)
     mu_B = setting.behaviour_logp_BT.sum(-1)
     scalar = (logp_B.exp() * (logp_B - mu_B)).sum() if direction == "pi_mu" else (mu_B.exp() * (mu_B - logp_B)).sum()
     return torch.autograd.grad(scalar, theta_D)[0]
@@ -184,7 +184,7 @@ def test_a_cost_before_the_baseline_keeps_its_expectation(advantage, factor, cre
     setting = Setting.random(tree, regime="on_policy", seed=3)
     term = KLTerm("k1", placement="reward", credit=credit, baseline="before")
     theta_D = setting.theta_D.clone().requires_grad_(True)
-    logp_BT = log_probs(tree, prefix_log_probs(setting.features_NVD @ theta_D))
+    logp_BT = log_probs(tree, setting.policy_logp(theta_D))
     cost_BT = kl_parts(
         term, logp_BT=logp_BT.detach(), ref_logp_BT=log_probs(tree, setting.ref_logp_NV),
         behaviour_logp_BT=setting.behaviour_logp_BT, mask_BT=tree.mask_BT,

@@ -17,6 +17,7 @@ LAYERS = {
 }  # fmt: skip
 SAME_LAYER = {
     ("config", "errors"), ("config", "registry"), ("registry", "errors"),
+    ("kl", "objective"),  # the oracle puts the algorithm around the terms
     ("models", "data"),  # the pocket policy is warm-started on demonstrations of its own problems
     ("training", "evaluation"),  # a run evaluates on the way
 }  # fmt: skip

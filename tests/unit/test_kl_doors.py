@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl import BetaSchedule, BetaState, BetaTarget, KLTerm, kl_diagnostics, kl_surrogate, resolve_terms
+from kl_comedy.kl.corrections import weights_of
 from kl_comedy.registry import ESTIMATORS, RECIPES
 
 GOOD = {
@@ -133,11 +134,48 @@ def test_a_controller_holds_when_nothing_was_measured():
     assert state.value == 0.1
 
 
+def diagnosed(term, logp, ref=(0.0, 0.0), behaviour=(0.0, 0.0)):
+    tensors = {"logp_BT": logp, "ref_logp_BT": ref, "behaviour_logp_BT": behaviour}
+    mask_BT = torch.tensor([[True, True]])
+    return kl_diagnostics(term, mask_BT=mask_BT, **{name: torch.tensor([row]) for name, row in tensors.items()})
+
+
 def test_caps_are_counted():
-    term = KLTerm("k1", correction="token", cap=1.5)
-    got = kl_diagnostics(
-        term, logp_BT=torch.tensor([[0.0, 0.0]]), behaviour_logp_BT=torch.tensor([[-1.0, 0.0]]),
-        mask_BT=torch.tensor([[True, True]]),
-    )  # fmt: skip
+    got = diagnosed(KLTerm("k1", correction="token", cap=1.5), (0.0, 0.0), behaviour=(-1.0, 0.0))
     assert got["capped_share"] == 0.5 and got["ratio_max"] == pytest.approx(2.71828, rel=1e-4)
-    assert kl_diagnostics(KLTerm("k1"), **{k: v for k, v in GOOD.items() if k != "ref_logp_BT"}) == {}
+    assert diagnosed(KLTerm("k1"), (0.0, 0.0)) == {}
+
+
+def test_clamps_are_counted():
+    assert diagnosed(KLTerm("k2", placement="loss", output_clamp=10.0), (5.0, 1.0))["clamped_share"] == 0.5
+    assert diagnosed(KLTerm("k3", placement="loss", input_clamp=20.0), (-21.0, 25.0))["clamped_share"] == 1.0
+    term = KLTerm("k2", level="sequence", placement="loss", output_clamp=10.0)
+    assert diagnosed(term, (3.0, 3.0))["clamped_share"] == 1.0
+
+
+def test_a_window_keeps_the_last_ratios():
+    delta_BT = torch.tensor([[1.0, 2.0, 4.0]])
+    assert weights_of("prefix", delta_BT, window=2).log().tolist() == [[1.0, 3.0, 6.0]]
+    assert weights_of("prefix_previous", delta_BT, window=1).log().tolist() == [[0.0, 1.0, 2.0]]
+    assert torch.equal(weights_of("prefix", delta_BT, window=9), weights_of("prefix", delta_BT))
+
+
+def test_a_cap_on_each_ratio_bounds_the_product():
+    delta_BT = torch.tensor([[1.0, -1.0, 2.0]])
+    capped = weights_of("prefix", delta_BT, cap=1.0, cap_mode="each")
+    assert capped.log().tolist() == [[0.0, -1.0, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"input_clamp": -1.0}, "input_clamp must be a number above 0"),
+        ({"output_clamp": True}, "output_clamp must be a number above 0"),
+        ({"window": 2}, "has no prefix"),
+        ({"window": 0, "correction": "prefix"}, "at least 1"),
+        ({"estimator": "exact", "input_clamp": 1.0}, "reads none"),
+    ],
+)
+def test_bounds_that_cannot_mean_anything_are_refused(fields, reason):
+    with pytest.raises(UserError, match=reason):
+        KLTerm(**{"estimator": "k1", **fields})

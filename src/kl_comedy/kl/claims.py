@@ -26,9 +26,13 @@ def claimed_target(term: KLTerm, regime: str) -> str | None:
     or another reference than the one compared against claims nothing off-policy.
     """
     on_policy = regime == "on_policy"
-    if not on_policy and (term.cap is not None or term.anchor == "behaviour"):
+    if term.reference == "sampler" or term.input_clamp is not None or term.output_clamp is not None:
         return None
-    if term.reference == "sampler":
+    if not on_policy and (term.cap is not None or term.window is not None or term.anchor == "behaviour"):
+        return None
+    if on_policy and term.window is not None and term.placement == "loss":
+        return _windowed(term)
+    if on_policy and term.cap is not None and term.cap < 1:
         return None
     claims = ESTIMATORS.get(term.estimator).claims
     unbiased = "value:reverse" in claims
@@ -38,6 +42,14 @@ def claimed_target(term: KLTerm, regime: str) -> str | None:
     if term.placement == "loss":
         return _in_loss(term, on_policy, unbiased, pathwise)
     return _in_reward(term, on_policy, unbiased, pathwise)
+
+
+def _windowed(term: KLTerm) -> str | None:
+    """Differentiated, a window of ratios is future credit cut after ``window`` tokens: one token keeps none."""
+    claims = ESTIMATORS.get(term.estimator).claims
+    if term.correction == "prefix" and term.window == 1:
+        return "token_reverse" if "value:reverse" in claims and term.gradient == "natural" else None
+    return None
 
 
 def _in_loss(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None) -> str | None:

@@ -10,6 +10,7 @@ weights each cost at its own position, per decision), ``detached`` (never differ
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -22,7 +23,10 @@ class Correction(Protocol):
     """A function from per-token log-ratios to the behaviour policy to weights."""
 
     def __call__(self, delta_BT: Tensor, /) -> Tensor:
-        """Map ``delta_BT`` ``[B, T]`` (``log pi - log mu``, nats, zero outside the mask) to ratios ``[B, T]``."""
+        """Map ``delta_BT`` ``[B, T]`` (``log pi - log mu``, nats, zero outside the mask) to ratios ``[B, T]``.
+
+        An entry of scope ``prefix`` also takes ``window: int | None``, the number of ratios it multiplies.
+        """
         ...
 
 
@@ -50,18 +54,17 @@ def token_detached(delta_BT: Tensor) -> Tensor:
     "prefix", source="per-decision importance sampling, Precup et al. 2000", weights="cost", detached=False,
     scope="prefix",
 )  # fmt: skip
-def prefix(delta_BT: Tensor) -> Tensor:
-    """``W_t``: the product of ratios up to and including the token."""
-    return delta_BT.cumsum(-1).exp()
+def prefix(delta_BT: Tensor, window: int | None = None) -> Tensor:
+    """``W_t``: the product of ratios up to and including the token (of the last ``window`` ones)."""
+    return _running_sum(delta_BT, window).exp()
 
 
 @CORRECTIONS.register(
     "prefix_previous", source="Rao-Blackwellized per-decision form", weights="cost", detached=False, scope="prefix"
 )
-def prefix_previous(delta_BT: Tensor) -> Tensor:
+def prefix_previous(delta_BT: Tensor, window: int | None = None) -> Tensor:
     """``W_{t-1}``: the product of ratios before the token; enough where the cost depends on the prefix only."""
-    shifted_BT = torch.nn.functional.pad(delta_BT, (1, 0))[..., :-1]
-    return shifted_BT.cumsum(-1).exp()
+    return _running_sum(_shifted(delta_BT, 1), window).exp()
 
 
 @CORRECTIONS.register(
@@ -72,15 +75,40 @@ def sequence(delta_BT: Tensor) -> Tensor:
     return delta_BT.sum(-1, keepdim=True).exp().expand_as(delta_BT)
 
 
-def apply_cap(ratio_BT: Tensor, cap: float | None, cap_mode: str) -> Tensor:
-    """Bound a ratio: ``truncate`` is ``min(ratio, cap)``, ``mask`` zeroes what exceeds it.
+def _shifted(delta_BT: Tensor, by: int) -> Tensor:
+    """Each row moved right by ``by`` tokens, zeros first."""
+    return torch.nn.functional.pad(delta_BT, (by, 0))[..., : delta_BT.shape[-1]]
 
-    Both introduce bias, so both are options of a term and are counted in its diagnostics.
+
+def _running_sum(delta_BT: Tensor, window: int | None) -> Tensor:
+    """The sum up to each token, of the last ``window`` tokens where it is given."""
+    total_BT = delta_BT.cumsum(-1)
+    return total_BT if window is None else total_BT - _shifted(total_BT, window)
+
+
+def weights_of(
+    name: str, delta_BT: Tensor, *, cap: float | None = None, cap_mode: str = "truncate", window: int | None = None
+) -> Tensor:
+    """The ratios of a registered correction with its bounds, ``[B, T]``.
+
+    >>> weights_of("prefix", torch.tensor([[0.0, 1.0, 2.0]]), window=1).log()
+    tensor([[0., 1., 2.]])
+    """
+    if cap is not None and cap_mode == "each":
+        delta_BT = delta_BT.clamp(max=math.log(cap))
+    options = {} if window is None else {"window": window}
+    return apply_cap(CORRECTIONS.get(name).fn(delta_BT, **options), cap, cap_mode)
+
+
+def apply_cap(ratio_BT: Tensor, cap: float | None, cap_mode: str) -> Tensor:
+    """Bound a ratio: ``truncate`` is ``min(ratio, cap)``, ``mask`` zeroes what exceeds it; ``each`` was done before.
+
+    All introduce bias, so they are options of a term and are counted in its diagnostics.
 
     >>> apply_cap(torch.tensor([0.5, 3.0]), 2.0, "mask")
     tensor([0.5000, 0.0000])
     """
-    if cap is None:
+    if cap is None or cap_mode == "each":
         return ratio_BT
     if cap_mode == "truncate":
         return ratio_BT.clamp(max=cap)

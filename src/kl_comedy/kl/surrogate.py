@@ -5,11 +5,14 @@ Legend: ``B`` sequences, ``T`` completion tokens. All log-probs in nats; promote
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import torch
 from torch import Tensor
 
 from kl_comedy.errors import UserError
-from kl_comedy.kl.corrections import apply_cap
+from kl_comedy.kl.corrections import weights_of
 from kl_comedy.kl.estimators.log_ratio import k2
 from kl_comedy.kl.placements import TermParts, exact_in_reward, in_loss, in_reward
 from kl_comedy.kl.term import KLTerm
@@ -71,19 +74,38 @@ def kl_parts(
     return _parts(term, *_enter(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT))
 
 
-def kl_diagnostics(term: KLTerm, *, logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
-    """What the options of a term did to this batch: the share of ratios beyond the cap, the largest ratio.
-
-    Empty for a term without correction.
+def kl_diagnostics(
+    term: KLTerm, *, logp_BT: Tensor, ref_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor
+) -> dict[str, float]:
+    """What the options of a term did to this batch: ``ratio_max``, the share of ratios beyond the cap
+    (``capped_share``) and the share of tokens whose estimate is clamped, so without gradient
+    (``clamped_share``). Empty for a term without correction and clamps.
     """
-    if term.correction == "none":
-        return {}
+    found: dict[str, float] = {}
     with torch.no_grad():
-        delta_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(behaviour_logp_BT), 0.0)
-        ratio_BT = CORRECTIONS.get(term.correction).fn(delta_BT)
-        inside = ratio_BT[mask_BT]
-        capped = 0.0 if term.cap is None else float((inside > term.cap).double().mean())
-        return {"ratio_max": float(inside.max()), "capped_share": capped}
+        if term.correction != "none":
+            delta_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(behaviour_logp_BT), 0.0)
+            ratio_BT = weights_of(term.correction, delta_BT, window=term.window)
+            beyond_BT = (delta_BT.exp() if term.cap_mode == "each" else ratio_BT) > (term.cap or math.inf)
+            found["ratio_max"] = float(ratio_BT[mask_BT].max())
+            found["capped_share"] = float(beyond_BT[mask_BT].double().mean())
+        if term.input_clamp is not None or term.output_clamp is not None:
+            found["clamped_share"] = float(_clamped(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT))
+    return found
+
+
+def _clamped(term: KLTerm, logp_BT: Tensor, ref_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The share of tokens (of completions, at level sequence) beyond a clamp; exact estimators have none here."""
+    if term.needs != "log_ratio":
+        return torch.zeros(())
+    against_BT = behaviour_logp_BT if term.reference == "sampler" else ref_logp_BT
+    log_ratio_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(against_BT), 0.0)
+    if term.level == "sequence":
+        log_ratio_BT, mask_BT = log_ratio_BT.sum(-1, keepdim=True), mask_BT.any(-1, keepdim=True)
+    beyond_BT = log_ratio_BT.abs() > (term.input_clamp or math.inf)
+    free = dataclasses.replace(term, input_clamp=None, output_clamp=None)
+    beyond_BT = beyond_BT | (_evaluate(free, log_ratio_BT).abs() > (term.output_clamp or math.inf))
+    return beyond_BT[mask_BT].double().mean()
 
 
 def _parts(
@@ -92,7 +114,7 @@ def _parts(
 ) -> TermParts:  # fmt: skip
     correction = CORRECTIONS.get(term.correction)
     delta_BT = torch.where(mask_BT, logp_BT - behaviour_logp_BT, torch.zeros_like(logp_BT))
-    ratio_BT = apply_cap(correction.fn(delta_BT), term.cap, term.cap_mode)
+    ratio_BT = weights_of(term.correction, delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
     per_decision = correction.facts.get("weights") == "cost"
     if exact_kl_BT is not None and term.needs != "log_ratio":
         value_BT = _evaluate(term, torch.where(mask_BT, exact_kl_BT, torch.zeros_like(exact_kl_BT)))
@@ -125,6 +147,8 @@ def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tenso
 
 
 def _evaluate(term: KLTerm, argument_BT: Tensor) -> Tensor:
+    if term.input_clamp is not None:
+        argument_BT = argument_BT.clamp(-term.input_clamp, term.input_clamp)
     value_BT = ESTIMATORS.get(term.estimator).fn(argument_BT, **term.options)
     if not isinstance(value_BT, Tensor) or value_BT.shape != argument_BT.shape:
         got = tuple(value_BT.shape) if isinstance(value_BT, Tensor) else type(value_BT).__name__
@@ -132,6 +156,8 @@ def _evaluate(term: KLTerm, argument_BT: Tensor) -> Tensor:
             f"estimator {term.estimator!r} must return a tensor of the shape of its argument "
             f"{tuple(argument_BT.shape)}, and returned {got}"
         )
+    if term.output_clamp is not None:
+        value_BT = value_BT.clamp(-term.output_clamp, term.output_clamp)
     return value_BT
 
 

@@ -27,7 +27,7 @@ GRADIENTS = ("natural", "k2")
 ANCHORS = ("current", "behaviour")
 REFERENCES = ("initial", "ema", "periodic", "sampler")
 BASELINES = ("before", "after")
-CAP_MODES = ("truncate", "mask")
+CAP_MODES = ("truncate", "mask", "each")
 
 _CHOICES = {
     "level": LEVELS,
@@ -56,6 +56,11 @@ class KLTerm:
         beta: a number, a :class:`BetaSchedule` or a :class:`BetaTarget`.
         baseline: for ``reward``: whether the cost enters ``before`` or ``after`` (default) the advantage
             baseline and normalization. Empty for ``loss``.
+        cap, cap_mode: bound the ratio of the correction: ``truncate`` it at the cap, ``mask`` it to zero
+            beyond, or truncate ``each`` token's ratio before the product (V-trace, 1802.01561).
+        window: for prefix ratios: the product of the last ``window`` ratios instead of all.
+        input_clamp: clamp of the log-ratio to ``+-input_clamp`` nats before the estimator.
+        output_clamp: clamp of the estimate to ``+-output_clamp`` nats. Neither has a gradient beyond.
         options: keyword arguments of the estimator (``{"lam": 0.5}`` for ``k_lambda``).
 
     Raises:
@@ -77,6 +82,9 @@ class KLTerm:
     baseline: str | None = None
     cap: float | None = None
     cap_mode: str = "truncate"
+    window: int | None = None
+    input_clamp: float | None = None
+    output_clamp: float | None = None
     options: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +127,11 @@ class KLTerm:
             words.append(",".join(f"{name}={value:g}" for name, value in sorted(self.options.items())))
         if self.correction != "none":
             cap = "" if self.cap is None else f"<={self.cap:g} {self.cap_mode}"
-            words.append(f"x {self.correction}{cap}")
+            window = "" if self.window is None else f" last {self.window}"
+            words.append(f"x {self.correction}{window}{cap}")
+        for name, bound in (("input", self.input_clamp), ("output", self.output_clamp)):
+            if bound is not None:
+                words.append(f"{name} clamped at {bound:g}")
         for name, default in (("gradient", "natural"), ("anchor", "current"), ("reference", "initial")):
             if getattr(self, name) != default:
                 words.append(f"{name}={getattr(self, name)}")
@@ -171,15 +183,32 @@ def _check_options(term: KLTerm, estimator: Entry[Any]) -> None:
             raise bad_value(f"options.{name}", value, "a finite number")
 
 
+def _impossible_bounds(term: KLTerm, *, scope: object) -> str | None:
+    """The reason why a cap, a window or a clamp cannot mean anything, or None."""
+    for name in ("cap", "input_clamp", "output_clamp"):
+        bound = getattr(term, name)
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
+            return f"{name} must be a number above 0, got {bound!r}"
+    if term.cap is not None and term.correction == "none":
+        return "cap bounds the ratio of a correction, and correction is none"
+    if term.input_clamp is not None and term.needs != "log_ratio":
+        return f"input_clamp bounds a log-ratio, and {term.estimator} reads none"
+    if term.window is not None:
+        if isinstance(term.window, bool) or not isinstance(term.window, int) or term.window < 1:
+            return f"window must be a whole number of at least 1, got {term.window!r}"
+        if scope != "prefix":
+            return f"window keeps the last ratios of a prefix, and correction {term.correction} has no prefix"
+    return None
+
+
 def _impossible(term: KLTerm) -> str | None:
     """The reason why a cell cannot mean anything, or None."""
     exact = term.needs != "log_ratio"
     correction = CORRECTIONS.get(term.correction)
     per_decision = correction.facts.get("weights") == "cost"
-    if term.cap is not None and (isinstance(term.cap, bool) or not isinstance(term.cap, int | float) or term.cap <= 0):
-        return f"cap must be a number above 0, got {term.cap!r}"
-    if term.cap is not None and term.correction == "none":
-        return "cap bounds the ratio of a correction, and correction is none"
+    reason = _impossible_bounds(term, scope=correction.facts.get("scope"))
+    if reason:
+        return reason
     if exact and term.level == "sequence":
         return f"{term.estimator} sums over the vocabulary at each prefix, and level sequence has none"
     if exact and term.anchor == "behaviour":

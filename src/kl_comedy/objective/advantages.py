@@ -49,7 +49,7 @@ def none(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     return returns_BT
 
 
-@ADVANTAGES.register("batch_mean", source="REINFORCE with a batch baseline, Williams 1992", group=False)
+@ADVANTAGES.register("batch_mean", source="REINFORCE with a batch baseline, Williams 1992", group=False, batch=True)
 def batch_mean(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """``R - mean over the batch``. The baseline contains the sample: shrinks the gradient by ``1 - 1/B``."""
     return returns_BT - returns_BT.mean(0, keepdim=True)
@@ -90,13 +90,13 @@ def _whiten(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return (values_BT - inside.mean()) / (inside.std(correction=0) + EPSILON)
 
 
-@ADVANTAGES.register("reinforce_pp", source="REINFORCE++ 2501.03262", group=False)
+@ADVANTAGES.register("reinforce_pp", source="REINFORCE++ 2501.03262", group=False, batch=True)
 def reinforce_pp(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """The return, normalized over all tokens of the batch (mean and standard deviation)."""
     return _whiten(returns_BT, mask_BT)
 
 
-@ADVANTAGES.register("reinforce_pp_baseline", source="REINFORCE++-baseline 2501.03262", group=True)
+@ADVANTAGES.register("reinforce_pp_baseline", source="REINFORCE++-baseline 2501.03262", group=True, batch=True)
 def reinforce_pp_baseline(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """The return less its group's mean, then normalized over all tokens of the batch."""
     return _whiten(returns_BT - _group_mean(returns_BT, group_B), mask_BT)

@@ -165,10 +165,12 @@ class PolicyModule(lightning.LightningModule):
         arguments = {"logp_BT": seen.logp_BT.detach(), "behaviour_logp_BT": experience.behaviour_logp_BT}
         tokens = float(experience.mask_BT.sum())
         for position, term in enumerate(self.terms):
-            found = kl_diagnostics(term, mask_BT=experience.mask_BT, **arguments)
-            if found:
-                tally.maximum(f"kl_term/{position}/ratio_max", found["ratio_max"])
-                tally.add(f"kl_term/{position}/capped_share", found["capped_share"] * tokens, tokens)
+            ref_logp_BT = micro.reference_of(term).logp_BT
+            found = kl_diagnostics(term, mask_BT=experience.mask_BT, ref_logp_BT=ref_logp_BT, **arguments)
+            if "ratio_max" in found:
+                tally.maximum(f"kl_term/{position}/ratio_max", found.pop("ratio_max"))
+            for name, share in found.items():
+                tally.add(f"kl_term/{position}/{name}", share * tokens, tokens)
         if POLICY_LOSSES.get(self.config.algorithm.policy_loss).facts.get("clips"):
             clipped_BT = clip_fraction(
                 arguments["logp_BT"], arguments["behaviour_logp_BT"], experience.advantage_BT,

@@ -1,150 +1,97 @@
-"""The exact expected gradient of a list of terms, and of each target, by summing over every completion."""
+"""What a list of terms descends, and what it is compared with, at one setting."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kl_comedy.errors import bad_value
+from kl_comedy.kl.beta import BetaState
 from kl_comedy.kl.claims import TARGETS
-from kl_comedy.kl.oracle.policies import Tree, log_probs, prefix_log_probs
+from kl_comedy.kl.oracle.moments import CHUNK, Moments, exact_moments
+from kl_comedy.kl.oracle.rows import Loss, Rows
+from kl_comedy.kl.oracle.setting import Setting
 from kl_comedy.kl.surrogate import kl_surrogate
 from kl_comedy.kl.term import KLTerm
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A policy, a reference and a behaviour policy over one tree, float64.
+def terms_loss(terms: Sequence[KLTerm]) -> Loss:
+    """``sum_k beta_k surrogate_k``, per token; a schedule or a target counts with its first value."""
 
-    ``features_NVD`` makes the policy's logits linear in ``theta_D``, so that prefixes share parameters;
-    ``behaviour_logp_BT`` are the per-token log-probs of the policy (or of the several versions, one per
-    position) that sampled.
-    """
+    def loss(rows: Rows, /) -> Tensor:
+        total_BT = torch.zeros_like(rows.ref_logp_BT)
+        for term in terms:
+            total_BT = total_BT + number(term) * kl_surrogate(
+                term,
+                logp_BT=rows.logp_BT,
+                ref_logp_BT=rows.ref_logp_BT,
+                behaviour_logp_BT=rows.behaviour_logp_BT,
+                mask_BT=rows.mask_BT,
+                exact_kl_BT=rows.forward_kl_BT if term.needs == "exact_forward" else rows.reverse_kl_BT,
+            )
+        return total_BT
 
-    tree: Tree
-    features_NVD: Tensor
-    theta_D: Tensor
-    ref_logp_NV: Tensor
-    behaviour_logp_BT: Tensor
-
-    @classmethod
-    def random(
-        cls, tree: Tree, *, regime: str, seed: int, distance: float = 0.5, staleness: float = 0.3,
-        parameters: int | None = None,
-    ) -> Setting:  # fmt: skip
-        """A seeded random instance. ``parameters=None`` is tabular: one logit per prefix and token.
-
-        ``regime``: ``on_policy`` (behaviour = policy), ``off_policy`` (a stale version) or ``mixed``
-        (the version changes within the completion, as in-flight weight updates do).
-        """
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        n, v = tree.prefixes, tree.vocabulary
-        if parameters is None:
-            features_NVD = torch.eye(n * v, dtype=torch.float64).reshape(n, v, n * v)
-        else:
-            features_NVD = normal(n, v, parameters)
-        theta_D = normal(features_NVD.shape[-1])
-        logits_NV = features_NVD @ theta_D
-        ref_logp_NV = prefix_log_probs(logits_NV + distance * normal(n, v))
-        versions = [log_probs(tree, prefix_log_probs(logits_NV + staleness * normal(n, v))) for _ in range(2)]
-        current_BT = log_probs(tree, prefix_log_probs(logits_NV))
-        if regime == "on_policy":
-            behaviour_BT = current_BT
-        elif regime == "off_policy":
-            behaviour_BT = versions[0]
-        elif regime == "mixed":
-            late = torch.arange(tree.length) >= (tree.length + 1) // 2
-            behaviour_BT = torch.where(late, versions[1], versions[0])
-        else:
-            raise bad_value("regime", regime, ("on_policy", "off_policy", "mixed"))
-        return cls(
-            tree=tree,
-            features_NVD=features_NVD,
-            theta_D=theta_D,
-            ref_logp_NV=ref_logp_NV,
-            behaviour_logp_BT=behaviour_BT,
-        )
+    return loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """An exact expected gradient ``[D]`` and what it is compared with."""
-
-    gradient_D: Tensor
-
-    def relative_bias(self, target_D: Tensor) -> float:
-        """``|g - target| / |target|``; for a zero target, ``|g|``."""
-        size = float(target_D.norm())
-        return float((self.gradient_D - target_D).norm()) / (size if size > 0 else 1.0)
-
-    def cosine(self, target_D: Tensor) -> float:
-        """The cosine with a target; NaN where either is zero."""
-        sizes = float(self.gradient_D.norm()) * float(target_D.norm())
-        return float(self.gradient_D @ target_D) / sizes if sizes > 0 else float("nan")
+def number(term: KLTerm) -> float:
+    """The coefficient of a term as a number."""
+    return BetaState(term.beta).value
 
 
-class _Tables:
-    """What the sums run over, differentiable in ``theta``."""
-
-    def __init__(self, setting: Setting) -> None:
-        tree = setting.tree
-        self.theta_D = setting.theta_D.clone().requires_grad_(True)
-        self.logp_NV = prefix_log_probs(setting.features_NVD @ self.theta_D)
-        self.logp_BT = log_probs(tree, self.logp_NV)
-        self.ref_BT = log_probs(tree, setting.ref_logp_NV)
-        log_ratio_NV = self.logp_NV - setting.ref_logp_NV
-        self.reverse_BT = (self.logp_NV.exp() * log_ratio_NV).sum(-1)[tree.prefix_BT] * tree.mask_BT
-        self.forward_BT = (-setting.ref_logp_NV.exp() * log_ratio_NV).sum(-1)[tree.prefix_BT] * tree.mask_BT
-        self.behaviour_B = setting.behaviour_logp_BT.sum(-1).exp()
-
-    def gradient(self, scalar: Tensor) -> Tensor:
-        if not scalar.requires_grad:
-            return torch.zeros_like(self.theta_D)
-        (gradient_D,) = torch.autograd.grad(scalar, self.theta_D, allow_unused=True)
-        return torch.zeros_like(self.theta_D) if gradient_D is None else gradient_D
-
-
-def expected_gradient(setting: Setting, terms: Sequence[KLTerm]) -> Expectation:
-    """The exact expectation over behaviour completions of the gradient of ``sum_k beta_k surrogate_k``.
-
-    Coefficients must be plain numbers.
-    """
-    tables = _Tables(setting)
-    total = tables.theta_D.new_zeros(())
-    for term in terms:
-        if not isinstance(term.beta, float):
-            raise bad_value("beta", term.beta, "a number, where an exact gradient is asked for")
-        surrogate_BT = kl_surrogate(
-            term,
-            logp_BT=tables.logp_BT,
-            ref_logp_BT=tables.ref_BT,
-            behaviour_logp_BT=setting.behaviour_logp_BT,
-            mask_BT=setting.tree.mask_BT,
-            exact_kl_BT=tables.forward_BT if term.needs == "exact_forward" else tables.reverse_BT,
-        )
-        total = total + term.beta * (tables.behaviour_B * surrogate_BT.sum(-1)).sum()
-    return Expectation(gradient_D=tables.gradient(total))
+def expected_gradient(setting: Setting, terms: Sequence[KLTerm], *, chunk: int = CHUNK) -> Moments:
+    """The exact mean and variance of the gradient of ``sum_k beta_k surrogate_k`` over the sampler's completions."""
+    return exact_moments(setting, terms_loss(terms), chunk=chunk)
 
 
 def target_gradient(setting: Setting, target: str) -> Tensor:
-    """The gradient ``[D]`` of a target (see :mod:`kl_comedy.kl.claims`) at the setting's policy."""
-    tables = _Tables(setting)
+    """The gradient ``[D]`` of a target (see :mod:`kl_comedy.kl.claims`) at the setting's policy.
+
+    By the chain rule over prefixes, ``KL = sum_h P(h) KL_h``: no completion is enumerated. Prefixes are
+    weighted by the policy's own visits (differentiated), the reference's, or the sampler's (held fixed).
+    """
+    theta_D = setting.theta_D.clone().requires_grad_(True)
+    logp_NV = setting.policy_logp(theta_D)
+    ratio_NV = logp_NV - setting.ref_logp_NV
+    reverse_N = (logp_NV.exp() * ratio_NV).sum(-1)
+    forward_N = -(setting.ref_logp_NV.exp() * ratio_NV).sum(-1)
+    reach = setting.tree.reach
     if target == "zero":
-        return torch.zeros_like(tables.theta_D)
+        return torch.zeros_like(theta_D)
     if target == "sequence_reverse":
-        policy_B = tables.logp_BT.sum(-1).exp()
-        return tables.gradient((policy_B * (tables.logp_BT - tables.ref_BT).sum(-1)).sum())
-    if target == "sequence_forward":
-        return tables.gradient((tables.ref_BT.sum(-1).exp() * (tables.ref_BT - tables.logp_BT).sum(-1)).sum())
-    if target == "token_reverse":
-        return tables.gradient((tables.behaviour_B * tables.reverse_BT.sum(-1)).sum())
-    if target == "token_forward":
-        return tables.gradient((tables.behaviour_B * tables.forward_BT.sum(-1)).sum())
-    raise bad_value("target", target, TARGETS)
+        scalar = reach(logp_NV) @ reverse_N
+    elif target == "sequence_forward":
+        scalar = reach(setting.ref_logp_NV) @ forward_N
+    elif target == "token_reverse":
+        scalar = reach(setting.sampler_logp_NV) @ reverse_N
+    elif target == "token_forward":
+        scalar = reach(setting.sampler_logp_NV) @ forward_N
+    else:
+        raise bad_value("target", target, TARGETS)
+    return torch.autograd.grad(scalar, theta_D)[0]
+
+
+def sequence_kl(setting: Setting) -> float:
+    """``KL(pi || ref)`` over completions, nats."""
+    return float(setting.tree.reach(setting.policy_logp()) @ setting.kl_N[0])
+
+
+def effective_sample_share(setting: Setting) -> float:
+    """``1 / E_mu[(pi / mu)^2]`` over completions: Kish's effective sample size over the number of samples."""
+    square = 0.0
+    policy_NV = setting.policy_logp()
+    for completions in setting.tree.chunks(CHUNK):
+        at, token = completions.prefix_BT, completions.token_BT
+        drawn_BT = torch.where(completions.mask_BT, setting.sampler_logp_NV[at, token], 0.0)
+        own_BT = torch.where(completions.mask_BT, policy_NV[at, token], 0.0)
+        drawn_B = drawn_BT.sum(-1)
+        square += float(torch.where(drawn_B > -1e3, (2 * own_BT.sum(-1) - drawn_B).exp(), 0.0).sum())
+    return 1.0 / square
+
+
+def against_the_sampler(setting: Setting) -> Setting:
+    """The same setting with the sampler as the reference, for terms that pull towards it."""
+    return dataclasses.replace(setting, ref_logp_NV=setting.recorded_logp_NV)

@@ -1,0 +1,111 @@
+"""What sits around a KL term in training: rewards, group baselines, normalization, clipping, dropped rows.
+
+The policy loss and the terms are put together as training does it, so that the oracle can say what is
+left of the KL gradient once a baseline, a standard deviation or a clip has been at it. Because these
+are not linear in beta, the KL part is a difference quotient: ``(gradient(beta) - gradient(0)) / beta``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import kl_comedy.objective  # noqa: F401  (registers the built-ins)
+from kl_comedy.kl.oracle.expectation import number
+from kl_comedy.kl.oracle.moments import Moments, exact_moments
+from kl_comedy.kl.oracle.rows import Loss, Rows
+from kl_comedy.kl.oracle.setting import Setting
+from kl_comedy.kl.surrogate import kl_parts, kl_surrogate
+from kl_comedy.kl.term import KLTerm
+from kl_comedy.objective.reduction import sequence_weights
+from kl_comedy.objective.returns import returns_with_costs
+from kl_comedy.registry import ADVANTAGES, POLICY_LOSSES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """The algorithm around the terms; the defaults are a plain REINFORCE without a baseline.
+
+    ``group_size`` completions share a prompt, and every group is enumerated. ``drop_truncated`` gives
+    truncated completions no loss. ``sequence_sum`` is the reduction that leaves the objective as it is.
+    """
+
+    advantage: str = "none"
+    policy_loss: str = "reinforce"
+    policy_loss_options: Mapping[str, float] = field(default_factory=dict)
+    group_size: int = 1
+    reduction: str = "sequence_sum"
+    drop_truncated: bool = False
+    reward_scale: float = 1.0
+
+
+def training_loss(terms: Sequence[KLTerm], around: Surroundings, *, scale: float = 1.0) -> Loss:
+    """The loss of one update as training computes it, with every beta times ``scale``."""
+    policy_loss = POLICY_LOSSES.get(around.policy_loss).fn
+
+    def loss(rows: Rows, /) -> Tensor:
+        seen = [_arguments(term, rows) for term in terms]
+        betas = [scale * number(term) for term in terms]
+        cost_BT = torch.zeros_like(rows.ref_logp_BT)
+        for term, beta, arguments in zip(terms, betas, seen, strict=True):
+            if term.baseline == "before":
+                cost_BT = cost_BT + beta * kl_parts(term, **arguments).cost_BT.detach()
+        returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
+        advantage_BT = _advantage(around, returns_BT, rows).detach()
+        total_BT = policy_loss(rows.logp_BT, rows.behaviour_logp_BT, advantage_BT, **around.policy_loss_options)
+        for term, beta, arguments in zip(terms, betas, seen, strict=True):
+            before = term.baseline == "before"
+            added_BT = kl_parts(term, **arguments).pathwise_BT if before else kl_surrogate(term, **arguments)
+            total_BT = total_BT + beta * added_BT
+        return _reduced(torch.where(rows.mask_BT, total_BT, 0.0), rows, around)
+
+    return loss
+
+
+def kl_effect(setting: Setting, terms: Sequence[KLTerm], around: Surroundings) -> Moments:
+    """What the terms add to the expected gradient of the whole loss, per unit of their betas.
+
+    The variance is that of the whole loss's gradient, reward part included, over the square of beta.
+    """
+    beta = max((abs(number(term)) for term in terms), default=1.0) or 1.0
+    with_terms = exact_moments(setting, training_loss(terms, around), group_size=around.group_size)
+    without = exact_moments(setting, training_loss(terms, around, scale=0.0), group_size=around.group_size)
+    return Moments(
+        gradient_D=(with_terms.gradient_D - without.gradient_D) / beta, variance=with_terms.variance / beta**2
+    )
+
+
+def _advantage(around: Surroundings, returns_BT: Tensor, rows: Rows) -> Tensor:
+    """Advantages; one that normalizes over the batch sees each group as a batch of its own."""
+    entry = ADVANTAGES.get(around.advantage)
+    if not entry.facts.get("batch"):
+        return torch.as_tensor(entry.fn(returns_BT, rows.mask_BT, rows.group_B))
+    size = around.group_size
+    pieces = zip(returns_BT.split(size), rows.mask_BT.split(size), rows.group_B.split(size), strict=True)
+    return torch.cat([entry.fn(*piece) for piece in pieces])
+
+
+def _arguments(term: KLTerm, rows: Rows) -> dict[str, Tensor]:
+    return {
+        "logp_BT": rows.logp_BT,
+        "ref_logp_BT": rows.ref_logp_BT,
+        "behaviour_logp_BT": rows.behaviour_logp_BT,
+        "mask_BT": rows.mask_BT,
+        "exact_kl_BT": rows.forward_kl_BT if term.needs == "exact_forward" else rows.reverse_kl_BT,
+    }
+
+
+def _reduced(loss_BT: Tensor, rows: Rows, around: Surroundings) -> Tensor:
+    """Each group reduced on its own, as a batch of one group would be; the group's mean is taken later."""
+    size = around.group_size
+    kept_B = ~rows.truncated_B if around.drop_truncated else torch.ones_like(rows.truncated_B)
+    if around.reduction == "sequence_sum" and not around.drop_truncated:
+        return loss_BT
+    weights = [
+        sequence_weights(around.reduction, mask_GT, keep_B=kept_G)
+        for mask_GT, kept_G in zip(rows.mask_BT.split(size), kept_B.split(size), strict=True)
+    ]
+    return loss_BT * (torch.cat(weights).double() * size)[:, None]
