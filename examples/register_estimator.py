@@ -13,7 +13,6 @@ descends in reward and in loss, on- and off-policy, beside what its claims promi
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm, claimed_target
@@ -34,7 +33,7 @@ def k2_shift(log_ratio: Tensor, shift: float = 0.0) -> Tensor:
     Differentiated, it is ``(l - shift) * grad log pi``, and the score has mean zero at every prefix, so no
     constant ``shift`` moves the expected gradient on-policy. Its value is not a KL. ``shift`` 0 is k2.
 
-    >>> k2_shift(torch.tensor([2.0]), shift=1.0)
+    >>> k2_shift(Tensor([2.0]), shift=1.0)
     tensor([0.5000])
     """
     return 0.5 * (log_ratio - shift).square()

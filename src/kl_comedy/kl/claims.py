@@ -103,7 +103,7 @@ def _in_reward(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | No
     return None
 
 
-_SAYS = {
+SAYS = {
     "sequence_reverse": "descends the sequence-level reverse KL, what the objective states",
     "token_reverse": "descends the reverse KL of each visited prefix; ignores how a token changes later prefixes",
     "token_forward": "descends the forward KL of each visited prefix, not the reverse KL its value estimates",
@@ -121,7 +121,7 @@ def verdict(term: KLTerm, regime: str) -> str:
     target = claimed_target(term, regime)
     if target is None:
         return "none: a biased gradient that equals no target"
-    return f"{target}: {_SAYS[target]}"
+    return f"{target}: {SAYS[target]}"
 
 
 def warnings(term: KLTerm, *, off_policy: bool) -> list[str]:

@@ -84,7 +84,8 @@ def _advantage(around: Surroundings, returns_BT: Tensor, rows: Rows) -> Tensor:
     if not entry.facts.get("batch"):
         return torch.as_tensor(entry.fn(returns_BT, rows.mask_BT, rows.group_B))
     size = around.group_size
-    pieces = zip(returns_BT.split(size), rows.mask_BT.split(size), rows.group_B.split(size), strict=True)
+    columns = (returns_BT, rows.mask_BT, rows.group_B)
+    pieces = zip(*(torch.split(column, size) for column in columns), strict=True)
     return torch.cat([entry.fn(*piece) for piece in pieces])
 
 
@@ -106,6 +107,6 @@ def _reduced(loss_BT: Tensor, rows: Rows, around: Surroundings) -> Tensor:
         return loss_BT
     weights = [
         sequence_weights(around.reduction, mask_GT, keep_B=kept_G)
-        for mask_GT, kept_G in zip(rows.mask_BT.split(size), kept_B.split(size), strict=True)
+        for mask_GT, kept_G in zip(torch.split(rows.mask_BT, size), torch.split(kept_B, size), strict=True)
     ]
     return loss_BT * (torch.cat(weights).double() * size)[:, None]
