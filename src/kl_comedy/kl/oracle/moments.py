@@ -137,6 +137,8 @@ def _derivatives(
         torch.zeros_like(leaf) if grad is None else torch.where(rows.mask_BT, grad, 0.0)
         for leaf, grad in zip(leaves, found, strict=True)
     )
+    if not all(bool(torch.isfinite(each).all()) for each in (one, two, three)):
+        raise UserError("the loss has a gradient that is not finite on some completion")
     return one, two, three
 
 

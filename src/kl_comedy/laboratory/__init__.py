@@ -1,0 +1,1 @@
+"""The laboratory: what the oracle says, drawn and measured over lengths, distances and optima."""
