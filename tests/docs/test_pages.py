@@ -119,7 +119,7 @@ def small_update():
         forward_kl_BT=mask_BT * 0.9, hidden_NH=None,
     )  # fmt: skip
     tally = Tally()
-    tally_tokens(tally, MicroBatch(experience=experience, references={}), seen, version=3)
+    tally_tokens(tally, MicroBatch(experience=experience, references={}, baselines={}), seen, version=3)
     return effective_sample_share(tally.values(), 2, 1)
 
 

@@ -15,12 +15,14 @@ from torch import Tensor
 class TermParts:
     """A term taken apart: ``surrogate = weight * cost * logp + pathwise``.
 
-    ``cost_BT`` and ``weight_BT`` are detached; ``pathwise_BT`` is differentiable. A cost that enters
+    ``cost_BT`` and the weights are detached; ``pathwise_BT`` is differentiable. A cost that enters
     before the baseline is taken from here into the return, and only ``pathwise_BT`` stays a loss.
+    ``baseline_weight_BT`` is what a baseline of the cost is weighted by: the ratio up to the token.
     """
 
     cost_BT: Tensor
     weight_BT: Tensor
+    baseline_weight_BT: Tensor
     pathwise_BT: Tensor
 
 
@@ -45,19 +47,23 @@ def future_costs(cost_BT: Tensor, credit: str) -> Tensor:
     return credit_costs(cost_BT, credit) - cost_BT
 
 
-def in_reward(value_BT: Tensor, ratio_BT: Tensor, *, credit: str, per_decision: bool) -> TermParts:
-    """A sampled estimate as a cost. ``ratio_BT`` weights the score (or each cost, ``per_decision``)."""
+def in_reward(value_BT: Tensor, ratio_BT: Tensor, up_to_BT: Tensor, *, credit: str, per_decision: bool) -> TermParts:
+    """A sampled estimate as a cost. ``ratio_BT`` weights the score (or each cost, ``per_decision``).
+
+    ``up_to_BT`` is the ratio up to and including each token.
+    """
     value_BT, ratio_BT = value_BT.detach(), ratio_BT.detach()
-    zeros_BT = torch.zeros_like(value_BT)
-    if per_decision:
-        return TermParts(
-            cost_BT=credit_costs(ratio_BT * value_BT, credit), weight_BT=torch.ones_like(ratio_BT), pathwise_BT=zeros_BT
-        )
-    return TermParts(cost_BT=credit_costs(value_BT, credit), weight_BT=ratio_BT, pathwise_BT=zeros_BT)
+    cost_BT = credit_costs(ratio_BT * value_BT if per_decision else value_BT, credit)
+    return TermParts(
+        cost_BT=cost_BT,
+        weight_BT=torch.ones_like(ratio_BT) if per_decision else ratio_BT,
+        baseline_weight_BT=up_to_BT.detach() if per_decision else ratio_BT,
+        pathwise_BT=torch.zeros_like(value_BT),
+    )
 
 
 def exact_in_reward(
-    exact_kl_BT: Tensor, ratio_BT: Tensor, *, credit: str, per_decision: bool, own_ratio: bool
+    exact_kl_BT: Tensor, ratio_BT: Tensor, up_to_BT: Tensor, *, credit: str, per_decision: bool, own_ratio: bool
 ) -> TermParts:
     """An exact KL as a cost: the future weights the score, the own step is differentiated.
 
@@ -67,17 +73,16 @@ def exact_in_reward(
     """
     ratio_BT = ratio_BT.detach()
     value_BT = exact_kl_BT.detach()
-    pathwise_BT = ratio_BT * exact_kl_BT if own_ratio else exact_kl_BT
-    if per_decision:
-        return TermParts(
-            cost_BT=future_costs(ratio_BT * value_BT, credit),
-            weight_BT=torch.ones_like(ratio_BT),
-            pathwise_BT=pathwise_BT,
-        )
-    return TermParts(cost_BT=future_costs(value_BT, credit), weight_BT=ratio_BT, pathwise_BT=pathwise_BT)
+    cost_BT = future_costs(ratio_BT * value_BT if per_decision else value_BT, credit)
+    return TermParts(
+        cost_BT=cost_BT,
+        weight_BT=torch.ones_like(ratio_BT) if per_decision else ratio_BT,
+        baseline_weight_BT=up_to_BT.detach() if per_decision else ratio_BT,
+        pathwise_BT=ratio_BT * exact_kl_BT if own_ratio else exact_kl_BT,
+    )
 
 
 def in_loss(value_BT: Tensor, ratio_BT: Tensor) -> TermParts:
     """A differentiated estimate, times its (differentiable or detached) ratio."""
     zeros_BT = torch.zeros_like(value_BT)
-    return TermParts(cost_BT=zeros_BT, weight_BT=zeros_BT, pathwise_BT=ratio_BT * value_BT)
+    return TermParts(cost_BT=zeros_BT, weight_BT=zeros_BT, baseline_weight_BT=zeros_BT, pathwise_BT=ratio_BT * value_BT)

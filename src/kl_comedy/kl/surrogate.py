@@ -27,13 +27,14 @@ def kl_surrogate(
     behaviour_logp_BT: Tensor,
     mask_BT: Tensor,
     exact_kl_BT: Tensor | None = None,
+    baseline_BT: Tensor | None = None,
 ) -> Tensor:
     """The surrogate of a term, per token, unreduced, at beta = 1, zero outside the mask. ``[B, T]``.
 
     Over sequences drawn from the behaviour policy, the expectation of ``grad sum_t surrogate[b, t]`` is
     the term's contribution to the gradient of the objective to be *minimized*. Gradients flow into
-    ``logp_BT`` and ``exact_kl_BT`` only. A baseline does not change that expectation and is not applied
-    here; a term with ``reference: sampler`` is measured against ``behaviour_logp_BT``.
+    ``logp_BT`` and ``exact_kl_BT`` only. The algorithm's baseline does not change that expectation and is
+    not applied here; a term with ``reference: sampler`` is measured against ``behaviour_logp_BT``.
 
     Args:
         term: the KL term.
@@ -43,6 +44,8 @@ def kl_surrogate(
         mask_BT: true on completion tokens; each row has at least one.
         exact_kl_BT: for ``exact`` (``exact_forward``): the exact reverse (forward) KL of the next-token
             distributions at the prefix of token t, differentiable.
+        baseline_BT: for ``baseline: own``: :func:`~kl_comedy.kl.baseline.own_baseline` of the update's
+            rows; None is no baseline (a group of one).
 
     Raises:
         UserError: shapes that differ, a row without tokens, a log-prob that is not finite, an exact
@@ -57,7 +60,10 @@ def kl_surrogate(
         term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT
     )
     parts = _parts(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT)
-    surrogate_BT = parts.weight_BT * parts.cost_BT * logp_BT + parts.pathwise_BT
+    credited_BT = parts.weight_BT * parts.cost_BT
+    if baseline_BT is not None and term.baseline == "own":
+        credited_BT = credited_BT - parts.baseline_weight_BT * baseline_BT.detach()
+    surrogate_BT = credited_BT * logp_BT + parts.pathwise_BT
     return torch.where(mask_BT, surrogate_BT, torch.zeros_like(surrogate_BT))
 
 
@@ -116,13 +122,16 @@ def _parts(
     delta_BT = torch.where(mask_BT, logp_BT - behaviour_logp_BT, torch.zeros_like(logp_BT))
     ratio_BT = weights_of(term.correction, delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
     per_decision = correction.facts.get("weights") == "cost"
+    up_to_BT = ratio_BT
+    if per_decision and term.placement == "reward":
+        up_to_BT = weights_of("prefix", delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
     if exact_kl_BT is not None and term.needs != "log_ratio":
         value_BT = _evaluate(term, torch.where(mask_BT, exact_kl_BT, torch.zeros_like(exact_kl_BT)))
         if term.placement == "loss":
             return in_loss(value_BT, ratio_BT)
         own_ratio = correction.facts.get("scope") != "token"
         return exact_in_reward(
-            value_BT, ratio_BT, credit=str(term.credit), per_decision=per_decision, own_ratio=own_ratio
+            value_BT, ratio_BT, up_to_BT, credit=str(term.credit), per_decision=per_decision, own_ratio=own_ratio
         )
     at_BT = behaviour_logp_BT if term.anchor == "behaviour" else logp_BT
     against_BT = behaviour_logp_BT if term.reference == "sampler" else ref_logp_BT
@@ -130,7 +139,7 @@ def _parts(
     value_BT = _sampled_value(term, log_ratio_BT, mask_BT)
     if term.placement == "loss":
         return in_loss(value_BT, ratio_BT)
-    return in_reward(value_BT, ratio_BT, credit=str(term.credit), per_decision=per_decision)
+    return in_reward(value_BT, ratio_BT, up_to_BT, credit=str(term.credit), per_decision=per_decision)
 
 
 def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ CREDITS = ("total", "to_go", "own")
 GRADIENTS = ("natural", "k2")
 ANCHORS = ("current", "behaviour")
 REFERENCES = ("initial", "ema", "periodic", "sampler")
-BASELINES = ("before", "after")
+BASELINES = ("before", "after", "own")
 CAP_MODES = ("truncate", "mask", "each")
 
 _CHOICES = {
@@ -55,7 +55,8 @@ class KLTerm:
         reference: ``initial``, ``ema``, ``periodic`` or ``sampler`` (the behaviour policy).
         beta: a number, a :class:`BetaSchedule` or a :class:`BetaTarget`.
         baseline: for ``reward``: whether the cost enters ``before`` or ``after`` (default) the advantage
-            baseline and normalization. Empty for ``loss``.
+            baseline and normalization; ``own`` is after it, less the term's own leave-one-out mean over
+            the group, weighted so that it stays unbiased off-policy. Empty for ``loss``.
         cap, cap_mode: bound the ratio of the correction: ``truncate`` it at the cap, ``mask`` it to zero
             beyond, or truncate ``each`` token's ratio before the product (V-trace, 1802.01561).
         window: for prefix ratios: the product of the last ``window`` ratios instead of all.
@@ -135,8 +136,8 @@ class KLTerm:
         for name, default in (("gradient", "natural"), ("anchor", "current"), ("reference", "initial")):
             if getattr(self, name) != default:
                 words.append(f"{name}={getattr(self, name)}")
-        if self.baseline == "before":
-            words.append("before baseline")
+        if self.baseline in ("before", "own"):
+            words.append(f"{self.baseline} baseline")
         return " ".join(words)
 
     def to_mapping(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kl_comedy.config import Config
 from kl_comedy.data import data_hash, decontaminate, load_problems, render
-from kl_comedy.errors import unknown_key
+from kl_comedy.errors import bad_value, unknown_key
 from kl_comedy.evaluation import EvalSet
 from kl_comedy.kl import KLTerm, resolve_terms, verdict, warnings
 from kl_comedy.models import LoadedModel, load_model
@@ -53,7 +53,11 @@ class Parts:
 def check_terms(config: Config) -> tuple[KLTerm, ...]:
     """Build the KL terms and say what they descend; warns where that is not what their value suggests."""
     terms = resolve_terms(config.kl)
-    for term in terms:
+    for position, term in enumerate(terms):
+        if term.baseline == "own" and config.rollout.group_size < 2:
+            raise bad_value(
+                f"kl.{position}.baseline", "own", "before or after with rollout.group_size 1 (own compares a group)"
+            )
         for line in warnings(term, off_policy=is_off_policy(config)):
             log.warning(line)
     return terms

@@ -48,7 +48,7 @@ def micro_loss(
         if term.baseline == "before":
             surrogate_BT = kl_parts(term, **arguments).pathwise_BT
         else:
-            surrogate_BT = kl_surrogate(term, **arguments)
+            surrogate_BT = kl_surrogate(term, **arguments, baseline_BT=micro.baselines.get(position))
         parts[f"kl_{position}"] = beta * _weighted(surrogate_BT, experience.mask_BT, experience.weight_B)
     loss = torch.stack(list(parts.values())).sum()
     return loss, {name: part.detach() for name, part in parts.items()}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.config import AlgorithmConfig
-from kl_comedy.kl import KLTerm, kl_parts
+from kl_comedy.kl import KLTerm, TermParts, kl_parts, own_baseline
 from kl_comedy.objective import returns_with_costs, sequence_weights
 from kl_comedy.records import Experience, Scored
 from kl_comedy.registry import ADVANTAGES
@@ -31,6 +31,8 @@ class MicroBatch:
 
     experience: Experience
     references: Mapping[str, ReferencePass]
+    baselines: Mapping[int, Tensor]
+    """By position, the ``[B, T]`` baselines of terms with ``baseline: own``."""
 
     def reference_of(self, term: KLTerm) -> ReferencePass:
         """The pass a term is measured against; ``sampler`` terms read the behaviour log-probs instead."""
@@ -58,7 +60,7 @@ def prepare(
 ) -> list[MicroBatch]:
     """Turn the rows of one update (whole groups) into micro-batches.
 
-    ``policy_pass`` is called only where a term before the baseline needs the policy's own log-probs.
+    ``policy_pass`` is called only where a term before the baseline (or with its own) needs the policy's log-probs.
     ``policy_pass(inputs, reference, terms)`` returns log-probs and, where a term asks, exact KLs.
     """
     splits = by_token_budget(rows, plan.microbatch_tokens)
@@ -66,11 +68,13 @@ def prepare(
     with torch.no_grad():
         passes = [{name: ref.forward_pass(**p.model_inputs()) for name, ref in references.items()} for p in packs]
         length = max(p.ids_BT.shape[1] for p in packs)
-        cost_BT = _costs_before(splits, packs, passes, plan.terms, betas, policy_pass, rows=len(rows), length=length)
+        before, own = _parts_ahead(splits, packs, passes, plan.terms, policy_pass, rows=len(rows), length=length)
+        cost_BT = _sum_of([(betas[position], parts.cost_BT) for position, parts in before.items()])
     reward_B = torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=plan.device)
     group_B = torch.tensor([row.rollout.group_id for row in rows], device=plan.device)
     sizes = torch.tensor([len(row.rollout.completion_ids) for row in rows], device=plan.device)
     mask_BT = torch.arange(length, device=plan.device)[None] < sizes[:, None]
+    baselines = {position: own_baseline(parts, mask_BT, group_B) for position, parts in own.items()}
     returns_BT = returns_with_costs(reward_B, cost_BT, length)
     advantage_BT = ADVANTAGES.get(plan.algorithm.advantage).fn(returns_BT, mask_BT, group_B).float()
     weight_B = sequence_weights(
@@ -93,7 +97,9 @@ def prepare(
             policy_version_BT=packed.policy_version_BT,
             group_B=group_B[index],
         )
-        micro.append(MicroBatch(experience=experience, references=seen))
+        width = packed.ids_BT.shape[1]
+        own_BT = {position: baseline_BT[index, :width] for position, baseline_BT in baselines.items()}
+        micro.append(MicroBatch(experience=experience, references=seen, baselines=own_BT))
     return micro
 
 
@@ -104,35 +110,52 @@ def _kept(rows: Sequence[Scored], plan: Preparation) -> Tensor | None:
     return torch.tensor([row.rollout.stop_reason != "length" for row in rows], device=plan.device)
 
 
-def _costs_before(
+def _parts_ahead(
     splits: Sequence[Sequence[int]], packs: Sequence[Packed], passes: Sequence[Mapping[str, Any]],
-    terms: Sequence[KLTerm], betas: Sequence[float], policy_pass: Callable[..., TokenPass], *, rows: int, length: int,
-) -> Tensor | None:  # fmt: skip
-    """``sum_k beta_k cost_k`` of the terms that enter before the baseline, ``[rows, length]``, or None.
+    terms: Sequence[KLTerm], policy_pass: Callable[..., TokenPass], *, rows: int, length: int,
+) -> tuple[dict[int, TermParts], dict[int, TermParts]]:  # fmt: skip
+    """By position, the parts over the whole update of terms ``before`` the baseline, and of those with their ``own``.
 
     Beyond the end of a completion the cost is what the credit leaves there (the total, or zero).
     """
-    chosen = [(term, beta) for term, beta in zip(terms, betas, strict=True) if term.baseline == "before"]
-    if not chosen:
-        return None
-    total_BT = torch.zeros(rows, length, dtype=torch.float64, device=packs[0].ids_BT.device)
+    chosen = {position: term for position, term in enumerate(terms) if term.baseline in ("before", "own")}
+    device = packs[0].ids_BT.device
+    found = {position: _blank_parts(rows, length, device) for position in chosen}
     for split, packed, seen in zip(splits, packs, passes, strict=True):
-        index = torch.tensor(split, device=total_BT.device)
-        for name in {term.reference for term, _ in chosen}:
-            wanted = [(term, beta) for term, beta in chosen if term.reference == name]
+        index = torch.tensor(split, device=device)
+        for name in {term.reference for term in chosen.values()}:
+            wanted = {position: term for position, term in chosen.items() if term.reference == name}
             reference = seen["initial" if name == "sampler" else name]
-            now = policy_pass(packed.model_inputs(), reference, [term for term, _ in wanted])
-            for term, beta in wanted:
-                cost_BT = kl_parts(
+            now = policy_pass(packed.model_inputs(), reference, list(wanted.values()))
+            for position, term in wanted.items():
+                parts = kl_parts(
                     term,
                     logp_BT=now.logp_BT,
                     ref_logp_BT=reference.logp_BT,
                     behaviour_logp_BT=packed.behaviour_logp_BT,
                     mask_BT=packed.mask_BT,
                     exact_kl_BT=now.forward_kl_BT if term.needs == "exact_forward" else now.kl_BT,
-                ).cost_BT
-                width = cost_BT.shape[1]
-                total_BT[index, :width] += beta * cost_BT
-                if term.credit == "total":
-                    total_BT[index, width:] += beta * cost_BT[:, -1:]
-    return total_BT
+                )
+                _fill(found[position], parts, index, fill_end=term.credit == "total")
+    before = {position: parts for position, parts in found.items() if chosen[position].baseline == "before"}
+    return before, {position: parts for position, parts in found.items() if position not in before}
+
+
+def _blank_parts(rows: int, length: int, device: torch.device) -> TermParts:
+    def blank() -> Tensor:
+        return torch.zeros(rows, length, dtype=torch.float64, device=device)
+
+    return TermParts(cost_BT=blank(), weight_BT=blank(), baseline_weight_BT=blank(), pathwise_BT=blank())
+
+
+def _fill(whole: TermParts, parts: TermParts, index: Tensor, *, fill_end: bool) -> None:
+    """Write the rows of one pack into the parts of the update."""
+    width = parts.cost_BT.shape[1]
+    for name in ("cost_BT", "weight_BT", "baseline_weight_BT"):
+        getattr(whole, name)[index, :width] = getattr(parts, name).double()
+    if fill_end:
+        whole.cost_BT[index, width:] = parts.cost_BT[:, -1:].double()
+
+
+def _sum_of(weighted: Sequence[tuple[float, Tensor]]) -> Tensor | None:
+    return torch.stack([beta * cost_BT for beta, cost_BT in weighted]).sum(0) if weighted else None

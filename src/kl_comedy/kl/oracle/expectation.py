@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kl_comedy.errors import bad_value
+from kl_comedy.kl.baseline import own_baseline
 from kl_comedy.kl.beta import BetaState
 from kl_comedy.kl.claims import TARGETS
 from kl_comedy.kl.oracle.moments import CHUNK, Moments, exact_moments
 from kl_comedy.kl.oracle.rows import Loss, Rows
 from kl_comedy.kl.oracle.setting import Setting
-from kl_comedy.kl.surrogate import kl_surrogate
+from kl_comedy.kl.surrogate import kl_parts, kl_surrogate
 from kl_comedy.kl.term import KLTerm
 
 
@@ -24,17 +25,30 @@ def terms_loss(terms: Sequence[KLTerm]) -> Loss:
     def loss(rows: Rows, /) -> Tensor:
         total_BT = torch.zeros_like(rows.ref_logp_BT)
         for term in terms:
-            total_BT = total_BT + number(term) * kl_surrogate(
-                term,
-                logp_BT=rows.logp_BT,
-                ref_logp_BT=rows.ref_logp_BT,
-                behaviour_logp_BT=rows.behaviour_logp_BT,
-                mask_BT=rows.mask_BT,
-                exact_kl_BT=rows.forward_kl_BT if term.needs == "exact_forward" else rows.reverse_kl_BT,
-            )
+            total_BT = total_BT + number(term) * term_surrogate(term, rows)
         return total_BT
 
     return loss
+
+
+def term_surrogate(term: KLTerm, rows: Rows) -> Tensor:
+    """:func:`kl_surrogate` on rows, with the term's own baseline over each group where it has one."""
+    arguments = term_arguments(term, rows)
+    if term.baseline != "own":
+        return kl_surrogate(term, **arguments)
+    parts = kl_parts(term, **{name: tensor.detach() for name, tensor in arguments.items()})
+    return kl_surrogate(term, **arguments, baseline_BT=own_baseline(parts, rows.mask_BT, rows.group_B))
+
+
+def term_arguments(term: KLTerm, rows: Rows) -> dict[str, Tensor]:
+    """What a term reads of rows."""
+    return {
+        "logp_BT": rows.logp_BT,
+        "ref_logp_BT": rows.ref_logp_BT,
+        "behaviour_logp_BT": rows.behaviour_logp_BT,
+        "mask_BT": rows.mask_BT,
+        "exact_kl_BT": rows.forward_kl_BT if term.needs == "exact_forward" else rows.reverse_kl_BT,
+    }
 
 
 def number(term: KLTerm) -> float:
@@ -42,9 +56,12 @@ def number(term: KLTerm) -> float:
     return BetaState(term.beta).value
 
 
-def expected_gradient(setting: Setting, terms: Sequence[KLTerm], *, chunk: int = CHUNK) -> Moments:
-    """The exact mean and variance of the gradient of ``sum_k beta_k surrogate_k`` over the sampler's completions."""
-    return exact_moments(setting, terms_loss(terms), chunk=chunk)
+def expected_gradient(setting: Setting, terms: Sequence[KLTerm], *, group_size: int = 1, chunk: int = CHUNK) -> Moments:
+    """The exact mean and variance of the gradient of ``sum_k beta_k surrogate_k`` over the sampler's completions.
+
+    A group matters to terms with a baseline of their own only.
+    """
+    return exact_moments(setting, terms_loss(terms), group_size=group_size, chunk=chunk)
 
 
 def target_gradient(setting: Setting, target: str) -> Tensor:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import kl_comedy.objective  # noqa: F401  (registers the built-ins)
-from kl_comedy.kl.oracle.expectation import number
+from kl_comedy.kl.oracle.expectation import number, term_arguments, term_surrogate
 from kl_comedy.kl.oracle.moments import Moments, exact_moments
 from kl_comedy.kl.oracle.rows import Loss, Rows
 from kl_comedy.kl.oracle.setting import Setting
-from kl_comedy.kl.surrogate import kl_parts, kl_surrogate
+from kl_comedy.kl.surrogate import kl_parts
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.objective.reduction import sequence_weights
 from kl_comedy.objective.returns import returns_with_costs
@@ -47,19 +47,18 @@ def training_loss(terms: Sequence[KLTerm], around: Surroundings, *, scale: float
     policy_loss = POLICY_LOSSES.get(around.policy_loss).fn
 
     def loss(rows: Rows, /) -> Tensor:
-        seen = [_arguments(term, rows) for term in terms]
         betas = [scale * number(term) for term in terms]
         cost_BT = torch.zeros_like(rows.ref_logp_BT)
-        for term, beta, arguments in zip(terms, betas, seen, strict=True):
+        for term, beta in zip(terms, betas, strict=True):
             if term.baseline == "before":
-                cost_BT = cost_BT + beta * kl_parts(term, **arguments).cost_BT.detach()
+                cost_BT = cost_BT + beta * kl_parts(term, **term_arguments(term, rows)).cost_BT.detach()
         returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
         advantage_BT = _advantage(around, returns_BT, rows).detach()
         total_BT = policy_loss(rows.logp_BT, rows.behaviour_logp_BT, advantage_BT, **around.policy_loss_options)
-        for term, beta, arguments in zip(terms, betas, seen, strict=True):
-            before = term.baseline == "before"
-            added_BT = kl_parts(term, **arguments).pathwise_BT if before else kl_surrogate(term, **arguments)
-            total_BT = total_BT + beta * added_BT
+        for term, beta in zip(terms, betas, strict=True):
+            inside = term.baseline == "before"
+            left_BT = kl_parts(term, **term_arguments(term, rows)).pathwise_BT if inside else term_surrogate(term, rows)
+            total_BT = total_BT + beta * left_BT
         return _reduced(torch.where(rows.mask_BT, total_BT, 0.0), rows, around)
 
     return loss
@@ -87,16 +86,6 @@ def _advantage(around: Surroundings, returns_BT: Tensor, rows: Rows) -> Tensor:
     columns = (returns_BT, rows.mask_BT, rows.group_B)
     pieces = zip(*(torch.split(column, size) for column in columns), strict=True)
     return torch.cat([entry.fn(*piece) for piece in pieces])
-
-
-def _arguments(term: KLTerm, rows: Rows) -> dict[str, Tensor]:
-    return {
-        "logp_BT": rows.logp_BT,
-        "ref_logp_BT": rows.ref_logp_BT,
-        "behaviour_logp_BT": rows.behaviour_logp_BT,
-        "mask_BT": rows.mask_BT,
-        "exact_kl_BT": rows.forward_kl_BT if term.needs == "exact_forward" else rows.reverse_kl_BT,
-    }
 
 
 def _reduced(loss_BT: Tensor, rows: Rows, around: Surroundings) -> Tensor:
