@@ -125,10 +125,27 @@ def test_micro_batches_do_not_change_the_run(tmp_path, tokens):
         assert cut[key] == pytest.approx(whole[key], rel=2e-3, abs=1e-6), key
 
 
-def test_cost_before_and_after_the_baseline_train_differently(tmp_path):
-    before = go(tmp_path / "a", "kl.0.baseline=before", "kl.0.beta=0.5")
-    after = go(tmp_path / "b", "kl.0.baseline=after", "kl.0.beta=0.5")
-    assert weights_of(before.run) != weights_of(after.run)
+def test_a_terms_own_baseline_does_not_depend_on_the_packing(tmp_path):
+    """It is a mean over the group, and a group may be spread over micro-batches."""
+    stale = ("lag.mode=replayed", "lag.steps=2", "train.steps=4", "train.eval_every=0", "kl=rb/robust", "kl.beta=0.3")
+    whole = metrics_of(go(tmp_path / "a", *stale, "train.microbatch_tokens=100000").run)
+    cut = metrics_of(go(tmp_path / "b", *stale, "train.microbatch_tokens=64").run)
+    for key in ((3, "train/loss_kl_0"), (3, "grad/norm"), (4, "train/loss_kl_0"), (4, "kl/exact_reverse_sequence")):
+        assert cut[key] == pytest.approx(whole[key], rel=5e-3, abs=1e-6), key
+    assert whole[(4, "train/loss_kl_0")] != 0.0
+
+
+def test_a_group_of_one_has_no_own_baseline(tmp_path):
+    with pytest.raises(UserError, match=r"kl.0.baseline: got 'own'"):
+        go(tmp_path, "kl=rb/robust", "rollout.group_size=1", "algorithm.advantage=none")
+
+
+def test_cost_before_after_and_with_its_own_baseline_train_differently(tmp_path):
+    trained = [
+        weights_of(go(tmp_path / name, f"kl.0.baseline={name}", "kl.0.beta=0.5").run)
+        for name in ("before", "after", "own")
+    ]
+    assert len({str(weights) for weights in trained}) == 3
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,40 @@ _recipe(
     KLTerm("exact", placement="loss", correction="prefix_previous", beta=0.01),
 )  # fmt: skip
 _recipe(
+    "rb/baselined", "rb/per_decision with the leave-one-out mean of its own returns: unbiased, less noise",
+    "results/open_problem",
+    KLTerm("exact", placement="reward", credit="to_go", correction="prefix_previous", baseline="own", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "rb/robust", "rb/baselined with the prefix ratio truncated at 2: least error on stale batches",
+    "results/open_problem",
+    KLTerm(
+        "exact", placement="reward", credit="to_go", correction="prefix_previous", cap=2.0, baseline="own", beta=0.01
+    ),
+)  # fmt: skip
+_recipe(
+    "rb/windowed", "rb/per_decision with the product of the last 4 ratios", "results/open_problem (a negative result)",
+    KLTerm("exact", placement="reward", credit="to_go", correction="prefix_previous", window=4, beta=0.01),
+)  # fmt: skip
+_recipe(
+    "rb/masked", "rb/per_decision without the costs whose prefix ratio is above 4", "results/open_problem",
+    KLTerm(
+        "exact", placement="reward", credit="to_go", correction="prefix_previous", cap=4.0, cap_mode="mask", beta=0.01
+    ),
+)  # fmt: skip
+_recipe(
+    "is/sequence_total", "k1 of the whole completion times its ratio", "2512.21852 Sec. 3",
+    KLTerm("k1", placement="reward", credit="total", correction="sequence", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "is/k3_sequence", "k3 times the differentiated ratio of the completion", "Amini et al., kl-rb code",
+    KLTerm("k3", placement="loss", correction="sequence", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "is/k3_per_decision", "k3 times the differentiated ratio of the prefix", "per-decision importance sampling",
+    KLTerm("k3", placement="loss", correction="prefix", beta=0.01),
+)  # fmt: skip
+_recipe(
     "is/sequence", "k1 in reward times the ratio of the completion", "2512.21852 Sec. 3",
     KLTerm("k1", placement="reward", credit="to_go", correction="sequence", beta=0.01),
 )  # fmt: skip

@@ -29,6 +29,8 @@ SHARED = 6
 DISTANCE, STALENESS = 0.5, 0.3
 FAR_DISTANCE, FAR_STALENESS = 4.0, 1.5
 """Logit noise of the far instance: log-ratios of several nats, ratios of a hundred."""
+LONG = Tree.build(vocabulary=2, length=8, ends=False)
+"""A longer tree, where a window of the last ratios leaves some out."""
 TOLERANCE = 1e-9
 
 YARDSTICKS: dict[str, tuple[KLTerm, ...]] = {
@@ -110,6 +112,9 @@ def battery(regime: str, *, sampler_is_reference: bool = False) -> tuple[Instanc
     found.append((Setting.random(
         TREE, regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS
     ), False, False))  # fmt: skip
+    found.append((Setting.random(
+        LONG, regime=regime, seed=0, parameters=SHARED, distance=DISTANCE, staleness=STALENESS
+    ), False, False))  # fmt: skip
     instances = []
     for setting, is_near, shown in found:
         measured = against_the_sampler(setting) if sampler_is_reference else setting
@@ -131,6 +136,8 @@ def _certificate(name: str, terms: tuple[KLTerm, ...], regime: str) -> Certifica
     claimed = claimed_target(terms[0], regime) if len(terms) == 1 else None
     near_target = _hit([pair for pair in zip(instances, moments, strict=True) if pair[0].near], claimed)
     target = _hit(list(zip(instances, moments, strict=True)), near_target)
+    if any(term.window is not None and term.window >= LONG.length - 1 for term in terms):
+        target = None  # no instance is longer than the window, so none shows what it leaves out
     shown = [pair for pair in zip(instances, moments, strict=True) if pair[0].shown]
     bias = {t: _mean([m.relative_bias(i.targets[t]) for i, m in shown]) for t in TARGETS}
     cosine = {t: _mean([m.cosine(i.targets[t]) for i, m in shown]) for t in TARGETS}
@@ -186,7 +193,8 @@ def _least_variance(target: str, regime: str) -> float | None:
 
 
 def _bounded(terms: Sequence[KLTerm]) -> bool:
-    return any(t.cap is not None or t.input_clamp is not None or t.output_clamp is not None for t in terms)
+    bounds = ("cap", "window", "input_clamp", "output_clamp")
+    return any(getattr(term, name) is not None for term in terms for name in bounds)
 
 
 def _sentence(
@@ -200,11 +208,13 @@ def _sentence(
         away = "" if target is None or target == "zero" else f" ({target})"
         return f"a trust region: pulls towards the sampler{away}, not towards the reference"
     noise = "" if ratio is None else f"; {ratio:.3g}x the variance of the least noisy unbiased term"
+    if any(term.baseline == "own" for term in terms):
+        noise += " (its own baseline, which needs a group, is not counted)"
     if target is not None:
         return f"{SAYS[target]}{noise if target != 'zero' else ''}"
     off, along = bias["sequence_reverse"], cosine["sequence_reverse"]
     nearest = min((t for t in TARGETS if t != "zero"), key=lambda t: bias[t])
-    size = f"{off:.0%}" if off < 10 else f"{off:.0f}x"
+    size = "less than 1%" if off < 0.01 else f"{off:.0%}" if off < 10 else f"{off:.0f}x"
     words = f"biased: {size} off the sequence-level reverse KL, cosine {along:.2f}"
     if along < 0:
         words = f"points away: cosine {along:.2f} with the sequence-level reverse KL, {size} off it"
