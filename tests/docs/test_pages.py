@@ -79,7 +79,7 @@ def logged_patterns() -> set[str]:
                 text = node.value
             else:
                 continue
-            if re.fullmatch(r"(train|kl|kl_term|policy|grad|beta|time|eval)/[\w*/]+", text):
+            if re.fullmatch(r"(train|kl|kl_error|kl_term|policy|grad|beta|time|eval)/[\w*/]+", text):
                 found.add(text)
     return found - {"eval/*"}  # the name of a samples table and of a seed, no metric
 
@@ -115,8 +115,8 @@ def small_update():
         policy_version_BT=torch.tensor([[2, 0], [1, 1]]), group_B=torch.zeros(2),
     )  # fmt: skip
     seen = TokenPass(
-        logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.5]]), entropy_BT=mask_BT * 0.3, kl_BT=mask_BT * 0.6,
-        forward_kl_BT=mask_BT * 0.9, hidden_NH=None,
+        logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.5]]), kl_BT=mask_BT * 0.6, forward_kl_BT=mask_BT * 0.9,
+        entropy_BT=mask_BT * 0.3, total_variation_BT=mask_BT * 0.2, hidden_NH=None,
     )  # fmt: skip
     tally = Tally()
     tally_tokens(tally, MicroBatch(experience=experience, references={}, baselines={}), seen, version=3)
@@ -127,6 +127,20 @@ def test_what_an_update_measures_is_documented_and_means_what_the_page_says():
     got = small_update()
     assert set(got) <= set(DOCUMENTED)
     omega = torch.tensor([1.0, torch.e**-0.5])
+    missed = {  # the log-ratios are 1 | 1, 0.5, and the exact reverse KL of each token is 0.6
+        "k1": [[0.4], [0.4, -0.1]],
+        "k2": [[-0.1], [-0.1, -0.475]],
+        "k3": [[torch.e**-1 - 0.6], [torch.e**-1 - 0.6, torch.e**-0.5 - 1.1]],
+    }
+    errors = {}
+    for name, rows in missed.items():
+        tokens, totals = [x for row in rows for x in row], [sum(row) for row in rows]
+        errors |= {
+            f"kl_error/{name}_reverse_token": sum(tokens) / 3,
+            f"kl_error/{name}_reverse_token_rms": (sum(x * x for x in tokens) / 3) ** 0.5,
+            f"kl_error/{name}_reverse_sequence": sum(totals) / 2,
+            f"kl_error/{name}_reverse_sequence_rms": (sum(x * x for x in totals) / 2) ** 0.5,
+        }
     assert got == pytest.approx(
         {
             "kl/k1_reverse_token": 2.5 / 3, "kl/k1_reverse_sequence": 2.5 / 2,
@@ -135,8 +149,10 @@ def test_what_an_update_measures_is_documented_and_means_what_the_page_says():
             "kl/k3_reverse_sequence": (2 * torch.e**-1 + torch.e**-0.5 - 0.5) / 2,
             "kl/exact_reverse_token": 0.6, "kl/exact_reverse_sequence": 0.9,
             "kl/exact_forward_token": 0.9, "kl/exact_forward_sequence": 1.35,
+            "kl/total_variation_token": 0.2, "kl/total_variation_sequence": 0.3, **errors,
             "kl/log_ratio_max": 1.0, "kl/k1_behaviour_token": 0.5 / 3,
-            "policy/entropy": 0.3, "policy/staleness": 5 / 3, "policy/behaviour_gap_max": 0.5,
+            "policy/entropy": 0.3, "policy/entropy_sequence": 0.45, "policy/staleness": 5 / 3,
+            "policy/behaviour_gap_max": 0.5,
             "policy/ess": float(omega.sum() ** 2 / (omega.square().sum() * 2)),
         },
         rel=1e-5,

@@ -15,6 +15,7 @@ from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import FrozenReference, PassOptions
 
 V = 61
+EXACT = {"kl": True, "forward_kl": True, "entropy": True, "total_variation": True}
 PROMPTS, COMPLETIONS = (3, 5, 1), (4, 1, 6)
 
 
@@ -93,21 +94,21 @@ def test_logps_are_those_of_the_unpadded_unbatched_model(make, temperature):
 def test_values_and_gradients_do_not_depend_on_chunks(chunk):
     model, (inputs, _) = llama(), batch()
     reference = reference_pass(llama(seed=3), inputs)
-    wanted = {"reference": reference, "kl": True, "forward_kl": True, "entropy": True}
+    wanted = {"reference": reference, **EXACT}
     results = []
     for size in (10**9, chunk):
         model.zero_grad()
         seen = run(model, inputs, chunk=size, **wanted)
         (seen.logp_BT.sum() + (seen.kl_BT**2).sum() + seen.forward_kl_BT.sum()).backward()
-        values = [seen.logp_BT, seen.kl_BT, seen.forward_kl_BT, seen.entropy_BT]
+        values = [seen.logp_BT, seen.kl_BT, seen.forward_kl_BT, seen.entropy_BT, seen.total_variation_BT]
         results.append([t.detach().clone() for t in [*values, *(p.grad for p in model.parameters())]])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
 
 
-def test_kl_and_entropy_are_those_of_torch_distributions_with_their_gradients():
+def test_exact_values_are_those_of_torch_distributions_with_their_gradients():
     model, other, (inputs, rows) = llama(), llama(seed=3), batch()
-    seen = run(model, inputs, reference=reference_pass(other, inputs), kl=True, forward_kl=True, entropy=True)
+    seen = run(model, inputs, reference=reference_pass(other, inputs), **EXACT)
     weights = torch.randn(seen.kl_BT.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     policies = [torch.distributions.Categorical(logits=x) for x in naive_logits(model, rows, 0.7)]
     with torch.no_grad():
@@ -118,6 +119,7 @@ def test_kl_and_entropy_are_those_of_torch_distributions_with_their_gradients():
         "kl_BT": [divergence(p, q) for p, q in pairs],
         "forward_kl_BT": [divergence(q, p) for p, q in pairs],
         "entropy_BT": [p.entropy() for p in policies],
+        "total_variation_BT": [(p.probs - q.probs).clamp(min=0).sum(-1) for p, q in pairs],
     }
     for name, columns in expected.items():
         for row, column in zip(getattr(seen, name), columns, strict=True):
@@ -130,7 +132,24 @@ def test_kl_and_entropy_are_those_of_torch_distributions_with_their_gradients():
         theirs = torch.autograd.grad(plain, parameters, retain_graph=True)
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
-    assert not seen.entropy_BT.requires_grad
+    assert not seen.entropy_BT.requires_grad and not seen.total_variation_BT.requires_grad
+    gaps, bounds = seen.total_variation_BT, (seen.kl_BT.detach() / 2).sqrt()
+    assert float(gaps.max()) < 1 and bool((gaps <= bounds + 1e-12).all()), "Pinsker's inequality"
+
+
+@pytest.mark.parametrize("name", ["kl", "forward_kl", "entropy", "total_variation"])
+def test_what_is_asked_alone_is_what_is_asked_together(name):
+    """Columns travel in a fixed order; none may end up under another's name, and what is not asked is None."""
+    model, (inputs, _) = llama(), batch()
+    reference = reference_pass(llama(seed=3), inputs)
+    alone = run(model, inputs, reference=reference, **{name: True})
+    together = run(model, inputs, reference=reference, **EXACT)
+    for other in EXACT:
+        found = getattr(alone, f"{other}_BT")
+        if other == name:
+            assert torch.equal(found, getattr(together, f"{other}_BT"))
+        else:
+            assert found is None
 
 
 def test_logp_gradient_is_that_of_the_naive_path():
@@ -173,7 +192,8 @@ def _shared_model():
 def test_kl_to_itself_is_exactly_zero_and_logps_equal(dtype):
     model, (inputs, _) = llama(dtype), batch()
     reference = reference_pass(model, inputs, chunk=2 * V)
-    seen = run(model, inputs, chunk=2 * V, reference=reference, kl=True, forward_kl=True)
+    seen = run(model, inputs, chunk=2 * V, reference=reference, **EXACT)
+    assert seen.total_variation_BT.count_nonzero() == 0
     assert seen.kl_BT.count_nonzero() == 0
     assert seen.forward_kl_BT.count_nonzero() == 0
     assert torch.equal(seen.logp_BT, reference.logp_BT)
@@ -218,9 +238,9 @@ def test_forward_and_backward_never_hold_all_logits():
         return tensor
 
     with _Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        seen = run(model, inputs, chunk=5 * vocab, reference=reference, kl=True, entropy=True)
+        seen = run(model, inputs, chunk=5 * vocab, reference=reference, **EXACT)
         between = len(saved)
-        (seen.logp_BT + seen.kl_BT).sum().backward()
+        (seen.logp_BT + seen.kl_BT + seen.forward_kl_BT).sum().backward()
     head = model.lm_head.weight.numel()  # 16 * V, the only larger tensor: the weight and its gradient
     assert largest.numel <= head < 45 * vocab
     assert max(n for n in saved[:between] if n != head) < vocab, "no logits are kept for the backward pass"
@@ -288,6 +308,8 @@ def test_a_reference_of_another_temperature_or_batch_is_refused():
     model, (inputs, _) = llama(), batch()
     with pytest.raises(ValueError, match="needs a reference"):
         run(model, inputs, kl=True)
+    with pytest.raises(ValueError, match="needs a reference"):
+        run(model, inputs, total_variation=True)
     with pytest.raises(ValueError, match="temperature"):
         run(model, inputs, kl=True, reference=reference_pass(model, inputs, temperature=1.0))
     smaller, _ = batch((3,), (4,))

@@ -1,13 +1,16 @@
-"""Token log-probs, exact KL and entropy in one pass that never holds ``[B, T, V]``.
+"""Token log-probs, exact KL, total variation and entropy in one pass that never holds ``[B, T, V]``.
 
     prompt [B, P] + completion [B, T] -> body -> hidden of the N = mask.sum() positions -> head, row chunks -> [B, T]
 
 Shape legend: ``B`` sequences, ``P`` prompt tokens (left-padded), ``T`` completion tokens (right-padded), ``N``
 completion tokens inside the mask, ``n`` rows of one chunk, ``H`` hidden width, ``V`` vocabulary. All values are
-in nats at the sampling temperature, in float32 (float64 for a float64 model), and exactly zero outside the mask.
+in nats (total variation: a probability) at the sampling temperature, in float32 (float64 for a float64 model),
+and exactly zero outside the mask.
 
 The head's matrix product runs in the dtype of its weights, as it does in the sampler; temperature and softmax
-run in float32 or wider. A chunk of ``n * V <= chunk_elements`` logits is recomputed in the backward pass.
+run in float32 or wider. A chunk of ``n * V <= chunk_elements`` logits is recomputed in the backward pass. Chunks
+are of whole rows, so that every sum over the vocabulary is one reduction whatever the chunk size: the smallest
+chunk is one row of ``V`` logits.
 """
 
 from __future__ import annotations
@@ -35,25 +38,30 @@ class TokenPass:
     ``kl_BT`` exact ``KL(pi || ref)`` of the next-token distributions at the prefix of each token;
     ``forward_kl_BT`` exact ``KL(ref || pi)``; both differentiable in the policy only.
     ``entropy_BT`` entropy of the next-token distribution; detached: it is a metric here.
+    ``total_variation_BT`` total variation ``sum |pi - ref| / 2`` of the next-token distributions, in [0, 1]; detached.
     ``hidden_NH`` hidden state before each masked token, row by row; detached.
     """
 
     logp_BT: Tensor
-    entropy_BT: Tensor | None
     kl_BT: Tensor | None
     forward_kl_BT: Tensor | None
+    entropy_BT: Tensor | None
+    total_variation_BT: Tensor | None
     hidden_NH: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    entropy: bool
+    """The columns beside the log-prob, in this order; what has no gradient comes last and is not recomputed."""
+
     kl: bool
     forward_kl: bool
+    entropy: bool
+    total_variation: bool
 
     @property
     def reference(self) -> bool:
-        return self.kl or self.forward_kl
+        return self.kl or self.forward_kl or self.total_variation
 
 
 def token_pass(
@@ -66,20 +74,22 @@ def token_pass(
     temperature: float,
     chunk_elements: int,
     reference: ReferencePass | None = None,
-    entropy: bool = False,
     kl: bool = False,
     forward_kl: bool = False,
+    entropy: bool = False,
+    total_variation: bool = False,
     keep_hidden: bool = False,
 ) -> TokenPass:
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
     ``chunk_elements`` bounds the logits held at once (at least one row is). ``reference`` must come from the
-    same batch, at the same temperature, with its hidden states kept, whenever ``kl`` or ``forward_kl`` is asked.
-    With equal weights and batch both KLs are exactly 0.0: the two sides take the same operations.
+    same batch, at the same temperature, with its hidden states kept, whenever ``kl``, ``forward_kl`` or
+    ``total_variation`` is asked. With equal weights and batch all three are exactly 0.0: the two sides take the
+    same operations.
 
     Raises :class:`ValueError` on shapes, padding sides or a reference that does not fit.
     """
-    wanted = _Wanted(entropy=entropy, kl=kl, forward_kl=forward_kl)
+    wanted = _Wanted(kl=kl, forward_kl=forward_kl, entropy=entropy, total_variation=total_variation)
     mask_BT = check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, temperature=temperature)
     _check_reference(reference, wanted, rows=int(mask_BT.sum()), temperature=temperature)
 
@@ -94,9 +104,10 @@ def token_pass(
     optional = iter(spread[1:])
     return TokenPass(
         logp_BT=spread[0],
-        entropy_BT=next(optional) if entropy else None,
         kl_BT=next(optional) if kl else None,
         forward_kl_BT=next(optional) if forward_kl else None,
+        entropy_BT=next(optional) if entropy else None,
+        total_variation_BT=next(optional) if total_variation else None,
         hidden_NH=hidden_NH if keep_hidden else None,
     )
 
@@ -123,7 +134,7 @@ def _check_reference(reference: ReferencePass | None, wanted: _Wanted, *, rows: 
     if not wanted.reference:
         return
     if reference is None or reference.hidden_NH is None:
-        raise ValueError("exact KL needs a reference pass that kept its hidden states")
+        raise ValueError("an exact value needs a reference pass that kept its hidden states")
     if reference.temperature != temperature:
         raise ValueError(f"the reference pass is at temperature {reference.temperature}, the policy at {temperature}")
     if len(reference.hidden_NH) != rows:
@@ -176,12 +187,10 @@ def _head_chunk(
     """Columns ``[n]`` of one chunk. The log-ratio is zero bit by bit where both distributions are the same."""
     logp_nV = _log_softmax(hidden_nH, weight_VH, bias_V, temperature)
     columns = [logp_nV.gather(1, ids_n[:, None])[:, 0]]
-    if wanted.entropy:
-        detached_nV = logp_nV.detach()
-        columns.append(-(detached_nV.exp() * detached_nV).sum(1))
+    logq_nV = None
     if wanted.reference:
         if ref_hidden_nH is None or ref_head is None:
-            raise ValueError("exact KL needs a reference pass that kept its hidden states")
+            raise ValueError("an exact value needs a reference pass that kept its hidden states")
         with torch.no_grad():
             logq_nV = _log_softmax(ref_hidden_nH, *ref_head, temperature)
         ratio_nV = logp_nV - logq_nV
@@ -189,6 +198,17 @@ def _head_chunk(
             columns.append((logp_nV.exp() * ratio_nV).sum(1))
         if wanted.forward_kl:
             columns.append(-(logq_nV.exp() * ratio_nV).sum(1) + 0.0)
+    return columns + _detached_columns(logp_nV.detach(), logq_nV, wanted)
+
+
+@torch.no_grad()
+def _detached_columns(logp_nV: Tensor, logq_nV: Tensor | None, wanted: _Wanted) -> list[Tensor]:
+    """Entropy and total variation ``[n]``, where wanted."""
+    columns: list[Tensor] = []
+    if wanted.entropy:
+        columns.append(-(logp_nV.exp() * logp_nV).sum(1))
+    if wanted.total_variation and logq_nV is not None:
+        columns.append(0.5 * logp_nV.exp().sub_(logq_nV.exp()).abs_().sum(1))
     return columns
 
 

@@ -1,7 +1,7 @@
 """Metrics of an update: sums over micro-batches with their own denominators, reduced once at the end.
 
 Names say estimator, direction and level. ``..._token`` is a mean over tokens, ``..._sequence`` a mean
-over completions of the sum over tokens; both in nats.
+over completions of the sum over tokens; in nats, but for total variation, which is a probability.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _SAMPLED = {"k1_reverse": k1, "k2_reverse": k2, "k3_reverse": k3}
 
 
 class Tally:
-    """Running sums and maxima; :meth:`values` divides each sum by its own count."""
+    """Running sums, sums of squares and maxima; :meth:`values` divides each sum by its own count, then takes roots."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
+        self._squares: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
         self._maxima: dict[str, float] = {}
 
@@ -35,34 +36,30 @@ class Tally:
         self._sums[name] += float(total)
         self._counts[name] += count
 
+    def add_squares(self, name: str, total: float | Tensor, count: float) -> None:
+        """``total`` is a sum of squares; what comes out under ``name`` is their root mean square."""
+        self._squares[name] += float(total)
+        self._counts[name] += count
+
     def maximum(self, name: str, value: float | Tensor) -> None:
         self._maxima[name] = max(self._maxima.get(name, float("-inf")), float(value))
 
     def values(self) -> dict[str, float]:
         means = {name: total / self._counts[name] for name, total in self._sums.items() if self._counts[name]}
-        return {**means, **self._maxima}
+        roots = {name: (x / self._counts[name]) ** 0.5 for name, x in self._squares.items() if self._counts[name]}
+        return {**means, **roots, **self._maxima}
 
 
 def tally_tokens(tally: Tally, micro: MicroBatch, seen: TokenPass, *, version: int) -> None:
-    """KL values against the initial reference, entropy, staleness and the ratio to the sampler."""
+    """Divergence from the initial reference, entropy, staleness and the ratio to the sampler."""
     experience = micro.experience
     mask_BT = experience.mask_BT
-    tokens, rows = float(mask_BT.sum()), float(mask_BT.shape[0])
+    tokens = float(mask_BT.sum())
     with torch.no_grad():
         logp_BT = seen.logp_BT.detach()
         log_ratio_BT = torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0)
-        for name, estimator in _SAMPLED.items():
-            total = estimator(log_ratio_BT).double().sum()
-            tally.add(f"kl/{name}_token", total, tokens)
-            tally.add(f"kl/{name}_sequence", total, rows)
-        tally.maximum("kl/log_ratio_max", log_ratio_BT.abs().max())
-        for name, exact_BT in (("exact_reverse", seen.kl_BT), ("exact_forward", seen.forward_kl_BT)):
-            if exact_BT is not None:
-                total = exact_BT.detach().double().sum()
-                tally.add(f"kl/{name}_token", total, tokens)
-                tally.add(f"kl/{name}_sequence", total, rows)
-        if seen.entropy_BT is not None:
-            tally.add("policy/entropy", seen.entropy_BT.detach().double().sum(), tokens)
+        tally_exact(tally, mask_BT, seen)
+        tally_sampled(tally, mask_BT, log_ratio_BT, seen.kl_BT)
         delta_BT = torch.where(mask_BT, logp_BT - experience.behaviour_logp_BT, 0.0)
         tally.add("kl/k1_behaviour_token", -delta_BT.double().sum(), tokens)
         tally.maximum("policy/behaviour_gap_max", delta_BT.abs().max())
@@ -71,6 +68,45 @@ def tally_tokens(tally: Tally, micro: MicroBatch, seen: TokenPass, *, version: i
         tally.add("_omega_square", omega_B.square().sum(), 1.0)
         age_BT = torch.where(mask_BT, version - experience.policy_version_BT, 0)
         tally.add("policy/staleness", age_BT.double().sum(), tokens)
+
+
+@torch.no_grad()
+def tally_exact(tally: Tally, mask_BT: Tensor, seen: TokenPass) -> None:
+    """Means of what a pass has from full distributions, per token and per completion."""
+    tokens, rows = float(mask_BT.sum()), float(mask_BT.shape[0])
+    for name, exact_BT in (
+        ("exact_reverse", seen.kl_BT),
+        ("exact_forward", seen.forward_kl_BT),
+        ("total_variation", seen.total_variation_BT),
+    ):
+        if exact_BT is not None:
+            total = exact_BT.double().sum()
+            tally.add(f"kl/{name}_token", total, tokens)
+            tally.add(f"kl/{name}_sequence", total, rows)
+    if seen.entropy_BT is not None:
+        total = seen.entropy_BT.double().sum()
+        tally.add("policy/entropy", total, tokens)
+        tally.add("policy/entropy_sequence", total, rows)
+
+
+@torch.no_grad()
+def tally_sampled(tally: Tally, mask_BT: Tensor, log_ratio_BT: Tensor, exact_BT: Tensor | None) -> None:
+    """k1, k2, k3 of the log-ratios, zero outside the mask; with the exact reverse KL, also what they miss it by.
+
+    The error of a token is its estimate less the exact KL at its prefix; that of a completion is the sum.
+    """
+    tokens, rows = float(mask_BT.sum()), float(mask_BT.shape[0])
+    tally.maximum("kl/log_ratio_max", log_ratio_BT.abs().max())
+    for name, estimator in _SAMPLED.items():
+        value_BT = estimator(log_ratio_BT.double())
+        tally.add(f"kl/{name}_token", value_BT.sum(), tokens)
+        tally.add(f"kl/{name}_sequence", value_BT.sum(), rows)
+        if exact_BT is not None:
+            error_BT = value_BT - exact_BT.double()
+            tally.add(f"kl_error/{name}_token", error_BT.sum(), tokens)
+            tally.add(f"kl_error/{name}_sequence", error_BT.sum(), rows)
+            tally.add_squares(f"kl_error/{name}_token_rms", error_BT.square().sum(), tokens)
+            tally.add_squares(f"kl_error/{name}_sequence_rms", error_BT.sum(1).square().sum(), rows)
 
 
 def effective_sample_share(values: dict[str, float], rows: int, micro_batches: int) -> dict[str, float]:

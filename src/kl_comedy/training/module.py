@@ -154,9 +154,10 @@ class PolicyModule(lightning.LightningModule):
             temperature=self.config.rollout.temperature,
             chunk_elements=self.config.model.head_chunk_elements,
             reference=reference,
-            entropy=measure,
             kl=measure or "exact_reverse" in needs,
             forward_kl=measure or "exact_forward" in needs,
+            entropy=measure,
+            total_variation=measure,
         )
 
     def _tally_options(self, tally: Tally, micro: MicroBatch, seen: TokenPass) -> None:
