@@ -1,0 +1,245 @@
+"""The algorithm around the terms: enumerated groups against brute force, and against the loss of training itself."""
+
+import itertools
+
+import brute
+import pytest
+import torch
+
+from kl_comedy.config import AlgorithmConfig
+from kl_comedy.errors import UserError
+from kl_comedy.kl import KLTerm, kl_parts, own_baseline
+from kl_comedy.kl.oracle import (
+    Setting,
+    Surroundings,
+    Tree,
+    exact_moments,
+    expected_gradient,
+    kl_effect,
+    target_gradient,
+    terms_loss,
+    training_loss,
+)
+from kl_comedy.kl.oracle.in_training import effects
+from kl_comedy.models.logprobs import TokenPass
+from kl_comedy.models.reference import ReferencePass
+from kl_comedy.objective import returns_with_costs, sequence_weights
+from kl_comedy.records import Experience
+from kl_comedy.registry import ADVANTAGES
+from kl_comedy.training.losses import micro_loss
+from kl_comedy.training.prepare import MicroBatch
+
+TREE = Tree.build(vocabulary=2, length=3)
+BEFORE = KLTerm("k1", placement="reward", baseline="before", beta=0.7)
+IN_LOSS = KLTerm("k3", placement="loss", correction="token", beta=0.4)
+OWN = KLTerm("exact", correction="prefix_previous", baseline="own")
+
+
+def setting(regime="off_policy", parameters=None, tree=TREE, **options):
+    return Setting.random(
+        tree, regime=regime, seed=2, parameters=parameters, **{"distance": 0.8, "staleness": 0.5, **options}
+    )
+
+
+def same(one, other, tolerance=1e-10):
+    assert float((one - other).norm()) <= tolerance * max(float(one.norm()), float(other.norm()), 1e-3)
+
+
+# --- groups against brute force -----------------------------------------------------------------------------------
+def leave_one_out(rows):
+    """-(R_i - mean of the others' R) log pi, written for one group of any size."""
+    others = (rows.reward_B.sum() - rows.reward_B) / max(len(rows.reward_B) - 1, 1)
+    return -(rows.reward_B - others)[:, None] * rows.logp_BT
+
+
+def leave_one_out_by_group(rows):
+    """The same over many groups at once."""
+    sums = torch.zeros(int(rows.group_B.max()) + 1, dtype=torch.float64).index_add_(0, rows.group_B, rows.reward_B)
+    size = int((rows.group_B == 0).sum())
+    others = (sums[rows.group_B] - rows.reward_B) / (size - 1)
+    return -(rows.reward_B - others)[:, None] * rows.logp_BT
+
+
+@pytest.mark.parametrize("parameters", [None, 4], ids=["tabular", "shared"])
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_a_leave_one_out_loss_over_enumerated_groups(group_size, parameters):
+    where = setting(parameters=parameters, tree=Tree.build(vocabulary=2, length=2) if group_size == 3 else TREE)
+    fast = exact_moments(where, leave_one_out_by_group, group_size=group_size)
+    slow = brute.moments(where, leave_one_out, group_size=group_size)
+    same(fast.gradient_D, slow.gradient_D)
+    assert fast.variance == pytest.approx(slow.variance, rel=1e-10)
+    for chunk in (2, 7):
+        again = exact_moments(where, leave_one_out_by_group, group_size=group_size, chunk=chunk)
+        same(again.gradient_D, fast.gradient_D, 1e-12)
+        assert again.variance == pytest.approx(fast.variance, rel=1e-12)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3])
+def test_a_loss_that_ignores_its_group_has_the_moments_of_one_completion(group_size):
+    """The variance of a group's mean times the group's size is that of one completion."""
+    where, loss = setting(), terms_loss([KLTerm("k3", placement="loss", correction="prefix")])
+    one, many = exact_moments(where, loss), exact_moments(where, loss, group_size=group_size)
+    same(many.gradient_D, one.gradient_D)
+    assert many.variance == pytest.approx(one.variance, rel=1e-10)
+
+
+AROUND = [
+    Surroundings(advantage="rloo", group_size=2),
+    Surroundings(advantage="grpo", group_size=3),
+    Surroundings(advantage="dr_grpo", group_size=2, policy_loss="ppo_clip"),
+    Surroundings(advantage="reinforce_pp", group_size=2, reward_scale=2.0),
+    Surroundings(advantage="reinforce_pp_baseline", group_size=2),
+    Surroundings(advantage="batch_mean", group_size=2, drop_truncated=True),
+    Surroundings(advantage="rloo", group_size=2, reduction="token_mean"),
+    Surroundings(advantage="rloo", group_size=2, reduction="sequence_mean_token_mean", drop_truncated=True),
+    Surroundings(advantage="none", policy_loss="ppo_clip", policy_loss_options={"clip_low": 0.01, "clip_high": 0.3}),
+]
+
+
+def around_id(around):
+    return f"{around.advantage} {around.policy_loss} {around.reduction} {around.group_size}"
+
+
+@pytest.mark.parametrize("around", AROUND, ids=around_id)
+def test_the_whole_loss_over_enumerated_groups_is_that_of_each_group_alone(around):
+    where = setting(tree=Tree.build(vocabulary=2, length=2))
+    loss = training_loss([BEFORE, IN_LOSS], around)
+    fast = exact_moments(where, loss, group_size=around.group_size)
+    slow = brute.moments(where, loss, group_size=around.group_size)
+    same(fast.gradient_D, slow.gradient_D)
+    assert fast.variance == pytest.approx(slow.variance, rel=1e-9)
+
+
+def test_too_many_groups_are_refused_with_a_way_out():
+    with pytest.raises(UserError, match="use a smaller group"):
+        exact_moments(setting(tree=Tree.build(vocabulary=3, length=4)), leave_one_out, group_size=5)
+
+
+# --- against training's own code ------------------------------------------------------------------------------------
+def trained(rows, terms, around):
+    """Each group as one update: advantages and weights as `prepare` makes them, then `micro_loss`."""
+    algorithm = AlgorithmConfig(
+        policy_loss=around.policy_loss, policy_loss_options=dict(around.policy_loss_options), reduction=around.reduction
+    )
+    betas = [float(term.beta) for term in terms]
+
+    def parts_of(term):
+        return kl_parts(
+            term, logp_BT=rows.logp_BT.detach(), ref_logp_BT=rows.ref_logp_BT, mask_BT=rows.mask_BT,
+            behaviour_logp_BT=rows.behaviour_logp_BT, exact_kl_BT=rows.reverse_kl_BT.detach(),
+        )  # fmt: skip
+
+    cost_BT = sum(
+        (beta * parts_of(t).cost_BT for t, beta in zip(terms, betas, strict=True) if t.baseline == "before"),
+        torch.zeros_like(rows.ref_logp_BT),
+    )
+    returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
+    kept_B = ~rows.truncated_B if around.drop_truncated else None
+    experience = Experience(
+        prompt_ids_BP=torch.ones(1, 1), prompt_mask_BP=torch.ones(1, 1), ids_BT=torch.zeros(1), mask_BT=rows.mask_BT,
+        behaviour_logp_BT=rows.behaviour_logp_BT, ref_logp_BT=rows.ref_logp_BT,
+        advantage_BT=ADVANTAGES.get(around.advantage).fn(returns_BT, rows.mask_BT, rows.group_B),
+        reward_B=rows.reward_B, weight_B=sequence_weights(around.reduction, rows.mask_BT, keep_B=kept_B).double(),
+        policy_version_BT=torch.zeros(1), group_B=rows.group_B,
+    )  # fmt: skip
+    own = {n: own_baseline(parts_of(t), rows.mask_BT, rows.group_B) for n, t in enumerate(terms) if t.baseline == "own"}
+    reference = ReferencePass(logp_BT=rows.ref_logp_BT, **_blank(ReferencePass))
+    seen = TokenPass(
+        logp_BT=rows.logp_BT, kl_BT=rows.reverse_kl_BT, forward_kl_BT=rows.forward_kl_BT,
+        **_blank(TokenPass, "kl_BT", "forward_kl_BT"),
+    )  # fmt: skip
+    micro = MicroBatch(experience=experience, references={"initial": reference}, baselines=own)
+    loss, _ = micro_loss(micro, {"initial": seen}, terms=terms, betas=betas, algorithm=algorithm)
+    return loss * len(rows.reward_B)
+
+
+def _blank(record, *given):
+    return {name: None for name in record.__dataclass_fields__ if name not in (*given, "logp_BT")}
+
+
+@pytest.mark.parametrize("around", AROUND, ids=around_id)
+@pytest.mark.parametrize(
+    "terms", [[BEFORE], [IN_LOSS], [BEFORE, IN_LOSS], [OWN]], ids=["before", "loss", "both", "own"]
+)
+def test_the_oracle_enumerates_the_loss_that_training_computes(around, terms):
+    """The sum of the oracle's loss over a group is what `micro_loss` gives for that group, value and gradient.
+
+    Up to 1e-6: the weights of sequences are float32 in training."""
+    where = setting(tree=Tree.build(vocabulary=2, length=2))
+    loss = training_loss(terms, around)
+    found = brute.completions(where.tree)
+    for members in itertools.islice(itertools.product(found, repeat=around.group_size), 0, None, 2):
+        both = []
+        for compute in (lambda rows: loss(rows).sum(), lambda rows: trained(rows, terms, around)):
+            theta_D = where.theta_D.clone().requires_grad_(True)
+            value = compute(brute.rows_of(where, members, theta_D))
+            (gradient_D,) = torch.autograd.grad(value, theta_D, materialize_grads=True)
+            both.append(torch.cat([value.detach()[None], gradient_D]))
+        same(*both, tolerance=1e-6)
+
+
+# --- what an algorithm leaves of the KL gradient ----------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("advantage", "group_size", "factor"),
+    [("none", 1, 1.0), ("rloo", 2, 1.0), ("rloo", 3, 1.0), ("dr_grpo", 2, 1 / 2), ("dr_grpo", 3, 2 / 3),
+     ("batch_mean", 2, 1 / 2)],
+)  # fmt: skip
+def test_a_group_mean_shrinks_a_cost_before_it_by_one_minus_one_over_the_group(advantage, group_size, factor):
+    where = setting("on_policy", parameters=4)
+    left = kl_effect(where, [BEFORE], Surroundings(advantage=advantage, group_size=group_size))
+    same(left.gradient_D, factor * target_gradient(where, "sequence_reverse"), 1e-9)
+
+
+def test_a_term_in_loss_passes_every_baseline_untouched():
+    where = setting("on_policy")
+    alone = expected_gradient(where, [KLTerm("k3", placement="loss", correction="token")]).gradient_D
+    for around in AROUND[:5]:
+        same(kl_effect(where, [IN_LOSS], around).gradient_D, alone, 1e-9)
+
+
+def test_a_group_standard_deviation_blows_the_kl_up_where_rewards_are_equal():
+    """GRPO divides by the group's spread. Where all rewards of a group are equal, the spread is that of the KL
+    cost alone, so the cost weighs the same at any beta: ten times less beta, ten times the strength per beta."""
+    where = setting("on_policy", parameters=4)
+    target_D = target_gradient(where, "sequence_reverse")
+
+    def strength(beta, advantage):
+        term = KLTerm("k1", credit="total", baseline="before", beta=beta)
+        left_D = kl_effect(where, [term], Surroundings(advantage=advantage, group_size=2)).gradient_D
+        return float(left_D @ target_D) / float(target_D.square().sum())
+
+    assert strength(1e-3, "rloo") == pytest.approx(1.0) == strength(1e-2, "rloo")
+    assert strength(1e-2, "grpo") > 5
+    assert strength(1e-3, "grpo") / strength(1e-2, "grpo") == pytest.approx(10, rel=0.05)
+
+
+def test_clipping_takes_a_part_of_a_cost_inside_the_advantage_and_none_of_a_term_in_loss():
+    where = setting("off_policy", staleness=1.0)
+    narrow = Surroundings(policy_loss="ppo_clip", policy_loss_options={"clip_low": 0.05, "clip_high": 0.05})
+    wide = Surroundings(policy_loss="ppo_clip", policy_loss_options={"clip_low": 1.0, "clip_high": 1e6})
+    inside, outside = (
+        [float((kl_effect(where, [t], narrow).gradient_D - kl_effect(where, [t], wide).gradient_D).norm())
+         for t in terms]
+        for terms in ((BEFORE,), (IN_LOSS,))
+    )  # fmt: skip
+    assert inside[0] > 1e-3 and outside[0] < 1e-10
+
+
+def test_dropping_truncated_completions_drops_their_kl():
+    """Every truncated completion out: what is left is the gradient over the ended ones, each with its own weight."""
+    where = setting("on_policy")
+    dropped = kl_effect(where, [IN_LOSS], Surroundings(drop_truncated=True)).gradient_D
+    kept = exact_moments(
+        where, lambda rows: (~rows.truncated_B)[:, None] * terms_loss([IN_LOSS])(rows) / float(IN_LOSS.beta)
+    ).gradient_D
+    same(dropped, kept, 1e-7)
+    whole = kl_effect(where, [IN_LOSS], Surroundings()).gradient_D
+    assert float((dropped - whole).norm()) > 0.05 * float(whole.norm())
+
+
+def test_effects_of_a_config_are_one_row_per_regime():
+    found = effects("mine", [BEFORE], Surroundings(advantage="dr_grpo", group_size=2))
+    assert [e.regime for e in found] == ["on_policy", "off_policy"]
+    assert found[0].strength == pytest.approx(0.5, rel=1e-9) and found[0].cosine == pytest.approx(1.0)
+    assert found[1].relative_bias > found[0].relative_bias
+    assert set(found[0].row()) == {"name", "around", "regime", "strength", "relative_bias", "cosine"}
