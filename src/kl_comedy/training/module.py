@@ -60,7 +60,7 @@ class PolicyModule(lightning.LightningModule):
         self.references = dict(references)
         self.stream = stream
         self.backend = backend
-        self._plan = Preparation(
+        self.plan = Preparation(
             terms=self.terms,
             algorithm=config.algorithm,
             microbatch_tokens=config.train.microbatch_tokens,
@@ -94,7 +94,7 @@ class PolicyModule(lightning.LightningModule):
         betas = [beta.value for beta in self.betas]
         try:
             micro_batches = prepare(
-                batch.rows, self._plan, betas=betas, references=self.references, policy_pass=self._pass_for
+                batch.rows, self.plan, betas=betas, references=self.references, policy_pass=self.policy_pass
             )
             tally, parts = Tally(), {}
             optimizer = self.optimizers()
@@ -128,12 +128,7 @@ class PolicyModule(lightning.LightningModule):
 
     def _accumulate(self, micro: MicroBatch, tally: Tally, betas: Sequence[float], *, exact: bool) -> dict[str, Tensor]:
         """Pass, loss and backward of one micro-batch."""
-        inputs = {name: getattr(micro.experience, name) for name in _INPUTS}
-        passes: dict[str, TokenPass] = {}
-        for name, reference in micro.references.items():
-            wanted = [term for term in self.terms if term.reference == name]
-            if name == "initial" or any(term.needs != "log_ratio" for term in wanted):
-                passes[name] = self._pass_for(inputs, reference, wanted, measure=exact and name == "initial")
+        passes = self.passes(micro, measure=exact)
         seen = passes["initial"]
         if not bool(torch.isfinite(seen.logp_BT).all()):
             raise UserError("the policy's log-probs are not finite")
@@ -143,7 +138,19 @@ class PolicyModule(lightning.LightningModule):
         self._tally_options(tally, micro, seen)
         return parts
 
-    def _pass_for(
+    def passes(
+        self, micro: MicroBatch, *, terms: Sequence[KLTerm] | None = None, measure: bool = False
+    ) -> dict[str, TokenPass]:
+        """The policy pass per reference: the initial one always, others where one of ``terms`` needs their exact KL."""
+        inputs = {name: getattr(micro.experience, name) for name in _INPUTS}
+        found: dict[str, TokenPass] = {}
+        for name, reference in micro.references.items():
+            wanted = [term for term in (self.terms if terms is None else terms) if term.reference == name]
+            if name == "initial" or any(term.needs != "log_ratio" for term in wanted):
+                found[name] = self.policy_pass(inputs, reference, wanted, measure=measure and name == "initial")
+        return found
+
+    def policy_pass(
         self, inputs: Mapping[str, Tensor], reference: ReferencePass, terms: Sequence[KLTerm], *, measure: bool = False
     ) -> TokenPass:
         """The policy pass, with the exact KLs that ``terms`` (or the metrics) need."""
