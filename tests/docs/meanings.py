@@ -103,6 +103,14 @@ MEANINGS: dict[str, str] = {
     "eval.max_new_tokens": "`null`: `rollout.max_new_tokens`.",
     "eval.at_start": "Evaluate before the first update.",
     "eval.at_end": "Evaluate after the last one.",
+    "eval.kl": (
+        "Measure exact KL, total variation and entropy on the completions as well; two forward passes. A run measures "
+        "against its initial reference."
+    ),
+    "eval.reference": (
+        "What `kl-comedy evaluate` measures KL against: a config file, for the model it names (a run's own "
+        "`config.yaml`: where the run began), or a model as in `model.source`. `null`: entropy only."
+    ),
     "tracking.uri": "An MLflow store or server; `none`: files in the run folder only. Not part of the config hash.",
     "tracking.experiment": "The MLflow experiment.",
     "tracking.flush_every": "Steps of metrics between writes to the store.",

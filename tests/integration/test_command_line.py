@@ -19,6 +19,15 @@ def kl_comedy(*arguments, cwd, fails=None):
     return done
 
 
+def metrics_of(spool, *, step):
+    events = [json.loads(line) for line in spool.read_text().splitlines()]
+    found = {}
+    for event in events:
+        if event.get("kind") == "metrics" and event["step"] == step:
+            found |= event["data"]
+    return found
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Two seeds of the tiny config, tracked in a real store."""
@@ -74,3 +83,10 @@ def test_the_trained_policy_evaluates_to_what_the_run_said(trained):
     assert "model.options" in refused.stderr
     rows = json.loads(kl_comedy(*words, "--format", "json", cwd=folder).stdout)
     assert rows[0]["reward"] == pytest.approx(summary["evaluations"]["heldout"]["2"])
+    logged = {
+        name.removeprefix("eval/heldout/"): value
+        for name, value in metrics_of(run / "spool.jsonl", step=2).items()
+        if name.startswith(("eval/heldout/kl/", "eval/heldout/kl_error/", "eval/heldout/policy/"))
+    }
+    assert len(logged) == 6 + 6 + 1 + 12 + 2 and logged["kl/exact_reverse_token"] > 0
+    assert {name: rows[0][name] for name in logged} == pytest.approx(logged, rel=1e-3, abs=1e-7)

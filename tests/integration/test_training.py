@@ -21,6 +21,9 @@ from kl_comedy.training.run import train
 
 TINY = Path(__file__).with_name("tiny.yaml")
 ROOT = Path(__file__).parents[2]
+LEVELS = ("token", "sequence")
+EXACT = ("exact_reverse", "exact_forward", "total_variation")
+SAMPLED = ("k1_reverse", "k2_reverse", "k3_reverse")
 SETUPS = {
     "on_policy": [],
     "several_updates": ["algorithm.updates_per_batch=2", "algorithm.epochs_per_batch=2"],
@@ -104,11 +107,38 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, setup):
 
 def test_the_first_update_sees_zero_kl_and_the_samplers_log_probs(tmp_path):
     first = {name: value for (step, name), value in metrics_of(go(tmp_path, "train.steps=1").run).items() if step == 1}
-    for name in ("k1_reverse", "k2_reverse", "k3_reverse", "exact_reverse", "exact_forward"):
+    for name in (*SAMPLED, *EXACT):
         assert first[f"kl/{name}_token"] == 0.0 and first[f"kl/{name}_sequence"] == 0.0, name
+    errors = {name: value for name, value in first.items() if name.startswith("kl_error/")}
+    assert len(errors) == 12 and set(errors.values()) == {0.0}
     assert first["policy/behaviour_gap_max"] < 1e-4
     assert first["policy/staleness"] == 0.0
     assert first["policy/ess"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_evaluation_measures_from_zero_and_without_estimates_where_it_is_greedy(tmp_path):
+    settings = ["train.steps=4", "train.exact_kl_every=0"]
+    sampled = metrics_of(go(tmp_path / "sampled", *settings).run)
+    greedy = metrics_of(go(tmp_path / "greedy", *settings, "eval.temperature=0").run)
+    off = metrics_of(go(tmp_path / "off", *settings, "eval.kl=false").run)
+    exact = {f"kl/{n}_{level}" for n in EXACT for level in LEVELS}
+    estimated = {f"kl/{n}_{level}" for n in SAMPLED for level in LEVELS} | {"kl/log_ratio_max"}
+    missed = {f"kl_error/{n}_{level}{s}" for n in SAMPLED for level in LEVELS for s in ("", "_rms")}
+    entropy = {"policy/entropy", "policy/entropy_sequence"}
+
+    def measured(logged, step):
+        start = "eval/heldout/"
+        found = {name.removeprefix(start): v for (n, name), v in logged.items() if n == step and name.startswith(start)}
+        return {name: value for name, value in found.items() if "/" in name}
+
+    assert set(measured(sampled, 0)) == exact | estimated | missed | entropy
+    assert {name for name, value in measured(sampled, 0).items() if value != 0} == entropy
+    assert all(measured(sampled, 4)[name] > 0 for name in exact | entropy)
+    assert set(measured(greedy, 4)) == exact | entropy
+    assert measured(off, 4) == {}
+    assert {k: v for k, v in sampled.items() if not k[1].startswith("eval/")} == {
+        k: v for k, v in off.items() if not k[1].startswith("eval/")
+    }, "measuring changes nothing of the training"
 
 
 def test_staleness_is_what_was_asked_for(tmp_path):
@@ -121,7 +151,10 @@ def test_micro_batches_do_not_change_the_run(tmp_path, tokens):
     """The same updates whatever the token budget, up to float32 rounding."""
     whole = metrics_of(go(tmp_path / "a", "train.steps=2").run)
     cut = metrics_of(go(tmp_path / "b", "train.steps=2", f"train.microbatch_tokens={tokens}").run)
-    for key in ((1, "train/loss"), (1, "grad/norm"), (1, "policy/entropy"), (2, "kl/exact_reverse_sequence")):
+    for key in (
+        (1, "train/loss"), (1, "grad/norm"), (1, "policy/entropy"), (2, "kl/exact_reverse_sequence"),
+        (2, "kl/total_variation_token"), (2, "kl_error/k1_reverse_token_rms"), (2, "kl_error/k2_reverse_sequence_rms"),
+    ):  # fmt: skip
         assert cut[key] == pytest.approx(whole[key], rel=2e-3, abs=1e-6), key
 
 

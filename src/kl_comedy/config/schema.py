@@ -183,13 +183,19 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    """Held-out evaluation: ``samples`` completions a problem at ``temperature`` (0 = greedy)."""
+    """Held-out evaluation: ``samples`` completions a problem at ``temperature`` (0 = greedy).
+
+    ``kl``: measure exact KL, total variation and entropy on these completions, against the run's initial
+    reference; ``kl-comedy evaluate`` takes ``reference`` instead (a config whose model it is, or a source).
+    """
 
     samples: int = _at_least(1, 1)
     temperature: float = _at_least(0.0, 0)
     max_new_tokens: int | None = _at_least(None, 1)
     at_start: bool = True
     at_end: bool = True
+    kl: bool = True
+    reference: str | None = None
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """Evaluation: held-out problems, sampled or greedy, with intervals over problems."""
 
-from kl_comedy.evaluation.evaluate import EvalResult, EvalSet, evaluate
+from kl_comedy.evaluation.evaluate import EvalResult, EvalSet, Measure, evaluate
 
-__all__ = ["EvalResult", "EvalSet", "evaluate"]
+__all__ = ["EvalResult", "EvalSet", "Measure", "evaluate"]

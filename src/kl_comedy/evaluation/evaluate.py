@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,10 @@ from kl_comedy.rollouts import RolloutBackend, Sampling
 
 class Scorer(Protocol):
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]: ...
+
+
+Measure = Callable[[Sequence[Scored]], Mapping[str, float]]
+"""What else to say about completions: means by metric name, as in ``kl/exact_reverse_token``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,10 @@ class EvalSet:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """Mean reward over problems (each the mean of its samples) with a 95% normal interval over problems."""
+    """Mean reward over problems (each the mean of its samples) with a 95% normal interval over problems.
+
+    ``measured``: what the measure says about the same completions; empty without one.
+    """
 
     name: str
     problems: int
@@ -34,6 +41,7 @@ class EvalResult:
     half_width: float
     length: float
     truncated: float
+    measured: Mapping[str, float]
     rows: tuple[Scored, ...]
 
     def metrics(self) -> dict[str, float]:
@@ -43,13 +51,15 @@ class EvalResult:
             f"eval/{self.name}/reward_half_width": self.half_width,
             f"eval/{self.name}/length": self.length,
             f"eval/{self.name}/truncated_share": self.truncated,
+            **{f"eval/{self.name}/{name}": value for name, value in self.measured.items()},
         }
 
 
 def evaluate(
-    backend: RolloutBackend, scorer: Scorer, held_out: EvalSet, *, samples: int, sampling: Sampling, seed: int
-) -> EvalResult:
-    """Draw ``samples`` completions a problem and score them. Depends on weights, prompts and seed only."""
+    backend: RolloutBackend, scorer: Scorer, held_out: EvalSet, *, samples: int, sampling: Sampling, seed: int,
+    measure: Measure | None = None,
+) -> EvalResult:  # fmt: skip
+    """Draw ``samples`` completions a problem, score and measure them. Depends on weights, prompts and seed only."""
     rows = scorer.score(backend.generate(held_out.prompts, group_size=samples, sampling=sampling, seed=seed))
     n = len(held_out.prompts)
     means = [sum(row.reward.value for row in rows[i * samples : (i + 1) * samples]) / samples for i in range(n)]
@@ -63,5 +73,6 @@ def evaluate(
         half_width=1.96 * math.sqrt(variance / n),
         length=sum(len(row.rollout.completion_ids) for row in rows) / len(rows),
         truncated=sum(row.rollout.stop_reason == "length" for row in rows) / len(rows),
+        measured=measure(rows) if measure else {},
         rows=tuple(rows),
     )

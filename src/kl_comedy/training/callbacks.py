@@ -13,6 +13,7 @@ from kl_comedy.evaluation import EvalResult, evaluate
 from kl_comedy.records import Scored
 from kl_comedy.tracking import Tracker
 from kl_comedy.training.build import Parts, eval_sampling
+from kl_comedy.training.held_out import completion_measure
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.rundir import RunDir
 from kl_comedy.training.seeds import derive_seed
@@ -60,6 +61,7 @@ class EvaluationCallback(Callback):
 
     def __init__(self, parts: Parts, tracker: Tracker, show: Callable[[EvalResult, int], None]) -> None:
         self._parts, self._tracker, self._show = parts, tracker, show
+        self._measure = completion_measure(parts.config, loaded=parts.loaded, reference=parts.references["initial"])
         self.history: dict[str, dict[int, float]] = {}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -81,6 +83,7 @@ class EvaluationCallback(Callback):
                 result = evaluate(
                     self._parts.backend, self._parts.scorer, held_out, samples=config.eval.samples,
                     sampling=eval_sampling(config), seed=derive_seed(config.seed, f"eval/{held_out.name}", 0),
+                    measure=self._measure,
                 )  # fmt: skip
             self._tracker.log(result.metrics(), step=module.version)
             self._tracker.table(f"eval/{result.name}", sample_rows(result.rows), step=module.version)

@@ -103,13 +103,13 @@ def _fit(
         ),
         progress,
     ]  # fmt: skip
-    trainer = trainer_for(parts, callbacks, run.path)
+    trainer = _trainer(config, parts, callbacks, run)
     module = PolicyModule(
         config,
         loaded=parts.loaded,
         references=parts.references,
         terms=parts.terms,
-        stream=stream_for(parts, trainer),
+        stream=_stream(parts, trainer),
         backend=parts.backend,
     )
     parts.loaded.model.train(False)
@@ -148,10 +148,8 @@ def _quiet_lightning() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
-def trainer_for(parts: Parts, callbacks: list[Any], folder: Path) -> lightning.Trainer:
-    """Lightning as a run uses it: one device, manual optimization, nothing written by itself."""
+def _trainer(config: Config, parts: Parts, callbacks: list[Any], run: RunDir) -> lightning.Trainer:
     _quiet_lightning()
-    config = parts.config
     return lightning.Trainer(
         max_epochs=1,
         accelerator="gpu" if parts.loaded.device.type == "cuda" else "cpu",
@@ -165,12 +163,11 @@ def trainer_for(parts: Parts, callbacks: list[Any], folder: Path) -> lightning.T
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         deterministic=config.train.deterministic,
-        default_root_dir=folder,
+        default_root_dir=run.path,
     )
 
 
-def stream_for(parts: Parts, trainer: lightning.Trainer) -> ExperienceStream:
-    """The updates of a run, drawn under the trainer's precision."""
+def _stream(parts: Parts, trainer: lightning.Trainer) -> ExperienceStream:
     config = parts.config
     order = PromptOrder(len(parts.problems.train), config.rollout.prompts_per_batch, config.seed)
     sampling = sampling_from(config.rollout)
@@ -232,6 +229,8 @@ def _evaluate_command(run: RunDir, config: Config) -> str:
     words = ["kl-comedy", "evaluate", str(run.path / "config.yaml"), f"model.source={run.policy}"]
     if config.model.options:
         words.append("model.options={}")
+    if config.eval.kl:
+        words.append(f"eval.reference={run.path / 'config.yaml'}")
     return shlex.join(words)
 
 

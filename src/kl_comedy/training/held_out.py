@@ -1,0 +1,123 @@
+"""What evaluation measures besides reward: the policy against its reference on the completions it was judged by.
+
+    completions -> micro-batches -> reference pass, policy pass (no gradient) -> sums -> means
+
+Both distributions are taken at the temperature of training, ``rollout.temperature``, whatever evaluation drew its
+completions at: one name means one thing in both. So k1, k2 and k3, which only say something about the policy that
+drew the tokens, are there only where both temperatures are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kl_comedy.config import Config, ModelConfig, load_config
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.models import LoadedModel, build_reference, load_model
+from kl_comedy.models.anatomy import head_weights
+from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.reference import Reference
+from kl_comedy.records import Scored
+from kl_comedy.training.measure import Tally, tally_exact, tally_sampled
+from kl_comedy.training.packing import Packed, by_token_budget, pack
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionMeasure:
+    """Means of KL, total variation and entropy over given completions; see :meth:`__call__`.
+
+    ``temperature``: of both distributions. ``sampled``: whether the completions are drawn from the policy at that
+    temperature. ``microbatch_tokens`` and ``chunk_elements`` bound the memory, as in training.
+    """
+
+    loaded: LoadedModel
+    reference: Reference | None
+    temperature: float
+    sampled: bool
+    chunk_elements: int
+    microbatch_tokens: int
+
+    def __call__(self, rows: Sequence[Scored]) -> dict[str, float]:
+        """``kl/...``, ``kl_error/...`` and ``policy/entropy...`` of the rows; without a reference entropy only."""
+        tally = Tally()
+        for split in by_token_budget(rows, self.microbatch_tokens):
+            packed = pack(
+                [rows[n] for n in split], pad_id=int(self.loaded.tokenizer.pad_token_id), device=self.loaded.device
+            )
+            self._add(tally, packed)
+        return tally.values()
+
+    @torch.no_grad()
+    def _add(self, tally: Tally, packed: Packed) -> None:
+        inputs = packed.model_inputs()
+        against = None if self.reference is None else self.reference.forward_pass(**inputs)
+        seen = token_pass(
+            self.loaded.model,
+            **inputs,
+            temperature=self.temperature,
+            chunk_elements=self.chunk_elements,
+            reference=against,
+            kl=against is not None,
+            forward_kl=against is not None,
+            entropy=True,
+            total_variation=against is not None,
+        )
+        tally_exact(tally, packed.mask_BT, seen)
+        if against is not None and self.sampled:
+            tally_sampled(tally, packed.mask_BT, seen.logp_BT - against.logp_BT, seen.kl_BT)
+
+
+def completion_measure(config: Config, *, loaded: LoadedModel, reference: Reference | None) -> CompletionMeasure | None:
+    """The measure that ``config`` asks for, or None where ``eval.kl`` is off."""
+    if not config.eval.kl:
+        return None
+    return CompletionMeasure(
+        loaded=loaded,
+        reference=reference,
+        temperature=config.rollout.temperature,
+        sampled=config.eval.temperature == config.rollout.temperature,
+        chunk_elements=config.model.head_chunk_elements,
+        microbatch_tokens=config.train.microbatch_tokens,
+    )
+
+
+def load_eval_reference(config: Config, loaded: LoadedModel) -> Reference | None:
+    """The model that ``eval.reference`` names, in the evaluated model's dtype and on its device; None without one.
+
+    Raises :class:`UserError` where it cannot be loaded, or where its tokens are not those of ``loaded``.
+    """
+    named = config.eval.reference
+    if named is None or not config.eval.kl:
+        return None
+    try:
+        other = load_model(_reference_model(config.model, named))
+    except UserError as error:
+        raise UserError(f"eval.reference: {error}") from error
+    same_head = head_weights(other.model)[0].shape[0] == head_weights(loaded.model)[0].shape[0]
+    if not same_head or other.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
+        raise bad_value(
+            "eval.reference", named, "a model with the tokens of model.source",
+            f"{config.model.source} has {len(loaded.tokenizer)} tokens, it has {len(other.tokenizer)}, or others",
+        )  # fmt: skip
+    other.model.requires_grad_(False)
+    return build_reference(
+        "initial", other, config.reference, temperature=config.rollout.temperature,
+        chunk_elements=config.model.head_chunk_elements,
+    )  # fmt: skip
+
+
+def _reference_model(evaluated: ModelConfig, named: str) -> ModelConfig:
+    """What to load: the ``model`` of a config where a YAML file is named, else a source.
+
+    What could make KL compare two computations rather than two policies is the evaluated model's in both cases. An
+    adapter is left out: it begins as the identity.
+    """
+    own = load_config(named).model if named.endswith((".yaml", ".yml")) else ModelConfig(source=named)
+    return dataclasses.replace(
+        own, dtype=evaluated.dtype, device=evaluated.device, attention=evaluated.attention,
+        trust_remote_code=evaluated.trust_remote_code, gradient_checkpointing=False, lora=None,
+    )  # fmt: skip

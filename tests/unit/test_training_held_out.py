@@ -1,0 +1,160 @@
+"""Exact values on given completions against the dense float64 formulas, and the reference that evaluation names."""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_models_logprobs import V, llama, naive_logits
+
+import kl_comedy.training.rooms  # noqa: F401
+from kl_comedy.config import load_config
+from kl_comedy.errors import UserError
+from kl_comedy.models import LoadedModel, build_reference, load_model, weights_hash
+from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
+from kl_comedy.training.held_out import CompletionMeasure, completion_measure, load_eval_reference
+
+TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
+TEMPERATURE = 0.7
+
+
+def loaded(model):
+    return LoadedModel(
+        model=model, tokenizer=SimpleNamespace(pad_token_id=0), device=torch.device("cpu"), source="test"
+    )
+
+
+def completions(prompts=(3, 5, 1, 4), lengths=(4, 1, 6, 6), seed=0):
+    """Scored completions of random tokens, and the same as pairs of tensors."""
+    g = torch.Generator().manual_seed(seed)
+    pairs = [
+        (torch.randint(1, V, (p,), generator=g), torch.randint(1, V, (t,), generator=g))
+        for p, t in zip(prompts, lengths, strict=True)
+    ]
+    rows = []
+    for group, (prompt, ids) in enumerate(pairs):
+        asked = Prompt(problem=Problem(id="a", text="a", answer="1"), text="a", token_ids=tuple(prompt.tolist()))
+        rollout = Rollout(
+            prompt=asked, group_id=group, completion_ids=tuple(ids.tolist()), logps=(-1.0,) * len(ids),
+            versions=(0,) * len(ids), stop_reason="eos", text="1",
+        )  # fmt: skip
+        rows.append(Scored(rollout=rollout, reward=Reward(value=1.0)))
+    return rows, pairs
+
+
+def measure_of(policy, other, *, tokens=10**6, chunk=10**9, sampled=True):
+    reference = None
+    if other is not None:
+        config = load_config(TINY)
+        reference = build_reference(
+            "initial", loaded(other), config.reference, temperature=TEMPERATURE, chunk_elements=chunk
+        )
+    return CompletionMeasure(
+        loaded=loaded(policy), reference=reference, temperature=TEMPERATURE, sampled=sampled, chunk_elements=chunk,
+        microbatch_tokens=tokens,
+    )  # fmt: skip
+
+
+def dense_values(policy, other, pairs):
+    """Every name from unpadded float64 logits of the whole vocabulary, token by token."""
+    with torch.no_grad():
+        logp, logq = naive_logits(policy, pairs, TEMPERATURE), naive_logits(other, pairs, TEMPERATURE)
+    columns = {
+        "kl/exact_reverse": [(p.exp() * (p - q)).sum(-1) for p, q in zip(logp, logq, strict=True)],
+        "kl/exact_forward": [(q.exp() * (q - p)).sum(-1) for p, q in zip(logp, logq, strict=True)],
+        "kl/total_variation": [(p.exp() - q.exp()).abs().sum(-1) / 2 for p, q in zip(logp, logq, strict=True)],
+        "policy/entropy": [-(p.exp() * p).sum(-1) for p in logp],
+    }
+    ratio = [
+        (p - q).gather(1, ids[:, None])[:, 0] for p, q, (_, ids) in zip(logp, logq, pairs, strict=True)
+    ]  # fmt: skip
+    formulas = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: torch.exp(-x) - 1 + x}
+    for name, formula in formulas.items():
+        columns[f"kl/{name}_reverse"] = [formula(x) for x in ratio]
+        exact = columns["kl/exact_reverse"]
+        columns[f"kl_error/{name}_reverse"] = [formula(x) - e for x, e in zip(ratio, exact, strict=True)]
+    found = {"kl/log_ratio_max": float(torch.cat(ratio).abs().max())}
+    for name, column in columns.items():
+        tokens, totals = torch.cat(column), torch.stack([x.sum() for x in column])
+        found["policy/entropy" if name == "policy/entropy" else f"{name}_token"] = float(tokens.mean())
+        found[f"{name}_sequence"] = float(totals.mean())
+        if name.startswith("kl_error"):
+            found[f"{name}_token_rms"] = float(tokens.square().mean().sqrt())
+            found[f"{name}_sequence_rms"] = float(totals.square().mean().sqrt())
+    return found
+
+
+@pytest.mark.parametrize("tokens", [1, 22, 10**6], ids=lambda n: f"{n}_tokens")
+@pytest.mark.parametrize("chunk", [1, 3 * V, 10**9], ids=lambda n: f"chunk_{n}")
+def test_values_are_the_dense_ones_whatever_the_micro_batches_and_chunks(tokens, chunk):
+    policy, other, (rows, pairs) = llama(), llama(seed=3), completions()
+    got = measure_of(policy, other, tokens=tokens, chunk=chunk)(rows)
+    assert got == pytest.approx(dense_values(policy, other, pairs), rel=1e-9, abs=1e-12)
+
+
+def test_a_policy_measured_against_itself_differs_in_nothing():
+    policy, (rows, _) = llama(torch.float32), completions()
+    got = measure_of(policy, policy, tokens=22, chunk=3 * V)(rows)
+    assert {name for name, value in got.items() if value != 0} == {"policy/entropy", "policy/entropy_sequence"}
+    assert all(p.grad is None for p in policy.parameters())
+
+
+def test_estimates_need_samples_and_kl_needs_a_reference():
+    policy, (rows, _) = llama(), completions()
+    full = measure_of(policy, llama(seed=3))(rows)
+    unsampled = measure_of(policy, llama(seed=3), sampled=False)(rows)
+    exact = {name for name in full if name.split("/")[1].startswith(("exact", "total", "entropy"))}
+    assert unsampled == {name: full[name] for name in exact}
+    alone = measure_of(policy, None)(rows)
+    assert alone == {name: full[name] for name in ("policy/entropy", "policy/entropy_sequence")}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sampled"),
+    [([], True), (["eval.temperature=0"], False), (["rollout.temperature=0.8"], False)],
+)  # fmt: skip
+def test_estimates_are_of_the_policy_that_was_sampled(overrides, sampled):
+    policy = loaded(llama())
+    measure = completion_measure(load_config(TINY, overrides), loaded=policy, reference=None)
+    assert measure.sampled is sampled
+    assert measure.temperature == load_config(TINY, overrides).rollout.temperature
+    assert completion_measure(load_config(TINY, ["eval.kl=false"]), loaded=policy, reference=None) is None
+
+
+QUICK = "model.options={preset: tiny, warmstart_steps: 5}"
+
+
+@pytest.fixture(scope="module")
+def pocket():
+    return load_model(load_config(TINY, [QUICK]).model)
+
+
+def test_a_config_names_its_own_model_and_no_adapter(pocket, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {options: {preset: tiny, warmstart_steps: 5}, lora: {rank: 2}, dtype: bfloat16}")
+    config = load_config(TINY, [QUICK, f"eval.reference={file}"])
+    reference = load_eval_reference(config, pocket)
+    assert reference.hash == weights_hash(pocket.model), "in the dtype of what is evaluated"
+    assert load_eval_reference(load_config(TINY, [QUICK]), pocket) is None
+    assert load_eval_reference(load_config(TINY, [f"eval.reference={file}", "eval.kl=false"]), pocket) is None
+
+
+def test_a_folder_names_the_model_in_it(pocket, tmp_path):
+    pocket.model.save_pretrained(tmp_path)
+    pocket.tokenizer.save_pretrained(tmp_path)
+    reference = load_eval_reference(load_config(TINY, [f"eval.reference={tmp_path}"]), pocket)
+    assert reference.hash == weights_hash(pocket.model)
+
+
+def test_what_cannot_be_the_reference_is_refused_by_its_key(pocket, tmp_path):
+    with pytest.raises(UserError, match=r"^eval\.reference: .*no such config file"):
+        load_eval_reference(load_config(TINY, ["eval.reference=nowhere.yaml"]), pocket)
+    with pytest.raises(UserError, match=r"^eval\.reference: .*no such folder"):
+        load_eval_reference(load_config(TINY, [f"eval.reference={tmp_path / 'gone'}"]), pocket)
+    other = copy.deepcopy(pocket.tokenizer)
+    other.add_tokens(["new"])
+    pocket.model.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"eval\.reference: .*allowed: a model with the tokens of model\.source"):
+        load_eval_reference(load_config(TINY, [f"eval.reference={tmp_path}"]), pocket)
