@@ -103,13 +103,13 @@ def _fit(
         ),
         progress,
     ]  # fmt: skip
-    trainer = _trainer(config, parts, callbacks, run)
+    trainer = trainer_for(parts, callbacks, run.path)
     module = PolicyModule(
         config,
         loaded=parts.loaded,
         references=parts.references,
         terms=parts.terms,
-        stream=_stream(parts, trainer),
+        stream=stream_for(parts, trainer),
         backend=parts.backend,
     )
     parts.loaded.model.train(False)
@@ -148,8 +148,10 @@ def _quiet_lightning() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
-def _trainer(config: Config, parts: Parts, callbacks: list[Any], run: RunDir) -> lightning.Trainer:
+def trainer_for(parts: Parts, callbacks: list[Any], folder: Path) -> lightning.Trainer:
+    """Lightning as a run uses it: one device, manual optimization, nothing written by itself."""
     _quiet_lightning()
+    config = parts.config
     return lightning.Trainer(
         max_epochs=1,
         accelerator="gpu" if parts.loaded.device.type == "cuda" else "cpu",
@@ -163,11 +165,12 @@ def _trainer(config: Config, parts: Parts, callbacks: list[Any], run: RunDir) ->
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         deterministic=config.train.deterministic,
-        default_root_dir=run.path,
+        default_root_dir=folder,
     )
 
 
-def _stream(parts: Parts, trainer: lightning.Trainer) -> ExperienceStream:
+def stream_for(parts: Parts, trainer: lightning.Trainer) -> ExperienceStream:
+    """The updates of a run, drawn under the trainer's precision."""
     config = parts.config
     order = PromptOrder(len(parts.problems.train), config.rollout.prompts_per_batch, config.seed)
     sampling = sampling_from(config.rollout)
