@@ -40,6 +40,12 @@ class _Asked:
     def add(self, name: str, terms: Iterable[KLTerm]) -> None:
         self.lists[name] = tuple(terms)
 
+    def add_cells(self, terms: Iterable[KLTerm], *, frozen: bool = False) -> None:
+        """Single terms, those frozen at rollout only where asked for."""
+        for term in terms:
+            if frozen or term.anchor == "current":
+                self.add(term.label(), [term])
+
 
 def mount(app: typer.Typer) -> None:
     """Add the command to the application."""
@@ -58,7 +64,7 @@ def certify(
 ) -> None:
     """Say by exact enumeration what KL terms descend: target, bias, cosine, variance, in each regime.
 
-    Without names: every recipe, or every cell of the estimators that a plugin registers. Exit code 1
+    Without names: every recipe, or every cell of the parts that a plugin registers. Exit code 1
     when a term or an estimator claims what it does not keep.
 
     Example: `kl-comedy certify grpo rb/per_decision`
@@ -105,12 +111,13 @@ def _asked(
     from kl_comedy.kl.matrix import cells
     from kl_comedy.kl.oracle.estimator_claims import broken_claims
     from kl_comedy.kl.term import KLTerm
-    from kl_comedy.registry import ESTIMATORS, RECIPES, load_plugin_file
+    from kl_comedy.registry import CORRECTIONS, ESTIMATORS, RECIPES, load_plugin_file
 
-    known = set(ESTIMATORS.names())
+    known = {*ESTIMATORS.names(), *CORRECTIONS.names()}
     for file in plugins:
         load_plugin_file(file)
     new = [name for name in ESTIMATORS.names() if name not in known]
+    ratios = [name for name in CORRECTIONS.names() if name not in known]
     asked = _Asked()
     for name in names:
         _add_name(asked, name)
@@ -119,12 +126,11 @@ def _asked(
         asked.add(term.label(), [term])
     if not (names or terms or estimators or matrix):
         estimators = new
-        for entry in () if new else RECIPES:
+        for entry in () if new or ratios else RECIPES:
             asked.add(entry.name, entry.fn())
+        asked.add_cells(cells(None, ratios) if ratios else ())
     if matrix or estimators:
-        for cell in cells(None if matrix else estimators):
-            if matrix or cell.anchor == "current":
-                asked.add(cell.label(), [cell])
+        asked.add_cells(cells(None if matrix else estimators), frozen=matrix)
     checked = ESTIMATORS.names() if matrix else dict.fromkeys([*new, *estimators])
     return asked, [line for name in checked for line in broken_claims(ESTIMATORS.get(name))]
 

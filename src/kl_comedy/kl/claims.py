@@ -60,30 +60,31 @@ def _in_loss(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None
         if name == "none":
             return _AT_SEQUENCE.get(pathwise or "") if on_policy else None
         return "sequence_reverse" if unbiased and term.gradient == "natural" else None
-    if name == "none":
+    ratio = CORRECTIONS.get(name).facts
+    scope = ratio.get("scope")
+    if scope == "none":
         return pathwise if on_policy or exact else None
-    if name == "token_detached":
-        return pathwise
-    if name == "token":
+    if ratio.get("detached"):
+        return pathwise if on_policy or scope == "token" else None
+    if scope == "token":
         # The ratio is differentiated: its score term turns an unbiased value into an unbiased gradient.
         if exact:
             return pathwise
         if term.gradient != "natural":
             return None
         return "token_reverse" if unbiased else "token_forward" if forward else None
-    if name in ("prefix", "sequence"):
+    if scope == "sequence" or ratio.get("own", True):
         return "sequence_reverse" if unbiased and term.gradient == "natural" else None
-    if name == "prefix_previous":
-        # The ratio stops before the token, so the own step must bring the gradient of its KL itself.
-        if exact:
-            return "sequence_reverse" if unbiased else None
-        return "sequence_reverse" if on_policy and unbiased and pathwise == "token_reverse" else None
-    return None
+    # The ratio stops before the token, so the own step must bring the gradient of its KL itself.
+    if exact:
+        return "sequence_reverse" if unbiased else None
+    return "sequence_reverse" if on_policy and unbiased and pathwise == "token_reverse" else None
 
 
 def _in_reward(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None) -> str | None:
     exact = term.needs != "log_ratio"
-    scope = CORRECTIONS.get(term.correction).facts.get("scope")
+    ratio = CORRECTIONS.get(term.correction).facts
+    scope = ratio.get("scope")
     # A detached cost misses the path-wise part, so a sampled one is right only where that part is zero.
     complete = unbiased and (exact or pathwise == "zero")
     if term.credit == "own":
@@ -98,8 +99,8 @@ def _in_reward(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | No
         return "sequence_reverse"
     if scope == "sequence":
         return "sequence_reverse"
-    if scope == "prefix" and term.credit == "to_go":
-        return "sequence_reverse" if exact or term.correction == "prefix" else None
+    if scope == "prefix" and ratio.get("weights") == "cost" and term.credit == "to_go":
+        return "sequence_reverse" if exact or ratio.get("own", True) else None
     return None
 
 

@@ -5,7 +5,7 @@ uncapped, differentiable ratio ``[B, T]``; :func:`apply_cap` truncates or masks 
 
 Facts an entry declares: ``weights`` ("score": the ratio weights the score of its own token; "cost": it
 weights each cost at its own position, per decision), ``detached`` (never differentiated, even in loss),
-``scope`` (the tokens whose ratios enter).
+``scope`` (the tokens whose ratios enter) and, for a prefix, ``own`` (whether the token's own ratio does; default true).
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def prefix(delta_BT: Tensor, window: int | None = None) -> Tensor:
 
 
 @CORRECTIONS.register(
-    "prefix_previous", source="Rao-Blackwellized per-decision form", weights="cost", detached=False, scope="prefix"
-)
+    "prefix_previous", source="Rao-Blackwellized per-decision form", weights="cost", detached=False, scope="prefix",
+    own=False,
+)  # fmt: skip
 def prefix_previous(delta_BT: Tensor, window: int | None = None) -> Tensor:
     """``W_{t-1}``: the product of ratios before the token; enough where the cost depends on the prefix only."""
     return _running_sum(_shifted(delta_BT, 1), window).exp()

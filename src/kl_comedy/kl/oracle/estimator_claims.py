@@ -1,4 +1,4 @@
-"""What an estimator claims about itself, on one categorical distribution: held or broken, with the figures."""
+"""What an estimator claims about itself, on categorical distributions near and far: held or broken, with figures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 from kl_comedy.errors import UserError
 from kl_comedy.registry import Entry
 
-SEEDS = (0, 1, 2)
+DRAWS = tuple((seed, spread) for spread in (1.0, 30.0) for seed in (0, 1, 2))
+"""Seeds and standard deviations of logits: log-ratios of a nat, and of up to a hundred, where a clamp inside acts."""
 TOKENS = 5
 TOLERANCE = 1e-10
+"""Relative to the size of what is summed, and absolute below 1."""
 VALUES = ("value:reverse", "value:forward")
 PATHWISE = ("pathwise:zero", "pathwise:token_reverse", "pathwise:token_forward")
 CLAIMS = (*VALUES, *PATHWISE, "nonnegative")
@@ -22,22 +24,28 @@ def broken_claims(entry: Entry[Any]) -> list[str]:
     """One sentence per claim of an estimator that does not hold; empty where all do.
 
     Raises :class:`UserError` for a claim that is not one of :data:`CLAIMS`, and for an estimator that
-    does not return a tensor of its argument's shape.
+    does not return a finite tensor of its argument's shape.
     """
     for claim in entry.claims:
         if claim not in CLAIMS:
             raise UserError(f"estimator {entry.name!r} claims {claim!r}; allowed: {', '.join(CLAIMS)}")
+    _estimate(entry, *_draw_detached(*DRAWS[0]))
     said = [_value(entry, claim) for claim in entry.claims if claim in VALUES]
     said += [_pathwise(entry, claim) for claim in entry.claims if claim in PATHWISE]
     said += [_nonnegative(entry)] if "nonnegative" in entry.claims else []
     return [f"estimator {entry.name!r} claims {sentence}" for sentence in said if sentence]
 
 
-def _single(seed: int) -> tuple[Tensor, Tensor]:
+def _single(seed: int, spread: float) -> tuple[Tensor, Tensor]:
     """Logits of a policy (a leaf) and the log-probs of a reference."""
     generator = torch.Generator().manual_seed(seed)
-    logits_V = torch.randn(TOKENS, generator=generator, dtype=torch.float64, requires_grad=True)
-    return logits_V, torch.randn(TOKENS, generator=generator, dtype=torch.float64).log_softmax(-1)
+    logits_2V = spread * torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
+    return logits_2V[0].requires_grad_(True), logits_2V[1].log_softmax(-1)
+
+
+def _draw_detached(seed: int, spread: float) -> tuple[Tensor, Tensor]:
+    logits_V, ref_V = _single(seed, spread)
+    return logits_V.detach().log_softmax(-1), ref_V
 
 
 def _kl(claim: str, logp_V: Tensor, ref_V: Tensor) -> Tensor:
@@ -57,32 +65,46 @@ def _estimate(entry: Entry[Any], logp_V: Tensor, ref_V: Tensor) -> Tensor:
             f"estimator {entry.name!r} must return a tensor of the shape of its argument "
             f"{tuple(argument_V.shape)}, and returned {got}"
         )
+    bad_V = ~torch.isfinite(value_V.detach())
+    if bool(bad_V.any()):
+        raise UserError(
+            f"estimator {entry.name!r} is {float(value_V[bad_V][0])} at "
+            f"{'an exact KL' if exact else 'a log-ratio'} of {float(argument_V[bad_V][0]):.4g} nats"
+        )
     return value_V
 
 
+def _far(log_ratio_V: Tensor) -> str:
+    """How far the draw was, where it was far."""
+    largest = float(log_ratio_V.detach().abs().max())
+    return f", at log-ratios of up to {largest:.0f} nats" if largest > 10 else ""
+
+
 def _value(entry: Entry[Any], claim: str) -> str | None:
-    for seed in SEEDS:
-        logits_V, ref_V = _single(seed)
+    for seed, spread in DRAWS:
+        logits_V, ref_V = _single(seed, spread)
         logp_V = logits_V.detach().log_softmax(-1)
-        mean = float((logp_V.exp() * _estimate(entry, logp_V, ref_V)).sum())
-        kl = float(_kl(claim, logp_V, ref_V))
-        if not abs(mean - kl) < TOLERANCE:
-            return f"{claim}, and its mean is {mean:.6g} nats where the KL is {kl:.6g}"
+        summed_V = logp_V.exp() * _estimate(entry, logp_V, ref_V)
+        mean, kl = float(summed_V.sum()), float(_kl(claim, logp_V, ref_V))
+        if not abs(mean - kl) < TOLERANCE * max(1.0, float(summed_V.abs().sum())):
+            return f"{claim}, and its mean is {mean:.6g} nats where the KL is {kl:.6g}{_far(logp_V - ref_V)}"
     return None
 
 
 def _pathwise(entry: Entry[Any], claim: str) -> str | None:
-    for seed in SEEDS:
-        logits_V, ref_V = _single(seed)
+    for seed, spread in DRAWS:
+        logits_V, ref_V = _single(seed, spread)
         logp_V = logits_V.log_softmax(-1)
-        mean = (logp_V.detach().exp() * _estimate(entry, logp_V, ref_V)).sum()
-        if not mean.requires_grad:
-            mean = mean + 0.0 * logp_V.sum()
+        summed_V = logp_V.detach().exp() * _estimate(entry, logp_V, ref_V)
+        mean = summed_V.sum() + 0.0 * logp_V.sum()
         got_V = torch.autograd.grad(mean, logits_V, retain_graph=True)[0]
         target_V = torch.autograd.grad(_kl(claim, logp_V, ref_V), logits_V)[0]
         gap = float((got_V - target_V).norm())
-        if not gap < TOLERANCE:
-            return f"{claim}, and the mean of its own gradient is off by {gap:.3g} (norm {float(target_V.norm()):.3g})"
+        if not gap < TOLERANCE * max(1.0, float(target_V.norm()), float(summed_V.detach().abs().sum())):
+            return (
+                f"{claim}, and the mean of its own gradient is off by {gap:.3g} "
+                f"(norm {float(target_V.norm()):.3g}){_far(logp_V - ref_V)}"
+            )
     return None
 
 
