@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from open_problem_block import open_problem
+
 import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
 from kl_comedy.config.schema import Config
 from kl_comedy.errors import UserError
@@ -315,6 +317,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "keys": configuration_keys, "term fields": term_fields, "impossible": impossible, "recipes": recipes,
         "verdicts": verdicts, "names": names,
     },
+    "open_problem.md": {"open_problem": open_problem},
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kl_comedy.cli import catalogue, certifying, results
+from kl_comedy.cli import auditing, catalogue, certifying, open_problem, results
 from kl_comedy.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ app = typer.Typer(
     help="The reference laboratory for KL regularization in RL of language models.",
 )
 app.add_typer(results.app, name="results")
+auditing.mount(app)
 catalogue.mount(app)
 certifying.mount(app)
+open_problem.mount(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, as configs/quickstart.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as optimizer.lr=1e-4 kl.0.beta=0.1")]

@@ -96,10 +96,10 @@ _recipe(
     KLTerm("exact", placement="reward", credit="to_go", correction="prefix_previous", baseline="own", beta=0.01),
 )  # fmt: skip
 _recipe(
-    "rb/robust", "rb/baselined with the prefix ratio truncated at 2: least error on stale batches",
+    "rb/robust", "rb/baselined with the prefix ratio truncated at 8: least error on stale batches",
     "results/open_problem",
     KLTerm(
-        "exact", placement="reward", credit="to_go", correction="prefix_previous", cap=2.0, baseline="own", beta=0.01
+        "exact", placement="reward", credit="to_go", correction="prefix_previous", cap=8.0, baseline="own", beta=0.01
     ),
 )  # fmt: skip
 _recipe(
