@@ -149,6 +149,7 @@ ROOMS: dict[str, str] = {
     "data": "problems, prompts, decontamination, the order of prompts",
     "rollouts": "the sampler's protocol and its backends",
     "tracking": "the spool, its MLflow mirror, queries, statistics, tables, plots",
+    "laboratory": "Studies with the oracle: the open problem, curves over length and distance, figures, tables.",
     "evaluation": "a policy on held-out problems, with intervals",
     "training": "config to objects, the stream, the Lightning module, callbacks, the run folder",
     "slurm": "batch scripts and jobs",
