@@ -6,18 +6,22 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kl_comedy.config import Config
 from kl_comedy.data import data_hash, decontaminate, load_problems, render
 from kl_comedy.errors import bad_value, unknown_key
 from kl_comedy.evaluation import EvalSet
-from kl_comedy.kl import KLTerm, resolve_terms, verdict, warnings
+from kl_comedy.kl import KLTerm, resolve_terms, warnings
 from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.models.reference import Reference, build_reference
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.registry import ADVANTAGES, POLICY_LOSSES, ROLLOUTS
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling, check_training_sampling
+
+if TYPE_CHECKING:
+    from kl_comedy.kl.oracle.certificate import Certificate
 
 log = logging.getLogger("kl_comedy")
 
@@ -68,15 +72,43 @@ def is_off_policy(config: Config) -> bool:
     return config.lag.steps > 0 or config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch > 1
 
 
-def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
-    """What a run says about its KL configuration: a label for tables, and the verdict per term."""
-    regime = "off_policy" if is_off_policy(config) else "on_policy"
+def kl_label(terms: Sequence[KLTerm]) -> str:
+    """The name of a KL configuration in tables: the coefficient and the label of each term."""
     label = " + ".join(f"{term.beta if isinstance(term.beta, float) else 'scheduled'} {term.label()}" for term in terms)
-    return {
-        "kl.label": label or "no KL",
-        "kl.regime": regime,
-        **{f"kl.{position}.verdict": verdict(term, regime) for position, term in enumerate(terms)},
+    return label or "no KL"
+
+
+def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
+    """What a run says about its KL configuration: a label for tables, and its certificates by enumeration.
+
+    ``kl.*`` is the certificate of the whole list in the run's regime, ``kl.N.*`` that of each term alone.
+    What claims more than it keeps is a warning.
+    """
+    from kl_comedy.kl.oracle.certificate import certify
+
+    regime = "off_policy" if is_off_policy(config) else "on_policy"
+    lists = {"kl": tuple(terms), **{f"kl.{position}": (term,) for position, term in enumerate(terms)}}
+    tags = {"kl.label": kl_label(terms), "kl.regime": regime}
+    for name, listed in lists.items():
+        (found,) = certify(name, listed, regimes=(regime,))
+        tags |= {f"{name}.{fact}": value for fact, value in _certified(found).items()}
+        if not found.kept:
+            log.warning(
+                f"{name}: {kl_label(listed)} claims {found.claimed} {regime.replace('_', '-')}, and the enumeration "
+                f"says: {found.verdict}"
+            )
+    return tags
+
+
+def _certified(found: Certificate) -> dict[str, str]:
+    """A certificate as tags; bias and cosine are against the sequence-level reverse KL, rounding left out."""
+    figures = {
+        "relative_bias": found.relative_bias["sequence_reverse"],
+        "cosine": found.cosine["sequence_reverse"],
+        "strength": found.strength,
     }
+    shown = {name: f"{0.0 if abs(value) < 1e-9 else value:.4g}" for name, value in figures.items()}
+    return {"verdict": f"{found.target or 'none'}: {found.verdict}", "target": found.target or "none", **shown}
 
 
 def build(config: Config) -> Parts:

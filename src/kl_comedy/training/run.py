@@ -23,7 +23,7 @@ from kl_comedy.kl import resolve_terms
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import sampling_from
 from kl_comedy.tracking import Tracker, provenance_tags
-from kl_comedy.training.build import Parts, build, term_tags
+from kl_comedy.training.build import Parts, build, kl_label, term_tags
 from kl_comedy.training.callbacks import CheckpointCallback, EvaluationCallback, MetricsCallback, sample_rows
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.progress import ProgressCallback
@@ -249,7 +249,7 @@ def _end(
         "name": config.name,
         "seed": config.seed,
         "config_hash": config_hash(config),
-        "kl": term_tags(config, resolve_terms(config.kl))["kl.label"],
+        "kl": kl_label(resolve_terms(config.kl)),
         "command": command,
         "resume_command": _resume_command(command),
         "evaluate_command": _evaluate_command(run, config),

@@ -1,0 +1,89 @@
+"""A run carries the certificate of its KL configuration: as tags, and as a warning where a claim does not hold."""
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
+from kl_comedy.config import load_config
+from kl_comedy.kl import resolve_terms
+from kl_comedy.registry import CORRECTIONS
+from kl_comedy.training.build import term_tags
+
+TINY = Path(__file__).with_name("tiny.yaml")
+LAGGED = ("lag.mode=replayed", "lag.steps=1")
+
+
+def tags(*overrides):
+    config = load_config(TINY, list(overrides))
+    return term_tags(config, resolve_terms(config.kl))
+
+
+def test_the_whole_list_and_each_term_are_certified():
+    found = tags("kl=comedy/k3_both")
+    assert found["kl.target"] == "sequence_reverse" and found["kl.relative_bias"] == "0"
+    assert found["kl.strength"] == found["kl.cosine"] == "1"
+    assert found["kl.0.target"] == "none" and float(found["kl.0.relative_bias"]) > 0.5
+    assert found["kl.1.target"] == "token_forward" and found["kl.1.verdict"].startswith("token_forward: descends")
+    assert found["kl.regime"] == "on_policy"
+
+
+def test_the_regime_is_that_of_the_run():
+    reward = "kl=[{estimator: k1, placement: reward, beta: 0.05}]"
+    on, off = tags(reward), tags(reward, *LAGGED)
+    assert (on["kl.target"], off["kl.target"]) == ("sequence_reverse", "none")
+    assert off["kl.regime"] == "off_policy" and float(off["kl.relative_bias"]) > 0.01
+
+
+def test_a_run_without_kl_has_tags_too():
+    found = tags("kl=none")
+    assert found["kl.target"] == "zero" and found["kl.cosine"] == "nan"
+    assert "nothing holds the policy" in found["kl.verdict"] and not any(name.startswith("kl.0") for name in found)
+
+
+def test_certifying_takes_a_fraction_of_a_second():
+    tags("kl=grpo")
+    start = time.process_time()
+    tags("kl=comedy/k3_both")
+    assert time.process_time() - start < 1.0, "0.1 s on an idle core"
+
+
+def test_a_claim_that_does_not_hold_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(CORRECTIONS, "_entries", dict(CORRECTIONS._entries))
+
+    @CORRECTIONS.register("forgetful", source="this test", weights="cost", detached=False, scope="prefix")
+    def forgetful(delta_BT, window=None):
+        """The token's own ratio where the prefix's was promised."""
+        return delta_BT.exp()
+
+    logger = logging.getLogger("kl_comedy")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="kl_comedy"):
+        tags("kl=rb/per_decision", *LAGGED)
+        assert not caplog.records
+        tags("kl=[{estimator: exact, placement: loss, correction: forgetful}]", *LAGGED)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert all("claims sequence_reverse off-policy, and the enumeration says: descends the" in line for line in said)
+
+
+@pytest.mark.parametrize("kl", ["comedy/k1_in_loss"])
+def test_a_run_is_stored_with_them(kl, tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from kl_comedy.training.run import train
+
+    monkeypatch.chdir(tmp_path)
+    config = load_config(
+        TINY, [f"kl={kl}", "train.steps=1", "train.eval_every=0", "data.eval={}", "tracking.uri=none",
+               "model.options.warmstart_steps=5", "rollout.max_new_tokens=4"],
+    )  # fmt: skip
+    outcome = train(config, console=Console(quiet=True), command="kl-comedy train")
+    events = [json.loads(line) for line in (outcome.run.path / "spool.jsonl").read_text().splitlines()]
+    text = json.dumps(events)
+    for name in ("kl.verdict", "kl.target", "kl.0.relative_bias", "kl.0.strength"):
+        assert f'"{name}"' in text
+    assert "zero expected gradient" in text
