@@ -209,7 +209,8 @@ def _rendered(found: list[Certificate], left: list[Effect], format: str) -> str:
     from kl_comedy.tracking.tables import render
 
     if format == "json":
-        return json.dumps([*(c.row() for c in found), *({"in_training": True, **e.row()} for e in left)], indent=1)
+        effects = {(e.name, e.regime): e.row() for e in left}
+        return json.dumps([{**c.row(), "in_training": effects.get((c.name, c.regime))} for c in found], indent=1)
     rows = [_flat(c) if format == "csv" else _short(c) for c in found]
     text = render(pd.DataFrame(rows), format)
     if left and format != "csv":

@@ -1,0 +1,206 @@
+"""`kl-comedy certify`: what it prints in each format, what it refuses, and when it exits 1."""
+
+import csv
+import io
+import json
+import sys
+
+import pytest
+
+import kl_comedy.training.rooms  # noqa: F401  (fills the registries before a test copies them)
+from kl_comedy.cli.main import run
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+
+FIXED = {"name", "terms", "regime", "target", "relative_bias", "cosine", "variance", "verdict"}
+TARGETS = {"sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero"}
+
+
+@pytest.fixture
+def certify(monkeypatch, capsys, tmp_path):
+    """Run the command in a folder of its own: exit code, stdout, stderr. What plugins register ends with the test."""
+    for registry in (ESTIMATORS, CORRECTIONS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kl-comedy", "certify", *map(str, arguments)])
+        with pytest.raises(SystemExit) as done:
+            run()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return done.value.code or 0, out, err
+
+    yield call
+    for name in set(sys.modules) - before:
+        if name.startswith("kl_comedy_plugin_"):
+            del sys.modules[name]
+
+
+# --- what it prints -----------------------------------------------------------------------------------------------
+def test_json_has_the_fixed_keys_for_each_recipe_and_regime(certify):
+    code, out, _ = certify("grpo", "rb/per_decision", "--format", "json")
+    rows = json.loads(out)
+    assert code == 0 and [(row["name"], row["regime"]) for row in rows] == [
+        (name, regime) for name in ("grpo", "rb/per_decision") for regime in ("on_policy", "off_policy", "mixed")
+    ]
+    for row in rows:
+        assert set(row) >= FIXED and set(row["relative_bias"]) == set(row["cosine"]) == TARGETS
+        assert row["target"] in TARGETS | {None} and row["variance"] > 0 and isinstance(row["verdict"], str)
+        assert row["in_training"] is None
+    assert [row["target"] for row in rows] == ["token_forward", None, None, *["sequence_reverse"] * 3]
+    assert rows[0]["terms"] == [{"estimator": "k3", "placement": "loss", "beta": 0.04}]
+
+
+def test_without_names_every_recipe_is_certified(certify):
+    from kl_comedy.registry import RECIPES
+
+    code, out, _ = certify("--regime", "on_policy", "--format", "json")
+    assert code == 0 and [row["name"] for row in json.loads(out)] == RECIPES.names()
+
+
+def test_table_csv_latex_and_markdown_hold_the_same_rows(certify):
+    asked = ("comedy/k1_in_loss", "trl/default", "--regime", "on_policy")
+    texts = {name: certify(*asked, "--format", name)[1] for name in ("table", "csv", "latex", "markdown")}
+    for text in texts.values():
+        assert "zero expected gradient" in text and "token" in text
+    rows = list(csv.DictReader(io.StringIO(texts["csv"])))
+    assert [row["name"] for row in rows] == ["comedy/k1_in_loss", "trl/default"]
+    assert float(rows[1]["relative_bias_token_reverse"]) < 1e-9 < float(rows[1]["relative_bias_sequence_reverse"])
+    assert json.loads(rows[1]["terms"])[0]["correction"] == "token"
+    assert texts["markdown"].splitlines()[1].startswith("|") and "tabular" in texts["latex"]
+
+
+def test_data_goes_to_stdout_and_talk_to_stderr(certify):
+    _, out, err = certify("grpo", "--regime", "on_policy", "--format", "json", "--plot", "plane.png")
+    assert json.loads(out)
+    assert "figure: plane.png" in err
+
+
+def test_a_term_a_list_and_a_config(certify, tmp_path):
+    (tmp_path / "two.yaml").write_text("- {estimator: k3, placement: reward}\n- {estimator: k3, placement: loss}\n")
+    (tmp_path / "run.yaml").write_text(
+        "data: {train: {dataset: pocket}}\nrollout: {group_size: 3}\nalgorithm: {advantage: dr_grpo}\n"
+        "kl: [{estimator: k1, placement: reward, credit: total, baseline: before, beta: 0.1}]\n"
+    )
+    code, out, err = certify(
+        "two.yaml", "run.yaml", "--term", "{estimator: exact, placement: loss}", "--regime", "on_policy",
+        "--format", "json",
+    )  # fmt: skip
+    assert code == 0, err
+    by_name = {row["name"]: row for row in json.loads(out)}
+    assert [row["target"] for row in by_name.values()] == ["sequence_reverse", "sequence_reverse", "token_reverse"]
+    assert by_name["run.yaml"]["in_training"]["strength"] == pytest.approx(2 / 3), "1 - 1/G of the group's mean"
+    assert by_name["two.yaml"]["in_training"] is None
+
+
+def test_the_cells_of_an_estimator(certify):
+    code, out, _ = certify("--estimator", "exact", "--regime", "off_policy", "--format", "json")
+    rows = json.loads(out)
+    assert code == 0 and len(rows) > 10
+    assert {term["estimator"] for row in rows for term in row["terms"]} == {"exact"}
+
+
+def test_plot_writes_a_picture(certify, tmp_path):
+    assert certify("grpo", "rb/full", "--plot", "figures/plane.png")[0] == 0
+    assert (tmp_path / "figures" / "plane.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- what it refuses ------------------------------------------------------------------------------------------------
+PLUGINS = {
+    "shape.py": "return log_ratio.sum()",
+    "nan.py": "return log_ratio.sqrt()",
+    "raises.py": "raise KeyError('no')",
+    "list.py": "return [0.0]",
+}
+HEAD = """
+from kl_comedy.registry import ESTIMATORS
+
+
+@ESTIMATORS.register("mine", source="test", claims={claims}, needs="log_ratio")
+def mine(log_ratio):
+    '''Mine.'''
+    {body}
+"""
+
+REFUSED = {
+    ("gpro",): "gpro: neither a recipe nor a file; did you mean 'grpo'?",
+    ("missing.yaml",): "missing.yaml",
+    ("grpo", "--regime", "offpolicy"): "--regime: got 'offpolicy'; allowed: on_policy, off_policy, mixed",
+    ("grpo", "--format", "jsn"): "--format: got 'jsn'; allowed: table, json, csv, latex, markdown",
+    ("bad_key.yaml",): "kll: no such key",
+    ("bad_term.yaml",): "bad_term.yaml.0.estimator: got 'k33'",
+    ("not_yaml.yaml",): "not_yaml.yaml: not YAML",
+    ("--term", "{estimator: k33}"): "--term.estimator: got 'k33'; allowed:",
+    ("--term", "[k1"): "not a YAML mapping",
+    ("--term", "{estimator: exact, reference: sampler}"): "needs the sampler's full distribution",
+    ("--term", "{estimator: exact, anchor: behaviour}"): "needs the full distribution",
+    ("--term", "{estimator: k1, placement: loss, credit: own}"): "impossible KL term",
+    ("--estimator", "k33"): "estimators: got 'k33'",
+    ("--plugin", "missing.py"): "--plugin: no such file: missing.py",
+    ("--plugin", "shape.py"): "estimator 'mine' must return a tensor of the shape of its argument",
+    ("--plugin", "list.py"): "estimator 'mine' must return a tensor",
+    ("--plugin", "nan.py"): "estimator 'mine' is nan at a log-ratio of",
+    ("--plugin", "import.py"): "--plugin: import.py failed on import: ModuleNotFoundError",
+    ("--plugin", "claim.py"): "claims 'value:both'; allowed: value:reverse, value:forward",
+    ("grpo", "--regime", "on_policy", "--plot", "plane.jpq"): "--plot plane.jpq: Format 'jpq' is not supported",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, certify, tmp_path):
+    for name, body in PLUGINS.items():
+        (tmp_path / name).write_text(HEAD.format(claims="()", body=body))
+    (tmp_path / "claim.py").write_text(HEAD.format(claims="('value:both',)", body="return log_ratio"))
+    (tmp_path / "import.py").write_text("import no_such_module\n")
+    (tmp_path / "bad_key.yaml").write_text("name: x\nkll: grpo\n")
+    (tmp_path / "bad_term.yaml").write_text("- {estimator: k33}\n")
+    (tmp_path / "not_yaml.yaml").write_text("a: [1\n")
+    code, _, err = certify(*arguments)
+    assert code == 2
+    assert REFUSED[arguments] in err and len(err.strip().splitlines()) == 1
+
+
+# --- broken claims ----------------------------------------------------------------------------------------------------
+BROKEN = {
+    "a detached log-ratio": HEAD.format(
+        claims="('pathwise:token_reverse', 'nonnegative')", body="return 0.5 * log_ratio.detach().square()"
+    ),
+    "a clamp": HEAD.format(claims="('value:reverse', 'pathwise:zero')", body="return log_ratio.clamp(-20, 20)"),
+    "a forgotten prefix": """
+from kl_comedy.registry import CORRECTIONS
+
+
+@CORRECTIONS.register("mine", source="test", weights="cost", detached=False, scope="prefix")
+def mine(delta_BT, window=None):
+    '''The token's own ratio.'''
+    return delta_BT.exp()
+""",
+}
+
+
+@pytest.mark.parametrize("bug", BROKEN)
+def test_a_claim_that_does_not_hold_is_exit_code_1(bug, certify, tmp_path):
+    (tmp_path / "bug.py").write_text(BROKEN[bug])
+    code, out, err = certify("--plugin", "bug.py", "--regime", "off_policy", "--regime", "on_policy")
+    assert code == 1 and "claims that do not hold:" in err
+    assert "mine" in err and "mine" in out, "the table is printed all the same"
+
+
+def test_a_plugin_whose_claims_hold_is_exit_code_0(certify, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        HEAD.format(claims="('pathwise:token_reverse', 'nonnegative')", body="return 0.5 * log_ratio.square()")
+    )
+    code, out, err = certify("--plugin", "mine.py", "--format", "json", "--regime", "on_policy")
+    assert code == 0, err
+    rows = json.loads(out)
+    assert {term["estimator"] for row in rows for term in row["terms"]} == {"mine"}
+    assert any(row["target"] == "token_reverse" == row["claimed"] for row in rows)
+
+
+@pytest.mark.parametrize("arguments", [("--matrix", "--regime", "off_policy")], ids=" ".join)
+def test_the_whole_matrix_keeps_its_claims(arguments, certify):
+    code, out, err = certify(*arguments, "--format", "json")
+    assert code == 0, err
+    rows = json.loads(out)
+    assert len(rows) > 300 and all(row["kept"] for row in rows)
