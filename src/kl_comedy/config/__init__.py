@@ -3,6 +3,7 @@
 from kl_comedy.config.load import config_hash, flatten, load_config, to_plain, to_yaml
 from kl_comedy.config.schema import (
     AlgorithmConfig,
+    AuditConfig,
     Config,
     DatasetConfig,
     EvalConfig,
@@ -19,6 +20,7 @@ from kl_comedy.config.schema import (
 
 __all__ = [
     "AlgorithmConfig",
+    "AuditConfig",
     "Config",
     "DatasetConfig",
     "EvalConfig",

@@ -25,8 +25,8 @@ from kl_comedy.config.schema import Config
 from kl_comedy.errors import UserError, bad_value, nearest, unknown_key
 from kl_comedy.registry import KINDS
 
-NOT_IDENTITY = ("output", "resume", "tracking")
-"""Keys that say where a run is kept, not what it is; they do not enter the config hash."""
+NOT_IDENTITY = ("output", "resume", "audit", "tracking")
+"""Keys that say where a run is kept or what is measured on the way, not what it is; not in the config hash."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:

@@ -50,6 +50,7 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     head_chunk_elements: int = _at_least(2**24, 1)
+    share_prompt: bool = True
     lora: LoraConfig | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -199,6 +200,21 @@ class EvalConfig:
 
 
 @dataclass
+class AuditConfig:
+    """The gradient audit while a run goes on: every so many updates (0: never), on the update's own completions.
+
+    ``terms``: ``own`` (the terms of ``kl``), ``panel``, or recipes. ``samples`` bounds the completions. Changes
+    nothing in training, so it is not part of the config hash.
+    """
+
+    every: int = _at_least(0, 0)
+    terms: list[str] = field(default_factory=lambda: ["own"])
+    samples: int | None = _at_least(None, 1)
+    blocks: int = _at_least(8, 3)
+    sketch: int = _at_least(65536, 0)
+
+
+@dataclass
 class TrackingConfig:
     """MLflow. ``spool`` keeps everything in the run folder as well, and is what survives an outage."""
 
@@ -227,4 +243,5 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -23,6 +23,7 @@ from kl_comedy.kl import resolve_terms
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import sampling_from
 from kl_comedy.tracking import Tracker, provenance_tags
+from kl_comedy.training.audit.callback import AuditCallback, check_audit
 from kl_comedy.training.build import Parts, build, kl_label, term_tags
 from kl_comedy.training.callbacks import CheckpointCallback, EvaluationCallback, MetricsCallback, sample_rows
 from kl_comedy.training.module import PolicyModule
@@ -60,6 +61,7 @@ def train(config: Config, *, console: Console, command: str) -> Outcome:
     started = time.time()
     parts = build(config)
     try:
+        check_audit(config, parts.terms)
         resume = run is not None
         run = run or create_run(config)
         with run.held():
@@ -95,6 +97,7 @@ def _fit(
     progress = ProgressCallback(console, config.train.steps)
     evaluation = EvaluationCallback(parts, tracker, progress.show_evaluation)
     callbacks = [
+        AuditCallback(config.audit, tracker),
         MetricsCallback(tracker, config.train.samples_every),
         evaluation,
         CheckpointCallback(
