@@ -122,9 +122,11 @@ class _Walk(Callback):
         self._draw_at, self._stop_at = draw_at, stop_at
         self.rows: list[Scored] = []
 
+    def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        # The checkpoint of a run's last update says that its batch was the last; this stream goes on.
+        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        # The checkpoint of a run's last update says that its batch was the last; this stream may be longer.
-        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
         self._at(trainer, pl_module)
 
     def on_train_batch_end(
