@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import decision_docs
 from open_problem_block import open_problem
 
 import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
@@ -318,11 +319,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "verdicts": verdicts, "names": names,
     },
     "open_problem.md": {"open_problem": open_problem},
+    "decision.md": decision_docs.PARTS,
 }  # fmt: skip
 
 
 def render(page: str) -> str:
-    """The page with its generated parts made anew."""
+    """The page with its generated parts made anew, or all of it."""
+    if page in decision_docs.WHOLE:
+        return decision_docs.WHOLE[page]()
     text = (ROOT / "docs" / page).read_text()
     for name, make in PAGES[page].items():
         begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
@@ -334,6 +338,7 @@ def render(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in PAGES:
+    for name in (*PAGES, *decision_docs.WHOLE):
+        (ROOT / "docs" / name).parent.mkdir(exist_ok=True)
         (ROOT / "docs" / name).write_text(render(name))
         print(f"wrote docs/{name}")

@@ -18,14 +18,31 @@ from kl_comedy.training.measure import Tally, effective_sample_share, row_metric
 from kl_comedy.training.prepare import MicroBatch
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", METRICS, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", generate_docs.PAGES)
+@pytest.mark.parametrize("page", [*generate_docs.PAGES, *generate_docs.decision_docs.WHOLE])
 def test_generated_parts_are_current(page):
     assert (ROOT / "docs" / page).read_text() == generate_docs.render(page), "python tests/docs/generate_docs.py"
+
+
+def test_there_is_a_page_for_each_estimator_and_no_other():
+    there = {f"estimators/{file.name}" for file in (ROOT / "docs" / "estimators").iterdir()}
+    assert there == set(generate_docs.decision_docs.WHOLE)
+
+
+def test_the_decision_page_names_tests_that_exist():
+    rows = (ROOT / "tests/exact/test_master_table.py").read_text()
+    for _, name, regime, row in generate_docs.decision_docs.SITUATIONS:
+        assert f'"{row}": (' in rows, name
+        assert (row in rows[rows.index("OFF_POLICY = {") :]) == (regime == "off_policy")
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / "docs/decision.md").read_text())
+    named += re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / "docs/estimators/k3.md").read_text())
+    assert len(named) > 3
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(), test
 
 
 def test_every_cell_shown_as_impossible_is_refused():

@@ -4,14 +4,11 @@ Generated from the registry, so a new estimator or correction is covered the day
 both directions: a claim that does not hold, and a target that is hit and not claimed.
 """
 
-import itertools
-
 import pytest
 
-from kl_comedy.errors import UserError
-from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target
+from kl_comedy.kl import REGIMES, TARGETS, claimed_target
+from kl_comedy.kl.matrix import cells
 from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, target_gradient
-from kl_comedy.kl.term import CREDITS, LEVELS
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
 TREE = Tree.build(vocabulary=3, length=4, ends=True)
@@ -19,21 +16,7 @@ BUILT_IN = [e.name for e in ESTIMATORS if e.origin.startswith("kl_comedy.")]
 RATIOS = [e.name for e in CORRECTIONS if e.origin.startswith("kl_comedy.")]
 
 
-def cells() -> list[KLTerm]:
-    found = []
-    for estimator, level, correction, anchor in itertools.product(BUILT_IN, LEVELS, RATIOS, ("current", "behaviour")):
-        shared = {"level": level, "correction": correction, "anchor": anchor}
-        shapes = [{"placement": "reward", "credit": credit} for credit in CREDITS]
-        shapes += [{"placement": "loss", "gradient": gradient} for gradient in ("natural", "k2")]
-        for shape in shapes:
-            try:
-                found.append(KLTerm(estimator, **shared, **shape))
-            except UserError:
-                continue
-    return found
-
-
-CELLS = cells()
+CELLS = cells(BUILT_IN, RATIOS)
 
 
 @pytest.fixture(scope="module", params=[(r, p) for r in REGIMES for p in (None, 5)], ids=str)
