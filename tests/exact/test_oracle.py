@@ -201,6 +201,20 @@ def test_no_more_than_a_chunk_of_completions_is_ever_held():
         _ = Tree.build(vocabulary=2, length=18, ends=False).all
 
 
+@pytest.mark.parametrize("parameters", [None, 6], ids=["tabular", "shared"])
+def test_an_expectation_is_one_pass_through_the_loss(parameters):
+    """4 tokens, 6 steps: 1093 completions in one call, not one call each. bench/certify_matrix.py times it."""
+    seen = []
+
+    def loss(rows):
+        seen.append(len(rows.logp_BT))
+        return terms_loss([KLTerm("k3", placement="loss")])(rows)
+
+    tree = Tree.build(vocabulary=4, length=6)
+    exact_moments(Setting.random(tree, regime="off_policy", seed=0, parameters=parameters), loss)
+    assert seen == [1093] == [tree.completions]
+
+
 # --- Monte Carlo ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("parameters", [None, 4], ids=["tabular", "shared"])
 @pytest.mark.parametrize("group_size", [1, 2])
