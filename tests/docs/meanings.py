@@ -111,6 +111,11 @@ MEANINGS: dict[str, str] = {
         "What `kl-comedy evaluate` measures KL against: a config file, for the model it names (a run's own "
         "`config.yaml`: where the run began), or a model as in `model.source`. `null`: entropy only."
     ),
+    "audit.every": "Updates between [gradient audits](audit.md) in a run; 0: none. No audit key is in the config hash.",
+    "audit.terms": "`own` (the terms of `kl`), `panel`, or names of recipes.",
+    "audit.samples": "At most so many completions of the update, in whole groups; `null`: all of them.",
+    "audit.blocks": "Blocks of whole groups that estimates are made from; an update needs 3 groups.",
+    "audit.sketch": "Numbers kept of the gradient of a layer group; 0: all.",
     "tracking.uri": "An MLflow store or server; `none`: files in the run folder only. Not part of the config hash.",
     "tracking.experiment": "The MLflow experiment.",
     "tracking.flush_every": "Steps of metrics between writes to the store.",

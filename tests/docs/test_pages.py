@@ -84,7 +84,7 @@ def logged_patterns() -> set[str]:
     """Every string in training/ and evaluation/ that is a metric's name, ``*`` where a value is filled in."""
     found = set()
     for file in [
-        *(generate_docs.SOURCE / "training").glob("*.py"),
+        *(generate_docs.SOURCE / "training").rglob("*.py"),
         *(generate_docs.SOURCE / "evaluation").glob("*.py"),
     ]:
         tree = ast.parse(file.read_text())
@@ -96,7 +96,7 @@ def logged_patterns() -> set[str]:
                 text = node.value
             else:
                 continue
-            if re.fullmatch(r"(train|kl|kl_error|kl_term|policy|grad|beta|time|eval)/[\w*/]+", text):
+            if re.fullmatch(r"(train|kl|kl_error|kl_term|policy|grad|beta|time|eval|audit)/[\w*/]+", text):
                 found.add(text)
     return found - {"eval/*"}  # the name of a samples table and of a seed, no metric
 

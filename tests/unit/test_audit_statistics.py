@@ -251,8 +251,9 @@ OF_A_CHECK = {"change": 0.1, "disagreement": 0.0}
     [
         ({}, "no bias found"),
         ({"p_unbiased": 0.0004}, "biased (p < 0.001)"),
-        ({"p_unbiased": 0.02}, "biased (p 0.020)"),
-        ({"p_no_mean": 0.4, "p_unbiased": 0.01}, "no mean gradient found: noise"),
+        ({"p_unbiased": 0.006}, "biased (p 0.006)"),
+        ({"p_unbiased": 0.02}, "no bias found"),
+        ({"p_no_mean": 0.4, "p_unbiased": 0.001}, "no mean gradient found: noise"),
         ({"bias": NOWHERE}, "no reference gradient to compare with"),
         ({"check": BetaCheck(**OF_A_CHECK, inert=True, wrong=False)}, "INERT: beta does not change the gradient"),
         ({"check": BetaCheck(**OF_A_CHECK, inert=False, wrong=True)}, "WRONG: training descends another gradient"),

@@ -10,8 +10,8 @@ from typing import Any
 
 from kl_comedy.training.audit.statistics import Estimate
 
-SIGNIFICANT = 0.05
-"""A p-value below it is called a finding; one in twenty true terms is then called biased by chance."""
+SIGNIFICANT = 0.01
+"""A p-value below it is called a finding; one unbiased term in a hundred is then called biased by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
