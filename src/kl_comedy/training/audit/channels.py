@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def channel_loss(
             "keep; give the config a term that names it"
         )
     seen = passes["initial" if term.reference == "sampler" else term.reference]
-    arguments = {
+    arguments: dict[str, Any] = {
         "logp_BT": passes["initial"].logp_BT,
         "ref_logp_BT": micro.reference_of(term).logp_BT,
         "behaviour_logp_BT": experience.behaviour_logp_BT,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,7 +170,7 @@ class _Findings:
             layers={} if products is None else {name: self._layer(name, item) for name in self._layers},
         )  # fmt: skip
 
-    def _against(self, products: tuple[Tensor, Tensor, Tensor] | None, p_no_mean: float) -> dict[str, object]:
+    def _against(self, products: tuple[Tensor, Tensor, Tensor] | None, p_no_mean: float) -> dict[str, Any]:
         if products is None:
             return {
                 "delivered": _NOWHERE, "cosine": None, "bias": _NOWHERE, "p_unbiased": math.nan, "variance": math.nan,
