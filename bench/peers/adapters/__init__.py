@@ -1,0 +1,14 @@
+"""One module per system; building an adapter imports nothing of the peer, calling a loss does."""
+
+from __future__ import annotations
+
+import importlib
+
+from peers.case import Adapter
+
+SYSTEMS = ("trl", "verl", "openrlhf")
+
+
+def adapter(system: str) -> Adapter:
+    """The adapter of a system by name."""
+    return importlib.import_module(f"peers.adapters.{system}").build()

@@ -1,0 +1,192 @@
+"""OpenRLHF: ``compute_approx_kl``, the actor's ``training_step``, and the experience maker's reward path.
+
+Its KL code computes in float32. ``training_step`` is the real method: the actor's pass is replaced by the
+rows' log-probs, and the loss is caught where it is handed to the backward pass.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.oracle import Rows, Surroundings
+from peers.case import FLOAT32, Adapter, Case, batch_by_batch, kl_part, spread
+from peers.loading import Peer
+
+PEER = Peer(
+    "openrlhf",
+    packages=("openrlhf",),
+    stand_ins=("deepspeed", "flash_attn", "ray", "vllm", "pylatexenc"),
+    extras=(("torchdata", ("torchdata",)),),
+)
+UTILS = "openrlhf.models.utils"
+ACTOR = "openrlhf.trainer.ray.ppo_actor"
+MAKER = "openrlhf.trainer.ppo_utils.experience_maker"
+LOSS = "openrlhf.models.loss"
+
+FORMS = {name: KLTerm(name, placement="loss", output_clamp=10.0) for name in ("k1", "k2", "k3")}
+UNBIASED = KLTerm("k2", placement="loss", correction="token_detached", cap=10.0)
+"""With unbiased_gradient the value is the estimator's and the gradient this term's, whatever the estimator."""
+GROUP = 2
+NO_CLIP = 1e9
+
+
+def build() -> Adapter:
+    cases = [_function(name, unbiased) for unbiased in (False, True) for name in FORMS]
+    cases += [_actor(name, unbiased) for unbiased in (False, True) for name in FORMS]
+    cases += [
+        _reward("rloo", "k1"),
+        _reward("rloo", "k1", clip=0.2),
+        _reward("rloo", "k2"),
+        _reward("rloo", "k3"),
+        _reward("group_norm", "k1", note="the KL enters after the group's std: not divided by it"),
+        _reward("dr_grpo", "k1"),
+        _reward("reinforce", "k1", batch=True, beta=0.05,
+                note="normalized over the batch with the KL inside, here one group; beta 0.05"),
+        _reward("reinforce_baseline", "k1", batch=True, beta=0.05,
+                note="normalized over the batch with the KL inside, here one group; beta 0.05"),
+        _reward("reinforce_baseline", "k1", batch=True, std=False,
+                note="no_std_norm: less the batch's token mean, here one group's"),
+    ]  # fmt: skip
+    return Adapter(system="openrlhf", version=PEER.version, cases=tuple(cases), needs=PEER.pins)
+
+
+def _case(**fields: Any) -> Case:
+    module = fields["module"]
+    return Case(
+        system="openrlhf", version=PEER.version, tolerance=FLOAT32, loaded=lambda: PEER.loaded(module), **fields
+    )  # fmt: skip
+
+
+def _form(name: str, unbiased: bool) -> KLTerm:
+    return UNBIASED if unbiased else FORMS[name]
+
+
+def _function(name: str, unbiased: bool) -> Case:
+    def loss(rows: Rows, /) -> Tensor:
+        value_BT = PEER.module(UTILS).compute_approx_kl(
+            rows.logp_BT, rows.ref_logp_BT, rows.behaviour_logp_BT, kl_estimator=name, unbiased_gradient=unbiased
+        )
+        return torch.where(rows.mask_BT, value_BT.double(), 0.0)
+
+    suffix = "/unbiased_gradient" if unbiased else ""
+    return _case(
+        name=f"openrlhf:{name}{suffix}", flags=f"kl.estimator={name} kl.unbiased_gradient={unbiased}",
+        kind="kl function", placement="loss", loss=loss, module=UTILS, function="compute_approx_kl",
+        ours=(_form(name, unbiased),),
+    )  # fmt: skip
+
+
+def _actor(name: str, unbiased: bool) -> Case:
+    def loss_at(rows: Rows, beta: float) -> Tensor:
+        return _training_step(rows, beta, name, unbiased)
+
+    suffix = "/unbiased_gradient" if unbiased else ""
+    return _case(
+        name=f"openrlhf:actor/{name}{suffix}",
+        flags=f"kl.use_loss=True kl.estimator={name} kl.unbiased_gradient={unbiased}", kind="loss path",
+        placement="loss", loss=kl_part(loss_at), module=ACTOR, function="ActorPPOTrainer.training_step",
+        ours=(_form(name, unbiased),), reduction="token mean (theirs divided out)",
+    )  # fmt: skip
+
+
+def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor:
+    module, losses = PEER.module(ACTOR), PEER.module(LOSS)
+    caught: list[Tensor] = []
+    kl = SimpleNamespace(use_loss=True, init_coef=1.0, estimator=name, unbiased_gradient=unbiased)
+    args = SimpleNamespace(
+        algo=SimpleNamespace(kl=kl), actor=SimpleNamespace(entropy_coef=None),
+        train=SimpleNamespace(dynamic_batch_enable=False),
+    )  # fmt: skip
+
+    class _Actor:
+        is_vlm = False
+
+        def train(self) -> None: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return rows.logp_BT, SimpleNamespace(aux_loss=None)
+
+    strategy = SimpleNamespace(
+        ring_attn_group=None, backward=lambda loss, *_: caught.append(loss), optimizer_step=lambda *_, **__: None
+    )
+    trainer = object.__new__(module.ActorPPOTrainer)
+    trainer.__dict__.update(
+        actor=_Actor(), strategy=strategy, args=args, actor_loss_fn=losses.PolicyLoss(), aux_loss=False,
+        actor_optim=None, actor_scheduler=None, replay_buffer=None, ema_model=None,
+    )  # fmt: skip
+    experience = SimpleNamespace(
+        sequences=rows.mask_BT.long(), action_mask=rows.mask_BT, attention_mask=rows.mask_BT,
+        action_log_probs=rows.behaviour_logp_BT, base_action_log_probs=rows.ref_logp_BT, rollout_log_probs=None,
+        advantages=rows.reward_B[:, None].expand_as(rows.ref_logp_BT), info={},
+    )  # fmt: skip
+    sums = {"dp_size": 1, "batch_num_tokens": 1.0, "global_batch_size": 1.0}
+    try:
+        trainer.training_step(experience, beta, 0, sums)
+    except Exception:
+        if not caught:  # what follows the backward pass only logs
+            raise
+    return spread(caught[0].double(), rows)
+
+
+def _reward(
+    estimator: str, name: str, *, clip: float = NO_CLIP, beta: float = 1.0, batch: bool = False, std: bool = True,
+    note: str = "",
+) -> Case:  # fmt: skip
+    term = KLTerm(name, placement="reward", credit="to_go", baseline="before", anchor="behaviour", output_clamp=10.0)
+    around = Surroundings(
+        advantage="reinforce_pp" if estimator == "reinforce" else "none", policy_loss="ppo_clip", group_size=GROUP,
+        policy_loss_options={"clip_low": clip, "clip_high": clip},
+    )  # fmt: skip
+
+    def loss_at(rows: Rows, at: float) -> Tensor:
+        return _in_reward(rows, at, estimator, name, clip, std)
+
+    def whole(rows: Rows, /) -> Tensor:
+        return kl_part(loss_at, beta)(rows)
+
+    suffix = ("" if clip == NO_CLIP else "/clipped") + ("" if std else "/no_std_norm")
+    ours = None if estimator == "reinforce_baseline" or clip != NO_CLIP else (term,)
+    return _case(
+        name=f"openrlhf:reward/{estimator}/{name}{suffix}",
+        flags=f"kl.estimator={name} advantage.estimator={estimator} eps_clip={'off' if clip == NO_CLIP else clip}"
+        + ("" if std else " no_std_norm=True"),
+        kind="loss path", placement="reward", loss=batch_by_batch(whole, GROUP) if batch else whole, module=MAKER,
+        function="RemoteExperienceMaker.compute_advantages_and_returns + PolicyLoss", ours=ours, around=around,
+        group_size=GROUP, beta=beta, note=note, reduction="token mean (theirs divided out)",
+    )  # fmt: skip
+
+
+def _in_reward(rows: Rows, beta: float, estimator: str, name: str, clip: float, std: bool) -> Tensor:
+    """The experience maker's advantages with the KL inside, and the clipped loss, summed over tokens."""
+    module, utils, losses = PEER.module(MAKER), PEER.module(UTILS), PEER.module(LOSS)
+    count = len(rows.group_B)
+    args = SimpleNamespace(
+        algo=SimpleNamespace(
+            advantage=SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=not std),
+            kl=SimpleNamespace(use_loss=False, estimator=name),
+        ),
+        rollout=SimpleNamespace(n_samples_per_prompt=GROUP), reward=SimpleNamespace(
+            clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
+    )  # fmt: skip
+    maker = object.__new__(module.RemoteExperienceMaker)
+    maker.__dict__.update(
+        strategy=SimpleNamespace(args=args),
+        args=args,
+        advantage_estimator=estimator,
+        kl_ctl=SimpleNamespace(value=beta),
+    )
+    experience = module.Experience(
+        action_mask=rows.mask_BT, rewards=rows.reward_B.clone(), index=list(range(count)),
+        kl=utils.compute_approx_kl(rows.behaviour_logp_BT, rows.ref_logp_BT, kl_estimator=name),
+    )  # fmt: skip
+    (experience,) = maker.compute_advantages_and_returns([experience])
+    policy = losses.PolicyLoss(clip_eps_low=clip, clip_eps_high=clip)
+    value, *_ = policy(
+        rows.logp_BT, rows.behaviour_logp_BT, experience.advantages, action_mask=rows.mask_BT, batch_num_tokens=1.0
+    )
+    return spread(value.double(), rows)

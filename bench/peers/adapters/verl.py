@@ -1,0 +1,198 @@
+"""verl: ``kl_penalty``, the actor's ``ppo_loss``, and ``apply_kl_penalty`` with its advantage estimators."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.oracle import Loss, Rows, Surroundings
+from peers.case import FLOAT32, FLOAT64, Adapter, Case, Skipped, batch_by_batch, kl_part, spread
+from peers.loading import Peer
+
+PEER = Peer(
+    "verl",
+    packages=("verl",),
+    stand_ins=("ray", "orjson"),
+    extras=(
+        ("tensordict", ("tensordict",)),
+        ("pyvers", ("pyvers",)),
+        ("codetiming", ("codetiming",)),
+        ("torchdata", ("torchdata",)),
+    ),
+)
+CORE = "verl.trainer.ppo.core_algos"
+LOSSES = "verl.workers.utils.losses"
+TRAINER = "verl.trainer.ppo.ray_trainer"
+
+K1 = KLTerm("k1", placement="loss")
+ABS = KLTerm("abs", placement="loss")
+K2 = KLTerm("k2", placement="loss")
+K3 = KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0)
+PENALTIES: dict[str, KLTerm] = {
+    "kl": K1, "k1": K1, "abs": ABS, "mse": K2, "k2": K2, "low_var_kl": K3, "k3": K3,
+    **{name: K2 for name in ("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+")},
+}  # fmt: skip
+GROUP = 2
+NO_CLIP = 1e9
+
+
+def build() -> Adapter:
+    functions = [_function(name, term) for name, term in PENALTIES.items()]
+    functions.append(_function("full", None))
+    actor = [_actor(name, PENALTIES[name]) for name in ("low_var_kl", "k3+", "k1", "k2")]
+    actor.append(_actor("low_var_kl", PENALTIES["low_var_kl"], mode="token-mean", suffix="/token-mean"))
+    reward = [
+        _reward("remax", "kl", credit="to_go", advantage="none", note="baseline given as 0"),
+        _reward("remax", "low_var_kl", credit="to_go", advantage="none", note="baseline given as 0"),
+        _reward("remax", "k3+", credit="to_go", advantage="none", note="baseline 0; '+' acts on gradients only"),
+        _reward("rloo", "kl", credit="total", advantage="rloo"),
+        _reward("rloo", "kl", credit="total", advantage="rloo", clip=0.2),
+        _reward("grpo", "kl", credit="total", advantage="grpo", beta=0.05, note="divided by the group's std; beta .05"),
+        _reward("grpo", "kl", credit="total", advantage="dr_grpo", norm=False, note="norm_adv_by_std_in_grpo=False"),
+        _reward("reinforce_plus_plus", "kl", credit="to_go", advantage="", beta=0.05, batch=True,
+                note="whitened over the batch, here one group, with the sample variance (ours: the population's); "
+                "beta 0.05"),
+        _reward("reinforce_plus_plus_baseline", "kl", credit="total", advantage="", beta=0.05, batch=True,
+                note="whitened over the batch, here one group; beta 0.05"),
+        _reward("gdpo", "kl", credit="total", advantage="", batch=True,
+                note="rewards are rebuilt from their components, so the penalty is lost"),
+    ]  # fmt: skip
+    skipped = Skipped(
+        system="verl", version=PEER.version, what="use_kl_in_reward with a critic (GAE)",
+        reason="needs a value function; with values of 0 and lambda 1 it is reinforce_plus_plus before whitening",
+    )  # fmt: skip
+    return Adapter(
+        system="verl", version=PEER.version, cases=(*functions, *actor, *reward), skipped=(skipped,), needs=PEER.pins
+    )
+
+
+def _case(**fields: Any) -> Case:
+    module = fields["module"]
+    return Case(system="verl", version=PEER.version, loaded=lambda: PEER.loaded(module), **fields)
+
+
+def _function(name: str, term: KLTerm | None) -> Case:
+    def loss(rows: Rows, /) -> Tensor:
+        value_BT = PEER.module(CORE).kl_penalty(rows.logp_BT, rows.ref_logp_BT, name)
+        return torch.where(rows.mask_BT, value_BT, 0.0)
+
+    return _case(
+        name=f"verl:{name}", flags=f"kl_loss_type={name}", kind="kl function", placement="loss", loss=loss,
+        module=CORE, function="kl_penalty", ours=None if term is None else (term,),
+    )  # fmt: skip
+
+
+def _actor(name: str, term: KLTerm, *, mode: str = "seq-mean-token-sum", suffix: str = "") -> Case:
+    around = None if mode == "seq-mean-token-sum" else Surroundings(reduction="token_mean", group_size=GROUP)
+
+    def loss_at(rows: Rows, beta: float) -> Tensor:
+        return _ppo_loss(rows, beta, name, mode)
+
+    loss: Loss = kl_part(loss_at)
+    return _case(
+        name=f"verl:actor/{name}{suffix}", flags=f"use_kl_loss=True kl_loss_type={name} loss_agg_mode={mode}",
+        kind="loss path", placement="loss", loss=loss if around is None else batch_by_batch(loss, GROUP),
+        module=LOSSES, function="ppo_loss", ours=(term,), around=around, group_size=1 if around is None else GROUP,
+        reduction="mean over completions (theirs divided out)" if around is None else "token mean over the batch",
+        tolerance=FLOAT64 if around is None else FLOAT32,
+    )  # fmt: skip
+
+
+class _Config(SimpleNamespace):
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key, default)
+
+
+def _actor_config(clip: float, mode: str, **fields: Any) -> _Config:
+    return _Config(
+        global_batch_info={}, loss_scale_factor=None, loss_agg_mode=mode, policy_loss=_Config(loss_mode="vanilla"),
+        clip_ratio=clip, clip_ratio_low=clip, clip_ratio_high=clip, clip_ratio_c=NO_CLIP, entropy_coeff=0.0, **fields,
+    )  # fmt: skip
+
+
+def _ppo_loss(rows: Rows, beta: float, name: str, mode: str) -> Tensor:
+    """The actor's loss on a batch of one prompt token each, summed over completions."""
+    count, _ = rows.mask_BT.shape
+    losses = PEER.module(LOSSES)
+    config = _actor_config(0.2, mode, use_kl_loss=beta != 0, kl_loss_type=name, kl_loss_coef=beta)
+    ones_B1 = torch.ones(count, 1, dtype=torch.long)
+    data = losses.tu.get_tensordict(
+        {
+            "prompts": ones_B1, "responses": rows.mask_BT.long(),
+            "attention_mask": torch.cat([ones_B1, rows.mask_BT.long()], 1), "response_mask": rows.mask_BT,
+            "old_log_probs": rows.behaviour_logp_BT, "ref_log_prob": rows.ref_logp_BT,
+            "advantages": rows.reward_B[:, None].expand_as(rows.ref_logp_BT).contiguous(),
+        },
+        {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None},
+    )  # fmt: skip
+    # A flat pass gives one log-prob per input token, that of the next one: the last of each row is nobody's.
+    flat = [torch.cat([logp[mask], logp.new_zeros(1)]) for logp, mask in zip(rows.logp_BT, rows.mask_BT, strict=True)]
+    value, _ = losses.ppo_loss(config, {"log_probs": torch.cat(flat)}, data)
+    return spread(value * count, rows)
+
+
+def _reward(
+    estimator: str, penalty: str, *, credit: str, advantage: str, clip: float = NO_CLIP, beta: float = 1.0,
+    norm: bool = True, batch: bool = False, note: str = "",
+) -> Case:  # fmt: skip
+    base = penalty.rstrip("+")
+    form = {"kl": KLTerm("k1"), "low_var_kl": K3, "k3": K3}[base]
+    term = KLTerm(
+        form.estimator, placement="reward", credit=credit, baseline="before", anchor="behaviour",
+        input_clamp=form.input_clamp, output_clamp=form.output_clamp,
+    )  # fmt: skip
+    around = Surroundings(
+        advantage=advantage or "none", policy_loss="ppo_clip", group_size=GROUP,
+        policy_loss_options={"clip_low": clip, "clip_high": clip},
+    )  # fmt: skip
+
+    def loss_at(rows: Rows, at: float) -> Tensor:
+        return _in_reward(rows, at, estimator, penalty, clip, norm)
+
+    def whole(rows: Rows, /) -> Tensor:
+        return kl_part(loss_at, beta)(rows)
+
+    words = [f"use_kl_in_reward=True kl_penalty={penalty} adv_estimator={estimator}"]
+    words += [] if norm else ["norm_adv_by_std_in_grpo=False"]
+    words += [f"clip_ratio={'off' if clip == NO_CLIP else clip}"]
+    name = f"verl:reward/{estimator}/{penalty}" + ("" if norm else "/no_std") + ("" if clip == NO_CLIP else "/clipped")
+    return _case(
+        name=name, flags=" ".join(words), kind="loss path", placement="reward",
+        loss=batch_by_batch(whole, GROUP) if batch else whole, module=TRAINER,
+        function="apply_kl_penalty + compute_advantage + compute_policy_loss_vanilla",
+        ours=(term,) if advantage else None, around=around if advantage else None, group_size=GROUP, beta=beta,
+        note=note, reduction="mean over completions (theirs divided out)",
+    )  # fmt: skip
+
+
+def _in_reward(rows: Rows, beta: float, estimator: str, penalty: str, clip: float, norm: bool) -> Tensor:
+    """Rewards, the penalty, advantages, and the clipped loss of the old log-probs' policy, summed."""
+    trainer, core = PEER.module(TRAINER), PEER.module(CORE)
+    count, _ = rows.mask_BT.shape
+    mask_BT = rows.mask_BT.to(torch.float64)
+    last_B1 = rows.mask_BT.sum(-1, keepdim=True) - 1
+    scores_BT = torch.zeros_like(rows.ref_logp_BT).scatter(1, last_B1, rows.reward_B[:, None])
+    ones_B1 = torch.ones(count, 1, dtype=torch.long)
+    data = trainer.DataProto.from_dict(
+        tensors={
+            "response_mask": mask_BT, "token_level_scores": scores_BT, "old_log_probs": rows.behaviour_logp_BT,
+            "ref_log_prob": rows.ref_logp_BT, "reward_baselines": torch.zeros(count, dtype=torch.float64),
+            "prompts": ones_B1, "attention_mask": torch.cat([ones_B1, rows.mask_BT.long()], 1),
+        },
+        non_tensors={"uid": rows.group_B.numpy().astype(object), "task": rows.reward_B.numpy().astype(object)},
+    )  # fmt: skip
+    data, _ = trainer.apply_kl_penalty(data, core.FixedKLController(beta), kl_penalty=penalty)
+    config = _Config(gamma=1.0, gdpo_reward_keys=["task"], gdpo_reward_weights=None)
+    known = core.AdvantageEstimator(estimator)
+    data = trainer.compute_advantage(data, known, norm_adv_by_std_in_grpo=norm, num_repeat=GROUP, config=config)
+    value, _ = core.compute_policy_loss_vanilla(
+        old_log_prob=rows.behaviour_logp_BT, log_prob=rows.logp_BT, advantages=data.batch["advantages"],
+        response_mask=mask_BT, loss_agg_mode="seq-mean-token-sum", config=_actor_config(clip, "seq-mean-token-sum"),
+    )  # fmt: skip
+    assert isinstance(data.non_tensor_batch["uid"], np.ndarray)
+    return spread(value * count, rows)

@@ -1,0 +1,80 @@
+"""Are our terms theirs? The same derivative by every log-prob on random rows, near and far, on- and off-policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl.oracle import Loss, Rows, terms_loss, training_loss
+from peers.case import Case, kl_part, with_beta
+from peers.measure import gradient
+
+ROWS, TOKENS = 24, 7
+CLOSE = 1e-6
+
+
+def our_loss(case: Case) -> Loss | None:
+    """Our terms with the algorithm around them, as a KL part at a coefficient of 1."""
+    if case.ours is None:
+        return None
+    if case.around is None:
+        return terms_loss(case.ours)
+    around, terms = case.around, with_beta(case.ours, case.beta)
+
+    def loss_at(rows: Rows, beta: float) -> Tensor:
+        return training_loss(terms, around, scale=beta / case.beta)(rows)
+
+    return kl_part(loss_at, case.beta)
+
+
+def difference(case: Case) -> float | None:
+    """The largest difference of the two derivatives over the largest derivative; None without terms of ours."""
+    loss = our_loss(case)
+    if loss is None:
+        return None
+    worst = 0.0
+    for regime in case.equal_in:
+        for position, spread in enumerate(case.spreads):
+            rows = random_rows(spread, seed=position, on_policy=regime == "on_policy")
+            theirs_BT, _ = gradient(case, rows)
+            ours_BT, _ = gradient(replace(case, loss=loss), rows)
+            size = max(float(theirs_BT.abs().max()), float(ours_BT.abs().max()))
+            worst = max(worst, float((theirs_BT - ours_BT).abs().max()) / size if size > 0 else 0.0)
+    return worst
+
+
+def bound(case: Case) -> float:
+    """What counts as equal: 1e-6, or the rounding of their precision, which a difference quotient divides by beta."""
+    return max(CLOSE, case.tolerance / case.beta)
+
+
+def random_rows(spread: float, *, seed: int, on_policy: bool) -> Rows:
+    """Rows of any length from 1 to ``TOKENS`` whose log-ratios have the given spread (nats)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(ROWS, TOKENS, generator=generator, dtype=torch.float64)
+
+    length_B = torch.randint(1, TOKENS + 1, (ROWS,), generator=generator)
+    length_B[0] = TOKENS
+    mask_BT = torch.arange(TOKENS) < length_B[:, None]
+    logp_BT = -normal().abs() - 0.1
+    behaviour_BT = logp_BT if on_policy else logp_BT + 0.4 * normal()
+    zero_BT = torch.zeros(ROWS, TOKENS, dtype=torch.float64)
+
+    def kept(values_BT: Tensor) -> Tensor:
+        return torch.where(mask_BT, values_BT, zero_BT)
+
+    return Rows(
+        logp_BT=kept(logp_BT).requires_grad_(True),
+        ref_logp_BT=kept(logp_BT + spread * normal()),
+        behaviour_logp_BT=kept(behaviour_BT),
+        mask_BT=mask_BT,
+        reverse_kl_BT=zero_BT.clone().requires_grad_(True),
+        forward_kl_BT=zero_BT.clone().requires_grad_(True),
+        reward_B=torch.rand(ROWS, generator=generator, dtype=torch.float64).round(),
+        group_B=torch.arange(ROWS),
+        truncated_B=torch.zeros(ROWS, dtype=torch.bool),
+    )

@@ -1,0 +1,120 @@
+"""A case through the exact oracle: what its KL part descends, how biased and noisy it is, where it is dead."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl.claims import TARGETS
+from kl_comedy.kl.oracle import Completions, Moments, Rows, Setting, Tree, exact_moments, target_gradient
+from kl_comedy.kl.oracle.certificate import FAR_DISTANCE, FAR_STALENESS, SHARED, TREE, Instance, battery
+from peers.case import Case
+
+SMALL = Tree.build(vocabulary=3, length=3)
+"""Where every group of two is enumerated."""
+REGIMES = ("on_policy", "off_policy")
+
+
+@lru_cache(maxsize=8)
+def instances(regime: str, group_size: int) -> tuple[Instance, ...]:
+    """The certificates' battery; for groups a smaller one, without a far instance."""
+    if group_size == 1:
+        return battery(regime)
+    settings = [Setting.random(SMALL, regime=regime, seed=seed, parameters=SHARED) for seed in (0, 1)]
+    settings.append(Setting.random(SMALL, regime=regime, seed=2))
+    return tuple(
+        Instance(
+            setting=each, targets={name: target_gradient(each, name) for name in TARGETS}, near=True,
+            shown=each.features_NVD is not None,
+        )
+        for each in settings
+    )  # fmt: skip
+
+
+def measure(case: Case, regime: str) -> dict[str, Any]:
+    """The figures of one row; biases and cosines are means over the instances with shared parameters."""
+    found = [
+        (each, exact_moments(each.setting, case.loss, group_size=case.group_size))
+        for each in instances(regime, case.group_size)
+    ]
+    shown = [pair for pair in found if pair[0].shown]
+    near_target = _hit([pair for pair in found if pair[0].near], case.tolerance)
+    target = _hit(found, case.tolerance)
+    silent = all(float(m.gradient_D.norm()) == 0 and m.variance == 0 for _, m in found)
+    row: dict[str, Any] = {
+        "target": target,
+        "near_target": near_target,
+        "silent_no_op": silent,
+        "variance": _mean([m.variance / _square(i) for i, m in shown]),
+        "strength": _mean([float(m.gradient_D @ i.targets["sequence_reverse"]) / _square(i) for i, m in shown]),
+        "dead_share_far": dead_share(case, regime),
+    }
+    for name in ("sequence_reverse", "token_reverse"):
+        row[f"bias_{name}"] = _mean([m.relative_bias(i.targets[name]) for i, m in shown])
+        row[f"cosine_{name}"] = (
+            None if "zero" in (target, near_target) else _mean([m.cosine(i.targets[name]) for i, m in shown])
+        )
+    return {key: _plain(value) for key, value in row.items()}
+
+
+def dead_share(case: Case, regime: str) -> float:
+    """The expected share of tokens whose log-prob gets no KL gradient, far from the reference.
+
+    Clamps of the estimate, and clips of the ratio that carries a cost, both count. Groups of equal
+    completions, which compare with themselves, are left out.
+    """
+    tree = TREE if case.group_size == 1 else SMALL
+    setting = Setting.random(
+        tree, regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS
+    )
+    count = tree.completions
+    member_GC = torch.cartesian_prod(*[torch.arange(count)] * case.group_size).reshape(-1, case.group_size).T
+    different_C = torch.stack([a != b for a, b in itertools.combinations(member_GC, 2)] or [member_GC[0] >= 0]).all(0)
+    index_B = member_GC[:, different_C].T.flatten()
+    probability_C = setting.probability(tree.all)[member_GC[:, different_C]].prod(0)
+    weight_B = probability_C.repeat_interleave(case.group_size)
+    gradient_BT, rows = gradient(case, setting.rows(Completions(**{k: v[index_B] for k, v in vars(tree.all).items()})))
+    tokens_B = rows.mask_BT.sum(-1).double()
+    dead_B = ((gradient_BT == 0) & rows.mask_BT).sum(-1).double()
+    return float(weight_B @ dead_B) / float(weight_B @ tokens_B)
+
+
+def gradient(case: Case, rows: Rows) -> tuple[Tensor, Rows]:
+    """The derivative of the case's loss by each log-prob, ``[B, T]``, and the rows in groups."""
+    grouped = Rows(**{**rows.__dict__, "group_B": torch.arange(len(rows.group_B)) // case.group_size})
+    value = case.loss(grouped)
+    if not value.requires_grad:
+        return torch.zeros_like(grouped.ref_logp_BT), grouped
+    (found_BT,) = torch.autograd.grad(value.sum(), [grouped.logp_BT], allow_unused=True)
+    return (torch.zeros_like(grouped.ref_logp_BT) if found_BT is None else found_BT), grouped
+
+
+def _hit(found: Sequence[tuple[Instance, Moments]], tolerance: float) -> str | None:
+    """The target whose gradient the expected one equals on every instance, up to the rounding of their code."""
+    for name in TARGETS:
+        if all(_equal(m, i.targets[name], tolerance) for i, m in found):
+            return name
+    return None
+
+
+def _equal(moments: Moments, target_D: Tensor, tolerance: float) -> bool:
+    scale = float(target_D.norm()) + math.sqrt(moments.variance) + float(moments.gradient_D.norm())
+    return float((moments.gradient_D - target_D).norm()) <= tolerance * max(scale, 1e-3)
+
+
+def _square(instance: Instance) -> float:
+    return float(instance.targets["sequence_reverse"].square().sum())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,91 @@
+"""The one table: JSON with everything, CSV with the figures, Markdown to read."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+COLUMNS = (
+    "system", "version", "name", "flags", "kind", "placement", "regime", "target", "near_target",
+    "bias_sequence_reverse", "cosine_sequence_reverse", "bias_token_reverse", "cosine_token_reverse", "variance",
+    "strength", "dead_share_far", "silent_no_op", "equal_to_ours", "difference", "reduction", "beta", "group_size",
+    "note", "function", "module", "module_sha256", "wheel", "wheel_sha256", "stand_ins", "command",
+)  # fmt: skip
+
+LEGEND = """\
+Each row is a released wheel's own code, called as it is, with the KL part taken alone at a coefficient of 1.
+*Descends*: the target whose gradient its exact expected gradient equals on every instance; in brackets, on the
+instances near the reference only (where no clamp acts). *Bias* and *cos*: against the gradient of the
+sequence-level reverse KL (seq) and of the reverse KL of each visited prefix (tok). *Variance*: of one completion's
+gradient, over the squared norm of the sequence-level gradient. *Dead*: the share of tokens without any KL
+gradient on an instance far from the reference. *Ours*: the term of this package with the same derivatives on
+random rows. Off-policy, `old_log_probs` are the stale sampler's."""
+
+
+def write(folder: Path, rows: Sequence[Row], skipped: Sequence[Row]) -> None:
+    """Write ``peers.json``, ``peers.csv`` and ``peers.md``; the same wheels give the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = [{name: _round(row.get(name)) for name in COLUMNS} for row in rows]
+    data = {"rows": plain, "skipped": list(skipped)}
+    (folder / "peers.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with (folder / "peers.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        table.writerows([{k: " ".join(v) if isinstance(v, list) else v for k, v in row.items()} for row in plain])
+    (folder / "peers.md").write_text(markdown(plain, skipped), encoding="utf-8")
+
+
+def markdown(rows: Sequence[Row], skipped: Sequence[Row]) -> str:
+    """The table, the wheels it rests on, and what was not run."""
+    head = ("row", "regime", "descends", "bias seq", "cos seq", "bias tok", "variance", "dead", "ours", "note")
+    lines = ["# Other systems' KL code under the exact oracle", "", LEGEND, "", _line(head), _line(["---"] * len(head))]
+    lines += [_line(_cells(row)) for row in rows]
+    lines += ["", "A row is reproduced by `python bench/peers/run.py --only ROW`.", "", "## The code measured", ""]
+    lines += [_line(("function", "wheel", "sha256 of the module file", "stood in for")), _line(["---"] * 4)]
+    seen = {}
+    for row in rows:
+        stood_in = ", ".join(row["stand_ins"] or []) or "nothing"
+        seen[row["function"]] = (f"`{row['function']}`", row["wheel"], f"`{row['module_sha256'][:16]}`", stood_in)
+    lines += [_line(each) for each in seen.values()]
+    lines += ["", "## Not run", "", _line(("system", "what", "reason")), _line(["---"] * 3)]
+    lines += [_line((f"{each['system']} {each['version']}", each["what"], each["reason"])) for each in skipped]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    if row["silent_no_op"]:
+        descends = "**nothing: a silent no-op**"
+    elif row["target"]:
+        descends = row["target"]
+    else:
+        descends = f"({row['near_target']})" if row["near_target"] else "none"
+    note = "; ".join(text for text in (row["note"], _reduction(row["reduction"])) if text)
+    return [
+        f"`{row['name']}`", row["regime"].replace("_", "-"), descends, _number(row["bias_sequence_reverse"]),
+        _number(row["cosine_sequence_reverse"]), _number(row["bias_token_reverse"]), _number(row["variance"]),
+        f"{row['dead_share_far']:.0%}", row["equal_to_ours"] or "", note,
+    ]  # fmt: skip
+
+
+def _reduction(text: str) -> str:
+    return "" if text == "token sum" or "divided out" in text else text
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else "0" if abs(value) < 5e-5 else f"{value:.3g}"
+
+
+def _round(value: Any) -> Any:
+    """Six digits, and no trace of rounding noise, so that results compare between machines."""
+    if not isinstance(value, float):
+        return value
+    return 0.0 if abs(value) < 1e-7 else float(f"{value:.6g}")

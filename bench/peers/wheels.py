@@ -1,0 +1,54 @@
+"""Where the peers' wheels lie, what is pinned, and their fingerprints."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REQUIREMENTS = HERE / "requirements.txt"
+FOLDER = HERE / ".wheels"
+FILES = FOLDER / "files"
+UNPACKED = FOLDER / "unpacked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """One pinned distribution: ``dist==version``."""
+
+    dist: str
+    version: str
+
+    @property
+    def folder(self) -> Path:
+        """Where its modules are installed to, alone."""
+        return UNPACKED / f"{self.dist}-{self.version}"
+
+    @property
+    def fetched(self) -> bool:
+        return self.file is not None and any(self.folder.glob("*.dist-info"))
+
+    @property
+    def file(self) -> Path | None:
+        """The wheel (or source archive) as the index served it."""
+        stem = f"{self.dist.replace('-', '_')}-{self.version}".lower()
+        found = [path for path in sorted(FILES.glob("*")) if path.name.lower().startswith((f"{stem}-", f"{stem}."))]
+        return found[0] if found else None
+
+
+@lru_cache(maxsize=1)
+def pins() -> dict[str, Pin]:
+    """The pinned distributions by name, in the order of the file."""
+    found = {}
+    for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
+        text = line.split("#")[0].strip()
+        if text:
+            dist, version = text.split("==")
+            found[dist] = Pin(dist=dist, version=version)
+    return found
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
