@@ -36,18 +36,22 @@ SHARE = 0.5
 what B has beyond its optimal probability is down to this share of what it began with."""
 
 SETTINGS: dict[str, Descent] = {
-    "expected gradients, gradient descent": Descent(steps=4000, rate=1.0, rule="gd"),
+    "expected gradients, gradient descent": Descent(steps=3000, rate=1.0, rule="gd"),
     "expected gradients, Adam": Descent(steps=2000, rate=0.02, decays=False),
+    "batches of 256, gradient descent": Descent(steps=2000, rate=1.0, rule="gd", batch=BATCH),
     "batches of 256, Adam": Descent(steps=2000, rate=0.02, decays=False, batch=BATCH),
 }
 
 
-def mode_games(kind: str, rare: tuple[float, ...] = RARE, beta: float = BETA) -> Games:
-    """One game per probability in ``rare``. A is 000, B is 111, and the third branch earns nothing."""
+def mode_games(kind: str, *, rare: tuple[float, ...] = RARE, beta: float = BETA, copies: int = 1) -> Games:
+    """``copies`` games per probability in ``rare``. A is 000, B is 111, and the third branch earns nothing.
+
+    Raises :class:`UserError` for an unknown kind.
+    """
     if kind not in KINDS:
         raise bad_value("kind", kind, KINDS)
     start, reference = [], []
-    for p in rare:
+    for p in rare * copies:
         even_NV, scarce_NV = _modes(0.45), _modes(p)
         start.append(scarce_NV if kind == "lost" else even_NV)
         reference.append(even_NV if kind == "lost" else scarce_NV)
@@ -57,8 +61,8 @@ def mode_games(kind: str, rare: tuple[float, ...] = RARE, beta: float = BETA) ->
         tree=TREE,
         ref_logp_SNV=torch.stack(reference),
         start_SNV=torch.stack(start),
-        reward_SB=reward_B.expand(len(rare), -1).clone(),
-        beta_S=torch.full((len(rare),), beta, dtype=torch.float64),
+        reward_SB=reward_B.repeat(len(start), 1),
+        beta_S=torch.full((len(start),), beta, dtype=torch.float64),
     )
 
 
@@ -81,7 +85,7 @@ def _number(token: int) -> int:
 
 def mode_study(
     *, seeds: int = 5, settings: Mapping[str, Descent] = SETTINGS, configurations: Mapping[str, Terms] = RECOVERING,
-    done: Callable[[], None] = lambda: None,
+    rare: tuple[float, ...] = RARE, done: Callable[[], None] = lambda: None,
 ) -> pd.DataFrame:  # fmt: skip
     """One row per setting, kind, configuration, rare probability and seed (one seed where nothing is drawn).
 
@@ -93,31 +97,31 @@ def mode_study(
     rows: list[dict[str, Any]] = []
     for setting, how in settings.items():
         for kind in KINDS:
+            games = mode_games(kind, rare=rare, copies=1 if how.batch is None else seeds)
             for name, terms in configurations.items():
-                for seed in range(1 if how.batch is None else seeds):
-                    about = {"setting": setting, "kind": kind, "configuration": name, "seed": seed}
-                    found = _followed(mode_games(kind), terms, Descent(**{**how.__dict__, "seed": seed}), kind)
-                    rows += [{**about, **row} for row in found]
+                about = {"setting": setting, "kind": kind, "configuration": name}
+                rows += [{**about, **row} for row in _followed(games, terms, how, kind, rare)]
                 done()
     return pd.DataFrame(rows)
 
 
-def _followed(games: Games, terms: Terms, how: Descent, kind: str) -> list[dict[str, Any]]:
+def _followed(games: Games, terms: Terms, how: Descent, kind: str, rare: tuple[float, ...]) -> list[dict[str, Any]]:
     best_S = games.optimum()[:, _number(1)].exp()
     began_S = _probability(games, games.start_SNV, 1)
     first_S = torch.full((games.count,), float("nan"), dtype=torch.float64)
 
     def watch(step: int, logits_SNV: Tensor) -> None:
         mode_S = _probability(games, logits_SNV, 1)
-        there = mode_S >= SHARE * best_S if kind == "lost" else mode_S - best_S <= SHARE * (began_S - best_S)
-        first_S[there & first_S.isnan()] = step
+        there_S = mode_S >= SHARE * best_S if kind == "lost" else mode_S - best_S <= SHARE * (began_S - best_S)
+        first_S[there_S & first_S.isnan()] = step
 
     path = descend(games, terms, how, watch)
     mode_S, other_S = (_probability(games, path.logits_SNV, token) for token in (1, 0))
     return [
         {
-            "rare": RARE[s], "step": float(first_S[s]), "steps": how.steps, "mode": float(mode_S[s]),
-            "other": float(other_S[s]), "optimal_mode": float(best_S[s]), "finite": bool(path.finite_S[s]),
+            "rare": rare[s % len(rare)], "seed": s // len(rare), "step": float(first_S[s]), "steps": how.steps,
+            "mode": float(mode_S[s]), "other": float(other_S[s]), "optimal_mode": float(best_S[s]),
+            "finite": bool(path.finite_S[s]),
         }
         for s in range(games.count)
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ def _descended(
 
     found = descend(games, terms, how, watch)
     last = standing(games, found.logits_SNV)
+    halved = standing(dataclasses.replace(games, beta_S=games.beta_S / 2), found.logits_SNV)
     ends = []
     for s in range(games.count):
         row = {
@@ -82,6 +84,7 @@ def _descended(
             "to_optimum": float(last.to_optimum_S[s]),
             "gap": float(last.gap_S[s]),
             "to_forward_optimum": float(last.to_forward_optimum_S[s]),
+            "to_half_beta_optimum": float(halved.to_optimum_S[s]),
             "to_ref": float(last.to_ref_S[s]),
             "entropy": float(last.entropy_S[s]),
             "reward": float(last.reward_S[s]),

@@ -61,7 +61,8 @@ def shared_setting(
 def _directions(count: int, parameters: int, generator: torch.Generator) -> Tensor:
     """Random directions of norm ``sqrt(D)``, ``[count, D]``."""
     normal_CD = torch.randn(count, parameters, generator=generator, dtype=torch.float64)
-    return normal_CD / normal_CD.norm(dim=1, keepdim=True) * math.sqrt(parameters)
+    size_C1 = torch.linalg.vector_norm(normal_CD, dim=1, keepdim=True)
+    return math.sqrt(parameters) * normal_CD / size_C1
 
 
 def _features(tree: Tree, parameters: int, persistence: float, generator: torch.Generator) -> Tensor:
