@@ -225,10 +225,10 @@ def _said(terms: Sequence[KLTerm], regime: str) -> str:
     assert all(verdict(term, regime).startswith(f"{target}:") for term, target in zip(terms, each, strict=True))
     if len(terms) != 1:
         return f"{' + '.join(each)} = {enumerated(terms, regime)}" if terms else "-"
-    bare = dataclasses.replace(terms[0], cap=None)
+    bare = dataclasses.replace(terms[0], cap=None, window=None, input_clamp=None, output_clamp=None)
     uncapped = claimed_target(bare, regime) or "none"
     assert uncapped == enumerated([bare], regime), f"{bare.label()} {regime}"
-    return each[0] if each[0] == uncapped else f"{each[0]} ({uncapped} while no ratio reaches the cap)"
+    return each[0] if each[0] == uncapped else f"{each[0]} ({uncapped} while no bound acts)"
 
 
 def verdicts() -> str:

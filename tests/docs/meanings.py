@@ -34,6 +34,7 @@ MEANINGS: dict[str, str] = {
     "model.gradient_checkpointing": "Recompute activations in the backward pass: less memory, more time.",
     "model.trust_remote_code": "Run code that comes with the model. Only for sources you have read.",
     "model.head_chunk_elements": "Rows x vocabulary of logits held at once; never `[B, T, V]`.",
+    "model.share_prompt": "Compute a prompt once for its completions where that is cheaper; the numbers stay the same.",
     "model.lora": "A LoRA adapter on the policy; the reference is then the base model, the adapter switched off.",
     "model.lora.rank": "Rank of the update.",
     "model.lora.alpha": "Scale: the update is multiplied by `alpha / rank`.",
@@ -136,9 +137,18 @@ TERM_MEANINGS: dict[str, str] = {
         "the KL of a completion near it, exact where measured, else k1 "
         "(`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000)."
     ),
-    "baseline": "In reward: the cost enters before or after the advantage's baseline and normalization.",
+    "baseline": (
+        "In reward: the cost enters before or after the advantage's baseline and normalization; `own`: after it, less "
+        "the leave-one-out mean of its own returns over the group, weighted so that it stays unbiased off-policy."
+    ),
     "cap": "A number above 0: the bound of the correction's ratio. Biased, so counted and logged.",
-    "cap_mode": "`truncate`: min(ratio, cap). `mask`: ratios beyond it become 0.",
+    "cap_mode": (
+        "`truncate`: min(ratio, cap). `mask`: ratios beyond it become 0. `each`: every token's ratio is truncated "
+        "before the product."
+    ),
+    "window": "For prefix ratios: the product of the last so many ratios instead of all.",
+    "input_clamp": "Bound of the log-ratio (nats, both sides) before the estimator: no gradient beyond. Logged.",
+    "output_clamp": "Bound of the estimate (nats, both sides): no gradient beyond. Counted and logged.",
     "options": "Keyword arguments of the estimator, as `{lam: 0.5}` of `k_lambda`.",
 }
 

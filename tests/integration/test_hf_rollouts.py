@@ -330,3 +330,41 @@ def test_a_real_model_samples_what_the_trainer_computes():
     for rollout, expected in zip(rollouts, trainer_logps(loaded.model, rollouts, 0.7), strict=True):
         assert rollout.logps == pytest.approx(expected, abs=2e-4)
     assert "Paris" in draw(loaded, prompts[:1], group_size=1, temperature=0.0)[0].text
+
+
+ALL_OFF = {"share_prompt": False, "leave_early": False}
+
+
+@pytest.mark.parametrize("options", [{}, {"share_prompt": False}, {"leave_early": False}], ids=str)
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("stop", [(), ("ab", "c")], ids=["eos", "stop"])
+def test_saving_work_changes_no_greedy_completion(make, options, stop):
+    """Shared prompts and rows that leave: the tokens, reasons and log-probs of the plain way, over several stages."""
+    model = make()
+    found = []
+    for chosen in (options, ALL_OFF):
+        backend = build_hf(RolloutConfig(batch_sequences=7, options=chosen), loaded=load(model))
+        sampling = Sampling(temperature=0.0, max_new_tokens=30, stop=stop)
+        found.append(backend.generate(PROMPTS, group_size=2, sampling=sampling, seed=0))
+    for one, other in zip(*found, strict=True):
+        assert (one.completion_ids, one.stop_reason, one.text) == (other.completion_ids, other.stop_reason, other.text)
+        assert one.logps == pytest.approx(other.logps, abs=1e-5)
+
+
+@pytest.mark.parametrize("stop", [(), ("ab",)], ids=["eos", "stop"])
+def test_long_sampled_completions_are_the_trainers_after_rows_have_left(stop):
+    """Uneven endings over several stages, one batch: the recorded log-probs stay those of the learner."""
+    model = llama(spread=0.25)
+    rollouts = draw(load(model), group_size=16, max_new_tokens=45, stop=stop)
+    lengths = [len(r.completion_ids) for r in rollouts]
+    assert min(lengths) < 8 and max(lengths) > 24, "the test needs rows that leave and rows that stay"
+    for rollout, expected in zip(rollouts, trainer_logps(model, rollouts, 1.0), strict=True):
+        assert rollout.logps == pytest.approx(expected, abs=1e-5)
+        assert (rollout.completion_ids[-1] == 0) is (rollout.stop_reason == "eos")
+        assert rollout.stop_reason != "length" or len(rollout.completion_ids) == 45
+
+
+def test_options_are_checked():
+    for options, message in (({"share": True}, "share_prompt"), ({"leave_early": 1}, "true or false")):
+        with pytest.raises(UserError, match=message):
+            build_hf(RolloutConfig(options=options), loaded=load())

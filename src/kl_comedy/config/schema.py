@@ -50,6 +50,7 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     head_chunk_elements: int = _at_least(2**24, 1)
+    share_prompt: bool = True
     lora: LoraConfig | None = None
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout, unwrap
 from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
-from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.logprobs import completion_hidden, token_pass
+from kl_comedy.models.shared_prefix import build_trees, can_share, tree_hidden
 from kl_comedy.models.smollm2 import FOLDER as SMOLLM2
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train(config.gradient_checkpointing)
-    probe_head(model)
+    probe_head(model, share_prompt=config.share_prompt)
     return LoadedModel(model=model, tokenizer=tokenizer, device=device, source=config.source)
 
 
@@ -211,7 +212,7 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
     return get_peft_model(model, settings)
 
 
-def probe_head(model: Any) -> None:
+def probe_head(model: Any, *, share_prompt: bool = True) -> None:
     """Compare our log-probs with those of the model's own logits on a few tokens; raise where they differ.
 
     Tolerance: 1e-4 of the largest logit in float32, one unit in the last place or two in narrower types.
@@ -225,6 +226,8 @@ def probe_head(model: Any) -> None:
             model, prompt_ids_BP=ids[:, :4], prompt_mask_BP=ones[:, :4], ids_BT=ids[:, 4:], mask_BT=ones[:, 4:],
             temperature=1.0, chunk_elements=5 * weight.shape[0],
         ).logp_BT  # fmt: skip
+    if share_prompt:
+        _check_sharing(model, ids, ones)
     theirs = logits[:, 3:-1].log_softmax(-1).gather(2, ids[:, 4:, None])[..., 0]
     gap = float((ours.to(torch.float64) - theirs).abs().max())
     narrow = weight.dtype in (torch.bfloat16, torch.float16)
@@ -233,4 +236,23 @@ def probe_head(model: Any) -> None:
         raise UserError(
             f"model.source: log-probs from body and linear head differ from the model's own by {gap:.3g} nats "
             f"(at most {allowed:.2g} expected); the architecture does something more than a linear head"
+        )
+
+
+def _check_sharing(model: Any, ids_BS: Tensor, ones_BS: Tensor) -> None:
+    """Compare hidden states of completions that share a prompt's computation with those of rows of their own."""
+    if not can_share(model):
+        return
+    prompt_BP = ids_BS[:1, :4].expand_as(ids_BS[:, :4])
+    batch = (prompt_BP, ones_BS[:, :4], ids_BS[:, 4:], ones_BS[:, 4:].bool())
+    with torch.no_grad():
+        apart_NH = completion_hidden(model, *batch, share_prompt=False).double()
+        trees = build_trees(*batch, families=[list(range(len(ids_BS)))])
+        together_NH = tree_hidden(model, trees).double()
+    narrow = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    gap, size = float((apart_NH - together_NH).abs().max()), float(apart_NH.abs().max())
+    if not gap <= (2.0**-4 if narrow else 1e-3) * max(1.0, size):
+        raise UserError(
+            f"model.share_prompt: completions that share a prompt get other hidden states than alone (off by {gap:.3g} "
+            f"of {size:.3g}); set model.share_prompt=false for this architecture"
         )

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kl_comedy.models.anatomy import Head, decoder_body, head_weights
 from kl_comedy.models.sharded import call_as_forward
+from kl_comedy.models.shared_prefix import tree_hidden, trees_if_worth
 
 if TYPE_CHECKING:
     from kl_comedy.models.reference import ReferencePass
@@ -79,9 +80,11 @@ def token_pass(
     entropy: bool = False,
     total_variation: bool = False,
     keep_hidden: bool = False,
+    share_prompt: bool = True,
 ) -> TokenPass:
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
+    ``share_prompt`` lets rows with the same prompt share its computation; the reference's pass must agree.
     ``chunk_elements`` bounds the logits held at once (at least one row is). ``reference`` must come from the
     same batch, at the same temperature, with its hidden states kept, whenever ``kl``, ``forward_kl`` or
     ``total_variation`` is asked. With equal weights and batch all three are exactly 0.0: the two sides take the
@@ -94,7 +97,7 @@ def token_pass(
     _check_reference(reference, wanted, rows=int(mask_BT.sum()), temperature=temperature)
 
     def run() -> tuple[Tensor, ...]:
-        hidden_NH = completion_hidden(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT)
+        hidden_NH = completion_hidden(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, share_prompt=share_prompt)
         head = head_weights(model)
         columns = _head_in_chunks(hidden_NH, head, ids_BT[mask_BT], temperature, chunk_elements, reference, wanted)
         return (hidden_NH.detach(), *columns)
@@ -142,12 +145,17 @@ def _check_reference(reference: ReferencePass | None, wanted: _Wanted, *, rows: 
 
 
 def completion_hidden(
-    model: nn.Module, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor
-) -> Tensor:
+    model: nn.Module, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor,
+    *, share_prompt: bool = True,
+) -> Tensor:  # fmt: skip
     """Hidden state before each masked completion token, ``[N, H]``, rows in reading order.
 
-    Positions count real tokens, so that padding changes nothing.
+    Positions count real tokens, so that padding changes nothing. Rows with the same prompt share its
+    computation where that is cheaper (:mod:`kl_comedy.models.shared_prefix`), unless ``share_prompt`` is off.
     """
+    trees = trees_if_worth(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT) if share_prompt else None
+    if trees is not None:
+        return tree_hidden(model, trees)
     ids_BS = torch.cat([prompt_ids_BP, ids_BT], dim=1)
     real_BS = torch.cat([prompt_mask_BP.bool(), mask_BT.bool()], dim=1)
     position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)

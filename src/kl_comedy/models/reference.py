@@ -80,6 +80,7 @@ class PassOptions:
     temperature: float
     chunk_elements: int
     keep_hidden: bool = True
+    share_prompt: bool = True
 
 
 def build_reference(
@@ -90,13 +91,16 @@ def build_reference(
     temperature: float,
     chunk_elements: int,
     keep_hidden: bool = True,
+    share_prompt: bool = True,
 ) -> Reference:
     """The reference called ``kind`` (``initial | ema | periodic``) for a policy that has not been trained yet.
 
     ``initial`` is the base model under LoRA (adapter off), else a frozen copy. Raises :class:`UserError` for
     another name.
     """
-    options = PassOptions(temperature=temperature, chunk_elements=chunk_elements, keep_hidden=keep_hidden)
+    options = PassOptions(
+        temperature=temperature, chunk_elements=chunk_elements, keep_hidden=keep_hidden, share_prompt=share_prompt
+    )
     if kind == "initial":
         return (AdapterOffReference if is_peft(loaded.model) else FrozenReference)(loaded.model, options)
     if kind == "ema":
@@ -120,6 +124,7 @@ def _pass(model: nn.Module, options: PassOptions, batch: Mapping[str, Tensor]) -
             temperature=options.temperature,
             chunk_elements=options.chunk_elements,
             keep_hidden=options.keep_hidden,
+            share_prompt=options.share_prompt,
         )
         weight, bias = head_weights(model)
     head = (weight.detach(), None if bias is None else bias.detach())

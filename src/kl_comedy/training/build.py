@@ -212,6 +212,7 @@ def _references(config: Config, terms: Sequence[KLTerm], loaded: LoadedModel) ->
         "temperature": config.rollout.temperature,
         "chunk_elements": config.model.head_chunk_elements,
         "keep_hidden": True,
+        "share_prompt": config.model.share_prompt,
     }
     return {name: build_reference(name, loaded, config.reference, **shared) for name in names}
 

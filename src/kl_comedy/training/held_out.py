@@ -40,6 +40,7 @@ class CompletionMeasure:
     sampled: bool
     chunk_elements: int
     microbatch_tokens: int
+    share_prompt: bool
 
     def __call__(self, rows: Sequence[Scored]) -> dict[str, float]:
         """``kl/...``, ``kl_error/...`` and ``policy/entropy...`` of the rows; without a reference entropy only."""
@@ -60,6 +61,7 @@ class CompletionMeasure:
             **inputs,
             temperature=self.temperature,
             chunk_elements=self.chunk_elements,
+            share_prompt=self.share_prompt,
             reference=against,
             kl=against is not None,
             forward_kl=against is not None,
@@ -82,6 +84,7 @@ def completion_measure(config: Config, *, loaded: LoadedModel, reference: Refere
         sampled=config.eval.temperature == config.rollout.temperature,
         chunk_elements=config.model.head_chunk_elements,
         microbatch_tokens=config.train.microbatch_tokens,
+        share_prompt=config.model.share_prompt,
     )
 
 
@@ -106,7 +109,7 @@ def load_eval_reference(config: Config, loaded: LoadedModel) -> Reference | None
     other.model.requires_grad_(False)
     return build_reference(
         "initial", other, config.reference, temperature=config.rollout.temperature,
-        chunk_elements=config.model.head_chunk_elements,
+        chunk_elements=config.model.head_chunk_elements, share_prompt=config.model.share_prompt,
     )  # fmt: skip
 
 

@@ -160,6 +160,7 @@ class PolicyModule(lightning.LightningModule):
             **inputs,
             temperature=self.config.rollout.temperature,
             chunk_elements=self.config.model.head_chunk_elements,
+            share_prompt=self.config.model.share_prompt,
             reference=reference,
             kl=measure or "exact_reverse" in needs,
             forward_kl=measure or "exact_forward" in needs,

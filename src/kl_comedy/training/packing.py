@@ -56,20 +56,47 @@ def pack(rows: Sequence[Scored], *, pad_id: int, device: torch.device) -> Packed
 
 
 def by_token_budget(rows: Sequence[Scored], budget: int) -> list[list[int]]:
-    """Split row positions into micro-batches of at most ``budget`` padded tokens, similar lengths together.
+    """Split row positions into micro-batches of at most ``budget`` padded tokens. Deterministic.
 
-    A row longer than the budget is a micro-batch of its own. Deterministic.
+    Completions of one prompt stay together, as they may share its computation, and prompts of similar size
+    meet. A prompt counts once for its completions; a family larger than the budget is split, and a row
+    larger than it is a micro-batch of its own.
     """
-    size = [(len(row.rollout.prompt.token_ids), len(row.rollout.completion_ids)) for row in rows]
-    order = sorted(range(len(rows)), key=lambda i: (sum(size[i]), size[i], i))
+    families = [part for family in _families(rows) for part in _parts(rows, family, budget)]
+    families.sort(key=lambda part: (_tokens(rows, part), part[0]))
     batches: list[list[int]] = []
-    p = t = 0
-    for position in order:
-        p_new, t_new = max(p, size[position][0]), max(t, size[position][1])
-        if batches and (len(batches[-1]) + 1) * (p_new + t_new) <= budget:
-            batches[-1].append(position)
-            p, t = p_new, t_new
+    widest = members = 0
+    for part in families:
+        size = _tokens(rows, part)
+        if batches and max(widest, size) * (members + 1) <= budget:
+            batches[-1] += part
+            widest, members = max(widest, size), members + 1
         else:
-            batches.append([position])
-            p, t = size[position]
+            batches.append(list(part))
+            widest, members = size, 1
     return batches
+
+
+def _families(rows: Sequence[Scored]) -> list[list[int]]:
+    """Positions of the rows with the same prompt, in the order of their first."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for position, row in enumerate(rows):
+        found.setdefault(tuple(row.rollout.prompt.token_ids), []).append(position)
+    return list(found.values())
+
+
+def _tokens(rows: Sequence[Scored], part: Sequence[int]) -> int:
+    """Tokens of a prompt and all of its completions."""
+    prompt = len(rows[part[0]].rollout.prompt.token_ids)
+    return prompt + sum(len(rows[position].rollout.completion_ids) for position in part)
+
+
+def _parts(rows: Sequence[Scored], family: Sequence[int], budget: int) -> list[list[int]]:
+    """A family cut so that each part fits the budget, in order."""
+    parts: list[list[int]] = []
+    for position in family:
+        if parts and _tokens(rows, [*parts[-1], position]) <= budget:
+            parts[-1].append(position)
+        else:
+            parts.append([position])
+    return parts

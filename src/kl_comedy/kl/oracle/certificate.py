@@ -7,6 +7,7 @@ figures of a certificate are means over the near instances with shared parameter
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,7 +133,8 @@ def _certificate(name: str, terms: tuple[KLTerm, ...], regime: str) -> Certifica
     to_sampler = bool(terms) and all(term.reference == "sampler" for term in terms)
     instances = battery(regime, sampler_is_reference=to_sampler)
     scale = max((abs(number(term)) for term in terms), default=1.0) or 1.0
-    moments = [_scaled(exact_moments(each.setting, terms_loss(terms)), scale) for each in instances]
+    unit = [dataclasses.replace(term, beta=number(term) / scale) for term in terms]
+    moments = [exact_moments(each.setting, terms_loss(unit)) for each in instances]
     claimed = claimed_target(terms[0], regime) if len(terms) == 1 else None
     near_target = _hit([pair for pair in zip(instances, moments, strict=True) if pair[0].near], claimed)
     target = _hit(list(zip(instances, moments, strict=True)), near_target)
@@ -159,10 +161,6 @@ def _certificate(name: str, terms: tuple[KLTerm, ...], regime: str) -> Certifica
         relative_bias=bias, cosine=cosine, variance=variance, variance_ratio=ratio, strength=strength,
         kept=kept, verdict=words,
     )  # fmt: skip
-
-
-def _scaled(moments: Moments, scale: float) -> Moments:
-    return Moments(gradient_D=moments.gradient_D / scale, variance=moments.variance / scale**2)
 
 
 def _hit(pairs: Sequence[tuple[Instance, Moments]], preferred: str | None) -> str | None:
