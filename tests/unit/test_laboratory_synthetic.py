@@ -1,0 +1,358 @@
+"""The synthetic study on small instances: its measurements against the oracle, its claims, its page."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kl_comedy.errors import UserError
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.oracle import (
+    Setting,
+    Tree,
+    exact_moments,
+    expected_gradient,
+    log_probs,
+    prefix_log_probs,
+    sequence_kl,
+    target_gradient,
+    terms_loss,
+)
+from kl_comedy.laboratory import distance, length, modes, optimum, study
+from kl_comedy.laboratory.configurations import CLAMPED, DESCENDED, OFF_POLICY, ON_POLICY
+from kl_comedy.laboratory.descent import Descent, descend
+from kl_comedy.laboratory.games import Games, logits_of, random_games, standing
+from kl_comedy.laboratory.many_losses import Tables, enumerated, sampled_in_rounds
+from kl_comedy.laboratory.policies import shared_setting
+from kl_comedy.laboratory.summaries import coverage
+
+BINARY = Tree.build(vocabulary=2, length=6, ends=False)
+UNBIASED_ON = ("k1 in reward, total", "k1 in reward, to go", "k1 in both", "k3 in both", "exact KL to go (rb/full)")
+UNBIASED_OFF = (
+    "k1 x sequence ratio", "k1 x prefix ratio (per decision)", "exact KL x prefix ratio (rb/per_decision)",
+)  # fmt: skip
+
+
+# Policies of any length
+
+
+def test_a_longer_policy_goes_on_where_the_shorter_one_stops():
+    short, long = (shared_setting(Tree.build(vocabulary=2, length=n, ends=False), seed=3, distance=0.5) for n in (4, 7))
+    for name in ("ref_logp_NV", "sampler_logp_NV"):
+        torch.testing.assert_close(getattr(long, name)[: short.tree.prefixes], getattr(short, name))
+    torch.testing.assert_close(long.policy_logp()[: short.tree.prefixes], short.policy_logp())
+
+
+def test_the_kl_per_token_does_not_depend_on_the_length():
+    per_token = {
+        n: sum(
+            sequence_kl(shared_setting(Tree.build(vocabulary=2, length=n, ends=False), seed=s, distance=0.5))
+            for s in range(12)
+        )
+        / (12 * n)
+        for n in (4, 8, 12)
+    }
+    assert max(per_token.values()) < 1.3 * min(per_token.values())
+
+
+@given(distance_=st.floats(0.01, 4.0), seed=st.integers(0, 50), vocabulary=st.sampled_from([2, 3]), ends=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_a_setting_is_a_policy_and_scales_its_distance(distance_, seed, vocabulary, ends):
+    tree = Tree.build(vocabulary=vocabulary, length=3, ends=ends)
+    setting = shared_setting(tree, seed=seed, distance=distance_)
+    for logp_NV in (setting.policy_logp(), setting.ref_logp_NV, setting.sampler_logp_NV):
+        torch.testing.assert_close(logp_NV.exp().sum(-1), torch.ones(tree.prefixes, dtype=torch.float64))
+    assert sequence_kl(setting) > 0
+    torch.testing.assert_close(setting.sampler_logp_NV, setting.policy_logp())
+
+
+@pytest.mark.parametrize("wrong", [{"persistence": 1.5}, {"parameters": 0}])
+def test_policies_reject_what_they_cannot_be(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        shared_setting(BINARY, seed=0, distance=0.5, **wrong)
+
+
+# Many losses at once
+
+
+@pytest.mark.parametrize("tree", [BINARY, Tree.build(vocabulary=3, length=3)], ids=["binary", "with ends"])
+def test_many_losses_agree_with_the_oracle(tree):
+    setting = shared_setting(tree, seed=1, distance=0.7, staleness=0.4)
+    losses = {name: terms_loss(terms) for name, terms in {**ON_POLICY, **OFF_POLICY, **CLAMPED}.items()}
+    for name, found in enumerated(Tables(setting), losses, chunk=7).items():
+        truth = exact_moments(setting, losses[name])
+        torch.testing.assert_close(found.gradient_D, truth.gradient_D, rtol=1e-10, atol=1e-12)
+        assert found.variance == pytest.approx(truth.variance, rel=1e-9, abs=1e-12)
+
+
+def test_a_tabular_setting_is_refused():
+    with pytest.raises(UserError, match="shared parameters"):
+        Tables(Setting.random(BINARY, regime="on_policy", seed=0))
+
+
+def test_no_terms_have_no_gradient():
+    setting = shared_setting(BINARY, seed=0, distance=0.5)
+    (found,) = enumerated(Tables(setting), {"no KL": terms_loss(())}).values()
+    assert float(found.gradient_D.norm()) == 0.0 == found.variance
+
+
+# Length: exact and Monte Carlo
+
+
+def test_the_exact_values_lie_in_the_monte_carlo_intervals():
+    """Intervals of 99.9%: by chance one seed in a thousand fails, and a slip in either statistic always does."""
+    setting = shared_setting(BINARY, seed=0, distance=0.5)
+    target_D = target_gradient(setting, "sequence_reverse")
+    losses = {name: terms_loss(terms) for name, terms in ON_POLICY.items()}
+    tables = Tables(setting)
+    exact = enumerated(tables, losses)
+    rounds = sampled_in_rounds(tables, losses, rounds=60, samples=500, generator=torch.Generator().manual_seed(1))
+    for name, found in rounds.items():
+        bias = exact[name].relative_bias(target_D) * float(target_D.norm())
+        _, low, high = length.debiased_norm(found.gradient_RD - target_D, 0.999)
+        assert low - 1e-12 <= bias <= high + 1e-12, name
+        _, low, high = length.mean_interval(found.variance_R, 0.999)
+        assert low <= exact[name].variance <= high, name
+
+
+def test_the_rounds_of_the_paper_overstate_the_bias_of_a_noisy_unbiased_form():
+    rows = length.one_policy(
+        shared_setting(BINARY, seed=0, distance=0.5), {"k1": ON_POLICY["k1 in both"]}, {}, protocol=(40, 250)
+    )
+    exact, sampled = rows
+    assert exact["bias"] < 1e-10
+    assert sampled["naive_bias_low"] > 0.2
+    assert sampled["bias_low"] == 0.0
+
+
+def test_length_study_finds_what_the_theory_says():
+    frame = length.length_study(lengths=(5, 8), seeds=2, sampled_seeds=1, rounds=10, samples=100)
+    exact = frame[frame.method == "exact"].set_index(["regime", "configuration"])
+    for regime, names in (("on_policy", UNBIASED_ON), ("off_policy", UNBIASED_OFF)):
+        biases = exact.loc[regime].bias
+        assert (biases[biases.index.isin(names)] < 1e-9).all()
+        assert (biases[~biases.index.isin(names)] > 1e-3).all()
+    on = exact.loc["on_policy"]
+    assert on.loc["k1 in loss"].bias.to_numpy() == pytest.approx(1.0, abs=1e-9)
+    assert on.loc["k2 in loss"].bias.to_numpy() == pytest.approx(
+        on.loc["exact KL in loss (rb/token)"].bias.to_numpy(), rel=1e-9
+    )
+    assert (on.loc["exact KL to go (rb/full)"].variance.to_numpy() < on.loc["k3 in both"].variance.to_numpy()).all()
+    covered = coverage(frame)
+    assert len(covered) == len(ON_POLICY) + len(OFF_POLICY)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=30, deadline=None)
+def test_the_interval_of_a_debiased_norm_holds_its_estimate(seed):
+    generator = torch.Generator().manual_seed(seed)
+    middle, low, high = length.debiased_norm(torch.randn(12, 4, generator=generator, dtype=torch.float64))
+    assert 0 <= low <= middle <= high
+
+
+def test_a_debiased_norm_without_noise_is_the_norm():
+    row = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert length.debiased_norm(row.repeat(9, 1)) == pytest.approx((5.0, 5.0, 5.0))
+
+
+# Distance
+
+
+def test_bias_grows_with_distance_and_clamps_add_to_it():
+    frame = distance.distance_study(distances=(0.1, 0.5, 4.0), seeds=2)
+    bias = frame.groupby(["configuration", "distance"]).bias.mean()
+    assert bias["k2 in loss"].is_monotonic_increasing
+    assert bias["k3 in loss"].is_monotonic_increasing
+    assert bias["k2 in loss, clamped as in OpenRLHF"][0.1] == pytest.approx(bias["k2 in loss"][0.1], rel=1e-9)
+    assert bias["k2 in loss, clamped as in OpenRLHF"][4.0] > 1.5 * bias["k2 in loss"][4.0]
+    assert frame[frame.configuration == "k1 in loss"].cosine.isna().all()
+
+
+def test_gaps_are_proportional_to_small_distances_and_placed_beside_the_reported():
+    frame = distance.gap_study(distances=(0.01, 0.1), seeds=20)
+    table = distance.gap_table(frame).set_index(["gap", "logit distance"])["ours (median), %"]
+    for name in distance.REPORTED_GAPS:
+        assert table[name, 0.1] == pytest.approx(10 * table[name, 0.01], rel=0.2)
+
+
+# Games and their optimum
+
+SMALL = Tree.build(vocabulary=3, length=3)
+
+
+def test_optima_are_distributions_with_the_conditions_that_define_them():
+    games = random_games(SMALL, seeds=3, betas=(0.1, 1.0))
+    ref_SB = games.of_completions(games.ref_logp_SNV)
+    for optimum_SB in (games.optimum(), games.forward_optimum()):
+        torch.testing.assert_close(optimum_SB.exp().sum(-1), torch.ones(6, dtype=torch.float64))
+    level_SB = games.reward_SB - games.beta_S[:, None] * (games.optimum() - ref_SB)
+    torch.testing.assert_close(level_SB, level_SB[:, :1].expand_as(level_SB))
+    level_SB = games.reward_SB + games.beta_S[:, None] * (ref_SB - games.forward_optimum()).exp()
+    torch.testing.assert_close(level_SB, level_SB[:, :1].expand_as(level_SB))
+
+
+def test_standing_at_the_optimum_and_the_gap_in_j():
+    games = random_games(SMALL, seeds=1, betas=(0.3,))
+    at_best = standing(games, logits_of(SMALL, games.optimum()[0])[None])
+    at_start = standing(games, games.start_SNV)
+    assert float(at_best.to_optimum_S) == pytest.approx(0.0, abs=1e-12)
+    assert float(at_start.to_ref_S) == pytest.approx(0.0, abs=1e-12)
+
+    def objective(now):
+        return float(now.reward_S - games.beta_S * now.to_ref_S)
+
+    assert float(at_start.gap_S) == pytest.approx(objective(at_best) - objective(at_start), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["k3 in loss", "k3 in reward", "exact KL x prefix ratio (rb/per_decision)"])
+def test_one_step_of_descent_is_the_oracles_gradient(name):
+    games = random_games(SMALL, seeds=1, betas=(0.4,))
+    games = dataclasses.replace(games, start_SNV=games.start_SNV + 0.3 * torch.randn(
+        games.start_SNV.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64))  # fmt: skip
+    terms = DESCENDED[name]
+    path = descend(games, terms, Descent(steps=1, rate=1.0, rule="gd", sampler="reference"))
+    step_D = (games.start_SNV - path.logits_SNV).flatten()
+    setting = Setting(
+        tree=SMALL, features_NVD=None, theta_D=games.start_SNV.flatten(), ref_logp_NV=games.ref_logp_SNV[0],
+        sampler_logp_NV=games.ref_logp_SNV[0], recorded_logp_NV=games.ref_logp_SNV[0],
+        reward_N2=torch.zeros(SMALL.prefixes, 2, dtype=torch.float64),
+    )  # fmt: skip
+    theta_D = setting.theta_D.clone().requires_grad_(True)
+    p_B = log_probs(SMALL, prefix_log_probs(theta_D.reshape(SMALL.prefixes, 3))).sum(-1).exp()
+    (reward_D,) = torch.autograd.grad(p_B @ games.reward_SB[0], theta_D)
+    torch.testing.assert_close(step_D, 0.4 * expected_gradient(setting, terms).gradient_D - reward_D)
+
+
+def test_sampled_gradients_average_to_the_expected_one():
+    one = random_games(SMALL, seeds=1, betas=(0.4,))
+    copies = 400
+    many = Games(**{
+        "tree": SMALL,
+        **{f.name: getattr(one, f.name).repeat(copies, *[1] * (getattr(one, f.name).dim() - 1))
+           for f in dataclasses.fields(Games) if f.name != "tree"},
+    })  # fmt: skip
+    how = Descent(steps=1, rate=1.0, rule="gd")
+    truth = descend(one, DESCENDED["k2 in loss"], how).logits_SNV - one.start_SNV
+    drawn = descend(many, DESCENDED["k2 in loss"], dataclasses.replace(how, batch=64)).logits_SNV - many.start_SNV
+    error = (drawn.mean(0) - truth[0]) / (drawn.std(0) / copies**0.5 + 1e-12)
+    assert float(error.abs().max()) < 5.0
+
+
+def test_unbiased_forms_reach_the_optimum_and_the_others_do_not():
+    games = random_games(SMALL, seeds=2, betas=(0.5,))
+    how = Descent(steps=700, rate=0.08)
+
+    def final(name, **changes):
+        path = descend(games, DESCENDED[name], dataclasses.replace(how, **changes))
+        return standing(games, path.logits_SNV)
+
+    for name in ("exact KL to go (rb/full)", "k1 in reward, total", "k3 in both"):
+        assert float(final(name).to_optimum_S.max()) < 1e-6, name
+    for name in ("k2 in loss", "k3 in loss", "k3 in reward", "k3 in both, half of beta each"):
+        assert float(final(name).to_optimum_S.min()) > 1e-4, name
+    nothing, k1_loss = final("no KL"), final("k1 in loss")
+    torch.testing.assert_close(k1_loss.to_ref_S, nothing.to_ref_S, rtol=1e-6, atol=0)
+    assert float(final("k3 of the completion in loss").to_forward_optimum_S.max()) < 1e-6
+    off = {"sampler": "reference"}
+    assert float(final("exact KL x prefix ratio (rb/per_decision)", **off).to_optimum_S.max()) < 1e-6
+    assert float(final("exact KL to go (rb/full)", **off).to_optimum_S.min()) > 1e-4
+    frozen = final("k1 frozen at rollout x sequence ratio", **off)
+    torch.testing.assert_close(frozen.to_ref_S, final("no KL", **off).to_ref_S, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"finite": True, "to_optimum": 1e-9, "gradient": 1e-3}, "reached"),
+        ({"finite": True, "to_optimum": 0.1, "gradient": 1e-9}, "missed"),
+        ({"finite": True, "to_optimum": 0.1, "gradient": 1e-2}, "drifts"),
+        ({"finite": True, "to_optimum": 0.1, "gradient": math.inf}, "diverged"),
+        ({"finite": False, "to_optimum": 0.1, "gradient": 0.0}, "diverged"),
+    ],
+)
+def test_verdicts(row, said):
+    assert optimum.verdict(row) == said
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sampler": "nobody"}, {"rule": "sgd"}, {"batch": 1}, {"batch": 8, "sampler": "reference"}]
+)
+def test_descent_rejects_what_it_cannot_do(wrong):
+    with pytest.raises(UserError):
+        Descent(steps=1, rate=0.1, **wrong)
+
+
+# Modes
+
+
+def test_mode_games_are_what_they_say():
+    lost, invented = modes.mode_games("lost", rare=(1e-3,)), modes.mode_games("invented", rare=(1e-3,), copies=2)
+    assert invented.count == 2
+    a, b = modes._number(0), modes._number(1)
+    assert torch.equal(modes.TREE.all.token_BT[[a, b]], torch.tensor([[0, 0, 0], [1, 1, 1]]))
+    assert float(lost.optimum()[0, a]) == pytest.approx(float(lost.optimum()[0, b]))
+    start = lost.of_completions(lost.start_SNV).exp()[0]
+    assert float(start[b]) == pytest.approx(1e-3 * 0.64)
+    with pytest.raises(UserError, match="lost, invented"):
+        modes.mode_games("stolen")
+
+
+def test_what_brings_a_lost_mode_back():
+    """k3 in loss is a forward KL in expectation, and fast; its samples need the mode drawn, the exact one's do not."""
+    chosen = {name: modes.RECOVERING[name] for name in ("k1 in loss", "k2 in loss", "k3 in loss")}
+    chosen["exact forward KL in loss"] = (KLTerm("exact_forward", placement="loss"),)
+    how = {
+        "expected": Descent(steps=150, rate=1.0, rule="gd"),
+        "sampled": Descent(steps=150, rate=1.0, rule="gd", batch=64),
+    }
+    frame = modes.mode_study(seeds=2, settings=how, configurations=chosen, rare=(1e-7,))
+    came = frame[frame.kind == "lost"].groupby(["setting", "configuration"]).step.count()
+    assert came["expected", "k3 in loss"] == 1
+    assert came["expected", "exact forward KL in loss"] == 1
+    assert came["sampled", "exact forward KL in loss"] == 2
+    for setting, name in (("sampled", "k3 in loss"), ("expected", "k2 in loss"), ("expected", "k1 in loss")):
+        assert came[setting, name] == 0
+
+
+# The page and the command
+
+
+def test_a_block_of_the_page_is_replaced_and_the_prose_stays(tmp_path):
+    page = tmp_path / "README.md"
+    study.update_page(page, "length", "first")
+    page.write_text(page.read_text() + "\nWritten by a person.\n")
+    study.update_page(page, "length", "second")
+    study.update_page(page, "modes", "third")
+    text = page.read_text()
+    assert "first" not in text
+    assert text.index("second") < text.index("Written by a person.") < text.index("third")
+    assert text.count("generated length: begin") == 1
+
+
+def test_an_unknown_part_is_one_clear_error(tmp_path):
+    from kl_comedy.cli.main import app
+
+    found = CliRunner().invoke(app, ["synthetic", "lenght", "--out", str(tmp_path)])
+    assert isinstance(found.exception, UserError)
+    assert "did you mean 'length'" in str(found.exception)
+
+
+def test_the_command_writes_data_figures_and_page(tmp_path):
+    from kl_comedy.cli.main import app
+
+    found = CliRunner().invoke(app, ["synthetic", "distance", "--quick", "--seeds", "1", "--out", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    assert {path.name for path in tmp_path.iterdir()} == {"distance.csv", "gaps.csv", "distance.png", "README.md"}
+    assert "kl-comedy synthetic distance --quick --seeds 1" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_every_part_runs_in_the_small(tmp_path):
+    for part in study.PARTS:
+        study.run_part(part, tmp_path, study.Size(quick=True, seeds=1), command="test")
+    assert len(list(tmp_path.glob("*.png"))) == 5
+    assert len(list(tmp_path.glob("*.csv"))) == 6
