@@ -1,11 +1,12 @@
-"""Systems whose KL code the package index does not have, and what stands under their names there."""
+"""Systems without rows: what the package index has under their names, or that nobody wrote an adapter."""
 
 from __future__ import annotations
 
 from peers.case import Skipped
 
 _OTHER_PROJECT = "the distribution of this name on the index is another project, without reinforcement learning"
-_UNPUBLISHED = "no release on the index; only its repository has the code, and only released wheels are measured"
+_UNPUBLISHED = "no distribution of these names found on the index, and only released wheels are measured"
+_UNWRITTEN = "has a release; no adapter has been written for it"
 _HELD_NAME = "the distribution on the index holds the name only: no algorithm in its modules"
 
 
@@ -15,6 +16,9 @@ def unavailable() -> tuple[Skipped, ...]:
         ("nemo-rl", "0.0.0", _HELD_NAME),
         ("slime", "0.0.0", _OTHER_PROJECT),
         ("ragen", "0.1.0", _OTHER_PROJECT),
-        ("prime-rl, PipelineRL, open-instruct, ROLL", "", _UNPUBLISHED),
+        ("prime-rl, PipelineRL, open-instruct, rLLM, compose-rl", "", _UNPUBLISHED),
+        ("oat-llm", "0.2.4", _UNWRITTEN),
+        ("cosmos-rl", "0.4.7", _UNWRITTEN),
+        ("torchforge", "0.0.1", _UNWRITTEN),
     )
     return tuple(Skipped(system=name, version=version, what="all of it", reason=why) for name, version, why in found)

@@ -6,7 +6,7 @@ import importlib
 
 from peers.case import Adapter
 
-SYSTEMS = ("trl", "verl", "openrlhf")
+SYSTEMS = ("trl", "verl", "openrlhf", "skyrl", "trinity", "swift", "areal", "tinker", "polgrad", "tunix")
 
 
 def adapter(system: str) -> Adapter:

@@ -1,0 +1,98 @@
+"""AReaL: ``KLEstimator``, and the real ``PPOActor._compute_advantages`` with its PPO loss.
+
+Its batches hold one prompt token and the completion; log-probs the sampler wrote stand at their tokens, those
+the reference computed stand one to the left, as its engines return them.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.oracle import Rows, Surroundings
+from peers.case import FLOAT32, Adapter, Case, kl_part, spread
+from peers.loading import Peer
+
+PEER = Peer(
+    "areal",
+    packages=("areal",),
+    stand_ins=(
+        "aiofiles", "einops", "httpx", "hydra", "lark", "numba", "openai", "orjson", "pybase64", "ray", "swanlab",
+        "tenacity", "tensorboardX", "trackio", "uvloop", "wandb",
+    ),
+    extras=(("colorlog", ("colorlog",)), ("torchdata", ("torchdata",))),
+)  # fmt: skip
+DATA = "areal.utils.data"
+ACTOR = "areal.trainer.ppo.actor"
+LOSS = "areal.utils.functional.functional"
+FORMS = {name: KLTerm(name, placement="loss", output_clamp=10.0) for name in ("k1", "k2", "k3")}
+NO_CLIP = 1e9
+
+
+def build() -> Adapter:
+    cases = [_function(name, term) for name, term in FORMS.items()]
+    cases += [_reward(name, NO_CLIP) for name in FORMS]
+    cases += [_reward("k1", 0.2), _reward("k1", NO_CLIP, reference=False)]
+    return Adapter(system="areal", version=PEER.version, cases=tuple(cases), needs=PEER.pins)
+
+
+def _function(name: str, term: KLTerm) -> Case:
+    def loss(rows: Rows, /) -> Tensor:
+        value_BT = PEER.module(DATA).KLEstimator(name)(rows.logp_BT, rows.ref_logp_BT)
+        return torch.where(rows.mask_BT, value_BT.double(), 0.0)
+
+    return Case(
+        system="areal", version=PEER.version, name=f"areal:{name}", flags=f"kl_estimator={name}", kind="kl function",
+        placement="loss", loss=loss, module=DATA, function="KLEstimator", loaded=lambda: PEER.loaded(DATA),
+        ours=(term,), tolerance=FLOAT32, note="AReaL itself uses it in rewards only", spreads=(0.3, 3.0),
+    )  # fmt: skip
+
+
+def _reward(name: str, clip: float, *, reference: bool = True) -> Case:
+    term = KLTerm(name, placement="reward", credit="to_go", baseline="before", anchor="behaviour", output_clamp=10.0)
+    around = Surroundings(policy_loss="ppo_clip", policy_loss_options={"clip_low": clip, "clip_high": clip})
+
+    def loss_at(rows: Rows, beta: float) -> Tensor:
+        return _in_reward(rows, beta, name, clip, reference)
+
+    suffix = ("" if clip == NO_CLIP else "/clipped") + ("" if reference else "/no_reference")
+    return Case(
+        system="areal", version=PEER.version, name=f"areal:reward/{name}{suffix}",
+        flags=f"kl_ctl>0 kl_estimator={name} eps_clip={'off' if clip == NO_CLIP else clip}"
+        + ("" if reference else " ref=None"),
+        kind="loss path", placement="reward", loss=kl_part(loss_at), module=ACTOR,
+        function="PPOActor._compute_advantages + ppo_actor_loss_fn", loaded=lambda: PEER.loaded(ACTOR),
+        ours=(term,) if reference else None, around=around, tolerance=FLOAT32,
+        note="" if reference else "without a reference its log-probs count as 0: the penalty is an entropy bonus",
+        reduction="token mean (theirs divided out)",
+    )  # fmt: skip
+
+
+def _in_reward(rows: Rows, beta: float, name: str, clip: float, reference: bool) -> Tensor:
+    module, losses = PEER.module(ACTOR), PEER.module(LOSS)
+    count, _ = rows.mask_BT.shape
+    column_B1 = torch.zeros(count, 1, dtype=torch.float64)
+    mask_BS = torch.cat([column_B1, rows.mask_BT.double()], 1)
+    attention_BS = torch.cat([torch.ones(count, 1, dtype=torch.long), rows.mask_BT.long()], 1)
+    data = {
+        "input_ids": attention_BS.clone(), "attention_mask": attention_BS, "rewards": rows.reward_B.clone(),
+        "loss_mask": mask_BS, "logprobs": torch.cat([column_B1, rows.behaviour_logp_BT], 1),
+    }  # fmt: skip
+    if reference:
+        data["ref_logp"] = torch.cat([rows.ref_logp_BT, column_B1], 1)
+    actor = object.__new__(module.PPOActor)
+    actor.__dict__.update(
+        config=SimpleNamespace(overlong_reward_penalty=False, use_decoupled_loss=False, recompute_logprob=False),
+        reward_bias=0.0, reward_scaling=1.0, reward_clip=1e9, reward_norm=None, adv_norm=None, kl_ctl=beta,
+        kl_estimator=PEER.module(DATA).KLEstimator(name), discount=1.0, gae_lambda=1.0, mask_no_eos_with_zero=False,
+    )  # fmt: skip
+    data = actor._compute_advantages(data)
+    mask_BS = data["loss_mask"].bool()
+    value, _ = losses.ppo_actor_loss_fn(
+        logprobs=torch.cat([rows.logp_BT, column_B1], 1), proximal_logprobs=data["prox_logp"],
+        old_logprobs=data["logprobs"], advantages=data["advantages"], eps_clip=clip, loss_mask=mask_BS,
+    )  # fmt: skip
+    return spread(value.double() * mask_BS.sum(), rows)

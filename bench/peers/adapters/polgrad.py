@@ -1,0 +1,39 @@
+"""polgrad: its KL losses, its straight surrogate and its penalty in rewards. A library of formulas, not a trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.oracle import Rows
+from peers.case import Adapter, Case, spread
+from peers.loading import Peer
+
+PEER = Peer("polgrad", packages=("polgrad",))
+MODULE = "polgrad.kl"
+FORMS = {name: KLTerm(name, placement="loss") for name in ("k1", "k2", "k3", "abs")}
+
+
+def build() -> Adapter:
+    cases = [_case(name, "kl_loss", term, name) for name, term in FORMS.items()]
+    cases.append(_case("reverse_kl_grad_surrogate", "reverse_kl_grad_surrogate", KLTerm("k2", placement="loss"), None))
+    return Adapter(system="polgrad", version=PEER.version, cases=tuple(cases), needs=PEER.pins)
+
+
+def _case(name: str, function: str, term: KLTerm, kind: str | None) -> Case:
+    def loss(rows: Rows, /) -> Tensor:
+        module = PEER.module(MODULE)
+        aggregation = module.Aggregation.SEQ_MEAN_TOKEN_SUM
+        extra: tuple[Any, ...] = () if kind is None else (module.KLEstimator(kind),)
+        value = getattr(module, function)(
+            rows.logp_BT, rows.ref_logp_BT, *extra, aggregation, response_mask=rows.mask_BT
+        )  # fmt: skip
+        return spread(value * len(rows.group_B), rows)
+
+    return Case(
+        system="polgrad", version=PEER.version, name=f"polgrad:{name}", flags=f"{function} {kind or ''}".strip(),
+        kind="kl function", placement="loss", loss=loss, module=MODULE, function=function,
+        loaded=lambda: PEER.loaded(MODULE), ours=(term,), reduction="mean over completions (theirs divided out)",
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""tinker-cookbook: the real ``incorporate_kl_penalty``, its sampling client replaced by the reference's log-probs.
+
+It writes the penalty into advantages; the policy loss they weight runs on a remote server and in no wheel,
+so its documented importance-sampling form ``-rho A`` stands in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl.oracle import Rows
+from peers.case import FLOAT32, Adapter, Case, batch_by_batch, kl_part
+from peers.loading import Peer
+
+PEER = Peer(
+    "tinker-cookbook",
+    packages=("tinker_cookbook",),
+    stand_ins=("chz", "orjson"),
+    extras=tuple((name, (name,)) for name in ("tinker", "httpx", "httpcore", "h11", "sniffio", "distro")),
+)
+MODULE = "tinker_cookbook.rl.metrics"
+GROUP = 2
+
+
+def build() -> Adapter:
+    cases = (
+        _case(0.0, "own token's cost, less the batch's token mean: here one group's"),
+        _case(1.0, "costs to go, each less the batch's token mean: here one group's"),
+    )
+    return Adapter(system="tinker", version=PEER.version, cases=cases, needs=PEER.pins)
+
+
+def _case(discount: float, note: str) -> Case:
+    def loss_at(rows: Rows, beta: float) -> Tensor:
+        advantage_BT = _advantages(rows, beta, discount)
+        return -(rows.logp_BT - rows.behaviour_logp_BT).exp() * advantage_BT * rows.mask_BT
+
+    return Case(
+        system="tinker", version=PEER.version, name=f"tinker:discount_{discount:g}",
+        flags=f"kl_penalty_coef>0 kl_discount_factor={discount:g}", kind="loss path", placement="reward",
+        loss=batch_by_batch(kl_part(loss_at), GROUP), module=MODULE, function="incorporate_kl_penalty",
+        loaded=lambda: PEER.loaded(MODULE), ours=None, group_size=GROUP, tolerance=FLOAT32,
+        note=f"{note}; its policy loss is remote, -rho A in its place",
+    )  # fmt: skip
+
+
+class _Tokens:
+    """The tokens of one row, as far as the scoring call reads them."""
+
+    def __init__(self, row: int, length: int) -> None:
+        self.row, self.length = row, length
+
+    def append_int(self, token: int) -> _Tokens:
+        return _Tokens(self.row, self.length + 1)
+
+
+class _Reference:
+    """A sampling client that scores a row with the reference's log-probs."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def sample(self, prompt: _Tokens, **kwargs: Any) -> Any:
+        async def answer() -> Any:
+            scored = self.rows.ref_logp_BT[prompt.row][self.rows.mask_BT[prompt.row]].tolist()
+            return SimpleNamespace(prompt_logprobs=[None, *scored], sequences=[], prompt_cache_hit_tokens=0)
+
+        return SimpleNamespace(coroutine=answer)
+
+
+def _advantages(rows: Rows, beta: float, discount: float) -> Tensor:
+    """The rewards as advantages, with the penalty written into them, ``[B, T]``."""
+    module = PEER.module(MODULE)
+    pack = module.tinker.TensorData.from_torch
+    data = []
+    for row, mask_T in enumerate(rows.mask_BT):
+        count = int(mask_T.sum())
+        fields = {
+            "target_tokens": torch.ones(count, dtype=torch.long),
+            "logprobs": rows.behaviour_logp_BT[row][mask_T].float(),
+            "advantages": rows.reward_B[row].float().expand(count).contiguous(),
+            "mask": torch.ones(count),
+        }
+        inputs = {name: pack(tensor) for name, tensor in fields.items()}
+        data.append(SimpleNamespace(model_input=_Tokens(row, count), loss_fn_inputs=inputs))
+    asyncio.run(module.incorporate_kl_penalty(data, _Reference(rows), beta, discount))
+    advantage_BT = torch.zeros_like(rows.ref_logp_BT)
+    for row, datum in enumerate(data):
+        found_T = datum.loss_fn_inputs["advantages"].to_torch().double()
+        advantage_BT[row, : len(found_T)] = found_T
+    return advantage_BT
