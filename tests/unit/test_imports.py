@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "src" / "kl_comedy"
 LAYERS = {
     "errors": 0, "registry": 0, "records": 0, "config": 0,
     "kl": 1, "objective": 1,
-    "models": 2, "rewards": 2, "data": 2, "rollouts": 2, "tracking": 2, "laboratory": 2,
+    "peers": 2, "models": 2, "rewards": 2, "data": 2, "rollouts": 2, "tracking": 2, "laboratory": 2,
     "evaluation": 3, "training": 3, "slurm": 3,
     "cli": 4,
 }  # fmt: skip
@@ -58,6 +58,7 @@ def test_every_room_has_a_layer():
     ("module", "heavy"),
     [
         ("kl_comedy.kl", ["transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"]),
+        ("kl_comedy.peers", ["transformers", "lightning", "mlflow", "vllm", "pandas", "omegaconf"]),
         ("kl_comedy.objective", ["transformers", "lightning", "mlflow", "vllm"]),
         ("kl_comedy.cli.main", ["torch", "transformers", "lightning", "mlflow", "pandas"]),
         ("kl_comedy.config", ["torch", "transformers", "lightning", "mlflow"]),

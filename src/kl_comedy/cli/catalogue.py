@@ -1,4 +1,4 @@
-"""``list``, ``explain`` and ``doctor``: what there is, what it does, what is missing here."""
+"""``list`` and ``doctor``: what there is, what is missing here."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from rich.table import Table
 from kl_comedy.errors import bad_value
 
 FORMATS = ("table", "json")
+PEERS = "peers"
 FormatOption = Annotated[str, typer.Option(help="table or json")]
 
 
 def mount(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command("list")(list_parts)
-    app.command()(explain)
     app.command()(doctor)
 
 
 def list_parts(
-    kind: Annotated[str, typer.Argument(help="estimators, corrections, advantages, rewards, ...")],
+    kind: Annotated[str, typer.Argument(help="estimators, corrections, recipes, rewards, ..., or peers")],
     format: FormatOption = "table",
     plugin: Annotated[list[str] | None, typer.Option("--plugin", help="A Python file that registers parts")] = None,
 ) -> None:
-    """List the registered parts of KIND with their claims and sources.
+    """List the registered parts of KIND with their claims and sources; peers: the systems and flags `explain` reads.
 
     Example: `kl-comedy list estimators --format json`
     """
     from kl_comedy.registry import KINDS, load_plugin_file
 
-    if kind not in KINDS:
-        raise bad_value("KIND", kind, KINDS)
-    _check_format(format)
+    if kind not in (*KINDS, PEERS):
+        raise bad_value("KIND", kind, (*KINDS, PEERS))
+    check_format(format)
+    if kind == PEERS:
+        _list_peers(format)
+        return
     import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
 
     for file in plugin or []:
@@ -53,29 +56,21 @@ def list_parts(
     Console().print(table)
 
 
-def explain(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name (kl-comedy list recipes)")],
-    format: FormatOption = "table",
-) -> None:
-    """Say what a recipe descends, on- and off-policy.
+def _list_peers(format: str) -> None:
+    from kl_comedy.cli.explaining import peer_rows
 
-    Example: `kl-comedy explain grpo`
-    """
-    from kl_comedy.kl import recipe as terms_of
-    from kl_comedy.kl import verdict
-
-    _check_format(format)
-    rows = [
-        {"term": term.label(), "beta": str(term.beta), **{r: verdict(term, r) for r in ("on_policy", "off_policy")}}
-        for term in terms_of(recipe, key="RECIPE")
-    ]
+    rows = peer_rows()
     if format == "json":
         print(json.dumps(rows, indent=1))
         return
-    table = Table("term", "beta", "on-policy it has", "off-policy it has", title=recipe)
+    table = Table("system", "flag", "allowed", "default", "meaning", title=PEERS)
+    last = ""
     for row in rows:
-        table.add_row(*row.values())
-    Console().print(table if rows else f"{recipe}: no KL term")
+        first = row["system"] != last
+        last = row["system"]
+        name = f"{last} {row['version']}" if first else ""
+        table.add_row(name, row["flag"], row["allowed"], row["default"], row["meaning"])
+    Console().print(table)
 
 
 def doctor() -> None:
@@ -105,6 +100,7 @@ def doctor() -> None:
     Console().print(table)
 
 
-def _check_format(format: str) -> None:
+def check_format(format: str) -> None:
+    """Refuse a format that is neither a table nor json."""
     if format not in FORMATS:
         raise bad_value("--format", format, FORMATS)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kl_comedy.cli import auditing, catalogue, certifying, laboratory, open_problem, results
+from kl_comedy.cli import auditing, catalogue, certifying, explaining, laboratory, open_problem, results
 from kl_comedy.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ app.add_typer(results.app, name="results")
 auditing.mount(app)
 catalogue.mount(app)
 certifying.mount(app)
+explaining.mount(app)
 laboratory.mount(app)
 open_problem.mount(app)
 
