@@ -146,6 +146,14 @@ def test_length_study_finds_what_the_theory_says():
     assert len(covered) == len(ON_POLICY) + len(OFF_POLICY)
 
 
+def test_token_level_forms_miss_more_where_the_policy_remembers_longer():
+    frame = length.memory_study(lengths=(5, 10), persistences=(0.0, 0.9, 1.0), seeds=3)
+    bias = frame[frame.configuration == "k2 in loss"].groupby(["persistence", "length"]).bias.mean()
+    assert bias[0.9, 10] > 1.3 * bias[0.9, 5]
+    assert bias[0.9, 10] > 1.3 * bias[0.0, 10]
+    assert bias[1.0, 10] == pytest.approx(0.0, abs=1e-9)  # independent tokens: nothing to come can be changed
+
+
 @given(st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
 def test_the_interval_of_a_debiased_norm_holds_its_estimate(seed):
@@ -355,4 +363,4 @@ def test_every_part_runs_in_the_small(tmp_path):
     for part in study.PARTS:
         study.run_part(part, tmp_path, study.Size(quick=True, seeds=1), command="test")
     assert len(list(tmp_path.glob("*.png"))) == 5
-    assert len(list(tmp_path.glob("*.csv"))) == 6
+    assert len(list(tmp_path.glob("*.csv"))) == 7

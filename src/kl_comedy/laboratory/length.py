@@ -56,6 +56,31 @@ def length_study(
     return pd.DataFrame(rows)
 
 
+MEMORY_LENGTHS = (5, 8, 11, 14)
+PERSISTENCES = (0.0, 0.5, 0.7, 0.9, 0.97)
+
+
+def memory_study(
+    *, lengths: Sequence[int] = MEMORY_LENGTHS, persistences: Sequence[float] = PERSISTENCES, seeds: int = 5
+) -> pd.DataFrame:
+    """Exact bias on-policy of the token-level forms, by length and by how long the policy remembers.
+
+    What they leave out is how early tokens change the KL still to come: nothing where it cannot be changed.
+    """
+    import pandas as pd
+
+    configurations = {name: ON_POLICY[name] for name in ("k2 in loss", "k3 in loss")}
+    rows: list[dict[str, Any]] = []
+    for persistence in persistences:
+        for length in lengths:
+            for seed in range(seeds):
+                tree = Tree.build(vocabulary=2, length=length, ends=False)
+                setting = shared_setting(tree, seed=seed, distance=DISTANCE, persistence=persistence)
+                facts = {"regime": "on_policy", "persistence": persistence, "length": length, "seed": seed}
+                rows += one_policy(setting, configurations, facts, protocol=None)
+    return pd.DataFrame(rows)
+
+
 def one_policy(
     setting: Setting, configurations: Mapping[str, Terms], facts: Mapping[str, Any], *,
     protocol: tuple[int, int] | None,

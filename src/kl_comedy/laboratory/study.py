@@ -60,9 +60,9 @@ def run_part(part: str, out: Path, size: Size, *, command: str, done: Callable[[
     if part not in PARTS:
         raise bad_value("part", part, (*PARTS, "all"))
     out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    began, commit = time.monotonic(), _commit()
     table = {"length": _length, "distance": _distance, "optimum": _optimum, "modes": _modes}[part](out, size, done)
-    made = provenance(command, time.monotonic() - began)
+    made = provenance(command, time.monotonic() - began, commit)
     update_page(out / "README.md", part, f"{table}\n\n{made}")
 
 
@@ -71,10 +71,12 @@ def _length(out: Path, size: Size, done: Callable[[], None]) -> str:
     frame = length.length_study(
         lengths=size.lengths, seeds=size.of("length"), rounds=rounds, samples=samples, done=done
     )
+    memory = length.memory_study(lengths=size.lengths if size.quick else length.MEMORY_LENGTHS, seeds=size.of("length"))
     _save(frame, out / "length.csv")
+    _save(memory, out / "memory.csv")
     plots.plot_length(frame, out / "length.png")
     plots.plot_monte_carlo(frame, out / "length_monte_carlo.png")
-    return summaries.length_tables(frame)
+    return summaries.length_tables(frame, memory)
 
 
 def _distance(out: Path, size: Size, done: Callable[[], None]) -> str:
@@ -89,9 +91,15 @@ def _distance(out: Path, size: Size, done: Callable[[], None]) -> str:
 def _optimum(out: Path, size: Size, done: Callable[[], None]) -> str:
     ends, paths = optimum.optimum_study(seeds=size.of("optimum"), settings=size.descents(optimum.SETTINGS), done=done)
     _save(ends, out / "optimum.csv")
-    _save(paths, out / "optimum_paths.csv")
+    _save(_over_games(paths), out / "optimum_paths.csv")
     plots.plot_optimum(paths, out / "optimum.png")
     return summaries.optimum_tables(ends)
+
+
+def _over_games(paths: pd.DataFrame) -> pd.DataFrame:
+    """Median, least and greatest KL to the optimum over the games of a beta; each game's end is in the other table."""
+    keys = ["setting", "configuration", "beta", "step"]
+    return paths.groupby(keys, sort=False).to_optimum.agg(["median", "min", "max"]).reset_index()
 
 
 def _modes(out: Path, size: Size, done: Callable[[], None]) -> str:
@@ -105,12 +113,12 @@ def _save(frame: pd.DataFrame, path: Path) -> None:
     frame.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
 
 
-def provenance(command: str, seconds: float) -> str:
+def provenance(command: str, seconds: float, commit: str) -> str:
     """What made a block: command, time, versions, commit."""
     names = ("torch", "numpy", "pandas", "matplotlib")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return (
-        f"Made by `{command}` in {seconds:.0f} s on one core, at commit {_commit()} with Python "
+        f"Made by `{command}` in {seconds:.0f} s on one core, at commit {commit} with Python "
         f"{platform.python_version()}, {versions}; float64."
     )
 

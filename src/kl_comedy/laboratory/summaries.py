@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def length_tables(frame: pd.DataFrame) -> str:
-    """Exact figures at the least, a middle and the greatest length; and how often sampling covers them."""
+def length_tables(frame: pd.DataFrame, memory: pd.DataFrame) -> str:
+    """Exact figures at the least, a middle and the greatest length; memory; how often sampling covers them."""
     lengths = sorted(frame.length.unique())
     shown = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     exact = frame[(frame.method == "exact") & frame.length.isin(shown)]
@@ -20,6 +20,9 @@ def length_tables(frame: pd.DataFrame) -> str:
         _by(exact, "length", value, f"{title}, exact: mean over seeds [least, greatest]")
         for value, title in (("bias", "Relative bias"), ("variance", "Relative variance"))
     ]
+    for name, group in memory.groupby("configuration", sort=False):
+        by_memory = group.assign(configuration=[f"{p:g}" for p in group.persistence])
+        parts.append(_by(by_memory, "length", "bias", f"Relative bias of {name} by the correlation of next prefixes"))
     return "\n\n".join([*parts, "**Monte Carlo (first policy), against the exact values of the same policy**",
                         markdown(coverage(frame))])  # fmt: skip
 
@@ -46,8 +49,8 @@ def coverage(frame: pd.DataFrame) -> pd.DataFrame:
         rows.append({
             "regime": regime, "configuration": name,
             "bias covered": f"{group.bias.sum()}/{count}",
-            "covered by the rounds' mean |error|": f"{group.naive.sum()}/{count}",
-            "what that adds to the bias (mean)": float(group.floor.mean()),
+            "covered by the mean error of rounds": f"{group.naive.sum()}/{count}",
+            "what that mean adds to the bias": float(group.floor.mean()),
             "variance covered": f"{group.variance.sum()}/{count}",
             "sampled / exact variance (least)": float(group.ratio.min()),
         })  # fmt: skip
