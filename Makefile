@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
-.PHONY: setup quickstart test test-slow lint smollm2 gsm8k chain-sum clean
+.PHONY: setup quickstart test test-slow lint smollm2 gsm8k chain-sum peers synthetic open-problem clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,18 @@ gsm8k: smollm2
 
 chain-sum: smollm2
 	$(KL) train configs/smollm2_chain_sum.yaml resume=auto model.source=models/SmolLM2-135M-Instruct
+
+# The laboratory's studies, each regenerated whole: other systems' released code under the oracle (4 minutes),
+# curves over length and distance, optima and lost modes (15 minutes), the off-policy forms (5 minutes).
+peers: setup
+	$(BIN)/python bench/peers/fetch.py
+	$(BIN)/python bench/peers/run.py
+
+synthetic: setup
+	$(KL) synthetic all --out results/synthetic
+
+open-problem: setup
+	$(KL) open-problem --out results/open_problem
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
