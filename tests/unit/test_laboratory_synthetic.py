@@ -272,6 +272,34 @@ def test_unbiased_forms_reach_the_optimum_and_the_others_do_not():
     torch.testing.assert_close(frozen.to_ref_S, final("no KL", **off).to_ref_S, rtol=1e-6, atol=0)
 
 
+def test_at_the_optimum_the_sampled_cost_cancels_the_rewards_noise():
+    """R - beta k1 is constant there, so k1 in reward has the less noisy update, though not the less noisy KL part."""
+    games = random_games(optimum.TREE, seeds=3, betas=(0.2,))
+    logp_SB = games.optimum()
+    theta_SNV = torch.stack([logits_of(games.tree, logp_B) for logp_B in logp_SB]).requires_grad_(True)
+    p_SB = logp_SB.exp()
+    advantage_SB = games.reward_SB - (p_SB * games.reward_SB).sum(-1, keepdim=True)
+
+    def variance_S(terms, *, with_reward):
+        logp_SNV = prefix_log_probs(theta_SNV)
+        surrogate_SB = terms_loss(terms)(games.rows(logp_SNV, logp_SNV.detach())).sum(-1).reshape(p_SB.shape)
+        loss_SB = games.beta_S[:, None] * surrogate_SB
+        if with_reward:
+            loss_SB = loss_SB - advantage_SB * games.of_completions(logp_SNV)
+        sums_B = loss_SB.sum(0)  # games do not share parameters
+        gradient_BSD = torch.stack(
+            [torch.autograd.grad(each, theta_SNV, retain_graph=True)[0].flatten(1) for each in sums_B]
+        )
+        mean_SD = torch.einsum("sb,bsd->sd", p_SB, gradient_BSD)
+        if with_reward:
+            torch.testing.assert_close(mean_SD, torch.zeros_like(mean_SD), atol=1e-12, rtol=0)
+        return torch.einsum("sb,bsd->s", p_SB, gradient_BSD.square()) - mean_SD.square().sum(-1)
+
+    k1, exact = DESCENDED["k1 in reward, total"], DESCENDED["exact KL to go (rb/full)"]
+    assert (variance_S(k1, with_reward=True) < variance_S(exact, with_reward=True) / 1.4).all()
+    assert (variance_S(k1, with_reward=False) > 2 * variance_S(exact, with_reward=False)).all()
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
