@@ -51,8 +51,9 @@ _recipe(
     KLTerm("k1", placement="reward", credit="total", baseline="before", beta=0.05),
 )  # fmt: skip
 _recipe(
-    "verl/low_var_kl", "k3 differentiated (verl also clamps it at 10, which is not reproduced)",
-    "verl 0.9.1 use_kl_loss, kl_loss_type=low_var_kl", KLTerm("k3", placement="loss", beta=0.001),
+    "verl/low_var_kl", "k3 differentiated, without gradient beyond its clamps",
+    "verl 0.9.1 use_kl_loss, kl_loss_type=low_var_kl",
+    KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, beta=0.001),
 )  # fmt: skip
 _recipe(
     "verl/k3+", "value of k3, gradient of k2", "verl 0.9.1 kl_loss_type=k3+",
@@ -66,6 +67,23 @@ _recipe(
     "openrlhf/unbiased", "value of k3, gradient of k2, times the detached token ratio up to 10",
     "OpenRLHF 0.11.2 unbiased_gradient",
     KLTerm("k3", placement="loss", gradient="k2", correction="token_detached", cap=10.0, beta=0.01),
+)  # fmt: skip
+_recipe(
+    "openrlhf/k3_loss", "k3 differentiated, without gradient beyond its clamp",
+    "OpenRLHF 0.11.2 algo.kl.use_loss, algo.kl.estimator=k3",
+    KLTerm("k3", placement="loss", output_clamp=10.0, beta=0.01),
+)  # fmt: skip
+_recipe(
+    "nemo_rl/default", "value of k3, gradient of k2 (NeMo-RL gives no gradient beyond k3 = 10, this term does)",
+    "NeMo-RL 7ea279a ClippedPGLossFn", KLTerm("k3", placement="loss", gradient="k2", beta=0.01),
+)  # fmt: skip
+_recipe(
+    "skyrl/default", "k3 differentiated, without gradient beyond its clamps", "SkyRL 0.3.0 use_kl_loss",
+    KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, beta=0.001),
+)  # fmt: skip
+_recipe(
+    "open_instruct/default", "k3 differentiated", "open-instruct e6c3044 kl_estimator=2",
+    KLTerm("k3", placement="loss", input_clamp=40.0, beta=0.05),
 )  # fmt: skip
 _recipe(
     "deepseek_v3_2", "k3 times the differentiable token ratio", "2512.02556",
