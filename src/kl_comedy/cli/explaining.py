@@ -123,7 +123,10 @@ def _show_advice(advice: Iterable[Advice], console: Console) -> None:
     _say(console, "\nIf you want")
     for each in advice:
         _say(console, f"  {each.goal.words}:")
-        _say(console, f"    set   {each.flags}" if each.flags else f"    -     {each.why_not}")
+        _say(
+            console,
+            f"    set   {each.flags}   (noise {_advised_noise(each)})" if each.flags else f"    -     {each.why_not}",
+        )
         _say(console, f"    ours  kl: {each.goal.recipe}")
 
 
@@ -136,12 +139,11 @@ def _numbers(certificates: Sequence[Certificate]) -> Table:
 
 
 def _cells(found: Certificate) -> tuple[str, str, str, str]:
-    noise = "-" if found.variance_ratio is None else f"{found.variance_ratio:.2g}x"
     if all(term.reference == "sampler" for term in found.terms):
         return "towards the sampler", "-", "-", "-"
     words = found.target or (f"{found.near_target}, while no bound acts" if found.near_target else "no KL exactly")
     bias, cosine = found.relative_bias["sequence_reverse"], found.cosine["sequence_reverse"]
-    return words, f"{bias:.0%}", "-" if cosine != cosine else f"{cosine:.2f}", noise
+    return words, f"{bias:.0%}", "-" if cosine != cosine else f"{cosine:.2f}", _noise(found)
 
 
 def _not_certified(reading: Reading) -> str:
@@ -170,11 +172,23 @@ def _plain(reading: Reading) -> dict[str, Any]:
     }
 
 
+def _advised_noise(advice: Advice) -> str:
+    from kl_comedy.peers import read
+
+    regime = advice.goal.regime
+    return "-" if advice.flags is None else _noise(read(advice.flags).certificates([regime])[regime])
+
+
+def _noise(found: Certificate) -> str:
+    """The variance over that of the least noisy term for the same target."""
+    return "-" if found.variance_ratio is None else f"{found.variance_ratio:.2g}x"
+
+
 def _advice_rows(advice: Iterable[Advice]) -> list[dict[str, Any]]:
     return [
         {
             "goal": each.goal.name, "words": each.goal.words, "target": each.goal.target, "regime": each.goal.regime,
-            "flags": each.flags, "why_not": each.why_not, "recipe": each.goal.recipe,
+            "flags": each.flags, "why_not": each.why_not, "noise": _advised_noise(each), "recipe": each.goal.recipe,
         }
         for each in advice
     ]  # fmt: skip

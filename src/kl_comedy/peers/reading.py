@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -88,11 +88,12 @@ class Reading:
             return term
         return dataclasses.replace(term, baseline="after", correction=self.policy_ratio)
 
-    def certificates(self) -> dict[str, Certificate]:
-        """By regime, for the regimes in which the terms hold; empty where no KL acts or no term says it."""
+    def certificates(self, regimes: Sequence[str] = REGIMES) -> dict[str, Certificate]:
+        """By regime, for those in which the terms hold; empty where no KL acts or no term says it."""
         if not self.terms:
             return {}
-        return {c.regime: c for c in certify(self.text, self.certified_terms(), regimes=self.holds_in)}
+        held = [regime for regime in regimes if regime in self.holds_in]
+        return {c.regime: c for c in certify(self.text, self.certified_terms(), regimes=held)}
 
 
 def target_of(certificate: Certificate) -> str | None:

@@ -45,7 +45,7 @@ def read(flags: Given) -> Meaning:
         FORWARD,
         K3_CLAMPED,
         "no ratio to the old policy is applied; weights for the inference engine's mismatch, where "
-            "on, do multiply the KL",
+        "on, do multiply the KL",
     )
     no_ops = ("kl_in_reward with scale_rewards=gdpo: ms-swift turns it off with a warning",) if asked else ()
     return Meaning(terms=(in_loss("k3", beta, input_clamp=20.0, output_clamp=10.0),), notes=notes, no_ops=no_ops)

@@ -40,17 +40,21 @@ FLAGS = (
 
 
 def read(flags: Given) -> Meaning:
-    start = flags["kl_coef"]
+    start, clamp = flags["kl_coef"], flags["clamp_log_ratio_ref_new_value"]
     end = start if flags["final_kl_coef"] is None else flags["final_kl_coef"]
     no_ops = []
     if flags["reward_minus_kl_coef"] > 0:
         no_ops.append("reward_minus_kl_coef: declared, and read nowhere")
-    if max(start, end) == 0:
-        return Meaning(terms=(), no_ops=tuple(no_ops), switch_on={"kl_coef": 0.001})
+    switch: dict[str, object] = {"kl_coef": 0.001} if max(start, end) == 0 else {}
     if flags["policy_loss"] == "gspo":
-        no_ops.append("kl_coef with policy_loss=gspo: that branch never adds the KL to the loss")
-        return Meaning(terms=(), no_ops=tuple(no_ops), switch_on={"policy_loss": "ppo"})
-    clamp = flags["clamp_log_ratio_ref_new_value"]
+        switch["policy_loss"] = "ppo"
+        if max(start, end) > 0:
+            no_ops.append("kl_coef with policy_loss=gspo: that branch never adds the KL to the loss")
+    if clamp == 0:
+        switch["clamp_log_ratio_ref_new_value"] = 5.0
+        no_ops.append("clamp_log_ratio_ref_new_value=0 clamps every log-ratio to 0, so there is no KL")
+    if switch:
+        return Meaning(terms=(), no_ops=tuple(no_ops), switch_on=switch)
     notes = [
         FORWARD,
         f"the log-ratio is clamped at {clamp:g} nats, without gradient beyond",
@@ -71,7 +75,7 @@ ONLY_K3 = (
 SYSTEM = System(
     name="pipelinerl",
     title="PipelineRL",
-    version="58d3934 (2026-06-19), with conf/finetune/base.yaml",
+    version="58d3934 (2026-06-19), with its base config",
     source="pipelinerl/finetune/rl/__init__.py::rl_step, conf/finetune/base.yaml",
     flags=FLAGS,
     read=read,

@@ -56,7 +56,10 @@ def read(flags: Given) -> Meaning:
     return Meaning(terms=(in_loss("k2", 2 * flags["kl_tau"], reference="sampler"),), notes=(no_reference, squared))
 
 
-NO_REFERENCE = "no flag of prime-rl adds a KL to a reference beside a reward (a loss of your own can: loss.type=custom)"
+NO_REFERENCE = (
+    "no flag of prime-rl adds a KL to a reference beside a reward: distillation (algo opd, opsd) has the KL alone, and "
+    "otherwise it takes a loss of your own (loss.type=custom)"
+)
 
 SYSTEM = System(
     name="prime-rl",

@@ -54,7 +54,8 @@ def read(flags: Given) -> Meaning:
         notes.append("no ratio is applied to the KL in the loss")
     elif flags["use_kl_loss"]:
         no_ops.append("use_kl_loss: kl_loss_coef is 0 by default")
-    switch = {} if terms else {"add_token_level_kl": True}
+    coefficient = {} if flags["init_kl_coef"] > 0 else {"init_kl_coef": 0.2}
+    switch = {} if terms else {"add_token_level_kl": True, **coefficient}
     return Meaning(terms=tuple(terms), notes=tuple(notes), no_ops=tuple(no_ops), switch_on=switch, policy_ratio="token")
 
 

@@ -102,7 +102,8 @@ def read(flags: Given) -> Meaning:
         _loss(flags, terms, notes)
     elif flags["use_kl_loss"]:
         no_ops.append("use_kl_loss with kl_loss_coef=0 only logs")
-    switch = {} if flags["use_kl_loss"] or flags["use_kl_in_reward"] else {"use_kl_loss": True}
+    coefficient = {} if flags["kl_loss_coef"] > 0 else {"kl_loss_coef": 0.001}
+    switch = {} if terms else {"use_kl_loss": True, **coefficient}
     return Meaning(
         terms=tuple(terms),
         notes=tuple(notes),

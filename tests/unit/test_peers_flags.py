@@ -1,0 +1,209 @@
+"""Flags of other systems as users paste them: what is read, what is refused, what goes back to text."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kl_comedy.errors import UserError
+from kl_comedy.kl import KLTerm, resolve_terms
+from kl_comedy.peers import GOALS, SYSTEMS, advise, find_system, is_peer, read, switched_on
+from kl_comedy.peers.flags import Flag, render, resolve, split
+
+FLAGS = [(system, flag) for system in SYSTEMS.values() for flag in system.flags]
+ISSUE_SYSTEMS = {
+    "verl", "trl", "openrlhf", "nemo-rl", "slime", "skyrl", "open-instruct", "prime-rl", "pipelinerl", "areal", "roll",
+    "tinker", "trinity", "oat", "torchforge", "ms-swift",
+}  # fmt: skip
+
+
+def test_the_systems_are_those_announced():
+    assert set(SYSTEMS) == ISSUE_SYSTEMS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "verl:use_kl_loss=true,kl_loss_type=k3",
+        "verl: use_kl_loss = True, kl_loss_type = 'K3' ",
+        "VERL:use_kl_loss=1 kl_loss_type=k3",
+        "verl:actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=k3",
+        "verl:actor.use_kl_loss=on,actor.kl_loss_type=k3",
+        "verl:+actor_rollout_ref.actor.use_kl_loss=yes,++kl_loss_type=k3",
+        "verl:--use-kl-loss --kl-loss-type k3",
+        "verl:--kl_loss_type=k3 --use_kl_loss",
+    ],
+)
+def test_one_setting_written_in_many_ways(text):
+    reading = read(text)
+    assert reading.given == {"use_kl_loss": True, "kl_loss_type": "k3"}
+    assert reading.terms == (KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, beta=0.001),)
+
+
+def test_dotted_paths_tell_flags_of_one_name_apart():
+    reading = read("openrlhf:--algo.kl.estimator k2 --algo.advantage.estimator rloo --algo.kl.init_coef 1e-3")
+    assert reading.given == {"kl_estimator": "k2", "advantage_estimator": "rloo", "init_coef": 0.001}
+    assert (
+        read("verl:algorithm.kl_ctrl.kl_coef=0.1,algorithm.kl_ctrl.type=adaptive").flags["kl_ctrl_type"] == "adaptive"
+    )
+    assert read("openrlhf:use_kl_loss=true").given == {"use_loss": True}
+
+
+@pytest.mark.parametrize("name", ["nemo-rl", "NeMo_RL", "nemo_rl:", " nemo-rl "])
+def test_systems_are_found_whatever_their_case_and_dashes(name):
+    assert find_system(name).name == "nemo-rl"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("verll:", ["'verll'", "did you mean 'verl'", "openrlhf"]),
+        ("verl:kl_loss_typ=k3", ["verl.kl_loss_typ", "no such key", "'k3'", "did you mean 'kl_loss_type'"]),
+        ("verl:kl_loss_type=k9", ["verl.kl_loss_type", "'k9'", "low_var_kl", "k3+"]),
+        ("verl:kl_loss_type=low_var_k", ["did you mean 'low_var_kl'"]),
+        ("verl:use_kl_loss=maybe", ["verl.use_kl_loss", "'maybe'", "true, false"]),
+        ("verl:kl_loss_coef=big", ["verl.kl_loss_coef", "'big'", "number"]),
+        ("verl:kl_loss_coef=-0.1", ["'-0.1'", "at least 0"]),
+        ("verl:kl_loss_coef=nan", ["'nan'", "number"]),
+        ("verl:kl_loss_coef=inf", ["'inf'", "number"]),
+        ("verl:kl_loss_coef=none", ["'none'", "number"]),
+        ("verl:--kl_loss_coef --use_kl_loss", ["verl.kl_loss_coef", "only a switch may stand alone"]),
+        ("verl:algorithm.use_kl_loss=true", ["the flag is at actor_rollout_ref.actor.use_kl_loss"]),
+        ("verl:use_kl_loss", ["'use_kl_loss'", "key=value"]),
+        ("verl:use_kl_loss=true,actor.use_kl_loss=false", ["given twice"]),
+        ("openrlhf:estimator=k3", ["algo.kl.estimator", "algo.advantage.estimator", "several"]),
+        ("slime:kl_coef=1,kl_loss_coef=1", ["kl_coef", "kl_loss_coef", "both"]),
+        ("skyrl:use_kl_in_reward=true", ["use_kl_loss", "use_kl_in_reward", "both"]),
+        ("open-instruct:load_ref_policy=false", ["load_ref_policy", "beta"]),
+        (":", ["system"]),
+        (":kl=1", ["system"]),
+    ],
+)
+def test_what_is_not_understood_is_refused_in_one_line(text, says):
+    with pytest.raises(UserError) as error:
+        read(text)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in says:
+        assert word in message, message
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused_never_a_crash(text):
+    for start in ("", "verl:", "openrlhf:--"):
+        try:
+            read(start + text)
+        except UserError as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize(("system", "flag"), FLAGS, ids=[f"{s.name} {f.name}" for s, f in FLAGS])
+def test_every_flag_reads_back_its_own_default_and_choices(system, flag):
+    texts = [*flag.choices, *(["true", "false"] if isinstance(flag.default, bool) else [])]
+    if not texts:
+        texts = ["0", "0.5", *(["none"] if flag.nullable else [])]
+    for text in texts:
+        key = flag.where
+        assert resolve(system.name, system.flags, [(key.replace("-", "_"), text)]).keys() == {flag.name}
+    assert flag.nullable or flag.default is not None
+    assert flag.default is None or not flag.choices or flag.default in flag.choices
+    assert flag.meaning and flag.row()["flag"] == key
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_names_and_paths_are_unique_in_their_system(name):
+    flags = SYSTEMS[name].flags
+    spoken = [word for flag in flags for word in (flag.name, *flag.aliases)]
+    assert len(spoken) == len(set(spoken)) and len({flag.where for flag in flags}) == len(flags)
+    assert set(SYSTEMS[name].advice) == set(GOALS)
+
+
+def every_setting(system: str):
+    """One text per choice of each flag, alone, and with the KL switched on."""
+    on = (switched_on(read(f"{system}:")) or read(f"{system}:")).given
+    for flag in SYSTEMS[system].flags:
+        choices = flag.choices or (("true", "false") if isinstance(flag.default, bool) else ("0", "0.7"))
+        for choice in choices:
+            value = flag.read(choice, flag.name)
+            yield render(system, SYSTEMS[system].flags, {flag.name: value})
+            yield render(system, SYSTEMS[system].flags, {**on, flag.name: value})
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_reading_is_whole(name):
+    """Terms a config can hold, or words; text that reads back to the same; no empty note."""
+    for text in every_setting(name):
+        try:
+            reading = read(text)
+        except UserError as error:
+            assert re.search(r"both|needs beta", str(error)), text
+            continue
+        assert read(reading.text) == reading
+        assert (reading.terms is None) == bool(reading.instead), text
+        assert all(reading.notes) and all(reading.no_ops)
+        assert bool(reading.version) and bool(reading.source)
+        if reading.terms:
+            assert resolve_terms([term.to_mapping() for term in reading.terms]) == reading.terms
+            assert not reading.switch_on
+        other = switched_on(reading)
+        assert other is None or other.terms or other.instead, text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("slime:kl_coef=0.1", "kl_coef with advantage_estimator=grpo"),
+        ("slime:kl_coef=0.1,advantage_estimator=gspo", "kl_coef with advantage_estimator=gspo"),
+        ("slime:use_kl_loss=true", "kl_loss_coef is 0"),
+        ("slime:kl_loss_coef=0.1", "use_kl_loss is off"),
+        ("pipelinerl:kl_coef=0.1,policy_loss=gspo", "policy_loss=gspo"),
+        ("pipelinerl:reward_minus_kl_coef=0.1", "read nowhere"),
+        ("verl:use_kl_in_reward=true,adv_estimator=gdpo", "adv_estimator=gdpo"),
+        ("verl:use_kl_in_reward=true,kl_penalty=k3+", "kl_penalty=k3+"),
+        ("nemo-rl:use_kl_in_reward=true", "adv_estimator=grpo"),
+        ("openrlhf:unbiased_gradient=true", "use_loss is off"),
+        ("roll:", "add_token_level_kl is off"),
+        ("trinity:algorithm_type=grpo,kl_penalty_fn=k1", "algorithm_type=grpo"),
+        ("ms-swift:advantage_estimator=rloo,scale_rewards=gdpo", "gdpo"),
+    ],
+)
+def test_flags_that_do_nothing_are_named(text, says):
+    assert any(says in line for line in read(text).no_ops), read(text).no_ops
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("verl:use_kl_in_reward=true,adv_estimator=grpo", "divided by the group's standard deviation"),
+        ("verl:use_kl_in_reward=true,use_kl_loss=true", "enters twice"),
+        ("verl:use_kl_loss=true", "no ratio"),
+        ("openrlhf:", "old log-probs"),
+        ("openrlhf:use_loss=true,kl_estimator=k1", "score"),
+        ("nemo-rl:", "no gradient at all"),
+        ("trl:beta=0.1,sync_ref_model=true", "reference becomes"),
+    ],
+)
+def test_notes_say_what_matters(text, says):
+    assert any(says in line for line in read(text).notes), read(text).notes
+
+
+def test_the_switched_on_reading_keeps_what_was_given():
+    other = switched_on(read("trl:use_bias_correction_kl=false"))
+    assert other is not None and other.given == {"use_bias_correction_kl": False, "beta": 0.04}
+    assert switched_on(read("skyrl:")) is None
+
+
+def test_what_is_meant_for_peers():
+    assert is_peer("verl:x=1") and is_peer("TRL") and is_peer("nope:") and not is_peer("grpo")
+
+
+def test_advice_can_be_pasted_back():
+    for system in SYSTEMS.values():
+        for advice in advise(system):
+            assert advice.flags is None or read(advice.flags).text == advice.flags
+
+
+def test_a_lone_key_waits_for_its_value_only_until_the_next_dash():
+    assert split("x:--a --b 2 c=3 --d") == ("x", [("a", None), ("b", "2"), ("c", "3"), ("d", None)])
+    assert Flag(name="a", meaning="m", default=False).read(None, "k") is True
