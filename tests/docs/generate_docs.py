@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import decision_docs
+import peers_docs
 from open_problem_block import open_problem
 
 import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
@@ -320,6 +321,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "open_problem.md": {"open_problem": open_problem},
     "decision.md": decision_docs.PARTS,
+    "peers.md": peers_docs.PARTS,
 }  # fmt: skip
 
 

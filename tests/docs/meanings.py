@@ -164,6 +164,7 @@ ROOMS: dict[str, str] = {
     "data": "problems, prompts, decontamination, the order of prompts",
     "rollouts": "the sampler's protocol and its backends",
     "tracking": "the spool, its MLflow mirror, queries, statistics, tables, plots",
+    "peers": "other systems' KL flags read as terms, in words, with the flags that would do better",
     "laboratory": "Studies with the oracle: the open problem, curves over length and distance, figures, tables.",
     "evaluation": "a policy on held-out problems, with intervals",
     "training": "config to objects, the stream, the Lightning module, callbacks, the run folder",

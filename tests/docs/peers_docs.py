@@ -1,0 +1,122 @@
+"""Tables of docs/peers.md, made from readings and their certificates. Used by generate_docs.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from decision_docs import noise, outcome, table
+
+from kl_comedy.peers import SYSTEMS, Advice, Reading, System, advise, read, switched_on
+from kl_comedy.peers.flags import written
+
+SETTINGS: tuple[str, ...] = (
+    "trl:beta=0.04,use_bias_correction_kl=false",
+    "trl:beta=0.04,importance_sampling_level=sequence",
+    "trl:trainer=rloo",
+    "verl:use_kl_loss=true,kl_loss_type=k3+",
+    "verl:use_kl_loss=true,kl_loss_type=k1",
+    "verl:use_kl_in_reward=true,adv_estimator=grpo",
+    "openrlhf:use_loss=true,kl_estimator=k3",
+    "openrlhf:use_loss=true,kl_estimator=k3,unbiased_gradient=true",
+    "openrlhf:policy_loss_type=gspo",
+    "nemo-rl:reference_policy_kl_type=k2",
+    "nemo-rl:use_on_policy_kl_approximation=true",
+    "nemo-rl:use_kl_in_reward=true",
+    "slime:use_kl_loss=true,kl_loss_coef=0.01,kl_loss_type=k3,use_unbiased_kl=true",
+    "slime:use_kl_loss=true,kl_loss_coef=0.01,kl_loss_type=k2,use_unbiased_kl=true",
+    "slime:kl_coef=0.01",
+    "open-instruct:kl_estimator=3",
+    "pipelinerl:kl_coef=0.001,policy_loss=gspo",
+    "areal:ref=set",
+    "roll:use_kl_loss=true,kl_loss_coef=0.01",
+    "tinker:kl_penalty_coef=0.01,kl_discount_factor=1",
+    "trinity:kl_loss_fn=corrected_k3",
+    "oat:kl_penalty_coef=0.05,beta=0",
+    "ms-swift:advantage_estimator=rloo",
+)
+"""Shown beside the defaults."""
+
+
+def settings() -> str:
+    """Each system as it is (switched on, where its default is off), then its other settings."""
+    rows = []
+    for name in SYSTEMS:
+        default = read(f"{name}:")
+        acting = switched_on(default)
+        rows.append(_row(default, "the default"))
+        if acting is not None:
+            rows.append(_row(acting, "switched on"))
+        rows += [_row(read(text), "") for text in SETTINGS if text.startswith(f"{name}:")]
+    return table(("system", "flags", "equivalent term", "on-policy", "off-policy"), rows)
+
+
+def _row(reading: Reading, what: str) -> tuple[str, ...]:
+    said = f"{what} {_flags(reading)}".strip() if reading.given else what
+    if reading.terms is None:
+        return reading.system, said, "none", f"see [{reading.system}](#{reading.system})", ""
+    if not reading.terms:
+        return reading.system, said, "no KL", "-", "-"
+    label = " + ".join(f"`{term.label()}`" for term in reading.terms)
+    found = reading.certificates()
+    if all(term.reference == "sampler" for term in reading.terms):
+        return reading.system, said, label, "zero", "towards the sampler"
+    return reading.system, said, label, *(outcome(found[regime]) for regime in ("on_policy", "off_policy"))
+
+
+def systems() -> str:
+    """Per system: what matters, what does nothing, which flags do better, and its flags."""
+    return "\n\n".join(_section(system) for system in SYSTEMS.values())
+
+
+def _section(system: System) -> str:
+    default = read(f"{system.name}:")
+    readings = [default, switched_on(default), *(read(text) for text in SETTINGS if text.startswith(f"{system.name}:"))]
+    there = [reading for reading in readings if reading is not None]
+    parts = [f"### {system.name}", f"{system.title} {system.version}. Read in: `{_modules(system.source)}`."]
+    notes = _gather(there, lambda reading: reading.notes)
+    no_ops = _gather(there, lambda reading: reading.no_ops)
+    instead = [f"- {_flags(reading)}: {reading.instead}." for reading in there if reading.terms is None]
+    parts += ["No term says it:\n\n" + "\n".join(instead)] if instead else []
+    parts += ["Notes:\n\n" + notes] if notes else []
+    parts += ["Does nothing:\n\n" + no_ops] if no_ops else []
+    rows = [
+        (each.goal.words, f"`{each.flags}`" if each.flags else each.why_not, _noise(each), f"`{each.goal.recipe}`")
+        for each in advise(system)
+    ]
+    parts.append(table(("if you want", "set", "noise", "ours"), rows))
+    flags = [(f"`{flag.where}`", *list(flag.row().values())[1:]) for flag in system.flags]
+    body = table(("flag", "allowed", "default", "meaning"), flags)
+    parts.append(f"<details><summary>flags that are read</summary>\n\n{body}\n\n</details>")
+    return "\n\n".join(parts)
+
+
+def _gather(readings: Iterable[Reading], lines: Callable[[Reading], tuple[str, ...]]) -> str:
+    """Each line once, under the flags it was first met with."""
+    seen: set[str] = set()
+    found = []
+    for reading in readings:
+        new = [line for line in lines(reading) if line not in seen]
+        seen.update(new)
+        found += [f"- {_flags(reading)}:", *(f"  - {line}" for line in new)] if new else []
+    return "\n".join(found)
+
+
+def _flags(reading: Reading) -> str:
+    """What was given, by short names."""
+    given = ",".join(f"{name}={written(value)}" for name, value in reading.given.items())
+    return f"`{given}`" if given else "the default"
+
+
+def _modules(source: str) -> str:
+    """Files of another repository, without endings: the pages name files of ours with theirs."""
+    return re.sub(r"\.(py|yaml)\b", "", source)
+
+
+def _noise(advice: Advice) -> str:
+    if advice.flags is None:
+        return "-"
+    return noise(read(advice.flags).certificates([advice.goal.regime])[advice.goal.regime])
+
+
+PARTS: dict[str, Callable[[], str]] = {"settings": settings, "systems": systems}
