@@ -4,6 +4,9 @@ The formulas below are written from the published sources, not from the readings
 that of the equivalent terms.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -193,6 +196,43 @@ def test_far_settings_reach_the_clamps():
     clamped = exact_moments(at, low_var).gradient_D
     free = exact_moments(at, lambda r: k3(delta(r))).gradient_D
     assert float((clamped - free).norm()) > 0.01 * float(free.norm())
+
+
+# --- against the released code, as measured ------------------------------------------------------------------------
+MEASURED = {
+    "trl:grpo": "trl:beta=1",
+    "trl:grpo/no_bias_correction": "trl:beta=1,use_bias_correction_kl=false",
+    "trl:grpo/sequence_ratio": "trl:beta=1,importance_sampling_level=sequence",
+    "trl:grpo/sequence_ratio_no_bias_correction": (
+        "trl:beta=1,use_bias_correction_kl=false,importance_sampling_level=sequence"),
+    **{f"verl:actor/{k}": f"verl:use_kl_loss=true,kl_loss_type={k}" for k in ("low_var_kl", "k3+", "k1", "k2")},
+    "verl:abs": "verl:use_kl_loss=true,kl_loss_type=abs",
+    **{f"openrlhf:actor/{k}": f"openrlhf:use_loss=true,kl_estimator={k}" for k in ("k1", "k2", "k3")},
+    **{f"openrlhf:actor/{k}/unbiased_gradient": f"openrlhf:use_loss=true,kl_estimator={k},unbiased_gradient=true"
+       for k in ("k1", "k2", "k3")},
+    **{f"skyrl:{k}": f"skyrl:kl_estimator_type={k}" for k in ("k1", "k2", "k3", "abs")},
+    **{f"trinity:{k}": f"trinity:kl_loss_fn={k}" for k in ("k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")},
+    "swift:dapo": "ms-swift:",
+    "swift:dapo/sequence_ratio": "ms-swift:importance_sampling_level=sequence",
+    **{f"areal:reward/{k}": f"areal:ref=set,kl_estimator={k}" for k in ("k1", "k2", "k3")},
+}  # fmt: skip
+"""Rows of results/peers, where the systems' own released code was run on the certificates' instances."""
+ROWS = json.loads((Path(__file__).parents[2] / "results/peers/peers.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_readings_are_what_the_released_code_was_measured_to_do(name):
+    rows = {row["regime"]: row for row in ROWS if row["name"] == name and row["group_size"] == 1}
+    assert set(rows) == {"on_policy", "off_policy"}
+    reading = read(MEASURED[name])
+    if reading.terms is None:
+        assert all(row["near_target"] is None and row["equal_to_ours"] is None for row in rows.values())
+        return
+    for regime, row in rows.items():
+        found = reading.certificates()[regime]
+        assert (found.target, found.near_target) == (row["target"], row["near_target"])
+        assert found.relative_bias["sequence_reverse"] == pytest.approx(row["bias_sequence_reverse"], abs=1e-4)
+        assert found.variance == pytest.approx(row["variance"], rel=1e-3)
 
 
 # --- what no term says ------------------------------------------------------------------------------------------

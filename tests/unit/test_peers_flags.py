@@ -176,6 +176,7 @@ def test_flags_that_do_nothing_are_named(text, says):
     ("text", "says"),
     [
         ("verl:use_kl_in_reward=true,adv_estimator=grpo", "divided by the group's standard deviation"),
+        ("verl:use_kl_in_reward=true,adv_estimator=grpo", "(1 - 1/n)"),
         ("verl:use_kl_in_reward=true,use_kl_loss=true", "enters twice"),
         ("verl:use_kl_loss=true", "no ratio"),
         ("openrlhf:", "old log-probs"),

@@ -20,7 +20,11 @@ NOISE = (
     "off-policy a push away from the sampled tokens"
 )
 GROUP_STD = "the cost is inside the reward that the group normalizes: beta is divided by the group's standard deviation"
-WHITENED = "advantages are whitened over the batch, cost included: beta is divided by that standard deviation"
+GROUP_MEAN = "the group's mean includes the completion itself: in a group of n the strength is (1 - 1/n) of beta"
+WHITENED = (
+    "advantages are whitened over the batch, cost included: beta is divided by that standard deviation (the larger the "
+    "batch, the less else changes)"
+)
 OWN_COST = "each token carries its own cost only, not the later ones: a per-token KL, not that of the completion"
 K3_CLAMPED = (
     "k3 is clamped (log-ratio at 20, value at 10): beyond, at log-ratios below about -2.6 nats, it "

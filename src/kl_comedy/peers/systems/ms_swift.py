@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kl_comedy.kl import REGIMES
 from kl_comedy.peers.flags import Flag
-from kl_comedy.peers.notes import CLIPPED, FORWARD, K3_CLAMPED, OLD_LOG_PROBS
+from kl_comedy.peers.notes import CLIPPED, FORWARD, GROUP_MEAN, K3_CLAMPED, OLD_LOG_PROBS
 from kl_comedy.peers.reading import Given, Meaning, System, in_loss, in_reward
 
 SCALES = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
@@ -53,6 +53,8 @@ def read(flags: Given) -> Meaning:
 
 def _reward(flags: Given, beta: float, scale: str) -> Meaning:
     notes = [OLD_LOG_PROBS, CLIPPED]
+    if flags["advantage_estimator"] != "rloo":
+        notes.append(GROUP_MEAN)
     if scale in ("group", "batch"):
         notes.append(f"the rewards are divided by the {scale}'s standard deviation, cost included, and beta with them")
     sequence = flags["importance_sampling_level"] != "token"

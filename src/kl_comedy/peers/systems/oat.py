@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.peers.flags import Flag
-from kl_comedy.peers.notes import CLIPPED, FORWARD, GROUP_STD, OLD_LOG_PROBS
+from kl_comedy.peers.notes import CLIPPED, FORWARD, GROUP_MEAN, GROUP_STD, OLD_LOG_PROBS
 from kl_comedy.peers.reading import Given, Meaning, System, in_loss, in_reward
 
 FLAGS = (
@@ -22,6 +22,8 @@ def read(flags: Given) -> Meaning:
         credit = "to_go" if critic == "ppo" else "total"
         terms.append(in_reward("k1", flags["kl_penalty_coef"], credit=credit, baseline="before"))
         notes += [OLD_LOG_PROBS, CLIPPED]
+        if critic != "ppo":
+            notes.append(GROUP_MEAN)
         if critic == "grpo":
             notes.append(GROUP_STD)
     if flags["beta"] > 0:

@@ -123,7 +123,7 @@ SYSTEM = System(
     flags=FLAGS,
     read=read,
     advice={
-        "sequence": {"init_coef": 0.01, "kl_estimator": "k1", "advantage_estimator": "reinforce"},
+        "sequence": {"init_coef": 0.01, "kl_estimator": "k1", "advantage_estimator": "rloo"},
         "off_policy": {"init_coef": 0.01, "use_loss": True, "kl_estimator": "k3", "unbiased_gradient": True},
         "low_noise": {"init_coef": 0.01, "use_loss": True, "kl_estimator": "k3", "unbiased_gradient": True},
     },

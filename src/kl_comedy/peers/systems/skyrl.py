@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kl_comedy.errors import UserError
 from kl_comedy.peers.flags import Flag
-from kl_comedy.peers.notes import CLIPPED, FORWARD, GROUP_STD, K3_CLAMPED, NOISE, OLD_LOG_PROBS, WHITENED
+from kl_comedy.peers.notes import CLIPPED, FORWARD, GROUP_MEAN, GROUP_STD, K3_CLAMPED, NOISE, OLD_LOG_PROBS, WHITENED
 from kl_comedy.peers.reading import Given, Meaning, System, in_loss, in_reward
 
 CLAMPS = {"input_clamp": 20.0, "output_clamp": 10.0}
@@ -75,6 +75,8 @@ def _reward(flags: Given, beta: float, kind: str, notes: list[str]) -> Meaning:
     credit = "to_go" if advantage in ("gae", "reinforce++") else "total"
     term = in_reward(kind, beta, credit=credit, baseline="before", **(CLAMPS if kind == "k3" else {}))
     notes += [OLD_LOG_PROBS, CLIPPED]
+    if advantage == "grpo":
+        notes.append(GROUP_MEAN)
     if advantage == "grpo" and flags["grpo_norm_by_std"]:
         notes.append(GROUP_STD)
     if advantage in ("gae", "reinforce++"):
@@ -99,7 +101,7 @@ SYSTEM = System(
             "use_kl_loss": False,
             "use_kl_in_reward": True,
             "kl_estimator_type": "k1",
-            "advantage_estimator": "reinforce++",
+            "advantage_estimator": "rloo",
         },
         "off_policy": "no flag of SkyRL puts a ratio on the KL: neither the loss nor the reward is "
         "corrected on stale batches",

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.peers.flags import Flag
-from kl_comedy.peers.notes import CLIPPED, FORWARD, GROUP_STD, K3_CLAMPED, NOISE, OLD_LOG_PROBS, OVERFLOWS, WHITENED
+from kl_comedy.peers.notes import (
+    CLIPPED,
+    FORWARD,
+    GROUP_MEAN,
+    GROUP_STD,
+    K3_CLAMPED,
+    NOISE,
+    OLD_LOG_PROBS,
+    OVERFLOWS,
+    WHITENED,
+)
 from kl_comedy.peers.reading import Given, Meaning, System, in_loss, in_reward
 
 FUNCTIONS = ("none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")
@@ -86,7 +96,7 @@ def _reward(flags: Given, terms: list[KLTerm], notes: list[str], no_ops: list[st
     terms.append(in_reward(estimator, flags["kl_penalty_coef"], credit=credit, baseline="before", **clamps))
     notes += [OLD_LOG_PROBS, CLIPPED]
     if algorithm == "grpo_verl":
-        notes.append(GROUP_STD)
+        notes += [GROUP_MEAN, GROUP_STD]
     if algorithm == "reinforceplusplus":
         notes.append(WHITENED)
 
@@ -99,7 +109,7 @@ SYSTEM = System(
     flags=FLAGS,
     read=read,
     advice={
-        "sequence": {"algorithm_type": "reinforceplusplus", "kl_penalty_fn": "k1", "kl_loss_fn": "none"},
+        "sequence": {"algorithm_type": "rloo", "kl_penalty_fn": "k1", "kl_loss_fn": "none"},
         "off_policy": (
             "no flag of Trinity-RFT quite does: kl_loss_fn=corrected_k3 is right until the ratio of a token exceeds 2, "
             "and there it is plain k3"

@@ -7,6 +7,7 @@ from kl_comedy.peers.flags import Flag
 from kl_comedy.peers.notes import (
     CLIPPED,
     FORWARD,
+    GROUP_MEAN,
     GROUP_STD,
     K3_CLAMPED,
     NOISE,
@@ -157,6 +158,8 @@ def _reward(flags: Given, terms: list[KLTerm], notes: list[str], no_ops: list[st
     clamps = CLAMPS if estimator == "k3" else {}
     terms.append(in_reward(estimator, flags["kl_coef"], credit=credit, baseline="before", **clamps))
     notes += [OLD_LOG_PROBS, CLIPPED]
+    if advantage in ("grpo", "grpo_vectorized"):
+        notes.append(GROUP_MEAN)
     if advantage.startswith("grpo") and flags["norm_adv_by_std_in_grpo"]:
         notes.append(GROUP_STD)
     if advantage.startswith("reinforce_plus_plus"):
@@ -177,7 +180,7 @@ SYSTEM = System(
     flags=FLAGS,
     read=read,
     advice={
-        "sequence": {"use_kl_in_reward": True, "kl_penalty": "kl", "adv_estimator": "reinforce_plus_plus"},
+        "sequence": {"use_kl_in_reward": True, "kl_penalty": "kl", "adv_estimator": "rloo"},
         "off_policy": "no flag of verl puts a ratio on the KL: neither the loss nor the reward is "
         "corrected on stale batches",
         "low_noise": {"use_kl_loss": True, "kl_loss_type": "k3+"},
