@@ -17,6 +17,14 @@ class RunFailed(RuntimeError):
     """A run that began and could not finish (NaN, dead sampler, ...). Printed plainly, exit code 1."""
 
 
+REQUEUE_EXIT_CODE = 75
+"""What :class:`RunStopped` exits with (EX_TEMPFAIL: try again); a batch script requeues the job on it."""
+
+
+class RunStopped(RunFailed):
+    """A run that was asked to make room: it finished its update, saved, and wants to be started again."""
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
     """The allowed name closest to ``given``, or None when nothing is close.
 

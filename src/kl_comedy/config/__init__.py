@@ -1,6 +1,6 @@
 """The typed configuration: schema (data), loading (YAML + overrides -> checked dataclass), hashing."""
 
-from kl_comedy.config.load import config_hash, flatten, load_config, to_plain, to_yaml
+from kl_comedy.config.load import config_hash, config_reader, flatten, load_config, to_plain, to_yaml
 from kl_comedy.config.schema import (
     AlgorithmConfig,
     AuditConfig,
@@ -34,6 +34,7 @@ __all__ = [
     "TrackingConfig",
     "TrainConfig",
     "config_hash",
+    "config_reader",
     "flatten",
     "load_config",
     "to_plain",

@@ -6,13 +6,14 @@ nearest right name.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,18 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     Names that live in a registry are checked against it, so the rooms must have been imported.
     Raises :class:`UserError` for any mistake.
     """
-    merged = OmegaConf.structured(Config)
+    return config_reader(path)(overrides)
+
+
+def config_reader(path: str | Path | None) -> Callable[[Sequence[str]], Config]:
+    """Read and check ``path`` once; what is returned applies overrides to it: many configs from one file."""
+    base = OmegaConf.structured(Config)
     if path is not None:
-        merged = _merge(merged, _read(Path(path)), str(path))
+        base = _merge(base, _read(Path(path)), str(path))
+    return lambda overrides: _finish(copy.deepcopy(base), overrides)
+
+
+def _finish(merged: Any, overrides: Sequence[str]) -> Config:
     for text in overrides:
         merged = _override(merged, text)
     try:

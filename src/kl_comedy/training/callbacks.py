@@ -17,6 +17,7 @@ from kl_comedy.training.held_out import completion_measure
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.rundir import RunDir
 from kl_comedy.training.seeds import derive_seed
+from kl_comedy.training.stopping import StopRequest
 
 log = logging.getLogger("kl_comedy")
 
@@ -115,6 +116,11 @@ class CheckpointCallback(Callback):
         if self._every and (version % self._every == 0 or version == self._steps):
             self.save(trainer, version)
 
+    def ensure(self, trainer: lightning.Trainer, version: int) -> None:
+        """Save unless the checkpoint of this update is already there."""
+        if self._run.checkpoint_step != version:
+            self.save(trainer, version)
+
     def save(self, trainer: lightning.Trainer, version: int) -> None:
         target = self._run.checkpoints / f"step-{version:08d}.ckpt"
         temporary = target.with_suffix(".tmp")
@@ -123,3 +129,21 @@ class CheckpointCallback(Callback):
         self._tracker.commit(version)
         for old in sorted(self._run.checkpoints.glob("step-*.ckpt"))[: -self._keep]:
             old.unlink()
+
+
+class StopCallback(Callback):
+    """When a signal asked for it: save what this update made, if that is not done, and end the training.
+
+    Every process of a run stops at the same update, whichever of them heard the signal.
+    """
+
+    def __init__(self, request: StopRequest, checkpoints: CheckpointCallback, steps: int) -> None:
+        self._request, self._checkpoints, self._steps = request, checkpoints, steps
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        heard = self._request.signal is not None
+        if trainer.strategy.reduce_boolean_decision(heard, all=False) and pl_module.version < self._steps:
+            self._checkpoints.ensure(trainer, pl_module.version)
+            trainer.should_stop = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import signal
 import time
 import warnings
 from collections.abc import Sequence
@@ -18,17 +19,24 @@ from rich.console import Console
 
 from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.data import PromptOrder
-from kl_comedy.errors import RunFailed
+from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.kl import resolve_terms
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import sampling_from
 from kl_comedy.tracking import Tracker, provenance_tags
 from kl_comedy.training.audit.callback import AuditCallback, check_audit
 from kl_comedy.training.build import Parts, build, kl_label, term_tags
-from kl_comedy.training.callbacks import CheckpointCallback, EvaluationCallback, MetricsCallback, sample_rows
+from kl_comedy.training.callbacks import (
+    CheckpointCallback,
+    EvaluationCallback,
+    MetricsCallback,
+    StopCallback,
+    sample_rows,
+)
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.progress import ProgressCallback
 from kl_comedy.training.rundir import RunDir, create_run, find_run
+from kl_comedy.training.stopping import StopRequest, stop_requests
 from kl_comedy.training.stream import ExperienceStream, StreamShape
 
 log = logging.getLogger("kl_comedy")
@@ -49,8 +57,14 @@ def train(config: Config, *, console: Console, command: str) -> Outcome:
     """Train as ``config`` says. ``command`` is what reproduces the run.
 
     Raises :class:`UserError` for a mistake in the config and :class:`RunFailed` for a run that began
-    and could not finish; the run is then marked failed with the reason.
+    and could not finish; the run is then marked failed with the reason. SIGTERM and SIGUSR1 end it after the update
+    at hand, saved; the latter raises :class:`RunStopped`, which asks to be started again.
     """
+    with stop_requests() as request:
+        return _train(config, console, command, request)
+
+
+def _train(config: Config, console: Console, command: str, request: StopRequest) -> Outcome:
     run = find_run(config)
     ended = None if run is None else run.summary()
     if run is not None and ended is not None and ended["status"] == "FINISHED":
@@ -65,12 +79,14 @@ def train(config: Config, *, console: Console, command: str) -> Outcome:
         resume = run is not None
         run = run or create_run(config)
         with run.held():
-            return _train_in(run, parts, console, command, resume=resume, started=started)
+            return _train_in(run, parts, console, command, request, resume=resume, started=started)
     finally:
         parts.close()
 
 
-def _train_in(run: RunDir, parts: Parts, console: Console, command: str, *, resume: bool, started: float) -> Outcome:
+def _train_in(
+    run: RunDir, parts: Parts, console: Console, command: str, request: StopRequest, *, resume: bool, started: float
+) -> Outcome:  # fmt: skip
     config = parts.config
     checkpoint = run.checkpoint if resume else None
     step = run.checkpoint_step if resume else None
@@ -86,26 +102,28 @@ def _train_in(run: RunDir, parts: Parts, console: Console, command: str, *, resu
     )
     words = f"resuming at update {step or 0} of" if resume else "training for"
     console.print(f"{words} {config.train.steps} updates in {run.path}", soft_wrap=True, highlight=False)
-    return _fit(run, parts, tracker, console, command, checkpoint=checkpoint, started=started)
+    return _fit(run, parts, tracker, console, command, request, checkpoint=checkpoint, started=started)
 
 
 def _fit(
-    run: RunDir, parts: Parts, tracker: Tracker, console: Console, command: str, *, checkpoint: Path | None,
-    started: float,
+    run: RunDir, parts: Parts, tracker: Tracker, console: Console, command: str, request: StopRequest, *,
+    checkpoint: Path | None, started: float,
 ) -> Outcome:  # fmt: skip
     config = parts.config
     progress = ProgressCallback(console, config.train.steps)
     evaluation = EvaluationCallback(parts, tracker, progress.show_evaluation)
+    checkpoints = CheckpointCallback(
+        run, tracker, every=config.train.checkpoint_every, keep=config.train.keep_checkpoints,
+        steps=config.train.steps,
+    )  # fmt: skip
     callbacks = [
         AuditCallback(config.audit, tracker),
         MetricsCallback(tracker, config.train.samples_every),
         evaluation,
-        CheckpointCallback(
-            run, tracker, every=config.train.checkpoint_every, keep=config.train.keep_checkpoints,
-            steps=config.train.steps,
-        ),
+        checkpoints,
         progress,
-    ]  # fmt: skip
+        StopCallback(request, checkpoints, config.train.steps),
+    ]
     trainer = trainer_for(parts, callbacks, run.path)
     module = PolicyModule(
         config,
@@ -116,6 +134,7 @@ def _fit(
         backend=parts.backend,
     )
     parts.loaded.model.train(False)
+    request.updating = True
     try:
         trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
         if module.version < config.train.steps:
@@ -127,13 +146,17 @@ def _fit(
         _end(run, tracker, "FAILED", reason, config, command)
         raise RunFailed(reason) from error
     except (KeyboardInterrupt, SystemExit):
-        _end(run, tracker, "KILLED", f"interrupted at update {module.version}", config, command)
-        raise RunFailed(
-            f"interrupted at update {module.version} of {config.train.steps}; go on with: {_resume_command(command)}"
+        what = f"stopped by {request.signal.name}" if request.signal else "interrupted"
+        _end(run, tracker, "KILLED", f"{what} at update {module.version}", config, command)
+        kind = RunStopped if request.signal is signal.SIGUSR1 else RunFailed
+        raise kind(
+            f"{what} at update {module.version} of {config.train.steps}; go on with: {_resume_command(command)}"
         ) from None
     except Exception as error:
         _end(run, tracker, "FAILED", f"{type(error).__name__}: {error}", config, command)
         raise
+    finally:
+        request.updating = False
     parts.loaded.model.save_pretrained(run.policy)
     parts.loaded.tokenizer.save_pretrained(run.policy)
     summary = _end(
