@@ -1,4 +1,4 @@
-"""``kl-comedy``: one command per thing a user does. Exit codes: 0 done, 1 failed, 2 misuse."""
+"""``kl-comedy``: one command per thing a user does. Exit codes: 0 done, 1 failed, 2 misuse, 75 saved, go on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kl_comedy.cli import auditing, catalogue, certifying, explaining, laboratory, open_problem, results
-from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.cli import auditing, catalogue, certifying, explaining, laboratory, open_problem, results, sweeping
+from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
@@ -32,6 +32,7 @@ certifying.mount(app)
 explaining.mount(app)
 laboratory.mount(app)
 open_problem.mount(app)
+sweeping.mount(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, as configs/quickstart.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as optimizer.lr=1e-4 kl.0.beta=0.1")]
@@ -114,6 +115,9 @@ def run() -> None:
     except UserError as error:
         _console().print(f"error: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
         sys.exit(2)
+    except RunStopped as error:
+        _console().print(f"stopped: {error}", markup=False, soft_wrap=True, highlight=False)
+        sys.exit(REQUEUE_EXIT_CODE)
     except RunFailed as error:
         _console().print(f"failed: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
         sys.exit(1)

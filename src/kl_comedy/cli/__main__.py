@@ -1,0 +1,5 @@
+"""``python -m kl_comedy.cli``: the command line of the interpreter at hand, whatever is on the PATH."""
+
+from kl_comedy.cli.main import run
+
+run()

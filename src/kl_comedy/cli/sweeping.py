@@ -1,0 +1,244 @@
+"""``kl-comedy sweep``, ``status``, ``resubmit``, ``cancel``: grids of runs on SLURM or on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kl_comedy.errors import RunFailed, UserError, bad_value
+
+if TYPE_CHECKING:
+    from kl_comedy.slurm.manifest import Manifest, Sweep
+    from kl_comedy.slurm.status import Board
+
+FORMATS = ("table", "json")
+SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder, or its name under sweeps/")]
+Slurm = Annotated[str | None, typer.Option(help="Site profile: a name in slurm/profiles, or a .yaml file")]
+Local = Annotated[int | None, typer.Option(min=1, help="Run on this machine, so many cells at a time")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print script and cells; write and submit nothing")]
+Format = Annotated[str, typer.Option(help="table or json")]
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    from kl_comedy.cli import celling
+
+    app.command()(sweep)
+    app.command()(status)
+    app.command()(resubmit)
+    app.command()(cancel)
+    app.command(name="cell")(celling.cell)
+    app.command(name="sweep-report")(celling.sweep_report)
+
+
+def sweep(
+    grid: Annotated[Path, typer.Argument(help="A grid file, as configs/sweeps/pocket_beta.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every cell")] = None,
+    slurm: Slurm = None,
+    local: Local = None,
+    dry_run: DryRun = False,
+    output: Annotated[Path | None, typer.Option(help="The sweep's folder; default: sweeps/NAME")] = None,
+    plugin: Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file that registers parts")] = None,
+    format: Format = "table",
+) -> None:
+    """Expand GRID into cells, check each cell's config, and run them all: on SLURM as an array, or here.
+
+    Doing it again runs what is missing or failed; another grid under the same name is refused.
+
+    Example: `kl-comedy sweep configs/sweeps/pocket_beta.yaml --slurm gpu --dry-run`
+
+    Example: `kl-comedy sweep configs/sweeps/pocket_beta.yaml --local 2`
+    """
+    _check_format(format)
+    if (slurm is None) == (local is None) and not (dry_run and slurm is None):
+        raise UserError("say where: --slurm PROFILE for a cluster, or --local N for this machine")
+    from kl_comedy.slurm.manifest import write_sweep
+
+    manifest, base_text = _plan(grid, overrides or [], plugin or [])
+    folder = output or Path("sweeps") / manifest.name
+    if dry_run:
+        _dry_run(manifest, folder, slurm, format)
+        return
+    made = write_sweep(folder, manifest, base_text)
+    _say(f"{len(manifest.cells)} cells in {made.path}")
+    _go(made, slurm, local)
+
+
+def status(sweep: SweepArgument, format: Format = "table") -> None:
+    """Show every cell: state, step, last reward, node, and why it failed.
+
+    Example: `kl-comedy status pocket_beta`
+    """
+    _check_format(format)
+    from kl_comedy.cli.sweep_tables import show_status
+    from kl_comedy.slurm.manifest import read_sweep
+    from kl_comedy.slurm.status import board
+
+    found = read_sweep(sweep)
+    seen = board(found)
+    _tell(seen)
+    if format == "json":
+        print(json.dumps([asdict(row) for row in seen.rows], indent=1))
+        return
+    show_status(found, seen)
+
+
+def resubmit(sweep: SweepArgument, slurm: Slurm = None, local: Local = None, dry_run: DryRun = False) -> None:
+    """Run again what is missing or failed, and nothing else; from the last checkpoint where there is one.
+
+    Where it ran before, unless --slurm or --local says otherwise. Doing it twice does it once.
+
+    Example: `kl-comedy resubmit pocket_beta`
+    """
+    from kl_comedy.slurm.manifest import read_sweep
+
+    _go(read_sweep(sweep), slurm, local, dry_run=dry_run)
+
+
+def cancel(sweep: SweepArgument) -> None:
+    """End the sweep's jobs, waiting and running, on SLURM and on this machine; running cells save first.
+
+    Example: `kl-comedy cancel pocket_beta`
+    """
+    from kl_comedy.slurm import local as here
+    from kl_comedy.slurm import submit
+    from kl_comedy.slurm.manifest import read_sweep
+
+    found = read_sweep(sweep)
+    managers = here.local_managers(found)
+    jobs = submit.active_jobs(found)
+    if not jobs and not managers:
+        _say("nothing to cancel: no job of this sweep waits or runs")
+        return
+    submit.cancel(found, jobs)
+    here.stop_local(found)
+    _say(f"cancelled {len(jobs)} jobs" + (f" and {len(managers)} local managers" if managers else ""))
+
+
+def _plan(grid_file: Path, overrides: list[str], plugins: list[Path]) -> tuple[Manifest, str]:
+    """The manifest and the text of the base config it stands on."""
+    import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.registry import load_plugin_file
+    from kl_comedy.slurm.grid import read_grid
+    from kl_comedy.slurm.plan import plan
+
+    for file in plugins:
+        load_plugin_file(file)
+    grid = read_grid(grid_file)
+    manifest = plan(grid, directory=Path.cwd(), plugins=plugins, extra=overrides)
+    return manifest, grid.base.read_text()
+
+
+def _dry_run(manifest: Manifest, folder: Path, profile_name: str | None, format: str) -> None:
+    """The exact script of each stage and the table of cells, on stdout."""
+    from kl_comedy.cli.sweep_tables import show_cells
+    from kl_comedy.slurm.manifest import Sweep
+    from kl_comedy.slurm.profile import read_profile
+    from kl_comedy.slurm.render import render
+    from kl_comedy.slurm.submit import planned_commands
+
+    planned = Sweep(path=folder.resolve(), manifest=manifest)
+    stages = ("train", *(["evaluate"] if manifest.evaluate is not None else []), "report")
+    profile = None if profile_name is None else read_profile(profile_name)
+    scripts = {} if profile is None else {stage: render(planned, profile, stage) for stage in stages}
+    commands = [] if profile is None else planned_commands(planned, profile)
+    if format == "json":
+        cells = [{**asdict(cell), "command": planned.command(cell)} for cell in manifest.cells]
+        print(json.dumps({"name": manifest.name, "scripts": scripts, "commands": commands, "cells": cells}, indent=1))
+        return
+    for stage, text in scripts.items():
+        print(f"### {stage}.sbatch\n{text}")
+    for command in commands:
+        print(f"$ {command}")
+    show_cells(planned)
+
+
+def _go(found: Sweep, slurm: str | None, local: int | None, *, dry_run: bool = False) -> None:
+    """Run what is to be done, under a lock, so that two of these at the same time submit it once."""
+    from kl_comedy.slurm import submit
+    from kl_comedy.slurm.status import board
+    from kl_comedy.tracking.locks import file_lock
+
+    with file_lock(found.path / ".submit.lock", wait_s=600):
+        seen = board(found)
+        _tell(seen)
+        work = submit.todo(found, seen)
+        if not work:
+            counts = ", ".join(f"{number} {state.lower()}" for state, number in seen.counts().items())
+            _say(f"nothing to submit: {counts}")
+            return
+        profile_name, workers = _where(found, slurm, local)
+        if dry_run:
+            _say(f"to train: {', '.join(map(str, work.train)) or 'none'}; "
+                 f"to evaluate: {', '.join(map(str, work.evaluate)) or 'none'}")  # fmt: skip
+            return
+        submit.create_stores(found.manifest)
+        if profile_name is not None:
+            _submit(found, profile_name, work)
+            return
+    assert workers is not None
+    _run_here(found, work, workers)
+
+
+def _submit(found: Sweep, profile_name: str, work: object) -> None:
+    from kl_comedy.slurm import submit
+    from kl_comedy.slurm.profile import profile_file, read_profile
+
+    assert isinstance(work, submit.Todo)
+    made = submit.submit(found, read_profile(profile_name), profile_file(profile_name), work)
+    for one in made:
+        what = f"{len(one.indices)} cells" if one.indices else "report"
+        _say(f"{one.stage}: job {one.job}, {what}")
+        print(one.job)
+    _say(f"watch with: kl-comedy status {found.path}")
+
+
+def _run_here(found: Sweep, work: object, workers: int) -> None:
+    from kl_comedy.slurm import submit
+    from kl_comedy.slurm.local import run_local
+    from kl_comedy.slurm.status import board
+
+    assert isinstance(work, submit.Todo)
+    try:
+        run_local(found, work, workers, _say)
+    except KeyboardInterrupt:
+        raise RunFailed(f"stopped; go on with: kl-comedy resubmit {found.path}") from None
+    bad = [row for row in board(found).rows if row.state != "FINISHED"]
+    if bad:
+        raise RunFailed(
+            f"{len(bad)} of {len(found.manifest.cells)} cells did not finish; see kl-comedy status {found.path}, "
+            f"then kl-comedy resubmit {found.path}"
+        )
+
+
+def _where(found: Sweep, slurm: str | None, local: int | None) -> tuple[str | None, int | None]:
+    """Profile or workers: as asked, else as last time."""
+    from kl_comedy.slurm.journal import submissions
+
+    if slurm is not None and local is not None:
+        raise UserError("say where: either --slurm PROFILE or --local N")
+    if slurm is not None or local is not None:
+        return slurm, local
+    earlier = submissions(found)
+    if not earlier:
+        raise UserError("this sweep never ran; say where: --slurm PROFILE or --local N")
+    return earlier[-1].profile, earlier[-1].workers
+
+
+def _tell(seen: Board) -> None:
+    for note in seen.notes:
+        _say(f"note: {note}")
+
+
+def _check_format(format: str) -> None:
+    if format not in FORMATS:
+        raise bad_value("--format", format, FORMATS)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

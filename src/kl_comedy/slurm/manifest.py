@@ -1,0 +1,172 @@
+"""The manifest: what a sweep is, frozen in one JSON file, and the folder it lives in.
+
+    sweeps/NAME/  manifest.json  base.yaml  *.sbatch  submissions.jsonl  cells/  logs/  runs/  evaluations/  report/
+
+Every cell is the base file plus overrides, and its config hash. It is written once: planning the same grid again
+finds it unchanged, planning another one under its name is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kl_comedy.errors import UserError, bad_value, nearest
+
+VERSION = 1
+FILE = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run: ``overrides`` on the base make a config with ``config_hash``. ``name`` is shared by its seeds."""
+
+    index: int
+    name: str
+    seed: int
+    steps: int
+    config_hash: str
+    values: Mapping[str, str]
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A planned sweep. Paths in configs are relative to ``directory``; ``stores``: (MLflow uri, experiment) pairs."""
+
+    name: str
+    directory: str
+    base: str
+    base_sha256: str
+    plugins: tuple[str, ...]
+    evaluate: tuple[str, ...] | None
+    max_parallel: int | None
+    stores: tuple[tuple[str, str], ...]
+    package_version: str
+    cells: tuple[Cell, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 (12 hex digits) of everything in it."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A manifest and the folder it was written to."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def base(self) -> Path:
+        return self.path / "base.yaml"
+
+    @property
+    def runs(self) -> Path:
+        return self.path / "runs"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def evaluation(self, index: int) -> Path:
+        return self.path / "evaluations" / f"{index:05d}.json"
+
+    def cell(self, index: int) -> Cell:
+        if not 0 <= index < len(self.manifest.cells):
+            raise bad_value("cell", index, f"0 to {len(self.manifest.cells) - 1}")
+        return self.manifest.cells[index]
+
+    def overrides(self, cell: Cell) -> list[str]:
+        """The cell's overrides and where the sweep keeps it; the latter is no part of the config hash."""
+        from kl_comedy.slurm.values import override
+
+        return [
+            *cell.overrides, override("output", str(self.runs)), "resume=auto",
+            override("tracking.tags.sweep", self.manifest.name), override("tracking.tags.cell", str(cell.index)),
+        ]  # fmt: skip
+
+    def command(self, cell: Cell) -> str:
+        """What a person types to train this cell alone."""
+        plugins = [word for file in self.manifest.plugins for word in ("--plugin", file)]
+        return shlex.join(["kl-comedy", "train", str(self.base), *self.overrides(cell), *plugins])
+
+
+def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
+    """Write the manifest once. The same one again is fine; another one in the same folder is refused."""
+    sweep = Sweep(path=folder.resolve(), manifest=manifest)
+    if (sweep.path / FILE).exists():
+        old = read_sweep(sweep.path).manifest
+        if old.digest != manifest.digest:
+            raise UserError(
+                f"{folder} holds another sweep of this name ({_difference(old, manifest)}); "
+                "give the grid another name, or --output another folder"
+            )
+        return sweep
+    try:
+        for name in ("cells", "logs", "runs", "evaluations"):
+            (sweep.path / name).mkdir(parents=True, exist_ok=True)
+        sweep.base.write_text(base_text)
+        text = json.dumps({"version": VERSION, "digest": manifest.digest, **asdict(manifest)}, indent=1)
+        draft = sweep.path / f".{FILE}.tmp"
+        draft.write_text(text + "\n")
+        draft.replace(sweep.path / FILE)
+    except OSError as error:
+        raise UserError(f"--output: cannot write {folder}: {error.strerror}") from None
+    return sweep
+
+
+def read_sweep(path: Path) -> Sweep:
+    """A sweep's folder, or its name under sweeps/. Raises :class:`UserError` where it cannot be read."""
+    folder = next((place for place in (path, Path("sweeps") / path) if (place / FILE).is_file()), None)
+    if folder is None:
+        others = [file.parent.name for file in sorted(Path("sweeps").glob(f"*/{FILE}"))]
+        near = nearest(path.name, others)
+        hint = f"; did you mean {near!r}?" if near else (f"; there are: {', '.join(others)}" if others else "")
+        raise UserError(f"no sweep at {path}{hint}")
+    file = folder / FILE
+    try:
+        data = json.loads(file.read_text())
+        version = data.pop("version")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{file} is not a manifest; plan the sweep again in another folder") from None
+    if version != VERSION:
+        raise bad_value(f"{file}: version", version, str(VERSION), "it was written by another version of kl_comedy")
+    digest = data.pop("digest", None)
+    try:
+        manifest = _manifest(data)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{file} is not a whole manifest; plan the sweep again in another folder") from None
+    if manifest.digest != digest:
+        raise UserError(f"{file} was changed by hand; a manifest is written once: plan another sweep instead")
+    return Sweep(path=folder.resolve(), manifest=manifest)
+
+
+def _manifest(data: dict[str, Any]) -> Manifest:
+    cells = tuple(Cell(**{**cell, "overrides": tuple(cell["overrides"])}) for cell in data.pop("cells"))
+    evaluate = data.pop("evaluate")
+    return Manifest(
+        cells=cells,
+        evaluate=None if evaluate is None else tuple(evaluate),
+        plugins=tuple(data.pop("plugins")),
+        stores=tuple((uri, experiment) for uri, experiment in data.pop("stores")),
+        **data,
+    )
+
+
+def _difference(old: Manifest, new: Manifest) -> str:
+    if len(old.cells) != len(new.cells):
+        return f"{len(old.cells)} cells there, {len(new.cells)} planned now"
+    for one, other in zip(old.cells, new.cells, strict=True):
+        if one != other:
+            return f"cell {one.index} is {one.name} seed {one.seed} there and {other.name} seed {other.seed} now" if (
+                one.name, one.seed) != (other.name, other.seed) else f"cell {one.index} has other settings"  # fmt: skip
+    keys = [key for key in asdict(old) if getattr(old, key) != getattr(new, key)]
+    return f"another {', '.join(keys)}"

@@ -1,0 +1,82 @@
+"""SLURM's own commands, called and read: sbatch, squeue, sacct, scancel. Nothing else talks to SLURM."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kl_comedy.errors import RunFailed, UserError
+
+TIMEOUT_S = 60
+ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING",
+          "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "SPECIAL_EXIT")  # fmt: skip
+"""States of a job that is not over (squeue's long names)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """What SLURM says of one job or array task. ``node`` and ``why`` are empty where it says nothing."""
+
+    state: str
+    node: str = ""
+    why: str = ""
+
+    @property
+    def active(self) -> bool:
+        return self.state in ACTIVE
+
+
+def sbatch(script: str, *, array: str, dependency: str | None = None, arguments: Sequence[str] = ()) -> str:
+    """Submit; the job's id. ``array`` may be empty for a single job. Raises :class:`RunFailed` with sbatch's words."""
+    words = ["sbatch", "--parsable"]
+    if array:
+        words.append(f"--array={array}")
+    if dependency:
+        words += [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
+    return _call([*words, script, *arguments]).strip().split(";")[0]
+
+
+def queue(job_names: Sequence[str]) -> dict[str, JobState]:
+    """Jobs of these names that SLURM still remembers, by ``JOB`` or ``ARRAY_TASK``; pending array tasks one by one."""
+    words = ["squeue", "--noheader", "--array", "--states=all", f"--name={','.join(job_names)}"]
+    found = {}
+    for line in _call([*words, "--format=%F|%K|%T|%N|%r"]).splitlines():
+        job, task, state, node, reason = (part.strip() for part in line.split("|", 4))
+        key = f"{job}_{task}" if task and task != "N/A" else job
+        found[key] = JobState(state=state, node=node, why="" if reason in ("None", "") else reason)
+    return found
+
+
+def accounting(jobs: Sequence[str]) -> dict[str, JobState]:
+    """What the accounting database remembers. Raises :class:`RunFailed` where accounting is off."""
+    if not jobs:
+        return {}
+    words = ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={','.join(jobs)}"]
+    found = {}
+    for line in _call([*words, "--format=JobID,State,ExitCode,NodeList"]).splitlines():
+        job, state, code, node = line.split("|")[:4]
+        why = state if code in ("0:0", "") else f"{state}, exit code {code}"
+        found[job] = JobState(state=state.split()[0], node="" if node == "None assigned" else node, why=why)
+    return found
+
+
+def scancel(jobs: Sequence[str]) -> None:
+    if jobs:
+        _call(["scancel", *jobs])
+
+
+def _call(words: list[str]) -> str:
+    """Standard output of a command. A missing command is the user's; a refusal is SLURM's, in its own words."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except FileNotFoundError:
+        raise UserError(
+            f"{words[0]}: no such command here; run this on a login node of the cluster, or use --local N"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"{words[0]} did not answer within {TIMEOUT_S} s") from None
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise RunFailed(f"{words[0]}: {said or f'exit code {done.returncode}'}")
+    return done.stdout

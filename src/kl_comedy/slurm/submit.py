@@ -1,0 +1,132 @@
+"""Give cells to SLURM: arrays for training and evaluation, a job for the report, chained by dependencies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kl_comedy.slurm import scheduler
+from kl_comedy.slurm.journal import Submission, record_cancel, record_submission, submissions
+from kl_comedy.slurm.manifest import Manifest, Sweep
+from kl_comedy.slurm.profile import Profile
+from kl_comedy.slurm.render import STAGES, array_ranges, render, script_path
+from kl_comedy.slurm.status import MISSING, Board
+
+
+@dataclass(frozen=True, kw_only=True)
+class Todo:
+    """The cells to train, and those that are trained and still to be evaluated."""
+
+    train: tuple[int, ...]
+    evaluate: tuple[int, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.train or self.evaluate)
+
+
+def todo(sweep: Sweep, seen: Board) -> Todo:
+    """What is missing or failed. Cells that run, wait or are finished are left alone."""
+    train = tuple(row.cell for row in seen.rows if row.state in MISSING)
+    evaluate = tuple(
+        row.cell for row in seen.rows
+        if row.state == "FINISHED" and not row.evaluated and row.cell not in seen.evaluating
+    )  # fmt: skip
+    return Todo(train=train, evaluate=evaluate if sweep.manifest.evaluate is not None else ())
+
+
+def create_stores(manifest: Manifest) -> None:
+    """Create every MLflow store and experiment once, here, before many jobs find it missing at the same time.
+
+    Raises :class:`RunFailed` where a store cannot be reached: better now than in a thousand jobs.
+    """
+    from kl_comedy.errors import RunFailed
+    from kl_comedy.tracking import store
+
+    for uri, experiment in manifest.stores:
+        if uri == store.NO_STORE:
+            continue
+        try:
+            store.ensure_experiment(store.connect(uri), uri, experiment)
+        except Exception as error:
+            raise RunFailed(f"the results store cannot be created: {store.brief(error)}") from error
+
+
+def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Todo) -> list[Submission]:
+    """Write the scripts and submit what is to be done; the submissions, which are also recorded."""
+    for stage in STAGES:
+        script_path(sweep, stage).write_text(render(sweep, profile, stage))
+    limit = _limit(sweep.manifest, profile)
+    made: list[Submission] = []
+
+    def give(stage: str, indices: Sequence[int], dependency: str | None, offset: int, share: int | None) -> Submission:
+        array = array_ranges(index - offset for index in indices)
+        job = scheduler.sbatch(
+            str(script_path(sweep, stage)), array=array + (f"%{share}" if share and array else ""),
+            dependency=dependency, arguments=[str(offset)] if stage != "report" else [],
+        )  # fmt: skip
+        one = Submission(
+            stage=stage, indices=tuple(indices), time=time.time(), job=job, offset=offset, profile=str(profile_file)
+        )
+        record_submission(sweep, one)
+        made.append(one)
+        return one
+
+    chunks = _chunks(work.train, profile.max_array)
+    for offset, indices in chunks.items():
+        share = None if limit is None else max(1, limit // len(chunks))
+        trained = give("train", indices, None, offset, share)
+        if sweep.manifest.evaluate is not None:
+            give("evaluate", indices, f"aftercorr:{trained.job}", offset, share)
+    for offset, indices in _chunks(work.evaluate, profile.max_array).items():
+        give("evaluate", indices, None, offset, limit)
+    give("report", (), "afterany:" + ":".join(str(one.job) for one in made), 0, None)
+    return made
+
+
+def planned_commands(sweep: Sweep, profile: Profile) -> list[str]:
+    """The sbatch lines of a first submission, with words where job ids will be."""
+    limit = _limit(sweep.manifest, profile)
+    chunks = _chunks([cell.index for cell in sweep.manifest.cells], profile.max_array)
+    share = "" if limit is None else f"%{max(1, limit // len(chunks))}"
+    last, lines = "train", []
+    for offset, indices in chunks.items():
+        array = f"--array={array_ranges(index - offset for index in indices)}{share}"
+        lines.append(f"sbatch --parsable {array} {script_path(sweep, 'train')} {offset}")
+        if sweep.manifest.evaluate is not None:
+            last = "evaluate"
+            lines.append(
+                f"sbatch --parsable {array} --dependency=aftercorr:TRAIN_JOB --kill-on-invalid-dep=yes "
+                f"{script_path(sweep, 'evaluate')} {offset}"
+            )
+    lines.append(f"sbatch --parsable --dependency=afterany:{last.upper()}_JOBS {script_path(sweep, 'report')}")
+    return lines
+
+
+def cancel(sweep: Sweep, active: Sequence[str]) -> None:
+    """Take every job of the sweep out of the queue, running or not, and remember it."""
+    record_cancel(sweep)
+    scheduler.scancel(sorted({job.split("_")[0] for job in active}))
+
+
+def active_jobs(sweep: Sweep) -> list[str]:
+    """The jobs of the sweep that are not over, as SLURM says."""
+    mine = {one.job for one in submissions(sweep) if one.job is not None}
+    if not mine:
+        return []
+    found = scheduler.queue([f"{sweep.manifest.name}-{stage}" for stage in STAGES])
+    return [job for job, state in found.items() if job.split("_")[0] in mine and state.active]
+
+
+def _limit(manifest: Manifest, profile: Profile) -> int | None:
+    limits = [limit for limit in (manifest.max_parallel, profile.max_parallel) if limit is not None]
+    return min(limits) if limits else None
+
+
+def _chunks(indices: Sequence[int], size: int) -> dict[int, tuple[int, ...]]:
+    """Cells by array: sites bound the indices of one (MaxArraySize), so each has an offset."""
+    found: dict[int, list[int]] = {}
+    for index in indices:
+        found.setdefault(index // size * size, []).append(index)
+    return {offset: tuple(items) for offset, items in found.items()}

@@ -1,0 +1,225 @@
+"""A sweep on a real SLURM: an array of eight cells two at a time, killed, signalled, failing, resubmitted, exact."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
+STEPS = 30
+GRID = f"""
+base: base.yaml
+overrides: {{train.steps: {STEPS}, train.threads: 1, train.eval_every: 0, "tracking.uri": "sqlite:///store.db"}}
+grid:
+  kl.0.estimator: [k1, k3]
+  kl.0.beta: [0.01, 0.1]
+  optimizer.lr: [1.0e-3, 3.0e-4]
+  data.train.options: {{easy: {{digits: 1}}}}
+exclude: [{{kl.0.estimator: k3, kl.0.beta: 0.1, optimizer.lr: 3.0e-4}}]
+rows:
+  late: {{data.train: {{dataset: jsonl, path: late.jsonl, split: null, fields: {{text: question}}}}}}
+"""
+PROBLEMS = "".join(json.dumps({"question": f"{n}+{n}=", "answer": str(2 * n), "id": n}) + "\n" for n in range(1, 9))
+PROFILE = """
+partition: main
+time: "10"
+signal_seconds: 60
+max_parallel: 2
+environment: {OMP_NUM_THREADS: "1"}
+"""
+KILLED, SIGNALLED, LATE = 0, 1, 7
+
+
+class Site:
+    """A folder to work in and the environment of a cluster."""
+
+    def __init__(self, folder, environment):
+        self.folder, self.environment = folder, environment
+
+    def run(self, *words, code=0):
+        done = subprocess.run(
+            [str(word) for word in words], capture_output=True, text=True, cwd=self.folder, env=self.environment
+        )
+        assert done.returncode == code, (words, done.stdout, done.stderr)
+        return done
+
+    def kl_comedy(self, *words, code=0):
+        done = self.run(sys.executable, "-m", "kl_comedy.cli", *words, code=code)
+        assert "Traceback" not in done.stderr
+        return done
+
+    def status(self, sweep):
+        return json.loads(self.kl_comedy("status", sweep, "--format", "json").stdout)
+
+    def wait(self, what, seconds=240):
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < deadline, self.run("squeue", "--states=all", "--array").stdout
+            time.sleep(0.05)
+        return found
+
+    def idle(self):
+        """Whether the queue is empty; a requeued job is let go at once, where SLURM would wait two minutes."""
+        lines = self.run("squeue", "--noheader", "--array", "--format=%i|%T|%r").stdout.split("\n")
+        for line in filter(None, lines):
+            job, state, reason = line.split("|")
+            if state == "PENDING" and reason == "BeginTime":
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return not any(lines)
+
+
+def weights(run):
+    from safetensors.torch import load_file
+
+    from kl_comedy.models import weights_hash
+
+    return weights_hash(load_file(Path(run) / "policy" / "model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def site(cluster, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "base.yaml").write_text(TINY.read_text().replace(", options: {digits: 1}", "", 1))
+    (folder / "grid.yaml").write_text(GRID)
+    (folder / "site.yaml").write_text(PROFILE)
+    return Site(folder, cluster)
+
+
+def pid_at_step(folder, cell, step):
+    """The process that trains ``cell``, once a checkpoint of ``step`` or later is there; None before."""
+    for run in folder.glob("sweeps/grid/runs/*"):
+        if not (run / "config.yaml").exists() or f"cell: '{cell}'" not in (run / "config.yaml").read_text():
+            continue
+        steps = [int(path.stem.split("-")[1]) for path in run.glob("checkpoints/step-*.ckpt")]
+        if max(steps, default=0) >= step:
+            assert not (run / "summary.json").exists(), "the run ended before it could be disturbed"
+            started = (folder / f"sweeps/grid/cells/{cell:05d}.jsonl").read_text().splitlines()[0]
+            return int(json.loads(started)["process"]["process.pid"])
+    return None
+
+
+@pytest.fixture(scope="module")
+def disturbed(site):
+    """Submit; kill the first cell outright, ask the second to make room; wait until the queue is empty."""
+    said = site.kl_comedy("sweep", "grid.yaml", "--slurm", "site.yaml")
+    jobs = said.stdout.split()
+    left = {KILLED, SIGNALLED}
+
+    def disturb():
+        for cell in sorted(left):
+            if pid := pid_at_step(site.folder, cell, 2):
+                if cell == KILLED:
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    # scancel (22.05) signals again for minutes where the job is requeued while it looks
+                    words = ["timeout", "2", "scancel", "--signal=USR1", f"{jobs[0]}_{SIGNALLED}"]
+                    subprocess.Popen(words, env=site.environment)
+                left.remove(cell)
+        return not left
+
+    site.wait(disturb)
+    most = 0
+
+    def watched():
+        nonlocal most
+        running = site.run("squeue", "--noheader", "--array", "--states=RUNNING", "--name=grid-train").stdout
+        most = max(most, len(running.splitlines()))
+        return site.idle()
+
+    site.wait(watched, 400)
+    return {row["cell"]: row for row in site.status("grid")}, jobs, most
+
+
+def test_two_at_a_time_and_every_end_is_told_apart(site, disturbed):
+    rows, jobs, most = disturbed
+    assert len(jobs) == 2 and most == 2
+    assert {cell: row["state"] for cell, row in rows.items()} == {
+        cell: {KILLED: "DIED", LATE: "FAILED"}.get(cell, "FINISHED") for cell in range(8)
+    }
+    assert "late.jsonl" in rows[LATE]["why"]
+    assert {row["node"] for row in rows.values()} <= {"n1", "n2"}
+    assert all(
+        row["step"] == STEPS and row["reward"] is not None for row in rows.values() if row["state"] == "FINISHED"
+    )
+
+
+def test_the_signalled_cell_saved_at_once_and_went_on(site, disturbed):
+    rows, _, _ = disturbed
+    assert rows[SIGNALLED]["attempts"] == 2
+    lines = [json.loads(line) for line in (site.folder / "sweeps/grid/cells/00001.jsonl").read_text().splitlines()]
+    assert [line["code"] for line in lines if "code" in line] == [75, 0]
+    assert "stopped by SIGUSR1 at update" in next(line["reason"] for line in lines if "code" in line)
+    assert [line["restart"] for line in lines if "started" in line] == [0, 1]
+
+
+def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, disturbed):
+    (site.folder / "late.jsonl").write_text(PROBLEMS)
+    before = {row["cell"]: row["attempts"] for row in site.status("grid")}
+    first = site.kl_comedy("resubmit", "grid")
+    assert "train: job" in first.stderr and "2 cells" in first.stderr
+    assert "nothing to submit" in site.kl_comedy("resubmit", "grid").stderr
+    site.wait(site.idle)
+    rows = site.status("grid")
+    assert {row["state"] for row in rows} == {"FINISHED"}
+    assert {row["cell"] for row in rows if row["attempts"] > before[row["cell"]]} == {KILLED, LATE}
+    assert "8 finished" in (site.folder / "sweeps/grid/report/report.md").read_text()
+
+    undisturbed = [f"--local={os.cpu_count() or 1}", "--output", "alone"]
+    site.kl_comedy("sweep", "grid.yaml", *undisturbed)
+    alone = {row["cell"]: row for row in site.status("alone")}
+    for row in rows:
+        assert alone[row["cell"]]["attempts"] == 1
+        assert weights(row["run"]) == weights(alone[row["cell"]]["run"]), row
+
+
+def test_cancel_takes_waiting_and_running_cells_out(site):
+    (site.folder / "long.yaml").write_text(
+        f"base: {TINY}\noverrides: {{train.steps: 4000, train.checkpoint_every: 0, train.eval_every: 0}}\nseeds: 3\n"
+    )
+    site.kl_comedy("sweep", "long.yaml", "--slurm", "site.yaml")
+    site.wait(lambda: any(row["step"] > 0 for row in site.status("long")))
+    assert sorted(row["state"] for row in site.status("long"))[0] == "PENDING"
+    site.kl_comedy("cancel", "long")
+    site.wait(site.idle)
+    assert {row["state"] for row in site.status("long")} == {"CANCELLED"}
+    assert site.run("squeue", "--noheader").stdout == ""
+
+
+def test_a_refused_submission_is_one_line(site):
+    (site.folder / "wrong.yaml").write_text(PROFILE.replace("main", "nowhere"))
+    (site.folder / "one.yaml").write_text(f"base: {TINY}\n")
+    said = site.kl_comedy("sweep", "one.yaml", "--slurm", "wrong.yaml", code=1).stderr
+    assert "invalid partition specified: nowhere" in said
+
+
+def test_evaluation_and_report_depend_on_training_and_accounting_says_why(start_cluster, tmp_path):
+    site = Site(tmp_path, start_cluster(port=17900, accounting=True, nodes=1))
+    (tmp_path / "site.yaml").write_text(PROFILE)
+    (tmp_path / "pair.yaml").write_text(
+        f"base: {TINY}\noverrides: {{train.steps: 2, train.eval_every: 0}}\n"
+        "rows:\n  good: {seed: 0}\n  lost: {seed: 1, model.source: nowhere}\n"
+        "evaluate: {eval.samples: 2}\n"
+    )
+    jobs = site.kl_comedy("sweep", "pair.yaml", "--slurm", "site.yaml").stdout.split()
+    assert len(jobs) == 3
+    site.wait(site.idle)
+    site.wait(lambda: "FAILED" in site.run("sacct", "-n", "-X", "-P", f"-j{jobs[0]}", "--format=State").stdout)
+    from kl_comedy.slurm import scheduler
+
+    before, os.environ["SLURM_CONF"] = os.environ.get("SLURM_CONF"), site.environment["SLURM_CONF"]
+    try:
+        found = scheduler.accounting(jobs)
+    finally:
+        os.environ.pop("SLURM_CONF") if before is None else os.environ.__setitem__("SLURM_CONF", before)
+    assert found[f"{jobs[0]}_0"].state == "COMPLETED"
+    assert found[f"{jobs[0]}_1"].why == "FAILED, exit code 2:0"
+    rows = {row["name"]: row for row in site.status("pair")}
+    assert rows["good"]["evaluated"] and not rows["lost"]["evaluated"]
+    assert (tmp_path / "sweeps/pair/report/report.md").exists()

@@ -1,0 +1,156 @@
+"""Grids: what they expand to, how cells are named, and one clear error for each mistake."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import kl_comedy.training.rooms  # noqa: F401
+from kl_comedy.errors import UserError
+from kl_comedy.slurm.grid import expand, read_grid
+from kl_comedy.slurm.plan import plan
+from kl_comedy.slurm.values import override, values_of
+
+BASE = "model: {options: {preset: tiny}}\nkl: [{estimator: k1, placement: reward, beta: 0.05}]\n"
+
+
+def grid(tmp_path, text):
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "grid.yaml").write_text(f"base: base.yaml\n{text}")
+    return read_grid(tmp_path / "grid.yaml")
+
+
+def planned(tmp_path, text, **options):
+    return plan(grid(tmp_path, text), directory=tmp_path, **options)
+
+
+def raws(given):
+    return [value.raw for value in values_of("key", given)]
+
+
+def test_lists_and_ranges():
+    assert raws([1, "a", None]) == [1, "a", None]
+    assert raws({"from": 1, "to": 7, "step": 3}) == [1, 4, 7]
+    assert raws({"from": 0.1, "to": 0.3, "step": 0.1}) == [0.1, 0.2, 0.3]
+    assert raws({"from": 3, "to": 1, "step": -1}) == [3, 2, 1]
+    assert raws({"from": 0, "to": 1, "num": 5}) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert raws({"from": 1e-3, "to": 10, "log": 5}) == [0.001, 0.01, 0.1, 1.0, 10.0]
+
+
+@given(
+    first=st.floats(1e-6, 1e6),
+    last=st.floats(1e-6, 1e6),
+    points=st.integers(2, 40),
+    how=st.sampled_from(["num", "log"]),
+)
+def test_a_range_of_points_has_that_many_between_its_ends(first, last, points, how):
+    if abs(last - first) < 1e-3 * max(first, last):
+        return
+    found = raws({"from": first, "to": last, how: points})
+    assert len(found) == points
+    assert found[0] == pytest.approx(first) and found[-1] == pytest.approx(last)
+    assert sorted(found, reverse=last < first) == found
+
+
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp", "Co", "Cn"]), max_size=20)
+
+
+@given(st.one_of(PLAIN, TEXT.filter(lambda text: "${" not in text), st.lists(PLAIN, max_size=3)))
+def test_an_override_reads_back_to_the_same_value(value):
+    found = OmegaConf.to_container(OmegaConf.from_dotlist([override("value", value)]), resolve=False)["value"]
+    assert found == value and type(found) is type(value)
+
+
+def test_the_product_the_seeds_the_exclusions_and_the_rows(tmp_path):
+    points = expand(
+        grid(
+            tmp_path,
+            "grid:\n  kl: {reward: [{estimator: k1, placement: reward}], grpo: grpo}\n  optimizer.lr: [1e-4, 3e-4]\n"
+            "seeds: 2\nexclude: [{kl: grpo, optimizer.lr: 3e-4}, {kl: reward, optimizer.lr: 1e-4, seed: 1}]\n"
+            "rows: {no-kl: {kl: none}, fixed: {seed: 7, optimizer.lr: 1e-3}}\n",
+        )
+    )
+    assert [(point.label, point.seed) for point in points] == [
+        ("reward-lr0.0001", 0), ("reward-lr0.0003", 0), ("reward-lr0.0003", 1), ("grpo-lr0.0001", 0),
+        ("grpo-lr0.0001", 1), ("no-kl", 0), ("no-kl", 1), ("fixed", None),
+    ]  # fmt: skip
+    assert points[0].values == {"kl": "reward", "optimizer.lr": "0.0001"}
+
+
+def test_cells_are_checked_configs_with_names_seeds_and_hashes(tmp_path):
+    manifest = planned(
+        tmp_path, "overrides: {train.steps: 5}\ngrid: {kl.0.beta: [0.1, 0.2]}\nseeds: [3, 5]\n", extra=["train.steps=6"]
+    )
+    assert [(cell.name, cell.seed, cell.steps) for cell in manifest.cells] == [
+        ("beta0.1", 3, 6), ("beta0.1", 5, 6), ("beta0.2", 3, 6), ("beta0.2", 5, 6),
+    ]  # fmt: skip
+    assert len({cell.config_hash for cell in manifest.cells}) == 4
+    assert manifest.cells[0].overrides == (
+        "train.steps=5", "train.steps=6", "name=beta0.1", "kl.0.beta=0.1", "seed=3",
+    )  # fmt: skip
+
+
+def test_a_cells_hash_is_that_of_its_own_command(tmp_path):
+    from kl_comedy.config import config_hash, load_config
+
+    for cell in planned(tmp_path, "grid: {kl.0.beta: [0.1, 0.2], kl.0.estimator: [k1, k3]}\nseeds: 2\n").cells:
+        assert config_hash(load_config(tmp_path / "base.yaml", cell.overrides)) == cell.config_hash
+
+
+def test_labels_that_would_be_equal_are_told_apart(tmp_path):
+    points = expand(grid(tmp_path, "grid: {kl: ['verl/k3+', 'verl/k3', 'verl-k3']}\n"))
+    assert [point.label for point in points] == ["verl-k3", "verl-k3-2", "verl-k3-3"]
+
+
+MISTAKES = {
+    "grid: {optimizer.lrr: [1, 2]}": r"optimizer.lrr: no such key .* did you mean 'lr'",
+    "grids: {}": r"grids: no such key .* did you mean 'grid'",
+    "grid: {optimizer.lr: []}": r"grid.optimizer.lr: is empty",
+    "grid: {optimizer.lr: {from: 1, to: 0, step: 1}}": r"range from 1 to 0 by 1 is empty",
+    "grid: {optimizer.lr: {from: 1, to: 2, stepp: 1}}": r"stepp: no such key .* did you mean 'step'",
+    "grid: {optimizer.lr: {from: 1, to: 2}}": r"one of step, num \(points\) or log",
+    "grid: {optimizer.lr: {from: 0, to: 2, log: 3}}": r"above 0",
+    "grid: {optimizer.lr: {from: 0, to: 1, num: 0}}": r"whole number of points",
+    "grid: {optimizer.lr: {from: 0, to: 1, step: 1.0e-9}}": r"at most 100000 values",
+    "grid: {optimizer.lr: [1, 1]}": r"each value once",
+    "grid: {optimizer.lr: 1}": r"a list, a range",
+    "grid: {optimizer.lr: [0.1], kl.0.beta: [-1, 1]}\nexclude: [{optimizer.lr: 0.2}]": r"exclude: .* matches no cell",
+    "grid: {optimizer.lr: [0.1]}\nexclude: [{optimizer.rl: 0.1}]": r"did you mean 'optimizer.lr'",
+    "grid: {optimizer.lr: [0.1]}\nexclude: [{optimizer.lr: 0.1}]": r"no cells: everything is excluded",
+    "grid: {kl.0.estimator: [k1, k33]}": r"cell 1 \(k33\).*estimator.*'k33'.*did you mean 'k3'",
+    "grid: {kl.0.level: [token, sequence]}\noverrides: {kl.0.estimator: exact}": r"cell 1 \(sequence\).*impossible",
+    "grid: {kl: [[{estimator: k1}], grpo]}": r"a name for it",
+    "grid: {output: [a, b]}": r"grid.output: is not yours to set",
+    "grid: {seed: [1]}\nseeds: 2": r"seed: is set twice",
+    "seeds: 0": r"how many \(at least 1\)",
+    "rows: {a: {optimizer.lr: 0.1}, b: {optimizer.lr: 0.1}}": r"cells 0 \(a\) and 1 \(b\) are the same run",
+    "grid: {kl: [grpo, none]}\nrows: {grpo: {optimizer.lr: 0.1}}": r"a cell of the grid is called grpo too",
+    "evaluate: {eval.sample: 3}": r"evaluate: eval.sample: no such key .* did you mean 'samples'",
+    "overrides: {tracking.uri: mlflow.db}": r"tracking.uri: got 'mlflow.db'",
+    "max_parallel: 0": r"max_parallel: got 0",
+    "name: 'a b'": r"name: got 'a b'",
+    "grid: {a: [1]": r"is not valid YAML",
+    "grid: {a: {from: 0, to: 9, num: 1000}, b: {from: 0, to: 9, num: 1000}}": r"1000000 cells",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_is_one_clear_error(tmp_path, text):
+    with pytest.raises(UserError, match=MISTAKES[text]) as caught:
+        planned(tmp_path, text + "\n")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_base_or_grid_names_the_nearest_file(tmp_path):
+    grid(tmp_path, "")
+    with pytest.raises(UserError, match=r"did you mean .*grid.yaml"):
+        read_grid(tmp_path / "gird.yaml")
+    (tmp_path / "grid.yaml").write_text("base: bse.yaml\n")
+    with pytest.raises(UserError, match=r"no such config file"):
+        plan(read_grid(tmp_path / "grid.yaml"), directory=tmp_path)
+
+
+def test_a_key_of_the_grid_cannot_be_set_from_outside(tmp_path):
+    with pytest.raises(UserError, match="is set by the sweep"):
+        planned(tmp_path, "grid: {optimizer.lr: [1, 2]}\n", extra=["optimizer.lr=3"])
