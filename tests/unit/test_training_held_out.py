@@ -52,7 +52,7 @@ def measure_of(policy, other, *, tokens=10**6, chunk=10**9, sampled=True):
         )
     return CompletionMeasure(
         loaded=loaded(policy), reference=reference, temperature=TEMPERATURE, sampled=sampled, chunk_elements=chunk,
-        microbatch_tokens=tokens,
+        microbatch_tokens=tokens, share_prompt=True,
     )  # fmt: skip
 
 
