@@ -139,3 +139,27 @@ def test_a_worker_killed_outright_is_seen_as_dead(tmp_path):
     assert process.returncode == 1 and "killed by SIGKILL" in said
     (row,) = states(tmp_path, "dies").values()
     assert (row["state"], row["why"]) == ("DIED", "killed by SIGKILL")
+
+
+def test_a_cell_asked_to_make_room_saves_goes_on_and_ends_with_the_same_bits(tmp_path):
+    """Without any periodic checkpoint: what it goes on from is what the signal made it save."""
+    (tmp_path / "grid.yaml").write_text(
+        f"base: {TINY}\noverrides: {{train.steps: 120, train.checkpoint_every: 0, train.eval_every: 0, "
+        "train.threads: 1}\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kl_comedy.cli", "sweep", "grid.yaml", "--local", "1"], cwd=tmp_path
+    )
+    spools = wait_for(
+        lambda: [path for path in tmp_path.glob("sweeps/grid/runs/*/spool.jsonl") if "kl/k1" in path.read_text()]
+    )
+    cell = tmp_path / "sweeps/grid/cells/00000.jsonl"
+    os.kill(int(json.loads(cell.read_text().splitlines()[0])["process"]["process.pid"]), signal.SIGUSR1)
+    assert process.wait(timeout=180) == 0 and len(spools) == 1
+    codes = [json.loads(line).get("code") for line in cell.read_text().splitlines() if "code" in line]
+    assert codes == [75, 0]
+    kl_comedy("sweep", "grid.yaml", "--local", 1, "--output", "alone", cwd=tmp_path)
+    one, other = (
+        next((tmp_path / place / "runs").glob("*/policy/model.safetensors")) for place in ("sweeps/grid", "alone")
+    )
+    assert one.read_bytes() == other.read_bytes()

@@ -161,6 +161,7 @@ def _dry_run(manifest: Manifest, folder: Path, profile_name: str | None, format:
 def _go(found: Sweep, slurm: str | None, local: int | None, *, dry_run: bool = False) -> None:
     """Run what is to be done, under a lock, so that two of these at the same time submit it once."""
     from kl_comedy.slurm import submit
+    from kl_comedy.slurm.local import enlist
     from kl_comedy.slurm.status import board
     from kl_comedy.tracking.locks import file_lock
 
@@ -181,7 +182,8 @@ def _go(found: Sweep, slurm: str | None, local: int | None, *, dry_run: bool = F
         if profile_name is not None:
             _submit(found, profile_name, work)
             return
-    assert workers is not None
+        assert workers is not None
+        enlist(found, work, workers)
     _run_here(found, work, workers)
 
 

@@ -25,11 +25,8 @@ GRACE_S = 60.0
 Say = Callable[[str], None]
 
 
-def run_local(sweep: Sweep, work: Todo, workers: int, say: Say) -> None:
-    """Train, then evaluate what was trained, then report; ``workers`` at a time. Told to stop, it stops its workers.
-
-    A cell that fails is recorded and said, and does not end the others. Raises KeyboardInterrupt when stopped.
-    """
+def enlist(sweep: Sweep, work: Todo, workers: int) -> None:
+    """Record that this process is about to run ``work``, so that nobody else does."""
     from kl_comedy.tracking.process import process_tags
 
     process = process_tags()
@@ -38,6 +35,13 @@ def run_local(sweep: Sweep, work: Todo, workers: int, say: Say) -> None:
             record_submission(
                 sweep, Submission(stage=stage, indices=indices, time=time.time(), process=process, workers=workers)
             )
+
+
+def run_local(sweep: Sweep, work: Todo, workers: int, say: Say) -> None:
+    """Train, then evaluate what was trained, then report; ``workers`` at a time. Told to stop, it stops its workers.
+
+    A cell that fails is recorded and said, and does not end the others. Raises KeyboardInterrupt when stopped.
+    """
     with _stop_on_term():
         done = _run_stage(sweep, "train", work.train, workers, say)
         if sweep.manifest.evaluate is not None:
@@ -62,12 +66,6 @@ def stop_local(sweep: Sweep) -> list[int]:
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
     return pids
-
-
-def last_workers(sweep: Sweep) -> int | None:
-    """How many workers the newest local submission had, or None where the newest was not local."""
-    found = submissions(sweep)
-    return found[-1].workers if found else None
 
 
 def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, say: Say) -> tuple[int, ...]:

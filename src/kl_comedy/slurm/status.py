@@ -90,10 +90,15 @@ def board(sweep: Sweep) -> Board:
     )
     evaluating = frozenset(
         index for index, one in evaluate.items()
-        if (state := slurm.of(one, index)[1]) is not None and state.active
-        and not sweep.evaluation(index).exists()
+        if not sweep.evaluation(index).exists() and _under_way(one, slurm.of(one, index)[1])
     )  # fmt: skip
     return Board(rows=rows, evaluating=evaluating, notes=slurm.notes)
+
+
+def _under_way(given: Submission, queued: JobState | None) -> bool:
+    from kl_comedy.tracking.process import is_dead
+
+    return not is_dead(given.process) if given.local else queued is not None and (queued.active or queued is UNKNOWN)
 
 
 def _status(
