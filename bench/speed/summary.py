@@ -1,0 +1,147 @@
+"""From repetitions to figures: medians and spread, ratios, and whether the work was equal. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speed.clock import PHASES
+
+GIB = 2.0**30
+TOKEN_TOLERANCE = 0.05
+"""Completions are sampled and may end early, so token counts differ a little; beyond this share work is not equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A column: how it is called, and its unit."""
+
+    label: str
+    unit: str
+
+
+METRICS = {
+    "wall": Metric(label="wall", unit="s/update"),
+    "cpu": Metric(label="CPU", unit="s/update"),
+    "tokens_per_second": Metric(label="throughput", unit="trained tokens/s"),
+    "sampled_per_second": Metric(label="sampling", unit="generated tokens/s of generation"),
+    "peak_above_loaded": Metric(label="peak above loaded", unit="GiB"),
+    "peak": Metric(label="peak", unit="GiB"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Repetitions of one figure: median, smallest, largest, how many."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Raises :class:`ValueError` without any value."""
+    found = list(values)
+    if not found:
+        raise ValueError("no repetition to summarize")
+    return Spread(median=statistics.median(found), low=min(found), high=max(found), count=len(found))
+
+
+def measured(repetition: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The updates that count: all but the first, which warms up caches, allocator and optimizer state."""
+    return list(repetition["updates"][1:])
+
+
+def figures(repetition: Mapping[str, Any]) -> dict[str, float]:
+    """One value per metric of :data:`METRICS`, and ``phase/NAME`` in seconds per update."""
+    updates = measured(repetition)
+    count = len(updates)
+    wall = sum(update["wall_s"] for update in updates)
+    generating = sum(update["phases"]["generate"] for update in updates)
+    found = {
+        "wall": wall / count,
+        "cpu": sum(update["cpu_s"] for update in updates) / count,
+        "tokens_per_second": sum(update["trained_tokens"] for update in updates) / wall,
+        "sampled_per_second": sum(update["generated_tokens"] for update in updates) / generating,
+        "peak_above_loaded": (repetition["rss_peak"] - repetition["rss_loaded"]) / GIB,
+        "peak": repetition["rss_peak"] / GIB,
+    }
+    phases = {f"phase/{name}": sum(update["phases"][name] for update in updates) / count for name in PHASES}
+    return {**found, **phases}
+
+
+def summarize(repetitions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Spread]]:
+    """By variant (in order of appearance), the spread of every figure."""
+    grouped: dict[str, list[dict[str, float]]] = {}
+    for repetition in repetitions:
+        grouped.setdefault(repetition["variant"], []).append(figures(repetition))
+    return {variant: {name: spread(row[name] for row in rows) for name in rows[0]} for variant, rows in grouped.items()}
+
+
+def ratios(repetitions: Sequence[Mapping[str, Any]], over: str, under: str, metric: str) -> Spread:
+    """``over / under`` of a metric: the ratio of medians, and the range of ratios paired by repetition.
+
+    Repetitions alternate, so that a pair saw the same machine. Raises :class:`ValueError` without any pair.
+    """
+    values: dict[str, dict[int, float]] = {over: {}, under: {}}
+    for repetition in repetitions:
+        if repetition["variant"] in values:
+            values[repetition["variant"]][repetition["repetition"]] = figures(repetition)[metric]
+    shared = sorted(values[over].keys() & values[under].keys())
+    paired = spread(values[over][n] / values[under][n] for n in shared)
+    medians = [statistics.median(values[name][n] for n in shared) for name in (over, under)]
+    return Spread(median=medians[0] / medians[1], low=paired.low, high=paired.high, count=paired.count)
+
+
+def fastest(summary: Mapping[str, Mapping[str, Spread]], prefix: str) -> str | None:
+    """The variant with the smallest median wall time among those whose name begins with ``prefix``."""
+    candidates = [name for name in summary if name.startswith(prefix)]
+    return min(candidates, key=lambda name: summary[name]["wall"].median, default=None)
+
+
+def unequal_work(repetitions: Sequence[Mapping[str, Any]], *, tolerance: float = TOKEN_TOLERANCE) -> list[str]:
+    """Why the work was not equal, one sentence each; empty where it was.
+
+    Checked per repetition across variants: the same prompts in the same order, the same number of updates and
+    threads, measured completion tokens within ``tolerance`` of the median; and everywhere, that what was
+    generated is what was trained on.
+    """
+    problems = []
+    for repetition in repetitions:
+        for number, update in enumerate(repetition["updates"]):
+            if update["generated_tokens"] != update["trained_tokens"]:
+                problems.append(
+                    f"{_name(repetition)}, update {number}: {update['generated_tokens']} tokens generated, "
+                    f"{update['trained_tokens']} trained"
+                )
+    rounds: dict[int, list[Mapping[str, Any]]] = {}
+    for repetition in repetitions:
+        rounds.setdefault(repetition["repetition"], []).append(repetition)
+    for number, members in sorted(rounds.items()):
+        problems += _unequal_round(number, members, tolerance)
+    return problems
+
+
+def _name(repetition: Mapping[str, Any]) -> str:
+    return f"{repetition['variant']}, repetition {repetition['repetition']}"
+
+
+def _unequal_round(number: int, members: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
+    problems = []
+    for fact, value in (
+        ("prompts", lambda member: member["prompts"]),
+        ("threads", lambda member: member["threads"]),
+        ("updates", lambda member: len(member["updates"])),
+    ):
+        kinds = {value(member) for member in members}
+        if len(kinds) > 1:
+            problems.append(f"repetition {number}: {fact} differ between variants ({', '.join(map(str, kinds))})")
+    tokens = [sum(update["trained_tokens"] for update in measured(member)) for member in members]
+    middle = statistics.median(tokens)
+    for member, count in zip(members, tokens, strict=True):
+        if abs(count - middle) > tolerance * middle:
+            problems.append(f"{_name(member)}: {count} trained tokens, {count / middle - 1:+.1%} of the median")
+    return problems

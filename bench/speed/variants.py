@@ -1,0 +1,94 @@
+"""What is compared: a system, an algorithm, a setting. TRL in the settings it ships, and in its fastest here.
+
+Both systems take float32, AdamW at the same rate, the same clip norm, the same prompts, group and completion
+limit, and the same KL term with the same coefficient: k3 times the token ratio in the loss (GRPO), k1 of the
+whole completion in the reward (RLOO).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+BETA = {"grpo": 0.04, "rloo": 0.05}
+SYSTEMS, ALGORITHMS = ("ours", "trl"), ("grpo", "rloo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One thing to measure. ``options``: config overrides (ours) or trainer arguments (TRL)."""
+
+    system: str
+    algorithm: str
+    setting: str
+    note: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}-{self.algorithm}-{self.setting}"
+
+
+OURS = {
+    "grpo": (
+        "algorithm.advantage=grpo",
+        "algorithm.policy_loss=ppo_clip",
+        "algorithm.reduction=token_mean",
+        f"kl=[{{estimator: k3, placement: loss, correction: token, beta: {BETA['grpo']}}}]",
+    ),
+    "rloo": (
+        "algorithm.advantage=rloo",
+        "algorithm.policy_loss=reinforce",
+        "algorithm.reduction=sequence_sum",
+        f"kl=[{{estimator: k1, placement: reward, credit: total, baseline: before, beta: {BETA['rloo']}}}]",
+    ),
+}
+"""Config overrides that make our algorithm TRL's."""
+
+WHOLE = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
+SPLIT = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+"""32 completions an update: in one backward, or in TRL's default device batch of 8."""
+
+CACHE = {"num_blocks": 96, "max_batch_tokens": 2048, "max_requests_per_batch": 32}
+"""Continuous batching: room for 32 rows of two pages of 256 tokens and more, and for prompts in a few steps."""
+
+
+def _of(algorithm: str) -> tuple[Variant, ...]:
+    return (
+        Variant(
+            system="ours", algorithm=algorithm, setting="default",
+            note="the config's defaults: exact KL, total variation and entropy measured at every update",
+        ),
+        Variant(
+            system="ours", algorithm=algorithm, setting="lean",
+            note="exact KL measured at the first (warm-up) update only, micro-batches of 2048 tokens",
+            options={"train.exact_kl_every": 0, "train.microbatch_tokens": 2048},
+        ),
+        Variant(
+            system="trl", algorithm=algorithm, setting="default",
+            note="TRL's defaults (device batch 8, gradient checkpointing), but float32",
+            options=SPLIT,
+        ),
+        Variant(
+            system="trl", algorithm=algorithm, setting="no_checkpointing",
+            note="gradient checkpointing off",
+            options={**SPLIT, "gradient_checkpointing": False},
+        ),
+        Variant(
+            system="trl", algorithm=algorithm, setting="whole",
+            note="gradient checkpointing off, all 32 completions in one backward",
+            options={**WHOLE, "gradient_checkpointing": False},
+        ),
+        Variant(
+            system="trl", algorithm=algorithm, setting="continuous",
+            note="gradient checkpointing off, transformers' continuous batching for generation, its cache sized to the "
+            "work (left to itself it takes half of the memory there is)",
+            options={
+                **SPLIT, "gradient_checkpointing": False, "use_transformers_continuous_batching": True,
+                "transformers_continuous_batching_config": CACHE,
+            },
+        ),
+    )  # fmt: skip
+
+
+VARIANTS = {variant.name: variant for algorithm in ALGORITHMS for variant in _of(algorithm)}

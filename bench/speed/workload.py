@@ -1,0 +1,111 @@
+"""The work both systems do: which model, which prompts in which order, which reward."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speed.variants import OURS, Variant
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
+PROMPTS_PER_UPDATE, GROUP_SIZE, LEARNING_RATE = 4, 8, 1e-6
+REWARD = "exact_answer"
+"""The verifier of both: a number read by plain string rules, compared exactly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Prompts and a completion limit. ``data``: config overrides; ``pocket``: our own small model instead."""
+
+    summary: str
+    max_new_tokens: int
+    data: tuple[str, ...]
+    pocket: bool = False
+
+
+TASKS = {
+    "gsm8k": Task(
+        summary="GSM8K train, chat template, 4 prompts x 8 completions of at most 64 tokens",
+        max_new_tokens=64,
+        data=(
+            "data.train.dataset=jsonl", "data.train.limit=512", "data.train.seed=0", "data.prompt.template=chat",
+            'data.prompt.suffix="\\nThink briefly, then give the final number in \\\\boxed{}."',
+            "data.prompt.max_tokens=256",
+        ),
+    ),
+    "chain_sum": Task(
+        summary="one-digit sums of two terms (reasoning-gym), 4 prompts x 8 completions of at most 10 tokens",
+        max_new_tokens=10,
+        data=(
+            "data.train.dataset=reasoning_gym", "data.train.name=chain_sum", "data.train.limit=512",
+            "data.train.seed=1", 'data.prompt.template=chat', 'data.prompt.system=""', 'data.prompt.prefill="{text}"',
+            'data.train.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1, text_after: "problem: "}',
+        ),
+    ),
+    "pocket": Task(
+        summary="the project's pocket model on its own sums, 4 prompts x 8 completions of at most 24 characters",
+        max_new_tokens=24,
+        data=("data.train.dataset=pocket", "data.train.split=train", "data.train.limit=512"),
+        pocket=True,
+    ),
+}  # fmt: skip
+
+
+def data_folder() -> Path:
+    """Where gsm8k_train.jsonl is: ``KL_COMEDY_DATA``, or the folder shared/data beside the checkout."""
+    return Path(os.environ.get("KL_COMEDY_DATA") or ROOT.parent / "shared" / "data")
+
+
+def missing(task: str) -> str | None:
+    """What this task lacks here, in words."""
+    if not TASKS[task].pocket and not (SMOLLM2 / "config.json").exists():
+        return "models/SmolLM2-135M-Instruct is not there; `make smollm2` makes it"
+    if task == "gsm8k" and not (data_folder() / "gsm8k_train.jsonl").exists():
+        return "gsm8k_train.jsonl is not there; name its folder in KL_COMEDY_DATA"
+    return None
+
+
+def overrides(task: str, variant: Variant, *, model: Path, updates: int, seed: int, output: Path) -> list[str]:
+    """Our config of this work, as ``key=value``; ``updates`` counts the warm-up."""
+    where = [f"data.train.path={data_folder() / 'gsm8k_train.jsonl'}"] if task == "gsm8k" else []
+    algorithm = OURS[variant.algorithm]
+    own = [f"{key}={value}" for key, value in variant.options.items()] if variant.system == "ours" else []
+    return [
+        f"model.source={model}", *TASKS[task].data, *where, *algorithm,
+        f"rollout.prompts_per_batch={PROMPTS_PER_UPDATE}", f"rollout.group_size={GROUP_SIZE}",
+        f"rollout.max_new_tokens={TASKS[task].max_new_tokens}",
+        f"rewards=[{{name: {REWARD}}}]", f"optimizer.lr={LEARNING_RATE}", f"train.steps={updates}",
+        "train.checkpoint_every=0", "eval.at_start=false", "eval.at_end=false",
+        f"seed={seed}", f"name=speed-{variant.name}", f"output={output}",
+        f"tracking.uri=sqlite:///{output / 'mlflow.db'}", *own,
+    ]  # fmt: skip
+
+
+def prompts_in_order(config: Any, tokenizer: Any, updates: int) -> list[Any]:
+    """The prompts of every update, in the order our run asks them."""
+    from kl_comedy.data import PromptOrder, load_problems, render
+
+    problems = load_problems(config.data.train, key="data.train", training=True, allow_test_split=False)
+    prompts, _ = render(problems, config.data.prompt, tokenizer)
+    order = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed)
+    return [prompts[n] for update in range(updates) for n in order.indices(update)]
+
+
+def fingerprint(prompts: Sequence[Sequence[int]]) -> str:
+    """One hash for the token ids of prompts, in order."""
+    return hashlib.sha256(repr([tuple(map(int, ids)) for ids in prompts]).encode()).hexdigest()[:16]
+
+
+def save_pocket(folder: Path) -> None:
+    """The pocket model as a folder that any library of transformers models can load."""
+    from kl_comedy.config import ModelConfig
+    from kl_comedy.models import load_model
+
+    loaded = load_model(ModelConfig(device="cpu"))
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
