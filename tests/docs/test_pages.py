@@ -75,7 +75,7 @@ def test_files_named_in_prose_exist(page):
     assert not [name for name in missing if name not in OF_A_RUN]
 
 
-OF_A_RUN = {"config.yaml", "my_parts.py"}
+OF_A_RUN = {"base.yaml", "config.yaml", "my_parts.py"}
 """Files of a run folder or of the reader, not of the repository."""
 
 

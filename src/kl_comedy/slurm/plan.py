@@ -48,10 +48,10 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         stores[(check_uri(config.tracking.uri), config.tracking.experiment)] = None
     if grid.evaluate is not None:
         _try(read, [*cells[0].overrides, *_overrides(grid.evaluate.items())], "evaluate")
-    text = grid.base.read_bytes()
+    content = grid.base.read_bytes()
     return Manifest(
         name=grid.name, directory=str(directory.resolve()), base=str(grid.base),
-        base_sha256=hashlib.sha256(text).hexdigest(), plugins=tuple(str(file.resolve()) for file in plugins),
+        base_sha256=hashlib.sha256(content).hexdigest(), plugins=tuple(str(file.resolve()) for file in plugins),
         evaluate=None if grid.evaluate is None else tuple(_overrides(grid.evaluate.items())),
         max_parallel=grid.max_parallel, stores=tuple(stores), package_version=kl_comedy.__version__, cells=tuple(cells),
     )  # fmt: skip

@@ -146,7 +146,8 @@ def _state(
         return "STOPPED", last.reason or ""
     if last.code is not None and (last.code > 0 or last.reason):
         return "FAILED" if last.code > 0 else "DIED", last.reason or f"exit code {last.code}"
-    return "DIED", queued.why or queued.state if queued else f"the process is gone ({last.node})"
+    told = queued.why or queued.state if queued else f"the process is gone from {last.node}"
+    return "DIED", f"ended without a word: {told}"
 
 
 def _never_began(given: Submission, queued: JobState | None, cancelled: float) -> tuple[str, str]:
