@@ -174,8 +174,9 @@ def test_states_from_queue_attempts_and_folders(made, monkeypatch):
     (run / "spool.jsonl").write_text('{"kind": "metrics", "step": 5, "data": {"train/reward": 0.5}}\n{"kind": "met')
     seen = board(made)
     assert [(row.state, row.why) for row in seen.rows] == [
-        ("RUNNING", ""), ("PENDING", "Resources"), ("FAILED", "no such file"), ("DIED", "ended without a word: TimeLimit"),
-        ("DIED", "ended without a word: OutOfMemory"), ("CANCELLED", "CANCELLED"), ("PENDING", "started again at update 0 (BeginTime)"),
+        ("RUNNING", ""), ("PENDING", "Resources"), ("FAILED", "no such file"),
+        ("DIED", "ended without a word: TimeLimit"), ("DIED", "ended without a word: OutOfMemory"),
+        ("CANCELLED", "CANCELLED"), ("PENDING", "started again at update 0 (BeginTime)"),
         ("FINISHED", ""), ("DIED", "job 1 left the queue before it began"), ("PLANNED", ""),
     ]  # fmt: skip
     assert (seen.rows[7].step, seen.rows[7].reward) == (5, 0.5)
