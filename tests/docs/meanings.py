@@ -62,7 +62,7 @@ MEANINGS: dict[str, str] = {
     "rollout.min_p": "Training accepts 0 (off) only.",
     "rollout.stop": "Texts that end a completion, after the token that completes one.",
     "rollout.batch_sequences": "Completions sampled at once. Changing it changes what a seed draws.",
-    "rollout.options": "Of the backend; `hf` has none.",
+    "rollout.options": "Of the backend (see [rollouts](rollouts.md)).",
     "rewards": "Summed by weight.",
     "rewards.N.name": "A registered reward (see [names](#names)).",
     "rewards.N.weight": "Its factor in the sum.",

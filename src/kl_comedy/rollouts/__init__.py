@@ -8,5 +8,6 @@ from kl_comedy.rollouts.base import (
     sampling_from,
 )
 from kl_comedy.rollouts.hf import build_hf
+from kl_comedy.rollouts.vllm import build_vllm
 
-__all__ = ["Policy", "RolloutBackend", "Sampling", "build_hf", "check_training_sampling", "sampling_from"]
+__all__ = ["Policy", "RolloutBackend", "Sampling", "build_hf", "build_vllm", "check_training_sampling", "sampling_from"]

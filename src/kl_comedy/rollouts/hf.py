@@ -84,7 +84,7 @@ class HFRollouts:
         """
         if group_size < 1:
             raise bad_value("rollout.group_size", group_size, "1 or more")
-        _check_lengths(self._loaded, prompts, sampling)
+        check_lengths(self._loaded, prompts, sampling)
         places = sorted(range(len(prompts) * group_size), key=lambda n: len(prompts[n // group_size].token_ids))
         found: dict[int, Rollout] = {}
         with torch.no_grad(), _seeded(self._loaded.device, seed), _ready_to_sample(self._loaded) as causal:
@@ -210,10 +210,13 @@ def left_pad(prompts: Sequence[Prompt], *, pad_id: int, device: torch.device) ->
     return ids_BP.to(device), mask_BP.to(device)
 
 
-def _check_lengths(loaded: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+def check_lengths(loaded: Policy, prompts: Sequence[Prompt], sampling: Sampling, *, limit: int | None = None) -> None:
+    """Raise :class:`UserError` where a prompt is empty or does not fit the context (or a smaller ``limit``)."""
     if any(not prompt.token_ids for prompt in prompts):
         raise UserError("a prompt is empty: it has no tokens to continue (see data.prompt)")
     context = getattr(loaded.model.config, "max_position_embeddings", None)
+    if limit is not None:
+        context = limit if context is None else min(limit, context)
     longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     if context is not None and longest + sampling.max_new_tokens > context:
         raise bad_value(

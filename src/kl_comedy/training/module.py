@@ -71,6 +71,11 @@ class PolicyModule(lightning.LightningModule):
     def train_dataloader(self) -> ExperienceStream:
         return self.stream
 
+    def on_train_start(self) -> None:
+        """Here the weights of a resumed run are restored; when its checkpoint was read they were not yet."""
+        if self.version:
+            self.backend.update_weights(self.version)
+
     def transfer_batch_to_device(self, batch: UpdateBatch, device: torch.device, dataloader_idx: int) -> UpdateBatch:
         """Rows are text and ids; tensors are made on the device when they are packed."""
         return batch
@@ -255,7 +260,6 @@ class PolicyModule(lightning.LightningModule):
         for beta, value in zip(self.betas, state["betas"], strict=True):
             beta.value = float(value)
         self.stream.restore(state["stream"])
-        self.backend.update_weights(self.version)
         torch.set_rng_state(state["torch_rng"])
 
 

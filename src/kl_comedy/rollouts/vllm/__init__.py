@@ -1,0 +1,9 @@
+"""vLLM as sampler: in this process (``vllm``) or as servers (``vllm_server``). vLLM is imported when one is built.
+
+prompts -> sampling_fields -> engine or servers -> Completion -> Reader -> rollouts
+learner's weights -> full_weights -> the engine's own reload -> caches reset -> probe -> next version
+"""
+
+from kl_comedy.rollouts.vllm.engine import build_vllm
+
+__all__ = ["build_vllm"]

@@ -1,0 +1,56 @@
+"""Small policies that vLLM's CPU build can serve (its attention wants heads of 32 at least), and their prompts."""
+
+import torch
+
+from kl_comedy.config.schema import LoraConfig, ModelConfig
+from kl_comedy.models import load_model, token_pass
+from kl_comedy.models.load import LoadedModel
+from kl_comedy.models.pocket_recipe import VOCABULARY
+from kl_comedy.records import Problem, Prompt
+
+POCKET = {"preset": "tiny", "heads": 2}
+
+
+def pocket(lora=False, **changes):
+    """The tiny pocket policy, warm-started; or a random one of its shape where ``changes`` are given to its config."""
+    loaded = load_model(ModelConfig(source="pocket", options=POCKET, lora=LoraConfig(rank=4) if lora else None))
+    if not changes:
+        return loaded
+    from transformers import LlamaForCausalLM
+
+    config = loaded.causal.config.__class__.from_dict({**loaded.causal.config.to_dict(), **changes})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    return LoadedModel(model=model, tokenizer=loaded.tokenizer, device=loaded.device, source="test")
+
+
+def prompt(text):
+    ids = tuple(VOCABULARY.index(letter) for letter in text)
+    return Prompt(problem=Problem(id=text, text=text, answer=""), text=text, token_ids=ids)
+
+
+PROMPTS = [prompt(text) for text in ("1+2+3=", "9-", "7+7+7=", "1+2+3=")]
+
+
+def perturb(model, size=0.05, seed=0):
+    """Move every weight, as an update would, only further."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+            weight.add_((size * weight.float().std().nan_to_num(0.1).clamp(min=0.01) * noise).to(weight.dtype))
+
+
+def largest_gap(loaded, rollouts, temperature=1.0):
+    """Largest difference (nats) between the rollouts' log-probs and what the learner computes for the same tokens."""
+    worst = 0.0
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.completion_ids])
+        start = torch.tensor([rollout.prompt.token_ids])
+        with torch.no_grad():
+            seen = token_pass(
+                loaded.model, prompt_ids_BP=start, prompt_mask_BP=torch.ones_like(start), ids_BT=ids,
+                mask_BT=torch.ones_like(ids, dtype=torch.bool), temperature=temperature, chunk_elements=10**7,
+            )  # fmt: skip
+        worst = max(worst, float((seen.logp_BT[0] - torch.tensor(rollout.logps)).abs().max()))
+    return worst

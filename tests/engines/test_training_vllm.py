@@ -1,0 +1,64 @@
+"""Short runs on the pocket policy with vLLM as sampler: on-policy from the first update on, and after a resume."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import kl_comedy.training.rooms  # noqa: F401
+from kl_comedy.config import load_config
+from kl_comedy.errors import RunFailed
+from kl_comedy.training.callbacks import CheckpointCallback
+from kl_comedy.training.run import train
+
+TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
+BACKENDS = {"vllm": []}
+GAP = 1e-4
+"""Nats: the largest |trainer - sampler| log-prob of a token drawn with the weights it is used on."""
+
+
+def run(tmp_path, backend, *overrides):
+    config = load_config(
+        TINY,
+        [
+            f"output={tmp_path}", f"rollout.backend={backend}", "model.options={preset: tiny, heads: 2}",
+            "train.steps=3", "train.eval_every=0", "eval.at_start=false", "data.eval.heldout.limit=4",
+            "optimizer.lr=0.01", "rollout.batch_sequences=16", "kl.0.reference=initial", *BACKENDS[backend], *overrides,
+        ],
+    )  # fmt: skip
+    return train(config, console=Console(file=io.StringIO(), width=200), command="kl-comedy train tiny.yaml")
+
+
+def updates(folder):
+    found = {}
+    for line in (folder / "spool.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event.get("kind") == "metrics" and "policy/behaviour_gap_max" in event["data"]:
+            found[event["step"]] = event["data"]
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_is_on_policy_and_goes_on_where_it_was_stopped(tmp_path, backend, monkeypatch):
+    save = CheckpointCallback.save
+
+    def save_and_stop(self, trainer, version):
+        save(self, trainer, version)
+        if version == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointCallback, "save", save_and_stop)
+        with pytest.raises(RunFailed, match="interrupted at update 2"):
+            run(tmp_path, backend)
+    outcome = run(tmp_path, backend, "resume=auto")
+    assert outcome.summary["status"] == "FINISHED"
+    seen = updates(outcome.run.path)
+    assert sorted(seen) == [1, 2, 3]
+    assert seen[1]["kl/exact_reverse_token"] == 0.0
+    assert seen[3]["kl/exact_reverse_token"] > 1e-4, "the policy moved, so an engine left behind would show"
+    for step in seen.values():
+        assert step["policy/behaviour_gap_max"] < GAP
+        assert step["policy/staleness"] == 0.0
