@@ -6,6 +6,8 @@ ends with a probe: our chunked log-probs must be the model's own, or it refuses 
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout, unwrap
 from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
 from kl_comedy.models.logprobs import completion_hidden, token_pass
+from kl_comedy.models.sharded import call_as_forward
 from kl_comedy.models.shared_prefix import build_trees, can_share, tree_hidden
 from kl_comedy.models.smollm2 import FOLDER as SMOLLM2
 
@@ -53,12 +56,9 @@ class LoadedModel:
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the policy that ``config`` describes. Raises :class:`UserError` for whatever the user can mend."""
     device = pick_device(config.device)
-    dtype = _dtype(config.dtype)
-    if config.source == "pocket":
-        model, tokenizer = _load_pocket(config, dtype)
-    else:
-        tokenizer = _load_tokenizer(config)
-        model = _load_weights(config, dtype)
+    _dtype(config.dtype)
+    tokenizer = load_tokenizer(config)
+    model = load_base(config)
     prepare_tokenizer(tokenizer)
     refuse_scaled_logits(model.config)
     silence_dropout(model)
@@ -88,17 +88,22 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _load_pocket(config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
-    from kl_comedy.models.pocket import load_pocket
+def load_base(config: ModelConfig) -> Any:
+    """The causal LM with its weights, on the CPU, without adapter."""
+    dtype = _dtype(config.dtype)
+    if config.source == "pocket":
+        from kl_comedy.models.pocket import load_pocket
 
-    if config.gguf_file is not None:
-        raise bad_value("model.gguf_file", config.gguf_file, "null with model.source: pocket")
-    model, tokenizer = load_pocket(config)
-    return model.to(dtype), tokenizer
+        return load_pocket(config)[0].to(dtype)
+    return _load_weights(config, dtype)
 
 
-def _load_tokenizer(config: ModelConfig) -> Any:
+def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer named by ``tokenizer``, else that of the GGUF file, else that of the source."""
+    if config.source == "pocket":
+        from kl_comedy.models.pocket import load_pocket_tokenizer
+
+        return load_pocket_tokenizer(config)
     from transformers import AutoTokenizer
 
     if config.gguf_file is not None and config.tokenizer is None:
@@ -209,7 +214,24 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
         target_modules=list(config.target_modules),
         task_type=TaskType.CAUSAL_LM,
     )
-    return get_peft_model(model, settings)
+    adapted = get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name and not parameter.is_meta:
+                parameter.copy_(initial_adapter(name, tuple(parameter.shape)))
+    return adapted
+
+
+def initial_adapter(name: str, shape: tuple[int, ...]) -> Tensor:
+    """What a LoRA factor begins with: ``B`` zero, ``A`` Kaiming-uniform as in PEFT, drawn from its name alone.
+
+    So an adapter begins with the same numbers in every process, however the model is sharded.
+    """
+    found = torch.zeros(shape)
+    if ".lora_A." in name:
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+        nn.init.kaiming_uniform_(found, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
+    return found
 
 
 def probe_head(model: Any, *, share_prompt: bool = True) -> None:
@@ -246,9 +268,9 @@ def _check_sharing(model: Any, ids_BS: Tensor, ones_BS: Tensor) -> None:
     prompt_BP = ids_BS[:1, :4].expand_as(ids_BS[:, :4])
     batch = (prompt_BP, ones_BS[:, :4], ids_BS[:, 4:], ones_BS[:, 4:].bool())
     with torch.no_grad():
-        apart_NH = completion_hidden(model, *batch, share_prompt=False).double()
+        (apart_NH,) = call_as_forward(model, lambda: (completion_hidden(model, *batch, share_prompt=False).double(),))
         trees = build_trees(*batch, families=[list(range(len(ids_BS)))])
-        together_NH = tree_hidden(model, trees).double()
+        (together_NH,) = call_as_forward(model, lambda: (tree_hidden(model, trees).double(),))
     narrow = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     gap, size = float((apart_NH - together_NH).abs().max()), float(apart_NH.abs().max())
     if not gap <= (2.0**-4 if narrow else 1e-3) * max(1.0, size):

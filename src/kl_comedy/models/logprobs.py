@@ -16,7 +16,7 @@ chunk is one row of ``V`` logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from kl_comedy.models.anatomy import Head, decoder_body, head_weights
 from kl_comedy.models.sharded import call_as_forward
 from kl_comedy.models.shared_prefix import tree_hidden, trees_if_worth
+from kl_comedy.models.weights import whole
 
 if TYPE_CHECKING:
     from kl_comedy.models.reference import ReferencePass
@@ -99,7 +100,8 @@ def token_pass(
     def run() -> tuple[Tensor, ...]:
         hidden_NH = completion_hidden(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, share_prompt=share_prompt)
         head = head_weights(model)
-        columns = _head_in_chunks(hidden_NH, head, ids_BT[mask_BT], temperature, chunk_elements, reference, wanted)
+        other = gathered(reference) if wanted.reference and reference is not None else None
+        columns = _head_in_chunks(hidden_NH, head, ids_BT[mask_BT], temperature, chunk_elements, other, wanted)
         return (hidden_NH.detach(), *columns)
 
     hidden_NH, *columns = call_as_forward(model, run)
@@ -113,6 +115,12 @@ def token_pass(
         total_variation_BT=next(optional) if total_variation else None,
         hidden_NH=hidden_NH if keep_hidden else None,
     )
+
+
+def gathered(reference: ReferencePass) -> ReferencePass:
+    """The same pass with a whole head: a sharded reference keeps its head in shards until it is needed."""
+    weight, bias = reference.head
+    return replace(reference, head=(whole(weight), None if bias is None else whole(bias)))
 
 
 def check_batch(

@@ -31,11 +31,17 @@ def load_pocket(config: ModelConfig) -> tuple[LlamaForCausalLM, PreTrainedTokeni
     Raises UserError for an unknown option, a value out of range, a setting that fits other sources only, or
     a cache that cannot be written.
     """
+    tokenizer = load_pocket_tokenizer(config)
+    recipe = recipe_from_options(config.options)
+    return read_policy(recipe, pocket_folder(recipe), attention=config.attention), tokenizer
+
+
+def load_pocket_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+    """The pocket policy's tokenizer. Raises UserError for a setting that fits other sources only."""
     for name in ("revision", "tokenizer", "gguf_file"):
         if getattr(config, name) is not None:
             raise bad_value(f"model.{name}", getattr(config, name), "null with model.source: pocket")
-    recipe = recipe_from_options(config.options)
-    return read_policy(recipe, pocket_folder(recipe), attention=config.attention), build_tokenizer()
+    return build_tokenizer()
 
 
 def pocket_folder(recipe: PocketRecipe) -> Path:

@@ -24,6 +24,7 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models.anatomy import Head, head_weights, is_peft
 from kl_comedy.models.hashing import weights_hash
 from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.sharded import is_sharded, twin
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import ReferenceConfig
@@ -111,7 +112,12 @@ def build_reference(
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """A copy that never trains. Parameters that ``model`` itself does not train are shared, not copied."""
+    """A copy that never trains. Parameters that ``model`` itself does not train are shared, not copied.
+
+    Of a sharded model it is sharded alike, and nothing is shared.
+    """
+    if is_sharded(model):
+        return twin(model).requires_grad_(False).eval()
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, memo=shared).requires_grad_(False).eval()
 

@@ -6,9 +6,11 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _METHOD = "_kl_comedy_pass"
+_TWIN = "_kl_comedy_twin"
 
 
 def call_as_forward(model: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -16,7 +18,7 @@ def call_as_forward(model: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> 
 
     For any other model this is just ``run()``.
     """
-    if not _is_fsdp(model):
+    if not is_sharded(model):
         return run()
     from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -28,7 +30,29 @@ def call_as_forward(model: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> 
     return result
 
 
-def _is_fsdp(model: nn.Module) -> bool:
+def remember_twin(model: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """Note how another model like this one is made, sharded alike and unfilled: FSDP2 cannot be deep-copied."""
+    setattr(model, _TWIN, make)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A sharded model with the same weights, made of its own memory. No process talks to another."""
+    make: Callable[[], nn.Module] = vars(model)[_TWIN]
+    other = make()
+    with torch.no_grad():
+        for ours, theirs in zip(_held(other), _held(model), strict=True):
+            ours.copy_(theirs)
+    return other
+
+
+def _held(model: nn.Module) -> list[Tensor]:
+    """What this process holds of the weights: its shards, and buffers."""
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards ``model``."""
     try:
         from torch.distributed.fsdp import FSDPModule
     except ImportError:  # a build of torch without distributed

@@ -1,0 +1,126 @@
+"""A policy loaded in shards is the policy that one process loads: weights, values, references, streams."""
+
+import pytest
+import torch
+from ranks import spawn
+
+from kl_comedy.config.schema import LoraConfig, ModelConfig, ReferenceConfig
+from kl_comedy.models import load_model, weights_hash
+from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.reference import build_reference
+from kl_comedy.models.weights import copy_into, merged_weights, stream_weights, weight_bytes
+
+OPTIONS = {"temperature": 0.7, "chunk_elements": 64}
+
+
+def config_of(kind):
+    lora = LoraConfig(rank=4) if "lora" in kind else None
+    return ModelConfig(
+        options={"preset": "tiny"}, device="cpu", lora=lora, gradient_checkpointing="checkpointing" in kind
+    )
+
+
+def batch():
+    torch.manual_seed(0)
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    return {
+        "prompt_ids_BP": torch.randint(2, 16, (2, 4)), "prompt_mask_BP": torch.ones(2, 4, dtype=torch.bool),
+        "ids_BT": torch.randint(2, 16, (2, 5)), "mask_BT": mask,
+    }  # fmt: skip
+
+
+def values(loaded):
+    """What training needs of a model, as plain numbers: log-probs, exact KL to an EMA reference, gradients."""
+    model, inputs = loaded.model, batch()
+    reference = build_reference("initial", loaded, ReferenceConfig(), **OPTIONS)
+    moved = build_reference("ema", loaded, ReferenceConfig(ema_decay=0.5), **OPTIONS)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.mul_(1.1).add_(0.01)
+    moved.update(model, 1)
+    found = {}
+    for name, ref in (("initial", reference), ("ema", moved)):
+        seen = token_pass(model, **inputs, reference=ref.forward_pass(**inputs), kl=True, **OPTIONS)
+        found[name] = [*seen.logp_BT.flatten().tolist(), *seen.kl_BT.flatten().tolist()]
+    model.zero_grad()
+    (seen.logp_BT.sum() + seen.kl_BT.sum()).backward()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    found["grads"] = [float((g.full_tensor() if hasattr(g, "full_tensor") else g).double().square().sum()) for g in grads]
+    return found
+
+
+def loaded_in_shards(rank, world, folder, kind):
+    from kl_comedy.models.sharding import load_sharded
+
+    loaded = load_sharded(config_of(kind), limit_bytes=0)
+    local = sum(p.to_local().numel() for p in loaded.model.parameters())
+    total = sum(p.numel() for p in loaded.model.parameters())
+    start = weights_hash(loaded.model)
+    replica = load_model(config_of(kind))
+    sizes = []
+
+    def counted():
+        for bucket in stream_weights(loaded.model, 2**15):
+            sizes.append(max(sum(t.numel() * t.element_size() for _, t in bucket), 0) if len(bucket) > 1 else 0)
+            yield bucket
+
+    found = values(loaded)
+    with torch.no_grad():
+        copy_into(replica.model, counted())
+    return {
+        "start": start, "share": local / total, "values": found, "largest": max(sizes),
+        "replica": weights_hash(replica.model), "end": weights_hash(loaded.model), "bytes": weight_bytes(loaded.model),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora checkpointing"])
+def test_shards_hold_what_one_process_holds(tmp_path, kind):
+    alone = load_model(config_of(kind))
+    start, size = weights_hash(alone.model), weight_bytes(alone.model)
+    expected = values(alone)
+    for found in spawn(loaded_in_shards, tmp_path, kind):
+        assert found["start"] == start
+        assert found["share"] < 0.6
+        assert found["bytes"] == size
+        assert found["largest"] <= 2**15
+        assert found["replica"] == found["end"]
+        for name, numbers in expected.items():
+            assert found["values"][name] == pytest.approx(numbers, rel=1e-4, abs=1e-5), name
+
+
+def failing(rank, world, folder):
+    from kl_comedy.errors import UserError
+    from kl_comedy.models.sharding import load_sharded
+
+    try:
+        load_sharded(ModelConfig(source=str(folder / "nothing"), tokenizer=str(folder / "nothing")), limit_bytes=0)
+    except UserError as error:
+        return str(error)
+
+
+def test_a_missing_model_is_a_users_mistake_on_every_rank(tmp_path):
+    assert all("nothing" in said for said in spawn(failing, tmp_path))
+
+
+def test_merging_an_adapter_gives_the_same_policy(tmp_path):
+    adapted = load_model(config_of("lora"))
+    with torch.no_grad():
+        for name, p in adapted.model.named_parameters():
+            if ".lora_B." in name:
+                p.normal_(std=0.1)
+    plain = load_model(config_of("plain"))
+    copy_into(plain.model, [list(merged_weights(stream_weights(adapted.model), scaling=16.0 / 4))])
+    with torch.no_grad():
+        one, other = (token_pass(m.model, **batch(), **OPTIONS).logp_BT for m in (adapted, plain))
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        start = token_pass(load_model(config_of("plain")).model, **batch(), **OPTIONS).logp_BT
+    assert float((start - one).abs().max()) > 1e-3
+
+
+def test_a_weight_that_does_not_come_is_an_error():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="did not come: bias"):
+        copy_into(model, [[("weight", model.weight)]])
+    with pytest.raises(ValueError, match="no such weight"):
+        copy_into(model, [[("other", model.weight)]])
