@@ -28,7 +28,7 @@ def spawn(function, folder, *arguments, world=2, timeout=TIMEOUT_S):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-        )  # fmt: skip
+        )
         for rank in range(world)
     ]
     try:
