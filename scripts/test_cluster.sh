@@ -97,7 +97,13 @@ CONF
         echo "NodeName=n$n NodeHostname=$HOST NodeAddr=127.0.0.1 Port=$((PORT_BASE + 10 + n)) CPUs=$CPUS Sockets=1" \
             "CoresPerSocket=$CPUS ThreadsPerCore=1 RealMemory=2000 State=UNKNOWN"
     done >>"$CLUSTER_ROOT/slurm.conf"
-    echo "PartitionName=main Nodes=ALL Default=YES MaxTime=60 DefaultTime=10 State=UP" >>"$CLUSTER_ROOT/slurm.conf"
+    # Jobs in urgent take the nodes from jobs in main, which have a grace to save in.
+    cat >>"$CLUSTER_ROOT/slurm.conf" <<CONF
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=60 DefaultTime=10 State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=60 DefaultTime=10 State=UP PriorityTier=10 PreemptMode=OFF
+CONF
 }
 
 start_accounting() {
@@ -130,7 +136,7 @@ CONF
     sacctmgr -i add cluster throwaway >/dev/null 2>&1 || true
 }
 
-nodes_up() { [ "$(sinfo -h -N -o %t | grep -cE '^(idle|mix|alloc)$')" = "$NODES" ]; }
+nodes_up() { [ "$(sinfo --partition=main -h -N -o %t | grep -cE '^(idle|mix|alloc)$')" = "$NODES" ]; }
 
 up() {
     say_missing

@@ -4,11 +4,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from sites import Site, weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -35,52 +34,6 @@ max_parallel: 2
 environment: {OMP_NUM_THREADS: "1"}
 """
 KILLED, SIGNALLED, LATE = 0, 1, 7
-
-
-class Site:
-    """A folder to work in and the environment of a cluster."""
-
-    def __init__(self, folder, environment):
-        self.folder, self.environment = folder, environment
-
-    def run(self, *words, code=0):
-        done = subprocess.run(
-            [str(word) for word in words], capture_output=True, text=True, cwd=self.folder, env=self.environment
-        )
-        assert done.returncode == code, (words, done.stdout, done.stderr)
-        return done
-
-    def kl_comedy(self, *words, code=0):
-        done = self.run(sys.executable, "-m", "kl_comedy.cli", *words, code=code)
-        assert "Traceback" not in done.stderr
-        return done
-
-    def status(self, sweep):
-        return json.loads(self.kl_comedy("status", sweep, "--format", "json").stdout)
-
-    def wait(self, what, seconds=240):
-        deadline = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < deadline, self.run("squeue", "--states=all", "--array").stdout
-            time.sleep(0.05)
-        return found
-
-    def idle(self):
-        """Whether the queue is empty; a requeued job is let go at once, where SLURM would wait two minutes."""
-        lines = self.run("squeue", "--noheader", "--array", "--format=%i|%T|%r").stdout.split("\n")
-        for line in filter(None, lines):
-            job, state, reason = line.split("|")
-            if state == "PENDING" and reason == "BeginTime":
-                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        return not any(lines)
-
-
-def weights(run):
-    from safetensors.torch import load_file
-
-    from kl_comedy.models import weights_hash
-
-    return weights_hash(load_file(Path(run) / "policy" / "model.safetensors"))
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +153,7 @@ def test_a_refused_submission_is_one_line(site):
 
 
 def test_evaluation_and_report_depend_on_training_and_accounting_says_why(start_cluster, tmp_path):
-    site = Site(tmp_path, start_cluster(port=17900, accounting=True, nodes=1))
+    site = Site(tmp_path, start_cluster(accounting=True, nodes=1))
     (tmp_path / "site.yaml").write_text(PROFILE)
     (tmp_path / "pair.yaml").write_text(
         f"base: {TINY}\noverrides: {{train.steps: 2, train.eval_every: 0}}\n"

@@ -30,12 +30,14 @@ def cell(
     Example: `kl-comedy cell sweeps/pocket_beta 3`
     """
     from kl_comedy.slurm.manifest import read_sweep
+    from kl_comedy.slurm.servers import await_servers
     from kl_comedy.training.stopping import stop_requests
 
     with stop_requests():  # before the heavy imports: a signal that comes now is kept
         found = read_sweep(sweep)
         chosen = found.cell(index)
         with _attempt(found, chosen, "evaluate" if evaluate else "train"):
+            await_servers()
             (_evaluate if evaluate else _train)(found, chosen)
 
 

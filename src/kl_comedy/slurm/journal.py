@@ -37,7 +37,10 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One process that worked on a cell. ``code``: its exit code, minus the signal's number, None while unknown."""
+    """One process that worked on a cell. ``code``: its exit code, minus the signal's number, None while unknown.
+
+    ``parent``: the process id of who started it; a local manager's.
+    """
 
     stage: str
     started: float
@@ -45,6 +48,7 @@ class Attempt:
     node: str
     job: str | None = None
     restart: int = 0
+    parent: str | None = None
     ended: float | None = None
     code: int | None = None
     reason: str | None = None
@@ -80,7 +84,7 @@ def record_start(sweep: Sweep, index: int, stage: str, process: Mapping[str, str
         "stage": stage, "started": time.time(), "process": dict(process),
         "node": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
         "job": f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID"),
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0), "parent": str(os.getppid()),
     }  # fmt: skip
     _append(_cell_file(sweep, index), row)
 
@@ -110,6 +114,13 @@ def attempts(sweep: Sweep, index: int, stage: str = "train") -> list[Attempt]:
                 found[position] = Attempt(**{**asdict(found[position]), **ended})
                 break
     return [attempt for attempt in found if attempt.stage == stage]
+
+
+def belongs(attempt: Attempt, given: Submission, index: int) -> bool:
+    """Whether an attempt is one of a submission: by job or manager, since the clocks of nodes may differ."""
+    if given.local:
+        return attempt.job is None and attempt.parent == given.process.get("process.pid")
+    return attempt.job == f"{given.job}_{index - given.offset}"
 
 
 def latest(found: Sequence[Submission], stage: str) -> dict[int, Submission]:

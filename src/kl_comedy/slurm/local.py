@@ -22,6 +22,9 @@ POLL_S = 0.2
 GRACE_S = 60.0
 """How long workers may take to finish an update and save when this process is told to stop."""
 
+WANTS_TO_GO_ON = (REQUEUE_EXIT_CODE, -signal.SIGUSR1)
+"""Saved and asks to go on; or asked to make room before it could listen, when there was nothing to save."""
+
 Say = Callable[[str], None]
 
 
@@ -83,7 +86,7 @@ def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int,
                 if process.poll() is None:
                     continue
                 del running[index]
-                if process.returncode == REQUEUE_EXIT_CODE:
+                if process.returncode in WANTS_TO_GO_ON:
                     waiting.append(index)
                 elif process.returncode == 0:
                     good.append(index)
@@ -113,7 +116,7 @@ def _word(sweep: Sweep, stage: str, index: int, process: subprocess.Popen[bytes]
     tries = attempts(sweep, index, stage)
     reason = tries[-1].reason if tries and tries[-1].process.get("process.pid") == str(process.pid) else None
     cell = sweep.cell(index)
-    what = {0: "done", REQUEUE_EXIT_CODE: "stopped, goes on later"}.get(
+    what = {0: "done", **dict.fromkeys(WANTS_TO_GO_ON, "stopped, goes on later")}.get(
         code, f"failed: {reason or f'exit code {code}'}"
     )
     return f"{stage} cell {index} {cell.name} seed {cell.seed}: {what}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,24 @@ class Container:
     image: str
     runtime: str = "apptainer"
     mounts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """Inference servers in the job's own allocation: ``count`` of ``command``, each on a free port of its own.
+
+    ``{port}``, ``{host}`` and ``{index}`` in the command are filled in. ``nodes`` are added to the trainer's; 0 puts
+    the servers beside a trainer of one node. A server is there when ``ready`` answers, within ``wait_seconds``.
+    ``gpus`` and ``cpus`` are those of one server.
+    """
+
+    command: str
+    count: int = 1
+    nodes: int = 0
+    gpus: int = 0
+    cpus: int = 1
+    ready: str = "/health"
+    wait_seconds: int = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +76,7 @@ class Profile:
     environment: Mapping[str, str] = field(default_factory=dict)
     scratch: str | None = None
     container: Container | None = None
+    servers: Servers | None = None
     python: str = sys.executable
     extra: tuple[str, ...] = ()
 
@@ -79,7 +99,11 @@ def read_profile(given: str) -> Profile:
     checked = {key: _checked(f"{path}: {key}", key, item) for key, item in raw.items() if item is not None}
     if "container" in checked:
         checked.setdefault("python", "python")
-    return Profile(name=path.stem, **checked)
+    profile = Profile(name=path.stem, **checked)
+    if profile.servers is not None and not profile.servers.nodes and profile.nodes > 1:
+        why = f"the trainer has {profile.nodes} nodes; give the servers nodes of their own"
+        raise bad_value(f"{path}: servers.nodes", 0, "a whole number of at least 1", why)
+    return profile
 
 
 def profile_file(given: str) -> Path:
@@ -112,6 +136,8 @@ def _checked(where: str, key: str, item: Any) -> Any:
         return _environment(where, item)
     if key == "container":
         return _container(where, item)
+    if key == "servers":
+        return _servers(where, item)
     if key == "time":
         return _time(where, item)
     if not isinstance(item, str | int) or isinstance(item, bool) or str(item) == "":
@@ -160,3 +186,29 @@ def _container(where: str, item: Any) -> Container:
     if not isinstance(mounts, list):
         raise bad_value(f"{where}.mounts", mounts, "a list of HOST or HOST:INSIDE")
     return Container(image=str(item["image"]), runtime=runtime, mounts=tuple(str(mount) for mount in mounts))
+
+
+_LEAST_OF_SERVERS = {"count": 1, "nodes": 0, "gpus": 0, "cpus": 1, "wait_seconds": 1}
+
+
+def _servers(where: str, item: Any) -> Servers:
+    known = [part.name for part in dataclasses.fields(Servers)]
+    if not isinstance(item, dict) or "command" not in item:
+        raise bad_value(where, item, "a mapping with command, as in {command: vllm serve M --port {port}}")
+    for key, value in item.items():
+        if key not in known:
+            raise unknown_key(f"{where}.{key}", value, known)
+        least = _LEAST_OF_SERVERS.get(key)
+        if least is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise bad_value(f"{where}.{key}", value, f"a whole number of at least {least}")
+        if least is None and not isinstance(value, str):
+            raise bad_value(f"{where}.{key}", value, "text")
+    try:
+        words = shlex.split(_line(f"{where}.command", item["command"]))
+    except ValueError as error:
+        raise bad_value(f"{where}.command", item["command"], "words as a shell reads them", str(error)) from None
+    if not any("{port}" in word for word in words):
+        raise bad_value(f"{where}.command", item["command"], "a command with {port} in it, where its port goes")
+    if not str(item.get("ready", "/")).startswith("/"):
+        raise bad_value(f"{where}.ready", item["ready"], "a path, as in /health")
+    return Servers(**item)

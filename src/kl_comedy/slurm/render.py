@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE
 from kl_comedy.slurm.manifest import Sweep
-from kl_comedy.slurm.profile import Profile
+from kl_comedy.slurm.profile import Profile, Servers
 
 STAGES = ("train", "evaluate", "report")
+UNHEARD_EXIT_CODE = 128 + signal.SIGUSR1
+"""What srun exits with where SIGUSR1 ended a process that was not listening yet."""
+LAST_TASKS_S = 60
+"""How long the other tasks of a step may take after the first has ended: all of them save before they exit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a job asks for: nodes; tasks, CPUs of a task and GPUs on each node."""
+
+    nodes: int
+    tasks: int
+    cpus: int
+    gpus: int
 
 
 def render(sweep: Sweep, profile: Profile, stage: str) -> str:
     """The batch script of ``stage``: an array over cells for train and evaluate, a single job for report.
 
     Training takes what the profile asks for; evaluation one task with one GPU where there are any; the report none.
+    Servers come with whatever samples.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -25,8 +42,9 @@ def render(sweep: Sweep, profile: Profile, stage: str) -> str:
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     environment.filters["doublequoted"] = doublequoted
-    whole = stage == "train"
-    gpus = {"train": profile.gpus_per_node, "evaluate": min(profile.gpus_per_node, 1), "report": 0}[stage]
+    servers = None if stage == "report" else profile.servers
+    worker = _worker(profile, stage)
+    shape = worker if servers is None else with_servers(worker, servers)
     return environment.get_template("job.sbatch.j2").render(
         profile=profile,
         stage=stage,
@@ -36,13 +54,75 @@ def render(sweep: Sweep, profile: Profile, stage: str) -> str:
         sweep=sweep.path,
         logs=sweep.logs,
         directory=sweep.manifest.directory,
+        shape=shape,
+        step=worker_step(worker, servers),
+        launcher=launcher(profile, gpus=shape.gpus, folders=(sweep.manifest.directory, str(sweep.path))),
+        command=shlex.join(stage_command(sweep, stage)),
+        servers=servers,
+        servers_folder=shlex.quote(str(sweep.path / "servers")),
+        server_step="" if servers is None else server_step(worker, servers),
+        server_command="" if servers is None else server_command(worker, servers),
+        requeue_code=REQUEUE_EXIT_CODE,
+        unheard_code=UNHEARD_EXIT_CODE,
+    )
+
+
+def _worker(profile: Profile, stage: str) -> Shape:
+    whole = stage == "train"
+    return Shape(
         nodes=profile.nodes if whole else 1,
         tasks=profile.tasks_per_node if whole else 1,
-        gpus=gpus,
-        launcher=launcher(profile, gpus=gpus, folders=(sweep.manifest.directory, str(sweep.path))),
-        command=shlex.join(stage_command(sweep, stage)),
-        requeue_code=REQUEUE_EXIT_CODE,
+        cpus=profile.cpus_per_task,
+        gpus={"train": profile.gpus_per_node, "evaluate": min(profile.gpus_per_node, 1), "report": 0}[stage],
     )
+
+
+def with_servers(worker: Shape, servers: Servers) -> Shape:
+    """The allocation that holds both: servers on nodes of their own, or beside the worker on its one node."""
+    cpus = max(worker.cpus, servers.cpus)
+    if not servers.nodes:
+        gpus = worker.gpus + servers.count * servers.gpus
+        return Shape(nodes=worker.nodes, tasks=worker.tasks + servers.count, cpus=cpus, gpus=gpus)
+    share = -(-servers.count // servers.nodes)
+    return Shape(
+        nodes=worker.nodes + servers.nodes, tasks=max(worker.tasks, share), cpus=cpus,
+        gpus=max(worker.gpus, share * servers.gpus),
+    )  # fmt: skip
+
+
+def worker_step(worker: Shape, servers: Servers | None) -> str:
+    """srun's options for the worker: the whole job, or its own part of it.
+
+    A step of one task ends with it. One of several lets the others finish saving: srun's ``--kill-on-bad-exit`` would
+    kill them for the exit code that says "saved".
+    """
+    several = worker.nodes * worker.tasks > 1
+    last = f"--kill-on-bad-exit=0 --wait={LAST_TASKS_S}" if several else "--kill-on-bad-exit=1"
+    if servers is None:
+        return last
+    gpus = f" --gpus-per-node={worker.gpus}" if worker.gpus else ""
+    place = " --relative=0" if servers.nodes else ""
+    return (
+        f"{last} --exact --nodes={worker.nodes}{place} --ntasks={worker.nodes * worker.tasks} "
+        f"--ntasks-per-node={worker.tasks} --cpus-per-task={worker.cpus}{gpus}"
+    )
+
+
+def server_step(worker: Shape, servers: Servers) -> str:
+    """srun's options for the servers: one task each; one that ends does not take the others with it."""
+    place = f" --relative={worker.nodes}" if servers.nodes else ""
+    gpus = f" --gpus-per-task={servers.gpus}" if servers.gpus else ""
+    return (
+        f"--kill-on-bad-exit=0 --exact --nodes={servers.nodes or 1}{place} --ntasks={servers.count} "
+        f"--cpus-per-task={servers.cpus}{gpus}"
+    )
+
+
+def server_command(worker: Shape, servers: Servers) -> str:
+    """What each server task runs. Beside the worker it binds to loopback; from another node it must be reached."""
+    where = ["--reachable"] if servers.nodes else []
+    words = ["-m", "kl_comedy.slurm.servers", *where, "--ready", servers.ready, "--wait", str(servers.wait_seconds)]
+    return shlex.join([*words, "--", *shlex.split(servers.command)])
 
 
 def stage_command(sweep: Sweep, stage: str, index: int | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
 from kl_comedy.slurm import scheduler
-from kl_comedy.slurm.journal import Attempt, Submission, attempts, cancelled_at, latest, submissions
+from kl_comedy.slurm.journal import Attempt, Submission, attempts, belongs, cancelled_at, latest, submissions
 from kl_comedy.slurm.manifest import Cell, Sweep
 from kl_comedy.slurm.scheduler import JobState
 
@@ -108,21 +108,29 @@ def _status(
     last = tries[-1] if tries else None
     summary = _summary(run)
     job, queued = slurm.of(given, cell.index)
-    state, why = _state(summary, last, given, queued, cancelled)
+    state, why = _state(cell.index, summary, last, given, queued, cancelled)
     step, reward = _progress(run)
     if state == "PENDING" and tries:
         why = f"started again at update {step}" + (f" ({why})" if why else "")
+    evaluated = sweep.evaluation(cell.index).exists()
+    if state == "FINISHED" and not evaluated:
+        why = _why_not_evaluated(sweep, cell.index)
     node = (queued.node if queued and queued.state == "RUNNING" else "") or (last.node if last else "")
     return CellStatus(
         cell=cell.index, name=cell.name, seed=cell.seed, state=state, step=step, steps=cell.steps, reward=reward,
-        evaluated=sweep.evaluation(cell.index).exists(), node=node, job=job or (last.job or "" if last else ""),
+        evaluated=evaluated, node=node, job=job or (last.job or "" if last else ""),
         attempts=len(tries), why=why, run=None if run is None else str(run),
     )  # fmt: skip
 
 
+def _why_not_evaluated(sweep: Sweep, index: int) -> str:
+    tries = attempts(sweep, index, "evaluate")
+    return f"evaluation: {tries[-1].reason}" if tries and tries[-1].reason else ""
+
+
 def _state(
-    summary: Mapping[str, Any] | None, last: Attempt | None, given: Submission | None, queued: JobState | None,
-    cancelled: float,
+    index: int, summary: Mapping[str, Any] | None, last: Attempt | None, given: Submission | None,
+    queued: JobState | None, cancelled: float,
 ) -> tuple[str, str]:  # fmt: skip
     """The state and why."""
     from kl_comedy.tracking.process import is_dead
@@ -133,8 +141,7 @@ def _state(
         return ("PENDING", queued.why) if queued.state == "PENDING" else ("RUNNING", "")
     if queued is UNKNOWN and (last is None or last.code is None):
         return ("PENDING" if last is None else "RUNNING"), UNKNOWN.why
-    late = last if last is not None and (given is None or last.started >= given.time - 1) else None
-    if given is not None and late is None:
+    if given is not None and (last is None or not belongs(last, given, index)):
         return _never_began(given, queued, cancelled)
     if last is None:
         return "PLANNED", ""

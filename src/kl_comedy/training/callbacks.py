@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
+from kl_comedy.errors import RunFailed
 from kl_comedy.evaluation import EvalResult, evaluate
 from kl_comedy.records import Scored
 from kl_comedy.tracking import Tracker
@@ -124,8 +126,16 @@ class CheckpointCallback(Callback):
     def save(self, trainer: lightning.Trainer, version: int) -> None:
         target = self._run.checkpoints / f"step-{version:08d}.ckpt"
         temporary = target.with_suffix(".tmp")
-        trainer.save_checkpoint(temporary)
-        temporary.replace(target)
+        try:
+            trainer.save_checkpoint(temporary)
+            temporary.replace(target)
+        except OSError as error:  # a full disk, a quota, a file system that went away
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise RunFailed(
+                f"the checkpoint of update {version} cannot be written ({error.strerror}); the run goes on from "
+                f"update {self._run.checkpoint_step or 0} when {self._run.checkpoints} can be written again"
+            ) from error
         self._tracker.commit(version)
         for old in sorted(self._run.checkpoints.glob("step-*.ckpt"))[: -self._keep]:
             old.unlink()

@@ -72,7 +72,7 @@ def _train(config: Config, console: Console, command: str, request: StopRequest)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     console.print(f"loading {config.model.source}", soft_wrap=True, highlight=False)
-    started = time.time()
+    started = time.monotonic()
     parts = build(config)
     try:
         check_audit(config, parts.terms)
@@ -134,7 +134,15 @@ def _fit(
         backend=parts.backend,
     )
     parts.loaded.model.train(False)
-    request.updating = True
+    with request.finish_first():
+        return _fit_and_write(run, parts, tracker, command, request, trainer, module, evaluation, checkpoint, started)
+
+
+def _fit_and_write(
+    run: RunDir, parts: Parts, tracker: Tracker, command: str, request: StopRequest, trainer: lightning.Trainer,
+    module: PolicyModule, evaluation: EvaluationCallback, checkpoint: Path | None, started: float,
+) -> Outcome:  # fmt: skip
+    config = parts.config
     try:
         trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
         if module.version < config.train.steps:
@@ -155,13 +163,11 @@ def _fit(
     except Exception as error:
         _end(run, tracker, "FAILED", f"{type(error).__name__}: {error}", config, command)
         raise
-    finally:
-        request.updating = False
     parts.loaded.model.save_pretrained(run.policy)
     parts.loaded.tokenizer.save_pretrained(run.policy)
     summary = _end(
         run, tracker, "FINISHED", None, config, command,
-        metrics=module.last_metrics, evaluations=evaluation.history, seconds=time.time() - started,
+        metrics=module.last_metrics, evaluations=evaluation.history, seconds=time.monotonic() - started,
         run_id=tracker.run_id,
     )  # fmt: skip
     return Outcome(run=run, summary=summary)
@@ -283,5 +289,10 @@ def _end(
         "run_id": tracker.run_id,
         **found,
     }
-    run.write_summary(summary)
+    try:
+        run.write_summary(summary)
+    except OSError as error:
+        if status == "FINISHED":
+            raise RunFailed(f"{run.path}/summary.json cannot be written ({error.strerror}); run it again") from error
+        log.warning("%s/summary.json cannot be written: %s", run.path, error.strerror)
     return summary

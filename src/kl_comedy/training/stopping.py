@@ -19,16 +19,25 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 @dataclass
 class StopRequest:
-    """Who asked. Before ``updating`` there is nothing to finish, and SIGTERM ends the process at once."""
+    """Who asked. Outside ``finishing`` there is nothing to finish, and SIGTERM ends the process at once."""
 
     signal: signal.Signals | None = None
-    updating: bool = False
+    finishing: bool = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not signal.SIGTERM:  # an end outranks a pause
             self.signal = signal.Signals(number)
-        if number == signal.SIGTERM and not self.updating:
+        if number == signal.SIGTERM and not self.finishing:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def finish_first(self) -> Iterator[None]:
+        """While an update is under way, or what a whole run made is being written: signals are noted only."""
+        self.finishing = True
+        try:
+            yield
+        finally:
+            self.finishing = False
 
 
 _listening: StopRequest | None = None

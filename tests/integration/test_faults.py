@@ -1,0 +1,188 @@
+"""Faults injected for real into a training run: a full disk, a store's server killed, a clock that jumps.
+
+The rows of docs/faults.md name these tests. What is lost must be nothing: the weights and the metric points of a run
+that was hurt and went on are those of a run nobody hurt.
+"""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import kl_comedy.training.rooms  # noqa: F401
+from kl_comedy.config import load_config
+from kl_comedy.errors import RunFailed
+from kl_comedy.training.run import train
+
+TINY = Path(__file__).with_name("tiny.yaml")
+STEPS = 12
+SETTINGS = [f"train.steps={STEPS}", "train.eval_every=0", "train.threads=1", "train.keep_checkpoints=3", "resume=auto"]
+
+
+def go(folder, *overrides):
+    config = load_config(TINY, [f"output={folder}", *SETTINGS, *overrides])
+    return train(config, console=Console(file=io.StringIO()), command="kl-comedy train tiny.yaml resume=auto")
+
+
+def bits(done):
+    return (done.run.policy / "model.safetensors").read_bytes()
+
+
+def spooled(done):
+    """Every metric of the run's own record but times: (step, name) to value."""
+    events = [json.loads(line) for line in (done.run.path / "spool.jsonl").read_text().splitlines()]
+    return {
+        (event["step"], name): value
+        for event in events if event["kind"] == "metrics"
+        for name, value in event["data"].items() if not name.startswith("time/")
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    done = go(tmp_path_factory.mktemp("undisturbed"))
+    return bits(done), spooled(done)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MB: room for the three checkpoints that are kept and a policy, until something fills it."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_when_there_is_room(small_disk, monkeypatch, undisturbed):
+    from kl_comedy.training.callbacks import CheckpointCallback
+
+    save = CheckpointCallback.save
+
+    def filled_at_five(self, trainer, version):
+        if version == 5:
+            with open(small_disk / "somebody_elses", "wb") as file:
+                free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+                file.write(b"\0" * (free - 100_000))
+        save(self, trainer, version)
+
+    monkeypatch.setattr(CheckpointCallback, "save", filled_at_five)
+    words = r"checkpoint of update 5 cannot be written \(No space left on device\); .* update 4"
+    with pytest.raises(RunFailed, match=words):
+        go(small_disk)
+    (folder,) = small_disk.glob("tiny-*")
+    assert json.loads((folder / "summary.json").read_text())["status"] == "FAILED"
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["step-00000002.ckpt", "step-00000003.ckpt", "step-00000004.ckpt"]
+    monkeypatch.undo()
+    (small_disk / "somebody_elses").unlink()
+    done = go(small_disk)
+    assert (bits(done), spooled(done)) == undisturbed
+
+
+def test_a_clock_that_jumps_back_changes_no_weight_and_loses_no_point(tmp_path, monkeypatch, undisturbed):
+    from kl_comedy.tracking.store import connect
+
+    uri = f"sqlite:///{tmp_path}/store.db"
+    clocks, calls = {"time": time.time, "time_ns": time.time_ns}, []
+
+    def jumping(name, back):
+        def read():
+            calls.append(name)
+            return clocks[name]() - (back if len(calls) > 20 else 0)
+
+        return read
+
+    monkeypatch.setattr(time, "time", jumping("time", 3600))
+    monkeypatch.setattr(time, "time_ns", jumping("time_ns", 3600 * 10**9))
+    done = go(tmp_path, f"tracking.uri={uri}")
+    monkeypatch.undo()
+    assert len(calls) > 30 and done.summary["seconds"] > 0
+    assert (bits(done), spooled(done)) == undisturbed
+    times = [json.loads(line)["time"] for line in (done.run.path / "spool.jsonl").read_text().splitlines()]
+    assert min(later - earlier for earlier, later in pairwise(times)) < -3_000_000, "it jumped"
+    assert points(connect(uri), done.summary["run_id"]) == undisturbed[1]
+
+
+def points(client, run_id):
+    return {
+        (point.step, name): point.value
+        for name in client.get_run(run_id).data.metrics if not name.startswith("time/")
+        for point in client.get_metric_history(run_id, name)
+    }  # fmt: skip
+
+
+class Server:
+    """An MLflow server over a SQLite file, in a process of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+
+    def start(self):
+        words = [
+            sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{self.folder}/store.db",
+            "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
+        ]  # fmt: skip
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(words, cwd=self.folder, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 180
+        while not self._up():
+            assert self.process.poll() is None and time.monotonic() < deadline, (self.folder / "log").read_text()
+            time.sleep(0.2)
+
+    def _up(self):
+        try:
+            return urllib.request.urlopen(f"{self.uri}/health", timeout=2).status == 200
+        except OSError:
+            return False
+
+    def kill(self):
+        """The server and its workers: they are the one session that was started."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.mark.slow
+def test_a_killed_mlflow_server_costs_no_update_and_no_point(tmp_path, monkeypatch, undisturbed, caplog):
+    from kl_comedy.tracking.mirror import sync
+    from kl_comedy.tracking.store import connect
+    from kl_comedy.training.callbacks import CheckpointCallback
+
+    server = Server(tmp_path)
+    server.start()
+    save = CheckpointCallback.save
+
+    def killed_at_six(self, trainer, version):
+        if version == 6:
+            server.kill()
+        save(self, trainer, version)
+
+    monkeypatch.setattr(CheckpointCallback, "save", killed_at_six)
+    try:
+        done = go(tmp_path, f"tracking.uri={server.uri}", "tracking.flush_every=1")
+        monkeypatch.undo()
+        assert (bits(done), spooled(done)) == undisturbed
+        assert sum("results sync" in record.getMessage() for record in caplog.records) == 1
+        server.start()
+        found = points(connect(server.uri), done.summary["run_id"])
+        assert max(step for step, _ in found) == 5, "what came after the kill is not there yet"
+        sync(done.run.path)
+        assert points(connect(server.uri), done.summary["run_id"]) == undisturbed[1]
+    finally:
+        server.kill()
