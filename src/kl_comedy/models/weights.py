@@ -1,0 +1,104 @@
+"""A model's weights as a stream of whole tensors in bounded buckets, whatever way the model is sharded.
+
+    sharded model -> (gather a bucket, hand it on, forget it) -> replica, sampler, file
+
+No process holds more than one bucket beside its own shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Bucket = list[tuple[str, Tensor]]
+
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+
+
+def stream_weights(model: nn.Module, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
+    """The weights of ``model`` under their names, whole and detached, at most ``bucket_bytes`` at a time.
+
+    A tensor larger than that is a bucket of its own. Tied weights come once. Of a sharded model every process must
+    walk the stream to its end, in step, because gathering is a collective; every process gets the whole tensors.
+    A bucket may share memory with the model: copy what is kept.
+
+    >>> [[name for name, _ in bucket] for bucket in stream_weights(nn.Linear(2, 2), bucket_bytes=16)]
+    [['weight'], ['bias']]
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    bucket: Bucket = []
+    held = 0
+    for name, tensor in named_weights(model):
+        size = tensor.numel() * tensor.element_size()
+        if bucket and held + size > bucket_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, whole(tensor)))
+        held += size
+    if bucket:
+        yield bucket
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters (tied ones once) and the buffers that a state dict keeps, as they are held: sharded or not."""
+    yield from model.named_parameters()
+    kept = set(model.state_dict())
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; then all processes must call."""
+    gathered: Any = tensor.detach()
+    full: Tensor = gathered.full_tensor() if hasattr(gathered, "full_tensor") else gathered
+    return full
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the whole model, sharded or not."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in named_weights(model))
+
+
+@torch.no_grad()
+def copy_into(model: nn.Module, buckets: Iterable[Bucket]) -> None:
+    """Overwrite the weights of a model that is not sharded. Raises :class:`ValueError` for names that differ."""
+    mine: Mapping[str, Tensor] = dict(named_weights(model))
+    seen: set[str] = set()
+    for bucket in buckets:
+        for name, tensor in bucket:
+            if name not in mine:
+                raise ValueError(f"no such weight: {name}")
+            mine[name].copy_(tensor)
+            seen.add(name)
+    if seen != set(mine):
+        raise ValueError(f"weights that did not come: {', '.join(sorted(set(mine) - seen)[:3])}")
+
+
+def merged_weights(buckets: Iterable[Bucket], scaling: float) -> Iterator[tuple[str, Tensor]]:
+    """Base names and weights of a LoRA model with its adapter folded in: ``W + scaling * B A``, in float32.
+
+    The factors of a module must follow its weight within the stream, as PEFT registers them. Weights without an
+    adapter pass through. Merging rounds to the weight's dtype, so log-probs agree to that precision only.
+    """
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for bucket in buckets:
+        for name, tensor in bucket:
+            base = name.removeprefix("base_model.model.")
+            for mark, part in ((".base_layer.weight", "base"), (".lora_A.default.weight", "A"),
+                               (".lora_B.default.weight", "B")):  # fmt: skip
+                if base.endswith(mark):
+                    module = base.removesuffix(mark)
+                    parts = waiting.setdefault(module, {})
+                    parts[part] = tensor
+                    if len(parts) == 3:
+                        delta = scaling * (parts["B"].float() @ parts["A"].float())
+                        yield f"{module}.weight", (parts["base"].float() + delta).to(parts["base"].dtype)
+                        del waiting[module]
+                    break
+            else:
+                yield base.replace(".base_layer.", "."), tensor
+    if waiting:
+        raise ValueError(f"an adapter's factors are missing: {', '.join(sorted(waiting)[:3])}")
