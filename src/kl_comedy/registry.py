@@ -46,7 +46,7 @@ class Entry(Generic[T]):
             "source": self.source,
             "claims": list(self.claims),
             "origin": self.origin,
-            **{key: value for key, value in self.facts.items()},
+            **{key: value for key, value in self.facts.items() if not callable(value)},
         }
 
 
@@ -131,6 +131,7 @@ ESTIMATORS: Registry[Any] = Registry("estimators")
 CORRECTIONS: Registry[Any] = Registry("corrections")
 ADVANTAGES: Registry[Any] = Registry("advantages")
 POLICY_LOSSES: Registry[Any] = Registry("policy_losses")
+POLICY_CORRECTIONS: Registry[Any] = Registry("policy_corrections")
 REWARDS: Registry[Any] = Registry("rewards")
 ROLLOUTS: Registry[Any] = Registry("rollouts")
 DATASETS: Registry[Any] = Registry("datasets")
@@ -140,7 +141,8 @@ SUITES: Registry[Any] = Registry("suites")
 KINDS: dict[str, Registry[Any]] = {
     table.kind: table
     for table in (
-        ESTIMATORS, CORRECTIONS, ADVANTAGES, POLICY_LOSSES, REWARDS, ROLLOUTS, DATASETS, RECIPES, SUITES,
+        ESTIMATORS, CORRECTIONS, ADVANTAGES, POLICY_LOSSES, POLICY_CORRECTIONS, REWARDS, ROLLOUTS, DATASETS, RECIPES,
+        SUITES,
     )
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import algorithm_docs
 import decision_docs
 import peers_docs
 from open_problem_block import open_problem
@@ -245,7 +246,16 @@ def verdicts() -> str:
 def names() -> str:
     """Every built-in part a config may name, with its options."""
     parts = []
-    for kind in ("estimators", "corrections", "advantages", "policy_losses", "rewards", "datasets", "rollouts"):
+    for kind in (
+        "estimators",
+        "corrections",
+        "advantages",
+        "policy_losses",
+        "policy_corrections",
+        "rewards",
+        "datasets",
+        "rollouts",
+    ):
         rows = [
             (f"`{entry.name}`", entry.summary.replace("``", "`"), ", ".join(entry.claims), options_of(entry))
             for entry in built_in(KINDS[kind])
@@ -320,7 +330,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "verdicts": verdicts, "names": names,
     },
     "open_problem.md": {"open_problem": open_problem},
-    "decision.md": decision_docs.PARTS,
+    "decision.md": {**decision_docs.PARTS, **algorithm_docs.DECISION},
+    "algorithms.md": algorithm_docs.PARTS,
     "peers.md": peers_docs.PARTS,
 }  # fmt: skip
 

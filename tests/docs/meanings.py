@@ -68,8 +68,26 @@ MEANINGS: dict[str, str] = {
     "rewards.N.weight": "Its factor in the sum.",
     "rewards.N.options": "Its options; `timeout_s`: CPU seconds an item may cost in the worker pool.",
     "algorithm.advantage": "From returns to what weights the score of each token.",
+    "algorithm.value.gamma": "Discount per token of `gae`.",
+    "algorithm.value.lam": "Lambda of `gae`: 1 is the return to go less the value, 0 one temporal difference.",
+    "algorithm.value.coefficient": "Of the value loss `(V - lambda return)^2 / 2`.",
+    "algorithm.value.lr": "Learning rate of the value head; `null`: `optimizer.lr`. The schedule scales both.",
+    "algorithm.value.clip": "Hold values this near to those at the batch's first use, counted; `null`: never.",
+    "algorithm.value.trunk": "The value loss trains the policy's body too; else only the head.",
+    "algorithm.value.bootstrap_truncated": (
+        "A completion cut at `max_new_tokens` goes on with the value after its last token; else it is over there, as "
+        "the verifier's reward is for it."
+    ),
+    "algorithm.value.normalize": "Advantages with mean 0 and deviation 1 over the update's tokens; scales beta too.",
     "algorithm.policy_loss": "The task part of the loss.",
     "algorithm.policy_loss_options": "Of the policy loss, as `clip_low`, `clip_high` of `ppo_clip`.",
+    "algorithm.correction": (
+        "Weights of the policy loss for stale samples: names to options, as `{tis: {cap: 2}}`; one ratio, any masks "
+        "([algorithms.md](algorithms.md)). KL terms have their own `correction`."
+    ),
+    "algorithm.proximal": (
+        "What the policy loss's ratio is against: the sampler, or the policy at the batch's first use (decoupled PPO)."
+    ),
     "algorithm.reduction": (
         "The weight of a sequence's token sum: 1/(tokens of the update); 1/(sequences x own tokens); "
         "1/(sequences x `reduction_constant`). The same weights hold for every KL term."

@@ -25,6 +25,14 @@ Terms = Annotated[list[str] | None, typer.Option("--term", help="One term, as '{
 Estimators = Annotated[
     list[str] | None, typer.Option("--estimator", help="Every meaningful cell of an estimator, uncorrected and not")
 ]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        help="Instead of KL terms: a policy loss or correction, decoupled_ppo, all, a config, or "
+        "'{policy_loss: reinforce, correction: {tis: {cap: 2}}}'",
+    ),
+]
 Regimes = Annotated[
     list[str] | None, typer.Option("--regime", help="on_policy, off_policy or mixed (default: all three)")
 ]
@@ -57,6 +65,7 @@ def certify(
     term: Terms = None,
     estimator: Estimators = None,
     matrix: Annotated[bool, typer.Option("--matrix", help="Every cell of the registry")] = False,
+    policy: Policies = None,
     regime: Regimes = None,
     format: Annotated[str, typer.Option(help="table, json, csv, latex or markdown")] = "table",
     plot: Annotated[Path | None, typer.Option("--plot", help="Write the bias-variance plane to this picture")] = None,
@@ -70,21 +79,24 @@ def certify(
     Example: `kl-comedy certify grpo rb/per_decision`
 
     Example: `kl-comedy certify --plugin my_estimator.py`
+
+    Example: `kl-comedy certify --policy tis --policy sequence --regime off_policy`
     """
     if format not in FORMATS:
         raise bad_value("--format", format, FORMATS)
+    regimes = _regimes(regime)
+    if policy:
+        _certify_policies(
+            policy, regimes, format, plugin or [], alone=not (names or term or estimator or matrix or plot)
+        )
+        return
     asked, broken = _asked(names or [], term or [], estimator or [], matrix, plugin or [])
     from rich.console import Console
     from rich.progress import track
 
     from kl_comedy.kl.oracle.certificate import certify as certificates
     from kl_comedy.kl.oracle.in_training import effects
-    from kl_comedy.kl.oracle.setting import REGIMES
 
-    regimes = tuple(regime or REGIMES)
-    for each in regimes:
-        if each not in REGIMES:
-            raise bad_value("--regime", each, REGIMES)
     console = Console(stderr=True)
     found: list[Certificate] = []
     for name, terms in track(
@@ -101,6 +113,32 @@ def certify(
     broken += [_broken(certificate) for certificate in found if not certificate.kept]
     if broken:
         raise RunFailed("claims that do not hold:\n  " + "\n  ".join(broken))
+
+
+def _regimes(asked: list[str] | None) -> tuple[str, ...]:
+    from kl_comedy.kl.oracle.setting import REGIMES
+
+    for each in asked or ():
+        if each not in REGIMES:
+            raise bad_value("--regime", each, REGIMES)
+    return tuple(asked or REGIMES)
+
+
+def _certify_policies(
+    policies: list[str], regimes: tuple[str, ...], format: str, plugins: list[Path], *, alone: bool
+) -> None:
+    """Policy terms, which have another target than KL terms and so a table of their own."""
+    import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.cli.policy_terms import certify_policies
+    from kl_comedy.registry import load_plugin_file
+
+    if not alone:
+        raise UserError(
+            "--policy certifies policy terms against the reward gradient; ask for KL terms in a second call"
+        )
+    for file in plugins:
+        load_plugin_file(file)
+    certify_policies(policies, regimes, format)
 
 
 def _asked(
@@ -165,6 +203,7 @@ def _add_file(asked: _Asked, name: str) -> None:
 
     from kl_comedy.config import load_config
     from kl_comedy.kl.recipes import resolve_terms
+    from kl_comedy.registry import ADVANTAGES
 
     path = Path(name)
     if not path.is_file():
@@ -178,7 +217,8 @@ def _add_file(asked: _Asked, name: str) -> None:
         return
     config = load_config(path, [])
     asked.add(name, resolve_terms(config.kl))
-    asked.around[name] = _surroundings(config)
+    if not ADVANTAGES.get(config.algorithm.advantage).facts.get("critic"):  # whose values only training has
+        asked.around[name] = _surroundings(config)
 
 
 def _surroundings(config: Any) -> Surroundings:
@@ -190,6 +230,8 @@ def _surroundings(config: Any) -> Surroundings:
         advantage=algorithm.advantage,
         policy_loss=algorithm.policy_loss,
         policy_loss_options=dict(algorithm.policy_loss_options),
+        correction=dict(algorithm.correction),
+        proximal=algorithm.proximal,
         group_size=min(config.rollout.group_size, LARGEST_GROUP),
         reduction="sequence_sum",
         drop_truncated=algorithm.mask_truncated,

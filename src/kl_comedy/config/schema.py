@@ -124,12 +124,37 @@ class RewardConfig:
 
 
 @dataclass
+class ValueConfig:
+    """The value head of ``advantage: gae``: linear on the last hidden state. ``lr`` null: ``optimizer.lr``.
+
+    ``trunk``: the value loss also trains the policy's body. ``bootstrap_truncated``: a completion cut at the limit
+    goes on with the value after its last token; else it is over there, as its reward is.
+    """
+
+    gamma: float = field(default=1.0, metadata={"minimum": 0.0, "maximum": 1.0})
+    lam: float = field(default=0.95, metadata={"minimum": 0.0, "maximum": 1.0})
+    coefficient: float = _above(0.5, 0)
+    lr: float | None = _above(None, 0)
+    clip: float | None = _above(None, 0)
+    trunk: bool = False
+    bootstrap_truncated: bool = False
+    normalize: bool = False
+
+
+@dataclass
 class AlgorithmConfig:
-    """The task part of the objective, and how one batch is used."""
+    """The task part of the objective, and how one batch is used.
+
+    ``correction`` maps policy corrections to their options, as ``{tis: {cap: 2.0}}``. ``proximal: recomputed`` holds
+    the policy loss's ratio against the policy at the batch's first use (decoupled PPO) instead of the sampler.
+    """
 
     advantage: str = _named("rloo", "advantages")
+    value: ValueConfig = field(default_factory=ValueConfig)
     policy_loss: str = _named("reinforce", "policy_losses")
     policy_loss_options: dict[str, float] = field(default_factory=dict)
+    correction: dict[str, Any] = field(default_factory=dict)
+    proximal: str = _one_of("behaviour", "behaviour", "recomputed")
     reduction: str = _one_of("token_mean", "token_mean", "sequence_mean_token_mean", "sequence_sum")
     reduction_constant: float = _above(1.0, 0)
     updates_per_batch: int = _at_least(1, 1)

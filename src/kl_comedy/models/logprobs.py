@@ -41,7 +41,7 @@ class TokenPass:
     ``forward_kl_BT`` exact ``KL(ref || pi)``; both differentiable in the policy only.
     ``entropy_BT`` entropy of the next-token distribution; detached: it is a metric here.
     ``total_variation_BT`` total variation ``sum |pi - ref| / 2`` of the next-token distributions, in [0, 1]; detached.
-    ``hidden_NH`` hidden state before each masked token, row by row; detached.
+    ``hidden_NH`` hidden state before each masked token, row by row; detached unless asked otherwise.
     """
 
     logp_BT: Tensor
@@ -81,6 +81,7 @@ def token_pass(
     entropy: bool = False,
     total_variation: bool = False,
     keep_hidden: bool = False,
+    detach_hidden: bool = True,
     share_prompt: bool = True,
 ) -> TokenPass:
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
@@ -102,7 +103,7 @@ def token_pass(
         head = head_weights(model)
         other = gathered(reference) if wanted.reference and reference is not None else None
         columns = _head_in_chunks(hidden_NH, head, ids_BT[mask_BT], temperature, chunk_elements, other, wanted)
-        return (hidden_NH.detach(), *columns)
+        return (hidden_NH.detach() if detach_hidden else hidden_NH, *columns)
 
     hidden_NH, *columns = call_as_forward(model, run)
     spread = [torch.zeros(mask_BT.shape, dtype=c.dtype, device=c.device).masked_scatter(mask_BT, c) for c in columns]

@@ -84,7 +84,7 @@ def dr_grpo(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     return returns_BT - _group_mean(returns_BT, group_B)
 
 
-def _whiten(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def whiten(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Zero mean and unit standard deviation over the tokens of the batch."""
     inside = values_BT[mask_BT.bool()]
     return (values_BT - inside.mean()) / (inside.std(correction=0) + EPSILON)
@@ -93,10 +93,10 @@ def _whiten(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 @ADVANTAGES.register("reinforce_pp", source="REINFORCE++ 2501.03262", group=False, batch=True)
 def reinforce_pp(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """The return, normalized over all tokens of the batch (mean and standard deviation)."""
-    return _whiten(returns_BT, mask_BT)
+    return whiten(returns_BT, mask_BT)
 
 
 @ADVANTAGES.register("reinforce_pp_baseline", source="REINFORCE++-baseline 2501.03262", group=True, batch=True)
 def reinforce_pp_baseline(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """The return less its group's mean, then normalized over all tokens of the batch."""
-    return _whiten(returns_BT - _group_mean(returns_BT, group_B), mask_BT)
+    return whiten(returns_BT - _group_mean(returns_BT, group_B), mask_BT)

@@ -11,6 +11,7 @@ import kl_comedy
 from kl_comedy.config import Config, config_hash, config_reader
 from kl_comedy.errors import UserError
 from kl_comedy.kl import resolve_terms
+from kl_comedy.objective import PolicyTerm, check_policy_term
 from kl_comedy.slurm.grid import RESERVED, Grid, Point, expand
 from kl_comedy.slurm.manifest import Cell, Manifest
 from kl_comedy.slurm.values import override
@@ -77,6 +78,7 @@ def _try(read: Reader, overrides: Sequence[str], where: str) -> Config:
     try:
         config = read(overrides)
         resolve_terms(config.kl)
+        check_policy_term(PolicyTerm.of(config.algorithm))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return config

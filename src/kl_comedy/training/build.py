@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +9,16 @@ from typing import TYPE_CHECKING
 
 from kl_comedy.config import Config
 from kl_comedy.data import data_hash, decontaminate, load_problems, render
-from kl_comedy.errors import bad_value, unknown_key
+from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet
 from kl_comedy.kl import KLTerm, resolve_terms, warnings
 from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.models.reference import Reference, build_reference
 from kl_comedy.records import Problem, Prompt
-from kl_comedy.registry import ADVANTAGES, POLICY_LOSSES, ROLLOUTS
+from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling, check_training_sampling
+from kl_comedy.training.critic import check_algorithm
 
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate import Certificate
@@ -115,8 +115,7 @@ def build(config: Config) -> Parts:
     """Build every part. Raises :class:`UserError` for a mistake in the config."""
     terms = check_terms(config)
     check_training_sampling(config.rollout)
-    ADVANTAGES.get(config.algorithm.advantage, key="algorithm.advantage")
-    _check_options(config)
+    check_algorithm(config.algorithm, terms)
     raw = load_raw(config)
     scorer = RewardSum(config.rewards)
     _check_golds(scorer, raw)
@@ -215,13 +214,3 @@ def _references(config: Config, terms: Sequence[KLTerm], loaded: LoadedModel) ->
         "share_prompt": config.model.share_prompt,
     }
     return {name: build_reference(name, loaded, config.reference, **shared) for name in names}
-
-
-def _check_options(config: Config) -> None:
-    entry = POLICY_LOSSES.get(config.algorithm.policy_loss, key="algorithm.policy_loss")
-    allowed = list(inspect.signature(entry.fn).parameters)[3:]
-    for name, value in config.algorithm.policy_loss_options.items():
-        if name not in allowed:
-            raise unknown_key(
-                f"algorithm.policy_loss_options.{name}", value, allowed, f"{entry.name} takes no such option"
-            )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kl_comedy.config import AlgorithmConfig
 from kl_comedy.kl import KLTerm, kl_parts, kl_surrogate
-from kl_comedy.registry import POLICY_LOSSES
+from kl_comedy.objective.policy_term import PolicyLossParts, PolicyTerm, policy_term
 from kl_comedy.training.prepare import MicroBatch
 
 if TYPE_CHECKING:
@@ -32,9 +32,7 @@ def micro_loss(
     """
     experience = micro.experience
     logp_BT = passes["initial"].logp_BT
-    policy_BT = POLICY_LOSSES.get(algorithm.policy_loss).fn(
-        logp_BT, experience.behaviour_logp_BT, experience.advantage_BT, **algorithm.policy_loss_options
-    )
+    policy_BT = policy_parts(micro, logp_BT, algorithm).loss_BT
     parts = {"policy": _weighted(policy_BT, experience.mask_BT, experience.weight_B)}
     for position, (term, beta) in enumerate(zip(terms, betas, strict=True)):
         seen = passes["initial" if term.reference == "sampler" else term.reference]
@@ -52,6 +50,19 @@ def micro_loss(
         parts[f"kl_{position}"] = beta * _weighted(surrogate_BT, experience.mask_BT, experience.weight_B)
     loss = torch.stack(list(parts.values())).sum()
     return loss, {name: part.detach() for name, part in parts.items()}
+
+
+def policy_parts(micro: MicroBatch, logp_BT: Tensor, algorithm: AlgorithmConfig) -> PolicyLossParts:
+    """The policy term over a micro-batch, unreduced, with what its bounds and corrections did."""
+    experience = micro.experience
+    return policy_term(
+        PolicyTerm.of(algorithm),
+        logp_BT=logp_BT,
+        behaviour_logp_BT=experience.behaviour_logp_BT,
+        advantage_BT=experience.advantage_BT,
+        mask_BT=experience.mask_BT,
+        proximal_logp_BT=micro.proximal_logp_BT,
+    )
 
 
 def _weighted(loss_BT: Tensor, mask_BT: Tensor, weight_B: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl.estimators.log_ratio import k1, k2, k3
+from kl_comedy.objective.policy_term import PolicyLossParts
 from kl_comedy.records import Scored
 from kl_comedy.training.prepare import MicroBatch
 
@@ -68,6 +69,20 @@ def tally_tokens(tally: Tally, micro: MicroBatch, seen: TokenPass, *, version: i
         tally.add("_omega_square", omega_B.square().sum(), 1.0)
         age_BT = torch.where(mask_BT, version - experience.policy_version_BT, 0)
         tally.add("policy/staleness", age_BT.double().sum(), tokens)
+
+
+@torch.no_grad()
+def tally_policy(tally: Tally, parts: PolicyLossParts, mask_BT: Tensor) -> None:
+    """What the policy loss's bound and each policy correction did, as shares of tokens: nothing is bounded silently."""
+    tokens = float(mask_BT.sum())
+    if parts.clipped_BT is not None:
+        tally.add("policy/clip_fraction", parts.clipped_BT.sum(), tokens)
+    for name, found in parts.weights.items():
+        weight_BT = torch.where(mask_BT, found.weight_BT, 0.0)
+        tally.add(f"policy/correction/{name}/truncated_share", (found.truncated_BT & mask_BT).sum(), tokens)
+        tally.add(f"policy/correction/{name}/masked_share", (found.masked_BT & mask_BT).sum(), tokens)
+        tally.add(f"policy/correction/{name}/weight_mean", weight_BT.double().sum(), tokens)
+        tally.maximum(f"policy/correction/{name}/weight_max", weight_BT.max())
 
 
 @torch.no_grad()

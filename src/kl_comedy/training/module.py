@@ -21,11 +21,12 @@ from kl_comedy.kl import BetaState, KLTerm, kl_diagnostics
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import Reference, ReferencePass
-from kl_comedy.objective.policy_losses import clip_fraction
-from kl_comedy.registry import POLICY_LOSSES
+from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
-from kl_comedy.training.losses import micro_loss
-from kl_comedy.training.measure import Tally, effective_sample_share, row_metrics, tally_tokens
+from kl_comedy.training.critic import critic_metrics, uses_critic, value_head_for, value_part
+from kl_comedy.training.first_use import FirstUse, from_plain, record_first_use, to_plain
+from kl_comedy.training.losses import micro_loss, policy_parts
+from kl_comedy.training.measure import Tally, effective_sample_share, row_metrics, tally_policy, tally_tokens
 from kl_comedy.training.prepare import MicroBatch, Preparation, prepare
 from kl_comedy.training.schedules import lr_factor
 from kl_comedy.training.stream import ExperienceStream, UpdateBatch
@@ -50,12 +51,14 @@ class PolicyModule(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.policy = loaded.model
+        self.value_head = value_head_for(loaded) if uses_critic(config.algorithm) else None
         self.config = config
         self.terms = tuple(terms)
         self.betas = [BetaState(term.beta) for term in self.terms]
         self.version = 0
         self.last_metrics: dict[str, float] = {}
         self.last_batch: UpdateBatch | None = None
+        self.first_use: list[FirstUse] | None = None
         # None of these is an nn.Module, so none of them enters the module's state.
         self.references = dict(references)
         self.stream = stream
@@ -83,8 +86,12 @@ class PolicyModule(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         settings = self.config.optimizer
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [{"params": trainable}]
+        if self.value_head is not None:
+            rate = self.config.algorithm.value.lr or settings.lr
+            groups.append({"params": list(self.value_head.parameters()), "lr": rate})
         optimizer = torch.optim.AdamW(
-            trainable, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps,
+            groups, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps,
             weight_decay=settings.weight_decay,
         )  # fmt: skip
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -98,9 +105,12 @@ class PolicyModule(lightning.LightningModule):
         step = self.version
         betas = [beta.value for beta in self.betas]
         try:
+            if batch.first:
+                self.first_use = self.record(batch.batch)
             micro_batches = prepare(
-                batch.rows, self.plan, betas=betas, references=self.references, policy_pass=self.policy_pass
-            )
+                batch.rows, self.plan, betas=betas, references=self.references, policy_pass=self.policy_pass,
+                first_use=self.first_use and self.first_use[batch.offset : batch.offset + len(batch.rows)],
+            )  # fmt: skip
             tally, parts = Tally(), {}
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -109,8 +119,8 @@ class PolicyModule(lightning.LightningModule):
                     parts[name] = parts.get(name, 0.0) + float(value)
         except UserError as error:
             raise RunFailed(f"update {step}: {error}") from error
-        grad_norm = self._clip()
-        for name, value in {**parts, "grad/norm": grad_norm}.items():
+        norms = self._clip()
+        for name, value in {**parts, **norms}.items():
             if not torch.isfinite(torch.tensor(value)):
                 raise RunFailed(f"update {step}: {name} is {value}")
         rate = optimizer.param_groups[0]["lr"]
@@ -123,7 +133,8 @@ class PolicyModule(lightning.LightningModule):
             **{f"train/loss_{name}": value for name, value in parts.items()},
             **{f"beta/{position}": beta for position, beta in enumerate(betas)},
             "train/loss": sum(parts.values()),
-            "grad/norm": grad_norm,
+            **norms,
+            **critic_metrics(micro_batches),
             "train/lr": rate,
             **self._times(batch, time.perf_counter() - start),
         }
@@ -138,10 +149,41 @@ class PolicyModule(lightning.LightningModule):
         if not bool(torch.isfinite(seen.logp_BT).all()):
             raise UserError("the policy's log-probs are not finite")
         loss, parts = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm)
+        if self.value_head is not None:
+            parts["value"], loss = self._value(micro, seen, tally, loss)
         self.manual_backward(loss)
         tally_tokens(tally, micro, seen, version=self.version)
         self._tally_options(tally, micro, seen)
         return parts
+
+    def _value(self, micro: MicroBatch, seen: TokenPass, tally: Tally, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The detached value loss of a micro-batch, and ``loss`` with it."""
+        assert self.value_head is not None and seen.hidden_NH is not None and micro.values is not None
+        mask_BT, settings = micro.experience.mask_BT, self.config.algorithm.value
+        value_BT = self.value_head(seen.hidden_NH, mask_BT)
+        part, clipped_BT = value_part(settings, value_BT, micro.values, mask_BT, micro.experience.weight_B)
+        if settings.clip is not None:
+            tally.add("value/clip_fraction", clipped_BT.sum(), float(mask_BT.sum()))
+        return part.detach(), loss + part
+
+    def record(self, rows: Sequence[Scored]) -> list[FirstUse] | None:
+        """What is kept of a batch at its first use, where the algorithm has a critic or a recomputed policy."""
+        algorithm = self.config.algorithm
+        if self.value_head is None and algorithm.proximal != "recomputed":
+            return None
+
+        def measure(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            seen = self.policy_pass(inputs, None, ())
+            if self.value_head is None:
+                return seen.logp_BT, torch.zeros_like(seen.logp_BT)
+            assert seen.hidden_NH is not None
+            return seen.logp_BT, self.value_head(seen.hidden_NH, inputs["mask_BT"])
+
+        return record_first_use(
+            rows, measure, microbatch_tokens=self.plan.microbatch_tokens, pad_id=self.plan.pad_id,
+            device=self.plan.device,
+            bootstrap_truncated=self.value_head is not None and algorithm.value.bootstrap_truncated,
+        )  # fmt: skip
 
     def passes(
         self, micro: MicroBatch, *, terms: Sequence[KLTerm] | None = None, measure: bool = False
@@ -156,8 +198,9 @@ class PolicyModule(lightning.LightningModule):
         return found
 
     def policy_pass(
-        self, inputs: Mapping[str, Tensor], reference: ReferencePass, terms: Sequence[KLTerm], *, measure: bool = False
-    ) -> TokenPass:
+        self, inputs: Mapping[str, Tensor], reference: ReferencePass | None, terms: Sequence[KLTerm], *,
+        measure: bool = False,
+    ) -> TokenPass:  # fmt: skip
         """The policy pass, with the exact KLs that ``terms`` (or the metrics) need."""
         needs = {term.needs for term in terms}
         return token_pass(
@@ -171,6 +214,8 @@ class PolicyModule(lightning.LightningModule):
             forward_kl=measure or "exact_forward" in needs,
             entropy=measure,
             total_variation=measure,
+            keep_hidden=self.value_head is not None,
+            detach_hidden=not self.config.algorithm.value.trunk,
         )
 
     def _tally_options(self, tally: Tally, micro: MicroBatch, seen: TokenPass) -> None:
@@ -185,22 +230,19 @@ class PolicyModule(lightning.LightningModule):
                 tally.maximum(f"kl_term/{position}/ratio_max", found.pop("ratio_max"))
             for name, share in found.items():
                 tally.add(f"kl_term/{position}/{name}", share * tokens, tokens)
-        if POLICY_LOSSES.get(self.config.algorithm.policy_loss).facts.get("clips"):
-            clipped_BT = clip_fraction(
-                arguments["logp_BT"], arguments["behaviour_logp_BT"], experience.advantage_BT,
-                **self.config.algorithm.policy_loss_options,
-            )  # fmt: skip
-            tally.add("policy/clip_fraction", (clipped_BT & experience.mask_BT).sum(), tokens)
+        tally_policy(tally, policy_parts(micro, arguments["logp_BT"], self.config.algorithm), experience.mask_BT)
 
     def _measures_exactly(self, step: int) -> bool:
         every = self.config.train.exact_kl_every
         return step == 0 or (every > 0 and step % every == 0)
 
-    def _clip(self) -> float:
-        """Clip the gradient where asked; the norm before clipping."""
-        bound = self.config.optimizer.clip_norm
-        trainable = [p for p in self.policy.parameters() if p.requires_grad]
-        return float(torch.nn.utils.clip_grad_norm_(trainable, float("inf") if bound is None else bound))
+    def _clip(self) -> dict[str, float]:
+        """Clip the gradient where asked, the value head's on its own; the norms before clipping."""
+        bound = self.config.optimizer.clip_norm or float("inf")
+        parts = {"grad/norm": [p for p in self.policy.parameters() if p.requires_grad]}
+        if self.value_head is not None:
+            parts["grad/value_norm"] = list(self.value_head.parameters())
+        return {name: float(torch.nn.utils.clip_grad_norm_(chosen, bound)) for name, chosen in parts.items()}
 
     def _publish(self) -> None:
         """New weights: the version counts optimizer updates; moving references follow."""
@@ -243,6 +285,7 @@ class PolicyModule(lightning.LightningModule):
             "references": {name: ref.hash for name, ref in self.references.items() if not ref.moving},
             "moving": {name: ref.state_dict() for name, ref in self.references.items() if ref.moving},
             "torch_rng": torch.get_rng_state(),
+            "first_use": None if self.first_use is None else to_plain(self.first_use),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -260,6 +303,7 @@ class PolicyModule(lightning.LightningModule):
         for beta, value in zip(self.betas, state["betas"], strict=True):
             beta.value = float(value)
         self.stream.restore(state["stream"])
+        self.first_use = None if state.get("first_use") is None else from_plain(state["first_use"])
         torch.set_rng_state(state["torch_rng"])
 
 

@@ -16,8 +16,11 @@ from torch import Tensor
 from kl_comedy.config import AlgorithmConfig
 from kl_comedy.kl import KLTerm, TermParts, kl_parts, own_baseline
 from kl_comedy.objective import returns_with_costs, sequence_weights
+from kl_comedy.objective.advantages import whiten
 from kl_comedy.records import Experience, Scored
 from kl_comedy.registry import ADVANTAGES
+from kl_comedy.training.critic import ValueTargets, uses_critic
+from kl_comedy.training.first_use import FirstUse, padded
 from kl_comedy.training.packing import Packed, by_token_budget, pack
 
 if TYPE_CHECKING:
@@ -33,6 +36,10 @@ class MicroBatch:
     references: Mapping[str, ReferencePass]
     baselines: Mapping[int, Tensor]
     """By position, the ``[B, T]`` baselines of terms with ``baseline: own``."""
+    proximal_logp_BT: Tensor | None = None
+    """Log-probs of the policy at the batch's first use; None: the policy loss is held against the sampler."""
+    values: ValueTargets | None = None
+    """What the value head is trained towards; None: there is no critic."""
 
     def reference_of(self, term: KLTerm) -> ReferencePass:
         """The pass a term is measured against; ``sampler`` terms read the behaviour log-probs instead."""
@@ -57,8 +64,11 @@ def prepare(
     betas: Sequence[float],
     references: Mapping[str, Reference],
     policy_pass: Callable[..., TokenPass],
+    first_use: Sequence[FirstUse] | None = None,
 ) -> list[MicroBatch]:
     """Turn the rows of one update (whole groups) into micro-batches.
+
+    ``first_use``, row by row, is needed with a proximal policy or a critic (:mod:`kl_comedy.training.first_use`).
 
     ``policy_pass`` is called only where a term before the baseline (or with its own) needs the policy's log-probs.
     ``policy_pass(inputs, reference, terms)`` returns log-probs and, where a term asks, exact KLs.
@@ -76,7 +86,8 @@ def prepare(
     mask_BT = torch.arange(length, device=plan.device)[None] < sizes[:, None]
     baselines = {position: own_baseline(parts, mask_BT, group_B) for position, parts in own.items()}
     returns_BT = returns_with_costs(reward_B, cost_BT, length)
-    advantage_BT = ADVANTAGES.get(plan.algorithm.advantage).fn(returns_BT, mask_BT, group_B).float()
+    advantage_BT, values = _advantages(plan, returns_BT, mask_BT, group_B, first_use)
+    proximal_BT = _proximal(plan, first_use, length)
     weight_B = sequence_weights(
         plan.algorithm.reduction, mask_BT, constant=plan.algorithm.reduction_constant, keep_B=_kept(rows, plan)
     )
@@ -99,8 +110,41 @@ def prepare(
         )
         width = packed.ids_BT.shape[1]
         own_BT = {position: baseline_BT[index, :width] for position, baseline_BT in baselines.items()}
-        micro.append(MicroBatch(experience=experience, references=seen, baselines=own_BT))
+        micro.append(
+            MicroBatch(
+                experience=experience,
+                references=seen,
+                baselines=own_BT,
+                proximal_logp_BT=None if proximal_BT is None else proximal_BT[index, :width],
+                values=None if values is None else values.part(index, width),
+            )
+        )
     return micro
+
+
+def _advantages(
+    plan: Preparation, returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor, first_use: Sequence[FirstUse] | None
+) -> tuple[Tensor, ValueTargets | None]:
+    """Advantages ``[B, T]`` in float32 and, with a critic, what its values are trained towards."""
+    fn = ADVANTAGES.get(plan.algorithm.advantage).fn
+    if not uses_critic(plan.algorithm):
+        return fn(returns_BT, mask_BT, group_B).float(), None
+    assert first_use is not None
+    settings, length = plan.algorithm.value, mask_BT.shape[1]
+    value_BT = padded([row.value_T for row in first_use], length, plan.device)
+    advantage_BT = fn(
+        returns_BT, mask_BT, group_B, values_BT=value_BT, gamma=settings.gamma, lam=settings.lam,
+        last_value_B=torch.tensor([row.last_value for row in first_use], device=plan.device),
+    ).float()  # fmt: skip
+    targets = ValueTargets(old_value_BT=value_BT, target_BT=advantage_BT + value_BT)
+    return (whiten(advantage_BT, mask_BT) if settings.normalize else advantage_BT), targets
+
+
+def _proximal(plan: Preparation, first_use: Sequence[FirstUse] | None, length: int) -> Tensor | None:
+    if plan.algorithm.proximal != "recomputed":
+        return None
+    assert first_use is not None
+    return padded([row.logp_T for row in first_use], length, plan.device)
 
 
 def _kept(rows: Sequence[Scored], plan: Preparation) -> Tensor | None:

@@ -30,9 +30,14 @@ class Generate(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateBatch:
-    """The rows of one optimizer update: whole groups. ``first`` marks the first use of fresh samples."""
+    """The rows of one optimizer update: whole groups. ``first`` marks the first use of fresh samples.
+
+    ``batch`` is the whole batch that the rows are part of, from position ``offset`` on.
+    """
 
     rows: tuple[Scored, ...]
+    batch: tuple[Scored, ...]
+    offset: int
     iteration: int
     first: bool
     generate_s: float
@@ -101,6 +106,8 @@ class ExperienceStream:
         self._handed_out += 1
         return UpdateBatch(
             rows=tuple(self._current[part * size : (part + 1) * size]),
+            batch=tuple(self._current),
+            offset=part * size,
             iteration=iteration,
             first=within == 0,
             generate_s=self._times[0],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from kl_comedy.kl.oracle.rows import Loss, Rows
 from kl_comedy.kl.oracle.setting import Setting
 from kl_comedy.kl.surrogate import kl_parts
 from kl_comedy.kl.term import KLTerm
+from kl_comedy.objective.policy_term import PolicyTerm, policy_term
 from kl_comedy.objective.reduction import sequence_weights
 from kl_comedy.objective.returns import returns_with_costs
-from kl_comedy.registry import ADVANTAGES, POLICY_LOSSES
+from kl_comedy.registry import ADVANTAGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class Surroundings:
     advantage: str = "none"
     policy_loss: str = "reinforce"
     policy_loss_options: Mapping[str, float] = field(default_factory=dict)
+    correction: Mapping[str, Any] = field(default_factory=dict)
+    proximal: str = "behaviour"
     group_size: int = 1
     reduction: str = "sequence_sum"
     drop_truncated: bool = False
@@ -44,7 +48,10 @@ class Surroundings:
 
 def training_loss(terms: Sequence[KLTerm], around: Surroundings, *, scale: float = 1.0) -> Loss:
     """The loss of one update as training computes it, with every beta times ``scale``."""
-    policy_loss = POLICY_LOSSES.get(around.policy_loss).fn
+    spec = PolicyTerm(
+        loss=around.policy_loss, options=around.policy_loss_options, corrections=around.correction,
+        proximal=around.proximal,
+    )  # fmt: skip
 
     def loss(rows: Rows, /) -> Tensor:
         betas = [scale * number(term) for term in terms]
@@ -54,7 +61,7 @@ def training_loss(terms: Sequence[KLTerm], around: Surroundings, *, scale: float
                 cost_BT = cost_BT + beta * kl_parts(term, **term_arguments(term, rows)).cost_BT.detach()
         returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
         advantage_BT = _advantage(around, returns_BT, rows).detach()
-        total_BT = policy_loss(rows.logp_BT, rows.behaviour_logp_BT, advantage_BT, **around.policy_loss_options)
+        total_BT = policy_loss(spec, rows, advantage_BT)
         for term, beta in zip(terms, betas, strict=True):
             inside = term.baseline == "before"
             left_BT = kl_parts(term, **term_arguments(term, rows)).pathwise_BT if inside else term_surrogate(term, rows)
@@ -62,6 +69,14 @@ def training_loss(terms: Sequence[KLTerm], around: Surroundings, *, scale: float
         return _reduced(torch.where(rows.mask_BT, total_BT, 0.0), rows, around)
 
     return loss
+
+
+def policy_loss(spec: PolicyTerm, rows: Rows, advantage_BT: Tensor) -> Tensor:
+    """The policy term on rows, ``[B, T]``, at a batch's first update: the recomputed policy is the current one."""
+    return policy_term(
+        spec, logp_BT=rows.logp_BT, behaviour_logp_BT=rows.behaviour_logp_BT, advantage_BT=advantage_BT,
+        mask_BT=rows.mask_BT, proximal_logp_BT=rows.logp_BT.detach(),
+    ).loss_BT  # fmt: skip
 
 
 def kl_effect(setting: Setting, terms: Sequence[KLTerm], around: Surroundings) -> Moments:

@@ -33,7 +33,10 @@ def training_gradient(
     module: PolicyModule, rows: Sequence[Scored], betas: Sequence[float], layout: Layout
 ) -> list[Tensor]:
     """The gradient that the training step would give the optimizer for ``rows``, sketched per layer group."""
-    micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
+    micros = prepare(
+        rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass,
+        first_use=module.record(rows),
+    )  # fmt: skip
     total: list[Tensor] = []
     for micro in micros:
         loss, _ = micro_loss(

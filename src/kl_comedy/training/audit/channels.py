@@ -20,7 +20,7 @@ from kl_comedy.config import AlgorithmConfig
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_parts, kl_surrogate
 from kl_comedy.models.logprobs import TokenPass
-from kl_comedy.registry import POLICY_LOSSES
+from kl_comedy.training.losses import policy_parts
 from kl_comedy.training.prepare import MicroBatch
 
 
@@ -85,11 +85,7 @@ def channel_loss(
 
 
 def _policy_loss(micro: MicroBatch, passes: Mapping[str, TokenPass], algorithm: AlgorithmConfig) -> Tensor:
-    loss_BT: Tensor = POLICY_LOSSES.get(algorithm.policy_loss).fn(
-        passes["initial"].logp_BT, micro.experience.behaviour_logp_BT, micro.experience.advantage_BT,
-        **algorithm.policy_loss_options,
-    )  # fmt: skip
-    return loss_BT
+    return policy_parts(micro, passes["initial"].logp_BT, algorithm).loss_BT
 
 
 def _weighted(loss_BT: Tensor, micro: MicroBatch) -> Tensor:

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from kl_comedy.kl import KLTerm, kl_diagnostics
 from kl_comedy.models.logprobs import TokenPass
-from kl_comedy.objective.policy_losses import clip_fraction
 from kl_comedy.records import Scored
-from kl_comedy.registry import POLICY_LOSSES
 from kl_comedy.training.audit.channels import Channel, channel_loss
 from kl_comedy.training.audit.layers import LayerGroup
 from kl_comedy.training.audit.sketch import Sketch
+from kl_comedy.training.losses import policy_parts
 from kl_comedy.training.measure import Tally
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.prepare import MicroBatch, prepare
@@ -97,7 +96,7 @@ def _prepared(module: PolicyModule, rows: Sequence[Scored], channel: Channel | N
     terms: tuple[KLTerm, ...] = () if channel is None or channel.term is None else (channel.term,)
     return prepare(
         rows, dataclasses.replace(module.plan, terms=terms), betas=[channel.beta] * len(terms) if channel else [],
-        references=module.references, policy_pass=module.policy_pass,
+        references=module.references, policy_pass=module.policy_pass, first_use=module.record(rows),
     )  # fmt: skip
 
 
@@ -181,9 +180,9 @@ def _tally_options(
             for name in ("clamped", "capped"):
                 if f"{name}_share" in shares:
                     tally.add(f"{name}/{channel.name}", shares[f"{name}_share"] * tokens, tokens)
-    if POLICY_LOSSES.get(algorithm.policy_loss).facts.get("clips"):
-        clipped_BT = clip_fraction(logp_BT, behaviour_BT, experience.advantage_BT, **algorithm.policy_loss_options)
-        tally.add("clipped", (clipped_BT & experience.mask_BT).sum(), tokens)
+    clipped_BT = policy_parts(micro, logp_BT, algorithm).clipped_BT
+    if clipped_BT is not None:
+        tally.add("clipped", clipped_BT.sum(), tokens)
 
 
 def _tally_silent(tally: Tally, micro: MicroBatch, channel: Channel, cotangent: Sequence[Tensor | None]) -> None:

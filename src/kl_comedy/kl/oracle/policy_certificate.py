@@ -1,0 +1,179 @@
+"""Certificates of policy terms: what is left of the reward gradient when samples are stale, by enumeration.
+
+The target is the gradient of ``-E_pi[R]`` at the current policy. A term's advantage is the reward less the sampler's
+own expected reward, the limit of a group baseline over a large group: the baseline is where weights that are not
+whole importance ratios lose more than scale. Figures are means over the near instances with shared parameters, as for
+KL terms; a term is *exact* when it hits the target on every instance of the battery.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl.oracle.certificate import TOLERANCE, battery
+from kl_comedy.kl.oracle.moments import Moments, exact_moments
+from kl_comedy.kl.oracle.rows import Loss, Rows
+from kl_comedy.kl.oracle.setting import REGIMES, Setting
+from kl_comedy.kl.oracle.surroundings import policy_loss
+from kl_comedy.objective.policy_term import PolicyTerm
+from kl_comedy.registry import POLICY_CORRECTIONS, POLICY_LOSSES
+
+DECOUPLED = PolicyTerm(loss="ppo_clip", corrections={"tis": {"cap": 5.0}}, proximal="recomputed")
+"""Decoupled PPO with AReaL's bound on the behaviour ratio, at a batch's first update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyCertificate:
+    """One policy term in one regime.
+
+    ``relative_bias`` and ``cosine`` are against the reward gradient; ``variance`` is the trace variance of one
+    completion's gradient over its squared norm; ``strength`` the multiple of it that the term contains. ``claimed``
+    says whether the term's parts claim exactness, ``exact`` whether it is, ``kept`` that no claim is broken.
+    """
+
+    name: str
+    term: PolicyTerm
+    regime: str
+    exact: bool
+    claimed: bool
+    relative_bias: float
+    cosine: float
+    variance: float
+    strength: float
+    verdict: str
+
+    @property
+    def kept(self) -> bool:
+        return self.exact or not self.claimed
+
+    def row(self) -> dict[str, Any]:
+        """Plain data, in the shape of a KL term's certificate with ``reward`` as the one target."""
+        return {
+            "name": self.name,
+            "terms": [_json(dataclasses.asdict(self.term))],
+            "label": self.term.label(),
+            "regime": self.regime,
+            "target": "reward" if self.exact else None,
+            "claimed": "reward" if self.claimed else None,
+            "kept": self.kept,
+            "relative_bias": {"reward": self.relative_bias},
+            "cosine": {"reward": self.cosine if math.isfinite(self.cosine) else None},
+            "variance": self.variance,
+            "strength": self.strength,
+            "verdict": self.verdict,
+        }
+
+
+def named_policy_terms() -> Iterator[tuple[str, PolicyTerm]]:
+    """Every registered policy loss, every correction on the plain score, and decoupled PPO."""
+    for loss in POLICY_LOSSES:
+        yield loss.name, PolicyTerm(loss=loss.name)
+    for correction in POLICY_CORRECTIONS:
+        if correction.name != "none":
+            yield correction.name, PolicyTerm(corrections={correction.name: {}})
+    yield "decoupled_ppo", DECOUPLED
+
+
+def claims_exact(term: PolicyTerm, regime: str) -> bool:
+    """Whether the parts' claims make the term's expected gradient the reward gradient in ``regime``.
+
+    On-policy every ratio is one, so it is enough that each part claims it. Off-policy the one ratio must be that of the
+    whole completion, nothing may be dropped, and the loss must not bring a ratio of its own.
+    """
+    loss = POLICY_LOSSES.get(term.loss)
+    parts = [loss, *(POLICY_CORRECTIONS.get(name) for name in term.corrections)]
+    if regime == "on_policy":
+        return all("on_policy" in part.claims for part in parts)
+    if loss.facts.get("scope", "token") != "none" and term.proximal == "behaviour":
+        return "off_policy" in loss.claims and all(part.facts.get("role") == "none" for part in parts[1:])
+    ratios = [part for part in parts[1:] if part.facts.get("role", "ratio") == "ratio"]
+    masks = [part for part in parts[1:] if part.facts.get("role") == "mask"]
+    if masks or len(ratios) != 1:
+        return False
+    return "off_policy" in ratios[0].claims or (
+        "off_policy_unbounded" in ratios[0].claims and _unbounded(term.corrections[ratios[0].name], ratios[0].facts)
+    )
+
+
+def _unbounded(options: Any, facts: Any) -> bool:
+    return all((options or {}).get(name) == value for name, value in facts["unbounded"].items())
+
+
+def reward_gradient(setting: Setting) -> Tensor:
+    """The gradient ``[D]`` of ``-E_pi[R]``, by the chain over prefixes: no completion is enumerated."""
+    theta_D = setting.theta_D.clone().requires_grad_(True)
+    scalar = -expected_reward(setting, setting.policy_logp(theta_D))
+    return torch.autograd.grad(scalar, theta_D)[0]
+
+
+def expected_reward(setting: Setting, logp_NV: Tensor) -> Tensor:
+    """``E[R]`` over completions drawn from next-token log-probs; differentiable."""
+    tree = setting.tree
+    reach_N = tree.reach(logp_NV)
+    last_N = tree.depth_N == tree.length - 1
+    if not tree.ends:
+        return (reach_N * setting.reward_N2[:, 0])[last_N].sum()
+    ended = (reach_N * logp_NV[:, 0].exp()) @ setting.reward_N2[:, 0]
+    cut = (reach_N * logp_NV[:, 1:].exp().sum(-1) * setting.reward_N2[:, 1])[last_N].sum()
+    return ended + cut
+
+
+def reward_loss(term: PolicyTerm, setting: Setting, *, baseline: float | None = None) -> Loss:
+    """The policy term with the reward less ``baseline`` (None: the sampler's expected reward) as advantage."""
+    less = float(expected_reward(setting, setting.sampler_logp_NV)) if baseline is None else baseline
+
+    def loss(rows: Rows, /) -> Tensor:
+        advantage_BT = torch.where(rows.mask_BT, (rows.reward_B - less)[:, None], 0.0)
+        return policy_loss(term, rows, advantage_BT)
+
+    return loss
+
+
+def certify_policy(name: str, term: PolicyTerm, *, regimes: Sequence[str] = REGIMES) -> list[PolicyCertificate]:
+    """One certificate per regime."""
+    return [_certificate(name, term, regime) for regime in regimes]
+
+
+def _certificate(name: str, term: PolicyTerm, regime: str) -> PolicyCertificate:
+    found = [(each, reward_gradient(each.setting)) for each in battery(regime)]
+    moments = [exact_moments(each.setting, reward_loss(term, each.setting)) for each, _ in found]
+    exact = all(hits(m, target_D) for m, (_, target_D) in zip(moments, found, strict=True))
+    shown = [(m, target_D) for m, (each, target_D) in zip(moments, found, strict=True) if each.shown]
+    bias = _mean([m.relative_bias(target_D) for m, target_D in shown])
+    cosine = _mean([m.cosine(target_D) for m, target_D in shown])
+    strength = _mean([float(m.gradient_D @ t) / float(t.square().sum()) for m, t in shown])
+    variance = _mean([m.variance / float(t.square().sum()) for m, t in shown])
+    return PolicyCertificate(
+        name=name, term=term, regime=regime, exact=exact, claimed=claims_exact(term, regime), relative_bias=bias,
+        cosine=cosine, variance=variance, strength=strength, verdict=_sentence(exact, bias, cosine, strength),
+    )  # fmt: skip
+
+
+def hits(moments: Moments, target_D: Tensor) -> bool:
+    """Equal up to rounding, which grows with the noise that was summed over."""
+    scale = float(target_D.norm()) + math.sqrt(moments.variance) + float(moments.gradient_D.norm())
+    return float((moments.gradient_D - target_D).norm()) <= TOLERANCE * max(scale, 1e-3)
+
+
+def _sentence(exact: bool, bias: float, cosine: float, strength: float) -> str:
+    if exact:
+        return "the reward gradient of the current policy"
+    return f"biased: {bias:.0%} off the reward gradient, cosine {cosine:.2f}, {strength:.2f} of its length along it"
+
+
+def _json(value: Any) -> Any:
+    """An infinite bound as text, which JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: _json(each) for name, each in value.items()}
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

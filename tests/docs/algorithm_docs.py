@@ -1,0 +1,77 @@
+"""Tables of docs/algorithms.md from registries and certificates. Used by generate_docs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
+from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate, certify_policy, named_policy_terms
+from kl_comedy.registry import ADVANTAGES, POLICY_CORRECTIONS, POLICY_LOSSES
+
+ROOT = Path(__file__).parents[2]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; ``|`` in a cell is escaped."""
+    lines = [list(head), ["---"] * len(head), *[[cell.replace("|", "\\|") for cell in row] for row in rows]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+@cache
+def certificates() -> tuple[tuple[str, dict[str, PolicyCertificate]], ...]:
+    """Every built-in policy term with its certificate per regime; the page is not made of claims that fail."""
+    found = []
+    for name, term in named_policy_terms():
+        origin = next((t.get(name).origin for t in (POLICY_LOSSES, POLICY_CORRECTIONS) if name in t), "kl_comedy.")
+        if origin.startswith("kl_comedy."):
+            each = {c.regime: c for c in certify_policy(name, term)}
+            assert all(c.kept for c in each.values()) and each["on_policy"].exact, name
+            found.append((name, each))
+    return tuple(found)
+
+
+def policy_terms() -> str:
+    plain = dict(certificates())["reinforce"]["on_policy"].variance
+    rows = []
+    for name, each in certificates():
+        kind, summary, source = _facts(name)
+        off = each["off_policy"]
+        figures = (
+            _figure(off.relative_bias),
+            f"{off.cosine:.2f}",
+            f"{off.strength:.2f}",
+            f"{off.variance / plain:.2g}x",
+        )
+        rows.append((f"`{name}`", kind, summary, *figures, source))
+    return table(("name", "kind", "formula", "bias off-policy", "cosine", "strength", "noise", "source"), rows)
+
+
+def _facts(name: str) -> tuple[str, str, str]:
+    if name == "decoupled_ppo":
+        return (
+            "loss + ratio", "`ppo_clip` against the recomputed policy, times `min(prox / mu, 5)`",
+            "AReaL 2505.24298; Hilton et al. 2110.00641",
+        )  # fmt: skip
+    if name in POLICY_LOSSES:
+        entry, kind = POLICY_LOSSES.get(name), "loss"
+    else:
+        entry = POLICY_CORRECTIONS.get(name)
+        kind = entry.facts["role"]
+    return kind, entry.summary.replace("``", "`"), entry.source
+
+
+def _figure(value: float) -> str:
+    return "0" if value < 1e-9 else f"{value:.0%}" if value >= 0.01 else f"{value:.1%}"
+
+
+def advantages() -> str:
+    rows = [
+        (f"`{e.name}`", e.summary.replace("``", "`"), e.source) for e in ADVANTAGES if e.origin.startswith("kl_comedy.")
+    ]
+    return table(("name", "formula", "source"), rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {"policy terms": policy_terms, "advantages": advantages}
+DECISION: dict[str, Callable[[], str]] = {}

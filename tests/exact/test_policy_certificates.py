@@ -1,0 +1,170 @@
+"""Policy terms under the oracle: what claims the reward gradient has it, what has it claims it; KL terms stay apart."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.oracle import (
+    Setting,
+    Surroundings,
+    Tree,
+    exact_moments,
+    expected_gradient,
+    kl_effect,
+    target_gradient,
+)
+from kl_comedy.kl.oracle.policy_certificate import (
+    certify_policy,
+    claims_exact,
+    hits,
+    named_policy_terms,
+    reward_gradient,
+    reward_loss,
+)
+from kl_comedy.objective import PolicyTerm
+from kl_comedy.objective.policy_corrections import Weights
+from kl_comedy.registry import POLICY_CORRECTIONS, Registry
+
+NAMED = dict(named_policy_terms())
+TREE = Tree.build(vocabulary=3, length=3)
+
+
+def setting(regime="off_policy", seed=0, tree=TREE, **more):
+    return Setting.random(tree, regime=regime, seed=seed, **{"parameters": 5, **more})
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("parameters", [None, 5])
+def test_the_reward_gradient_is_that_of_plain_reinforce_on_policy(ends, parameters):
+    """Two roads: the chain over prefixes, and the score function over enumerated completions."""
+    where = setting("on_policy", tree=Tree.build(vocabulary=3, length=3, ends=ends), parameters=parameters)
+    for baseline in (0.0, 0.7):
+        enumerated = exact_moments(where, reward_loss(PolicyTerm(), where, baseline=baseline))
+        assert enumerated.relative_bias(reward_gradient(where)) < 1e-12
+
+
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy", "mixed"])
+@pytest.mark.parametrize("name", NAMED)
+def test_claims_hold_and_nothing_true_is_unclaimed(name, regime):
+    (found,) = certify_policy(name, NAMED[name], regimes=[regime])
+    assert found.exact == found.claimed, found.verdict
+    if not found.exact:
+        assert found.relative_bias > 1e-3
+
+
+@pytest.mark.parametrize("regime", ["off_policy", "mixed"])
+@pytest.mark.parametrize("name", ["sequence_tis", "sequence_mis"])
+def test_bounded_sequence_ratios_are_exact_once_the_bounds_are_away(name, regime):
+    unbounded = POLICY_CORRECTIONS.get(name).facts["unbounded"]
+    term = PolicyTerm(corrections={name: unbounded})
+    (found,) = certify_policy(name, term, regimes=[regime])
+    assert found.claimed and found.exact
+
+
+@pytest.mark.parametrize("baseline", [0.0, 1.0, None])
+def test_the_sequence_ratio_is_exact_whatever_the_baseline_and_token_ratios_are_not(baseline):
+    where = setting(staleness=0.8)
+    target_D = reward_gradient(where)
+
+    def bias(**fields):
+        return exact_moments(where, reward_loss(PolicyTerm(**fields), where, baseline=baseline)).relative_bias(target_D)
+
+    assert bias(corrections={"sequence": {}}) < 1e-12
+    assert bias(loss="ppo_clip", proximal="recomputed", corrections={"sequence": {}}) < 1e-12
+    assert min(bias(), bias(corrections={"token": {}}), bias(corrections={"geometric_tis": {}})) > 0.02
+
+
+def test_one_token_completions_need_their_own_ratio_only():
+    where = setting(tree=Tree.build(vocabulary=4, length=1), parameters=None, staleness=1.0)
+    for name in ("token", "sequence"):
+        term = PolicyTerm(corrections={name: {}})
+        assert exact_moments(where, reward_loss(term, where)).relative_bias(reward_gradient(where)) < 1e-12
+
+
+def test_what_the_sampler_records_is_what_corrects():
+    """At a temperature, an engine that records log-probs before it makes the exact correction inexact."""
+    for records, exact in (("drawn", True), ("raw", False)):
+        where = setting(temperature=0.7, records=records)
+        moments = exact_moments(where, reward_loss(PolicyTerm(corrections={"sequence": {}}), where))
+        assert hits(moments, reward_gradient(where)) == exact
+
+
+def test_bias_and_variance_are_those_of_the_definition():
+    (found,) = certify_policy("tis", NAMED["tis"], regimes=["off_policy"])
+    (whole,) = certify_policy("sequence", NAMED["sequence"], regimes=["off_policy"])
+    assert 0.1 < found.relative_bias < 0.3 and 0.9 < found.cosine < 1 and not found.exact
+    assert whole.relative_bias < 1e-12 and whole.strength == pytest.approx(1.0)
+    row = found.row()
+    assert row["target"] is None and row["relative_bias"] == {"reward": found.relative_bias} and row["kept"]
+
+
+def test_a_claim_that_does_not_hold_is_not_kept(monkeypatch):
+    entries = Registry("policy_corrections")
+
+    @entries.register("optimist", source="test", claims=("on_policy", "off_policy"), role="ratio")
+    def optimist(delta_BT, advantage_BT, mask_BT):
+        """Claims what only the whole ratio has."""
+        no_BT = torch.zeros_like(mask_BT)
+        return Weights(weight_BT=delta_BT.exp(), truncated_BT=no_BT, masked_BT=no_BT)
+
+    monkeypatch.setitem(POLICY_CORRECTIONS._entries, "optimist", entries.get("optimist"))
+    term = PolicyTerm(corrections={"optimist": {}})
+    on, off = certify_policy("optimist", term, regimes=["on_policy", "off_policy"])
+    assert on.kept and off.claimed and not off.kept
+
+
+# --- the policy's ratio and the KL terms' never mix -----------------------------------------------------------------
+TERMS = [
+    KLTerm("k1", placement="reward", credit="to_go"),
+    KLTerm("k1", placement="reward", credit="to_go", correction="prefix"),
+    KLTerm("k3", placement="loss", correction="token"),
+    KLTerm("exact", placement="loss", correction="prefix_previous"),
+    KLTerm("k2", placement="loss"),
+]
+AROUND = {
+    **{name: {"correction": {name: {}}} for name in ("tis", "sequence", "geometric_mask", "opsm")},
+    **{name: {"policy_loss": name} for name in ("ppo_clip", "gspo", "cispo")},
+    "decoupled": {"policy_loss": "ppo_clip", "correction": {"tis": {"cap": 1.1}}, "proximal": "recomputed"},
+}
+
+
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: term.label())
+@pytest.mark.parametrize("name", AROUND)
+def test_a_kl_term_keeps_its_own_ratio_under_every_policy_correction(name, term):
+    where = setting(seed=3, staleness=0.8)
+    alone = expected_gradient(where, [dataclasses.replace(term, beta=1.0)])
+    effect = kl_effect(where, [dataclasses.replace(term, beta=1.0)], Surroundings(**AROUND[name]))
+    assert torch.allclose(effect.gradient_D, alone.gradient_D, atol=1e-10)
+
+
+@pytest.mark.parametrize("correction", ["none", "token", "prefix", "sequence"])
+def test_a_kl_terms_ratio_does_not_reach_the_policy_term(correction):
+    """The reward part of the whole loss is the same whichever ratio the KL term has."""
+    where = setting(seed=4, staleness=0.8)
+    term = KLTerm("k1", placement="reward", credit="to_go", correction=correction, beta=0.0)
+    around = Surroundings(correction={"tis": {}})
+    from kl_comedy.kl.oracle import training_loss
+
+    found = exact_moments(where, training_loss([term], around))
+    bare = exact_moments(where, training_loss([], around))
+    assert torch.equal(found.gradient_D, bare.gradient_D)
+
+
+@pytest.mark.parametrize(("name", "exact"), [("sequence", True), ("tis", False)])
+def test_a_cost_before_the_baseline_is_reward_so_the_policys_ratio_corrects_it(name, exact):
+    where = setting(seed=5, staleness=0.8)
+    term = KLTerm("k1", placement="reward", credit="total", baseline="before", beta=1.0)
+    effect = kl_effect(where, [term], Surroundings(correction={name: {}}))
+    bias = effect.relative_bias(target_gradient(where, "sequence_reverse"))
+    assert (bias < 1e-9) == exact
+
+
+def test_claims_need_every_part():
+    off = "off_policy"
+    assert claims_exact(PolicyTerm(corrections={"sequence": {}}), off)
+    assert not claims_exact(PolicyTerm(corrections={"sequence": {}, "opsm": {}}), off)
+    assert not claims_exact(PolicyTerm(corrections={"sequence_tis": {"cap": 3.0}}), off)
+    assert claims_exact(PolicyTerm(corrections={"sequence_tis": {"cap": math.inf}}), off)

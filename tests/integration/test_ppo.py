@@ -1,0 +1,161 @@
+"""PPO with a value head and decoupled PPO, end to end on the tiny pocket policy."""
+
+import pytest
+import torch
+from test_training import TINY, go, killed_then_resumed, metrics_of, quiet, weights_of
+
+from kl_comedy.config import load_config
+from kl_comedy.errors import UserError
+from kl_comedy.kl import KLTerm
+from kl_comedy.training.build import build
+from kl_comedy.training.first_use import from_plain, to_plain
+from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.run import stream_for, train, trainer_for
+
+GAE = ["algorithm.advantage=gae", "algorithm.policy_loss=ppo_clip", "kl.0.baseline=before"]
+DECOUPLED = [
+    "algorithm.policy_loss=ppo_clip",
+    "algorithm.proximal=recomputed",
+    "algorithm.correction={tis: {cap: 5.0}, opsm: {}}",
+    "algorithm.updates_per_batch=2",
+    "algorithm.epochs_per_batch=2",
+    "lag.mode=replayed",
+    "lag.steps=4",
+]
+
+
+@pytest.fixture
+def module_of(tmp_path):
+    opened = []
+
+    def make(*overrides):
+        config = load_config(TINY, [f"output={tmp_path}", *overrides])
+        parts = build(config)
+        opened.append(parts)
+        stream = stream_for(parts, trainer_for(parts, [], tmp_path))
+        return PolicyModule(
+            config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
+            backend=parts.backend,
+        )  # fmt: skip
+
+    yield make
+    for parts in opened:
+        parts.close()
+
+
+def test_a_critic_learns_and_says_how_well(tmp_path):
+    """Four prompts seen over and over, by a policy that hardly moves: their values can be learned."""
+    settings = [
+        "train.steps=24", "algorithm.value.lr=0.02", "algorithm.value.lam=1", "optimizer.lr=1e-9", "train.eval_every=0",
+        "data.train.limit=4", "data.decontaminate=false", "rollout.group_size=16", "train.microbatch_tokens=2048",
+    ]  # fmt: skip
+    found = metrics_of(go(tmp_path, *GAE, *settings).run)
+    assert found[1, "value/mean"] == 0.0 and found[1, "value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    explained = [found[n, "value/explained_variance"] for n in range(13, 25)]
+    assert sum(explained) / len(explained) > 0.01, explained  # rewards are rare here, so little can be explained
+    assert found[24, "value/mean"] == pytest.approx(found[24, "value/target_mean"], abs=0.3)
+    assert found[24, "grad/value_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*GAE, "algorithm.updates_per_batch=2", "algorithm.epochs_per_batch=2", "algorithm.value.clip=0.2",
+         "algorithm.value.bootstrap_truncated=true", "algorithm.proximal=recomputed"],
+        DECOUPLED,
+    ],
+    ids=["gae", "decoupled"],
+)  # fmt: skip
+def test_a_killed_run_resumes_to_the_same_bits_in_the_middle_of_a_batch(tmp_path, overrides):
+    """Update 3 is inside a batch, so what was recorded at its first use must have been kept, and the value head too."""
+    whole = go(tmp_path / "whole", *overrides)
+    (tmp_path / "killed").mkdir()
+    resumed = killed_then_resumed(tmp_path / "killed", overrides, at=3)
+    assert weights_of(resumed.run) == weights_of(whole.run)
+    assert metrics_of(resumed.run) == metrics_of(whole.run)
+
+
+def test_corrections_count_what_they_do_and_stay_one_on_fresh_samples(tmp_path):
+    found = metrics_of(go(tmp_path, *DECOUPLED, "optimizer.lr=0.01").run)
+    assert found[1, "policy/correction/tis/weight_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert max(abs(found[n, "policy/correction/tis/weight_mean"] - 1) for n in range(5, 9)) > 0.01
+    assert 0 <= found[8, "policy/correction/opsm/masked_share"] <= 1
+    # The first update of a batch is at the proximal policy, so nothing can be clipped; the later ones have moved.
+    assert found[1, "policy/clip_fraction"] == 0.0 and found[5, "policy/clip_fraction"] == 0.0
+    assert max(found[n, "policy/clip_fraction"] for n in (2, 3, 4)) > 0
+
+
+def test_the_proximal_policy_is_that_of_the_batchs_first_update(module_of):
+    module = module_of(*DECOUPLED, "lag.mode=on_policy", "lag.steps=0")
+    batch = next(iter(module.stream))
+    first = module.record(batch.batch)
+    assert len(batch.batch) == 2 * len(batch.rows) and batch.offset == 0
+    sampled = torch.tensor([x for row in batch.batch for x in row.rollout.logps])
+    assert torch.allclose(torch.cat([row.logp_T for row in first]), sampled, atol=1e-4)
+    again = from_plain(to_plain(first))
+    assert all(
+        torch.equal(a.logp_T, b.logp_T) and a.last_value == b.last_value for a, b in zip(first, again, strict=True)
+    )
+
+
+@pytest.mark.parametrize("trunk", [False, True])
+def test_the_value_gradient_reaches_the_trunk_only_when_asked(module_of, trunk):
+    module = module_of(*GAE, f"algorithm.value.trunk={str(trunk).lower()}", "kl=none")
+    batch = next(iter(module.stream))
+    torch.nn.init.normal_(module.value_head.linear.weight)
+    inputs = _inputs(module, batch)
+    seen = module.policy_pass(inputs, None, ())
+    value_BT = module.value_head(seen.hidden_NH, inputs["mask_BT"])
+    trunk_parameters = [p for p in module.policy.parameters() if p.requires_grad]
+    found = torch.autograd.grad(value_BT.square().sum(), trunk_parameters, allow_unused=True)
+    assert any(g is not None and g.abs().sum() > 0 for g in found) == trunk
+
+
+def _inputs(module, batch):
+    from kl_comedy.training.packing import pack
+
+    return pack(batch.rows, pad_id=module.plan.pad_id, device=module.plan.device).model_inputs()
+
+
+def test_values_after_the_last_token_are_those_of_the_longer_prefix(module_of):
+    """Bootstrapping reads the value after a truncated completion: that before one token more; others end at 0."""
+    module = module_of(*GAE, "algorithm.value.bootstrap_truncated=true", "rollout.max_new_tokens=3")
+    torch.nn.init.normal_(module.value_head.linear.weight)
+    batch = next(iter(module.stream))
+    recorded = module.record(batch.batch)
+    cut = [n for n, row in enumerate(batch.batch) if row.rollout.stop_reason == "length"]
+    assert cut
+    row = batch.batch[cut[0]].rollout
+    ids = torch.tensor([[*row.prompt.token_ids, *row.completion_ids]])
+    with torch.no_grad():
+        hidden = module.policy(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
+        expected = float(module.value_head.linear(hidden))
+    assert recorded[cut[0]].last_value == pytest.approx(expected, abs=1e-4) and expected != 0
+    assert all(recorded[n].last_value == 0.0 for n in range(len(recorded)) if n not in cut)
+
+
+def test_a_lora_policy_has_a_critic_too(tmp_path):
+    found = metrics_of(go(tmp_path, *GAE, "model.lora={rank: 2}", "train.steps=4", "train.eval_every=0").run)
+    assert found[4, "value/mean"] != 0.0 and found[4, "kl/exact_reverse_token"] > 0
+
+
+def test_settings_that_do_nothing_are_refused_before_anything_is_made(tmp_path):
+    config = load_config(TINY, [f"output={tmp_path}", "algorithm.value.lam=0.5"])
+    with pytest.raises(UserError, match=r"algorithm\.value: rloo"):
+        train(config, console=quiet(), command="")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_audit_knows_the_policy_term_of_the_run(module_of):
+    from kl_comedy.training.audit.channels import Channel, channel_loss
+    from kl_comedy.training.prepare import prepare
+
+    module = module_of(*GAE, "algorithm.proximal=recomputed", "algorithm.correction={tis: {}}")
+    batch = next(iter(module.stream))
+    micros = prepare(
+        batch.rows, module.plan, betas=[0.05], references=module.references, policy_pass=module.policy_pass,
+        first_use=module.record(batch.rows),
+    )  # fmt: skip
+    passes = module.passes(micros[0], terms=[KLTerm("k1", placement="reward")])
+    loss = channel_loss(Channel(name="policy", term=None), micros[0], None, passes, module.config.algorithm)
+    assert torch.isfinite(loss) and loss.requires_grad
