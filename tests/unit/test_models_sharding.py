@@ -90,9 +90,8 @@ def test_shards_hold_what_one_process_holds(tmp_path, kind):
 
 
 def failing(rank, world, folder):
-    from kl_comedy.models.sharding import load_sharded
-
     from kl_comedy.errors import UserError
+    from kl_comedy.models.sharding import load_sharded
 
     try:
         load_sharded(ModelConfig(source=str(folder / "nothing"), tokenizer=str(folder / "nothing")), limit_bytes=0)
