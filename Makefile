@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
-.PHONY: setup quickstart test test-slow lint smollm2 gsm8k chain-sum peers synthetic open-problem clean
+.PHONY: setup quickstart test test-slow lint smollm2 gsm8k chain-sum peers synthetic open-problem policy-corrections clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,9 @@ synthetic: setup
 
 open-problem: setup
 	$(KL) open-problem --out results/open_problem
+
+policy-corrections: setup
+	$(KL) policy-corrections --out results/policy_corrections
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -73,5 +73,27 @@ def advantages() -> str:
     return table(("name", "formula", "source"), rows)
 
 
+DECIDED = (
+    "reinforce (no ratio)", "tis 2", "ppo_clip 0.2", "gspo 0.2", "decoupled ppo", "tis 2 + opsm 0.1", "sequence",
+    "sequence_tis 8", "sequence_tis 2",
+)  # fmt: skip
+"""Candidates of the study that the decision page shows."""
+
+
+def policy_decision() -> str:
+    """Medians over seeds at the longest length of the study: bias and error at 1024 completions, by staleness."""
+    import pandas as pd
+
+    frame = pd.read_csv(ROOT / "results/policy_corrections/policy_corrections.csv")
+    here = frame[(frame.length == frame.length.max()) & (frame.staleness > 0)]
+    levels = sorted(here.staleness.unique())
+    ess = here.groupby("staleness").ess.median()
+    rows = []
+    for name in DECIDED:
+        middle = here[here.candidate == name].groupby("staleness")[["bias", "error_1024"]].median()
+        rows.append([f"{name}", *(f"{middle.bias[v]:.0%}, {middle.error_1024[v]:.2f}" for v in levels)])
+    return table(["policy term", *(f"staleness {v:g} (ESS {ess[v]:.2f})" for v in levels)], rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {"policy terms": policy_terms, "advantages": advantages}
-DECISION: dict[str, Callable[[], str]] = {}
+DECISION: dict[str, Callable[[], str]] = {"policy term": policy_decision}

@@ -204,3 +204,39 @@ def test_the_whole_matrix_keeps_its_claims(arguments, certify):
     assert code == 0, err
     rows = json.loads(out)
     assert len(rows) > 300 and all(row["kept"] for row in rows)
+
+
+def test_policy_terms_are_certified_against_the_reward_gradient(certify, tmp_path):
+    code, out, _ = certify("--policy", "tis", "--policy", "sequence", "--format", "json")
+    rows = {(row["name"], row["regime"]): row for row in json.loads(out)}
+    assert code == 0 and len(rows) == 6 and set(rows["tis", "mixed"]) >= FIXED
+    exact = rows["sequence", "mixed"]
+    assert exact["target"] == "reward" and exact["relative_bias"]["reward"] < 1e-9
+    assert rows["tis", "off_policy"]["target"] is None and rows["tis", "on_policy"]["target"] == "reward"
+    config = tmp_path / "c.yaml"
+    config.write_text("algorithm: {policy_loss: ppo_clip, proximal: recomputed, correction: {sequence: {}}}")
+    code, out, _ = certify("--policy", str(config), "--regime", "off_policy", "--format", "csv")
+    assert code == 0 and "the reward gradient of the current policy" in out
+    code, out, _ = certify("--policy", "{correction: {sequence_tis: {cap: .inf}}}", "--format", "json")
+    assert code == 0 and json.loads(out)[1]["terms"][0]["corrections"] == {"sequence_tis": {"cap": "inf"}}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy", "icepob"], "did you mean 'icepop'"),
+        (["--policy", "{corection: {}}"], "--policy.corection: no such key"),
+        (["--policy", "{policy_loss: gspo, correction: {tis: {}}}"], "a second time"),
+        (["grpo", "--policy", "tis"], "in a second call"),
+    ],
+)
+def test_policy_terms_that_cannot_work_are_refused(certify, words, said):
+    code, out, error = certify(*words)
+    assert code == 2 and not out and said in error and "Traceback" not in error
+
+
+def test_a_config_with_a_value_head_is_certified_without_what_is_around_its_terms(certify, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("algorithm: {advantage: gae}\nkl: [{estimator: k1, placement: reward}]")
+    code, out, _ = certify(str(config), "--format", "json")
+    assert code == 0 and {row["in_training"] for row in json.loads(out)} == {None}

@@ -86,9 +86,11 @@ def certify(
         raise bad_value("--format", format, FORMATS)
     regimes = _regimes(regime)
     if policy:
-        _certify_policies(
-            policy, regimes, format, plugin or [], alone=not (names or term or estimator or matrix or plot)
-        )
+        from kl_comedy.cli.policy_terms import certify_policies
+
+        if names or term or estimator or matrix or plot:
+            raise UserError("--policy certifies against the reward gradient; ask for KL terms in a second call")
+        certify_policies(policy, regimes, format, plugin or [])
         return
     asked, broken = _asked(names or [], term or [], estimator or [], matrix, plugin or [])
     from rich.console import Console
@@ -122,23 +124,6 @@ def _regimes(asked: list[str] | None) -> tuple[str, ...]:
         if each not in REGIMES:
             raise bad_value("--regime", each, REGIMES)
     return tuple(asked or REGIMES)
-
-
-def _certify_policies(
-    policies: list[str], regimes: tuple[str, ...], format: str, plugins: list[Path], *, alone: bool
-) -> None:
-    """Policy terms, which have another target than KL terms and so a table of their own."""
-    import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
-    from kl_comedy.cli.policy_terms import certify_policies
-    from kl_comedy.registry import load_plugin_file
-
-    if not alone:
-        raise UserError(
-            "--policy certifies policy terms against the reward gradient; ask for KL terms in a second call"
-        )
-    for file in plugins:
-        load_plugin_file(file)
-    certify_policies(policies, regimes, format)
 
 
 def _asked(

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kl_comedy.cli import auditing, catalogue, certifying, explaining, laboratory, open_problem, results, sweeping
+from kl_comedy.cli import (
+    auditing,
+    catalogue,
+    certifying,
+    explaining,
+    laboratory,
+    open_problem,
+    policy_study,
+    results,
+    sweeping,
+)
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
 
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ certifying.mount(app)
 explaining.mount(app)
 laboratory.mount(app)
 open_problem.mount(app)
+policy_study.mount(app)
 sweeping.mount(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, as configs/quickstart.yaml")]

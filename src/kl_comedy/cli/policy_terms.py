@@ -17,8 +17,13 @@ FIELDS = {"policy_loss": "loss", "policy_loss_options": "options", "correction":
 """Keys of a mapping after ``--policy``, as under ``algorithm`` in a config."""
 
 
-def certify_policies(asked: Sequence[str], regimes: Sequence[str], format: str) -> None:
+def certify_policies(asked: Sequence[str], regimes: Sequence[str], format: str, plugins: Sequence[Path]) -> None:
     """Print one certificate per policy term and regime. Raises :class:`RunFailed` where a claim does not hold."""
+    import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.registry import load_plugin_file
+
+    for file in plugins:
+        load_plugin_file(file)
     from rich.console import Console
     from rich.progress import track
 
