@@ -9,7 +9,7 @@ import pytest
 
 import kl_comedy.training.rooms  # noqa: F401  (fills the registries before a test copies them)
 from kl_comedy.cli.main import run
-from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS, POLICY_CORRECTIONS
 
 FIXED = {"name", "terms", "regime", "target", "relative_bias", "cosine", "variance", "verdict"}
 TARGETS = {"sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero"}
@@ -18,7 +18,7 @@ TARGETS = {"sequence_reverse", "token_reverse", "token_forward", "sequence_forwa
 @pytest.fixture
 def certify(monkeypatch, capsys, tmp_path):
     """Run the command in a folder of its own: exit code, stdout, stderr. What plugins register ends with the test."""
-    for registry in (ESTIMATORS, CORRECTIONS):
+    for registry in (ESTIMATORS, CORRECTIONS, POLICY_CORRECTIONS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
@@ -240,3 +240,24 @@ def test_a_config_with_a_value_head_is_certified_without_what_is_around_its_term
     config.write_text("algorithm: {advantage: gae}\nkl: [{estimator: k1, placement: reward}]")
     code, out, _ = certify(str(config), "--format", "json")
     assert code == 0 and {row["in_training"] for row in json.loads(out)} == {None}
+
+
+def test_a_plugins_policy_correction_is_held_to_its_claims(certify, tmp_path):
+    plugin = tmp_path / "half.py"
+    plugin.write_text(
+        "import torch\n"
+        "from kl_comedy.objective.policy_corrections import Weights\n"
+        "from kl_comedy.registry import POLICY_CORRECTIONS\n"
+        "@POLICY_CORRECTIONS.register('half', source='test', claims=('on_policy', 'off_policy'), role='ratio')\n"
+        "def half(delta_BT, advantage_BT, mask_BT, power=0.5):\n"
+        "    'The root of the sequence ratio.'\n"
+        "    no_BT = torch.zeros_like(mask_BT)\n"
+        "    weight_BT = (power * delta_BT.sum(-1, keepdim=True)).exp().expand_as(delta_BT)\n"
+        "    return Weights(weight_BT=weight_BT, truncated_BT=no_BT, masked_BT=no_BT)\n"
+    )
+    code, out, error = certify("--policy", "half", "--plugin", plugin, "--format", "json")
+    kept = {row["regime"]: row["kept"] for row in json.loads(out)}
+    assert code == 1 and kept == {"on_policy": True, "off_policy": False, "mixed": False}
+    assert "half, off_policy: claims the reward gradient" in error
+    code, out, _ = certify("--policy", "{correction: {half: {power: 1.0}}}", "--plugin", plugin, "--format", "json")
+    assert code == 0 and all(row["target"] == "reward" for row in json.loads(out))

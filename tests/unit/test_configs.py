@@ -1,0 +1,43 @@
+"""Every config and grid in configs/ can be read, and says what it is said to say."""
+
+from pathlib import Path
+
+import pytest
+
+import kl_comedy.training.rooms  # noqa: F401
+from kl_comedy.config import load_config
+from kl_comedy.slurm.grid import read_grid
+from kl_comedy.slurm.plan import plan
+from kl_comedy.training.build import check_terms
+from kl_comedy.training.critic import check_algorithm
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RUNS = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.name != "sweeps"]
+GRIDS = sorted((CONFIGS / "sweeps").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_a_config_is_whole(path):
+    config = load_config(path, [])
+    check_algorithm(config.algorithm, check_terms(config))
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_every_cell_of_a_grid_is_a_run(path, tmp_path):
+    assert plan(read_grid(path), directory=tmp_path).cells
+
+
+@pytest.mark.parametrize("name", ["async_math_qwen2.5_7b", "async_countdown_qwen3_4b"])
+def test_the_papers_settings_are_the_papers(name):
+    config = load_config(CONFIGS / "paper" / f"{name}.yaml", [])
+    assert config.rollout.prompts_per_batch * config.rollout.group_size == 512 and config.rollout.group_size == 16
+    assert config.algorithm.advantage == "dr_grpo" and config.algorithm.reduction == "sequence_sum"
+    assert config.lag.steps == 10 and [term.beta for term in check_terms(config)] == [0.005]
+    marks = [line for line in (CONFIGS / "paper" / f"{name}.yaml").read_text().splitlines() if "[paper]" in line]
+    assert len(marks) >= 8
+
+
+def test_the_lag_study_crosses_lags_and_kl_configurations(tmp_path):
+    cells = plan(read_grid(CONFIGS / "sweeps" / "lags.yaml"), directory=tmp_path).cells
+    assert len(cells) == 4 * 12 * 3 and {cell.steps for cell in cells} == {60}
+    assert {cell.values["lag"] for cell in cells} == {"lag-0", "lag-1", "lag-4", "lag-10"}
