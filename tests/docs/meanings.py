@@ -34,7 +34,7 @@ MEANINGS: dict[str, str] = {
     "model.gradient_checkpointing": "Recompute activations in the backward pass: less memory, more time.",
     "model.trust_remote_code": "Run code that comes with the model. Only for sources you have read.",
     "model.head_chunk_elements": "Rows x vocabulary of logits held at once; never `[B, T, V]`.",
-    "model.share_prompt": "Compute a prompt once for its completions where that is cheaper; the numbers stay the same.",
+    "model.share_prompt": "Compute a prompt once for its completions, without padding; the numbers stay the same.",
     "model.lora": "A LoRA adapter on the policy; the reference is then the base model, the adapter switched off.",
     "model.lora.rank": "Rank of the update.",
     "model.lora.alpha": "Scale: the update is multiplied by `alpha / rank`.",

@@ -332,23 +332,52 @@ def test_a_real_model_samples_what_the_trainer_computes():
     assert "Paris" in draw(loaded, prompts[:1], group_size=1, temperature=0.0)[0].text
 
 
-ALL_OFF = {"share_prompt": False, "leave_early": False}
-
-
-@pytest.mark.parametrize("options", [{}, {"share_prompt": False}, {"leave_early": False}], ids=str)
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("stop", [(), ("ab", "c")], ids=["eos", "stop"])
-def test_saving_work_changes_no_greedy_completion(make, options, stop):
-    """Shared prompts and rows that leave: the tokens, reasons and log-probs of the plain way, over several stages."""
+def test_our_loop_draws_the_librarys_greedy_completions(make, stop):
+    """Shared prompts and rows that leave: the tokens, reasons and log-probs of ``generate``."""
     model = make()
     found = []
-    for chosen in (options, ALL_OFF):
-        backend = build_hf(RolloutConfig(batch_sequences=7, options=chosen), loaded=load(model))
+    for loop in ("auto", "library"):
+        backend = build_hf(RolloutConfig(batch_sequences=7, options={"loop": loop}), loaded=load(model))
         sampling = Sampling(temperature=0.0, max_new_tokens=30, stop=stop)
         found.append(backend.generate(PROMPTS, group_size=2, sampling=sampling, seed=0))
     for one, other in zip(*found, strict=True):
         assert (one.completion_ids, one.stop_reason, one.text) == (other.completion_ids, other.stop_reason, other.text)
         assert one.logps == pytest.approx(other.logps, abs=1e-5)
+
+
+def test_the_library_draws_for_models_that_do_not_take_our_loop():
+    model = llama()
+    model.config._attn_implementation = "eager"
+    rollouts = draw(load(model), group_size=8)
+    for rollout, expected in zip(rollouts, trainer_logps(model, rollouts, 1.0), strict=True):
+        assert rollout.logps == pytest.approx(expected, abs=1e-5)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("batch", [1, 5, 256])
+def test_batches_change_no_random_number(batch):
+    loaded = load()
+    assert [r.completion_ids for r in draw(loaded, batch=batch)] == [r.completion_ids for r in draw(loaded, batch=12)]
+
+
+def test_weights_that_change_inside_a_completion_are_stamped_token_by_token():
+    loaded = load(llama(spread=0.1))
+    backend = build_hf(RolloutConfig(), loaded=loaded)
+    passes = []
+
+    def change(module, arguments):
+        passes.append(None)
+        if len(passes) == 3:
+            backend.update_weights(4)
+
+    handle = loaded.model.model.register_forward_pre_hook(change)
+    rollouts = backend.generate(PROMPTS, group_size=2, sampling=Sampling(temperature=1.0, max_new_tokens=6), seed=0)
+    handle.remove()
+    longest = max(rollouts, key=lambda r: len(r.completion_ids))
+    assert longest.versions == (0, 0, 0, 4, 4, 4)
+    assert all(r.versions == longest.versions[: len(r.completion_ids)] for r in rollouts)
 
 
 @pytest.mark.parametrize("stop", [(), ("ab",)], ids=["eos", "stop"])
@@ -365,6 +394,6 @@ def test_long_sampled_completions_are_the_trainers_after_rows_have_left(stop):
 
 
 def test_options_are_checked():
-    for options, message in (({"share": True}, "share_prompt"), ({"leave_early": 1}, "true or false")):
+    for options, message in (({"share": True}, "allowed: loop"), ({"loop": "mine"}, "auto, library")):
         with pytest.raises(UserError, match=message):
             build_hf(RolloutConfig(options=options), loaded=load())

@@ -19,6 +19,7 @@ SAME_LAYER = {
     ("config", "errors"), ("config", "registry"), ("registry", "errors"),
     ("kl", "objective"),  # the oracle puts the algorithm around the terms
     ("models", "data"),  # the pocket policy is warm-started on demonstrations of its own problems
+    ("rollouts", "models"),  # the sampler runs the policy with the models' own attention
     ("training", "evaluation"),  # a run evaluates on the way
 }  # fmt: skip
 

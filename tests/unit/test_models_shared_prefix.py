@@ -4,18 +4,19 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from kl_comedy.models.attention import NAME, adopt
 from kl_comedy.models.logprobs import completion_hidden, token_pass
 from kl_comedy.models.reference import FrozenReference, PassOptions
-from kl_comedy.models.shared_prefix import build_trees, can_share, same_prompt, tree_hidden, worth_sharing
+from kl_comedy.models.shared_prefix import build_line, line_hidden, same_prompt
 
 V = 31
 SMALL = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
 
 
-def llama(seed=0, attention="sdpa"):
+def llama(seed=0, attention="sdpa", **settings):
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation=attention)).double().eval()
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **settings}, attn_implementation=attention)).double().eval()
 
 
 def qwen():
@@ -51,8 +52,8 @@ def batch(groups=(3, 1, 2), prompt=(20, 5, 11), seed=0, pad=0):
 
 
 def shared(model, inputs):
-    families = same_prompt(inputs["prompt_ids_BP"], inputs["prompt_mask_BP"])
-    return tree_hidden(model, build_trees(*inputs.values(), families=families))
+    assert adopt(model)
+    return line_hidden(model, build_line(*inputs.values()))
 
 
 @pytest.mark.parametrize("make", [llama, qwen, gpt2], ids=lambda make: make.__name__)
@@ -65,14 +66,25 @@ def test_hidden_states_are_those_of_separate_rows(make, seed):
         )
 
 
-def test_eager_attention_takes_the_same_trees():
-    """Against sdpa: transformers' own eager mask overflows to NaN in float64 where rows are left-padded.
-
-    Its softmax is in float32.
-    """
-    inputs = batch()
+def test_completions_of_one_token_and_prompts_of_their_own():
+    """Nothing of a one-token completion is in the line; a family of one shares nothing."""
+    model = llama()
+    inputs = batch(groups=(1, 1, 1), prompt=(1, 3, 2))
+    inputs["mask_BT"][:, 1:] = False
     with torch.no_grad():
-        torch.testing.assert_close(shared(llama(attention="eager"), inputs), shared(llama(), inputs), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            shared(model, inputs), completion_hidden(model, *inputs.values(), share_prompt=False), atol=1e-11, rtol=0
+        )
+    assert build_line(*inputs.values()).ids_S.shape == (6,)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (2, 2)], ids=str)
+def test_heads_share_keys_as_the_model_says(heads):
+    model = llama(num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            shared(model, batch()), completion_hidden(model, *batch().values(), share_prompt=False), atol=1e-11, rtol=0
+        )
 
 
 def test_rows_of_a_prompt_need_not_be_neighbours():
@@ -107,7 +119,7 @@ def test_gradients_are_those_of_separate_rows(make, tolerance, needs, chunk):
         weights_BT = torch.linspace(-1, 2, values_BT.numel(), dtype=torch.float64).view_as(values_BT)
         (weights_BT * values_BT).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    assert worth_sharing(make(), inputs["prompt_mask_BP"], inputs["mask_BT"], 2), "the first pass did share"
+    assert adopt(make()), "the first pass did share"
     assert float((gradients[0] - gradients[1]).norm()) < tolerance * float(gradients[1].norm())
 
 
@@ -118,22 +130,49 @@ def test_what_fills_the_padding_changes_nothing(pad):
         assert torch.equal(shared(model, batch(pad=pad)), shared(model, batch(pad=3)))
 
 
-def test_sharing_pays_for_long_prompts_and_short_completions_only():
-    model = llama()
+def test_the_line_holds_every_token_once():
+    inputs = batch()
+    line = build_line(*inputs.values())
+    prompts, completions = 20 + 5 + 11, int(inputs["mask_BT"].sum()) - len(inputs["mask_BT"])
+    assert line.ids_S.shape == line.position_S.shape == line.layout.back_S.shape == (prompts + completions,)
+    assert len(set(line.layout.back_S.tolist())) == prompts + completions
 
-    def worth(prompt, completion, group):
-        prompt_mask_BP = torch.ones(2 * group, prompt, dtype=torch.long)
-        mask_BT = torch.ones(2 * group, completion, dtype=torch.bool)
-        return worth_sharing(model, prompt_mask_BP, mask_BT, 2)
 
-    assert worth(160, 64, 8) and not worth(4, 1000, 8)
-    assert not worth_sharing(model, torch.ones(4, 50), torch.ones(4, 5, dtype=torch.bool), 4), "nothing is shared"
+def test_activation_checkpoints_change_nothing():
+    inputs, gradients = batch(), []
+    for checkpoints in (False, True):
+        model = llama().train()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        shared(model, inputs).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(*gradients)
 
 
 def test_architectures_with_other_attention_are_left_alone():
     model = llama()
-    assert can_share(model)
     model.config.layer_types = ["sliding_attention", "full_attention"]
-    assert not can_share(model)
-    model.config.layer_types, model.config._attn_implementation = None, "flash_attention_2"
-    assert not can_share(model)
+    assert not adopt(model) and model.config._attn_implementation == "sdpa"
+    assert not adopt(llama(attention="eager"))
+    model.config.layer_types = None
+    assert adopt(model) and adopt(model) and model.config._attn_implementation == NAME
+
+
+def test_an_adopted_model_is_saved_as_any_other(tmp_path):
+    model = llama().float()
+    ids = torch.randint(1, V, (2, 9))
+    before = model(input_ids=ids).logits
+    assert adopt(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+
+
+def test_attention_that_does_more_than_a_layout_can_is_refused():
+    model = llama()
+    assert adopt(model)
+    line = build_line(*batch().values())
+    model.model.layers[1].self_attn.attention_dropout = 0.5
+    model.train()
+    with pytest.raises(ValueError, match="dropout"):
+        line_hidden(model, line)

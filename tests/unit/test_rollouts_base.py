@@ -10,8 +10,8 @@ from kl_comedy.errors import UserError
 from kl_comedy.records import STOP_REASONS
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts import Sampling, check_training_sampling, sampling_from
-from kl_comedy.rollouts.hf import ending
-from kl_comedy.rollouts.steps import LogpRecorder, StopOnText
+from kl_comedy.rollouts.library import ending
+from kl_comedy.rollouts.steps import LogpRecorder, StopOnText, StopStrings
 
 
 def test_plain_temperature_sampling_is_what_training_needs():
@@ -98,7 +98,7 @@ class Letters:
     prompt=st.lists(st.integers(0, 5), min_size=1, max_size=3),
 )
 def test_a_stop_string_ends_at_the_token_that_completes_it_and_never_in_the_prompt(ids, stop, prompt):
-    criterion = StopOnText(Letters(), stop, prompt_length=len(prompt), rows=1)
+    criterion = StopOnText(StopStrings(Letters(), stop), prompt_length=len(prompt), rows=1)
     ended = 0
     for n in range(1, len(ids) + 1):
         if bool(criterion(torch.tensor([prompt + ids[:n]]), None)[0]) and not ended:

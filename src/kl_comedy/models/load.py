@@ -19,8 +19,9 @@ from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout, unwrap
 from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
 from kl_comedy.models.logprobs import completion_hidden, token_pass
+from kl_comedy.models.attention import adopt
 from kl_comedy.models.sharded import call_as_forward
-from kl_comedy.models.shared_prefix import build_trees, can_share, tree_hidden
+from kl_comedy.models.shared_prefix import build_line, line_hidden
 from kl_comedy.models.smollm2 import FOLDER as SMOLLM2
 
 if TYPE_CHECKING:
@@ -263,14 +264,13 @@ def probe_head(model: Any, *, share_prompt: bool = True) -> None:
 
 def _check_sharing(model: Any, ids_BS: Tensor, ones_BS: Tensor) -> None:
     """Compare hidden states of completions that share a prompt's computation with those of rows of their own."""
-    if not can_share(model):
+    if not adopt(model):
         return
     prompt_BP = ids_BS[:1, :4].expand_as(ids_BS[:, :4])
     batch = (prompt_BP, ones_BS[:, :4], ids_BS[:, 4:], ones_BS[:, 4:].bool())
     with torch.no_grad():
         (apart_NH,) = call_as_forward(model, lambda: (completion_hidden(model, *batch, share_prompt=False).double(),))
-        trees = build_trees(*batch, families=[list(range(len(ids_BS)))])
-        (together_NH,) = call_as_forward(model, lambda: (tree_hidden(model, trees).double(),))
+        (together_NH,) = call_as_forward(model, lambda: (line_hidden(model, build_line(*batch)).double(),))
     narrow = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     gap, size = float((apart_NH - together_NH).abs().max()), float(apart_NH.abs().max())
     if not gap <= (2.0**-4 if narrow else 1e-3) * max(1.0, size):

@@ -8,24 +8,24 @@ in nats (total variation: a probability) at the sampling temperature, in float32
 and exactly zero outside the mask.
 
 The head's matrix product runs in the dtype of its weights, as it does in the sampler; temperature and softmax
-run in float32 or wider. A chunk of ``n * V <= chunk_elements`` logits is recomputed in the backward pass. Chunks
+run in float32 or wider (:mod:`kl_comedy.models.head`). At most ``chunk_elements`` logits are held at once. Chunks
 are of whole rows, so that every sum over the vocabulary is one reduction whatever the chunk size: the smallest
 chunk is one row of ``V`` logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from kl_comedy.models.anatomy import Head, decoder_body, head_weights
+from kl_comedy.models.anatomy import decoder_body, head_weights
+from kl_comedy.models.attention import adopt
+from kl_comedy.models.head import Other, Wanted, head_columns
 from kl_comedy.models.sharded import call_as_forward
-from kl_comedy.models.shared_prefix import tree_hidden, trees_if_worth
+from kl_comedy.models.shared_prefix import build_line, line_hidden
 from kl_comedy.models.weights import whole
 
 if TYPE_CHECKING:
@@ -50,20 +50,6 @@ class TokenPass:
     entropy_BT: Tensor | None
     total_variation_BT: Tensor | None
     hidden_NH: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """The columns beside the log-prob, in this order; what has no gradient comes last and is not recomputed."""
-
-    kl: bool
-    forward_kl: bool
-    entropy: bool
-    total_variation: bool
-
-    @property
-    def reference(self) -> bool:
-        return self.kl or self.forward_kl or self.total_variation
 
 
 def token_pass(
@@ -94,15 +80,21 @@ def token_pass(
 
     Raises :class:`ValueError` on shapes, padding sides or a reference that does not fit.
     """
-    wanted = _Wanted(kl=kl, forward_kl=forward_kl, entropy=entropy, total_variation=total_variation)
+    wanted = Wanted(kl=kl, forward_kl=forward_kl, entropy=entropy, total_variation=total_variation)
     mask_BT = check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, temperature=temperature)
     _check_reference(reference, wanted, rows=int(mask_BT.sum()), temperature=temperature)
 
     def run() -> tuple[Tensor, ...]:
         hidden_NH = completion_hidden(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, share_prompt=share_prompt)
-        head = head_weights(model)
-        other = gathered(reference) if wanted.reference and reference is not None else None
-        columns = _head_in_chunks(hidden_NH, head, ids_BT[mask_BT], temperature, chunk_elements, other, wanted)
+        other = None
+        if wanted.reference and reference is not None:
+            whole_reference = gathered(reference)
+            if whole_reference.hidden_NH is not None:
+                other = Other(hidden_NH=whole_reference.hidden_NH, head=whole_reference.head)
+        columns = head_columns(
+            hidden_NH, head_weights(model), ids_BT[mask_BT], temperature=temperature, chunk_elements=chunk_elements,
+            wanted=wanted, other=other,
+        )  # fmt: skip
         return (hidden_NH.detach() if detach_hidden else hidden_NH, *columns)
 
     hidden_NH, *columns = call_as_forward(model, run)
@@ -142,7 +134,7 @@ def check_batch(
     return mask
 
 
-def _check_reference(reference: ReferencePass | None, wanted: _Wanted, *, rows: int, temperature: float) -> None:
+def _check_reference(reference: ReferencePass | None, wanted: Wanted, *, rows: int, temperature: float) -> None:
     if not wanted.reference:
         return
     if reference is None or reference.hidden_NH is None:
@@ -162,9 +154,8 @@ def completion_hidden(
     Positions count real tokens, so that padding changes nothing. Rows with the same prompt share its
     computation where that is cheaper (:mod:`kl_comedy.models.shared_prefix`), unless ``share_prompt`` is off.
     """
-    trees = trees_if_worth(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT) if share_prompt else None
-    if trees is not None:
-        return tree_hidden(model, trees)
+    if share_prompt and adopt(model):
+        return line_hidden(model, build_line(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT))
     ids_BS = torch.cat([prompt_ids_BP, ids_BT], dim=1)
     real_BS = torch.cat([prompt_mask_BP.bool(), mask_BT.bool()], dim=1)
     position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)
@@ -173,65 +164,3 @@ def completion_hidden(
     start = prompt_ids_BP.shape[1] - 1
     before_BTH = out.last_hidden_state[:, start : start + ids_BT.shape[1]]
     return before_BTH[mask_BT.bool()]
-
-
-def _head_in_chunks(
-    hidden_NH: Tensor, head: Head, ids_N: Tensor, temperature: float, chunk_elements: int,
-    reference: ReferencePass | None, wanted: _Wanted,
-) -> list[Tensor]:  # fmt: skip
-    """Columns ``[N]``: log-prob, then what is wanted, from at most ``chunk_elements`` logits at a time."""
-    rows = max(1, chunk_elements // head[0].shape[0])
-    total = hidden_NH.shape[0]
-    recompute = torch.is_grad_enabled() and total > rows
-    pieces: list[Sequence[Tensor]] = []
-    for start in range(0, max(total, 1), rows):
-        part = slice(start, start + rows)
-        other_nH, other_head = None, None
-        if wanted.reference and reference is not None and reference.hidden_NH is not None:
-            other_nH, other_head = reference.hidden_NH[part], reference.head
-        arguments = (hidden_NH[part], *head, ids_N[part], temperature, other_nH, other_head, wanted)
-        if recompute:
-            pieces.append(checkpoint(_head_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
-        else:
-            pieces.append(_head_chunk(*arguments))
-    return [torch.cat(column) for column in zip(*pieces, strict=True)]
-
-
-def _head_chunk(
-    hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_n: Tensor, temperature: float,
-    ref_hidden_nH: Tensor | None, ref_head: Head | None, wanted: _Wanted,
-) -> list[Tensor]:  # fmt: skip
-    """Columns ``[n]`` of one chunk. The log-ratio is zero bit by bit where both distributions are the same."""
-    logp_nV = _log_softmax(hidden_nH, weight_VH, bias_V, temperature)
-    columns = [logp_nV.gather(1, ids_n[:, None])[:, 0]]
-    logq_nV = None
-    if wanted.reference:
-        if ref_hidden_nH is None or ref_head is None:
-            raise ValueError("an exact value needs a reference pass that kept its hidden states")
-        with torch.no_grad():
-            logq_nV = _log_softmax(ref_hidden_nH, *ref_head, temperature)
-        ratio_nV = logp_nV - logq_nV
-        if wanted.kl:
-            columns.append((logp_nV.exp() * ratio_nV).sum(1))
-        if wanted.forward_kl:
-            columns.append(-(logq_nV.exp() * ratio_nV).sum(1) + 0.0)
-    return columns + _detached_columns(logp_nV.detach(), logq_nV, wanted)
-
-
-@torch.no_grad()
-def _detached_columns(logp_nV: Tensor, logq_nV: Tensor | None, wanted: _Wanted) -> list[Tensor]:
-    """Entropy and total variation ``[n]``, where wanted."""
-    columns: list[Tensor] = []
-    if wanted.entropy:
-        columns.append(-(logp_nV.exp() * logp_nV).sum(1))
-    if wanted.total_variation and logq_nV is not None:
-        columns.append(0.5 * logp_nV.exp().sub_(logq_nV.exp()).abs_().sum(1))
-    return columns
-
-
-def _log_softmax(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    """``log_softmax(head(hidden) / temperature)`` in float32 or wider, whatever autocast is in force."""
-    with torch.autocast(device_type=hidden_nH.device.type, enabled=False):
-        logits_nV = nn.functional.linear(hidden_nH.to(weight_VH.dtype), weight_VH, bias_V)
-        wide = torch.promote_types(logits_nV.dtype, torch.float32)
-        return (logits_nV.to(wide) / temperature).log_softmax(-1)

@@ -1,70 +1,111 @@
-"""A prompt computed once for all of its completions: rows with the same prompt become one tree.
+"""A prompt computed once for all of its completions, and no padding: the batch as one line of tokens.
 
-    prompt a | completion 1 | completion 2 | ... | padding
+    prompt a | completion 1 | completion 2 | ... | prompt b | completion 1 | ...
 
-Every completion attends to the prompt and to itself, at the positions it would have on its own, so hidden
-states and gradients are those of separate rows. Nothing is padded inside a tree, and the last token of a
-completion, which predicts nothing, is left out.
+Every completion attends to its prompt and to itself, at the positions it would have on its own, so hidden
+states and gradients are those of separate rows. The last token of a completion, which predicts nothing, is
+left out. Attention itself works on rows: prompts by themselves, then every completion over its prompt and
+itself, so that its cost is that of separate rows too.
 
-Legend: ``B`` rows, ``P`` prompt tokens (left-padded), ``T`` completion tokens (right-padded), ``R`` trees,
-``L`` tokens of the longest tree, ``N`` completion tokens.
+Legend: ``B`` completions, ``F`` families (distinct prompts), ``P`` and ``T`` longest prompt and completion, ``S``
+tokens of the line, ``N`` completion tokens; ``K``, ``R``, ``D`` as in :mod:`kl_comedy.models.attention`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
-from kl_comedy.models.anatomy import decoder_body
+from kl_comedy.models.attention import run_with
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trees:
-    """Inputs of a body that takes a four-dimensional mask, and where the answers are.
+class Rows:
+    """Rows of a line: where in it each token is (0 where there is none, on the right), and what is real."""
 
-    ``mask_R1LL`` is true where the row's position may attend to the column's. ``row_N`` and ``column_N``
-    are the places of the hidden states before each completion token, row by row of the batch.
+    index_BT: Tensor
+    real_BT: Tensor
+
+    def of(self, line_S: Tensor) -> Tensor:
+        """``line_S [S, ...]`` by rows, ``[B, T, ...]``."""
+        return line_S[self.index_BT]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Families:
+    """The layout of prompts and their completions (:class:`kl_comedy.models.attention.Layout`).
+
+    ``family_B``: the prompt of each completion. ``back_S``: where each token of the line is among all prompt
+    rows followed by all completion rows.
     """
 
-    ids_RL: Tensor
-    position_RL: Tensor
-    mask_R1LL: Tensor
-    row_N: Tensor
-    column_N: Tensor
+    prompts: Rows
+    completions: Rows
+    family_B: Tensor
+    back_S: Tensor
+    _masks: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def attend(self, layer: int, query_SKRD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float) -> Tensor:
+        """See :class:`kl_comedy.models.attention.Layout`."""
+        prompt_mask, mask = self._masks_in(query_SKRD.dtype)
+        prompt_key, prompt_value = self.prompts.of(key_SKD), self.prompts.of(value_SKD)
+        done = [attend_rows(self.prompts.of(query_SKRD), prompt_key, prompt_value, prompt_mask, scale)]
+        if self.completions.index_BT.shape[1]:
+            key = torch.cat([prompt_key[self.family_B], self.completions.of(key_SKD)], 1)
+            value = torch.cat([prompt_value[self.family_B], self.completions.of(value_SKD)], 1)
+            done.append(attend_rows(self.completions.of(query_SKRD), key, value, mask, scale))
+        return torch.cat([rows.flatten(0, 1) for rows in done])[self.back_S]
+
+    def _masks_in(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What is added to the scores of prompts ``[F, P, P]`` and of completions ``[B, T, P + T]``."""
+        if dtype not in self._masks:
+            own_BTT = causal(self.completions.real_BT)
+            seen_BTP = self.prompts.real_BT[self.family_B][:, None, :].expand(-1, own_BTT.shape[1], -1)
+            own = torch.cat([seen_BTP, own_BTT], 2)
+            self._masks[dtype] = (additive(causal(self.prompts.real_BT), dtype), additive(own, dtype))
+        return self._masks[dtype]
 
 
-SHARES = ("sdpa", "eager")
-"""Attention implementations that take a mask of any shape."""
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Inputs of a body, and the places ``[N]`` of the hidden states before each completion token."""
+
+    ids_S: Tensor
+    position_S: Tensor
+    layout: Families
+    before_N: Tensor
 
 
-def can_share(model: nn.Module) -> bool:
-    """Whether every layer attends to all that came before it, under a mask we may choose."""
-    settings = decoder_body(model).config
-    kinds = set(getattr(settings, "layer_types", None) or ["full_attention"])
-    return getattr(settings, "_attn_implementation", None) in SHARES and kinds == {"full_attention"}
+def causal(real_BT: Tensor) -> Tensor:
+    """``[B, T, T]``: what each place may attend to. A place that is not real sees the first, so that none sees nothing.
 
-
-def worth_sharing(model: nn.Module, prompt_mask_BP: Tensor, mask_BT: Tensor, groups: int) -> bool:
-    """Whether trees take fewer operations than padded rows.
-
-    Trees save tokens and pay in attention, which is computed over the whole tree: a long prompt with short
-    completions is worth it, a short prompt with long ones is not.
+    >>> causal(torch.tensor([[True, True, False]])).int().tolist()
+    [[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]
     """
-    if groups == len(mask_BT):
-        return False
-    settings = decoder_body(model).config
-    hidden, layers = int(settings.hidden_size), int(settings.num_hidden_layers)
-    inner = int(getattr(settings, "intermediate_size", 4 * hidden))
-    linear = 2 * layers * (4 * hidden**2 + 3 * hidden * inner)
-    attention = 4 * layers * hidden
-    rows, width = len(mask_BT), prompt_mask_BP.shape[1] + mask_BT.shape[1]
-    longest = prompt_mask_BP.shape[1] + int(mask_BT.sum()) // groups
-    separate = rows * width * (linear + attention * width)
-    shared = groups * longest * (linear + attention * longest)
-    return shared < separate
+    index_T = torch.arange(real_BT.shape[1], device=real_BT.device)
+    return (index_T[:, None] >= index_T) & real_BT[:, None, :]
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where ``mask`` is true, minus infinity elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def attend_rows(query_BTKRD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, mask_BTS: Tensor, scale: float) -> Tensor:
+    """Attention of rows ``[B, T, K, R, D]``. Heads that share keys stand below one another, so nothing is repeated."""
+    b, t, k, r, d = query_BTKRD.shape
+    query = query_BTKRD.permute(0, 2, 3, 1, 4).reshape(b, k, r * t, d)
+    key, value = key_BSKD.transpose(1, 2), value_BSKD.transpose(1, 2)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask_BTS.repeat(1, r, 1)[:, None], scale=scale)
+    return out.view(b, k, r, t, d).permute(0, 3, 1, 2, 4)
+
+
+def line_hidden(model: nn.Module, line: Line) -> Tensor:
+    """Hidden state before each completion token, ``[N, H]``, rows of the batch in reading order."""
+    return run_with(model, line.layout, line.ids_S, line.position_S)[line.before_N]
 
 
 def same_prompt(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor) -> list[list[int]]:
@@ -76,80 +117,61 @@ def same_prompt(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor) -> list[list[int]
     return list(found.values())
 
 
-def trees_if_worth(
-    model: nn.Module, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor
-) -> Trees | None:
-    """Trees, or None where the model cannot take them or rows of their own are cheaper.
-
-    The answer depends on the batch and the architecture only, so that a policy and its reference agree.
-    """
-    if len(mask_BT) < 2 or not can_share(model):
-        return None
+def build_line(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> Line:
+    """The line of a batch whose rows are left-padded prompts and right-padded completions of one token or more."""
     families = same_prompt(prompt_ids_BP, prompt_mask_BP)
-    if not worth_sharing(model, prompt_mask_BP, mask_BT, len(families)):
-        return None
-    return build_trees(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, families=families)
-
-
-def tree_hidden(model: nn.Module, trees: Trees) -> Tensor:
-    """Hidden state before each completion token, ``[N, H]``, rows of the batch in reading order."""
-    body: Any = decoder_body(model)
-    mask: Tensor = trees.mask_R1LL
-    if body.config._attn_implementation == "eager":  # which adds its mask to the scores
-        dtype = next(body.parameters()).dtype
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-    out = body(input_ids=trees.ids_RL, attention_mask=mask, position_ids=trees.position_RL, use_cache=False)
-    hidden_NH: Tensor = out.last_hidden_state[trees.row_N, trees.column_N]
-    return hidden_NH
-
-
-def build_trees(
-    prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor, *, families: list[list[int]]
-) -> Trees:
-    """One tree per family of rows (:func:`same_prompt`); tensors are made once, on the batch's device."""
-    sizes = mask_BT.bool().sum(-1).tolist()
-    prompts = prompt_mask_BP.bool().sum(-1).tolist()
+    sizes, prompts = mask_BT.bool().sum(-1).tolist(), prompt_mask_BP.bool().sum(-1).tolist()
     prompt_ids, ids = prompt_ids_BP.tolist(), ids_BT.tolist()
-    tokens: list[list[int]] = []
-    positions: list[list[int]] = []
-    segments: list[list[int]] = []
-    place: dict[int, tuple[int, list[int]]] = {}
-    for tree, rows in enumerate(families):
+    tokens: list[int] = []
+    positions: list[int] = []
+    starts: list[int] = []
+    own: dict[int, range] = {}
+    for rows in families:
         length = prompts[rows[0]]
-        line = prompt_ids[rows[0]][-length:]
-        at, segment = list(range(length)), [0] * length
-        for number, row in enumerate(rows, start=1):
+        starts.append(len(tokens))
+        tokens += prompt_ids[rows[0]][-length:]
+        positions += range(length)
+        for row in rows:
             kept = max(sizes[row] - 1, 0)
-            before = [length - 1, *range(len(line), len(line) + kept)]
-            place[row] = (tree, before[: sizes[row]])
-            line, at = line + ids[row][:kept], at + list(range(length, length + kept))
-            segment += [number] * kept
-        tokens.append(line)
-        positions.append(at)
-        segments.append(segment)
-    return _tensors(tokens, positions, segments, place, device=ids_BT.device)
-
-
-def _tensors(
-    tokens: list[list[int]], positions: list[list[int]], segments: list[list[int]],
-    place: dict[int, tuple[int, list[int]]], *, device: torch.device,
-) -> Trees:  # fmt: skip
-    longest = max(map(len, tokens))
-
-    def padded(lines: list[list[int]], fill: int) -> Tensor:
-        return torch.tensor([line + [fill] * (longest - len(line)) for line in lines], device=device)
-
-    segment_RL = padded(segments, -1)
-    index_L = torch.arange(longest, device=device)
-    earlier_LL = index_L[:, None] >= index_L[None, :]
-    seen_RLL = (segment_RL[:, None, :] == 0) | (segment_RL[:, None, :] == segment_RL[:, :, None])
-    itself_LL = index_L[:, None] == index_L[None, :]
-    mask_RLL = (earlier_LL & seen_RLL & (segment_RL >= 0)[:, None, :]) | itself_LL
-    ordered = [place[row] for row in range(len(place))]
-    return Trees(
-        ids_RL=padded(tokens, 0),
-        position_RL=padded(positions, 0),
-        mask_R1LL=mask_RLL[:, None],
-        row_N=torch.tensor([tree for tree, before in ordered for _ in before], device=device),
-        column_N=torch.tensor([column for _, before in ordered for column in before], device=device),
+            own[row] = range(len(tokens), len(tokens) + kept)
+            tokens += ids[row][:kept]
+            positions += range(length, length + kept)
+    lengths = [prompts[rows[0]] for rows in families]
+    family = {row: n for n, rows in enumerate(families) for row in rows}
+    before: list[int] = []
+    for row, size in enumerate(sizes):
+        last = starts[family[row]] + lengths[family[row]] - 1
+        before += [last, *own[row]][:size]
+    device = ids_BT.device
+    prompt_rows = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    return Line(
+        ids_S=torch.tensor(tokens, dtype=torch.long, device=device),
+        position_S=torch.tensor(positions, dtype=torch.long, device=device),
+        layout=_layout(prompt_rows, [own[row] for row in range(len(sizes))], family, device=device),
+        before_N=torch.tensor(before, dtype=torch.long, device=device),
     )
+
+
+def _layout(prompts: list[range], own: list[range], family: dict[int, int], *, device: torch.device) -> Families:
+    prompt_rows, completion_rows = rows_of(prompts, device=device), rows_of(own, device=device)
+    back = torch.empty(sum(map(len, [*prompts, *own])), dtype=torch.long, device=device)
+    first = 0
+    for rows in (prompt_rows, completion_rows):
+        places_BT = torch.arange(first, first + rows.real_BT.numel(), device=device).view(rows.real_BT.shape)
+        back[rows.index_BT[rows.real_BT]] = places_BT[rows.real_BT]
+        first += rows.real_BT.numel()
+    return Families(
+        prompts=prompt_rows,
+        completions=completion_rows,
+        family_B=torch.tensor([family[row] for row in range(len(own))], device=device),
+        back_S=back,
+    )
+
+
+def rows_of(lines: list[range], *, device: torch.device) -> Rows:
+    """Rows from the places of their tokens."""
+    width = max(map(len, lines))
+    index = torch.tensor([[*line, *[0] * (width - len(line))] for line in lines], dtype=torch.long, device=device)
+    sizes = torch.tensor([len(line) for line in lines], device=device)
+    index_BT = index.view(len(lines), width)
+    return Rows(index_BT=index_BT, real_BT=torch.arange(width, device=device) < sizes[:, None])

@@ -1,7 +1,7 @@
-"""What runs inside the loop of ``generate``: the sampled tokens' log-probs and the stop strings.
+"""What happens at every token, whoever runs the loop: stop strings, truncations, and the log-probs of ``generate``.
 
-Shape legend: ``B`` sequences, ``L`` tokens so far (prompt and completion), ``V`` vocabulary. Both classes follow
-the call conventions of transformers' processors and criteria; neither keeps more than ``[B]`` per step.
+Shape legend: ``B`` sequences, ``L`` tokens so far (prompt and completion), ``V`` vocabulary. Processors and criteria
+follow the call conventions of transformers and keep no more than ``[B]`` per step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from kl_comedy.rollouts.base import Sampling
 
 
 class LogpRecorder:
@@ -46,31 +48,63 @@ class LogpRecorder:
         self._kept.append(logp_BV.gather(1, chosen_B[:, None])[:, 0])
 
 
-class StopOnText:
-    """Stopping criterion: a sequence ends with the token that completes one of the ``stop`` strings.
+class StopStrings:
+    """Finds the token that completes one of the ``stop`` strings, in the text of a completion alone.
 
-    Only the completion is searched, never the prompt. Special tokens take part as their text. ``length_B``
-    holds the number of completion tokens up to and including that token, 0 where none was met.
+    Special tokens take part as their text. A string of n bytes spans at most n tokens, so the last tokens are
+    looked at first, and then the whole text confirms.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], *, prompt_length: int, rows: int) -> None:
-        self._tokenizer, self._stop, self._start = tokenizer, tuple(stop), prompt_length
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._window = max((len(text.encode()) for text in stop), default=0) + 4
+
+    def __bool__(self) -> bool:
+        return bool(self._stop)
+
+    def completed_by(self, ids: Sequence[int]) -> bool:
+        """Whether the text of ``ids`` holds a stop string. Asked after every token, so the last one completed it."""
+        return bool(self._stop) and self._holds(ids[-self._window :]) and self._holds(ids)
+
+    def _holds(self, ids: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(stop in text for stop in self._stop)
+
+
+class StopOnText:
+    """Stopping criterion of transformers' ``generate``: a sequence ends with the token that completes a stop string.
+
+    Only the completion is searched, never the prompt. ``length_B`` holds the number of completion tokens up to
+    and including that token, 0 where none was met.
+    """
+
+    def __init__(self, stops: StopStrings, *, prompt_length: int, rows: int) -> None:
+        self._stops, self._start = stops, prompt_length
         self.length_B = [0] * rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **unused: Any) -> Tensor:
         """Whether each sequence of ``input_ids [B, L]`` has ended, ``[B]`` bool."""
-        if self._stop:
+        if self._stops:
             completions = input_ids[:, self._start :].tolist()
             for row, ids in enumerate(completions):
-                if not self.length_B[row] and self._ends(ids):
+                if not self.length_B[row] and self._stops.completed_by(ids):
                     self.length_B[row] = len(ids)
         return torch.tensor([length > 0 for length in self.length_B], device=input_ids.device)
 
-    def _ends(self, ids: list[int]) -> bool:
-        """Look at the last tokens only (a string of n bytes spans at most n), then confirm on the whole text."""
-        return self._holds(ids[-self._window :]) and self._holds(ids)
 
-    def _holds(self, ids: list[int]) -> bool:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(stop in text for stop in self._stop)
+def warpers(sampling: Sampling) -> list[Any]:
+    """Temperature and truncations as the library's processors ``(ids, scores [B, V]) -> scores``, in its order."""
+    import transformers
+
+    if sampling.temperature == 0:
+        return []
+    chosen: list[Any] = []
+    if sampling.temperature != 1:
+        chosen.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_k:
+        chosen.append(transformers.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        chosen.append(transformers.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        chosen.append(transformers.MinPLogitsWarper(sampling.min_p))
+    return chosen
