@@ -10,8 +10,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.records import STOP_REASONS
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts import Sampling, check_training_sampling, sampling_from
-from kl_comedy.rollouts.library import ending
-from kl_comedy.rollouts.steps import LogpRecorder, StopOnText, StopStrings
+from kl_comedy.rollouts.steps import LogpRecorder, StopOnText, StopStrings, ending
 
 
 def test_plain_temperature_sampling_is_what_training_needs():

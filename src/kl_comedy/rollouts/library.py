@@ -12,7 +12,7 @@ from kl_comedy.errors import RunFailed
 from kl_comedy.records import Prompt
 from kl_comedy.rollouts.base import Sampling
 from kl_comedy.rollouts.decoding import Drawn
-from kl_comedy.rollouts.steps import LogpRecorder, StopOnText, StopStrings, warpers
+from kl_comedy.rollouts.steps import LogpRecorder, StopOnText, StopStrings, ending, warpers
 
 
 def generate(
@@ -58,20 +58,6 @@ def generate(
             Drawn(ids=ids[:length], logps=logps[row][:length], versions=[version] * length, stop_reason=reason)
         )
     return drawn
-
-
-def ending(ids: Sequence[int], ends: Sequence[int], stop_length: int) -> tuple[int, str]:
-    """Number of tokens a completion keeps, and why it ended. ``stop_length`` 0: no stop string was met.
-
-    What follows the end is padding, which may be an end token itself: only the first end counts.
-
-    >>> ending([5, 2, 2, 2], [2], 0), ending([5, 6, 2, 2], [2], 2), ending([5, 6, 7, 8], [2], 0)
-    ((2, 'eos'), (2, 'stop'), (4, 'length'))
-    """
-    eos_length = next((n + 1 for n, token in enumerate(ids) if token in ends), 0)
-    if eos_length and (not stop_length or eos_length <= stop_length):
-        return eos_length, "eos"
-    return (stop_length, "stop") if stop_length else (len(ids), "length")
 
 
 def left_pad(prompts: Sequence[Prompt], *, pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,20 @@ class StopOnText:
         return torch.tensor([length > 0 for length in self.length_B], device=input_ids.device)
 
 
+def ending(ids: Sequence[int], ends: Sequence[int], stop_length: int) -> tuple[int, str]:
+    """Number of tokens a completion keeps, and why it ended. ``stop_length`` 0: no stop string was met.
+
+    What follows the end is padding, which may be an end token itself: only the first end counts.
+
+    >>> ending([5, 2, 2, 2], [2], 0), ending([5, 6, 2, 2], [2], 2), ending([5, 6, 7, 8], [2], 0)
+    ((2, 'eos'), (2, 'stop'), (4, 'length'))
+    """
+    eos_length = next((n + 1 for n, token in enumerate(ids) if token in ends), 0)
+    if eos_length and (not stop_length or eos_length <= stop_length):
+        return eos_length, "eos"
+    return (stop_length, "stop") if stop_length else (len(ids), "length")
+
+
 def warpers(sampling: Sampling) -> list[Any]:
     """Temperature and truncations as the library's processors ``(ids, scores [B, V]) -> scores``, in its order."""
     import transformers

@@ -14,7 +14,8 @@ from typing import Any
 from kl_comedy.errors import RunFailed
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rollouts.base import Policy, Sampling
-from kl_comedy.rollouts.hf import end_tokens, ending
+from kl_comedy.rollouts.hf import end_tokens
+from kl_comedy.rollouts.steps import ending
 
 SEED_BITS = 62
 """vLLM adds the number of the sibling to a seed and keeps it in a signed 64-bit integer."""
