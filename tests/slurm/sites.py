@@ -12,6 +12,7 @@ class Site:
 
     def __init__(self, folder, environment):
         self.folder, self.environment = folder, environment
+        self.held = {}
 
     def run(self, *words, code=0):
         done = subprocess.run(
@@ -36,11 +37,16 @@ class Site:
         return found
 
     def idle(self):
-        """Whether the queue is empty; a requeued job is let go at once, where SLURM would wait two minutes."""
+        """Whether the queue is empty; a requeued job is let go after five seconds, where SLURM would wait two minutes.
+
+        Not at once: a late word of the first leg's end would be taken for the second's.
+        """
         lines = self.run("squeue", "--noheader", "--array", "--format=%i|%T|%r").stdout.split("\n")
         for line in filter(None, lines):
             job, state, reason = line.split("|")
-            if state == "PENDING" and reason == "BeginTime":
+            if state != "PENDING" or reason != "BeginTime":
+                self.held.pop(job, None)
+            elif time.monotonic() - self.held.setdefault(job, time.monotonic()) > 5:
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         return not any(lines)
 

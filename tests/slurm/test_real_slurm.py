@@ -97,7 +97,7 @@ def test_two_at_a_time_and_every_end_is_told_apart(site, disturbed):
         cell: {KILLED: "DIED", LATE: "FAILED"}.get(cell, "FINISHED") for cell in range(8)
     }
     assert "late.jsonl" in rows[LATE]["why"]
-    assert {row["node"] for row in rows.values()} <= {"n1", "n2"}
+    assert {row["node"] for row in rows.values()} <= {"n1", "n2", "n3"}
     assert all(
         row["step"] == STEPS and row["reward"] is not None for row in rows.values() if row["state"] == "FINISHED"
     )
@@ -123,6 +123,12 @@ def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, 
     assert {row["state"] for row in rows} == {"FINISHED"}
     assert {row["cell"] for row in rows if row["attempts"] > before[row["cell"]]} == {KILLED, LATE}
     assert "8 finished" in (site.folder / "sweeps/grid/report/report.md").read_text()
+
+    runs = json.loads(site.kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--format", "json").stdout)
+    assert sorted(run["tags.cell"] for run in runs if run["status"] == "FINISHED") == [str(cell) for cell in range(8)]
+    assert all(run["metrics.train/reward"] is not None for run in runs)
+    table = json.loads(site.kl_comedy("results", "table", "--uri", "sqlite:///store.db", "--format", "json").stdout)
+    assert sum(row["n"] for row in table) == 8
 
     undisturbed = [f"--local={os.cpu_count() or 1}", "--output", "alone"]
     site.kl_comedy("sweep", "grid.yaml", *undisturbed)

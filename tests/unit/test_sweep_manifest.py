@@ -154,7 +154,7 @@ def test_submission_chains_arrays_and_cuts_them_where_the_site_bounds_indices(ma
     slurm = FakeSlurm(monkeypatch)
     profile = Profile(name="p", time="1", max_array=4, max_parallel=6)
     submit.submit(made, profile, Path("p.yaml"), submit.Todo(train=(0, 1, 3, 5, 9), evaluate=(2,)))
-    shown = [" ".join(words[2:]).replace(str(made.path), "S") for words in slurm.calls]
+    shown = [" ".join(words[3:]).replace(str(made.path), "S") for words in slurm.calls]
     dep = "--kill-on-invalid-dep=yes"
     assert shown == [
         "--array=0-1,3%2 S/train.sbatch 0", f"--array=0-1,3%2 --dependency=aftercorr:1 {dep} S/evaluate.sbatch 0",
@@ -168,8 +168,9 @@ def test_states_from_queue_attempts_and_folders(made, monkeypatch):
     slurm = FakeSlurm(monkeypatch)
     submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), submit.Todo(train=tuple(range(9)), evaluate=()))
     slurm.queue = "\n".join([
-        "1|0|RUNNING|n1|None", "1|1|PENDING||Resources", "1|2|FAILED|n2|NonZeroExitCode", "1|3|TIMEOUT|n2|TimeLimit",
-        "1|4|OUT_OF_MEMORY|n2|OutOfMemory", "1|5|CANCELLED|n2|None", "1|6|PENDING||BeginTime", "1|7|COMPLETED|n2|None",
+        "1|0|RUNNING|n1||None", "1|1|PENDING|||Resources", "1|2|FAILED|n2||NonZeroExitCode",
+        "1|3|TIMEOUT|n2||TimeLimit", "1|4|OUT_OF_MEMORY|n2||OutOfMemory", "1|5|CANCELLED|n2||None",
+        "1|6|PENDING|||BeginTime", "1|7|COMPLETED|n2||None",
     ]) + "\n"  # fmt: skip
     for index, code, reason in ((2, 2, "no such file"), (3, None, ""), (4, None, ""), (6, 75, "saved"), (7, 0, None)):
         process = {"process.pid": str(index), "process.host": "n2"}
@@ -198,7 +199,7 @@ def test_an_attempt_belongs_to_its_job_whatever_the_clocks_say(made, monkeypatch
     """A node whose clock is an hour behind began its cell before it was submitted, by the numbers alone."""
     slurm = FakeSlurm(monkeypatch)
     submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), submit.Todo(train=(0, 1), evaluate=()))
-    slurm.queue = "1|0|FAILED|n1|NonZeroExitCode\n1|1|FAILED|n1|NonZeroExitCode\n"
+    slurm.queue = "1|0|FAILED|n1||NonZeroExitCode\n1|1|FAILED|n1||NonZeroExitCode\n"
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 3600)
     for index, job in ((0, "1"), (1, "77")):
@@ -226,10 +227,27 @@ def test_where_slurm_does_not_answer_nothing_is_taken_for_lost(made, monkeypatch
     assert 0 not in submit.todo(made, seen).train and "squeue" in seen.notes[0]
 
 
+def test_a_job_whose_submitter_never_heard_of_it_is_found_and_not_submitted_again(made, monkeypatch):
+    """sbatch was accepted, and its caller was killed before it could write down the id."""
+    slurm = FakeSlurm(monkeypatch)
+    work = submit.Todo(train=(0, 1, 2), evaluate=())
+    submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), work)
+    (made.path / "submissions.jsonl").unlink()
+    assert {row.state for row in board(made).rows} == {"PLANNED"}
+    comment = next(word for word in slurm.calls[0] if word.startswith("--comment=")).removeprefix("--comment=")
+    other = comment.replace("-", "-0", 1)
+    slurm.queue = "".join(f"1|{n}|PENDING||{comment}|Resources\n9|{n}|PENDING||{other}|Resources\n" for n in range(3))
+    monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
+    (found,) = submit.adopt(made)
+    assert (found.job, found.stage, found.indices) == ("1", "train", (0, 1, 2))
+    assert submit.adopt(made) == []
+    assert submit.todo(made, board(made)).train == tuple(range(3, len(made.manifest.cells)))
+
+
 def test_without_sbatch_the_error_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sbatch: no such command here; .* --local N"):
-        scheduler.sbatch("x", array="0-1")
+        scheduler.sbatch(["sbatch", "x"])
 
 
 def test_an_attempt_without_a_last_word_and_a_torn_line(made):
@@ -252,13 +270,13 @@ def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, monke
     made = write_sweep(tmp_path / "s", manifest, "")
     slurm = FakeSlurm(monkeypatch)
     submit.submit(made, Profile(name="p", time="1"), Path("p"), submit.Todo(train=tuple(range(1000)), evaluate=()))
-    slurm.queue = "".join(f"1|{index}|RUNNING|n1|None\n" for index in range(1000))
+    slurm.queue = "".join(f"1|{index}|RUNNING|n1||None\n" for index in range(1000))
     for index in range(1000):
         record_start(made, index, "train", {"process.pid": str(index)})
     assert read_sweep(made.path) == made
     assert board(made).counts() == {"RUNNING": 1000}
     assert time.process_time() - start < 60
-    assert [words[2] for words in slurm.calls[:1]] == ["--array=0-999"]
+    assert [words[3] for words in slurm.calls[:1]] == ["--array=0-999"]
 
 
 def test_ranges_cover_exactly_their_indices():

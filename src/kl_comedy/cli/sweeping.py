@@ -166,6 +166,8 @@ def _go(found: Sweep, slurm: str | None, local: int | None, *, dry_run: bool = F
     from kl_comedy.tracking.locks import file_lock
 
     with file_lock(found.path / ".submit.lock", wait_s=600):
+        for one in submit.adopt(found):
+            _say(f"note: job {one.job} is this sweep's, by an earlier submission that did not hear of it")
         seen = board(found)
         _tell(seen)
         work = submit.todo(found, seen)
@@ -229,7 +231,10 @@ def _where(found: Sweep, slurm: str | None, local: int | None) -> tuple[str | No
     earlier = submissions(found)
     if not earlier:
         raise UserError("this sweep never ran; say where: --slurm PROFILE or --local N")
-    return earlier[-1].profile, earlier[-1].workers
+    last = next((one for one in reversed(earlier) if one.profile is not None or one.workers is not None), None)
+    if last is None:
+        raise UserError("it is not known with which profile this sweep was submitted; say it: --slurm PROFILE")
+    return last.profile, last.workers
 
 
 def _tell(seen: Board) -> None:

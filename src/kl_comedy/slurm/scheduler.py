@@ -16,35 +16,45 @@ ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEU
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What SLURM says of one job or array task. ``node`` and ``why`` are empty where it says nothing."""
+    """What SLURM says of one job or array task. ``node`` and ``why`` are empty where it says nothing.
+
+    ``comment`` is what it was submitted with.
+    """
 
     state: str
     node: str = ""
     why: str = ""
+    comment: str = ""
 
     @property
     def active(self) -> bool:
         return self.state in ACTIVE
 
 
-def sbatch(script: str, *, array: str, dependency: str | None = None, arguments: Sequence[str] = ()) -> str:
-    """Submit; the job's id. ``array`` may be empty for a single job. Raises :class:`RunFailed` with sbatch's words."""
-    words = ["sbatch", "--parsable"]
+def sbatch_words(script: str, *, array: str, comment: str, dependency: str | None = None, offset: int = 0) -> list[str]:
+    """The command line that submits a script. ``array`` may be empty for a single job, which has no ``offset``."""
+    words = ["sbatch", "--parsable", f"--comment={comment}"]
     if array:
         words.append(f"--array={array}")
     if dependency:
         words += [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
-    return _call([*words, script, *arguments]).strip().split(";")[0]
+    return [*words, script, *([str(offset)] if array else [])]
+
+
+def sbatch(words: Sequence[str]) -> str:
+    """Submit; the job's id. Raises :class:`RunFailed` with sbatch's words."""
+    return _call(list(words)).strip().split(";")[0]
 
 
 def queue(job_names: Sequence[str]) -> dict[str, JobState]:
     """Jobs of these names that SLURM still remembers, by ``JOB`` or ``ARRAY_TASK``; pending array tasks one by one."""
     words = ["squeue", "--noheader", "--array", "--states=all", f"--name={','.join(job_names)}"]
     found = {}
-    for line in _call([*words, "--format=%F|%K|%T|%N|%r"]).splitlines():
-        job, task, state, node, reason = (part.strip() for part in line.split("|", 4))
+    for line in _call([*words, "--format=%F|%K|%T|%N|%k|%r"]).splitlines():
+        job, task, state, node, comment, reason = (part.strip() for part in line.split("|", 5))
         key = f"{job}_{task}" if task and task != "N/A" else job
-        found[key] = JobState(state=state, node=node, why="" if reason in ("None", "") else reason)
+        why = "" if reason in ("None", "") else reason
+        found[key] = JobState(state=state, node=node, why=why, comment="" if comment == "(null)" else comment)
     return found
 
 
@@ -75,7 +85,7 @@ def _call(words: list[str]) -> str:
             f"{words[0]}: no such command here; run this on a login node of the cluster, or use --local N"
         ) from None
     except subprocess.TimeoutExpired:
-        raise RunFailed(f"{words[0]} did not answer within {TIMEOUT_S} s") from None
+        raise RunFailed(f"{words[0]} did not answer within {TIMEOUT_S} s; ask again when SLURM is less busy") from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
         raise RunFailed(f"{words[0]}: {said or f'exit code {done.returncode}'}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import shlex
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +56,37 @@ def create_stores(manifest: Manifest) -> None:
             raise RunFailed(f"the results store cannot be created: {store.brief(error)}") from error
 
 
+def adopt(sweep: Sweep) -> list[Submission]:
+    """Record the jobs of this sweep that SLURM has and the folder does not know of.
+
+    So it is when sbatch was too slow to answer, or its caller was killed before it could take a note. The comment says
+    whose they are; without this they would be submitted again.
+    """
+    if shutil.which("squeue") is None:
+        return []
+    known = {one.job for one in submissions(sweep)}
+    mark = _mark(sweep)
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for name, state in scheduler.queue([f"{sweep.manifest.name}-{stage}" for stage in STAGES]).items():
+        job, _, task = name.partition("_")
+        whose, _, rest = state.comment.partition(":")
+        if whose == mark and job not in known:
+            stage, _, offset = rest.partition(":")
+            found.setdefault((job, stage, int(offset)), []).extend([int(task) + int(offset)] if task else [])
+    made = [
+        Submission(stage=stage, indices=tuple(sorted(indices)), time=time.time(), job=job, offset=offset)
+        for (job, stage, offset), indices in found.items()
+    ]
+    for one in made:
+        record_submission(sweep, one)
+    return made
+
+
+def _mark(sweep: Sweep) -> str:
+    """Which manifest in which folder a job belongs to."""
+    return f"{sweep.manifest.digest}-{hashlib.sha256(str(sweep.path).encode()).hexdigest()[:8]}"
+
+
 def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Todo) -> list[Submission]:
     """Write the scripts and submit what is to be done; the submissions, which are also recorded."""
     for stage in STAGES:
@@ -61,11 +95,7 @@ def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Todo) -> li
     made: list[Submission] = []
 
     def give(stage: str, indices: Sequence[int], dependency: str | None, offset: int, share: int | None) -> Submission:
-        array = array_ranges(index - offset for index in indices)
-        job = scheduler.sbatch(
-            str(script_path(sweep, stage)), array=array + (f"%{share}" if share and array else ""),
-            dependency=dependency, arguments=[str(offset)] if stage != "report" else [],
-        )  # fmt: skip
+        job = scheduler.sbatch(_words(sweep, stage, indices, dependency, offset, share))
         one = Submission(
             stage=stage, indices=tuple(indices), time=time.time(), job=job, offset=offset, profile=str(profile_file)
         )
@@ -89,19 +119,25 @@ def planned_commands(sweep: Sweep, profile: Profile) -> list[str]:
     """The sbatch lines of a first submission, with words where job ids will be."""
     limit = _limit(sweep.manifest, profile)
     chunks = _chunks([cell.index for cell in sweep.manifest.cells], profile.max_array)
-    share = "" if limit is None else f"%{max(1, limit // len(chunks))}"
+    share = None if limit is None else max(1, limit // len(chunks))
     last, lines = "train", []
     for offset, indices in chunks.items():
-        array = f"--array={array_ranges(index - offset for index in indices)}{share}"
-        lines.append(f"sbatch --parsable {array} {script_path(sweep, 'train')} {offset}")
+        lines.append(_words(sweep, "train", indices, None, offset, share))
         if sweep.manifest.evaluate is not None:
             last = "evaluate"
-            lines.append(
-                f"sbatch --parsable {array} --dependency=aftercorr:TRAIN_JOB --kill-on-invalid-dep=yes "
-                f"{script_path(sweep, 'evaluate')} {offset}"
-            )
-    lines.append(f"sbatch --parsable --dependency=afterany:{last.upper()}_JOBS {script_path(sweep, 'report')}")
-    return lines
+            lines.append(_words(sweep, "evaluate", indices, "aftercorr:TRAIN_JOB", offset, share))
+    lines.append(_words(sweep, "report", (), f"afterany:{last.upper()}_JOBS", 0, None))
+    return [shlex.join(words) for words in lines]
+
+
+def _words(
+    sweep: Sweep, stage: str, indices: Sequence[int], dependency: str | None, offset: int, share: int | None
+) -> list[str]:
+    array = array_ranges(index - offset for index in indices)
+    return scheduler.sbatch_words(
+        str(script_path(sweep, stage)), array=array + (f"%{share}" if share and array else ""),
+        comment=f"{_mark(sweep)}:{stage}:{offset}", dependency=dependency, offset=offset,
+    )  # fmt: skip
 
 
 def cancel(sweep: Sweep, active: Sequence[str]) -> None:
