@@ -182,3 +182,21 @@ def test_evaluation_and_report_depend_on_training_and_accounting_says_why(start_
     rows = {row["name"]: row for row in site.status("pair")}
     assert rows["good"]["evaluated"] and not rows["lost"]["evaluated"]
     assert (tmp_path / "sweeps/pair/report/report.md").exists()
+
+
+def test_a_thousand_cells_are_submitted_queried_and_cancelled(site):
+    """Held, so that none of them runs."""
+    (site.folder / "held.yaml").write_text(PROFILE + 'extra: ["--hold"]\n')
+    (site.folder / "thousand.yaml").write_text(
+        f"base: {TINY}\ngrid: {{kl.0.estimator: [k1, k3], kl.0.beta: {{from: 0.01, to: 1, num: 10}}}}\nseeds: 50\n"
+    )
+    first = site.kl_comedy("sweep", "thousand.yaml", "--slurm", "held.yaml")
+    assert "train: job" in first.stderr and "1000 cells" in first.stderr
+    assert {row["state"] for row in site.status("thousand")} == {"PENDING"}
+    assert "nothing to submit: 1000 pending" in site.kl_comedy("resubmit", "thousand").stderr
+    (site.folder / "sweeps/thousand/submissions.jsonl").unlink()
+    again = site.kl_comedy("resubmit", "thousand", "--slurm", "held.yaml")
+    assert "by an earlier submission that did not hear of it" in again.stderr and "nothing to submit" in again.stderr
+    site.kl_comedy("cancel", "thousand")
+    site.wait(site.idle)
+    assert {row["state"] for row in site.status("thousand")} == {"CANCELLED"}

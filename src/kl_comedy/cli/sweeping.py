@@ -58,7 +58,10 @@ def sweep(
     if (slurm is None) == (local is None) and not (dry_run and slurm is None):
         raise UserError("say where: --slurm PROFILE for a cluster, or --local N for this machine")
     from kl_comedy.slurm.manifest import write_sweep
+    from kl_comedy.slurm.profile import read_profile
 
+    if slurm is not None:
+        read_profile(slurm)  # a mistake in it is told before anything is written
     manifest, base_text = _plan(grid, overrides or [], plugin or [])
     folder = output or Path("sweeps") / manifest.name
     if dry_run:
@@ -161,12 +164,14 @@ def _dry_run(manifest: Manifest, folder: Path, profile_name: str | None, format:
 def _go(found: Sweep, slurm: str | None, local: int | None, *, dry_run: bool = False) -> None:
     """Run what is to be done, under a lock, so that two of these at the same time submit it once."""
     from kl_comedy.slurm import submit
+    from kl_comedy.slurm.journal import submissions
     from kl_comedy.slurm.local import enlist
     from kl_comedy.slurm.status import board
     from kl_comedy.tracking.locks import file_lock
 
     with file_lock(found.path / ".submit.lock", wait_s=600):
-        for one in submit.adopt(found):
+        to_slurm = slurm is not None or (local is None and any(not one.local for one in submissions(found)))
+        for one in submit.adopt(found) if to_slurm else ():
             _say(f"note: job {one.job} is this sweep's, by an earlier submission that did not hear of it")
         seen = board(found)
         _tell(seen)
