@@ -101,7 +101,7 @@ import http.server, os, sys
 
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        known = self.path == "/health" or self.headers["Authorization"] == "Bearer " + os.environ["VLLM_API_KEY"]
+        known = self.headers["Authorization"] == "Bearer " + os.environ["VLLM_API_KEY"]
         self.send_response(200 if known else 401)
         self.end_headers()
         self.wfile.write(sys.argv[2].encode())

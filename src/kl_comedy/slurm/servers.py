@@ -24,6 +24,8 @@ from pathlib import Path
 from kl_comedy.errors import RunFailed
 
 DIRECTORY, COUNT, URLS = "KL_COMEDY_SERVERS_DIR", "KL_COMEDY_SERVERS_COUNT", "KL_COMEDY_SERVER_URLS"
+KEY = "VLLM_API_KEY"
+"""Holds the servers' key, in their environment and in the trainer's."""
 POLL_S = 0.25
 GRACE_S = 10.0
 """How long a server may take to end by itself when the trainer has."""
@@ -92,8 +94,9 @@ def _free_port(host: str) -> int:
 
 
 def _answers(url: str) -> bool:
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {os.environ.get(KEY, '')}"})
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
+        with urllib.request.urlopen(asked, timeout=2) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
