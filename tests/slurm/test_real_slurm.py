@@ -127,7 +127,8 @@ def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, 
     runs = json.loads(site.kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--format", "json").stdout)
     assert sorted(run["tags.cell"] for run in runs if run["status"] == "FINISHED") == [str(cell) for cell in range(8)]
     assert all(run["metrics.train/reward"] is not None for run in runs)
-    table = json.loads(site.kl_comedy("results", "table", "--uri", "sqlite:///store.db", "--format", "json").stdout)
+    words = ["--uri", "sqlite:///store.db", "--metric", "train/reward", "--format", "json"]
+    table = json.loads(site.kl_comedy("results", "table", *words).stdout)
     assert sum(row["n"] for row in table) == 8
 
     undisturbed = [f"--local={os.cpu_count() or 1}", "--output", "alone"]
