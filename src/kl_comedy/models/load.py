@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout, unwrap
+from kl_comedy.models.attention import adopt
 from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
 from kl_comedy.models.logprobs import completion_hidden, token_pass
-from kl_comedy.models.attention import adopt
 from kl_comedy.models.sharded import call_as_forward
 from kl_comedy.models.shared_prefix import build_line, line_hidden
 from kl_comedy.models.smollm2 import FOLDER as SMOLLM2
