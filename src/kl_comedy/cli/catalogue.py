@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kl_comedy.errors import bad_value
@@ -83,7 +84,6 @@ def doctor() -> None:
         "mlflow": "tracking (else files only)",
         "math-verify": "reward math_verify", "datasets": "datasets by hub name", "peft": "model.lora",
         "gguf": "model.gguf_file", "reasoning-gym": "dataset and reward reasoning_gym (extra gym)",
-        "vllm": "rollout backend vllm (extra vllm)",
     }  # fmt: skip
     table = Table("what", "version", "needed for")
     for name, purpose in needs.items():
@@ -92,12 +92,21 @@ def doctor() -> None:
         except importlib.metadata.PackageNotFoundError:
             version = "missing"
         table.add_row(name, version, purpose)
+    for backend in ("vllm", "vllm_server"):
+        table.add_row(f"rollout {backend}", *_vllm_row(backend))
     table.add_row("sbatch", shutil.which("sbatch") or "missing", "SLURM")
     import torch
 
     gpus = ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
     table.add_row("GPU", gpus or "none (CPU works)", "speed")
     Console().print(table)
+
+
+def _vllm_row(backend: str) -> tuple[str, str]:
+    from kl_comedy.rollouts.vllm.readiness import missing, vllm_version
+
+    state = "; ".join(missing(backend)) or "ready"
+    return vllm_version() or "missing", escape(f"rollout.backend: {backend}; {state}")
 
 
 def check_format(format: str) -> None:

@@ -4,10 +4,21 @@ from kl_comedy.rollouts.base import (
     Policy,
     RolloutBackend,
     Sampling,
+    WorksInFolder,
     check_training_sampling,
     sampling_from,
 )
 from kl_comedy.rollouts.hf import build_hf
-from kl_comedy.rollouts.vllm import build_vllm
+from kl_comedy.rollouts.vllm import build_vllm, build_vllm_server
 
-__all__ = ["Policy", "RolloutBackend", "Sampling", "build_hf", "build_vllm", "check_training_sampling", "sampling_from"]
+__all__ = [
+    "Policy",
+    "RolloutBackend",
+    "Sampling",
+    "WorksInFolder",
+    "build_hf",
+    "build_vllm",
+    "build_vllm_server",
+    "check_training_sampling",
+    "sampling_from",
+]

@@ -22,7 +22,7 @@ from kl_comedy.data import PromptOrder
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.kl import resolve_terms
 from kl_comedy.records import Scored
-from kl_comedy.rollouts import sampling_from
+from kl_comedy.rollouts import WorksInFolder, sampling_from
 from kl_comedy.tracking import Tracker, provenance_tags
 from kl_comedy.training.audit.callback import AuditCallback, check_audit
 from kl_comedy.training.build import Parts, build, kl_label, term_tags
@@ -90,6 +90,8 @@ def _train_in(
     config = parts.config
     checkpoint = run.checkpoint if resume else None
     step = run.checkpoint_step if resume else None
+    if isinstance(parts.backend, WorksInFolder):
+        parts.backend.work_in(run.path)
     tracker = Tracker.start(
         config.tracking,
         run_dir=run.path,

@@ -5,5 +5,6 @@ learner's weights -> full_weights -> the engine's own reload -> caches reset -> 
 """
 
 from kl_comedy.rollouts.vllm.engine import build_vllm
+from kl_comedy.rollouts.vllm.servers import build_vllm_server
 
-__all__ = ["build_vllm"]
+__all__ = ["build_vllm", "build_vllm_server"]

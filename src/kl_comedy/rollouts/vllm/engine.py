@@ -182,15 +182,14 @@ class VLLMRollouts:
         )
 
     def _probe(self) -> None:
-        ids = probe.probe_ids(probe.vocabulary_of(self._loaded))
-        (answer,) = self._ask([ids], [probe.fields(self._temperature)])
-        output = answer.outputs[0]
+        reference = probe.probe_reference(self._loaded, temperature=self._temperature)
+        (answer,) = self._ask([reference.ids], [probe.fields(self._temperature)])
         seen = probe.ProbeAnswer(
-            fixed=_chosen(ids[1:], answer.prompt_logprobs[1:]),
-            sampled_ids=tuple(output.token_ids),
-            sampled=_chosen(output.token_ids, output.logprobs),
+            fixed=_chosen(reference.ids[1:], answer.prompt_logprobs[1:]),
+            sampled_ids=tuple(output.token_ids[0] for output in answer.outputs),
+            sampled=tuple(_chosen(output.token_ids, output.logprobs)[0] for output in answer.outputs),
         )
-        found = probe.gap(self._loaded, ids, seen, temperature=self._temperature)
+        found = probe.gap(reference, seen)
         allowed = probe.tolerance(self._dtype, self._options.probe_tolerance)
         if not found <= allowed:
             raise RunFailed(probe.message("vLLM", self.version, found, allowed))

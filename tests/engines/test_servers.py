@@ -1,0 +1,143 @@
+"""Real vLLM servers on the pocket policy: weights by file, tokens stamped by the server, death and other accidents."""
+
+import copy
+import os
+import signal
+import threading
+import time
+
+import httpx2 as httpx
+import pytest
+from small_policies import PROMPTS, largest_gap, perturb, pocket
+
+from kl_comedy.config.schema import RolloutConfig
+from kl_comedy.errors import UserError
+from kl_comedy.rollouts import Sampling, build_hf, build_vllm_server
+from kl_comedy.rollouts.vllm.process import HOST, running_in
+
+TOLERANCE = 5e-5
+"""Nats, float32; as in process."""
+
+
+def build(policy, **options):
+    config = RolloutConfig(backend="vllm_server", batch_sequences=16, temperature=0.7, options=options)
+    return build_vllm_server(config, loaded=policy)
+
+
+def draw(backend, prompts=PROMPTS, *, group_size=3, seed=0, **changes):
+    settings = Sampling(**{"temperature": 1.0, "max_new_tokens": 20, **changes})
+    return backend.generate(prompts, group_size=group_size, sampling=settings, seed=seed)
+
+
+def content(rollouts):
+    return [(r.group_id, r.completion_ids, r.stop_reason, r.text) for r in rollouts]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return pocket()
+
+
+@pytest.fixture(scope="module")
+def servers(policy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    backend = build(policy)
+    backend.work_in(folder)
+    yield backend
+    groups = [process.pid for process in backend.processes()]
+    backend.close()
+    assert sorted(path.name for path in (folder / "sampler").iterdir()) == ["server-0.log"]
+    assert [running_in(group) for group in groups] == [[]]
+
+
+@pytest.fixture
+def moved(policy, servers):
+    kept = copy.deepcopy(policy.model.state_dict())
+    perturb(policy.model)
+    yield policy
+    policy.model.load_state_dict(kept)
+    servers.update_weights(0)
+
+
+def test_log_probs_are_the_learners_before_and_after_an_update(servers, moved):
+    servers.update_weights(3)
+    for temperature in (1.0, 0.7):
+        rollouts = draw(servers, temperature=temperature)
+        assert largest_gap(moved, rollouts, temperature) < TOLERANCE
+        assert {version for r in rollouts for version in r.versions} == {3}
+    perturb(moved.model, seed=1)
+    assert largest_gap(moved, draw(servers)) > 0.05
+    servers.update_weights(4)
+    assert largest_gap(moved, draw(servers)) < TOLERANCE
+
+
+@pytest.mark.parametrize("changes", [{}, {"stop": (";4", "+")}, {"max_new_tokens": 3}])
+def test_greedy_rollouts_are_those_of_the_hf_backend(policy, servers, changes):
+    theirs = draw(build_hf(RolloutConfig(), loaded=policy), temperature=0.0, **changes)
+    assert content(draw(servers, temperature=0.0, **changes)) == content(theirs)
+
+
+def test_seeds_decide(servers):
+    first = draw(servers, seed=5)
+    assert content(draw(servers, seed=5)) == content(first)
+    assert content(draw(servers, seed=6)) != content(first)
+
+
+def test_every_route_wants_the_key_and_the_run_can_be_pointed_at_a_server(servers, policy, monkeypatch, tmp_path):
+    draw(servers)
+    (process,) = servers.processes()
+    for path in ("/v1/models", "/collective_rpc", "/pause", "/weight_info", "/health"):
+        assert (
+            httpx.request("POST" if path in ("/pause", "/collective_rpc") else "GET", process.url + path).status_code
+            == 401
+        )
+    with pytest.raises(UserError, match="it refuses an empty API key: there is none in the environment variable SOME"):
+        build(policy, urls=[process.url], api_key_env="SOME")
+    key = tmp_path / "key"
+    key.write_text("wrong")
+    with pytest.raises(UserError, match=r"it refuses the API key in .*key"):
+        build(policy, urls=[process.url], api_key_file=str(key))
+    key.write_text(servers._key)
+    second = build(policy, urls=[process.url], api_key_file=str(key), weights_dir=str(tmp_path / "weights"))
+    assert largest_gap(policy, draw(second)) < TOLERANCE
+    second.close()
+    assert process.alive, "a server that is not ours is left alone"
+
+
+def test_weights_change_in_flight_and_every_token_says_which(servers, moved):
+    """Long greedy-like completions, and an update in their middle: prefix of version 0, rest of version 5."""
+    servers.update_weights(4)
+    found = []
+    many = [PROMPTS[0]] * 40
+    thread = threading.Thread(target=lambda: found.extend(draw(servers, many, group_size=8, temperature=1.5)))
+    thread.start()
+    time.sleep(0.25)
+    perturb(moved.model, seed=2, size=0.01)
+    servers.update_weights(5)
+    thread.join()
+    assert len(found) == 320
+    seen = {r.versions for r in found}
+    assert all(list(versions) == sorted(versions) for versions in seen)
+    assert {version for versions in seen for version in versions} == {4, 5}
+    after = [r for r in found if set(r.versions) == {5}]
+    assert largest_gap(moved, after[:20], 1.5) < TOLERANCE
+
+
+def test_a_server_killed_in_the_middle_of_a_batch_is_replaced_and_no_prompt_is_lost(servers, moved, caplog):
+    servers.update_weights(7)
+    (before,) = servers.processes()
+    many = [PROMPTS[n % len(PROMPTS)] for n in range(60)]
+    killer = threading.Timer(0.3, lambda: os.killpg(before.pid, signal.SIGKILL))
+    killer.start()
+    rollouts = draw(servers, many, group_size=8)
+    killer.join()
+    (after,) = servers.processes()
+    assert after.pid != before.pid, "the batch ended before the server was killed"
+    assert [r.group_id for r in rollouts] == [n // 8 for n in range(480)]
+    assert {version for r in rollouts for version in r.versions} == {7}
+    assert largest_gap(moved, rollouts[::16]) < TOLERANCE
+    assert "bringing it back" in caplog.text
+
+
+def test_nothing_listens_beyond_loopback():
+    assert HOST == "127.0.0.1"
