@@ -25,7 +25,7 @@ $(VENV_VLLM)/.installed: pyproject.toml constraints-vllm.txt
 
 # Real vLLM, in process and as servers.
 test-vllm: setup-vllm
-	$(BIN_VLLM)/python -m pytest -m vllm tests/engines
+	$(BIN_VLLM)/python -m pytest -m "vllm and not slow" tests/engines
 
 # torch first: with it installed no later package pulls another build of it.
 $(STAMP): pyproject.toml constraints.txt

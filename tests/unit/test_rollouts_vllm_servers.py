@@ -198,6 +198,16 @@ def test_what_is_no_vllm_server_is_refused(fake, connect, monkeypatch):
         connect(silent)
 
 
+def test_servers_that_a_job_has_beside_the_trainer_are_used(fake, policy, monkeypatch):
+    one, two = fake(), fake()
+    monkeypatch.setenv("KL_COMEDY_SERVER_URLS", f"{one.url},{two.url}")
+    backend = build_vllm_server(RolloutConfig(options={"servers": 2}), loaded=policy)
+    assert draw(backend)
+    backend.close()
+    assert "/collective_rpc" in one.calls
+    assert "/collective_rpc" in two.calls
+
+
 def test_spans_must_cover_every_token():
     with pytest.raises(Refused, match="1 of 2 tokens"):
         spread([{"version": "kl_comedy/1", "start": 0, "end": 1}], 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from urllib.parse import urlsplit
 from kl_comedy.errors import UserError, bad_value, unknown_key
 
 KEY = "rollout.options"
+JOB_URLS = "KL_COMEDY_SERVER_URLS"
+"""Set in a cluster job that has servers beside the trainer: their addresses, with commas between them."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -106,6 +109,17 @@ def server_options(given: Mapping[str, Any]) -> ServerOptions:
     if options.gpus and len(options.gpus) != options.servers:
         raise bad_value(f"{KEY}.gpus", list(options.gpus), f"one entry for each of the {options.servers} servers")
     return options
+
+
+def with_urls_of_the_job(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options, with the servers that a cluster job started beside the trainer where the config names none."""
+    urls = os.environ.get(JOB_URLS, "")
+    if given.get("urls") or not urls:
+        return given
+    return {
+        **{name: value for name, value in given.items() if name not in ("servers", "gpus")},
+        "urls": urls.split(","),
+    }
 
 
 def _checked(given: Mapping[str, Any], kind: type, backend: str) -> dict[str, Any]:
