@@ -11,7 +11,7 @@ import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
 from kl_comedy.config import load_config
 from kl_comedy.kl import resolve_terms
 from kl_comedy.registry import CORRECTIONS
-from kl_comedy.training.build import term_tags
+from kl_comedy.training.build import policy_tags, term_tags
 
 TINY = Path(__file__).with_name("tiny.yaml")
 LAGGED = ("lag.mode=replayed", "lag.steps=1")
@@ -42,6 +42,20 @@ def test_a_run_without_kl_has_tags_too():
     found = tags("kl=none")
     assert found["kl.target"] == "zero" and found["kl.cosine"] == "nan"
     assert "nothing holds the policy" in found["kl.verdict"] and not any(name.startswith("kl.0") for name in found)
+
+
+def test_the_policy_term_is_certified_against_the_reward_in_the_runs_regime():
+    def of(*overrides):
+        return policy_tags(load_config(TINY, list(overrides)))
+
+    assert (
+        of()["policy.relative_bias"]
+        == of(*LAGGED, "algorithm.correction={sequence: {}}")["policy.relative_bias"]
+        == "0"
+    )
+    capped = of(*LAGGED, "algorithm.correction={tis: {cap: 3.0}}")
+    assert capped["policy.label"] == "reinforce x tis(cap=3)" and "biased" in capped["policy.verdict"]
+    assert 0.01 < float(capped["policy.relative_bias"]) < float(of(*LAGGED)["policy.relative_bias"])
 
 
 def test_certifying_takes_a_fraction_of_a_second():
@@ -84,6 +98,6 @@ def test_a_run_is_stored_with_them(kl, tmp_path, monkeypatch):
     outcome = train(config, console=Console(quiet=True), command="kl-comedy train")
     events = [json.loads(line) for line in (outcome.run.path / "spool.jsonl").read_text().splitlines()]
     text = json.dumps(events)
-    for name in ("kl.verdict", "kl.target", "kl.0.relative_bias", "kl.0.strength"):
+    for name in ("kl.verdict", "kl.target", "kl.0.relative_bias", "kl.0.strength", "policy.verdict"):
         assert f'"{name}"' in text
     assert "zero expected gradient" in text

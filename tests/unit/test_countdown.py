@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("reasoning_gym")
 
 import kl_comedy.training.rooms  # noqa: F401
-from kl_comedy.config.schema import DatasetConfig
+from kl_comedy.config.schema import DatasetConfig, RewardConfig
 from kl_comedy.data import load_problems
-from kl_comedy.rewards import score
+from kl_comedy.rewards import RewardSum, score
 
 OPTIONS = {"min_numbers": 3, "max_numbers": 4}
 
@@ -46,6 +46,13 @@ def test_what_is_not_a_solution_gets_nothing():
     assert verdicts([f"{found[0].answer} + 1"], found[:1])[0].value == 0.0
     assert verdicts(["no tag"], found[:1], part="answer_tag")[0].status == "unparseable"
     assert verdicts(["__import__('os').getpid()"], found[:1])[0].status == "refused"
+
+
+@pytest.mark.parametrize("options", [{}, {"part": "answer_tag"}, {"part": "first_line", "partial": True}])
+def test_its_answers_pass_the_check_at_the_beginning_of_a_run(options):
+    """The guard on answers that are evaluated refuses a backslash, so golds must not be shown to it in a box."""
+    with RewardSum([RewardConfig(name="reasoning_gym", options=options)]) as rewards:
+        rewards.check(problems(seed=3))
 
 
 def test_seeds_far_apart_share_no_problem():

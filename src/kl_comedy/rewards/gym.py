@@ -33,6 +33,7 @@ _ENTRY = {"question": "State the final answer: 4 - 1 =", "answer": "3", "metadat
     source="open-thought/reasoning-gym (Apache-2.0), dataset.score_answer",
     claims=("unit_interval",),
     isolated=True,
+    boxed=False,
     imports=("reasoning_gym",),
     examples=(
         {"completion": " 3\n", "answer": "3", "value": 1.0, "meta": {"task": "chain_sum", "entry": _ENTRY}},

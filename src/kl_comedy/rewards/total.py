@@ -137,7 +137,8 @@ class RewardSum:
         ``math_verify``. Meant for the beginning of a run, on all problems or a sample.
         """
         for part in self.parts:
-            golds = [f"\\boxed{{{problem.answer}}}" for problem in problems]
+            boxed = part.entry.facts.get("boxed", True)
+            golds = [f"\\boxed{{{problem.answer}}}" if boxed else problem.answer for problem in problems]
             answers, metas = [problem.answer for problem in problems], [problem.meta for problem in problems]
             verdicts = _run(part.entry, part.options, golds, answers, metas, self.pool)
             bad = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict.status in ("refused", "timeout")]

@@ -14,6 +14,7 @@ from kl_comedy.evaluation import EvalSet
 from kl_comedy.kl import KLTerm, resolve_terms, warnings
 from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.models.reference import Reference, build_reference
+from kl_comedy.objective import PolicyTerm
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
@@ -98,6 +99,21 @@ def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
                 f"says: {found.verdict}"
             )
     return tags
+
+
+def policy_tags(config: Config) -> dict[str, str]:
+    """What a run says about its policy term: a label, and its certificate against the reward gradient in its regime."""
+    from kl_comedy.kl.oracle.policy_certificate import certify_policy
+
+    term = PolicyTerm.of(config.algorithm)
+    regime = "off_policy" if is_off_policy(config) else "on_policy"
+    (found,) = certify_policy("policy", term, regimes=(regime,))
+    return {
+        "policy.label": term.label(),
+        "policy.verdict": found.verdict,
+        "policy.relative_bias": f"{0.0 if found.relative_bias < 1e-9 else found.relative_bias:.4g}",
+        "policy.cosine": f"{found.cosine:.4g}",
+    }
 
 
 def _certified(found: Certificate) -> dict[str, str]:

@@ -25,7 +25,7 @@ from kl_comedy.records import Scored
 from kl_comedy.rollouts import WorksInFolder, sampling_from
 from kl_comedy.tracking import Tracker, provenance_tags
 from kl_comedy.training.audit.callback import AuditCallback, check_audit
-from kl_comedy.training.build import Parts, build, kl_label, term_tags
+from kl_comedy.training.build import Parts, build, kl_label, policy_tags, term_tags
 from kl_comedy.training.callbacks import (
     CheckpointCallback,
     EvaluationCallback,
@@ -240,6 +240,7 @@ def _identity(parts: Parts) -> dict[str, str]:
         **{f"data.count.{name}": str(value) for name, value in parts.problems.counts.items()},
         "reference.hash": parts.references["initial"].hash,
         **term_tags(config, parts.terms),
+        **policy_tags(config),
     }
 
 
