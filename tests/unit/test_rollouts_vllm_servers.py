@@ -169,13 +169,13 @@ def test_a_server_with_log_probs_before_the_temperature_is_refused(fake, connect
 
 def test_keys(fake, connect, monkeypatch):
     server = fake(key="right")
-    with pytest.raises(UserError, match=r"it refuses an empty API key: there is none in .* KL_COMEDY_VLLM_API_KEY"):
+    with pytest.raises(UserError, match=r"it refuses an empty API key: there is none in .* VLLM_API_KEY"):
         connect(server)
-    monkeypatch.setenv("KL_COMEDY_VLLM_API_KEY", "wrong-key")
+    monkeypatch.setenv("VLLM_API_KEY", "wrong-key")
     with pytest.raises(UserError, match="it refuses the API key in") as caught:
         connect(server)
     assert "wrong-key" not in str(caught.value)
-    monkeypatch.setenv("KL_COMEDY_VLLM_API_KEY", "right")
+    monkeypatch.setenv("VLLM_API_KEY", "right")
     assert draw(connect(server))
     with pytest.raises(UserError, match="api_key_file: got '/no/such'; allowed: a file that holds the API key"):
         connect(server, api_key_file="/no/such")
@@ -232,7 +232,8 @@ def test_the_guard_lets_nothing_through_without_the_key(monkeypatch, given, stat
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_the_command_line_shows_no_key_and_listens_on_loopback(tmp_path):
+def test_the_command_line_shows_no_key_and_listens_on_loopback(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "of-another-server")
     options = server_options({"kv_cache_gib": 0.5, "enforce_eager": False, "tensor_parallel_size": 2, "gpus": ["0,1"]})
     launch = Launch(options=options, dtype="bfloat16", context=512, max_num_seqs=32, on_gpu=True)
     words = launch.arguments(tmp_path, 1234)
@@ -244,6 +245,7 @@ def test_the_command_line_shows_no_key_and_listens_on_loopback(tmp_path):
     environment = launch.environment("secret", "0,1")
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert [name for name, value in environment.items() if value == "secret"] == [KEY_VARIABLE]
+    assert "VLLM_API_KEY" not in environment
     assert not any("secret" in word for word in words)
 
 

@@ -61,7 +61,7 @@ class ServerOptions(EngineOptions):
     servers: int = 1
     gpus: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
-    api_key_env: str = "KL_COMEDY_VLLM_API_KEY"
+    api_key_env: str = "VLLM_API_KEY"
     api_key_file: str | None = None
     weights_dir: str | None = None
     start_timeout_s: float = 900.0

@@ -67,7 +67,8 @@ class Launch:
             "VLLM_NO_USAGE_STATS": "1",
             KEY_VARIABLE: key,
         }
-        found.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY"):  # of an engine in process; of servers not ours
+            found.pop(name, None)
         if gpus is not None:
             found["CUDA_VISIBLE_DEVICES"] = gpus
         if not self.on_gpu:
