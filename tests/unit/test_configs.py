@@ -1,19 +1,21 @@
 """Every config and grid in configs/ can be read, and says what it is said to say."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
-from kl_comedy.slurm.grid import read_grid
+from kl_comedy.slurm.grid import expand, read_grid
 from kl_comedy.slurm.plan import plan
 from kl_comedy.training.build import check_terms
 from kl_comedy.training.critic import check_algorithm
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RUNS = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.name != "sweeps"]
-GRIDS = sorted((CONFIGS / "sweeps").glob("*.yaml"))
+STUDY = sorted((CONFIGS / "study").glob("*.yaml"))
+GRIDS = [*sorted((CONFIGS / "sweeps").glob("*.yaml")), *STUDY]
+RUNS = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path not in GRIDS]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
@@ -24,7 +26,9 @@ def test_a_config_is_whole(path):
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_every_cell_of_a_grid_is_a_run(path, tmp_path):
-    assert plan(read_grid(path), directory=tmp_path).cells
+    grid = read_grid(path)
+    one_seed = dataclasses.replace(grid, seeds=grid.seeds[:1] if grid.seeds else None)  # seeds differ in the seed alone
+    assert plan(one_seed, directory=tmp_path).cells
 
 
 @pytest.mark.parametrize("name", ["async_math_qwen2.5_7b", "async_countdown_qwen3_4b"])
@@ -41,3 +45,17 @@ def test_the_lag_study_crosses_lags_and_kl_configurations(tmp_path):
     cells = plan(read_grid(CONFIGS / "sweeps" / "lags.yaml"), directory=tmp_path).cells
     assert len(cells) == 4 * 12 * 3 and {cell.steps for cell in cells} == {60}
     assert {cell.values["lag"] for cell in cells} == {"lag-0", "lag-1", "lag-4", "lag-10"}
+
+
+def test_the_study_has_the_papers_blocks_at_two_learning_rates_and_five_seeds():
+    grids = {path.stem: read_grid(path) for path in STUDY}
+    points = {name: expand(grid) for name, grid in grids.items()}
+    counts = {name: len(found) for name, found in points.items()}
+    assert counts == {"core": 170, "fix": 80, "lags": 480, "level": 370, "liu": 160, "updates": 320}
+    for name, found in points.items():
+        assert {point.seed for point in found} == {0, 1, 2, 3, 4}
+        assert {point.settings["optimizer.lr"] for point in found} == {1e-4, 4e-4}, name
+        assert load_config(grids[name].base, []).train.steps in (60, 80)
+    assert {point.settings.get("kl.beta") for point in points["core"]} == {0.05, 0.1, 0.3, 1.0, None}
+    assert {point.values["lag"] for point in points["lags"]} == {"lag-0", "lag-1", "lag-4", "lag-10"}
+    assert {point.settings["algorithm.updates_per_batch"] for point in points["updates"]} == {1, 2, 4, 8}

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "kl_comedy"
 LAYERS = {
     "errors": 0, "registry": 0, "records": 0, "config": 0,
-    "kl": 1, "objective": 1,
+    "kl": 1, "objective": 1, "statistics": 1,
     "peers": 2, "models": 2, "rewards": 2, "data": 2, "rollouts": 2, "tracking": 2, "laboratory": 2,
     "evaluation": 3, "training": 3, "slurm": 3,
     "cli": 4,
@@ -65,6 +65,7 @@ def test_every_room_has_a_layer():
         ("kl_comedy.config", ["torch", "transformers", "lightning", "mlflow"]),
         ("kl_comedy.data", ["datasets", "reasoning_gym", "transformers"]),
         ("kl_comedy.rewards", ["math_verify", "reasoning_gym", "transformers"]),
+        ("kl_comedy.statistics", ["mlflow", "pandas", "scipy", "numpy", "torch"]),
         ("kl_comedy.tracking", ["mlflow", "pandas", "matplotlib", "torch"]),
     ],
 )

@@ -2,59 +2,12 @@
 
 import math
 
-import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
 from kl_comedy.tracking import stats
 from kl_comedy.tracking.queries import drop_repeats, resolve, varying
-
-values = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=12)
-
-
-@settings(deadline=None)
-@given(values, st.sampled_from([0.9, 0.95, 0.99]))
-def test_t_interval_is_scipys(sample, level):
-    from scipy import stats as reference
-
-    found = stats.t_interval(sample, level)
-    error = np.std(sample, ddof=1) / math.sqrt(len(sample))
-    scale = max(1e-9, max(map(abs, sample)))
-    low, high = (np.mean(sample),) * 2
-    if error > 1e-12 * scale:
-        low, high = reference.t.interval(level, len(sample) - 1, loc=np.mean(sample), scale=error)
-    assert found.n == len(sample)
-    assert found.mean == pytest.approx(np.mean(sample), abs=1e-9 * scale)
-    assert found.low == pytest.approx(low, abs=1e-6 * scale) and found.high == pytest.approx(high, abs=1e-6 * scale)
-
-
-@settings(max_examples=25, deadline=None)
-@given(values)
-def test_bootstrap_repeats_and_holds_the_mean(sample):
-    first, second = stats.bootstrap_interval(sample, draws=500), stats.bootstrap_interval(sample, draws=500)
-    assert first == second
-    assert first.low <= first.mean <= first.high
-    assert min(sample) - 1e-6 <= first.low and first.high <= max(sample) + 1e-6
-
-
-def test_bootstrap_is_near_t_for_many_values():
-    sample = list(np.random.default_rng(0).normal(size=400))
-    by_t, by_draws = stats.t_interval(sample), stats.bootstrap_interval(sample)
-    assert by_draws.low == pytest.approx(by_t.low, abs=0.02) and by_draws.high == pytest.approx(by_t.high, abs=0.02)
-
-
-@pytest.mark.parametrize("method", stats.METHODS)
-def test_one_value_has_no_interval_and_none_has_no_mean(method):
-    assert stats.interval([3.0], method) == stats.Interval(n=1, mean=3.0, low=None, high=None)
-    assert stats.interval([], method) == stats.Interval(n=0, mean=None, low=None, high=None)
-
-
-def test_unknown_method():
-    with pytest.raises(UserError, match="bootstrap"):
-        stats.interval([1.0], "boot")
 
 
 def runs(*rows):

@@ -60,7 +60,7 @@ def readable(summary: pd.DataFrame, group: list[str]) -> pd.DataFrame:
     for line in summary.to_dict("records"):
         row = rows[tuple(line[name] for name in group)]
         row[short(line["metric"])] = _cell(line, row["n"])
-        row |= {"runs": row.pop("runs", line["runs"]), "failed": row.pop("failed", line["failed"])}
+        row |= {name: row.pop(name, line[name]) for name in ("runs", "failed", "collapsed") if name in line}
     return pd.DataFrame(list(rows.values()))
 
 

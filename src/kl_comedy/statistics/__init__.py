@@ -1,0 +1,26 @@
+"""Statistics of runs: intervals, paired differences, aggregates over tasks, frontiers, collapse.
+
+Arrays, mappings and frozen records in, frozen records out; nothing here knows MLflow. Whatever draws takes the
+caller's ``numpy.random.Generator``: one is made for a command (:func:`generator`) and threaded through, so the same
+command on the same runs prints the same numbers. scipy and pandas are imported by the functions that use them.
+"""
+
+from kl_comedy.statistics.aggregate import Score, iqm, iqm_interval, probability_of_improvement
+from kl_comedy.statistics.collapse import DEFAULT_RULE, CollapseRule, parse_rule
+from kl_comedy.statistics.frontier import At, Point, compare_at, frontier_at, read_off
+from kl_comedy.statistics.intervals import (
+    LEVEL,
+    METHODS,
+    Interval,
+    bootstrap_interval,
+    generator,
+    interval,
+    t_interval,
+)
+from kl_comedy.statistics.paired import Paired, paired_difference, paired_items
+
+__all__ = [
+    "DEFAULT_RULE", "LEVEL", "METHODS", "At", "CollapseRule", "Interval", "Paired", "Point", "Score",
+    "bootstrap_interval", "compare_at", "frontier_at", "generator", "interval", "iqm", "iqm_interval",
+    "paired_difference", "paired_items", "parse_rule", "probability_of_improvement", "read_off", "t_interval",
+]  # fmt: skip
