@@ -41,16 +41,16 @@ def perturb(model, size=0.05, seed=0):
             weight.add_((size * weight.float().std().nan_to_num(0.1).clamp(min=0.01) * noise).to(weight.dtype))
 
 
-def largest_gap(loaded, rollouts, temperature=1.0):
-    """Largest difference (nats) between the rollouts' log-probs and what the learner computes for the same tokens."""
+def largest_gap(loaded, rollouts, temperature=1.0, start=0):
+    """Largest difference (nats) between the rollouts' log-probs, from token ``start`` on, and the learner's."""
     worst = 0.0
     for rollout in rollouts:
         ids = torch.tensor([rollout.completion_ids])
-        start = torch.tensor([rollout.prompt.token_ids])
+        prompt_BP = torch.tensor([rollout.prompt.token_ids])
         with torch.no_grad():
             seen = token_pass(
-                loaded.model, prompt_ids_BP=start, prompt_mask_BP=torch.ones_like(start), ids_BT=ids,
+                loaded.model, prompt_ids_BP=prompt_BP, prompt_mask_BP=torch.ones_like(prompt_BP), ids_BT=ids,
                 mask_BT=torch.ones_like(ids, dtype=torch.bool), temperature=temperature, chunk_elements=10**7,
             )  # fmt: skip
-        worst = max(worst, float((seen.logp_BT[0] - torch.tensor(rollout.logps)).abs().max()))
+        worst = max(worst, float((seen.logp_BT[0] - torch.tensor(rollout.logps))[start:].abs().max()))
     return worst

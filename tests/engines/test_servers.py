@@ -105,22 +105,33 @@ def test_every_route_wants_the_key_and_the_run_can_be_pointed_at_a_server(server
 
 
 def test_weights_change_in_flight_and_every_token_says_which(servers, moved):
-    """Long greedy-like completions, and an update in their middle: prefix of version 0, rest of version 5."""
-    servers.update_weights(4)
-    found = []
-    many = [PROMPTS[0]] * 40
-    thread = threading.Thread(target=lambda: found.extend(draw(servers, many, group_size=8, temperature=1.5)))
+    """Updates while batches are drawn: completions begun under old weights go on, exactly, under the new ones."""
+    servers.update_weights(100)
+    found, enough = [], threading.Event()
+
+    def sample():
+        while not enough.is_set():
+            found.extend(draw(servers, PROMPTS * 4, group_size=4, temperature=2.0, max_new_tokens=60, seed=len(found)))
+
+    thread = threading.Thread(target=sample)
     thread.start()
-    time.sleep(0.25)
-    perturb(moved.model, seed=2, size=0.01)
-    servers.update_weights(5)
+    deadline, version = time.monotonic() + 120, 100
+    mixed = []
+    while not mixed and time.monotonic() < deadline:
+        time.sleep(1.0)
+        version += 1
+        perturb(moved.model, seed=version, size=0.02)
+        servers.update_weights(version)
+        time.sleep(2.0)
+        mixed = [r for r in found if len(set(r.versions)) > 1 and r.versions[-1] == version]
+    enough.set()
     thread.join()
-    assert len(found) == 320
-    seen = {r.versions for r in found}
-    assert all(list(versions) == sorted(versions) for versions in seen)
-    assert {version for versions in seen for version in versions} == {4, 5}
-    after = [r for r in found if set(r.versions) == {5}]
-    assert largest_gap(moved, after[:20], 1.5) < TOLERANCE
+    assert mixed, "no update met a completion in flight"
+    assert all(list(r.versions) == sorted(r.versions) for r in found)
+    for rollout in mixed[:8]:
+        first = rollout.versions.index(version)
+        assert largest_gap(moved, [rollout], 2.0, start=first) < TOLERANCE
+        assert largest_gap(moved, [rollout], 2.0) > TOLERANCE
 
 
 def test_a_server_killed_in_the_middle_of_a_batch_is_replaced_and_no_prompt_is_lost(servers, moved, caplog):

@@ -169,6 +169,13 @@ def test_greedy_asks_for_one_completion_and_stop_strings_for_their_own_text():
     assert (stopped["n"], stopped["stop"], stopped["include_stop_str_in_output"]) == (4, ["="], True)
 
 
+def test_a_temperature_that_vllm_does_not_take():
+    with pytest.raises(UserError, match=r"temperature: got 2\.5; allowed: up to 2"):
+        build_vllm(RolloutConfig(temperature=2.5), loaded=loaded(llama(tied=False)))
+    with pytest.raises(UserError, match=r"temperature: got 3\.0; allowed: up to 2"):
+        sampling_fields(Sampling(temperature=3.0, max_new_tokens=5), ends=[1], n=4, seed=0)
+
+
 @pytest.fixture(scope="module")
 def reader():
     return Reader(loaded(llama(tied=False)))

@@ -25,7 +25,7 @@ from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
 from kl_comedy.rollouts.hf import check_lengths
 from kl_comedy.rollouts.vllm import probe
 from kl_comedy.rollouts.vllm.options import InProcessOptions, in_process_options
-from kl_comedy.rollouts.vllm.reading import Completion, Reader, prompt_seed, sampling_fields
+from kl_comedy.rollouts.vllm.reading import Completion, Reader, check_temperature, prompt_seed, sampling_fields
 from kl_comedy.rollouts.vllm.weights import full_weights, write_config
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ CPU_KV_CACHE_GIB = 1.0
 def build_vllm(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend:
     """Build the in-process engine. Raises :class:`UserError` for a bad option, and where vLLM cannot be used."""
     options = in_process_options(config.options)
+    check_temperature(config.temperature)
     require_vllm("vllm")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise bad_value(

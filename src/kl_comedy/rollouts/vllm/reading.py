@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kl_comedy.errors import RunFailed
+from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rollouts.base import Policy, Sampling
 from kl_comedy.rollouts.hf import end_tokens
 from kl_comedy.rollouts.steps import ending
 
+HIGHEST_TEMPERATURE = 2.0
 SEED_BITS = 62
 """vLLM adds the number of the sibling to a seed and keeps it in a signed 64-bit integer."""
 
@@ -42,6 +43,7 @@ def prompt_seed(seed: int, position: int) -> int:
 
 def sampling_fields(sampling: Sampling, *, ends: Sequence[int], n: int, seed: int) -> dict[str, Any]:
     """The fields of vLLM's ``SamplingParams``. Greedy asks for one completion: the group would be copies of it."""
+    check_temperature(sampling.temperature)
     fields: dict[str, Any] = {
         "n": n if sampling.temperature > 0 else 1,
         "temperature": sampling.temperature,
@@ -58,6 +60,12 @@ def sampling_fields(sampling: Sampling, *, ends: Sequence[int], n: int, seed: in
     if sampling.stop:
         fields |= {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
     return fields
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise :class:`UserError` for a temperature that vLLM does not take."""
+    if temperature > HIGHEST_TEMPERATURE:
+        raise bad_value("temperature", temperature, f"up to {HIGHEST_TEMPERATURE:g}", "vLLM takes no higher one")
 
 
 class Reader:

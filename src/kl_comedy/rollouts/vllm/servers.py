@@ -32,7 +32,7 @@ from kl_comedy.rollouts.vllm.engine import context_of, require_vllm
 from kl_comedy.rollouts.vllm.member import Member, Weights
 from kl_comedy.rollouts.vllm.options import KEY, ServerOptions, server_options, with_urls_of_the_job
 from kl_comedy.rollouts.vllm.process import Launch, ServerProcess
-from kl_comedy.rollouts.vllm.reading import Completion, Reader, prompt_seed, sampling_fields
+from kl_comedy.rollouts.vllm.reading import Completion, Reader, check_temperature, prompt_seed, sampling_fields
 from kl_comedy.rollouts.vllm.weights import write_weights
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def build_vllm_server(config: RolloutConfig, *, loaded: Policy) -> RolloutBacken
     the routes that replace weights, and one that serves another model than the trainer's.
     """
     options = server_options(with_urls_of_the_job(config.options))
+    check_temperature(config.temperature)
     if not options.urls:
         require_vllm("vllm_server")
     return VLLMServerRollouts(loaded, options, temperature=config.temperature, max_num_seqs=config.batch_sequences)
