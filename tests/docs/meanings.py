@@ -61,6 +61,11 @@ MEANINGS: dict[str, str] = {
     "rollout.top_k": "Training accepts 0 (off) only.",
     "rollout.min_p": "Training accepts 0 (off) only.",
     "rollout.stop": "Texts that end a completion, after the token that completes one.",
+    "rollout.replica_gib": (
+        "With `fsdp`: the largest model that one process may hold whole, to sample from it with `hf`, or to load what "
+        "cannot be streamed."
+    ),
+    "rollout.bucket_mib": "With `fsdp`: weights gathered at a time on their way to a sampler or a file.",
     "rollout.batch_sequences": "Completions sampled at once. Changing it changes what a seed draws.",
     "rollout.options": "Of the backend (see [rollouts](rollouts.md)).",
     "rewards": "Summed by weight.",
@@ -114,6 +119,12 @@ MEANINGS: dict[str, str] = {
     "train.checkpoint_every": "Updates between checkpoints; 0: none, and the run cannot be resumed.",
     "train.keep_checkpoints": "The newest so many stay.",
     "train.samples_every": "Updates between tables of sampled completions; 0: none.",
+    "train.strategy": (
+        "`single`: one process; `ddp`: whole copies; `fsdp`: shards (FSDP2). The result does not depend on it, up to "
+        "rounding ([clusters.md](clusters.md#several-processes))."
+    ),
+    "train.devices": "Processes on each node (one per GPU); with `single` 1.",
+    "train.nodes": "Nodes; `rollout.prompts_per_batch` counts the prompts of all of them.",
     "train.exact_kl_every": "Updates between measurements of exact KL and entropy; 0: at update 0 only.",
     "train.deterministic": "Ask torch for deterministic algorithms.",
     "train.threads": "CPU threads of torch; `null`: its own choice.",

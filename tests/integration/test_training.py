@@ -232,9 +232,9 @@ def test_another_reference_is_refused_on_resume(tmp_path, monkeypatch):
     with pytest.raises(Enough):
         train(config, console=quiet(), command="x")
     monkeypatch.undo()
-    from kl_comedy.training import build
+    from kl_comedy.training import divided
 
-    load = build.load_model
+    load = divided.load_model
 
     def nudged(model_config):
         loaded = load(model_config)
@@ -242,7 +242,7 @@ def test_another_reference_is_refused_on_resume(tmp_path, monkeypatch):
             next(iter(loaded.model.parameters())).add_(1e-3)
         return loaded
 
-    monkeypatch.setattr(build, "load_model", nudged)
+    monkeypatch.setattr(divided, "load_model", nudged)
     with pytest.raises(RunFailed, match="reference is not the one this run began with"):
         train(config, console=quiet(), command="x")
 
@@ -284,7 +284,7 @@ def test_characters_the_policy_cannot_spell_are_one_clear_error(tmp_path):
 
 def test_checkpoints_load_without_pickle(tmp_path):
     run = go(tmp_path, "train.steps=2", "lag.mode=replayed", "lag.steps=1").run
-    state = torch.load(run.checkpoint, weights_only=True)
+    state = torch.load(run.checkpoint / "state.pt", weights_only=True)
     assert state["kl_comedy"]["version"] == 2
 
 

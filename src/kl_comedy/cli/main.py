@@ -17,6 +17,7 @@ from kl_comedy.cli import (
     catalogue,
     certifying,
     explaining,
+    exporting,
     laboratory,
     open_problem,
     policy_study,
@@ -40,6 +41,7 @@ auditing.mount(app)
 catalogue.mount(app)
 certifying.mount(app)
 explaining.mount(app)
+exporting.mount(app)
 laboratory.mount(app)
 open_problem.mount(app)
 policy_study.mount(app)
@@ -98,8 +100,17 @@ def _load(config: Path, overrides: list[str] | None, plugins: list[Path] | None)
 
 
 def _console() -> Console:
-    """Talk goes to stderr; data goes to stdout."""
-    return Console(stderr=True)
+    """Talk goes to stderr; data goes to stdout. Of several processes of a run only the first talks."""
+    return Console(stderr=True, quiet=process_rank() != 0)
+
+
+def process_rank() -> int:
+    """This process's number among those of a run, as torchrun, srun or our own launcher tell it; else 0."""
+    return int(next((os.environ[name] for name in _RANKS if os.environ.get(name)), 0))
+
+
+_RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+LAUNCHED = "KL_COMEDY_LAUNCHED"
 
 
 def _command_line() -> str:
@@ -113,14 +124,28 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("kl_comedy").setLevel(logging.INFO)
+    logging.getLogger("kl_comedy").setLevel(logging.INFO if process_rank() == 0 else logging.ERROR)
     for name in ("lightning.pytorch", "lightning.fabric", "mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def run() -> None:
-    """The console script: a user's mistake is one line and exit 2, a failed run one line and exit 1."""
+    """The console script: a user's mistake is one line and exit 2, a failed run one line and exit 1.
+
+    Processes that a run started itself end with 0 after a failure that all of them share: the first tells it, and its
+    launcher would kill it for another code before it could.
+    """
     _quiet_libraries()
+    helper = process_rank() != 0 and LAUNCHED in os.environ
+    try:
+        _run()
+    except SystemExit as end:
+        if helper and end.code in (1, 2, REQUEUE_EXIT_CODE):
+            sys.exit(0)
+        raise
+
+
+def _run() -> None:
     try:
         app()
     except UserError as error:
@@ -130,7 +155,11 @@ def run() -> None:
         _console().print(f"stopped: {error}", markup=False, soft_wrap=True, highlight=False)
         sys.exit(REQUEUE_EXIT_CODE)
     except RunFailed as error:
-        _console().print(f"failed: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
+        rank = process_rank()
+        where = f"rank {rank} " if rank else ""  # what one process alone fell over is told by no other
+        Console(stderr=True).print(
+            f"{where}failed: {error}", style="red", markup=False, soft_wrap=True, highlight=False
+        )
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)

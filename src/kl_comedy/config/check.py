@@ -13,6 +13,7 @@ def check_combinations(config: Config) -> None:
     _names(config)
     _batches(config)
     _lag(config)
+    _processes(config)
     if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
         raise bad_value("optimizer.betas", list(config.optimizer.betas), "two numbers in [0, 1)")
     if config.optimizer.warmup_steps > config.train.steps:
@@ -51,6 +52,24 @@ def _batches(config: Config) -> None:
             "rollout.group_size", rollout.group_size, "at least 2",
             f"{algorithm.advantage} compares completions of one prompt",
         )  # fmt: skip
+
+
+def _processes(config: Config) -> None:
+    train, prompts = config.train, config.rollout.prompts_per_batch
+    world = train.devices * train.nodes
+    if train.strategy == "single":
+        for name, value in (("devices", train.devices), ("nodes", train.nodes)):
+            if value != 1:
+                raise bad_value(f"train.{name}", value, "1 with train.strategy: single", "ddp and fsdp take more")
+        return
+    if prompts % world:
+        raise bad_value(
+            "rollout.prompts_per_batch", prompts, f"a multiple of {world}",
+            f"it counts the prompts of all {world} processes (train.devices x train.nodes), and each draws as many",
+        )  # fmt: skip
+    if config.audit.every:
+        raise bad_value("audit.every", config.audit.every, "0 with train.strategy ddp or fsdp",
+                        "an audit runs in one process: kl-comedy audit RUN_DIR train.strategy=single")  # fmt: skip
 
 
 def _lag(config: Config) -> None:

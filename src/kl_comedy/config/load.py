@@ -29,6 +29,11 @@ from kl_comedy.registry import KINDS
 NOT_IDENTITY = ("output", "resume", "audit", "tracking")
 """Keys that say where a run is kept or what is measured on the way, not what it is; not in the config hash."""
 
+NOT_IDENTITY_WITHIN = {
+    "train": ("strategy", "devices", "nodes"), "rollout": ("replica_gib", "bucket_mib"),
+}  # fmt: skip
+"""The same of keys within rooms: on how many processes a run runs, so that it can go on with another number."""
+
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read ``path`` (None: defaults only), apply ``key=value`` overrides, check everything.
@@ -92,6 +97,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
     """sha256 (first 12 hex digits) of what the run is; ``without=("seed",)`` makes seeds share a hash."""
     plain = {name: item for name, item in to_plain(config).items() if name not in (*NOT_IDENTITY, *without)}
+    for room, names in NOT_IDENTITY_WITHIN.items():
+        plain[room] = {name: item for name, item in plain[room].items() if name not in names}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -99,7 +99,8 @@ class DataConfig:
 @dataclass
 class RolloutConfig:
     """How completions are drawn. The sampler must draw from the policy the learner differentiates:
-    ``top_p``/``top_k``/``min_p`` other than off are refused in training."""
+    ``top_p``/``top_k``/``min_p`` other than off are refused in training. With ``train.strategy: fsdp`` no process
+    holds the whole model unless it fits ``replica_gib``; weights travel at most ``bucket_mib`` at a time."""
 
     backend: str = _named("hf", "rollouts")
     prompts_per_batch: int = _at_least(8, 1)
@@ -111,6 +112,8 @@ class RolloutConfig:
     min_p: float = 0.0
     stop: list[str] = field(default_factory=list)
     batch_sequences: int = _at_least(256, 1)
+    replica_gib: float = _above(16.0, 0)
+    bucket_mib: int = _at_least(256, 1)
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -193,8 +196,12 @@ class ReferenceConfig:
 class TrainConfig:
     """``steps`` counts optimizer updates. ``microbatch_tokens`` bounds padded tokens per backward.
     ``exact_kl_every``: measure the exact KL and entropy every so many updates (0: at update 0 and where
-    a term needs it)."""
+    a term needs it). ``strategy``: one process, whole copies (ddp) or shards (fsdp: FSDP2) in ``devices`` processes on
+    each of ``nodes`` nodes; how many there are is not part of the config hash."""
 
+    strategy: str = _one_of("single", "single", "ddp", "fsdp")
+    devices: int = _at_least(1, 1)
+    nodes: int = _at_least(1, 1)
     steps: int = _at_least(100, 1)
     microbatch_tokens: int = _at_least(16384, 1)
     precision: str = _one_of("fp32", "fp32", "bf16")

@@ -191,8 +191,7 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
     Raises :class:`UserError` for modules the model lacks, for the head, and for dropout: the log-probs that
     are differentiated must be those of the policy that sampled.
     """
-    from peft import LoraConfig as PeftLora
-    from peft import TaskType, get_peft_model
+    from peft import get_peft_model
 
     if config.dropout:
         raise bad_value(
@@ -208,19 +207,26 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
     for target in config.target_modules:
         if target not in linear:
             raise bad_value("model.lora.target_modules", target, sorted(linear))
-    settings = PeftLora(
+    adapted = get_peft_model(model, adapter_settings(config))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name and not parameter.is_meta:
+                parameter.copy_(initial_adapter(name, tuple(parameter.shape)))
+    return adapted
+
+
+def adapter_settings(config: LoraConfig) -> Any:
+    """``model.lora`` in PEFT's words."""
+    from peft import LoraConfig as PeftLora
+    from peft import TaskType
+
+    return PeftLora(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=0.0,
         target_modules=list(config.target_modules),
         task_type=TaskType.CAUSAL_LM,
     )
-    adapted = get_peft_model(model, settings)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if ".lora_" in name and not parameter.is_meta:
-                parameter.copy_(initial_adapter(name, tuple(parameter.shape)))
-    return adapted
 
 
 def initial_adapter(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -33,7 +33,9 @@ LOOPS = ("auto", "library")
 """Option ``loop``: ours wherever the model takes it, or transformers' ``generate`` whatever the model."""
 
 
-@ROLLOUTS.register("hf", source="transformers models, own loop", summary="In-process sampling from the policy itself.")
+@ROLLOUTS.register(
+    "hf", source="transformers models, own loop", summary="In-process sampling from the policy itself.", divides=True
+)
 def build_hf(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend:
     """Build the in-process backend. Raises :class:`UserError` for an unknown option."""
     for name, value in config.options.items():
@@ -76,20 +78,32 @@ class HFRollouts:
         Raises :class:`UserError` when a prompt does not fit the model's context with ``max_new_tokens`` more;
         :class:`RunFailed` when the model's log-probs are not finite.
         """
+        return self.generate_part(prompts, (0, len(prompts)), group_size=group_size, sampling=sampling, seed=seed)
+
+    def generate_part(
+        self, prompts: Sequence[Prompt], part: tuple[int, int], *, group_size: int, sampling: Sampling, seed: int
+    ) -> list[Rollout]:  # fmt: skip
+        """What :meth:`generate` returns for ``prompts[part[0]:part[1]]``: same random numbers, same group ids.
+
+        So several processes can draw parts of one batch. (transformers' ``generate`` draws others, part by part.)
+        """
         if group_size < 1:
             raise bad_value("rollout.group_size", group_size, "1 or more")
         check_lengths(self._loaded, prompts, sampling)
-        places = sorted(range(len(prompts) * group_size), key=lambda n: len(prompts[n // group_size].token_ids))
+        first, end = (prompt * group_size for prompt in part)
+        places = sorted(range(first, end), key=lambda n: len(prompts[n // group_size].token_ids))
         found: dict[int, Rollout] = {}
         with torch.no_grad(), _seeded(self._loaded.device, seed), _ready_to_sample(self._loaded) as causal:
-            uniform_BT = torch.rand(len(places), sampling.max_new_tokens, dtype=torch.float64)
+            uniform_BT = torch.rand(len(prompts) * group_size, sampling.max_new_tokens, dtype=torch.float64)
+            if first:
+                _go_on_from(self._loaded.device, seed, first)
             for start in range(0, len(places), self._batch):
                 batch = places[start : start + self._batch]
                 groups = [place // group_size for place in batch]
                 drawn = self._draw(causal, prompts, groups, sampling, uniform_BT[batch].to(self._loaded.device))
                 for place, group, row in zip(batch, groups, drawn, strict=True):
                     found[place] = self._rollout(prompts[group], group, row)
-        return [found[place] for place in range(len(places))]
+        return [found[place] for place in range(first, end)]
 
     def _draw(
         self,
@@ -148,6 +162,13 @@ def check_lengths(loaded: Policy, prompts: Sequence[Prompt], sampling: Sampling,
             "max_new_tokens", sampling.max_new_tokens, f"up to {context - longest}",
             why=f"the longest prompt has {longest} tokens and the model's context is {context}",
         )  # fmt: skip
+
+
+def _go_on_from(device: torch.device, seed: int, place: int) -> None:
+    """Random numbers of their own for a loop that draws from the global generators, within :func:`_seeded`."""
+    torch.default_generator.manual_seed(seed + place)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed + place)
 
 
 @contextlib.contextmanager

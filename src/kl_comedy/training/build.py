@@ -12,14 +12,16 @@ from kl_comedy.data import data_hash, decontaminate, load_problems, render
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet
 from kl_comedy.kl import KLTerm, resolve_terms, warnings
-from kl_comedy.models import LoadedModel, load_model
+from kl_comedy.models import LoadedModel
 from kl_comedy.models.reference import Reference, build_reference
 from kl_comedy.objective import PolicyTerm
 from kl_comedy.records import Problem, Prompt
-from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling, check_training_sampling
 from kl_comedy.training.critic import check_algorithm
+from kl_comedy.training.divided import DividedScorer, build_backend, load_policy
+from kl_comedy.training.stream import Scorer
+from kl_comedy.training.world import ALONE, World
 
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate import Certificate
@@ -47,11 +49,13 @@ class Parts:
     references: Mapping[str, Reference]
     problems: Problems
     backend: RolloutBackend
-    scorer: RewardSum
+    scorer: Scorer
+    rewards: RewardSum
+    world: World = ALONE
 
     def close(self) -> None:
         """Stop worker processes and the sampler."""
-        self.scorer.close()
+        self.rewards.close()
         self.backend.close()
 
 
@@ -127,24 +131,36 @@ def _certified(found: Certificate) -> dict[str, str]:
     return {"verdict": f"{found.target or 'none'}: {found.verdict}", "target": found.target or "none", **shown}
 
 
-def build(config: Config) -> Parts:
-    """Build every part. Raises :class:`UserError` for a mistake in the config."""
+def build(config: Config, world: World = ALONE) -> Parts:
+    """Build every part. Raises :class:`UserError` for a mistake in the config, on every process of ``world`` alike."""
     terms = check_terms(config)
     check_training_sampling(config.rollout)
     check_algorithm(config.algorithm, terms)
-    raw = load_raw(config)
-    scorer = RewardSum(config.rewards)
-    _check_golds(scorer, raw)
-    loaded = load_model(config.model)
+    raw = world.together(lambda: load_raw(config))
+    rewards = RewardSum(config.rewards)
+    world.together(lambda: _check_golds(rewards, raw) if world.first else None)
+    loaded = load_policy(config, world)
     return Parts(
         config=config,
         terms=terms,
         loaded=loaded,
         references=_references(config, terms, loaded),
-        problems=render_all(config, raw, loaded),
-        backend=ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=loaded),
-        scorer=scorer,
+        problems=world.together(lambda: _enough(render_all(config, raw, loaded), config, world)),
+        backend=build_backend(config, loaded, world),
+        scorer=rewards if world.size == 1 else DividedScorer(rewards, world),
+        rewards=rewards,
+        world=world,
     )
+
+
+def _enough(problems: Problems, config: Config, world: World) -> Problems:
+    """Over several processes a batch must hold no prompt twice: both would be drawn with the same random numbers."""
+    if world.size > 1 and len(problems.train) < config.rollout.prompts_per_batch:
+        raise bad_value(
+            "rollout.prompts_per_batch", config.rollout.prompts_per_batch,
+            f"at most the {len(problems.train)} training prompts with more than one process",
+        )  # fmt: skip
+    return problems
 
 
 GOLDS_CHECKED = 256

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
+from signal import SIGTERM
 from typing import Any
 
 import lightning
@@ -15,9 +15,10 @@ from kl_comedy.evaluation import EvalResult, evaluate
 from kl_comedy.records import Scored
 from kl_comedy.tracking import Tracker
 from kl_comedy.training.build import Parts, eval_sampling
+from kl_comedy.training.checkpoints import SaveFailed, Vault
 from kl_comedy.training.held_out import completion_measure
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.rundir import RunDir
+from kl_comedy.training.rundir import saved, step_of
 from kl_comedy.training.seeds import derive_seed
 from kl_comedy.training.stopping import StopRequest
 
@@ -64,7 +65,9 @@ class EvaluationCallback(Callback):
 
     def __init__(self, parts: Parts, tracker: Tracker, show: Callable[[EvalResult, int], None]) -> None:
         self._parts, self._tracker, self._show = parts, tracker, show
-        self._measure = completion_measure(parts.config, loaded=parts.loaded, reference=parts.references["initial"])
+        self._measure = completion_measure(
+            parts.config, loaded=parts.loaded, reference=parts.references["initial"], world=parts.world
+        )
         self.history: dict[str, dict[int, float]] = {}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -93,6 +96,11 @@ class EvaluationCallback(Callback):
             self.history.setdefault(result.name, {})[module.version] = result.reward
             self._show(result, module.version)
 
+    def reward_at(self, version: int) -> float | None:
+        """The mean reward over the sets evaluated at ``version``; None where none was."""
+        found = [values[version] for values in self.history.values() if version in values]
+        return sum(found) / len(found) if found else None
+
     def state_dict(self) -> dict[str, Any]:
         return {"history": {name: dict(values) for name, values in self.history.items()}}
 
@@ -101,15 +109,17 @@ class EvaluationCallback(Callback):
 
 
 class CheckpointCallback(Callback):
-    """A whole checkpoint every ``every`` updates and at the end; the newest ``keep`` stay.
+    """A whole checkpoint every ``every`` updates and at the end. Committing tells the tracker that it is final.
 
-    Written to a temporary name and renamed, so a kill leaves the last whole one. Committing tells the
-    tracker that everything up to here is final.
+    One that cannot be written (full disk, quota, read-only) ends the run on every process; the one before stays.
     """
 
-    def __init__(self, run: RunDir, tracker: Tracker, *, every: int, keep: int, steps: int) -> None:
-        self._run, self._tracker = run, tracker
-        self._every, self._keep, self._steps = every, keep, steps
+    def __init__(
+        self, vault: Vault, tracker: Tracker, *, every: int, steps: int, reward_at: Callable[[int], float | None]
+    ) -> None:
+        self._vault, self._tracker, self._reward_at = vault, tracker, reward_at
+        self._every, self._steps = every, steps
+        self._saved: int | None = None
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -120,25 +130,20 @@ class CheckpointCallback(Callback):
 
     def ensure(self, trainer: lightning.Trainer, version: int) -> None:
         """Save unless the checkpoint of this update is already there."""
-        if self._run.checkpoint_step != version:
+        if self._saved != version:
             self.save(trainer, version)
 
     def save(self, trainer: lightning.Trainer, version: int) -> None:
-        target = self._run.checkpoints / f"step-{version:08d}.ckpt"
-        temporary = target.with_suffix(".tmp")
         try:
-            trainer.save_checkpoint(temporary)
-            temporary.replace(target)
-        except OSError as error:  # a full disk, a quota, a file system that went away
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            self._vault.save(version, trainer.save_checkpoint, reward=self._reward_at(version))
+        except SaveFailed as error:  # a full disk, a quota, a file system that went away
+            there = saved(self._vault.root)
             raise RunFailed(
-                f"the checkpoint of update {version} cannot be written ({error.strerror}); the run goes on from "
-                f"update {self._run.checkpoint_step or 0} when {self._run.checkpoints} can be written again"
+                f"the checkpoint of update {version} cannot be written ({error}); the run goes on from "
+                f"update {step_of(there[-1]) if there else 0} when {self._vault.root} can be written again"
             ) from error
+        self._saved = version
         self._tracker.commit(version)
-        for old in sorted(self._run.checkpoints.glob("step-*.ckpt"))[: -self._keep]:
-            old.unlink()
 
 
 class StopCallback(Callback):
@@ -153,7 +158,8 @@ class StopCallback(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        heard = self._request.signal is not None
-        if trainer.strategy.reduce_boolean_decision(heard, all=False) and pl_module.version < self._steps:
+        heard = {signal for signal in pl_module.world.gather(self._request.signal) if signal is not None}
+        if heard and pl_module.version < self._steps:
+            self._request.signal = SIGTERM if SIGTERM in heard else heard.pop()
             self._checkpoints.ensure(trainer, pl_module.version)
             trainer.should_stop = True

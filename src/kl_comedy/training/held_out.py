@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,7 +24,8 @@ from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import Reference
 from kl_comedy.records import Scored
 from kl_comedy.training.measure import Tally, tally_exact, tally_sampled
-from kl_comedy.training.packing import Packed, by_token_budget, pack
+from kl_comedy.training.packing import Packed, by_token_budget, pack, shortest
+from kl_comedy.training.world import ALONE, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +43,15 @@ class CompletionMeasure:
     chunk_elements: int
     microbatch_tokens: int
     share_prompt: bool
+    world: World = ALONE
 
     def __call__(self, rows: Sequence[Scored]) -> dict[str, float]:
         """``kl/...``, ``kl_error/...`` and ``policy/entropy...`` of the rows; without a reference entropy only."""
         tally = Tally()
-        for split in by_token_budget(rows, self.microbatch_tokens):
-            packed = pack(
-                [rows[n] for n in split], pad_id=int(self.loaded.tokenizer.pad_token_id), device=self.loaded.device
-            )
-            self._add(tally, packed)
-        return tally.values()
+        where: Any = {"pad_id": int(self.loaded.tokenizer.pad_token_id), "device": self.loaded.device}
+        for split in self.world.share(by_token_budget(rows, self.microbatch_tokens)):
+            self._add(tally if split else Tally(), pack([rows[n] for n in split or shortest(rows)], **where))
+        return tally.merged(self.world).values()
 
     @torch.no_grad()
     def _add(self, tally: Tally, packed: Packed) -> None:
@@ -73,7 +74,9 @@ class CompletionMeasure:
             tally_sampled(tally, packed.mask_BT, seen.logp_BT - against.logp_BT, seen.kl_BT)
 
 
-def completion_measure(config: Config, *, loaded: LoadedModel, reference: Reference | None) -> CompletionMeasure | None:
+def completion_measure(
+    config: Config, *, loaded: LoadedModel, reference: Reference | None, world: World = ALONE
+) -> CompletionMeasure | None:
     """The measure that ``config`` asks for, or None where ``eval.kl`` is off."""
     if not config.eval.kl:
         return None
@@ -85,6 +88,7 @@ def completion_measure(config: Config, *, loaded: LoadedModel, reference: Refere
         chunk_elements=config.model.head_chunk_elements,
         microbatch_tokens=config.train.microbatch_tokens,
         share_prompt=config.model.share_prompt,
+        world=world,
     )
 
 

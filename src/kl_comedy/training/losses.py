@@ -35,7 +35,7 @@ def micro_loss(
     policy_BT = policy_parts(micro, logp_BT, algorithm).loss_BT
     parts = {"policy": _weighted(policy_BT, experience.mask_BT, experience.weight_B)}
     for position, (term, beta) in enumerate(zip(terms, betas, strict=True)):
-        seen = passes["initial" if term.reference == "sampler" else term.reference]
+        seen = passes.get(term.reference, passes["initial"])  # a pass of its own only where it needs exact KL
         arguments = {
             "logp_BT": logp_BT,
             "ref_logp_BT": micro.reference_of(term).logp_BT,

@@ -17,6 +17,7 @@ from kl_comedy.kl.estimators.log_ratio import k1, k2, k3
 from kl_comedy.objective.policy_term import PolicyLossParts
 from kl_comedy.records import Scored
 from kl_comedy.training.prepare import MicroBatch
+from kl_comedy.training.world import World
 
 if TYPE_CHECKING:
     from kl_comedy.models.logprobs import TokenPass
@@ -44,6 +45,22 @@ class Tally:
 
     def maximum(self, name: str, value: float | Tensor) -> None:
         self._maxima[name] = max(self._maxima.get(name, float("-inf")), float(value))
+
+    def merged(self, world: World) -> Tally:
+        """The tally of all ranks together, on every rank; sums are taken in the order of the ranks."""
+        if world.size == 1:
+            return self
+        whole = Tally()
+        for sums, squares, counts, maxima in world.gather((self._sums, self._squares, self._counts, self._maxima)):
+            for mine, theirs in ((whole._sums, sums), (whole._squares, squares), (whole._counts, counts)):
+                for name, value in theirs.items():
+                    mine[name] += value
+            for name, value in maxima.items():
+                whole.maximum(name, value)
+        return whole
+
+    def count(self, name: str) -> float:
+        return self._counts[name]
 
     def values(self) -> dict[str, float]:
         means = {name: total / self._counts[name] for name, total in self._sums.items() if self._counts[name]}

@@ -21,6 +21,7 @@ from kl_comedy.kl import BetaState, KLTerm, kl_diagnostics
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import Reference, ReferencePass
+from kl_comedy.models.weights import whole
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.training.critic import critic_metrics, uses_critic, value_head_for, value_part
@@ -29,7 +30,9 @@ from kl_comedy.training.losses import micro_loss, policy_parts
 from kl_comedy.training.measure import Tally, effective_sample_share, row_metrics, tally_policy, tally_tokens
 from kl_comedy.training.prepare import MicroBatch, Preparation, prepare
 from kl_comedy.training.schedules import lr_factor
+from kl_comedy.training.strategies import sum_gradients
 from kl_comedy.training.stream import ExperienceStream, UpdateBatch
+from kl_comedy.training.world import ALONE, World
 
 KL_AT_START_TOLERANCE = 1e-5
 """Exact KL (nats a token) tolerated before the first update; bitwise zero is expected and reported."""
@@ -47,6 +50,7 @@ class PolicyModule(lightning.LightningModule):
         terms: Sequence[KLTerm],
         stream: ExperienceStream,
         backend: RolloutBackend,
+        world: World = ALONE,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -63,13 +67,18 @@ class PolicyModule(lightning.LightningModule):
         self.references = dict(references)
         self.stream = stream
         self.backend = backend
+        self.world = world
         self.plan = Preparation(
             terms=self.terms,
             algorithm=config.algorithm,
             microbatch_tokens=config.train.microbatch_tokens,
             pad_id=int(loaded.tokenizer.pad_token_id),
             device=loaded.device,
+            world=world,
         )
+
+    def configure_model(self) -> None:
+        """The policy was sharded, where it is to be, when it was loaded."""
 
     def train_dataloader(self) -> ExperienceStream:
         return self.stream
@@ -114,11 +123,13 @@ class PolicyModule(lightning.LightningModule):
             tally, parts = Tally(), {}
             optimizer = self.optimizers()
             optimizer.zero_grad()
+            self._finite = True
             for micro in micro_batches:
                 for name, value in self._accumulate(micro, tally, betas, exact=self._measures_exactly(step)).items():
                     parts[name] = parts.get(name, 0.0) + float(value)
         except UserError as error:
             raise RunFailed(f"update {step}: {error}") from error
+        tally, parts = self._over_all_ranks(tally, parts, step)
         norms = self._clip()
         for name, value in {**parts, **norms}.items():
             if not torch.isfinite(torch.tensor(value)):
@@ -129,7 +140,7 @@ class PolicyModule(lightning.LightningModule):
         self._publish()
         self.last_metrics = {
             **row_metrics(batch.rows),
-            **effective_sample_share(tally.values(), len(batch.rows), len(micro_batches)),
+            **effective_sample_share(tally.values(), len(batch.rows), int(tally.count("_omega"))),
             **{f"train/loss_{name}": value for name, value in parts.items()},
             **{f"beta/{position}": beta for position, beta in enumerate(betas)},
             "train/loss": sum(parts.values()),
@@ -146,14 +157,15 @@ class PolicyModule(lightning.LightningModule):
         """Pass, loss and backward of one micro-batch."""
         passes = self.passes(micro, measure=exact)
         seen = passes["initial"]
-        if not bool(torch.isfinite(seen.logp_BT).all()):
-            raise UserError("the policy's log-probs are not finite")
+        self._finite = self._finite and bool(torch.isfinite(seen.logp_BT).all())
         loss, parts = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm)
         if self.value_head is not None:
             parts["value"], loss = self._value(micro, seen, tally, loss)
-        self.manual_backward(loss)
-        tally_tokens(tally, micro, seen, version=self.version)
-        self._tally_options(tally, micro, seen)
+        # FSDP's reduction takes the mean over ranks; a micro-batch is this rank's part of a sum.
+        self.manual_backward(loss * self.world.size if self.world.sharded else loss)
+        if not micro.empty:
+            tally_tokens(tally, micro, seen, version=self.version)
+            self._tally_options(tally, micro, seen)
         return parts
 
     def _value(self, micro: MicroBatch, seen: TokenPass, tally: Tally, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,9 +174,21 @@ class PolicyModule(lightning.LightningModule):
         mask_BT, settings = micro.experience.mask_BT, self.config.algorithm.value
         value_BT = self.value_head(seen.hidden_NH, mask_BT)
         part, clipped_BT = value_part(settings, value_BT, micro.values, mask_BT, micro.experience.weight_B)
-        if settings.clip is not None:
+        if settings.clip is not None and not micro.empty:
             tally.add("value/clip_fraction", clipped_BT.sum(), float(mask_BT.sum()))
         return part.detach(), loss + part
+
+    def _over_all_ranks(
+        self, tally: Tally, parts: Mapping[str, float], step: int
+    ) -> tuple[Tally, dict[str, float]]:  # fmt: skip
+        """Gradients, tallies and the parts of the loss, summed; raise on every rank what happened on one."""
+        world = self.world
+        found = world.gather((dict(parts), self._finite))
+        if not all(finite for _, finite in found):
+            raise RunFailed(f"update {step}: the policy's log-probs are not finite")
+        if world.size > 1 and not world.sharded:
+            sum_gradients(self.policy.parameters(), world)
+        return tally.merged(world), {name: sum(own[name] for own, _ in found) for name in parts}
 
     def record(self, rows: Sequence[Scored]) -> list[FirstUse] | None:
         """What is kept of a batch at its first use, where the algorithm has a critic or a recomputed policy."""
@@ -242,7 +266,7 @@ class PolicyModule(lightning.LightningModule):
         parts = {"grad/norm": [p for p in self.policy.parameters() if p.requires_grad]}
         if self.value_head is not None:
             parts["grad/value_norm"] = list(self.value_head.parameters())
-        return {name: float(torch.nn.utils.clip_grad_norm_(chosen, bound)) for name, chosen in parts.items()}
+        return {name: float(whole(torch.nn.utils.clip_grad_norm_(chosen, bound))) for name, chosen in parts.items()}
 
     def _publish(self) -> None:
         """New weights: the version counts optimizer updates; moving references follow."""

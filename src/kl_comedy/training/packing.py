@@ -55,6 +55,11 @@ def pack(rows: Sequence[Scored], *, pad_id: int, device: torch.device) -> Packed
     )  # fmt: skip
 
 
+def shortest(rows: Sequence[Scored]) -> list[int]:
+    """The position of the smallest row, in a list: what a rank passes without weight while others have more to do."""
+    return [min(range(len(rows)), key=lambda position: (_tokens(rows, [position]), position))]
+
+
 def by_token_budget(rows: Sequence[Scored], budget: int) -> list[list[int]]:
     """Split row positions into micro-batches of at most ``budget`` padded tokens. Deterministic.
 

@@ -21,7 +21,8 @@ from kl_comedy.records import Experience, Scored
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.training.critic import ValueTargets, uses_critic
 from kl_comedy.training.first_use import FirstUse, padded
-from kl_comedy.training.packing import Packed, by_token_budget, pack
+from kl_comedy.training.packing import Packed, by_token_budget, pack, shortest
+from kl_comedy.training.world import ALONE, World
 
 if TYPE_CHECKING:
     from kl_comedy.models.logprobs import TokenPass
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Rows that fit one backward: their experience, and the pass of each reference over them."""
+    """Rows that fit one backward: their experience, and the pass of each reference over them.
+
+    ``empty``: it has no weight, and keeps this rank in step with ranks that have more to do.
+    """
 
     experience: Experience
     references: Mapping[str, ReferencePass]
@@ -40,6 +44,7 @@ class MicroBatch:
     """Log-probs of the policy at the batch's first use; None: the policy loss is held against the sampler."""
     values: ValueTargets | None = None
     """What the value head is trained towards; None: there is no critic."""
+    empty: bool = False
 
     def reference_of(self, term: KLTerm) -> ReferencePass:
         """The pass a term is measured against; ``sampler`` terms read the behaviour log-probs instead."""
@@ -55,6 +60,7 @@ class Preparation:
     microbatch_tokens: int
     pad_id: int
     device: torch.device
+    world: World = ALONE
 
 
 def prepare(
@@ -66,19 +72,21 @@ def prepare(
     policy_pass: Callable[..., TokenPass],
     first_use: Sequence[FirstUse] | None = None,
 ) -> list[MicroBatch]:
-    """Turn the rows of one update (whole groups) into micro-batches.
+    """Turn the rows of one update (whole groups) into this rank's micro-batches, as many as on every other rank.
 
+    ``rows`` are those of all ranks: baselines and denominators are of the whole update, and so is the plan of
+    micro-batches, which needs no agreement because every rank makes the same one.
     ``first_use``, row by row, is needed with a proximal policy or a critic (:mod:`kl_comedy.training.first_use`).
 
     ``policy_pass`` is called only where a term before the baseline (or with its own) needs the policy's log-probs.
     ``policy_pass(inputs, reference, terms)`` returns log-probs and, where a term asks, exact KLs.
     """
-    splits = by_token_budget(rows, plan.microbatch_tokens)
-    packs = [pack([rows[n] for n in split], pad_id=plan.pad_id, device=plan.device) for split in splits]
+    splits = plan.world.share(by_token_budget(rows, plan.microbatch_tokens))
+    packs = [_packed(rows, split or shortest(rows), plan) for split in splits]
     with torch.no_grad():
         passes = [{name: ref.forward_pass(**p.model_inputs()) for name, ref in references.items()} for p in packs]
-        length = max(p.ids_BT.shape[1] for p in packs)
-        before, own = _parts_ahead(splits, packs, passes, plan.terms, policy_pass, rows=len(rows), length=length)
+        length = max(len(row.rollout.completion_ids) for row in rows)
+        before, own = _parts_ahead(splits, packs, passes, plan, policy_pass, rows=len(rows), length=length)
         cost_BT = _sum_of([(betas[position], parts.cost_BT) for position, parts in before.items()])
     reward_B = torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=plan.device)
     group_B = torch.tensor([row.rollout.group_id for row in rows], device=plan.device)
@@ -93,7 +101,7 @@ def prepare(
     )
     micro: list[MicroBatch] = []
     for split, packed, seen in zip(splits, packs, passes, strict=True):
-        index = torch.tensor(split, device=plan.device)
+        index = torch.tensor(split or shortest(rows), device=plan.device)
         advantage = advantage_BT[index, : packed.ids_BT.shape[1]]
         experience = Experience(
             prompt_ids_BP=packed.prompt_ids_BP,
@@ -104,7 +112,7 @@ def prepare(
             ref_logp_BT=seen["initial"].logp_BT,
             advantage_BT=torch.where(packed.mask_BT, advantage, torch.zeros_like(advantage)),
             reward_B=reward_B[index].float(),
-            weight_B=weight_B[index],
+            weight_B=weight_B[index] if split else torch.zeros_like(weight_B[index]),
             policy_version_BT=packed.policy_version_BT,
             group_B=group_B[index],
         )
@@ -117,6 +125,7 @@ def prepare(
                 baselines=own_BT,
                 proximal_logp_BT=None if proximal_BT is None else proximal_BT[index, :width],
                 values=None if values is None else values.part(index, width),
+                empty=not split,
             )
         )
     return micro
@@ -147,6 +156,10 @@ def _proximal(plan: Preparation, first_use: Sequence[FirstUse] | None, length: i
     return padded([row.logp_T for row in first_use], length, plan.device)
 
 
+def _packed(rows: Sequence[Scored], split: Sequence[int], plan: Preparation) -> Packed:
+    return pack([rows[n] for n in split], pad_id=plan.pad_id, device=plan.device)
+
+
 def _kept(rows: Sequence[Scored], plan: Preparation) -> Tensor | None:
     """With ``mask_truncated``, completions cut at the limit take no part in the loss."""
     if not plan.algorithm.mask_truncated:
@@ -155,19 +168,19 @@ def _kept(rows: Sequence[Scored], plan: Preparation) -> Tensor | None:
 
 
 def _parts_ahead(
-    splits: Sequence[Sequence[int]], packs: Sequence[Packed], passes: Sequence[Mapping[str, Any]],
-    terms: Sequence[KLTerm], policy_pass: Callable[..., TokenPass], *, rows: int, length: int,
+    splits: Sequence[Sequence[int] | None], packs: Sequence[Packed], passes: Sequence[Mapping[str, Any]],
+    plan: Preparation, policy_pass: Callable[..., TokenPass], *, rows: int, length: int,
 ) -> tuple[dict[int, TermParts], dict[int, TermParts]]:  # fmt: skip
     """By position, the parts over the whole update of terms ``before`` the baseline, and of those with their ``own``.
 
     Beyond the end of a completion the cost is what the credit leaves there (the total, or zero).
     """
-    chosen = {position: term for position, term in enumerate(terms) if term.baseline in ("before", "own")}
+    chosen = {position: term for position, term in enumerate(plan.terms) if term.baseline in ("before", "own")}
     device = packs[0].ids_BT.device
     found = {position: _blank_parts(rows, length, device) for position in chosen}
     for split, packed, seen in zip(splits, packs, passes, strict=True):
-        index = torch.tensor(split, device=device)
-        for name in {term.reference for term in chosen.values()}:
+        index = torch.tensor(split or [], dtype=torch.long, device=device)
+        for name in sorted({term.reference for term in chosen.values()}):
             wanted = {position: term for position, term in chosen.items() if term.reference == name}
             reference = seen["initial" if name == "sampler" else name]
             now = policy_pass(packed.model_inputs(), reference, list(wanted.values()))
@@ -180,7 +193,11 @@ def _parts_ahead(
                     mask_BT=packed.mask_BT,
                     exact_kl_BT=now.forward_kl_BT if term.needs == "exact_forward" else now.kl_BT,
                 )
-                _fill(found[position], parts, index, fill_end=term.credit == "total")
+                if split:
+                    _fill(found[position], parts, index, fill_end=term.credit == "total")
+    for parts in found.values():
+        for whole in (parts.cost_BT, parts.weight_BT, parts.baseline_weight_BT):
+            plan.world.sum(whole)
     before = {position: parts for position, parts in found.items() if chosen[position].baseline == "before"}
     return before, {position: parts for position, parts in found.items() if position not in before}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shlex
 import signal
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,16 @@ from kl_comedy.training.callbacks import (
     StopCallback,
     sample_rows,
 )
+from kl_comedy.training.checkpoints import Vault
 from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.policy_files import save_policy
 from kl_comedy.training.progress import ProgressCallback
-from kl_comedy.training.rundir import RunDir, create_run, find_run
+from kl_comedy.training.rundir import RunDir, create_run, find_run, step_of
 from kl_comedy.training.stopping import StopRequest, stop_requests
+from kl_comedy.training.strategies import strategy_for
 from kl_comedy.training.stream import ExperienceStream, StreamShape
+from kl_comedy.training.untracked import Untracked
+from kl_comedy.training.world import RankFailed, World, joined
 
 log = logging.getLogger("kl_comedy")
 
@@ -60,44 +66,56 @@ def train(config: Config, *, console: Console, command: str) -> Outcome:
     and could not finish; the run is then marked failed with the reason. SIGTERM and SIGUSR1 end it after the update
     at hand, saved; the latter raises :class:`RunStopped`, which asks to be started again.
     """
-    with stop_requests() as request:
-        return _train(config, console, command, request)
+    _quiet_lightning()
+    with stop_requests() as request, joined(config) as world:
+        return _train(config, console if world.first else Console(quiet=True), command, request, world)
 
 
-def _train(config: Config, console: Console, command: str, request: StopRequest) -> Outcome:
-    run = find_run(config)
-    ended = None if run is None else run.summary()
+def _train(config: Config, console: Console, command: str, request: StopRequest, world: World) -> Outcome:
+    run = world.broadcast(world.together(lambda: find_run(config) if world.first else None))
+    ended = world.broadcast(None if run is None or not world.first else run.summary())
     if run is not None and ended is not None and ended["status"] == "FINISHED":
         return Outcome(run=run, summary=ended, already_finished=True)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     console.print(f"loading {config.model.source}", soft_wrap=True, highlight=False)
     started = time.monotonic()
-    parts = build(config)
+    parts = build(config, world)
     try:
         check_audit(config, parts.terms)
         resume = run is not None
-        run = run or create_run(config)
-        with run.held():
+        run = run or world.broadcast(world.together(lambda: create_run(config) if world.first else None))
+        assert run is not None
+        with _held(run, world):
             return _train_in(run, parts, console, command, request, resume=resume, started=started)
     finally:
         parts.close()
+
+
+@contextlib.contextmanager
+def _held(run: RunDir, world: World) -> Iterator[None]:
+    """The first process holds the run's folder; where it cannot, no process goes on."""
+    with contextlib.ExitStack() as stack:
+        world.together(lambda: stack.enter_context(run.held()) if world.first else None)
+        yield
 
 
 def _train_in(
     run: RunDir, parts: Parts, console: Console, command: str, request: StopRequest, *, resume: bool, started: float
 ) -> Outcome:  # fmt: skip
     config = parts.config
-    checkpoint = run.checkpoint if resume else None
-    step = run.checkpoint_step if resume else None
     if isinstance(parts.backend, WorksInFolder):
         parts.backend.work_in(run.path)
-    tracker = Tracker.start(
+    checkpoint = Vault(root=run.checkpoints, keep=1, world=parts.world).newest() if resume else None
+    step = None if checkpoint is None else step_of(checkpoint)
+    tags = {**provenance_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)}
+    start = Tracker.start if parts.world.first else Untracked.start
+    tracker = start(
         config.tracking,
         run_dir=run.path,
         run_name=run.path.name,
         params=flatten(to_plain(config)),
-        tags={**provenance_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)},
+        tags=tags,
         resume=resume,
         resume_step=step,
         live=config.train.checkpoint_every == 0,
@@ -115,8 +133,8 @@ def _fit(
     progress = ProgressCallback(console, config.train.steps)
     evaluation = EvaluationCallback(parts, tracker, progress.show_evaluation)
     checkpoints = CheckpointCallback(
-        run, tracker, every=config.train.checkpoint_every, keep=config.train.keep_checkpoints,
-        steps=config.train.steps,
+        Vault(root=run.checkpoints, keep=config.train.keep_checkpoints, world=parts.world), tracker,
+        every=config.train.checkpoint_every, steps=config.train.steps, reward_at=evaluation.reward_at,
     )  # fmt: skip
     callbacks = [
         AuditCallback(config.audit, tracker),
@@ -134,6 +152,7 @@ def _fit(
         terms=parts.terms,
         stream=stream_for(parts, trainer),
         backend=parts.backend,
+        world=parts.world,
     )
     parts.loaded.model.train(False)
     with request.finish_first():
@@ -151,7 +170,7 @@ def _fit_and_write(
             raise KeyboardInterrupt
     except RunFailed as error:
         reason = str(error)
-        if module.last_batch is not None:
+        if module.last_batch is not None and parts.world.first:
             reason += f"; the last batch is kept in {_save_batch(run, reason, module.last_batch.rows)}"
         _end(run, tracker, "FAILED", reason, config, command)
         raise RunFailed(reason) from error
@@ -165,8 +184,12 @@ def _fit_and_write(
     except Exception as error:
         _end(run, tracker, "FAILED", f"{type(error).__name__}: {error}", config, command)
         raise
-    parts.loaded.model.save_pretrained(run.policy)
-    parts.loaded.tokenizer.save_pretrained(run.policy)
+    try:
+        parts.world.together(lambda: save_policy(run, parts))
+    except (OSError, RankFailed) as error:
+        reason = f"trained, but the policy could not be written: {error}"
+        _end(run, tracker, "FAILED", reason, config, command)
+        raise RunFailed(f"{reason}; with room for it: kl-comedy export {run.path} FOLDER") from error
     summary = _end(
         run, tracker, "FINISHED", None, config, command,
         metrics=module.last_metrics, evaluations=evaluation.history, seconds=time.monotonic() - started,
@@ -179,17 +202,20 @@ def _quiet_lightning() -> None:
     """Lightning resets its loggers when it is imported; its advice on hardware and add-ons is not for our users."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.CRITICAL)  # tells what we tell in a line
     warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
 def trainer_for(parts: Parts, callbacks: list[Any], folder: Path) -> lightning.Trainer:
-    """Lightning as a run uses it: one device, manual optimization, nothing written by itself."""
+    """Lightning as a run uses it: manual optimization, nothing written by itself."""
     _quiet_lightning()
     config = parts.config
     return lightning.Trainer(
         max_epochs=1,
         accelerator="gpu" if parts.loaded.device.type == "cuda" else "cpu",
-        devices=1,
+        devices=config.train.devices,
+        num_nodes=config.train.nodes,
+        strategy=strategy_for(config, parts.world, parts.loaded.device),
         precision=_PRECISION[config.train.precision],  # type: ignore[arg-type]
         callbacks=callbacks,
         logger=False,
@@ -267,6 +293,8 @@ def _evaluate_command(run: RunDir, config: Config) -> str:
     words = ["kl-comedy", "evaluate", str(run.path / "config.yaml"), f"model.source={run.policy}"]
     if config.model.options:
         words.append("model.options={}")
+    if config.model.lora is not None:
+        words.append("model.lora=null")  # RUN/policy is merged
     if config.eval.kl:
         words.append(f"eval.reference={run.path / 'config.yaml'}")
     return shlex.join(words)
@@ -292,6 +320,8 @@ def _end(
         "run_id": tracker.run_id,
         **found,
     }
+    if isinstance(tracker, Untracked):
+        return summary
     try:
         run.write_summary(summary)
     except OSError as error:

@@ -20,9 +20,14 @@ from kl_comedy.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class RunDir:
-    """A run's folder. ``checkpoint`` is the newest whole checkpoint, or None."""
+    """A run's folder. ``checkpoint`` is the newest checkpoint that took its place, or None."""
 
     path: Path
+
+    @property
+    def adapter(self) -> Path:
+        """Where the adapter of a LoRA run is kept beside the merged policy."""
+        return self.path / "adapter"
 
     @property
     def checkpoints(self) -> Path:
@@ -34,13 +39,13 @@ class RunDir:
 
     @property
     def checkpoint(self) -> Path | None:
-        found = sorted(self.checkpoints.glob("step-*.ckpt"))
+        found = saved(self.checkpoints)
         return found[-1] if found else None
 
     @property
     def checkpoint_step(self) -> int | None:
         found = self.checkpoint
-        return None if found is None else int(found.stem.split("-")[1])
+        return None if found is None else step_of(found)
 
     def summary(self) -> dict[str, Any] | None:
         """What the run ended with, or None while it has not ended."""
@@ -69,6 +74,16 @@ class RunDir:
             file.write(str(os.getpid()))
             file.flush()
             yield
+
+
+def saved(root: Path) -> list[Path]:
+    """Checkpoints that took their place, oldest first; whether they are whole is another question."""
+    return sorted(root.glob("step-*.ckpt"))
+
+
+def step_of(checkpoint: Path) -> int:
+    """The update after which it was made."""
+    return int(checkpoint.stem.split("-")[1])
 
 
 def find_run(config: Config) -> RunDir | None:
