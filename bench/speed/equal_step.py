@@ -98,9 +98,10 @@ def our_step(parts: Any, rows: Sequence[Any], folder: Path, *, advantage_B: Any 
     from kl_comedy.training.module import PolicyModule
     from kl_comedy.training.packing import by_token_budget
     from kl_comedy.training.prepare import prepare
-    from kl_comedy.training.run import stream_for, trainer_for
+    from kl_comedy.training.run import trainer_for
+    from kl_comedy.training.sources import stream_for
 
-    stream = stream_for(parts, trainer_for(parts, [], folder))
+    stream = stream_for(parts, trainer_for(parts, [], folder).precision_plugin.forward_context)
     module = PolicyModule(
         parts.config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
         backend=parts.backend,

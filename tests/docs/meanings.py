@@ -103,8 +103,14 @@ MEANINGS: dict[str, str] = {
     "algorithm.mask_truncated": "Completions cut at `max_new_tokens` take no part in the loss.",
     "reference.ema_decay": "Per update, for terms with `reference: ema`.",
     "reference.period": "In updates, for terms with `reference: periodic`.",
-    "lag.mode": "`replayed`: train on batches of older weights, in one process, reproducibly.",
-    "lag.steps": "How many updates old; a multiple of `updates_per_batch * epochs_per_batch`.",
+    "lag.mode": (
+        "`replayed`: train on batches of older weights, in one process, reproducibly. `async`: another process samples "
+        "meanwhile ([offpolicy.md](offpolicy.md))."
+    ),
+    "lag.steps": "`replayed`: how many updates old; a multiple of `updates_per_batch * epochs_per_batch`.",
+    "lag.max_steps": "`async`: the most updates old that a batch may be at its first use.",
+    "lag.policy": "`async`: at that bound the sampler waits, or goes on; what is too old is dropped and asked again.",
+    "lag.in_flight": "`async`: new weights take effect within completions, not only between batches.",
     "optimizer.lr": "AdamW's learning rate.",
     "optimizer.betas": "AdamW's, two numbers in [0, 1).",
     "optimizer.eps": "AdamW's.",

@@ -96,7 +96,7 @@ def logged_patterns() -> set[str]:
                 text = node.value
             else:
                 continue
-            if re.fullmatch(r"(train|kl|kl_error|kl_term|policy|grad|value|beta|time|eval|audit)/[\w*/]+", text):
+            if re.fullmatch(r"(train|stream|kl|kl_error|kl_term|policy|grad|value|beta|time|eval|audit)/[\w*/]+", text):
                 found.add(text)
     return found - {"eval/*"}  # the name of a samples table and of a seed, no metric
 

@@ -10,7 +10,8 @@ from kl_comedy.kl import KLTerm
 from kl_comedy.training.build import build
 from kl_comedy.training.first_use import from_plain, to_plain
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.run import stream_for, train, trainer_for
+from kl_comedy.training.run import train, trainer_for
+from kl_comedy.training.sources import stream_for
 
 GAE = ["algorithm.advantage=gae", "algorithm.policy_loss=ppo_clip", "kl.0.baseline=before"]
 DECOUPLED = [
@@ -32,7 +33,7 @@ def module_of(tmp_path):
         config = load_config(TINY, [f"output={tmp_path}", *overrides])
         parts = build(config)
         opened.append(parts)
-        stream = stream_for(parts, trainer_for(parts, [], tmp_path))
+        stream = stream_for(parts, trainer_for(parts, [], tmp_path).precision_plugin.forward_context)
         return PolicyModule(
             config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
             backend=parts.backend,

@@ -28,6 +28,7 @@ SETUPS = {
     "on_policy": [],
     "several_updates": ["algorithm.updates_per_batch=2", "algorithm.epochs_per_batch=2"],
     "replayed": ["lag.mode=replayed", "lag.steps=2", "kl.0.correction=prefix"],
+    "replayed_in_parts": ["lag.mode=replayed", "lag.steps=4", "algorithm.updates_per_batch=2"],
     "moving_reference": ["kl.0.reference=ema", "kl.0.estimator=exact", "kl.0.placement=loss"],
     "target": ["kl.0.beta={target: 0.5}", "optimizer.schedule=cosine", "optimizer.warmup_steps=2"],
 }
@@ -144,6 +145,13 @@ def test_evaluation_measures_from_zero_and_without_estimates_where_it_is_greedy(
 def test_staleness_is_what_was_asked_for(tmp_path):
     logged = metrics_of(go(tmp_path, "lag.mode=replayed", "lag.steps=3").run)
     assert [logged[(step, "policy/staleness")] for step in range(1, 9)] == [0, 1, 2, 3, 3, 3, 3, 3]
+
+
+def test_a_batch_used_for_several_updates_is_as_old_as_asked_at_its_first_use(tmp_path):
+    """Two updates a batch and a lag of four: 4 updates old at the first, 5 at the second."""
+    parts = ("algorithm.updates_per_batch=2", "lag.mode=replayed", "lag.steps=4", "train.eval_every=0")
+    logged = metrics_of(go(tmp_path, *parts).run)
+    assert [logged[(step, "policy/staleness")] for step in range(1, 9)] == [0, 1, 2, 3, 4, 5, 4, 5]
 
 
 @pytest.mark.parametrize("tokens", [64, 100000])

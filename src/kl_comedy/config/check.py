@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from kl_comedy.config.lag import check_lag
 from kl_comedy.config.schema import Config
 from kl_comedy.errors import UserError, bad_value
 
@@ -12,7 +13,7 @@ def check_combinations(config: Config) -> None:
     """Raise :class:`UserError` for the first impossible combination found."""
     _names(config)
     _batches(config)
-    _lag(config)
+    check_lag(config)
     _processes(config)
     if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
         raise bad_value("optimizer.betas", list(config.optimizer.betas), "two numbers in [0, 1)")
@@ -70,15 +71,3 @@ def _processes(config: Config) -> None:
     if config.audit.every:
         raise bad_value("audit.every", config.audit.every, "0 with train.strategy ddp or fsdp",
                         "an audit runs in one process: kl-comedy audit RUN_DIR train.strategy=single")  # fmt: skip
-
-
-def _lag(config: Config) -> None:
-    lag = config.lag
-    if lag.mode == "on_policy" and lag.steps:
-        raise bad_value("lag.steps", lag.steps, "0", "lag.mode is on_policy; did you mean lag.mode=replayed?")
-    per_batch = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
-    if lag.mode == "replayed" and lag.steps % per_batch:
-        raise bad_value(
-            "lag.steps", lag.steps, f"a multiple of the {per_batch} updates made from one batch",
-            "otherwise a batch cannot be exactly that many updates old",
-        )  # fmt: skip

@@ -167,10 +167,18 @@ class AlgorithmConfig:
 
 @dataclass
 class LagConfig:
-    """``on_policy``, or ``replayed``: every batch exactly ``steps`` optimizer updates old."""
+    """``on_policy``; ``replayed``: every batch exactly ``steps`` optimizer updates old; ``async``: a process of its own
+    samples while the learner learns, never more than ``max_steps`` updates behind.
 
-    mode: str = _one_of("on_policy", "on_policy", "replayed")
+    Ages count at a batch's first use. ``policy`` is what happens at that bound: the sampler waits, or goes on and what
+    is too old is dropped. ``in_flight``: new weights take effect within completions, not only between batches.
+    """
+
+    mode: str = _one_of("on_policy", "on_policy", "replayed", "async")
     steps: int = _at_least(0, 0)
+    max_steps: int = _at_least(0, 0)
+    policy: str = _one_of("wait", "wait", "drop")
+    in_flight: bool = False
 
 
 @dataclass

@@ -12,7 +12,7 @@ policy than the learner's; a neutral generation config stands in for them during
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +57,8 @@ class HFRollouts:
 
     def __init__(self, loaded: Policy, *, batch_sequences: int, use_library: bool = False) -> None:
         self.version = 0
+        self.before_pass: Callable[[], None] | None = None
+        """Called before every pass of a generation; it may change the weights, and say so by ``update_weights``."""
         self._loaded = loaded
         self._batch = batch_sequences
         self._use_library = use_library
@@ -124,8 +126,13 @@ class HFRollouts:
         distinct = sorted(set(groups), key=groups.index)
         return decode(
             self._loaded.model, [prompts[group] for group in distinct], [distinct.index(group) for group in groups],
-            sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=stops, version=lambda: self.version,
+            sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=stops, version=self._stamp,
         )  # fmt: skip
+
+    def _stamp(self) -> int:
+        if self.before_pass is not None:
+            self.before_pass()
+        return self.version
 
     def _rollout(self, prompt: Prompt, group: int, drawn: Drawn) -> Rollout:
         if not all(value > float("-inf") for value in drawn.logps):

@@ -19,7 +19,8 @@ from kl_comedy.records import Problem, Prompt
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling, check_training_sampling
 from kl_comedy.training.critic import check_algorithm
-from kl_comedy.training.divided import DividedScorer, build_backend, load_policy
+from kl_comedy.training.divided import DividedScorer, load_policy
+from kl_comedy.training.sources import backend_for
 from kl_comedy.training.stream import Scorer
 from kl_comedy.training.world import ALONE, World
 
@@ -74,7 +75,8 @@ def check_terms(config: Config) -> tuple[KLTerm, ...]:
 
 def is_off_policy(config: Config) -> bool:
     """Whether any update uses samples of older weights."""
-    return config.lag.steps > 0 or config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch > 1
+    several = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch > 1
+    return config.lag.steps > 0 or config.lag.max_steps > 0 or several or config.rollout.backend == "replay"
 
 
 def kl_label(terms: Sequence[KLTerm]) -> str:
@@ -91,7 +93,7 @@ def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
     """
     from kl_comedy.kl.oracle.certificate import certify
 
-    regime = "off_policy" if is_off_policy(config) else "on_policy"
+    regime = "mixed" if config.lag.in_flight else "off_policy" if is_off_policy(config) else "on_policy"
     lists = {"kl": tuple(terms), **{f"kl.{position}": (term,) for position, term in enumerate(terms)}}
     tags = {"kl.label": kl_label(terms), "kl.regime": regime}
     for name, listed in lists.items():
@@ -146,7 +148,7 @@ def build(config: Config, world: World = ALONE) -> Parts:
         loaded=loaded,
         references=_references(config, terms, loaded),
         problems=world.together(lambda: _enough(render_all(config, raw, loaded), config, world)),
-        backend=build_backend(config, loaded, world),
+        backend=backend_for(config, loaded, world),
         scorer=rewards if world.size == 1 else DividedScorer(rewards, world),
         rewards=rewards,
         world=world,

@@ -146,6 +146,7 @@ class PolicyModule(lightning.LightningModule):
             "train/loss": sum(parts.values()),
             **norms,
             **critic_metrics(micro_batches),
+            **batch.notes,
             "train/lr": rate,
             **self._times(batch, time.perf_counter() - start),
         }
@@ -291,14 +292,16 @@ class PolicyModule(lightning.LightningModule):
             beta.advance(step + 1, measured)
 
     def _times(self, batch: UpdateBatch, learn_s: float) -> dict[str, float]:
-        total = batch.generate_s + batch.score_s + learn_s
+        total = batch.wait_s + learn_s
         tokens = sum(len(row.rollout.completion_ids) for row in batch.rows)
         return {
             "time/generate": batch.generate_s,
             "time/score": batch.score_s,
+            "time/wait": batch.wait_s,
             "time/learn": learn_s,
             "time/step": total,
             "time/tokens_per_second": tokens / total if total > 0 else 0.0,
+            "time/trainer_idle_share": batch.wait_s / total if total > 0 else 0.0,
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

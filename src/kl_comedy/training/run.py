@@ -19,11 +19,10 @@ import torch
 from rich.console import Console
 
 from kl_comedy.config import Config, config_hash, flatten, to_plain
-from kl_comedy.data import PromptOrder
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.kl import resolve_terms
 from kl_comedy.records import Scored
-from kl_comedy.rollouts import WorksInFolder, sampling_from
+from kl_comedy.rollouts import WorksInFolder
 from kl_comedy.tracking import Tracker, provenance_tags
 from kl_comedy.training.audit.callback import AuditCallback, check_audit
 from kl_comedy.training.build import Parts, build, kl_label, policy_tags, term_tags
@@ -39,9 +38,9 @@ from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.policy_files import save_policy
 from kl_comedy.training.progress import ProgressCallback
 from kl_comedy.training.rundir import RunDir, create_run, find_run, step_of
+from kl_comedy.training.sources import stream_for
 from kl_comedy.training.stopping import StopRequest, stop_requests
 from kl_comedy.training.strategies import strategy_for
-from kl_comedy.training.stream import ExperienceStream, StreamShape
 from kl_comedy.training.untracked import Untracked
 from kl_comedy.training.world import RankFailed, World, joined
 
@@ -150,7 +149,7 @@ def _fit(
         loaded=parts.loaded,
         references=parts.references,
         terms=parts.terms,
-        stream=stream_for(parts, trainer),
+        stream=stream_for(parts, trainer.precision_plugin.forward_context),
         backend=parts.backend,
         world=parts.world,
     )
@@ -226,33 +225,6 @@ def trainer_for(parts: Parts, callbacks: list[Any], folder: Path) -> lightning.T
         use_distributed_sampler=False,
         deterministic=config.train.deterministic,
         default_root_dir=folder,
-    )
-
-
-def stream_for(parts: Parts, trainer: lightning.Trainer) -> ExperienceStream:
-    """The updates of a run, drawn under the trainer's precision."""
-    config = parts.config
-    order = PromptOrder(len(parts.problems.train), config.rollout.prompts_per_batch, config.seed)
-    sampling = sampling_from(config.rollout)
-    per_batch = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
-
-    def generate(prompts: Any, *, seed: int) -> Any:
-        return parts.backend.generate(prompts, group_size=config.rollout.group_size, sampling=sampling, seed=seed)
-
-    return ExperienceStream(
-        StreamShape(
-            updates=config.train.steps,
-            updates_per_batch=config.algorithm.updates_per_batch,
-            epochs_per_batch=config.algorithm.epochs_per_batch,
-            group_size=config.rollout.group_size,
-            lag_batches=config.lag.steps // per_batch,
-            seed=config.seed,
-        ),
-        prompts=parts.problems.train,
-        indices=order.indices,
-        generate=generate,
-        scorer=parts.scorer,
-        context=trainer.precision_plugin.forward_context,
     )
 
 

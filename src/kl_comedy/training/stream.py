@@ -1,18 +1,20 @@
 """The experience stream: what the trainer iterates over, one item per optimizer update.
 
-``lag = 0`` is on-policy: a batch is drawn with the weights it is used on. ``lag = k`` batches is replay:
-the batch used at iteration n was drawn at iteration ``max(0, n - k)``, so it is exactly ``k`` iterations
-old once n >= k (during the first k there is no older policy). Every draw is seeded by its batch number,
-so the stream's state is its position and the batches not yet used.
+    source -> batch of whole groups -> epochs x parts -> one :class:`UpdateBatch` per update
+
+A source says where batches come from: drawn here (:class:`DrawnHere`: on-policy, or replayed lag), by another process
+while learning goes on (:mod:`kl_comedy.training.asynchronous`), or read from a recording
+(:mod:`kl_comedy.training.recorded`). The *age* of a batch is the number of updates between the weights that drew it
+and the weights at its first use; the later updates made from one batch see it that much older, in every mode.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kl_comedy.records import Prompt, Rollout, Scored
@@ -29,10 +31,42 @@ class Generate(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Whole groups, and what it took to have them, in seconds.
+
+    ``wait_s`` is what the learner waited; ``generate_s`` and ``score_s`` what sampling took, wherever it ran. ``notes``
+    are metrics of the source.
+    """
+
+    rows: Sequence[Scored]
+    generate_s: float = 0.0
+    score_s: float = 0.0
+    wait_s: float = 0.0
+    notes: Mapping[str, float] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """Where batches come from."""
+
+    def take(self, iteration: int) -> Batch:
+        """The batch of this iteration. Asked once each, in order."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is drawn and not yet taken, as plain data and tensors."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`snapshot` was taken."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateBatch:
     """The rows of one optimizer update: whole groups. ``first`` marks the first use of fresh samples.
 
-    ``batch`` is the whole batch that the rows are part of, from position ``offset`` on.
+    ``batch`` is the whole batch that the rows are part of, from position ``offset`` on. Seconds and ``notes`` are those
+    of :class:`Batch` at its first use, and nothing after.
     """
 
     rows: tuple[Scored, ...]
@@ -42,6 +76,8 @@ class UpdateBatch:
     first: bool
     generate_s: float
     score_s: float
+    wait_s: float
+    notes: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +87,6 @@ class StreamShape:
     updates: int
     updates_per_batch: int
     epochs_per_batch: int
-    group_size: int
-    lag_batches: int
     seed: int
 
     @property
@@ -67,25 +101,13 @@ class StreamShape:
 class ExperienceStream:
     """Iterable of :class:`UpdateBatch` with a known length and a resumable position."""
 
-    def __init__(
-        self,
-        shape: StreamShape,
-        *,
-        prompts: Sequence[Prompt],
-        indices: Callable[[int], list[int]],
-        generate: Generate,
-        scorer: Scorer,
-        context: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
+    def __init__(self, shape: StreamShape, *, prompts: Sequence[Prompt], source: Source) -> None:
         self.shape = shape
-        self._prompts, self._indices = prompts, indices
-        self._generate, self._scorer, self._context = generate, scorer, context
+        self.source = source
+        self._prompts = prompts
         self._positions = {prompt.problem.id: n for n, prompt in enumerate(prompts)}
         self._handed_out = 0
-        self._drawn = 0
-        self._queue: deque[list[Scored]] = deque()
-        self._current: list[Scored] = []
-        self._times = (0.0, 0.0)
+        self._current: Sequence[Scored] = []
 
     def __len__(self) -> int:
         return self.shape.updates
@@ -97,10 +119,8 @@ class ExperienceStream:
         if self._handed_out >= self.shape.updates:
             raise StopIteration
         iteration, within = divmod(self._handed_out, self.shape.per_iteration)
-        self._times = (0.0, 0.0)
-        if within == 0:
-            self._fill(iteration)
-            self._current = self._queue.popleft()
+        batch = self.source.take(iteration) if within == 0 else Batch(rows=self._current)
+        self._current = batch.rows
         part = within % self.shape.updates_per_batch
         size = len(self._current) // self.shape.updates_per_batch
         self._handed_out += 1
@@ -110,35 +130,76 @@ class ExperienceStream:
             offset=part * size,
             iteration=iteration,
             first=within == 0,
-            generate_s=self._times[0],
-            score_s=self._times[1],
+            generate_s=batch.generate_s,
+            score_s=batch.score_s,
+            wait_s=batch.wait_s,
+            notes=batch.notes,
         )
 
-    def _fill(self, iteration: int) -> None:
-        """Draw what the lag asks for: everything up to ``iteration + lag`` not drawn yet."""
-        while self._drawn <= min(iteration + self.shape.lag_batches, self.shape.iterations - 1):
-            prompts = [self._prompts[n] for n in self._indices(self._drawn)]
-            start = time.perf_counter()
-            with self._context():
-                rollouts = self._generate(prompts, seed=derive_seed(self.shape.seed, "rollout", self._drawn))
-            middle = time.perf_counter()
-            self._queue.append(self._scorer.score(rollouts))
-            end = time.perf_counter()
-            self._times = (self._times[0] + middle - start, self._times[1] + end - middle)
-            self._drawn += 1
-
     def snapshot(self) -> dict[str, Any]:
-        """Position and unused batches, as plain data. The current batch only while it is still needed."""
+        """Position, the current batch while it is still needed, and the source's unused batches, as plain data."""
         middle = self._handed_out % self.shape.per_iteration != 0
         return {
             "handed_out": self._handed_out,
-            "drawn": self._drawn,
             "current": pack_scored(self._current, self._positions) if middle else [],
-            "queue": [pack_scored(rows, self._positions) for rows in self._queue],
+            "source": self.source.snapshot(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`snapshot` was taken."""
-        self._handed_out, self._drawn = int(state["handed_out"]), int(state["drawn"])
+        self._handed_out = int(state["handed_out"])
         self._current = unpack_scored(state["current"], self._prompts)
+        self.source.restore(state["source"])
+
+
+class DrawnHere:
+    """Batches drawn in this process when they are needed. ``lag`` 0 is on-policy.
+
+    ``lag`` k batches is replay: the batch of iteration n is drawn at iteration ``max(0, n - k)``, so that with u
+    updates a batch it is exactly ``k u`` updates old at its first use once n >= k (before, no older policy exists).
+    Every draw is seeded by its batch number, so the state is what was drawn and not yet taken.
+    """
+
+    def __init__(
+        self,
+        shape: StreamShape,
+        *,
+        lag: int,
+        prompts: Sequence[Prompt],
+        indices: Callable[[int], list[int]],
+        generate: Generate,
+        scorer: Scorer,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._shape, self._lag = shape, lag
+        self._prompts, self._indices = prompts, indices
+        self._generate, self._scorer, self._context = generate, scorer, context
+        self._positions = {prompt.problem.id: n for n, prompt in enumerate(prompts)}
+        self._drawn = 0
+        self._queue: deque[list[Scored]] = deque()
+
+    def take(self, iteration: int) -> Batch:
+        """Draw everything up to ``iteration + lag`` that is not drawn yet, and hand out the oldest."""
+        generate_s = score_s = 0.0
+        while self._drawn <= min(iteration + self._lag, self._shape.iterations - 1):
+            prompts = [self._prompts[n] for n in self._indices(self._drawn)]
+            start = time.perf_counter()
+            with self._context():
+                rollouts = self._generate(prompts, seed=derive_seed(self._shape.seed, "rollout", self._drawn))
+            middle = time.perf_counter()
+            self._queue.append(self._scorer.score(rollouts))
+            generate_s += middle - start
+            score_s += time.perf_counter() - middle
+            self._drawn += 1
+        return Batch(
+            rows=self._queue.popleft(), generate_s=generate_s, score_s=score_s, wait_s=generate_s + score_s
+        )  # fmt: skip
+
+    def snapshot(self) -> dict[str, Any]:
+        """See :class:`Source`."""
+        return {"drawn": self._drawn, "queue": [pack_scored(rows, self._positions) for rows in self._queue]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Source`."""
+        self._drawn = int(state["drawn"])
         self._queue = deque(unpack_scored(rows, self._prompts) for rows in state["queue"])

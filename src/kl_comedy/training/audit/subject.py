@@ -26,9 +26,10 @@ from kl_comedy.records import Scored
 from kl_comedy.rollouts import sampling_from
 from kl_comedy.training.build import Parts, build, is_off_policy
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.run import stream_for, trainer_for
+from kl_comedy.training.run import trainer_for
 from kl_comedy.training.rundir import RunDir
 from kl_comedy.training.seeds import derive_seed
+from kl_comedy.training.sources import stream_for
 
 log = logging.getLogger("kl_comedy")
 
@@ -76,7 +77,12 @@ def staleness(config: Config) -> int:
     """How many updates old the samples of the stalest update of a batch are; 0 on-policy."""
     if not is_off_policy(config):
         return 0
-    return config.lag.steps + config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch - 1
+    return (
+        config.lag.steps
+        + config.lag.max_steps
+        + config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
+        - 1
+    )
 
 
 @contextlib.contextmanager
@@ -101,7 +107,7 @@ def subject(origin: Origin, *, updates: int, samples: int, tell: Callable[[str, 
             trainer = trainer_for(parts, [walk], Path(folder))
             module = PolicyModule(
                 config, loaded=parts.loaded, references=parts.references, terms=parts.terms,
-                stream=stream_for(parts, trainer), backend=parts.backend,
+                stream=stream_for(parts, trainer.precision_plugin.forward_context), backend=parts.backend,
             )  # fmt: skip
             parts.loaded.model.train(False)
             trainer.fit(module, ckpt_path=origin.checkpoint, weights_only=True)

@@ -1,0 +1,184 @@
+"""The accounting of asynchronous sampling: no prompt lost or used twice, nothing older than allowed."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kl_comedy.data import PromptOrder
+from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
+from kl_comedy.training.asynchronous.ledger import BEGUN_AHEAD, Ledger, Terms
+
+GROUP = 2
+
+
+def scored(index, versions):
+    prompt = Prompt(problem=Problem(id=str(index), text="", answer=""), text="", token_ids=(1,))
+    rollout = Rollout(
+        prompt=prompt, group_id=0, completion_ids=(1,) * len(versions), logps=(0.0,) * len(versions),
+        versions=tuple(versions), stop_reason="eos", text="",
+    )  # fmt: skip
+    return Scored(rollout=rollout, reward=Reward(value=0.0))
+
+
+def plain(rows):
+    return [(row.rollout.prompt.problem.id, row.rollout.versions) for row in rows]
+
+
+def rich(packed):
+    return [scored(int(index), versions) for index, versions in packed]
+
+
+def order_prefix(order, count, batch):
+    found = []
+    for n in range(-(-count // batch)):
+        found += order.indices(n)
+    return Counter(found[:count])
+
+
+class World:
+    """A learner and a sampler that take turns as a sequence of choices says; the sampler is first in, first out."""
+
+    def __init__(self, terms, n_prompts, seed, in_flight):
+        self.terms, self.in_flight = terms, in_flight
+        self.order = PromptOrder(n_prompts, terms.prompts_per_batch, seed)
+        self.ledger = Ledger(terms, self.order.indices)
+        self.iteration = self.version = 0
+        self.given, self.begun, self.used, self.ages = [], None, [], []
+
+    def give(self):
+        self.given += self.ledger.due(self.version)
+
+    def begin(self):
+        if self.begun is None and self.given:
+            self.begun = (self.given.pop(0), self.version)
+
+    def finish(self):
+        if self.begun is None:
+            return
+        request, began = self.begun
+        self.begun = None
+        end = self.version if self.in_flight else began
+        rows = [scored(index, (began, end)) for index in request.indices for _ in range(GROUP)]
+        self.ledger.arrive(request.number, rows)
+        self.give()
+
+    def learn(self):
+        """One update; a batch is taken where the last one is used up. Whether anything happened."""
+        if self.iteration == self.terms.iterations:
+            return False
+        if self.version % self.terms.updates == 0:
+            self.give()
+            groups = self.ledger.take(self.version)
+            self.give()
+            if groups is None:
+                return False
+            assert len(groups) == self.terms.prompts_per_batch
+            for group in groups:
+                assert {row.rollout.prompt.problem.id for row in group.rows} == {str(group.index)}
+                self.ages.append(self.version - min(min(row.rollout.versions) for row in group.rows))
+                self.used.append(group.index)
+        self.version += 1
+        self.iteration = self.version // self.terms.updates
+        self.give()
+        return True
+
+    def resume(self):
+        """Kill everything; begin again from the ledger's state."""
+        state = self.ledger.snapshot(plain)
+        self.ledger = Ledger(self.terms, self.order.indices)
+        self.ledger.restore(state, rich)
+        self.given, self.begun = list(self.ledger.pending.values()), None
+
+    def accounted(self):
+        """Each prompt that was taken from the order is in exactly one place."""
+        ledger = self.ledger
+        places = Counter(self.used) + Counter(ledger.returned) + Counter(group.index for group in ledger.ready)
+        places += Counter(index for request in ledger.pending.values() for index in request.indices)
+        return places, order_prefix(self.order, ledger.snapshot(plain)["asked_in_order"], self.terms.prompts_per_batch)
+
+
+@st.composite
+def worlds(draw, drop):
+    updates = draw(st.integers(1, 3))
+    terms = Terms(
+        prompts_per_batch=draw(st.integers(1, 4)), updates=updates, iterations=draw(st.integers(1, 6)),
+        max_steps=draw(st.integers(updates if drop else 0, 7)), drop=drop,
+    )  # fmt: skip
+    return World(terms, draw(st.integers(1, 9)), draw(st.integers(0, 3)), draw(st.booleans()))
+
+
+MOVES = st.lists(st.sampled_from(["begin", "finish", "learn", "learn", "resume"]), max_size=60)
+
+
+def run_to_the_end(world, moves):
+    for move in moves:
+        getattr(world, move)()
+        places, asked = world.accounted()
+        assert places == asked
+        yield
+    for _ in range(400):
+        if world.iteration == world.terms.iterations:
+            break
+        if not world.learn():
+            world.begin()
+            world.finish()
+    assert world.iteration == world.terms.iterations, "learner and sampler wait for each other"
+    places, asked = world.accounted()
+    assert places == asked
+    assert max(world.ages) <= world.terms.max_steps
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds(drop=False), MOVES)
+def test_waiting_loses_no_prompt_and_keeps_the_order(world, moves):
+    for _ in run_to_the_end(world, moves):
+        assert len(world.ledger.pending) <= 1 + world.terms.max_steps // world.terms.updates
+    assert world.ledger.dropped == 0 and not world.ledger.returned
+    assert world.used == [index for n in range(world.terms.iterations) for index in world.order.indices(n)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds(drop=True), MOVES)
+def test_dropping_returns_prompts_and_bounds_the_queue(world, moves):
+    for _ in run_to_the_end(world, moves):
+        assert len(world.ledger.pending) <= BEGUN_AHEAD
+        assert len(world.ledger.ready) <= world.terms.ready_groups
+
+
+def test_a_dropped_prompt_is_asked_again_before_new_ones():
+    terms = Terms(prompts_per_batch=2, updates=1, iterations=4, max_steps=1, drop=True)
+    ledger = Ledger(terms, lambda n: [2 * n, 2 * n + 1])
+    first, second = ledger.due(0)
+    assert (first.indices, second.indices) == ((0, 1), (2, 3))
+    ledger.arrive(first.number, [scored(0, [0]), scored(1, [2])])
+    assert ledger.take(2) is None, "prompt 0 is two updates old"
+    assert (ledger.dropped, list(ledger.returned)) == (1, [0])
+    assert ledger.due(2)[0].indices == (0, 4)
+
+
+def test_waiting_with_no_lag_is_on_policy():
+    ledger = Ledger(
+        Terms(prompts_per_batch=1, updates=2, iterations=3, max_steps=0, drop=False), lambda n: [n]
+    )  # fmt: skip
+    assert [len(ledger.due(version)) for version in range(5)] == [1, 0, 1, 0, 1]
+
+
+def test_a_prompt_is_not_twice_in_one_request():
+    terms = Terms(prompts_per_batch=2, updates=1, iterations=4, max_steps=1, drop=True)
+    ledger = Ledger(terms, lambda n: [7, 8])
+    ledger.returned.extend([5, 5, 6])
+    assert [request.indices for request in ledger.due(0)] == [(5, 6), (5, 7)]
+
+
+@pytest.mark.parametrize("max_steps", [0, 1, 5])
+def test_a_group_that_is_too_old_is_never_silently_used(max_steps):
+    """Waiting, it cannot happen; were it to, it must not pass."""
+    ledger = Ledger(
+        Terms(prompts_per_batch=1, updates=1, iterations=9, max_steps=max_steps, drop=False), lambda n: [n]
+    )  # fmt: skip
+    (request, *_) = ledger.due(0)
+    ledger.arrive(request.number, [scored(0, [0])])
+    with pytest.raises(AssertionError, match="older than"):
+        ledger.take(max_steps + 1)
