@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kl_comedy.kl
@@ -115,6 +115,7 @@ def test_the_hash_ignores_where_a_run_is_kept_and_nothing_else(tmp_path):
     assert config_hash(load_config(None, ["seed=1"]), without=("seed",)) == config_hash(base, without=("seed",))
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_no_override_text_escapes_as_another_error(text):
     with contextlib.suppress(UserError):
