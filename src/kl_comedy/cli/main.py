@@ -22,6 +22,7 @@ from kl_comedy.cli import (
     open_problem,
     policy_study,
     results,
+    results_compare,
     sweeping,
 )
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
@@ -36,6 +37,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="The reference laboratory for KL regularization in RL of language models.",
 )
+results_compare.mount(results.app)
 app.add_typer(results.app, name="results")
 auditing.mount(app)
 catalogue.mount(app)

@@ -60,9 +60,9 @@ def draw(panels: dict[str, dict[str, pd.DataFrame]]) -> Any:
         for label, curve in found.items():
             if len(curve):
                 at = labels.index(label)
-                _line(axes, curve, _plain(label), colours[at % len(colours)], ("-", "--", ":", "-.")[at // 10 % 4])
+                _line(axes, curve, plain(label), colours[at % len(colours)], ("-", "--", ":", "-.")[at // 10 % 4])
         axes.set_xlabel("step (optimizer updates)")
-        axes.set_ylabel(_plain(metric))
+        axes.set_ylabel(plain(metric))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small", title="mean and 95% interval over runs", title_fontsize="small")
     return figure
@@ -88,7 +88,7 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, str) else ""
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """``$`` would start a formula, and a leading ``_`` would hide a legend entry."""
     text = text.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text

@@ -1,7 +1,8 @@
 """Reading runs back from an MLflow store, as pandas frames.
 
 A runs frame has one row per run: ``run_id``, ``run_name``, ``experiment``, ``status``, ``start_time``,
-``duration_s``, and ``params.*``, ``tags.*``, ``metrics.*`` (the last value of each). Wherever a key is asked for, the
+``duration_s``, and ``params.*``, ``tags.*``, ``metrics.*`` (the last value of each), with ``tags.kl.family``,
+``tags.kl.beta`` and ``tags.code`` derived. Wherever a key is asked for, the
 short form will do: ``seed`` for ``params.seed``, ``kl.label`` for the tag, ``train/reward`` for the metric.
 """
 
@@ -12,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError, nearest
-from kl_comedy.tracking import store
+from kl_comedy.tracking import bulk, store
+from kl_comedy.tracking.derived import with_derived
 from kl_comedy.tracking.filters import Filter, translate
-from kl_comedy.tracking.process import mark_dead_runs, search_all
+from kl_comedy.tracking.process import mark_dead_runs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("kl_comedy.tracking")
 
 PREFIXES = ("params.", "tags.", "metrics.")
-SQL_INFINITY = 1.7976931348623157e308
-"""What MLflow's database keeps in place of an infinite metric value."""
-
 KL_TAG = "tags.kl.label"
 """The column that ``kl`` means: the tag that spells the run's KL terms in one short text."""
 
@@ -44,12 +43,13 @@ def runs_frame(
     ids = store.experiment_ids(client, experiment)
     if mark_dead:
         _mark_dead(client, experiment)
-    names = {item.experiment_id: item.name for item in client.search_experiments()}
-    rows = [_row(run, names) for run in _search(client, ids, wanted, where)]
-    frame = pd.DataFrame(rows)
-    if frame.empty and wanted.keys:
-        _explain_nothing(client, ids, wanted, where)
-    return frame
+    names = {item.experiment_id: item.name for item in client.search_experiments() if item.experiment_id in ids}
+    frame = _search(client, names, wanted, where)
+    if frame.empty:
+        if wanted.keys:
+            _explain_nothing(client, names, wanted, where)
+        return pd.DataFrame()
+    return with_derived(frame)
 
 
 def history(uri: str, run_ids: Iterable[str], metric: str) -> pd.DataFrame:
@@ -57,14 +57,31 @@ def history(uri: str, run_ids: Iterable[str], metric: str) -> pd.DataFrame:
     import pandas as pd
 
     client = store.open_existing(uri)
-    rows = []
-    for run_id in run_ids:
-        points: dict[int, tuple[int, float]] = {}
-        for point in client.get_metric_history(run_id, metric):
-            if point.step not in points or point.timestamp >= points[point.step][0]:
-                points[point.step] = (point.timestamp, point.value)
-        rows += [(run_id, step, _infinite(value)) for step, (_, value) in sorted(points.items())]
+    points: dict[tuple[str, int], tuple[int, float]] = {}
+    wanted = list(run_ids)
+    for run_id, step, timestamp, value in bulk.read_points(client, wanted, metric):
+        if (run_id, step) not in points or timestamp >= points[run_id, step][0]:
+            points[run_id, step] = (timestamp, value)
+    place = {run_id: at for at, run_id in enumerate(wanted)}
+    rows = [
+        (run_id, step, points[run_id, step][1]) for run_id, step in sorted(points, key=lambda p: (place[p[0]], p[1]))
+    ]
     return pd.DataFrame(rows, columns=["run_id", "step", "value"])
+
+
+def tidy(uri: str, frame: pd.DataFrame, keys: Sequence[str], metrics: Sequence[str], of: str = "last") -> pd.DataFrame:
+    """One row a run and metric: ``run_id``, ``status``, ``seed``, the short names of ``keys``, ``metric``, ``value``.
+
+    ``of`` says which of a run's values counts (``kl_comedy.tracking.values.RULES``). A run without a metric has NaN.
+    Raises :class:`UserError` for a key or metric that no run has.
+    """
+    from kl_comedy.tracking.values import with_values
+
+    columns = [resolve(frame, metric, "--metric") for metric in metrics]
+    groups = [resolve(frame, key, "--group") for key in dict.fromkeys(["seed", *keys])]
+    kept = with_values(uri, frame, columns, of)[["run_id", "status", *groups, *columns]]
+    long = kept.melt(id_vars=["run_id", "status", *groups], var_name="metric", value_name="value")
+    return long.rename(columns=short).assign(metric=long["metric"].map(short))
 
 
 def resolve(frame: pd.DataFrame, key: str, option: str) -> str:
@@ -148,53 +165,28 @@ def _mark_dead(client: Any, experiment: str | None) -> None:
         log.warning("could not mark dead runs as failed: %s", store.brief(error))
 
 
-def _row(run: Any, experiments: dict[str, str]) -> dict[str, Any]:
-    info, data = run.info, run.data
-    ended = info.end_time if info.end_time and info.status != "RUNNING" else None
-    return {
-        "run_id": info.run_id,
-        "run_name": info.run_name,
-        "experiment": experiments.get(info.experiment_id, info.experiment_id),
-        "status": info.status,
-        "start_time": info.start_time,
-        "duration_s": (ended - info.start_time) / 1000 if ended else None,
-        **{f"params.{key}": value for key, value in sorted(data.params.items())},
-        **{f"tags.{key}": value for key, value in sorted(data.tags.items())},
-        **{f"metrics.{key}": _infinite(value) for key, value in sorted(data.metrics.items())},
-    }
+def _search(client: Any, experiments: dict[str, str], wanted: Filter, where: str | None) -> pd.DataFrame:
+    import pandas as pd
 
-
-def _infinite(value: float) -> float:
-    return value if abs(value) < SQL_INFINITY else float("inf") if value > 0 else float("-inf")
-
-
-def _search(client: Any, ids: list[str], wanted: Filter, where: str | None) -> list[Any]:
-    if not ids:
-        return []
+    if not experiments:
+        return pd.DataFrame()
     try:
-        return search_all(client, ids, wanted.text)
+        return bulk.read_runs(client, experiments, wanted.text)
     except Exception as error:
+        if not where:
+            raise
         raise UserError(
             f"--where: MLflow cannot read {where!r}: {store.brief(error)}; "
             "example: seed = 0 and algorithm.advantage = 'rloo' and train/reward > 0.5"
         ) from error
 
 
-def _explain_nothing(client: Any, ids: list[str], wanted: Filter, where: str | None) -> None:
+def _explain_nothing(client: Any, experiments: dict[str, str], wanted: Filter, where: str | None) -> None:
     """Nothing matched: say so when it is because a key does not exist in any run."""
-    known = {f"{kind}.{key}" for run in search_all(client, ids) for kind, key in _keys(run)}
+    known = [str(name) for name in bulk.read_runs(client, experiments, "").columns] if experiments else []
     for key in wanted.keys:
         if known and key not in known and not key.startswith("attributes."):
             near = nearest(short(key), {short(name) for name in known})
             raise UserError(
                 f"--where: got {where!r}; no run has {key!r}" + (f"; did you mean {near!r}?" if near else "")
             )
-
-
-def _keys(run: Any) -> list[tuple[str, str]]:
-    data = run.data
-    return [
-        (kind, key)
-        for kind, keys in (("params", data.params), ("tags", data.tags), ("metrics", data.metrics))
-        for key in keys
-    ]

@@ -88,7 +88,30 @@ def open_existing(uri: str) -> Any:
     except ImportError as error:
         raise UserError(f"reading results needs mlflow: {error}") from error
     except Exception as error:
+        if schema := _unknown_schema(str(error)):
+            raise UserError(_newer(uri, schema)) from error
         raise UserError(f"--uri: cannot read {redact(uri)}: {brief(error)}") from error
+
+
+def _unknown_schema(message: str) -> str | None:
+    """The revision in MLflow's complaint about a database, where this MLflow has no migration that leads to it."""
+    found = re.search(r"(?:found version |revision identified by ')(\w+)", message)
+    if found is None:
+        return None
+    import mlflow.store.db_migrations as migrations
+
+    files = (Path(str(migrations.__file__)).parent / "versions").glob("*.py")
+    return None if any(file.name.startswith(found[1]) for file in files) else found[1]
+
+
+def _newer(uri: str, schema: str) -> str:
+    import mlflow
+
+    return (
+        f"--uri: {redact(uri)} was written by a newer MLflow than {mlflow.__version__}, which is installed (its "
+        f"schema {schema} is unknown here); upgrade mlflow, or export there with `kl-comedy results export`; "
+        "nothing was changed"
+    )
 
 
 def ensure_experiment(client: Any, uri: str, name: str) -> str:

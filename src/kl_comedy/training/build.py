@@ -123,11 +123,12 @@ def policy_tags(config: Config) -> dict[str, str]:
 
 
 def _certified(found: Certificate) -> dict[str, str]:
-    """A certificate as tags; bias and cosine are against the sequence-level reverse KL, rounding left out."""
+    """A certificate as tags; bias, cosine and variance are against the sequence-level reverse KL, rounding left out."""
     figures = {
         "relative_bias": found.relative_bias["sequence_reverse"],
         "cosine": found.cosine["sequence_reverse"],
         "strength": found.strength,
+        "variance": found.variance,
     }
     shown = {name: f"{0.0 if abs(value) < 1e-9 else value:.4g}" for name, value in figures.items()}
     return {"verdict": f"{found.target or 'none'}: {found.verdict}", "target": found.target or "none", **shown}

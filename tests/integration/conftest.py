@@ -1,0 +1,54 @@
+"""A small study in a store: two KL families and none, over betas and seeds, one seed of one family collapsed."""
+
+import shutil
+import sys
+
+import pytest
+from study_runs import FAMILIES, track
+
+from kl_comedy.cli import main
+from kl_comedy.tracking.store import connect
+
+
+@pytest.fixture(scope="session")
+def study_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    connect(uri)
+    for family, betas in FAMILIES.items():
+        for beta, (reward, kl) in betas.items():
+            for seed in range(3):
+                dead = (family, beta, seed) == ("k3_reverse_token in loss", 0.05, 2)
+                track(folder, uri, family, beta, seed, *((0.0, 40.0) if dead else (reward + seed / 100, kl)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def study(study_folder):
+    """The uri of the store; for reading."""
+    return f"sqlite:///{study_folder / 'mlflow.db'}"
+
+
+@pytest.fixture
+def study_copy(study_folder, tmp_path):
+    """The uri of a copy that a test may change."""
+    shutil.copy(study_folder / "mlflow.db", tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def kl_comedy(monkeypatch, capsys):
+    """The command line in this process: exit code, stdout, stderr."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["kl-comedy", *map(str, words)])
+        monkeypatch.setattr(main, "_quiet_libraries", lambda: None)
+        code = 0
+        try:
+            main.run()
+        except SystemExit as end:
+            code = end.code or 0
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run

@@ -1,0 +1,33 @@
+"""A run of a made-up study, tracked; imported by the tests of results."""
+
+from types import SimpleNamespace
+
+from kl_comedy.tracking import Tracker
+
+EVAL, KL = "eval/heldout/reward", "eval/heldout/kl/exact_reverse_sequence"
+COMMIT = "a" * 40
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>"
+FAMILIES = {
+    "k1_reverse_token in reward total": {0.05: (0.7, 3.0), 0.1: (0.6, 2.0), 0.3: (0.5, 1.0)},
+    "k3_reverse_token in loss": {0.05: (0.5, 3.0), 0.1: (0.5, 2.0), 0.3: (0.4, 1.0)},
+    "no KL": {0.0: (0.6, 5.0)},
+}
+"""Family to beta to (reward, KL) at the end of seed 0; seed s adds s / 100 to the reward."""
+
+
+def track(folder, uri, family, beta, seed, reward, kl, **tags):
+    label = family if family == "no KL" else f"{beta} {family}"
+    name = f"{family[:2]}-{beta}-{seed}".replace(" ", "")
+    tracker = Tracker.start(
+        SimpleNamespace(uri=uri, experiment="study", flush_every=50, tags={}), run_dir=folder / name, run_name=name,
+        params={"name": "study", "seed": seed, "kl": label},
+        tags={"kl.label": label, "kl.relative_bias": "0.1", "kl.variance": "2.5", "kl.verdict": "none: <b>bold</b>",
+              "git.commit": COMMIT, "git.dirty": "false", "config.hash": f"{abs(hash((label, seed))):012x}"[:12],
+              "run.command": f"kl-comedy train c.yaml seed={seed}", "version.torch": "2.13.0", **tags},
+    )  # fmt: skip
+    for step, share in ((0, 0.0), (40, 0.5), (80, 1.0)):
+        tracker.log({EVAL: 0.4 + share * (reward - 0.4), KL: share * kl, "train/reward": reward}, step)
+    rows = [{"problem": "1+1=", "answer": "2", "completion": HOSTILE, "reward": 1.0, "status": "ok"}]
+    tracker.table("eval/heldout", rows, 80)
+    tracker.finish()
+    return tracker.run_id
