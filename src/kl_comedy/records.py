@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 STOP_REASONS = ("eos", "stop", "length")
 """Why a completion ended: the end token, a stop string, or the limit on new tokens (truncated)."""
 
+FOREIGN_VERSION = -1
+"""Version of a token that no weights of this run drew (recorded rollouts of another)."""
+
 STATUSES = ("ok", "unparseable", "timeout", "refused")
 """What the verifier says about its own verdict."""
 

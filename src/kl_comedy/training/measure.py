@@ -6,6 +6,7 @@ over completions of the sum over tokens; in nats, but for total variation, which
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,23 +17,27 @@ from torch import Tensor
 from kl_comedy.kl.estimators.log_ratio import k1, k2, k3
 from kl_comedy.objective.policy_term import PolicyLossParts
 from kl_comedy.records import Scored
+from kl_comedy.training.behaviour import tally_behaviour
 from kl_comedy.training.prepare import MicroBatch
 from kl_comedy.training.world import World
 
 if TYPE_CHECKING:
     from kl_comedy.models.logprobs import TokenPass
 
+PERCENTS = (1, 10, 50, 90, 99)
 _SAMPLED = {"k1_reverse": k1, "k2_reverse": k2, "k3_reverse": k3}
 
 
 class Tally:
-    """Running sums, sums of squares and maxima; :meth:`values` divides each sum by its own count, then takes roots."""
+    """Running sums, sums of squares, maxima and samples; :meth:`values` divides each sum by its own count, then takes
+    roots, and quantiles of the samples."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
         self._squares: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
         self._maxima: dict[str, float] = {}
+        self._samples: dict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, name: str, total: float | Tensor, count: float) -> None:
         self._sums[name] += float(total)
@@ -46,17 +51,24 @@ class Tally:
     def maximum(self, name: str, value: float | Tensor) -> None:
         self._maxima[name] = max(self._maxima.get(name, float("-inf")), float(value))
 
+    def sample(self, name: str, values_N: Tensor) -> None:
+        """Keep values for their quantiles; ``*`` in ``name`` becomes the percentage, as in ``01``."""
+        self._samples[name].append(values_N.cpu())
+
     def merged(self, world: World) -> Tally:
         """The tally of all ranks together, on every rank; sums are taken in the order of the ranks."""
         if world.size == 1:
             return self
         whole = Tally()
-        for sums, squares, counts, maxima in world.gather((self._sums, self._squares, self._counts, self._maxima)):
+        own = (self._sums, self._squares, self._counts, self._maxima, dict(self._samples))
+        for sums, squares, counts, maxima, samples in world.gather(own):
             for mine, theirs in ((whole._sums, sums), (whole._squares, squares), (whole._counts, counts)):
                 for name, value in theirs.items():
                     mine[name] += value
             for name, value in maxima.items():
                 whole.maximum(name, value)
+            for name, kept in samples.items():
+                whole._samples[name] += kept
         return whole
 
     def count(self, name: str) -> float:
@@ -65,27 +77,33 @@ class Tally:
     def values(self) -> dict[str, float]:
         means = {name: total / self._counts[name] for name, total in self._sums.items() if self._counts[name]}
         roots = {name: (x / self._counts[name]) ** 0.5 for name, x in self._squares.items() if self._counts[name]}
-        return {**means, **roots, **self._maxima}
+        quantiles = {
+            name.replace("*", f"{percent:02d}"): value
+            for name, kept in self._samples.items()
+            for percent, value in _quantiles(torch.cat(kept)).items()
+        }
+        return {**means, **roots, **self._maxima, **quantiles}
+
+
+def _quantiles(values_N: Tensor) -> dict[int, float]:
+    """Nearest-rank quantiles: each is a value that occurs, and that so large a share does not exceed."""
+    ordered_N, n = values_N.sort().values, len(values_N)
+    return {percent: float(ordered_N[math.ceil(percent / 100 * n) - 1]) for percent in PERCENTS}
 
 
 def tally_tokens(tally: Tally, micro: MicroBatch, seen: TokenPass, *, version: int) -> None:
-    """Divergence from the initial reference, entropy, staleness and the ratio to the sampler."""
+    """Divergence from the initial reference, entropy, and the policy against its sampler."""
     experience = micro.experience
     mask_BT = experience.mask_BT
-    tokens = float(mask_BT.sum())
     with torch.no_grad():
         logp_BT = seen.logp_BT.detach()
         log_ratio_BT = torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0)
         tally_exact(tally, mask_BT, seen)
         tally_sampled(tally, mask_BT, log_ratio_BT, seen.kl_BT)
-        delta_BT = torch.where(mask_BT, logp_BT - experience.behaviour_logp_BT, 0.0)
-        tally.add("kl/k1_behaviour_token", -delta_BT.double().sum(), tokens)
-        tally.maximum("policy/behaviour_gap_max", delta_BT.abs().max())
-        omega_B = delta_BT.double().sum(-1).exp()
-        tally.add("_omega", omega_B.sum(), 1.0)
-        tally.add("_omega_square", omega_B.square().sum(), 1.0)
-        age_BT = torch.where(mask_BT, version - experience.policy_version_BT, 0)
-        tally.add("policy/staleness", age_BT.double().sum(), tokens)
+    tally_behaviour(
+        tally, logp_BT=logp_BT, behaviour_logp_BT=experience.behaviour_logp_BT,
+        versions_BT=experience.policy_version_BT, mask_BT=mask_BT, version=version,
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from kl_comedy.models.reference import Reference, ReferencePass
 from kl_comedy.models.weights import whole
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
+from kl_comedy.training.behaviour import VersionClock, age_metrics
 from kl_comedy.training.critic import critic_metrics, uses_critic, value_head_for, value_part
 from kl_comedy.training.first_use import FirstUse, from_plain, record_first_use, to_plain
 from kl_comedy.training.losses import micro_loss, policy_parts
@@ -60,6 +61,7 @@ class PolicyModule(lightning.LightningModule):
         self.terms = tuple(terms)
         self.betas = [BetaState(term.beta) for term in self.terms]
         self.version = 0
+        self.clock = VersionClock()
         self.last_metrics: dict[str, float] = {}
         self.last_batch: UpdateBatch | None = None
         self.first_use: list[FirstUse] | None = None
@@ -129,6 +131,7 @@ class PolicyModule(lightning.LightningModule):
                     parts[name] = parts.get(name, 0.0) + float(value)
         except UserError as error:
             raise RunFailed(f"update {step}: {error}") from error
+        ages = age_metrics(batch.rows, step, self.clock)
         tally, parts = self._over_all_ranks(tally, parts, step)
         norms = self._clip()
         for name, value in {**parts, **norms}.items():
@@ -146,6 +149,7 @@ class PolicyModule(lightning.LightningModule):
             "train/loss": sum(parts.values()),
             **norms,
             **critic_metrics(micro_batches),
+            **ages,
             **batch.notes,
             "train/lr": rate,
             **self._times(batch, time.perf_counter() - start),
@@ -271,6 +275,7 @@ class PolicyModule(lightning.LightningModule):
 
     def _publish(self) -> None:
         """New weights: the version counts optimizer updates; moving references follow."""
+        self.clock.replaced(self.version)
         self.version += 1
         self.backend.update_weights(self.version)
         for reference in self.references.values():
@@ -309,6 +314,7 @@ class PolicyModule(lightning.LightningModule):
             "version": self.version,
             "betas": [beta.value for beta in self.betas],
             "stream": self.stream.snapshot(),
+            "version_ages": self.clock.ages(),
             "references": {name: ref.hash for name, ref in self.references.items() if not ref.moving},
             "moving": {name: ref.state_dict() for name, ref in self.references.items() if ref.moving},
             "torch_rng": torch.get_rng_state(),
@@ -330,6 +336,7 @@ class PolicyModule(lightning.LightningModule):
         for beta, value in zip(self.betas, state["betas"], strict=True):
             beta.value = float(value)
         self.stream.restore(state["stream"])
+        self.clock.restore(state.get("version_ages", {}))
         self.first_use = None if state.get("first_use") is None else from_plain(state["first_use"])
         torch.set_rng_state(state["torch_rng"])
 
