@@ -33,7 +33,9 @@ MEANINGS: dict[str, str] = {
     "model.attention": "The attention implementation of transformers.",
     "model.gradient_checkpointing": "Recompute activations in the backward pass: less memory, more time.",
     "model.trust_remote_code": "Run code that comes with the model. Only for sources you have read.",
-    "model.head_chunk_elements": "Rows x vocabulary of logits held at once; never `[B, T, V]`.",
+    "model.head_chunk_elements": (
+        "Rows x vocabulary of logits held at once; never `[B, T, V]`. Open: 2^23 (2^27 on a GPU)."
+    ),
     "model.share_prompt": "Compute a prompt once for its completions, without padding; the numbers stay the same.",
     "model.lora": "A LoRA adapter on the policy; the reference is then the base model, the adapter switched off.",
     "model.lora.rank": "Rank of the update.",
@@ -119,7 +121,10 @@ MEANINGS: dict[str, str] = {
     "optimizer.schedule": "After the warm-up: constant, or to zero at `train.steps`.",
     "optimizer.warmup_steps": "Updates of linear warm-up; at most `train.steps`.",
     "train.steps": "Optimizer updates.",
-    "train.microbatch_tokens": "Padded tokens per backward pass; the gradient does not depend on it.",
+    "train.microbatch_tokens": (
+        "Tokens per backward pass; the gradient does not depend on it. Open: as many as 1 GiB of activations holds "
+        "(16 GiB on a GPU)."
+    ),
     "train.precision": "`bf16`: mixed precision; the sampler runs under the same.",
     "train.eval_every": "Updates between evaluations; 0: only as `eval.at_start` and `eval.at_end` say.",
     "train.checkpoint_every": "Updates between checkpoints; 0: none, and the run cannot be resumed.",

@@ -49,7 +49,7 @@ class ModelConfig:
     attention: str = _one_of("sdpa", "sdpa", "eager", "flash_attention_2")
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
-    head_chunk_elements: int = _at_least(2**24, 1)
+    head_chunk_elements: int | None = _at_least(None, 1)
     share_prompt: bool = True
     lora: LoraConfig | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -202,7 +202,8 @@ class ReferenceConfig:
 
 @dataclass
 class TrainConfig:
-    """``steps`` counts optimizer updates. ``microbatch_tokens`` bounds padded tokens per backward.
+    """``steps`` counts optimizer updates. ``microbatch_tokens`` bounds tokens per backward
+    (open: by the memory that activations take).
     ``exact_kl_every``: measure the exact KL and entropy every so many updates (0: at update 0 and where
     a term needs it). ``strategy``: one process, whole copies (ddp) or shards (fsdp: FSDP2) in ``devices`` processes on
     each of ``nodes`` nodes; how many there are is not part of the config hash."""
@@ -211,7 +212,7 @@ class TrainConfig:
     devices: int = _at_least(1, 1)
     nodes: int = _at_least(1, 1)
     steps: int = _at_least(100, 1)
-    microbatch_tokens: int = _at_least(16384, 1)
+    microbatch_tokens: int | None = _at_least(None, 1)
     precision: str = _one_of("fp32", "fp32", "bf16")
     eval_every: int = _at_least(0, 0)
     checkpoint_every: int = _at_least(10, 0)

@@ -13,6 +13,7 @@ from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet
 from kl_comedy.kl import KLTerm, resolve_terms, warnings
 from kl_comedy.models import LoadedModel
+from kl_comedy.models.footprint import head_chunk
 from kl_comedy.models.reference import Reference, build_reference
 from kl_comedy.objective import PolicyTerm
 from kl_comedy.records import Problem, Prompt
@@ -244,7 +245,7 @@ def _references(config: Config, terms: Sequence[KLTerm], loaded: LoadedModel) ->
     names = ["initial", *sorted({term.reference for term in terms} - {"initial", "sampler"})]
     shared = {
         "temperature": config.rollout.temperature,
-        "chunk_elements": config.model.head_chunk_elements,
+        "chunk_elements": head_chunk(config.model.head_chunk_elements, loaded.device),
         "keep_hidden": True,
         "share_prompt": config.model.share_prompt,
     }

@@ -20,6 +20,7 @@ from kl_comedy.config import Config, ModelConfig, load_config
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models import LoadedModel, build_reference, load_model
 from kl_comedy.models.anatomy import head_weights
+from kl_comedy.models.footprint import head_chunk, microbatch_tokens
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import Reference
 from kl_comedy.records import Scored
@@ -85,8 +86,10 @@ def completion_measure(
         reference=reference,
         temperature=config.rollout.temperature,
         sampled=config.eval.temperature == config.rollout.temperature,
-        chunk_elements=config.model.head_chunk_elements,
-        microbatch_tokens=config.train.microbatch_tokens,
+        chunk_elements=head_chunk(config.model.head_chunk_elements, loaded.device),
+        microbatch_tokens=microbatch_tokens(
+            config.train.microbatch_tokens, loaded.model, loaded.device, checkpoints=config.model.gradient_checkpointing
+        ),
         share_prompt=config.model.share_prompt,
         world=world,
     )
@@ -113,7 +116,8 @@ def load_eval_reference(config: Config, loaded: LoadedModel) -> Reference | None
     other.model.requires_grad_(False)
     return build_reference(
         "initial", other, config.reference, temperature=config.rollout.temperature,
-        chunk_elements=config.model.head_chunk_elements, share_prompt=config.model.share_prompt,
+        chunk_elements=head_chunk(config.model.head_chunk_elements, loaded.device),
+        share_prompt=config.model.share_prompt,
     )  # fmt: skip
 
 

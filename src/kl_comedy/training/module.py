@@ -19,6 +19,7 @@ from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.kl import BetaState, KLTerm, kl_diagnostics
 from kl_comedy.models import LoadedModel
+from kl_comedy.models.footprint import head_chunk, microbatch_tokens
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import Reference, ReferencePass
 from kl_comedy.models.weights import whole
@@ -73,7 +74,12 @@ class PolicyModule(lightning.LightningModule):
         self.plan = Preparation(
             terms=self.terms,
             algorithm=config.algorithm,
-            microbatch_tokens=config.train.microbatch_tokens,
+            microbatch_tokens=microbatch_tokens(
+                config.train.microbatch_tokens,
+                loaded.model,
+                loaded.device,
+                checkpoints=config.model.gradient_checkpointing,
+            ),
             pad_id=int(loaded.tokenizer.pad_token_id),
             device=loaded.device,
             world=world,
@@ -103,7 +109,7 @@ class PolicyModule(lightning.LightningModule):
             groups.append({"params": list(self.value_head.parameters()), "lr": rate})
         optimizer = torch.optim.AdamW(
             groups, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps,
-            weight_decay=settings.weight_decay,
+            weight_decay=settings.weight_decay, fused=True,
         )  # fmt: skip
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(settings, step, self.config.train.steps)
@@ -236,7 +242,7 @@ class PolicyModule(lightning.LightningModule):
             self.policy,
             **inputs,
             temperature=self.config.rollout.temperature,
-            chunk_elements=self.config.model.head_chunk_elements,
+            chunk_elements=head_chunk(self.config.model.head_chunk_elements, self.plan.device),
             share_prompt=self.config.model.share_prompt,
             reference=reference,
             kl=measure or "exact_reverse" in needs,

@@ -1,0 +1,47 @@
+"""Sizes a config leaves open: they follow the device and the model, and an asked size wins."""
+
+import torch
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+
+from kl_comedy.models.footprint import GIB, activation_values, head_chunk, microbatch_tokens
+from kl_comedy.models.logprobs import token_pass
+
+CPU = torch.device("cpu")
+SMALL = LlamaConfig(
+    vocab_size=64, hidden_size=48, intermediate_size=128, num_hidden_layers=4, num_attention_heads=3,
+    num_key_value_heads=1, attn_implementation="sdpa",
+)  # fmt: skip
+
+
+def test_what_is_asked_wins():
+    model = LlamaForCausalLM(SMALL)
+    assert microbatch_tokens(77, model, CPU, checkpoints=False) == 77 and head_chunk(99, CPU) == 99
+    assert head_chunk(None, CPU) < head_chunk(None, torch.device("cuda"))
+    assert microbatch_tokens(None, model, CPU, checkpoints=False) == 2**16, "a small model has room for all"
+    large = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+    assert 4 * activation_values(large, checkpoints=False) > GIB / 100
+    assert activation_values(large, checkpoints=True) < activation_values(large, checkpoints=False) / 10
+    assert activation_values(GPT2Config(), checkpoints=False) > 0
+
+
+def test_the_estimate_is_near_what_autograd_keeps():
+    """Bytes of saved tensors, each storage once, of a real pass; the estimate is within a third of it."""
+    model = LlamaForCausalLM(SMALL)
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    rows, prompt, length = 8, 20, 60
+    ids = torch.randint(0, 64, (rows, length))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        seen = token_pass(
+            model, prompt_ids_BP=ids[:1, :prompt].expand(rows, -1), prompt_mask_BP=torch.ones(rows, prompt),
+            ids_BT=ids, mask_BT=torch.ones(rows, length, dtype=torch.bool), temperature=1.0, chunk_elements=2**16,
+        )  # fmt: skip
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found = sum(size for place, size in kept.items() if place not in weights)
+    expected = 4 * activation_values(SMALL, checkpoints=False) * (prompt + rows * (length - 1))
+    assert 0.67 < expected / found < 1.5, expected / found
+    assert seen.logp_BT.requires_grad
