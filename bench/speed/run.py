@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "TQDM_DISABLE": "1",
     "CUDA_VISIBLE_DEVICES": "",
+    "OMP_WAIT_POLICY": "passive",
 }
 
 
@@ -70,7 +71,8 @@ def rotated(names: list[str], by: int) -> list[str]:
 
 def one_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict[str, Any] | str:
     """Run a child; what it found, or why it failed in one line."""
-    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+    own = VARIANTS[job["variant"]].environment
+    environment = {**os.environ, **ENVIRONMENT, **own, "OMP_NUM_THREADS": str(threads)}
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
         path = Path(folder) / "job.json"

@@ -16,13 +16,15 @@ SYSTEMS, ALGORITHMS = ("ours", "trl"), ("grpo", "rloo")
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One thing to measure. ``options``: config overrides (ours) or trainer arguments (TRL)."""
+    """One thing to measure. ``options``: config overrides (ours) or trainer arguments (TRL);
+    ``environment``: variables of its process."""
 
     system: str
     algorithm: str
     setting: str
     note: str
     options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -61,8 +63,18 @@ def _of(algorithm: str) -> tuple[Variant, ...]:
         ),
         Variant(
             system="ours", algorithm=algorithm, setting="lean",
-            note="exact KL measured at the first (warm-up) update only, micro-batches of 2048 tokens",
-            options={"train.exact_kl_every": 0, "train.microbatch_tokens": 2048},
+            note="exact KL measured at the first (warm-up) update only, activation checkpoints, small head chunks, and "
+            "freed memory given back at once (MALLOC_MMAP_THRESHOLD_)",
+            options={
+                "train.exact_kl_every": 0, "train.microbatch_tokens": 700, "model.gradient_checkpointing": "true",
+                "model.head_chunk_elements": 2**22,
+            },
+            environment={"MALLOC_MMAP_THRESHOLD_": "131072"},
+        ),
+        Variant(
+            system="ours", algorithm=algorithm, setting="quick",
+            note="exact KL measured at the first (warm-up) update only",
+            options={"train.exact_kl_every": 0},
         ),
         Variant(
             system="trl", algorithm=algorithm, setting="default",

@@ -48,7 +48,7 @@ def read_off(points: Sequence[Point], kl: float) -> float | str:
     Points at one KL are averaged. Non-finite points support nothing.
 
     >>> line = [Point(kl=0.0, reward=0.4), Point(kl=2.0, reward=0.8), Point(kl=9.0, reward=0.0, collapsed=True)]
-    >>> read_off(line, 1.0), read_off(line, 5.0), read_off(line, 10.0)
+    >>> round(read_off(line, 1.0), 9), read_off(line, 5.0), read_off(line, 10.0)
     (0.6, 'gap', 'outside')
     """
     there = sorted(
