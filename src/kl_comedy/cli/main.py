@@ -23,6 +23,7 @@ from kl_comedy.cli import (
     policy_study,
     results,
     results_compare,
+    results_report,
     sweeping,
 )
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
@@ -38,6 +39,7 @@ app = typer.Typer(
     help="The reference laboratory for KL regularization in RL of language models.",
 )
 results_compare.mount(results.app)
+results_report.mount(results.app)
 app.add_typer(results.app, name="results")
 auditing.mount(app)
 catalogue.mount(app)

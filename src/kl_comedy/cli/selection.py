@@ -70,26 +70,30 @@ def metric_columns(frame: pd.DataFrame, metric: list[str] | None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def without_repeats(frame: pd.DataFrame, statuses: tuple[str, ...]) -> pd.DataFrame:
+def without_repeats(frame: pd.DataFrame, statuses: tuple[str, ...], notes: list[str]) -> pd.DataFrame:
     from kl_comedy.tracking.queries import drop_repeats
 
     kept = drop_repeats(frame, statuses)
     if len(kept) < len(frame):
         say(
             f"note: {len(frame) - len(kept)} runs repeat a configuration and seed and are left out "
-            "(--keep-repeats counts them)"
+            "(--keep-repeats counts them)",
+            notes,
         )
     return kept
 
 
-def tell_pooled(frame: pd.DataFrame, groups: list[str]) -> None:
+def tell_pooled(frame: pd.DataFrame, groups: list[str], notes: list[str]) -> None:
     """An interval over runs that differ in more than the seed is not an interval over seeds: say so."""
     from kl_comedy.tracking.queries import short, varying
 
     names = [short(column) for column in varying(frame, groups)]
     if names:
         more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-        say(f"note: some rows pool runs that differ in {', '.join(names[:6])}{more}; --group with the key parts them")
+        say(
+            f"note: some rows pool runs that differ in {', '.join(names[:6])}{more}; --group with the key parts them",
+            notes,
+        )
 
 
 def short_names(summary: pd.DataFrame) -> pd.DataFrame:
@@ -118,18 +122,21 @@ def check(option: str, given: str, allowed: tuple[str, ...]) -> None:
         raise bad_value(option, given, allowed)
 
 
-def say(message: str) -> None:
+def say(message: str, notes: list[str] | None = None) -> None:
+    """To stderr, and to ``notes`` for whoever repeats it elsewhere."""
     print(message, file=sys.stderr)
+    if notes is not None:
+        notes.append(message)
 
 
 def select(
     uri: str, experiment: str | None, where: str | None, group: list[str] | None, metric: list[str] | None, *,
     status: str, keep_repeats: bool, split_versions: bool = False, mark_dead: bool = False, of: str = "last",
-    collapse: str | None = None, families: bool = False,
+    collapse: str | None = None, families: bool = False, notes: list[str] | None = None,
 ) -> tuple[pd.DataFrame, list[str], list[str]]:  # fmt: skip
     """The runs with their values under ``of``, the group columns and the metric columns, after saying to stderr what
     is pooled, left out, mixed, and by which rule a run has a value and counts as collapsed. ``families``: groups hold
-    several betas on purpose.
+    several betas on purpose. ``notes`` collects what is said.
 
     Raises :class:`UserError` for a key, metric or rule that fits no run.
     """
@@ -138,20 +145,21 @@ def select(
 
     statuses = statuses_of(status)
     check_rule(of)
+    notes = [] if notes is None else notes
     frame = runs(uri, experiment, where, mark_dead=mark_dead)
     groups, metrics = group_columns(frame, group), metric_columns(frame, metric)
     if split_versions:
         groups += [CODE] if CODE in frame and CODE not in groups else []
-    frame = frame if keep_repeats else without_repeats(frame, statuses)
-    tell_pooled(frame, [*groups, LABEL] if families else groups)
-    tell_mixed(frame, [*groups, LABEL] if families else groups)
-    frame = judged(uri, frame, collapse)
+    frame = frame if keep_repeats else without_repeats(frame, statuses, notes)
+    tell_pooled(frame, [*groups, LABEL] if families else groups, notes)
+    tell_mixed(frame, [*groups, LABEL] if families else groups, notes)
+    frame = judged(uri, frame, collapse, notes)
     if of != "last":
-        say(f"value of a run: {meaning(of)}")
+        say(f"value of a run: {meaning(of)}", notes)
     return with_values(uri, frame, metrics, of), groups, metrics
 
 
-def judged(uri: str, frame: pd.DataFrame, collapse: str | None) -> pd.DataFrame:
+def judged(uri: str, frame: pd.DataFrame, collapse: str | None, notes: list[str]) -> pd.DataFrame:
     """``frame`` with ``collapsed`` by the rule asked for, or by the default one where its metric was measured."""
     from kl_comedy.statistics import DEFAULT_RULE, parse_rule
     from kl_comedy.tracking.values import with_collapsed
@@ -164,11 +172,11 @@ def judged(uri: str, frame: pd.DataFrame, collapse: str | None) -> pd.DataFrame:
     unknown = int(found["collapsed"].isna().sum())
     if number or collapse:
         more = f"; {unknown} measured nothing of it" if unknown else ""
-        say(f"note: {number} of {len(found)} runs collapsed ({rule.text}){more}; they stay in the means")
+        say(f"note: {number} of {len(found)} runs collapsed ({rule.text}){more}; they stay in the means", notes)
     return found
 
 
-def tell_mixed(frame: pd.DataFrame, groups: list[str]) -> None:
+def tell_mixed(frame: pd.DataFrame, groups: list[str], notes: list[str]) -> None:
     """A mean over runs of different code is not a mean over seeds: say so."""
     from kl_comedy.tracking.derived import mixed_code
     from kl_comedy.tracking.queries import short
@@ -177,7 +185,8 @@ def tell_mixed(frame: pd.DataFrame, groups: list[str]) -> None:
     if names:
         say(
             f"warning: some rows mix runs of different code or packages ({', '.join(names)}); "
-            "--split-versions parts them by commit"
+            "--split-versions parts them by commit",
+            notes,
         )
 
 

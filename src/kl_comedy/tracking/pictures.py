@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kl_comedy.errors import UserError
 from kl_comedy.statistics import Interval, t_interval
 from kl_comedy.tracking.derived import BETA, FAMILY
-from kl_comedy.tracking.plots import DPI, check_suffix, plain
+from kl_comedy.tracking.plots import DPI, add_legend, check_suffix, legend_height, plain
 from kl_comedy.tracking.queries import short
 from kl_comedy.tracking.stats import groups_of
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 BIAS, VARIANCE = "tags.kl.relative_bias", "tags.kl.variance"
 MARKERS = "osD^vP*Xhd"
+HEIGHT = 4.6
+"""Inches of a panel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +47,18 @@ def picture(
         raise UserError("these runs lack the tag kl.label, by which families are drawn; they were not trained by us")
     figure = {"frontier": frontier, "plane": plane, "heatmap": heatmap}[kind](frame, groups, metrics, kl)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=DPI, metadata={"Date": None} if target.suffix == ".svg" else None)
+    figure.savefig(target, dpi=DPI, bbox_inches="tight", metadata={"Date": None} if target.suffix == ".svg" else None)
     return target
 
 
 def frontier(frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str], kl: str) -> Any:
     """A metric against KL; a line a group through its betas, in the order of KL."""
-    figure, panels = _figure(1, len(metrics))
+    below = legend_height([label for label, _ in _labelled(frame, groups)])
+    figure, panels = _figure(1, len(metrics), height=HEIGHT + below)
     for axes, metric in zip(panels[:, 0], metrics, strict=True):
         _draw_frontier(axes, frame, groups, f"metrics.{metric}", kl)
         axes.set_ylabel(plain(metric))
-        axes.legend(fontsize="x-small", title="hollow: some of its runs collapsed", title_fontsize="x-small")
+        add_legend(axes, "numbers: beta; hollow: some of its runs collapsed", below=below > 0)
     return figure
 
 
@@ -66,7 +69,8 @@ def plane(frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str], kl
             raise UserError(
                 f"--kind: plane needs the tag {short(column)}, which these runs lack: an older version tracked them"
             )
-    figure, panels = _figure(2, len(metrics))
+    below = legend_height([label for label, _ in _labelled(frame, groups)])
+    figure, panels = _figure(2, len(metrics), height=HEIGHT + below)
     for (left, right), metric in zip(panels, metrics, strict=True):
         for at, (label, members) in enumerate(_labelled(frame, groups)):
             known = members[[BIAS, VARIANCE]].dropna()
@@ -78,7 +82,7 @@ def plane(frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str], kl
         left.set_ylabel("variance of one completion's gradient, relative")
         left.set_yscale("symlog", linthresh=0.1)
         left.grid(alpha=0.3)
-        left.legend(fontsize="x-small")
+        add_legend(left, "certificates", below=below > 0)
         _draw_frontier(right, frame, groups, f"metrics.{metric}", kl)
         right.set_ylabel(plain(metric))
     return figure
@@ -145,6 +149,7 @@ def _draw_frontier(axes: Any, frame: pd.DataFrame, groups: Sequence[str], metric
         raise UserError(f"--metric: no run has a finite {short(metric)!r} and {short(kl)!r}")
     axes.set_xlabel(plain(f"{short(kl)} (nats)"))
     axes.set_xscale("symlog", linthresh=1.0)
+    axes.set_xlim(left=min(0.0, *(float(value) for value in frame[kl] if value == value)))
     axes.grid(alpha=0.3)
 
 
@@ -169,7 +174,7 @@ def _colour(at: int) -> Any:
     return mpl.color_sequences["tab10"][at % 10]
 
 
-def _figure(columns: int, rows: int, width: float = 7.2, height: float = 4.6) -> tuple[Any, Any]:
+def _figure(columns: int, rows: int, width: float = 7.2, height: float = HEIGHT) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

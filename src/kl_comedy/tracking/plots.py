@@ -41,7 +41,7 @@ def plot(uri: str, frame: pd.DataFrame, group: list[str], metrics: Sequence[str]
             raise UserError(f"--metric: no finite point of {metric!r} in these {len(frame)} runs")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure = draw(panels)
-    figure.savefig(target, dpi=DPI, metadata={"Date": None} if target.suffix == ".svg" else None)
+    figure.savefig(target, dpi=DPI, bbox_inches="tight", metadata={"Date": None} if target.suffix == ".svg" else None)
     return target
 
 
@@ -54,7 +54,8 @@ def draw(panels: dict[str, dict[str, pd.DataFrame]]) -> Any:
     colours = mpl.color_sequences["tab10"]
     labels = list(dict.fromkeys(label for found in panels.values() for label in found))
     width, height = PANEL_INCHES
-    figure = Figure(figsize=(width, height * len(panels)), layout="constrained")
+    below = legend_height(labels)
+    figure = Figure(figsize=(width, (height + below) * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (metric, found) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True):
         for label, curve in found.items():
@@ -64,8 +65,20 @@ def draw(panels: dict[str, dict[str, pd.DataFrame]]) -> Any:
         axes.set_xlabel("step (optimizer updates)")
         axes.set_ylabel(plain(metric))
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", title="mean and 95% interval over runs", title_fontsize="small")
+        add_legend(axes, "mean and 95% interval over runs", below=below > 0)
     return figure
+
+
+def legend_height(labels: Sequence[str]) -> float:
+    """Inches that a legend below the axes needs; 0 where it fits into them."""
+    return 0.0 if len(labels) <= 6 and max(map(len, labels), default=0) <= 40 else 0.35 + 0.17 * len(labels)
+
+
+def add_legend(axes: Any, title: str, *, below: bool) -> None:
+    """The legend in the axes, or below them at the left edge, where long names do not cover the curves."""
+    place = {"loc": "upper left", "bbox_to_anchor": (-0.1, -0.14), "frameon": False} if below else {}
+    size = "x-small" if below else "small"
+    axes.legend(fontsize=size, title=title, title_fontsize=size, alignment="left", **place)
 
 
 def check_suffix(out: Path | str) -> Path:
