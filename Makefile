@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
 .PHONY: setup setup-vllm quickstart test test-slow test-vllm lint smollm2 gsm8k chain-sum peers synthetic \
-	open-problem policy-corrections clean
+	open-problem policy-corrections bench clean
 
 setup: $(STAMP)
 
@@ -79,6 +79,12 @@ open-problem: setup
 
 policy-corrections: setup
 	$(KL) policy-corrections --out results/policy_corrections
+
+# Speed and memory beside TRL, in one run (an hour on two cores); `bench/speed/run.py --help` for parts of it.
+bench: smollm2
+	$(BIN)/python bench/speed/setup.py
+	$(BIN)/python bench/speed/run.py
+	$(BIN)/python bench/speed/equal_step.py
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

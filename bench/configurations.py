@@ -1,0 +1,91 @@
+"""What a KL configuration costs: one update's learning under each, in turns. python bench/configurations.py [CONFIG]
+
+The rows of one update are drawn once; then every configuration prepares, passes and differentiates them, in turns,
+on one thread. CPU seconds, medians; the share is over what the update takes without KL, sampling included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SETTINGS = {
+    "no KL": "[]",
+    "k1 in reward": "[{estimator: k1, placement: reward, beta: 0.05}]",
+    "k3 in loss": "[{estimator: k3, placement: loss, beta: 0.05}]",
+    "k2 in loss": "[{estimator: k2, placement: loss, beta: 0.05}]",
+    "k1 in reward, k3 in loss": (
+        "[{estimator: k1, placement: reward, beta: 0.05}, {estimator: k3, placement: loss, beta: 0.05}]"
+    ),
+    "exact in loss": "[{estimator: exact, placement: loss, beta: 0.05}]",
+}
+REPEATS = 5
+
+
+def prepared(config: Any, folder: Path) -> Any:
+    """The module of a run, as training makes it."""
+    from kl_comedy.training.build import build
+    from kl_comedy.training.module import PolicyModule
+    from kl_comedy.training.run import trainer_for
+    from kl_comedy.training.sources import stream_for
+
+    parts = build(config)
+    stream = stream_for(parts, trainer_for(parts, [], folder).precision_plugin.forward_context)
+    return PolicyModule(
+        config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
+        backend=parts.backend,
+    )  # fmt: skip
+
+
+def learn(module: Any, rows: Any, *, measure: bool) -> float:
+    """CPU seconds of everything but sampling, scoring and the optimizer's step."""
+    from kl_comedy.training.losses import micro_loss
+    from kl_comedy.training.prepare import prepare
+
+    began = time.process_time()
+    betas = [beta.value for beta in module.betas]
+    micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
+    for micro in micros:
+        passes = module.passes(micro, measure=measure)
+        loss, _ = micro_loss(micro, passes, terms=module.terms, betas=betas, algorithm=module.config.algorithm)
+        loss.backward()
+    module.policy.zero_grad()
+    return time.process_time() - began
+
+
+def main(path: str) -> None:
+    from kl_comedy.config import load_config
+    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        modules: dict[str, Any] = {}
+        for name, terms in SETTINGS.items():
+            config = load_config(path, [f"kl={terms}", f"output={folder}", "tracking.uri=none"])
+            modules[name] = prepared(config, Path(folder))
+            if name == "no KL":
+                began = time.process_time()
+                rows = next(iter(modules[name].stream)).rows
+                sampling = time.process_time() - began
+        found: dict[str, list[float]] = {name: [] for name in modules}
+        for repeat in range(REPEATS + 1):
+            for name, module in modules.items():
+                spent = learn(module, rows, measure=False)
+                if repeat:
+                    found[name].append(spent)
+    plain = statistics.median(found["no KL"])
+    print(f"{path}: {len(rows)} completions; sampling and scoring {sampling:.2f} CPU s, learning {plain:.2f} CPU s")
+    print("| KL | learning, CPU s | of the update without KL |\n|---|---:|---:|")
+    for name, values in found.items():
+        share = (statistics.median(values) - plain) / (plain + sampling)
+        print(f"| {name} | {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f}) | {share:+.1%} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "configs/quickstart.yaml")

@@ -1,0 +1,167 @@
+"""How cost grows: operations, CPU seconds and bytes kept, against one size at a time. python bench/growth.py [OUT]
+
+A small Llama on one thread; every point is one learner's pass (forward, backward) over groups that share a prompt,
+or one batch of sampling. Operations are counted (they do not depend on the machine), CPU seconds are medians of
+repeats, bytes are those of the storages that autograd keeps.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+BASE = {"prompts": 2, "group": 8, "prompt": 96, "length": 48, "vocabulary": 4096, "hidden": 128, "layers": 4}
+CURVES: dict[str, list[int]] = {
+    "prompts": [1, 2, 4, 8], "group": [2, 4, 8, 16, 32], "prompt": [48, 96, 192, 384, 768],
+    "length": [24, 48, 96, 192, 384], "vocabulary": [1024, 4096, 16384, 65536], "hidden": [64, 128, 256, 512],
+    "layers": [2, 4, 8, 16],
+}  # fmt: skip
+REPEATS = 3
+
+
+def model_of(size: dict[str, int]) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size["vocabulary"], hidden_size=size["hidden"], intermediate_size=3 * size["hidden"],
+        num_hidden_layers=size["layers"], num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+        eos_token_id=None, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def batch_of(size: dict[str, int]) -> dict[str, torch.Tensor]:
+    seed, rows = torch.Generator().manual_seed(0), size["prompts"] * size["group"]
+    prompts = torch.randint(0, size["vocabulary"], (size["prompts"], size["prompt"]), generator=seed)
+    return {
+        "prompt_ids_BP": prompts.repeat_interleave(size["group"], 0),
+        "prompt_mask_BP": torch.ones(rows, size["prompt"], dtype=torch.bool),
+        "ids_BT": torch.randint(0, size["vocabulary"], (rows, size["length"]), generator=seed),
+        "mask_BT": torch.ones(rows, size["length"], dtype=torch.bool),
+    }
+
+
+def learner(size: dict[str, int]) -> Callable[[], None]:
+    from kl_comedy.models.logprobs import token_pass
+
+    model, batch = model_of(size), batch_of(size)
+
+    def work() -> None:
+        model.zero_grad()
+        token_pass(model, **batch, temperature=1.0, chunk_elements=2**22).logp_BT.mean().backward()
+
+    return work
+
+
+def sampler(size: dict[str, int]) -> Callable[[], None]:
+    from kl_comedy.models.attention import adopt
+    from kl_comedy.records import Problem, Prompt
+    from kl_comedy.rollouts import Sampling
+    from kl_comedy.rollouts.decoding import decode
+    from kl_comedy.rollouts.steps import StopStrings
+
+    model = model_of(size).eval()
+    adopt(model)
+    rows = batch_of(size)["prompt_ids_BP"][:: size["group"]].tolist()
+    prompts = [Prompt(problem=Problem(id="", text="", answer=""), text="", token_ids=tuple(row)) for row in rows]
+    family = [n for n in range(size["prompts"]) for _ in range(size["group"])]
+    sampling = Sampling(temperature=1.0, max_new_tokens=size["length"])
+    uniform_BT = torch.rand(len(family), size["length"], dtype=torch.float64)
+
+    @torch.no_grad()
+    def work() -> None:
+        decode(
+            model, prompts, family, sampling=sampling, uniform_BT=uniform_BT, ends=(), stops=StopStrings(None, ()),
+            version=lambda: 0,
+        )  # fmt: skip
+
+    return work
+
+
+def seconds(work: Callable[[], None]) -> float:
+    work()
+    found = []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        work()
+        found.append(time.process_time() - began)
+    return statistics.median(found)
+
+
+def operations(work: Callable[[], None]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return int(counter.get_total_flops())
+
+
+def bytes_kept(work: Callable[[], None]) -> int:
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        work()
+    return sum(kept.values())
+
+
+def points() -> Iterator[dict[str, Any]]:
+    for axis, values in CURVES.items():
+        for value in values:
+            size = {**BASE, axis: value}
+            learn, draw = learner(size), sampler(size)
+            yield {
+                "axis": axis, "value": value, "learn_mflop": operations(learn) / 1e6, "learn_s": seconds(learn),
+                "learn_kept_mib": bytes_kept(learn) / 2**20, "sample_mflop": operations(draw) / 1e6,
+                "sample_s": seconds(draw),
+            }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Every axis: how much each cost grew from the smallest value to the largest, beside the size itself."""
+    lines = [
+        "| size | from | to | times | learner's operations | learner's CPU s | bytes kept | sampler's operations | "
+        "sampler's CPU s |",
+        "|---|" + "---:|" * 8,
+    ]
+    for axis in CURVES:
+        mine = [row for row in rows if row["axis"] == axis]
+        first, last = mine[0], mine[-1]
+        names = ("learn_mflop", "learn_s", "learn_kept_mib", "sample_mflop", "sample_s")
+        grew = [f"{last[name] / first[name]:.1f}x" for name in names]
+        times = f"{last['value'] / first['value']:.0f}x"
+        lines.append(f"| {axis} | {first['value']} | {last['value']} | {times} | " + " | ".join(grew) + " |")
+    return "\n".join(lines)
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for row in points():
+        rows.append(row)
+        print(f"{row['axis']} {row['value']}: learn {row['learn_s']:.2f} s, sample {row['sample_s']:.2f} s", flush=True)
+    with (out / "growth.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: f"{v:.4g}" if isinstance(v, float) else v for name, v in row.items()})
+    text = "# How cost grows\n\n`OMP_NUM_THREADS=1 python bench/growth.py`: one size at a time, the others as in "
+    text += f"{BASE}. Cost at the largest size over cost at the smallest.\n\n{table(rows)}\n"
+    (out / "growth.md").write_text(text)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "results/speed"))

@@ -1,0 +1,79 @@
+"""The speed bench's arithmetic: medians, ratios, whether work was equal, and the page made of them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from speed.clock import PHASES
+from speed.report import figure, main_table, page, ratio_table
+from speed.summary import fastest, figures, ratios, spread, summarize, unequal_work
+from speed.variants import VARIANTS
+from speed.workload import TASKS, overrides
+
+
+def repetition(variant, number, wall, *, tokens=100, prompts="p", peak=3 * 2**30):
+    update = {
+        "wall_s": wall, "cpu_s": 2 * wall, "generated_tokens": tokens, "trained_tokens": tokens, "prompt_tokens": 10,
+        "phases": {name: wall / len(PHASES) for name in PHASES},
+    }  # fmt: skip
+    warm = {**update, "wall_s": 1000.0}
+    return {
+        "variant": variant, "repetition": number, "updates": [warm, update], "rss_loaded": 2**30, "rss_peak": peak,
+        "prompts": prompts, "threads": 2, "load_average": 0.5, "model": "m",
+    }  # fmt: skip
+
+
+OURS, TRL = "ours-grpo-default", "trl-grpo-default"
+RUNS = [repetition(OURS, n, w) for n, w in enumerate((10.0, 12.0, 11.0))]
+RUNS += [repetition(TRL, n, w, peak=9 * 2**30) for n, w in enumerate((40.0, 30.0, 33.0))]
+
+
+def test_the_warm_up_does_not_count_and_medians_do():
+    assert figures(RUNS[0])["wall"] == 10.0 and figures(RUNS[0])["peak_above_loaded"] == 2.0
+    found = summarize(RUNS)[OURS]["wall"]
+    assert (found.median, found.low, found.high, found.count) == (11.0, 10.0, 12.0, 3)
+    with pytest.raises(ValueError, match="no repetition"):
+        spread([])
+
+
+def test_ratios_are_of_medians_with_the_range_of_pairs():
+    found = ratios(RUNS, TRL, OURS, "wall")
+    assert found.median == 3.0 and (found.low, found.high) == (2.5, 4.0)
+    assert fastest(summarize(RUNS), "trl-") == TRL and fastest(summarize(RUNS), "none-") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"tokens": 120}, "trained tokens"), ({"prompts": "other"}, "prompts differ")],
+    ids=["tokens", "prompts"],
+)
+def test_unequal_work_is_told(change, said):
+    assert unequal_work(RUNS) == []
+    odd = repetition(OURS, 0, 10.0, **change)
+    assert any(said in line for line in unequal_work([odd, *RUNS[1:]]))
+
+
+def test_the_page_has_every_variant_and_the_command():
+    results = {
+        "command": "python bench/speed/run.py --x",
+        "machine": {"cpu": "c", "cores": 2, "memory_gib": 24.0, "threads": 2, "python": "3", "commit": "abc",
+                    "versions": {"torch": "2"}},
+        "variants": {OURS: "note"},
+        "tasks": {"gsm8k": {"summary": "s", "repetitions": RUNS, "failures": {"trl-x": "boom"}}},
+    }  # fmt: skip
+    text = page(results)
+    assert OURS in text and "python bench/speed/run.py --x" in text and "boom" in text and "Work was equal" in text
+    assert "0.333" in ratio_table(RUNS) and TRL in main_table(RUNS) and figure(0.0) == "0.000"
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.system == "ours"])
+def test_every_setting_of_ours_is_a_config(task, name, tmp_path):
+    from kl_comedy.config import load_config
+    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+
+    config = load_config(None, overrides(task, VARIANTS[name], model=tmp_path, updates=2, seed=0, output=tmp_path))
+    assert config.rollout.max_new_tokens == TASKS[task].max_new_tokens and config.rollout.group_size == 8
