@@ -72,7 +72,7 @@ def test_provenance_names_the_commit_and_no_secret(tmp_path, monkeypatch):
     tags = provenance.provenance_tags(tmp_path)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert tags["git.commit"] == head and tags["git.dirty"] == "false" and "git.diff" not in tags
-    assert tags["slurm.job_id"] == "77" and tags["version.torch"]
+    assert tags["slurm.job_id"] == "77" and tags["version.torch"] and float(tags["host.memory_gib"]) > 0
     assert tags["command"] == "kl-comedy train 'model.options.token=***' 'x=a b'"
     assert "hunter2" not in "".join(tags.values())
     (tmp_path / "file").write_text("2")
@@ -80,6 +80,28 @@ def test_provenance_names_the_commit_and_no_secret(tmp_path, monkeypatch):
     assert dirty["git.dirty"] == "true"
     (tmp_path / "file").write_text("3")
     assert provenance.provenance_tags(tmp_path)["git.diff"] != dirty["git.diff"]
+
+
+def test_a_dirty_checkout_leaves_a_diff_that_applies_and_hides_secrets(tmp_path):
+    repo, out = tmp_path / "repo", tmp_path / "out"
+    (repo / "src" / "kl_comedy").mkdir(parents=True)
+    git = ["git", "-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (repo / "file").write_text("one\n")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
+    (packages,) = provenance.provenance_files(out / "clean", repo)
+    assert packages.name == "packages.txt" and "\ntorch==" in packages.read_text()
+    (repo / "file").write_text("two\n")
+    (repo / "src" / "kl_comedy" / "new.py").write_text("x = 1\n")
+    (repo / "private.txt").write_text("not of the package\n")
+    _, diff = provenance.provenance_files(out / "dirty", repo)
+    assert "private" not in diff.read_text()
+    subprocess.run([*git, "stash", "-q", "-u"], check=True)
+    subprocess.run([*git, "apply", str(diff)], check=True)
+    assert (repo / "file").read_text() == "two\n" and (repo / "src/kl_comedy/new.py").read_text() == "x = 1\n"
+    (repo / "file").write_text("uri: postgresql://me:hunter2@host/db\n")
+    assert "hunter2" not in provenance.provenance_files(out / "secret", repo)[1].read_text()
 
 
 def test_provenance_outside_a_repository_says_unknown(tmp_path):

@@ -21,9 +21,11 @@ from kl_comedy.cli import (
     laboratory,
     open_problem,
     policy_study,
+    reproducing,
     results,
     results_compare,
     results_report,
+    results_verify,
     sweeping,
 )
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
@@ -40,6 +42,7 @@ app = typer.Typer(
 )
 results_compare.mount(results.app)
 results_report.mount(results.app)
+results_verify.mount(results.app)
 app.add_typer(results.app, name="results")
 auditing.mount(app)
 catalogue.mount(app)
@@ -49,6 +52,7 @@ exporting.mount(app)
 laboratory.mount(app)
 open_problem.mount(app)
 policy_study.mount(app)
+reproducing.mount(app)
 sweeping.mount(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, as configs/quickstart.yaml")]

@@ -55,6 +55,9 @@ def table(
     of: Of = "last",
     collapse: Collapse = None,
     split_versions: SplitVersions = False,
+    run_ids: Annotated[
+        bool, typer.Option("--run-ids", help="Name the runs of each mean, for `results verify`.")
+    ] = False,
     format: Annotated[str, typer.Option(help="text, markdown, csv, json, latex, or parquet with --out.")] = "text",
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
 ) -> None:
@@ -71,7 +74,10 @@ def table(
         uri, experiment, where, group, metric, status=status, keep_repeats=keep_repeats, mark_dead=True, of=of,
         collapse=collapse, split_versions=split_versions,
     )  # fmt: skip
-    summary = summarize(frame, groups, metrics, interval, statuses_of(status), generator())
+    if run_ids and format not in (machine := (*MACHINE_FORMATS, "parquet")):
+        raise UserError(f"--run-ids: is for {', '.join(machine)}; got --format {format}")
+    summary = summarize(frame, groups, metrics, interval, statuses_of(status), generator(), run_ids=run_ids)
+    summary = summary.assign(of=of) if run_ids else summary
     if not summary["n"].any():
         counts = ", ".join(f"{number} {name}" for name, number in frame["status"].value_counts().items())
         say(f"no run with status {status} has a value yet ({counts}); --status all counts every run")

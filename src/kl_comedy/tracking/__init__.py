@@ -7,8 +7,8 @@ Importing this room is light: mlflow, pandas and matplotlib are imported by the 
 
 from kl_comedy.tracking.mirror import Pushed, sync
 from kl_comedy.tracking.process import mark_dead_runs
-from kl_comedy.tracking.provenance import provenance_tags
+from kl_comedy.tracking.provenance import provenance_files, provenance_tags
 from kl_comedy.tracking.spool import Event, Spool
 from kl_comedy.tracking.tracker import Tracker
 
-__all__ = ["Event", "Pushed", "Spool", "Tracker", "mark_dead_runs", "provenance_tags", "sync"]
+__all__ = ["Event", "Pushed", "Spool", "Tracker", "mark_dead_runs", "provenance_files", "provenance_tags", "sync"]

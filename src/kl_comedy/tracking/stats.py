@@ -22,6 +22,8 @@ def summarize(
     method: str = "t",
     statuses: Sequence[str] = ("FINISHED",),
     rng: np.random.Generator | None = None,
+    *,
+    run_ids: bool = False,
 ) -> pd.DataFrame:
     """Mean and 95% interval of each metric's final value in each group of runs.
 
@@ -30,7 +32,7 @@ def summarize(
     runs of the group and ``failed`` those that FAILED or were KILLED, so that what was lost stays in sight. Where the
     frame has a column ``collapsed`` (see :mod:`kl_comedy.tracking.collapses`), ``collapsed`` counts its true values
     among the group's runs; they stay in the mean. Groups keep the order of their first run; a missing group value is
-    an empty text. ``rng`` feeds the bootstrap.
+    an empty text. ``rng`` feeds the bootstrap. ``run_ids`` adds the ids of the ``n`` runs, parted by spaces.
     """
     import pandas as pd
 
@@ -41,16 +43,18 @@ def summarize(
         counted = members[members["status"].isin(list(statuses))]
         failed = int(members["status"].isin(["FAILED", "KILLED"]).sum())
         for metric in metrics:
-            values = [float(value) for value in counted[metric] if math.isfinite(value)]
+            finite = [math.isfinite(value) for value in counted[metric]]
+            values = [float(value) for value in counted[metric][finite]]
             found = interval(values, method, rng=rng)
             rows.append(
                 dict(zip(group, keys, strict=True))
                 | {"metric": metric, "n": found.n, "mean": found.mean, "low": found.low, "high": found.high}
                 | {"runs": len(members), "failed": failed}
+                | ({"run_ids": " ".join(counted["run_id"][finite])} if run_ids else {})
                 | ({"collapsed": int(members["collapsed"].eq(True).sum())} if "collapsed" in members else {})
             )
     lost = ["failed", "collapsed"] if "collapsed" in frame else ["failed"]
-    columns = [*group, "metric", "n", "mean", "low", "high", "runs", *lost]
+    columns = [*group, "metric", "n", "mean", "low", "high", "runs", *lost, *(["run_ids"] if run_ids else [])]
     return pd.DataFrame(rows, columns=columns).astype({"mean": float, "low": float, "high": float})
 
 

@@ -23,7 +23,7 @@ from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.kl import resolve_terms
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import WorksInFolder
-from kl_comedy.tracking import Tracker, provenance_tags
+from kl_comedy.tracking import Tracker, provenance_files, provenance_tags
 from kl_comedy.training.audit.callback import AuditCallback, check_audit
 from kl_comedy.training.build import Parts, build, kl_label, policy_tags, term_tags
 from kl_comedy.training.callbacks import (
@@ -119,6 +119,10 @@ def _train_in(
         resume_step=step,
         live=config.train.checkpoint_every == 0,
     )
+    if parts.world.first:
+        place = "provenance" if not resume else f"provenance/resumed-at-{step or 0}"
+        for file in provenance_files(run.path / place):
+            tracker.artifact(file, folder=place)
     words = f"resuming at update {step or 0} of" if resume else "training for"
     console.print(f"{words} {config.train.steps} updates in {run.path}", soft_wrap=True, highlight=False)
     return _fit(run, parts, tracker, console, command, request, checkpoint=checkpoint, started=started)

@@ -1,0 +1,142 @@
+"""A table against the store it came from: which rows the runs still bear out.
+
+Two kinds of table are understood. One row a run (``results export``, or any with ``run_id``): every cell whose column
+the store knows is compared. One row a group (``results table --run-ids``): ``mean`` and ``n`` are computed again from
+the runs named in ``run_ids``. Numbers are equal when they agree to 12 digits, which is more than a CSV loses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_comedy.errors import UserError
+from kl_comedy.tracking.queries import PREFIXES, short
+from kl_comedy.tracking.values import with_values
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RELATIVE = 1e-12
+MOST_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Of one row: ``same``, ``changed`` (``why`` says where), ``missing`` (a run is gone). ``checked`` cells."""
+
+    row: str
+    verdict: str
+    checked: int
+    why: str = ""
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV, JSON or Parquet table. Raises :class:`UserError` for what is none, or names no runs."""
+    import pandas as pd
+
+    if not path.is_file():
+        raise UserError(f"no such table: {path}")
+    try:
+        if path.suffix == ".csv":
+            rows = pd.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
+        elif path.suffix == ".parquet":
+            rows = pd.read_parquet(path).to_dict("records")
+        elif path.suffix == ".json":
+            rows = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            raise UserError(f"{path}: allowed: a table that ends in .csv, .json or .parquet")
+    except (ValueError, OSError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path}: holds no rows")
+    if not all("run_id" in row or "run_ids" in row for row in rows):
+        raise UserError(
+            f"{path}: names no runs (column run_id or run_ids); `kl-comedy results export` and "
+            "`kl-comedy results table --run-ids` write tables that do"
+        )
+    return [{str(key): value for key, value in row.items()} for row in rows]
+
+
+def verify(uri: str, frame: pd.DataFrame, table: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """One verdict a row of ``table``; ``frame`` has all runs of the store."""
+    runs = frame.set_index("run_id", drop=False)
+    return [_of_group(uri, runs, row) if "run_ids" in row else _of_run(runs, row) for row in table]
+
+
+def _of_run(runs: pd.DataFrame, row: Mapping[str, Any]) -> Verdict:
+    run_id = str(row["run_id"])
+    if run_id not in runs.index:
+        return Verdict(row=run_id, verdict="missing", checked=0, why="the store has no such run")
+    known = {str(key): value for key, value in runs.loc[run_id].items()}
+    shorts: dict[str, str] = {}
+    for key in known:
+        shorts.setdefault(short(key), key)
+    checked, wrong = 0, []
+    for name, given in row.items():
+        column = name if name in known else shorts.get(name)
+        if column is None and name.startswith(PREFIXES) and not _empty(given):
+            wrong.append(f"{short(name)}: {_shown(given)} -> nothing")
+        if column is None or name == "run_id":
+            continue
+        checked += 1
+        if not _same(given, known[column]):
+            wrong.append(f"{short(name)}: {_shown(given)} -> {_shown(known[column])}")
+    return _verdict(run_id, checked, wrong)
+
+
+def _of_group(uri: str, runs: pd.DataFrame, row: Mapping[str, Any]) -> Verdict:
+    ids, metric = str(row["run_ids"]).split(), str(row.get("metric", ""))
+    name = f"{metric} of {len(ids)} runs" + (f", {ids[0][:8]} ..." if ids else "")
+    gone = [run_id for run_id in ids if run_id not in runs.index]
+    if gone:
+        return Verdict(
+            row=name, verdict="missing", checked=0, why=f"the store has no run {', '.join(gone[:MOST_SHOWN])}"
+        )
+    column = f"metrics.{metric}"
+    if column not in runs:
+        return Verdict(row=name, verdict="changed", checked=0, why=f"no run has the metric {metric!r} any more")
+    values = with_values(uri, runs.loc[ids].reset_index(drop=True), [column], str(row.get("of") or "last"))[column]
+    finite = [float(value) for value in values if math.isfinite(value)]
+    now = {"n": float(len(finite)), "mean": math.fsum(finite) / len(finite) if finite else None}
+    wrong = [
+        f"{key}: {_shown(row.get(key))} -> {_shown(value)}"
+        for key, value in now.items()
+        if not _same(row.get(key), value)
+    ]
+    return _verdict(name, len(now), wrong)
+
+
+def _verdict(row: str, checked: int, wrong: list[str]) -> Verdict:
+    more = f"; and {len(wrong) - MOST_SHOWN} more" if len(wrong) > MOST_SHOWN else ""
+    return Verdict(
+        row=row, verdict="changed" if wrong else "same", checked=checked, why="; ".join(wrong[:MOST_SHOWN]) + more
+    )
+
+
+def _same(given: Any, stored: Any) -> bool:
+    if _empty(given) or _empty(stored):
+        infinite = isinstance(stored, float) and math.isinf(stored)  # which JSON cannot hold
+        return _empty(given) and (_empty(stored) or infinite)
+    if str(given) == str(stored):
+        return True
+    try:
+        return math.isclose(float(given), float(stored), rel_tol=RELATIVE, abs_tol=0.0)
+    except (TypeError, ValueError):
+        return False
+
+
+def _empty(value: Any) -> bool:
+    """What CSV and JSON hold for nothing, NaN included: neither format can tell them apart."""
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value)) or str(value) == "nan"
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if _empty(value) else str(value)
+    return text if len(text) <= 40 else text[:40] + "..."
