@@ -103,6 +103,11 @@ MEANINGS: dict[str, str] = {
     "algorithm.updates_per_batch": "Parts of a batch, one optimizer update each; divides `prompts_per_batch`.",
     "algorithm.epochs_per_batch": "Times a batch is gone through.",
     "algorithm.mask_truncated": "Completions cut at `max_new_tokens` take no part in the loss.",
+    "algorithm.dpo": (
+        "DPO on pairs of completions of one prompt with different rewards, in the place of the policy term and of `kl` "
+        "([replay.md](replay.md))."
+    ),
+    "algorithm.dpo.beta": "DPO's beta: how far the policy may leave the reference for a preference.",
     "reference.ema_decay": "Per update, for terms with `reference: ema`.",
     "reference.period": "In updates, for terms with `reference: periodic`.",
     "lag.mode": (
@@ -137,6 +142,7 @@ MEANINGS: dict[str, str] = {
     "train.devices": "Processes on each node (one per GPU); with `single` 1.",
     "train.nodes": "Nodes; `rollout.prompts_per_batch` counts the prompts of all of them.",
     "train.exact_kl_every": "Updates between measurements of exact KL and entropy; 0: at update 0 only.",
+    "train.record_rollouts": "Write every batch to `rollouts/` of the run folder ([replay.md](replay.md)).",
     "train.deterministic": "Ask torch for deterministic algorithms.",
     "train.threads": "CPU threads of torch; `null`: its own choice.",
     "eval.samples": "Completions per problem.",

@@ -80,6 +80,9 @@ OF_A_RUN = {"base.yaml", "config.yaml", "my_parts.py"}
 
 
 # --- metrics ------------------------------------------------------------------------------------------------
+ROOTS = "train|stream|kl|kl_error|kl_term|policy|grad|value|beta|time|eval|audit|dpo"
+
+
 def logged_patterns() -> set[str]:
     """Every string in training/ and evaluation/ that is a metric's name, ``*`` where a value is filled in."""
     found = set()
@@ -96,7 +99,7 @@ def logged_patterns() -> set[str]:
                 text = node.value
             else:
                 continue
-            if re.fullmatch(r"(train|stream|kl|kl_error|kl_term|policy|grad|value|beta|time|eval|audit)/[\w*/]+", text):
+            if re.fullmatch(rf"({ROOTS})/[\w*/]+", text):
                 found.add(text)
     return found - {"eval/*"}  # the name of a samples table and of a seed, no metric
 

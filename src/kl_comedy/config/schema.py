@@ -145,11 +145,19 @@ class ValueConfig:
 
 
 @dataclass
+class DpoConfig:
+    """Direct preference optimization on pairs of a better and a worse completion of one prompt, by verified reward."""
+
+    beta: float = _above(0.1, 0)
+
+
+@dataclass
 class AlgorithmConfig:
     """The task part of the objective, and how one batch is used.
 
     ``correction`` maps policy corrections to their options, as ``{tis: {cap: 2.0}}``. ``proximal: recomputed`` holds
     the policy loss's ratio against the policy at the batch's first use (decoupled PPO) instead of the sampler.
+    ``dpo`` replaces the policy term and the KL terms by pairwise preferences.
     """
 
     advantage: str = _named("rloo", "advantages")
@@ -163,6 +171,7 @@ class AlgorithmConfig:
     updates_per_batch: int = _at_least(1, 1)
     epochs_per_batch: int = _at_least(1, 1)
     mask_truncated: bool = False
+    dpo: DpoConfig | None = None
 
 
 @dataclass
@@ -219,6 +228,7 @@ class TrainConfig:
     keep_checkpoints: int = _at_least(2, 1)
     samples_every: int = _at_least(10, 0)
     exact_kl_every: int = _at_least(1, 0)
+    record_rollouts: str = _one_of("none", "none", "jsonl", "parquet")
     deterministic: bool = True
     threads: int | None = _at_least(None, 1)
 

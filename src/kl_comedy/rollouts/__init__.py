@@ -9,14 +9,17 @@ from kl_comedy.rollouts.base import (
     sampling_from,
 )
 from kl_comedy.rollouts.hf import build_hf
+from kl_comedy.rollouts.replay import ReplayRollouts, build_replay
 from kl_comedy.rollouts.vllm import build_vllm, build_vllm_server
 
 __all__ = [
     "Policy",
+    "ReplayRollouts",
     "RolloutBackend",
     "Sampling",
     "WorksInFolder",
     "build_hf",
+    "build_replay",
     "build_vllm",
     "build_vllm_server",
     "check_training_sampling",

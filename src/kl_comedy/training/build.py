@@ -18,9 +18,10 @@ from kl_comedy.models.reference import Reference, build_reference
 from kl_comedy.objective import PolicyTerm
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rewards import RewardSum
-from kl_comedy.rollouts import RolloutBackend, Sampling, check_training_sampling
+from kl_comedy.rollouts import ReplayRollouts, RolloutBackend, Sampling, check_training_sampling
 from kl_comedy.training.critic import check_algorithm
 from kl_comedy.training.divided import DividedScorer, load_policy
+from kl_comedy.training.pairs import check_dpo
 from kl_comedy.training.sources import backend_for
 from kl_comedy.training.stream import Scorer
 from kl_comedy.training.world import ALONE, World
@@ -75,7 +76,7 @@ def check_terms(config: Config) -> tuple[KLTerm, ...]:
 
 
 def is_off_policy(config: Config) -> bool:
-    """Whether any update uses samples of older weights."""
+    """Whether any update uses samples of other weights than its own."""
     several = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch > 1
     return config.lag.steps > 0 or config.lag.max_steps > 0 or several or config.rollout.backend == "replay"
 
@@ -112,6 +113,8 @@ def policy_tags(config: Config) -> dict[str, str]:
     """What a run says about its policy term: a label, and its certificate against the reward gradient in its regime."""
     from kl_comedy.kl.oracle.policy_certificate import certify_policy
 
+    if config.algorithm.dpo is not None:
+        return {"policy.label": f"dpo, beta {config.algorithm.dpo.beta:g}"}
     term = PolicyTerm.of(config.algorithm)
     regime = "off_policy" if is_off_policy(config) else "on_policy"
     (found,) = certify_policy("policy", term, regimes=(regime,))
@@ -140,11 +143,12 @@ def build(config: Config, world: World = ALONE) -> Parts:
     terms = check_terms(config)
     check_training_sampling(config.rollout)
     check_algorithm(config.algorithm, terms)
+    check_dpo(config.algorithm, terms, config.rollout.group_size)
     raw = world.together(lambda: load_raw(config))
     rewards = RewardSum(config.rewards)
     world.together(lambda: _check_golds(rewards, raw) if world.first else None)
     loaded = load_policy(config, world)
-    return Parts(
+    parts = Parts(
         config=config,
         terms=terms,
         loaded=loaded,
@@ -155,6 +159,14 @@ def build(config: Config, world: World = ALONE) -> Parts:
         rewards=rewards,
         world=world,
     )
+    if isinstance(parts.backend, ReplayRollouts):
+        parts.backend.bind(
+            parts.problems.train,
+            weights={part.label: part.weight for part in rewards.parts},
+            updates=config.train.steps,
+            per_batch=config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch,
+        )
+    return parts
 
 
 def _enough(problems: Problems, config: Config, world: World) -> Problems:

@@ -157,6 +157,7 @@ class PolicyModule(lightning.LightningModule):
             **critic_metrics(micro_batches),
             **ages,
             **batch.notes,
+            **micro_batches[0].notes,
             "train/lr": rate,
             **self._times(batch, time.perf_counter() - start),
         }

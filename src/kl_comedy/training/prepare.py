@@ -7,7 +7,7 @@ gradient; what follows can go micro-batch by micro-batch and add up.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,13 @@ from kl_comedy.config import AlgorithmConfig
 from kl_comedy.kl import KLTerm, TermParts, kl_parts, own_baseline
 from kl_comedy.objective import returns_with_costs, sequence_weights
 from kl_comedy.objective.advantages import whiten
+from kl_comedy.objective.preferences import Preferences
 from kl_comedy.records import Experience, Scored
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.training.critic import ValueTargets, uses_critic
 from kl_comedy.training.first_use import FirstUse, padded
 from kl_comedy.training.packing import Packed, by_token_budget, pack, shortest
+from kl_comedy.training.pairs import pair_metrics, pair_weights
 from kl_comedy.training.world import ALONE, World
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class MicroBatch:
     values: ValueTargets | None = None
     """What the value head is trained towards; None: there is no critic."""
     empty: bool = False
+    notes: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the whole update that preparing it found; the same on each of its micro-batches."""
 
     def reference_of(self, term: KLTerm) -> ReferencePass:
         """The pass a term is measured against; ``sampler`` terms read the behaviour log-probs instead."""
@@ -88,16 +92,24 @@ def prepare(
         length = max(len(row.rollout.completion_ids) for row in rows)
         before, own = _parts_ahead(splits, packs, passes, plan, policy_pass, rows=len(rows), length=length)
         cost_BT = _sum_of([(betas[position], parts.cost_BT) for position, parts in before.items()])
+        pairs = _preferences(rows, splits, packs, passes, plan, policy_pass)
     reward_B = torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=plan.device)
     group_B = torch.tensor([row.rollout.group_id for row in rows], device=plan.device)
     sizes = torch.tensor([len(row.rollout.completion_ids) for row in rows], device=plan.device)
     mask_BT = torch.arange(length, device=plan.device)[None] < sizes[:, None]
     baselines = {position: own_baseline(parts, mask_BT, group_B) for position, parts in own.items()}
     returns_BT = returns_with_costs(reward_B, cost_BT, length)
-    advantage_BT, values = _advantages(plan, returns_BT, mask_BT, group_B, first_use)
+    if pairs is None:
+        advantage_BT, values = _advantages(plan, returns_BT, mask_BT, group_B, first_use)
+    else:
+        advantage_BT, values = pairs.coefficient_B.float()[:, None].expand(-1, length), None
     proximal_BT = _proximal(plan, first_use, length)
-    weight_B = sequence_weights(
-        plan.algorithm.reduction, mask_BT, constant=plan.algorithm.reduction_constant, keep_B=_kept(rows, plan)
+    weight_B = (
+        sequence_weights(
+            plan.algorithm.reduction, mask_BT, constant=plan.algorithm.reduction_constant, keep_B=_kept(rows, plan)
+        )
+        if pairs is None
+        else torch.ones(len(rows), device=plan.device)
     )
     micro: list[MicroBatch] = []
     for split, packed, seen in zip(splits, packs, passes, strict=True):
@@ -126,6 +138,7 @@ def prepare(
                 proximal_logp_BT=None if proximal_BT is None else proximal_BT[index, :width],
                 values=None if values is None else values.part(index, width),
                 empty=not split,
+                notes={} if pairs is None else pair_metrics(pairs),
             )
         )
     return micro
@@ -147,6 +160,19 @@ def _advantages(
     ).float()  # fmt: skip
     targets = ValueTargets(old_value_BT=value_BT, target_BT=advantage_BT + value_BT)
     return (whiten(advantage_BT, mask_BT) if settings.normalize else advantage_BT), targets
+
+
+def _preferences(
+    rows: Sequence[Scored], splits: Sequence[Sequence[int] | None], packs: Sequence[Packed],
+    passes: Sequence[Mapping[str, Any]], plan: Preparation, policy_pass: Callable[..., TokenPass],
+) -> Preferences | None:  # fmt: skip
+    """The pairs of the update where ``algorithm.dpo`` asks for them; they take the advantages' place."""
+    if plan.algorithm.dpo is None:
+        return None
+    return pair_weights(
+        rows, splits, packs, passes, policy_pass, dpo=plan.algorithm.dpo,
+        mask_truncated=plan.algorithm.mask_truncated, world=plan.world,
+    )  # fmt: skip
 
 
 def _proximal(plan: Preparation, first_use: Sequence[FirstUse] | None, length: int) -> Tensor | None:

@@ -37,6 +37,7 @@ from kl_comedy.training.checkpoints import Vault
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.policy_files import save_policy
 from kl_comedy.training.progress import ProgressCallback
+from kl_comedy.training.recorder import record_callbacks
 from kl_comedy.training.rundir import RunDir, create_run, find_run, step_of
 from kl_comedy.training.sources import stream_for
 from kl_comedy.training.stopping import StopRequest, stop_requests
@@ -142,6 +143,7 @@ def _fit(
     callbacks = [
         AuditCallback(config.audit, tracker),
         MetricsCallback(tracker, config.train.samples_every),
+        *record_callbacks(config, run.path, parts.world),
         evaluation,
         checkpoints,
         progress,

@@ -10,10 +10,11 @@ from kl_comedy.config import Config
 from kl_comedy.data import PromptOrder
 from kl_comedy.models import LoadedModel
 from kl_comedy.records import Prompt, Rollout
-from kl_comedy.rollouts import RolloutBackend, sampling_from
+from kl_comedy.rollouts import ReplayRollouts, RolloutBackend, sampling_from
 from kl_comedy.training.asynchronous.sampler import SamplerProcess
 from kl_comedy.training.asynchronous.source import Asynchronous
 from kl_comedy.training.divided import build_backend
+from kl_comedy.training.recorded import Recorded
 from kl_comedy.training.stream import DrawnHere, ExperienceStream, Source, StreamShape
 from kl_comedy.training.world import World
 
@@ -45,6 +46,8 @@ def _source(parts: Parts, shape: StreamShape, context: Callable[[], AbstractCont
     indices = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed).indices
     if isinstance(parts.backend, SamplerProcess):
         return Asynchronous(config, shape, prompts=prompts, indices=indices, sampler=parts.backend)
+    if isinstance(parts.backend, ReplayRollouts):
+        return Recorded(parts.backend, parts.scorer)
     sampling, group_size = sampling_from(config.rollout), config.rollout.group_size
 
     def generate(prompts: Sequence[Prompt], *, seed: int) -> list[Rollout]:

@@ -1,0 +1,85 @@
+"""DPO's weights against autograd of its closed form, with every completion of a small policy enumerated."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kl_comedy.objective.preferences import preferences
+
+V, T = 3, 3
+COMPLETIONS = torch.tensor(list(itertools.product(range(V), repeat=T)))
+
+
+def sequence_logp(logits):
+    """Log-prob of every completion under a policy with a table of logits per previous token. ``[V**T]``"""
+    logp = logits.log_softmax(-1)
+    before = torch.cat([torch.full((len(COMPLETIONS), 1), V), COMPLETIONS[:, :-1]], 1)
+    return logp[before, COMPLETIONS].sum(-1)
+
+
+def closed_form(h, reward, group, judged, beta):
+    """The loss as the paper writes it: a loop over prompts and pairs."""
+    of_prompts = []
+    for g in sorted(set(group.tolist())):
+        rows = [n for n in range(len(h)) if group[n] == g and judged[n]]
+        pairs = [(i, j) for i in rows for j in rows if reward[i] > reward[j]]
+        if pairs:
+            losses = [-torch.nn.functional.logsigmoid(beta * (h[i] - h[j])) for i, j in pairs]
+            of_prompts.append(torch.stack(losses).mean())
+    return torch.stack(of_prompts).mean() if of_prompts else None
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.3, 2.0])
+def test_the_gradient_over_all_completions_is_that_of_the_closed_form(beta):
+    """All 27 completions of two prompts: the pairs that any sample could hold, in one update."""
+    g = torch.Generator().manual_seed(0)
+    policy = torch.randn(2, V + 1, V, generator=g, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(2, V + 1, V, generator=g, dtype=torch.float64)
+    reward = torch.randint(0, 3, (2 * len(COMPLETIONS),), generator=g).double()
+    group = torch.arange(2).repeat_interleave(len(COMPLETIONS))
+    judged = torch.rand(len(reward), generator=g) > 0.1
+    logp = torch.cat([sequence_logp(policy[p]) for p in range(2)])
+    h = logp - torch.cat([sequence_logp(reference[p]) for p in range(2)])
+    loss = closed_form(h, reward, group, judged, beta)
+    (wanted,) = torch.autograd.grad(loss, policy, retain_graph=True)
+    found = preferences(h.detach(), reward, group, judged, beta=beta)
+    (got,) = torch.autograd.grad(-(found.coefficient_B * logp).sum(), policy)
+    assert float(wanted.norm()) > 1e-4
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_batch_has_the_closed_forms_gradient(data):
+    n = data.draw(st.integers(1, 12))
+    numbers = st.lists(st.floats(-20, 20, allow_nan=False), min_size=n, max_size=n)
+    h = torch.tensor(data.draw(numbers), dtype=torch.float64, requires_grad=True)
+    reward = torch.tensor(data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n, max_size=n)))
+    group = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
+    judged = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    beta = data.draw(st.sampled_from([0.1, 1.0]))
+    loss = closed_form(h, reward, group, judged, beta)
+    found = preferences(h.detach(), reward, group, judged, beta=beta)
+    if loss is None:
+        assert (found.pairs, found.prompts, found.loss) == (0, 0, 0.0)
+        assert not found.coefficient_B.any()
+        return
+    (wanted,) = torch.autograd.grad(loss, h)
+    torch.testing.assert_close(-found.coefficient_B, wanted, rtol=1e-10, atol=1e-14)
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-10)
+    assert abs(float(found.coefficient_B.sum())) < 1e-12
+
+
+def test_numbers_that_can_be_checked_by_hand():
+    found = preferences(
+        torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0]), torch.tensor([5, 5, 5]),
+        torch.tensor([True, True, True]), beta=1.0,
+    )  # fmt: skip
+    assert (found.pairs, found.prompts, found.accuracy) == (2, 1, 1.0)
+    assert found.margin == pytest.approx(1.5)
+    first, second = 1 / (1 + torch.e) / 2, 1 / (1 + torch.e**2) / 2
+    assert found.coefficient_B.tolist() == pytest.approx([first + second, -first, -second])
