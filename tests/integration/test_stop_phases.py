@@ -17,7 +17,7 @@ from rich.console import Console
 import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, RunStopped
-from kl_comedy.training import build, callbacks, module, run, stream
+from kl_comedy.training import callbacks, divided, module, run, stream
 from kl_comedy.training.run import train
 
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -26,7 +26,7 @@ SETTINGS = [f"train.steps={STEPS}", "train.checkpoint_every=0", "train.eval_ever
 """Without a periodic checkpoint: what a stopped run goes on from is what the signal made it save."""
 
 PHASES = {
-    "loading": (build, "load_model", 1, 1),
+    "loading": (divided, "load_model", 1, 1),
     "evaluation at the start": (callbacks, "evaluate", 1, 1),
     "generation": (stream, "derive_seed", 2, 2),
     "learning": (module, "micro_loss", 3, None),
@@ -114,7 +114,7 @@ def test_an_end_is_not_taken_while_the_finished_policy_is_written(tmp_path, monk
 
 
 def test_an_end_before_the_first_update_leaves_nothing_to_go_on_from(tmp_path, monkeypatch, undisturbed):
-    signal_at(monkeypatch, build, "load_model", 1, number=signal.SIGTERM)
+    signal_at(monkeypatch, divided, "load_model", 1, number=signal.SIGTERM)
     with pytest.raises((KeyboardInterrupt, RunFailed)):
         go(tmp_path)
     monkeypatch.undo()

@@ -215,7 +215,7 @@ def trainer_for(parts: Parts, callbacks: list[Any], folder: Path) -> lightning.T
     """Lightning as a run uses it: manual optimization, nothing written by itself."""
     _quiet_lightning()
     config = parts.config
-    return lightning.Trainer(
+    trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="gpu" if parts.loaded.device.type == "cuda" else "cpu",
         devices=config.train.devices,
@@ -232,6 +232,10 @@ def trainer_for(parts: Parts, callbacks: list[Any], folder: Path) -> lightning.T
         deterministic=config.train.deterministic,
         default_root_dir=folder,
     )
+    # Its SIGTERM handler broadcasts wherever the process happens to be, in the middle of another exchange too, and
+    # waits there for ever. Ours takes a note (training/stopping.py), which all processes read after the update.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    return trainer
 
 
 def _identity(parts: Parts) -> dict[str, str]:
