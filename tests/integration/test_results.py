@@ -58,16 +58,16 @@ def test_the_value_of_a_run_follows_the_rule(study, of, value):
 
 
 def test_tidy_is_one_row_a_run_and_metric(study):
-    frame = tidy(study, runs_frame(study), ["kl.family", "kl.beta"], [EVAL, "train/reward"])
-    assert len(frame) == 42 and list(frame) == ["run_id", "status", "seed", "kl.family", "kl.beta", "metric", "value"]
-    cell = frame[(frame["kl.family"] == K1) & (frame["kl.beta"] == "0.3") & (frame["metric"] == EVAL)]
+    frame = tidy(study, runs_frame(study), ["kl.family", "kl.betas"], [EVAL, "train/reward"])
+    assert len(frame) == 42 and list(frame) == ["run_id", "status", "seed", "kl.family", "kl.betas", "metric", "value"]
+    cell = frame[(frame["kl.family"] == K1) & (frame["kl.betas"] == "0.3") & (frame["metric"] == EVAL)]
     assert sorted(cell["value"]) == pytest.approx([0.5, 0.51, 0.52])
 
 
 def test_collapsed_runs_are_counted_and_stay_in_the_mean(table):
-    code, rows, err = table("--group", "kl.family,kl.beta", "--metric", EVAL)
+    code, rows, err = table("--group", "kl.family,kl.betas", "--metric", EVAL)
     assert code == 0 and "1 of 21 runs collapsed (eval/heldout/reward < 0.5 start)" in err
-    lost = {(row["kl.family"], row["kl.beta"]): row["collapsed"] for row in rows}
+    lost = {(row["kl.family"], row["kl.betas"]): row["collapsed"] for row in rows}
     assert lost.pop((K3, "0.05")) == 1 and set(lost.values()) == {0}
     (row,) = [row for row in rows if row["collapsed"]]
     assert (row["n"], row["mean"]) == (3, pytest.approx((0.5 + 0.51) / 3))

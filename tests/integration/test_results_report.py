@@ -19,7 +19,7 @@ def page(study, tmp_path_factory):
     from kl_comedy.cli.main import app
 
     out = tmp_path_factory.mktemp("report") / "study.html"
-    words = ["results", "report", "--uri", study, "--group", "kl.family,kl.beta", "--metric", f"{EVAL},{KL}"]
+    words = ["results", "report", "--uri", study, "--group", "kl.family,kl.betas", "--metric", f"{EVAL},{KL}"]
     done = CliRunner().invoke(app, [*words, "--title", "Study <1> & more", "--out", str(out)])
     assert done.exit_code == 0, done.output
     return out

@@ -85,7 +85,7 @@ def test_metrics_are_equal_near_different_or_absent():
     found = {item.metric: item.verdict for item in compare_metrics(was, now)}
     assert found == {
         "a": "equal", "b": "near", "c": "different", "d": "equal", "e": "equal", "f": "different", "gone": "absent",
-        "new": "absent",
+        "new": "new",
     }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def reproduce(
     found = compare_metrics(dict(stored.data.metrics), final_metrics(outcome.run.path), near)
     _show([asdict(item) for item in found], format)
     counts = Counter(item.verdict for item in found)
-    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("equal", "near", "different", "absent"))
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("equal", "near", "different", "absent", "new"))
     console.print(f"{len(found)} final metrics: {said}", highlight=False)
     if counts["different"] or counts["absent"]:
         raise RunFailed(f"run {stored.info.run_id} does not reproduce here: {said}; the new one is {outcome.run.path}")

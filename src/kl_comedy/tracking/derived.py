@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-LABEL, FAMILY, BETA, CODE = "tags.kl.label", "tags.kl.family", "tags.kl.beta", "tags.code"
+LABEL, FAMILY, BETA, CODE = "tags.kl.label", "tags.kl.family", "tags.kl.betas", "tags.code"
 NO_KL = "no KL"
 
 _TERM = re.compile(r"^(?P<beta>\S+) (?P<name>.*)$")
@@ -46,7 +46,7 @@ def code_of(commit: str, dirty: str, diff: str) -> str:
 
 
 def with_derived(frame: pd.DataFrame) -> pd.DataFrame:
-    """``frame`` with ``kl.family``, ``kl.beta`` and ``code`` where what they follow from is there."""
+    """``frame`` with ``kl.family``, ``kl.betas`` and ``code`` where what they follow from is there."""
     import pandas as pd
 
     added: dict[str, pd.Series] = {}

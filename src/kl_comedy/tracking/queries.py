@@ -2,7 +2,7 @@
 
 A runs frame has one row per run: ``run_id``, ``run_name``, ``experiment``, ``status``, ``start_time``,
 ``duration_s``, and ``params.*``, ``tags.*``, ``metrics.*`` (the last value of each), with ``tags.kl.family``,
-``tags.kl.beta`` and ``tags.code`` derived. Wherever a key is asked for, the
+``tags.kl.betas`` and ``tags.code`` derived. Wherever a key is asked for, the
 short form will do: ``seed`` for ``params.seed``, ``kl.label`` for the tag, ``train/reward`` for the metric.
 """
 

@@ -23,7 +23,8 @@ PLACE = ("git.", "version.", "host.")
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A final metric: was, now, and ``equal`` (to the bit), ``near``, ``different`` or ``absent``."""
+    """A final metric: was, now, and ``equal`` (to the bit), ``near``, ``different``,
+    ``absent`` (the new run lacks it) or ``new`` (the old run lacked it: newer code measures more)."""
 
     metric: str
     was: float | None
@@ -88,11 +89,13 @@ def compare_metrics(was: Mapping[str, float], now: Mapping[str, float], near: fl
             found.append(
                 Compared(metric=name, was=was.get(name), now=now.get(name), verdict=_judge(was, now, name, near))
             )
-    return sorted(found, key=lambda item: ("absent", "different", "near", "equal").index(item.verdict))
+    return sorted(found, key=lambda item: ("absent", "different", "near", "new", "equal").index(item.verdict))
 
 
 def _judge(was: Mapping[str, float], now: Mapping[str, float], name: str, near: float) -> str:
-    if name not in was or name not in now:
+    if name not in was:
+        return "new"
+    if name not in now:
         return "absent"
     old, new = was[name], now[name]
     if old == new or (math.isnan(old) and math.isnan(new)):
