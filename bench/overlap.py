@@ -1,0 +1,151 @@
+"""Does sampling overlap with learning? Synchronous and asynchronous updates of one configuration, in turns, in one run.
+
+    OMP_NUM_THREADS=1 python bench/overlap.py [--updates N] [--rounds N] [--out FILE] [key=value ...]
+
+Each round trains the config twice from its beginning: on-policy (sampler and learner take turns in one process), then
+`lag.mode: async` (two processes). One thread each. The steady state is timed: the first updates of a round and the last
+are left out, as are evaluation and checkpoints. Per update:
+
+- parts: what sampling and scoring took, and what learning took (wall seconds of each where it ran);
+- step: wall seconds from the beginning of one update's batch to the next one's;
+- CPU seconds of the learner's process, and of the sampler's.
+
+`overlap` is the asynchronous step over the larger of its own two parts: 1 is perfect, and 1.2 is the aim. `speed_up` is
+the synchronous step over the asynchronous one. Other work on the machine stretches wall time: `sampler_cpu_share`, the
+sampler's CPU over its wall seconds, says by how much (1: it had a core to itself). `cpu_speed_up` leaves that out: the
+CPU seconds of a synchronous update over those of the busier of the two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SKIPPED = 3
+"""Updates at the beginning of a round that are not timed: pipelines fill, allocators warm."""
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+BASE = ("data.eval={}", "train.eval_every=0", "train.checkpoint_every=0", "train.samples_every=0", "train.threads=1")
+MODES = {
+    "synchronous": ("lag.mode=on_policy",),
+    "asynchronous": ("lag.mode=async", "lag.max_steps=2"),
+}
+
+
+def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
+    """Train ``updates`` updates and return seconds per update in the steady state."""
+    import torch
+    from lightning.pytorch.callbacks import Callback
+
+    import kl_comedy.training.rooms  # noqa: F401
+    from kl_comedy.config import load_config
+    from kl_comedy.training.build import build
+    from kl_comedy.training.module import PolicyModule
+    from kl_comedy.training.run import trainer_for
+    from kl_comedy.training.sources import stream_for
+
+    rows: list[dict[str, float]] = []
+
+    class Clock(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            rows.append({"at": time.perf_counter(), "cpu": time.process_time(), **pl_module.last_metrics})
+
+    config = load_config(CONFIG, [*BASE, *overrides, f"train.steps={updates}", *MODES[mode]])
+    torch.set_num_threads(1)
+    parts = build(config)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = trainer_for(parts, [Clock()], Path(folder))
+            stream = stream_for(parts, trainer.precision_plugin.forward_context)
+            module = PolicyModule(
+                config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
+                backend=parts.backend,
+            )  # fmt: skip
+            parts.loaded.model.train(False)
+            trainer.fit(module)
+    finally:
+        parts.close()
+    return per_update(rows)
+
+
+def per_update(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Means over the timed updates; ``rows`` are taken at the end of each.
+
+    The asynchronous sampler has nothing to draw during the last updates, so these are left out: as many as the lag.
+    """
+    last = len(rows) - 1 - SKIPPED
+    timed = rows[SKIPPED : last + 1]
+    n = len(timed)
+    sampling = [row["time/generate"] + row["time/score"] for row in timed]
+    steps = [row["at"] - before["at"] for before, row in zip(rows[SKIPPED - 1 : last], timed, strict=True)]
+    return {
+        "updates": n,
+        "step": sum(steps) / n,
+        "step_median": statistics.median(steps),
+        "sampling": sum(sampling) / n,
+        "learning": sum(row["time/learn"] for row in timed) / n,
+        "waiting": sum(row["time/wait"] for row in timed) / n,
+        "learner_cpu": (timed[-1]["cpu"] - rows[SKIPPED - 1]["cpu"]) / n,
+        "sampler_cpu": sum(row.get("time/sampler_cpu", 0.0) for row in timed) / n,
+        "tokens": sum(row["train/length"] for row in timed) / n,
+        "staleness": sum(row["policy/staleness"] for row in timed) / n,
+        "sampler_idle_share": statistics.mean([row.get("time/sampler_idle_share", 0.0) for row in timed]),
+    }
+
+
+def judge(synchronous: dict[str, Any], asynchronous: dict[str, Any]) -> dict[str, float]:
+    """The ratios of one round."""
+    larger = max(asynchronous["sampling"], asynchronous["learning"])
+    return {
+        "overlap": asynchronous["step"] / larger,
+        "speed_up": synchronous["step"] / asynchronous["step"],
+        "best_speed_up": (synchronous["sampling"] + synchronous["learning"])
+        / max(synchronous["sampling"], synchronous["learning"]),
+        "slow_down_of_sampling": asynchronous["sampling"] / synchronous["sampling"],
+        "slow_down_of_learning": asynchronous["learning"] / synchronous["learning"],
+        "cpu_speed_up": synchronous["learner_cpu"] / max(asynchronous["learner_cpu"], asynchronous["sampler_cpu"]),
+        "sampler_cpu_share": asynchronous["sampler_cpu"] / asynchronous["sampling"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args()
+    if given.updates <= 2 * SKIPPED:
+        parser.error(f"--updates: at least {2 * SKIPPED + 1}")
+    from kl_comedy.tracking import provenance_tags
+
+    rounds = []
+    for number in range(given.rounds):
+        load = os.getloadavg()[0]
+        found = {mode: measure(mode, given.updates, given.overrides) for mode in MODES}
+        rounds.append({**found, **judge(found["synchronous"], found["asynchronous"]), "load_before": load})
+        shown = {name: value for name, value in rounds[-1].items() if not isinstance(value, dict)}
+        print(f"round {number + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in shown.items()), flush=True)
+    result = {
+        "command": " ".join(["python", "bench/overlap.py", *sys.argv[1:]]),
+        "config": str(CONFIG.relative_to(CONFIG.parents[1])), "base": [*BASE, *given.overrides], "modes": MODES,
+        "median_overlap": statistics.median(r["overlap"] for r in rounds),
+        "median_cpu_speed_up": statistics.median(r["cpu_speed_up"] for r in rounds),
+        "median_speed_up": statistics.median(r["speed_up"] for r in rounds),
+        "rounds": rounds, "provenance": provenance_tags(),
+    }  # fmt: skip
+    print(f"overlap {result['median_overlap']:.3f}, speed-up {result['median_speed_up']:.3f} (medians)")
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
