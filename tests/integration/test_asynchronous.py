@@ -17,7 +17,7 @@ from rich.console import Console
 import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.data import PromptOrder
-from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
 from kl_comedy.models import weights_hash
 from kl_comedy.training.asynchronous import sampler as sampler_module
 from kl_comedy.training.asynchronous.sampler import SamplerProcess
@@ -187,9 +187,20 @@ def test_a_sampler_that_keeps_dying_ends_the_run_in_one_sentence(tmp_path, monke
         go(tmp_path, *ASYNC)
 
 
-def test_what_the_sampler_cannot_begin_with_is_the_users_mistake(tmp_path):
-    with pytest.raises(UserError, match=r"rollout\.options\.loop: got 'libary'"):
-        go(tmp_path, *ASYNC, "rollout.options={loop: libary}")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.options={loop: libary}"], r"rollout\.options\.loop: got 'libary'"),
+        (
+            ["rollout.options={loop: library}", "lag.in_flight=true", "lag.max_steps=1"],
+            r"lag\.in_flight: got True; allowed: false with rollout\.backend hf \(it takes new weights between batches",
+        ),
+    ],
+    ids=["option", "in_flight"],
+)
+def test_what_the_sampler_cannot_begin_with_is_the_users_mistake(tmp_path, overrides, said):
+    with pytest.raises(UserError, match=said):
+        go(tmp_path, *ASYNC, *overrides)
     assert not list(tmp_path.iterdir())
 
 
@@ -213,7 +224,12 @@ def after_checkpoint(process, tmp_path, at):
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
     ids=lambda number: number.name,
 )
 def test_no_sampler_outlives_its_run_and_the_run_goes_on_later(tmp_path, number):
@@ -229,7 +245,7 @@ def test_no_sampler_outlives_its_run_and_the_run_goes_on_later(tmp_path, number)
         assert time.monotonic() < deadline, "the sampler outlived its run"
         time.sleep(0.05)
     if number != signal.SIGKILL:
-        assert process.returncode == 1
+        assert process.returncode == (REQUEUE_EXIT_CODE if number == signal.SIGUSR1 else 1)
         assert "resume=auto" in said and "Traceback" not in said
 
 

@@ -397,3 +397,29 @@ def test_options_are_checked():
     for options, message in (({"share": True}, "allowed: loop"), ({"loop": "mine"}, "auto, library")):
         with pytest.raises(UserError, match=message):
             build_hf(RolloutConfig(options=options), loaded=load())
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_weights_may_change_between_tokens(at):
+    """Up to pass ``at`` the old weights draw, then the new ones, over the cache of the old; the versions say which."""
+    loaded, new = load(), llama(seed=1).state_dict()
+    settings = Sampling(temperature=1.0, max_new_tokens=6)
+    before = draw(loaded)
+    backend = build_hf(RolloutConfig(), loaded=loaded)
+    passes = []
+
+    def change():
+        passes.append(backend.version)
+        if len(passes) == at + 1:
+            loaded.model.load_state_dict(new)
+            backend.update_weights(7)
+
+    backend.before_pass = change
+    mixed = backend.generate(PROMPTS, group_size=3, sampling=settings, seed=0)
+    assert len(passes) == max(len(row.completion_ids) for row in mixed)
+    for old, row in zip(before, mixed, strict=True):
+        assert row.versions == tuple(0 if n < at else 7 for n in range(len(row.completion_ids)))
+        assert (row.completion_ids[:at], row.logps[:at]) == (old.completion_ids[:at], old.logps[:at])
+    assert any(row.logps[at:] != old.logps[at:] for old, row in zip(before, mixed, strict=True))
+    after = trainer_logps(loaded.model, mixed, 1.0)
+    assert any(row.logps[0] != pytest.approx(float(after[n][0]), abs=1e-3) for n, row in enumerate(mixed))

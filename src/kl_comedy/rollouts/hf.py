@@ -63,6 +63,11 @@ class HFRollouts:
         self._batch = batch_sequences
         self._use_library = use_library
 
+    @property
+    def takes_weights_between_tokens(self) -> bool:
+        """Whether ``before_pass`` is called: by our loop only."""
+        return not self._use_library and adopt(self._loaded.model)
+
     def update_weights(self, version: int) -> None:
         """Stamp what is sampled from now on with ``version``; the weights are the learner's own."""
         self.version = version
@@ -118,7 +123,7 @@ class HFRollouts:
         tokenizer = self._loaded.tokenizer
         ends = end_tokens(causal, tokenizer)
         stops = StopStrings(tokenizer, sampling.stop)
-        if self._use_library or not adopt(self._loaded.model):
+        if not self.takes_weights_between_tokens:
             return library.generate(
                 causal, [prompts[group] for group in groups], sampling=sampling, ends=ends, stops=stops,
                 pad_id=tokenizer.pad_token_id, device=self._loaded.device, version=self.version,

@@ -84,13 +84,13 @@ class Sampler:
 
     def _in_flight(self) -> str:
         """How weights get in while a completion is drawn. Raises :class:`UserError` where the backend has no way."""
-        if hasattr(self.backend, "before_pass"):
+        if getattr(self.backend, "takes_weights_between_tokens", False):
             return "between tokens"
         if updates_in_flight(self.backend):
             return "by thread"
         raise bad_value(
             "lag.in_flight", True, f"false with rollout.backend {self.config.rollout.backend}",
-            "this backend takes new weights between batches only",
+            "it takes new weights between batches only, as vllm does, and hf where transformers' generate draws",
         )  # fmt: skip
 
     def refresh(self) -> None:
