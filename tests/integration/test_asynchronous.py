@@ -151,10 +151,14 @@ def test_in_flight_changes_weights_inside_completions(tmp_path, watched, monkeyp
         return batch
 
     monkeypatch.setattr(Asynchronous, "take", look)
-    go(
-        tmp_path, *ASYNC, "lag.max_steps=4", "lag.in_flight=true", "train.steps=20", "rollout.max_new_tokens=48",
-        "train.eval_every=0", "train.microbatch_tokens=100000", "rollout.temperature=2.0",
-    )  # fmt: skip
+    for attempt in range(5):  # which process is ahead is up to the machine
+        go(
+            tmp_path / str(attempt), *ASYNC, "lag.max_steps=4", "lag.in_flight=true", "train.steps=20",
+            "rollout.max_new_tokens=48", "train.eval_every=0", "train.microbatch_tokens=100000",
+            "rollout.temperature=2.0",
+        )  # fmt: skip
+        if any(mixed):
+            break
     assert any(mixed)
     assert max(watched["ages"]) <= 4
 
