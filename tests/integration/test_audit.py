@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.cli.auditing import audit
@@ -122,7 +123,7 @@ def test_terms_that_do_nothing_are_found_and_others_are_not():
 
 def test_stale_samples_are_compared_off_policy_and_costs_before_the_baseline_through_the_advantage():
     report, _ = audited(
-        "optimizer.lr=2e-4", "lag.mode=replayed", "lag.steps=2", "algorithm.advantage=rloo",
+        "optimizer.lr=5e-5", "lag.mode=replayed", "lag.steps=2", "algorithm.advantage=rloo",
         "algorithm.policy_loss=ppo_clip",
         "kl=[{estimator: k1, placement: reward, credit: to_go, baseline: before, beta: 0.05},"
         "{estimator: exact, placement: loss, reference: ema, beta: 0.05},"
@@ -176,9 +177,10 @@ def test_an_audit_leaves_a_run_to_the_bit(run_with_audit, tmp_path):
         tmp_path, "train.steps=7",
         "kl=[{estimator: k1, placement: reward, beta: 0.05}, {estimator: exact, placement: loss, reference: ema}]",
     )  # fmt: skip
-    kept = [torch.load(d.run.checkpoint, weights_only=True) for d in (audited_run, plain)]
-    assert weights_hash(kept[0]["state_dict"]) == weights_hash(kept[1]["state_dict"])
-    assert torch.equal(kept[0]["kl_comedy"]["torch_rng"], kept[1]["kl_comedy"]["torch_rng"])
+    both = [done.run for done in (audited_run, plain)]
+    policies = [weights_hash(load_file(run.policy / "model.safetensors")) for run in both]
+    states = [torch.load(run.checkpoint / "rank-0.pt", weights_only=True)["torch_rng"] for run in both]
+    assert policies[0] == policies[1] and torch.equal(*states)
     unchanged = {key: value for key, value in metrics.items() if not key[1].startswith(("audit/", "time/"))}
     assert unchanged == {key: value for key, value in plain_metrics.items() if not key[1].startswith("time/")}
     assert config_hash(load_config(TINY, ["audit.every=3"])) == config_hash(load_config(TINY))
