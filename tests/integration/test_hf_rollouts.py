@@ -136,7 +136,7 @@ def test_padding_and_batching_change_neither_greedy_tokens_nor_log_probs(texts, 
         alone = [draw(loaded, [p], group_size=1, temperature=0.0)[0] for p in prompts]
         assert [r.completion_ids for r in together] == [r.completion_ids for r in alone]
     for r in together:
-        assert r.logps == pytest.approx(trainer_logps(loaded.model, [r], 1.0)[0], abs=1e-5)
+        assert r.logps == pytest.approx(trainer_logps(loaded.model, [r], 1.0)[0], abs=5e-5)
 
 
 _KEPT = {}

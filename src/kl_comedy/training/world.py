@@ -30,7 +30,7 @@ TIMEOUT = timedelta(hours=2)
 LAUNCHED = "KL_COMEDY_LAUNCHED"
 """Set for processes that a run started itself: their outcome is the first one's, and they end with exit code 0."""
 
-_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", LAUNCHED)
+_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", LAUNCHED, "OMP_NUM_THREADS")
 
 
 class RankFailed(RuntimeError):
@@ -138,6 +138,7 @@ def joined(config: Config) -> Iterator[World]:
 
     on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    threads = torch.get_num_threads()  # the launcher divides the cores by the processes
     os.environ[LAUNCHED] = "1"
     environment = cluster_environment()
     try:
@@ -160,6 +161,7 @@ def joined(config: Config) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        torch.set_num_threads(threads)
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
