@@ -39,11 +39,8 @@ quickstart: setup
 	$(KL) train configs/quickstart.yaml resume=auto
 	$(KL) results table
 
-# Runs over several processes have a session of their own: after them this process sums in another order.
-DISTRIBUTED := tests/integration/test_distributed.py
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore=$(DISTRIBUTED)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(DISTRIBUTED)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

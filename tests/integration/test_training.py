@@ -304,3 +304,10 @@ def test_learning_really_happens(tmp_path):
     )  # fmt: skip
     reward = [value for (_, name), value in sorted(metrics_of(done.run).items()) if name == "train/reward"]
     assert sum(reward[-8:]) / 8 > sum(reward[:8]) / 8 + 0.1
+
+
+def test_the_threads_of_a_run_are_its_own(tmp_path):
+    """What runs in the same process afterwards computes with as many as before, so to the same bits."""
+    before = torch.get_num_threads()
+    go(tmp_path, f"train.threads={before + 1}", "train.steps=1")
+    assert torch.get_num_threads() == before

@@ -67,8 +67,19 @@ def train(config: Config, *, console: Console, command: str) -> Outcome:
     at hand, saved; the latter raises :class:`RunStopped`, which asks to be started again.
     """
     _quiet_lightning()
-    with stop_requests() as request, joined(config) as world:
+    with stop_requests() as request, joined(config) as world, _threads(config.train.threads):
         return _train(config, console if world.first else Console(quiet=True), command, request, world)
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Torch computes with ``count`` threads inside, where it is given; as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _train(config: Config, console: Console, command: str, request: StopRequest, world: World) -> Outcome:
@@ -76,8 +87,6 @@ def _train(config: Config, console: Console, command: str, request: StopRequest,
     ended = world.broadcast(None if run is None or not world.first else run.summary())
     if run is not None and ended is not None and ended["status"] == "FINISHED":
         return Outcome(run=run, summary=ended, already_finished=True)
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
     console.print(f"loading {config.model.source}", soft_wrap=True, highlight=False)
     started = time.monotonic()
     parts = build(config, world)
