@@ -14,6 +14,7 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.slurm import scheduler, submit
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.journal import Submission, attempts, record_end, record_start, record_submission
+from kl_comedy.slurm.local import by_seed
 from kl_comedy.slurm.manifest import Sweep, read_sweep, write_sweep
 from kl_comedy.slurm.plan import plan
 from kl_comedy.slurm.profile import Container, Profile, read_profile
@@ -40,6 +41,15 @@ def test_writing_twice_changes_nothing_and_reading_gives_it_back(made):
     assert (made.path / "manifest.json").stat().st_mtime_ns == before
     assert made.base.read_text() == "model: {options: {preset: tiny}}\n"
     assert read_sweep(made.path) == again == made
+
+
+def test_on_this_machine_every_cell_gets_its_first_seed_before_any_gets_its_second(made, tmp_path):
+    (tmp_path / "seeds.yaml").write_text("base: base.yaml\ngrid: {optimizer.lr: [0.001, 0.01]}\nseeds: [7, 3]\n")
+    manifest = plan(read_grid(tmp_path / "seeds.yaml"), directory=tmp_path)
+    sweep = write_sweep(tmp_path / "sweeps" / "seeds", manifest, "model: {options: {preset: tiny}}\n")
+    cells = [sweep.cell(index) for index in by_seed(sweep, (3, 2, 1, 0))]
+    order = [(cell.seed, cell.values["optimizer.lr"]) for cell in cells]
+    assert order == [(3, "0.001"), (3, "0.01"), (7, "0.001"), (7, "0.01")]
 
 
 def test_another_version_a_hand_edit_and_a_ruin_are_refused(made):

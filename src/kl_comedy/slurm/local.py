@@ -72,8 +72,11 @@ def stop_local(sweep: Sweep) -> list[int]:
 
 
 def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, say: Say) -> tuple[int, ...]:
-    """Run a stage over ``indices``; those that ended well, in order."""
-    waiting = deque(indices)
+    """Run a stage over ``indices``, the first seed of all before the second of any; those that ended well, in order.
+
+    So a sweep that is stopped half-way leaves every configuration with as many seeds.
+    """
+    waiting = deque(by_seed(sweep, indices))
     running: dict[int, subprocess.Popen[bytes]] = {}
     good = []
     try:
@@ -95,6 +98,11 @@ def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int,
         _stop(running)
         raise
     return tuple(sorted(good))
+
+
+def by_seed(sweep: Sweep, indices: tuple[int, ...]) -> list[int]:
+    """``indices`` in the order of their seeds, and cells of one seed in the order of the grid."""
+    return sorted(indices, key=lambda index: (sweep.cell(index).seed, index))
 
 
 def _start(sweep: Sweep, stage: str, index: int, workers: int) -> subprocess.Popen[bytes]:
