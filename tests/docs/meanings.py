@@ -118,6 +118,8 @@ MEANINGS: dict[str, str] = {
     "lag.max_steps": "`async`: the most updates old that a batch may be at its first use.",
     "lag.policy": "`async`: at that bound the sampler waits, or goes on; what is too old is dropped and asked again.",
     "lag.in_flight": "`async`: new weights take effect within completions, not only between batches.",
+    "lag.silence_limit_s": "`async`: a sampler that gives no sign of life for so long is killed and replaced.",
+    "lag.answer_limit_s": "`async`: so is one that lives and finishes no batch or evaluation for so long.",
     "optimizer.lr": "AdamW's learning rate.",
     "optimizer.betas": "AdamW's, two numbers in [0, 1).",
     "optimizer.eps": "AdamW's.",

@@ -19,6 +19,7 @@ from kl_comedy.config import load_config
 from kl_comedy.data import PromptOrder
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
 from kl_comedy.models import weights_hash
+from kl_comedy.training.asynchronous import patience as patience_module
 from kl_comedy.training.asynchronous import sampler as sampler_module
 from kl_comedy.training.asynchronous.sampler import SamplerProcess
 from kl_comedy.training.asynchronous.source import Asynchronous
@@ -178,6 +179,74 @@ def test_a_killed_sampler_is_replaced_and_nothing_is_lost(tmp_path, watched, mon
     assert len(watched["pids"]) == 3 and all(gone(pid) for pid in watched["pids"])
 
 
+def test_a_stopped_sampler_is_killed_after_its_limit_and_nothing_is_lost(tmp_path, watched, monkeypatch, caplog):
+    """SIGSTOP, for real: the process is there, holds its pipe open, and says nothing any more."""
+
+    def stop_it(self, iteration, take=Asynchronous.take):
+        if iteration == 2:
+            os.kill(self._sampler.pid, signal.SIGSTOP)
+        return take(self, iteration)
+
+    monkeypatch.setattr(Asynchronous, "take", stop_it)
+    done = go(tmp_path, *ASYNC, "lag.max_steps=2", "lag.silence_limit_s=5", "train.eval_every=0")
+    assert done.summary["status"] == "FINISHED"
+    assert watched["used"] == [PromptOrder(256, 4, 0).indices(n) for n in range(8)] and accounted(watched)
+    assert series(done.run.path, "stream/sampler_restarts")[-1] == 1.0
+    assert "gave no sign of life for 5 s (lag.silence_limit_s) and was killed; another takes its place" in caplog.text
+    assert len(watched["pids"]) == 2 and all(gone(pid) for pid in watched["pids"])
+
+
+STOPS_WITH_THE_WEIGHTS = """
+import os, signal, sys
+from pathlib import Path
+
+worker, once = sys.modules["__main__"], Path({once!r})
+if hasattr(worker, "load_from") and not once.exists():
+    load_from = worker.load_from
+
+    def load_and_stop(block, model, *, everything):
+        if everything:  # at the start, when nothing is waited for under the lock
+            return load_from(block, model, everything=True)
+        with block.reading():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        raise AssertionError("went on")
+
+    worker.load_from = load_and_stop
+"""
+
+
+def test_a_sampler_stopped_while_it_holds_the_weights_does_not_stop_the_learner(tmp_path, watched, caplog):
+    """The plugin, which the sampler loads too, has it stop itself within a read of the shared weights."""
+    from kl_comedy.registry import load_plugin_file
+
+    (tmp_path / "stops.py").write_text(STOPS_WITH_THE_WEIGHTS.format(once=str(tmp_path / "stopped")))
+    load_plugin_file(tmp_path / "stops.py")
+    try:
+        done = go(tmp_path, *ASYNC, "lag.max_steps=1", "lag.silence_limit_s=3", "train.eval_every=0", "train.steps=5")
+    finally:
+        for name in [name for name in sys.modules if name.startswith("kl_comedy_plugin_")]:
+            del sys.modules[name]
+    assert (tmp_path / "stopped").exists() and done.summary["status"] == "FINISHED"
+    assert "was killed; another takes its place" in caplog.text
+    assert watched["used"] == [PromptOrder(256, 4, 0).indices(n) for n in range(5)] and accounted(watched)
+    assert len(watched["pids"]) == 2
+
+
+def test_a_sampler_that_hangs_again_and_again_ends_the_run_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampler_module, "MAX_DEATHS", 1)
+    monkeypatch.setattr(patience_module, "STARTUP_S", 1.0)
+    start = SamplerProcess._start
+
+    def start_and_stop(self):
+        start(self)
+        os.kill(self.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(SamplerProcess, "_start", start_and_stop)
+    with pytest.raises(RunFailed, match=r"the sampler process gave no sign of life for 1 s .*2 times in a row"):
+        go(tmp_path, *ASYNC, "lag.silence_limit_s=1")
+
+
 def test_a_sampler_that_keeps_dying_ends_the_run_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(sampler_module, "MAX_DEATHS", 1)
     start = SamplerProcess._start
@@ -290,6 +359,8 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_prompt(tmp_path, wat
         (["lag.mode=async", "lag.policy=drop"], r"lag\.max_steps: got 0; allowed: at least 1 with lag\.policy drop"),
         (["lag.mode=async", "lag.policy=drop", "lag.max_steps=1", "algorithm.updates_per_batch=2"], "at least 2 with"),
         (["lag.mode=async", "lag.in_flight=true"], r"lag\.in_flight: got True; allowed: false with lag\.max_steps 0"),
+        (["lag.silence_limit_s=5"], r"lag\.silence_limit_s: got 5\.0; allowed: 60\.0 with lag\.mode on_policy"),
+        (["lag.mode=async", "lag.silence_limit_s=0"], r"lag\.silence_limit_s: got 0.*above 0"),
         (["lag.mode=async", "lag.policy=wiat"], r"lag\.policy: got 'wiat'; .*did you mean 'wait'"),
         (["lag.mode=asinc"], r"lag\.mode: got 'asinc'; .*did you mean 'async'"),
     ],

@@ -47,7 +47,7 @@ def _only_where_it_means_something(lag: LagConfig) -> None:
         raise bad_value("lag.steps", lag.steps, "0 with lag.mode async", "did you mean lag.max_steps?")
     if lag.mode != "async":
         neutral = LagConfig()
-        for name in ("max_steps", "policy", "in_flight"):
+        for name in ("max_steps", "policy", "in_flight", "silence_limit_s", "answer_limit_s"):
             value, off = getattr(lag, name), getattr(neutral, name)
             if value != off:
                 raise bad_value(f"lag.{name}", value, f"{off} with lag.mode {lag.mode}", "it belongs to lag.mode=async")

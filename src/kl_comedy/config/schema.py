@@ -177,10 +177,7 @@ class AlgorithmConfig:
 @dataclass
 class LagConfig:
     """``on_policy``; ``replayed``: every batch exactly ``steps`` optimizer updates old; ``async``: a process of its own
-    samples while the learner learns, never more than ``max_steps`` updates behind.
-
-    Ages count at a batch's first use. ``policy`` is what happens at that bound: the sampler waits, or goes on and what
-    is too old is dropped. ``in_flight``: new weights take effect within completions, not only between batches.
+    samples while the learner learns, never more than ``max_steps`` updates behind. See docs/offpolicy.md.
     """
 
     mode: str = _one_of("on_policy", "on_policy", "replayed", "async")
@@ -188,6 +185,8 @@ class LagConfig:
     max_steps: int = _at_least(0, 0)
     policy: str = _one_of("wait", "wait", "drop")
     in_flight: bool = False
+    silence_limit_s: float = _above(60.0, 0)
+    answer_limit_s: float = _above(3600.0, 0)
 
 
 @dataclass

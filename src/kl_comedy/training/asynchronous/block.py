@@ -25,10 +25,16 @@ from kl_comedy.errors import RunFailed
 from kl_comedy.models.weights import Bucket, named_weights, stream_weights
 
 _HEADER = struct.Struct("=q32s")
+_BEATS = struct.Struct("=q")
+_BEATS_AT = 128
 _ALIGN = 64
 _START = 256
 LOCK_LIMIT_S = 300.0
 """Wall seconds to wait for the other side to finish a copy; a stopped process must not stop this one for ever."""
+
+
+class BlockHeld(RunFailed):
+    """The other process holds the block, and has for longer than anybody waits."""
 
 
 class WeightBlock:
@@ -47,10 +53,13 @@ class WeightBlock:
         self._map = mmap.mmap(self.fd, end)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def publish(self, model: Any, version: int) -> None:
-        """Copy the weights in and say which version they are. What is not trained is copied the first time only."""
+    def publish(self, model: Any, version: int, *, limit_s: float = LOCK_LIMIT_S) -> None:
+        """Copy the weights in and say which version they are. What is not trained is copied the first time only.
+
+        Raises :class:`BlockHeld`, having changed nothing, when the reader does not let go within ``limit_s``.
+        """
         first = self._header()[1] != self._digest
-        with self._locked():
+        with self._locked(limit_s):
             for bucket in stream_weights(model):
                 for name, tensor in bucket:
                     if first or name in self._trained:
@@ -60,6 +69,10 @@ class WeightBlock:
     def version(self) -> int:
         """Of the weights that are here now."""
         return self._header()[0]
+
+    def beats(self) -> int:
+        """Signs of life of the reader so far (:class:`Beats`); neither side needs the lock for them."""
+        return int(_BEATS.unpack_from(self._map, _BEATS_AT)[0])
 
     def buckets(self, *, everything: bool) -> Iterator[Bucket]:
         """The weights as views of the block, valid within :meth:`reading` only."""
@@ -93,22 +106,32 @@ class WeightBlock:
         return self._bytes[start : start + count].view(dtype).view(shape)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        deadline = time.monotonic() + LOCK_LIMIT_S
+    def _locked(self, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
+        deadline = time.monotonic() + limit_s
         while True:
             try:
                 fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise RunFailed(
-                        f"the shared weights were held by another process for {LOCK_LIMIT_S:g} s"
-                    ) from error
+                    raise BlockHeld(f"the shared weights were held by another process for {limit_s:g} s") from error
                 time.sleep(0.001)
         try:
             yield
         finally:
             fcntl.lockf(self.fd, fcntl.LOCK_UN)
+
+
+class Beats:
+    """The reader's signs of life, a count in the block that goes up; there before the model is."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, _START)
+
+    def beat(self) -> None:
+        """One more."""
+        (count,) = _BEATS.unpack_from(self._map, _BEATS_AT)
+        _BEATS.pack_into(self._map, _BEATS_AT, count + 1)
 
 
 @torch.no_grad()

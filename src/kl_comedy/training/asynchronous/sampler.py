@@ -1,12 +1,14 @@
-"""The sampler process as its learner sees it: a backend that another process runs, restarted where it dies.
+"""The sampler process as its learner sees it: a backend that another process runs, restarted where it dies or hangs.
 
 What was asked and not answered is kept, and asked again of the next process. So a sampler that is killed costs time,
-and no prompt. One that dies again and again without answering anything ends the run.
+and no prompt. One that hangs is killed (:mod:`patience` says when). One that is lost again and again without answering
+anything ends the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -25,12 +27,17 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel
 from kl_comedy.records import Prompt, Rollout, Scored
 from kl_comedy.rollouts import Sampling
-from kl_comedy.training.asynchronous.block import WeightBlock
+from kl_comedy.training.asynchronous.block import BlockHeld, WeightBlock
+from kl_comedy.training.asynchronous.outbox import Outbox
+from kl_comedy.training.asynchronous.patience import Patience
+
+log = logging.getLogger("kl_comedy")
 
 MAX_DEATHS = 3
 """Deaths in a row, without an answer between them, that end the run."""
 STOP_LIMIT_S = 10.0
 """Wall seconds that a sampler has to end by itself; what it is drawing then is not needed any more."""
+POLL_S = 0.2
 LAST_WORDS = 300
 
 Drawn = Callable[[int, Sequence[Scored], dict[str, float]], None]
@@ -56,6 +63,8 @@ class SamplerProcess:
         self._tickets = self._deaths = 0
         self._ready = self._lost = False
         self._failure: Exception | None = None
+        self._patience = Patience(silence_s=config.lag.silence_limit_s, answer_s=config.lag.answer_limit_s)
+        self._killed_since: str | None = None
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (until close)
         try:
             self._block.publish(loaded.model, 0)
@@ -87,7 +96,12 @@ class SamplerProcess:
 
     def update_weights(self, version: int) -> None:
         """Publish the learner's weights; the sampler takes them before its next batch, or token."""
-        self._block.publish(self._loaded.model, version)
+        try:
+            self._block.publish(self._loaded.model, version, limit_s=self._config.lag.silence_limit_s)
+        except BlockHeld as held:
+            with self.changed:
+                self._kill(f"hung ({held})")
+            self._block.publish(self._loaded.model, version)  # the lock went with its holder
         with self.changed:
             self.version = version
             self._mend()
@@ -96,7 +110,7 @@ class SamplerProcess:
     def ask(self, key: Any, message: tuple[Any, ...]) -> None:
         """Send a request and keep it until its answer has come. Call with the lock held."""
         self._open[key] = message
-        self._send(message)
+        self._outbox.post(message)
 
     def wait_for(self, there: Callable[[], bool]) -> None:
         """Until ``there()``, looked at with the lock held; signals are heard meanwhile.
@@ -104,6 +118,7 @@ class SamplerProcess:
         Raises :class:`RunFailed` for what the sampler failed on, or when it does not stay alive; :class:`UserError`
         for what it refused to begin with.
         """
+        self._patience.begin()
         while True:
             with self.changed:
                 if self._failure is not None:
@@ -111,13 +126,16 @@ class SamplerProcess:
                 if there():
                     return
                 self._mend()
-                self.changed.wait(timeout=0.2)
+                self.changed.wait(timeout=POLL_S)
+                fault = self._patience.look(self._block.beats(), asked=bool(self._open) or not self._ready)
+                if fault is not None and not self._lost:
+                    self._kill(fault)
 
     def close(self) -> None:
         """End the process, within :data:`STOP_LIMIT_S`, and free the shared weights."""
         process = getattr(self, "_process", None)
         if process is not None:
-            self._send(("stop",))
+            self._outbox.post(("stop",))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_LIMIT_S)
             self._bury()
@@ -135,15 +153,14 @@ class SamplerProcess:
                 stderr=self._words, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "PYTHONPATH": path},
             )  # fmt: skip
         self._pipe = Connection(ours.detach())
+        self._outbox = Outbox(self._pipe)
         self._ready = self._lost = False
-        self._send((self._config, torch.get_num_threads(), _plugin_files()))
+        self._killed_since = None
+        self._patience.restarted()
+        self._outbox.post((self._config, torch.get_num_threads(), _plugin_files()))
         for message in self._open.values():
-            self._send(message)
+            self._outbox.post(message)
         threading.Thread(target=self._listen, args=(self._pipe,), daemon=True).start()
-
-    def _send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it died, as the listening thread hears once it has read all it said
-            self._pipe.send(message)
 
     def _listen(self, pipe: Connection) -> None:
         while True:
@@ -159,6 +176,7 @@ class SamplerProcess:
                 self.changed.notify_all()
 
     def _hear(self, kind: str, *rest: Any) -> None:
+        self._patience.answered()
         if kind == "ready":
             self._ready = True
         elif kind == "refused":
@@ -176,11 +194,18 @@ class SamplerProcess:
             del self._open[number]
             self.on_drawn(number, rows, stats)
 
+    def _kill(self, why: str) -> None:
+        """End a process that hangs; the listening thread hears of it, and :meth:`_mend` starts another."""
+        self._killed_since = f"{why} and was killed"
+        self._process.kill()
+        self._process.wait()
+
     def _mend(self) -> None:
         """Where the process was lost, say so and start another; what it had not answered is asked again."""
         if not self._lost or self._failure is not None:
             return
-        how = _how_it_ended(self._bury())
+        ended = _how_it_ended(self._bury())
+        how = self._killed_since or ended
         self._deaths += 1
         if self._deaths > MAX_DEATHS:
             raise RunFailed(
@@ -188,6 +213,7 @@ class SamplerProcess:
                 f"{self._last_words()}"
             )
         self.restarts += 1
+        log.warning(f"the sampler process {how}; another takes its place, and is asked again what was not answered")
         self._start()
 
     def _bury(self) -> int:
@@ -195,6 +221,7 @@ class SamplerProcess:
         if self._process.poll() is None:
             self._process.kill()
         status = self._process.wait()
+        self._outbox.close()
         self._pipe.close()
         return status
 

@@ -32,7 +32,8 @@ from kl_comedy.registry import ROLLOUTS, load_plugin_file
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, WorksInFolder, sampling_from
 from kl_comedy.rollouts.base import updates_in_flight
-from kl_comedy.training.asynchronous.block import WeightBlock, load_from
+from kl_comedy.training.asynchronous.block import Beats, WeightBlock, load_from
+from kl_comedy.training.asynchronous.patience import beat_for_ever
 
 POLL_S = 0.02
 """Between looks for newer weights, for a backend that takes them from another thread."""
@@ -164,6 +165,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     pipe, fd = Connection(int(sys.argv[1])), int(sys.argv[2])
+    beat_for_ever(Beats(fd).beat)
     config, threads, plugins = pipe.recv()
     inbox = Inbox(pipe)
     try:
