@@ -218,5 +218,6 @@ ROOMS: dict[str, str] = {
     "evaluation": "a policy on held-out problems, with intervals",
     "training": "config to objects, the stream, the Lightning module, callbacks, the run folder",
     "slurm": "batch scripts and jobs",
+    "planning": "memory, time and device hours of a run before it begins; what would make it fit",
     "cli": "the command line",
 }

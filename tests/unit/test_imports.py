@@ -12,7 +12,7 @@ LAYERS = {
     "errors": 0, "registry": 0, "records": 0, "config": 0,
     "kl": 1, "objective": 1, "statistics": 1,
     "peers": 2, "models": 2, "rewards": 2, "data": 2, "rollouts": 2, "tracking": 2, "laboratory": 2,
-    "evaluation": 3, "training": 3, "slurm": 3,
+    "evaluation": 3, "training": 3, "slurm": 3, "planning": 3,
     "cli": 4,
 }  # fmt: skip
 SAME_LAYER = {

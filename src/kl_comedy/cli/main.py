@@ -20,6 +20,7 @@ from kl_comedy.cli import (
     exporting,
     laboratory,
     open_problem,
+    planning,
     policy_study,
     reproducing,
     results,
@@ -51,6 +52,7 @@ explaining.mount(app)
 exporting.mount(app)
 laboratory.mount(app)
 open_problem.mount(app)
+planning.mount(app)
 policy_study.mount(app)
 reproducing.mount(app)
 sweeping.mount(app)

@@ -25,9 +25,15 @@ def microbatch_tokens(asked: int | None, model: Any, device: torch.device, *, ch
     """``asked``, or as many tokens as the device's share for activations holds, by :func:`activation_bytes`."""
     if asked:
         return asked
-    room = ACTIVATIONS.get(device.type, ACTIVATIONS["cuda"])
-    size = next(model.parameters()).element_size()
-    return min(MOST_TOKENS, max(1, room // (size * activation_values(model.config, checkpoints=checkpoints))))
+    return open_microbatch_tokens(
+        model.config, next(model.parameters()).element_size(), device.type, checkpoints=checkpoints
+    )  # fmt: skip
+
+
+def open_microbatch_tokens(config: Any, element_bytes: int, kind: str, *, checkpoints: bool) -> int:
+    """Tokens whose activations fit the share of a device of this ``kind`` that is theirs."""
+    room = ACTIVATIONS.get(kind, ACTIVATIONS["cuda"])
+    return min(MOST_TOKENS, max(1, room // (element_bytes * activation_values(config, checkpoints=checkpoints))))
 
 
 def activation_values(config: Any, *, checkpoints: bool) -> int:

@@ -46,11 +46,11 @@ class Families:
     completions: Rows
     family_B: Tensor
     back_S: Tensor
-    _masks: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _masks: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, query_SKRD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float) -> Tensor:
         """See :class:`kl_comedy.models.attention.Layout`."""
-        prompt_mask, mask = self._masks_in(query_SKRD.dtype)
+        prompt_mask, mask = self._masks_in(_computed_in(query_SKRD), query_SKRD.shape[2])
         prompt_key, prompt_value = self.prompts.of(key_SKD), self.prompts.of(value_SKD)
         done = [attend_rows(self.prompts.of(query_SKRD), prompt_key, prompt_value, prompt_mask, scale)]
         if self.completions.index_BT.shape[1]:
@@ -59,14 +59,20 @@ class Families:
             done.append(attend_rows(self.completions.of(query_SKRD), key, value, mask, scale))
         return torch.cat([rows.flatten(0, 1) for rows in done])[self.back_S]
 
-    def _masks_in(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What is added to the scores of prompts ``[F, P, P]`` and of completions ``[B, T, P + T]``."""
-        if dtype not in self._masks:
+    def _masks_in(self, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
+        """What is added to the scores of prompts ``[F, R P, P]`` and of completions ``[B, R T, P + T]``.
+
+        Autograd keeps them for every layer, so that all layers share one: they grow with the square of the length.
+        """
+        if (dtype, heads) not in self._masks:
             own_BTT = causal(self.completions.real_BT)
             seen_BTP = self.prompts.real_BT[self.family_B][:, None, :].expand(-1, own_BTT.shape[1], -1)
             own = torch.cat([seen_BTP, own_BTT], 2)
-            self._masks[dtype] = (additive(causal(self.prompts.real_BT), dtype), additive(own, dtype))
-        return self._masks[dtype]
+            prompt_mask, mask = (
+                for_heads(additive(seen, dtype), heads) for seen in (causal(self.prompts.real_BT), own)
+            )
+            self._masks[dtype, heads] = (prompt_mask, mask)
+        return self._masks[dtype, heads]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +100,26 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
-def attend_rows(query_BTKRD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, mask_BTS: Tensor, scale: float) -> Tensor:
-    """Attention of rows ``[B, T, K, R, D]``. Heads that share keys stand below one another, so nothing is repeated."""
+def _computed_in(query_SKRD: Tensor) -> torch.dtype:
+    """The dtype that attention runs in: autocast would make a copy of a mask in another one, layer by layer."""
+    kind = query_SKRD.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_SKRD.dtype
+
+
+def for_heads(mask_BTS: Tensor, heads: int) -> Tensor:
+    """``[B, R T, S]``: a mask for ``heads`` query heads below one another."""
+    return mask_BTS.repeat(1, heads, 1)
+
+
+def attend_rows(query_BTKRD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, mask_BQS: Tensor, scale: float) -> Tensor:
+    """Attention of rows ``[B, T, K, R, D]``. Heads that share keys stand below one another, so nothing is repeated.
+
+    ``mask_BQS [B, R T, S]`` is added to the scores (:func:`for_heads`).
+    """
     b, t, k, r, d = query_BTKRD.shape
     query = query_BTKRD.permute(0, 2, 3, 1, 4).reshape(b, k, r * t, d)
     key, value = key_BSKD.transpose(1, 2), value_BSKD.transpose(1, 2)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask_BTS.repeat(1, r, 1)[:, None], scale=scale)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask_BQS[:, None], scale=scale)
     return out.view(b, k, r, t, d).permute(0, 3, 1, 2, 4)
 
 

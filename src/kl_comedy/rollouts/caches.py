@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kl_comedy.models.shared_prefix import additive, attend_rows, causal, rows_of
+from kl_comedy.models.shared_prefix import additive, attend_rows, causal, for_heads, rows_of
 
 FIRST_ROOM = 16
 """Tokens of a completion that are first made room for; the room doubles when it is full."""
@@ -28,7 +28,7 @@ class PromptCache:
         starts = [sum(lengths[:n]) for n in range(len(lengths))]
         lines = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         self._rows = rows_of(lines, device=device)
-        self._mask_FPP: Tensor | None = None
+        self._mask_FQP: Tensor | None = None
         self.last_F = torch.tensor([line[-1] for line in lines], device=device)
         self.real_FP = self._rows.real_BT
         self.keys: dict[int, Tensor] = {}
@@ -36,12 +36,12 @@ class PromptCache:
 
     def attend(self, layer: int, query_SKRD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float) -> Tensor:
         """See :class:`kl_comedy.models.attention.Layout`."""
-        if self._mask_FPP is None:
-            self._mask_FPP = additive(causal(self.real_FP), query_SKRD.dtype)
+        if self._mask_FQP is None:
+            self._mask_FQP = for_heads(additive(causal(self.real_FP), query_SKRD.dtype), query_SKRD.shape[2])
         key, value = self._rows.of(key_SKD), self._rows.of(value_SKD)
         self.keys[layer] = key.transpose(1, 2).contiguous()
         self.values[layer] = value.transpose(1, 2).contiguous()
-        done = attend_rows(self._rows.of(query_SKRD), key, value, self._mask_FPP, scale)
+        done = attend_rows(self._rows.of(query_SKRD), key, value, self._mask_FQP, scale)
         return done[self.real_FP]
 
     def keep(self, prompts_F: Tensor) -> None:

@@ -1,0 +1,158 @@
+"""The plan's memory beside a run's: whole runs on this machine's CPU, one process each; tables into results/plan.
+
+    python bench/plan.py                   all cells (some minutes)
+    python bench/plan.py --cells pocket    some of them, printed and not written
+
+What is compared is what an update adds to a loaded run: the resident peak over two updates, above what was resident
+when the first began, against the plan's peak without policy, reference and libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path = [str(HERE), *(p for p in sys.path if Path(p or ".").resolve() != HERE)]
+
+from speed import memory  # noqa: E402
+
+ROOT = HERE.parent
+OUT = ROOT / "results" / "plan"
+GIB = 2**30
+UPDATES = 2
+LOADED = ("parameters", "reference", "runtime")
+"""Components that are there when the first update begins."""
+
+BIG_POCKET = {"hidden_size": 512, "layers": 8, "heads": 8, "intermediate_size": 2048, "warmstart_steps": 0}
+COMMON = [
+    "data.train={dataset: pocket, split: train, limit: 64, options: {digits: 1}}", "rewards=[{name: exact_answer}]",
+    "kl=[{estimator: k3, placement: loss, beta: 0.01}]", f"train.steps={UPDATES}", "train.threads=1",
+    "train.checkpoint_every=0", "train.samples_every=0", "tracking.uri=none", "eval.at_start=false",
+    "eval.at_end=false",
+]  # fmt: skip
+POCKET = [*COMMON, f"model.options={json.dumps(BIG_POCKET)}", "rollout.prompts_per_batch=8", "rollout.group_size=8"]
+SMOLLM2 = [
+    *COMMON, "model.source=models/SmolLM2-135M-Instruct", "rollout.prompts_per_batch=4", "rollout.group_size=4",
+    f"data.prompt.prefix={'Work this out step by step. ' * 8}",
+]  # fmt: skip
+CELLS: dict[str, list[str]] = {
+    "pocket": [*POCKET, "rollout.max_new_tokens=100"],
+    "pocket-small-microbatch": [*POCKET, "rollout.max_new_tokens=100", "train.microbatch_tokens=1024"],
+    "pocket-checkpointing": [*POCKET, "rollout.max_new_tokens=100", "model.gradient_checkpointing=true"],
+    "pocket-bf16": [*POCKET, "rollout.max_new_tokens=100", "train.precision=bf16"],
+    "smollm2": [*SMOLLM2, "rollout.max_new_tokens=64"],
+    "smollm2-small-microbatch": [*SMOLLM2, "rollout.max_new_tokens=64", "train.microbatch_tokens=256"],
+    "smollm2-checkpointing": [*SMOLLM2, "rollout.max_new_tokens=64", "model.gradient_checkpointing=true"],
+    "smollm2-lora": [*SMOLLM2, "rollout.max_new_tokens=64", "model.lora={rank: 8}"],
+}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "",
+    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
+}  # fmt: skip
+"""Freed memory goes back at once: what is resident is what is held."""
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Train a cell in this process; bytes above loaded, lengths that were seen, and the plan for them."""
+    from rich.console import Console
+
+    from kl_comedy.config import load_config
+    from kl_comedy.planning import Lengths, device_named, plan_run
+    from kl_comedy.training import rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.training.run import train
+    from kl_comedy.training.stream import ExperienceStream
+
+    seen = {"loaded": 0, "rows": 0, "prompt": 0, "completion": 0}
+    draw = ExperienceStream.__next__
+
+    def watched(self: Any) -> Any:
+        if not seen["loaded"]:
+            memory.reset_peak()
+            seen["loaded"] = memory.resident()
+        batch = draw(self)
+        seen["rows"] += len(batch.rows)
+        seen["prompt"] += sum(len(row.rollout.prompt.token_ids) for row in batch.rows)
+        seen["completion"] += sum(len(row.rollout.completion_ids) for row in batch.rows)
+        return batch
+
+    ExperienceStream.__next__ = watched  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory(prefix="plan_") as folder:
+        config = load_config(None, [*CELLS[name], f"output={folder}"])
+        train(config, console=Console(quiet=True), command="bench/plan.py")
+    prompt, completion = (round(seen[name] / seen["rows"]) for name in ("prompt", "completion"))
+    found = plan_run(config, device_named("cpu"), lengths=Lengths(prompt=prompt, completion=completion))
+    planned = {f"{item.name}, {item.phase}": item.bytes for item in found.components if item.name not in LOADED}
+    expected = found.peak_bytes - sum(item.bytes for item in found.components if item.name in LOADED)
+    measured = memory.peak() - seen["loaded"]
+    return {
+        "cell": name, "prompt_tokens": prompt, "completion_tokens": completion,
+        "microbatch_tokens": found.load.micro_tokens, "measured_bytes": measured, "planned_bytes": expected,
+        "planned_over_measured": expected / measured, "components": planned,
+    }  # fmt: skip
+
+
+def in_child(name: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--measure", name], env={**os.environ, **ENVIRONMENT}, cwd=ROOT,
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """results/plan/README.md."""
+    from speed.machine import describe
+
+    machine = describe(threads=1)
+    versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers", "lightning"))
+    lines = [
+        "# The plan's memory beside measured runs", "",
+        f"{machine['cpu']}, {machine['cores']} cores; 1 thread; {versions}; commit {machine['commit']}.", "",
+        "    python bench/plan.py", "",
+        "Each row is a whole run of two updates in a process of its own: the resident peak above what was resident "
+        "when the first update began, and the plan's peak (`kl-comedy plan --gpu cpu`, for prompts and completions "
+        "of the mean lengths that were seen) without policy, reference and libraries. SmolLM2-135M, and a pocket "
+        "policy of 33M parameters with random weights; freed memory is given back at once (MALLOC_MMAP_THRESHOLD_). "
+        "No GPU was at hand: on GPUs the plan has not been compared with anything.", "",
+        "| cell | prompt | completion | tokens of a micro-batch | measured, GiB | planned, GiB | planned / measured |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for row in rows:
+        lines.append(
+            f"| {row['cell']} | {row['prompt_tokens']} | {row['completion_tokens']} | {row['microbatch_tokens']} | "
+            f"{row['measured_bytes'] / GIB:.3f} | {row['planned_bytes'] / GIB:.3f} | "
+            f"{row['planned_over_measured']:.2f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", choices=CELLS, help="default: all, and the results are written")
+    parser.add_argument("--measure", choices=CELLS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure:
+        print(json.dumps(measure(given.measure)))
+        return
+    rows = []
+    for name in given.cells or CELLS:
+        rows.append(in_child(name))
+        print(f"{name}: planned / measured = {rows[-1]['planned_over_measured']:.2f}", file=sys.stderr, flush=True)
+    if given.cells:
+        print(json.dumps(rows, indent=1))
+        return
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / "plan.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (OUT / "README.md").write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()
