@@ -80,7 +80,7 @@ open-problem: setup
 policy-corrections: setup
 	$(KL) policy-corrections --out results/policy_corrections
 
-# Speed and memory beside TRL, in one run (an hour on two cores); `bench/speed/run.py --help` for parts of it.
+# Speed and memory beside TRL and TorchRL, in one run (some hours on two cores); `bench/speed/run.py --help` for parts of it.
 bench: smollm2
 	$(BIN)/python bench/speed/setup.py
 	$(BIN)/python bench/speed/run.py

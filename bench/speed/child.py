@@ -10,15 +10,18 @@ from pathlib import Path
 
 sys.path = [str(Path(__file__).resolve().parents[1]), *(p for p in sys.path if Path(p) != Path(__file__).parent)]
 
+SIDES = {"ours": "ours", "trl": "trl_side", "torchrl": "torchrl_side"}
+
 
 def main(path: Path) -> None:
-    from speed import ours, trl_side
+    from importlib import import_module
+
     from speed.variants import VARIANTS
 
     job = json.loads(path.read_text())
     warnings.filterwarnings("ignore")
     variant = VARIANTS[job["variant"]]
-    side = ours if variant.system == "ours" else trl_side
+    side = import_module(f"speed.{SIDES[variant.system]}")
     found = side.run(
         job["task"], variant, model=Path(job["model"]), updates=job["updates"] + 1, seed=job["seed"],
         output=path.parent / "output",

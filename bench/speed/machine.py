@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from speed.setup import installed, pins
+from speed.setup import PEERS, folder, installed, pins
 
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "mlflow", "datasets")
 
@@ -29,7 +29,7 @@ def describe(threads: int) -> dict[str, Any]:
 
     tags = provenance_tags()
     dirty = ", with changes" if tags["git.dirty"] == "true" else ""
-    peers = {pin.name: found.version for pin in pins() if (found := installed(pin)) is not None}
+    peers = {peer: found.version for peer in PEERS if (found := installed(pins(peer)[0], folder(peer))) is not None}
     return {
         "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
         "cores": os.cpu_count(),

@@ -1,6 +1,6 @@
-"""Ours and TRL, alternating, one process a repetition; tables into results/speed.
+"""Ours, TRL and TorchRL, alternating, one process a repetition; tables into results/speed.
 
-python bench/speed/setup.py                        once: TRL beside the environment
+python bench/speed/setup.py                        once: TRL and TorchRL beside the environment
 python bench/speed/run.py                          GSM8K and chain sums on SmolLM2-135M, 3 repetitions of 3 updates
 python bench/speed/run.py --quick                  a smoke on the pocket model, into runs/speed_quick
 python bench/speed/run.py --tasks gsm8k --variants ours-grpo-default trl-grpo-whole --repetitions 1 --updates 1
@@ -22,13 +22,13 @@ sys.path = [str(HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() 
 
 from speed.machine import describe  # noqa: E402
 from speed.report import page  # noqa: E402
-from speed.setup import installed, pins  # noqa: E402
+from speed.setup import PEERS, absent  # noqa: E402
 from speed.variants import VARIANTS  # noqa: E402
 from speed.workload import ROOT, SMOLLM2, TASKS, missing, save_pocket  # noqa: E402
 
 OUT, QUICK_OUT = ROOT / "results" / "speed", ROOT / "runs" / "speed_quick"
 USUAL = [name for name in VARIANTS if not name.endswith("-continuous")]
-QUICK = ["ours-grpo-default", "trl-grpo-default", "ours-rloo-lean", "trl-rloo-whole"]
+QUICK = ["ours-grpo-default", "trl-grpo-default", "torchrl-grpo-default", "ours-rloo-lean", "trl-rloo-whole"]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -49,9 +49,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repetitions", type=int, help="default 3")
     parser.add_argument("--updates", type=int, help="measured updates after the warm-up; default 3")
-    parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS of both; default all cores"
-    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS of all; default all cores")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a repetition may take")
     parser.add_argument("--out", type=Path, help="folder for speed.json and README.md")
     given = parser.parse_args(arguments)
@@ -119,8 +117,12 @@ def run_task(task: str, given: argparse.Namespace, model: Path, save: Any) -> No
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     wanted = [why for task in given.tasks if (why := missing(task))]
-    if any(VARIANTS[name].system == "trl" for name in given.variants) and not all(map(installed, pins())):
-        wanted.append("TRL is not there; python bench/speed/setup.py fetches it")
+    needed = {VARIANTS[name].system for name in given.variants}
+    wanted += [
+        f"{peer} is not there; python bench/speed/setup.py fetches it"
+        for peer in PEERS
+        if peer in needed and absent(peer)
+    ]
     if wanted:
         print("\n".join(wanted), file=sys.stderr)
         return 2

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from speed.clock import PhaseClock, watch_torch
 from speed.ledger import Ledger
-from speed.setup import FOLDER
+from speed.setup import add_to_path
 from speed.variants import BETA, Variant
 from speed.workload import GROUP_SIZE, LEARNING_RATE, REWARD, TASKS, fingerprint, overrides, prompts_in_order
 
 
 def import_trl() -> Any:
     """TRL from its folder, after everything of our environment. Raises where it was not fetched."""
-    if not FOLDER.is_dir():
-        raise SystemExit("TRL is not there; fetch it with: python bench/speed/setup.py")
-    sys.path.append(str(FOLDER))
+    add_to_path("trl")
     import trl
 
     return trl

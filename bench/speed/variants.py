@@ -1,8 +1,8 @@
-"""What is compared: a system, an algorithm, a setting. TRL in the settings it ships, and in its fastest here.
+"""What is compared: a system, an algorithm, a setting. The peers in the settings they ship, and in their fastest here.
 
-Both systems take float32, AdamW at the same rate, the same clip norm, the same prompts, group and completion
-limit, and the same KL term with the same coefficient: k3 times the token ratio in the loss (GRPO), k1 of the
-whole completion in the reward (RLOO).
+All systems take float32, AdamW at the same rate, the same clip norm, the same prompts, group and completion limit.
+Ours and TRL have the same KL term with the same coefficient: k3 times the token ratio in the loss (GRPO), k1 of the
+whole completion in the reward (RLOO). TorchRL (GRPO alone) has k3 without ratio, at the same coefficient.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BETA = {"grpo": 0.04, "rloo": 0.05}
-SYSTEMS, ALGORITHMS = ("ours", "trl"), ("grpo", "rloo")
+SYSTEMS, ALGORITHMS = ("ours", "trl", "torchrl"), ("grpo", "rloo")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One thing to measure. ``options``: config overrides (ours) or trainer arguments (TRL);
-    ``environment``: variables of its process."""
+    """One thing to measure. ``options``: config overrides (ours), trainer arguments (TRL), what
+    torchrl_side.py reads (TorchRL); ``environment``: variables of its process."""
 
     system: str
     algorithm: str
@@ -103,4 +103,24 @@ def _of(algorithm: str) -> tuple[Variant, ...]:
     )  # fmt: skip
 
 
+TORCHRL = (
+    Variant(
+        system="torchrl", algorithm="grpo", setting="default",
+        note="TorchRL's GRPO script without Ray and vLLM: micro-batches of 4, padded, model in eval mode; but float32, "
+        "all parameters instead of LoRA, and transformers' generation",
+        options={"gradient_accumulation_steps": 8},
+    ),
+    Variant(
+        system="torchrl", algorithm="grpo", setting="checkpointing",
+        note="the same, gradient checkpointing in effect",
+        options={"gradient_accumulation_steps": 8, "gradient_checkpointing": True},
+    ),
+    Variant(
+        system="torchrl", algorithm="grpo", setting="packed",
+        note="the same as default, micro-batches packed instead of padded",
+        options={"gradient_accumulation_steps": 8, "packing": True},
+    ),
+)  # fmt: skip
+
 VARIANTS = {variant.name: variant for algorithm in ALGORITHMS for variant in _of(algorithm)}
+VARIANTS |= {variant.name: variant for variant in TORCHRL}

@@ -7,8 +7,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
+from speed import setup
 from speed.clock import PHASES
 from speed.report import figure, main_table, page, ratio_table
+from speed.setup import PEERS, pins
 from speed.summary import fastest, figures, ratios, spread, summarize, unequal_work
 from speed.variants import VARIANTS
 from speed.workload import TASKS, overrides
@@ -67,6 +69,37 @@ def test_the_page_has_every_variant_and_the_command():
     text = page(results)
     assert OURS in text and "python bench/speed/run.py --x" in text and "boom" in text and "Work was equal" in text
     assert "0.333" in ratio_table(RUNS) and TRL in main_table(RUNS) and figure(0.0) == "0.000"
+
+
+def test_every_peer_has_its_line_in_the_ratios():
+    runs = [
+        *RUNS,
+        *(repetition(f"torchrl-grpo-{kind}", 0, wall) for kind, wall in (("default", 50.0), ("packed", 20.0))),
+    ]
+    lines = ratio_table(runs).splitlines()[2:]
+    assert [line.split("|")[1].strip().removeprefix(f"{OURS} / ") for line in lines] == [
+        f"{TRL} (fastest measured)", "torchrl-grpo-default", "torchrl-grpo-packed (fastest measured)",
+    ]  # fmt: skip
+    assert "0.200" in lines[1] and "0.500" in lines[2]
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peer_is_pinned_and_told_absent_where_it_is_not(peer, tmp_path, monkeypatch):
+    assert all(str(pin.specifier).startswith("==") for pin in pins(peer)) and pins(peer)[0].name == peer
+    assert {variant.system for variant in VARIANTS.values()} == {"ours", *PEERS}
+    monkeypatch.setattr(setup, "HERE", tmp_path)
+    (tmp_path / f"requirements-{peer}.txt").write_text("nowhere==1.0\n")
+    assert [pin.name for pin in setup.absent(peer)] == ["nowhere"]
+    with pytest.raises(SystemExit, match=f"setup.py {peer}"):
+        setup.add_to_path(peer)
+
+
+def test_a_requirement_may_be_met_by_the_environment_or_the_folder(tmp_path):
+    found = tmp_path / "only_here-2.0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: only_here\nVersion: 2.0\n")
+    wants = ["torch>=2", "only_here>=2", "only_here<2", "torch<1", 'absent; extra == "x"']
+    assert [line.split(" ")[0] for line in setup.unmet(wants, tmp_path)] == ["only_here<2", "torch<1"]
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,0 +1,161 @@
+"""One training step on given completions and rewards, by each system's own code: what :mod:`speed.equal_step` compares.
+
+Shape legend: ``B`` completions, ``T`` completion tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from speed.workload import GROUP_SIZE
+
+NOISE = 2e-3
+"""Standard deviation of what is added to every weight: some 1e-2 nats a token from the reference."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one side computed: ``[B, T]`` reference log-probs (None: not shown), ``[B]`` advantages, loss, gradients."""
+
+    ref_logp_BT: Any
+    advantage_B: Any
+    loss: float
+    gradients: dict[str, Any]
+    kl: float = 0.0
+    """The KL terms' part of ``loss``."""
+
+
+def perturb(model: Any, seed: int) -> None:
+    """Add the same noise to equal models."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator))
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sampled(parts: Any) -> list[Any]:
+    """Rows of the first update: completions of our sampler, rewards drawn at random so that no group is all equal."""
+    import random
+
+    from kl_comedy.data import PromptOrder
+    from kl_comedy.records import Reward, Scored
+    from kl_comedy.rollouts import sampling_from
+
+    config = parts.config
+    order = PromptOrder(len(parts.problems.train), config.rollout.prompts_per_batch, config.seed)
+    prompts = [parts.problems.train[n] for n in order.indices(0)]
+    rollouts = parts.backend.generate(
+        prompts, group_size=GROUP_SIZE, sampling=sampling_from(config.rollout), seed=config.seed
+    )
+    draw = random.Random(config.seed)
+    return [
+        Scored(rollout=rollout, reward=Reward(value=draw.choice((0.0, 0.25, 1.0)), status="ok", parts={}))
+        for rollout in rollouts
+    ]
+
+
+def our_step(
+    parts: Any, rows: Sequence[Any], folder: Path, *, advantage_B: Any = None, beta_scale: float = 1.0
+) -> Step:
+    """Ours: prepare, loss and backward of every micro-batch, as a training step does.
+
+    ``advantage_B``: taken instead of ours; ``beta_scale``: what the KL terms' coefficients are multiplied by.
+    """
+    import torch
+
+    from kl_comedy.training.losses import micro_loss
+    from kl_comedy.training.module import PolicyModule
+    from kl_comedy.training.packing import by_token_budget
+    from kl_comedy.training.prepare import prepare
+    from kl_comedy.training.run import trainer_for
+    from kl_comedy.training.sources import stream_for
+
+    stream = stream_for(parts, trainer_for(parts, [], folder).precision_plugin.forward_context)
+    module = PolicyModule(
+        parts.config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
+        backend=parts.backend,
+    )  # fmt: skip
+    betas = [beta_scale * beta.value for beta in module.betas]
+    micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
+    splits = by_token_budget(rows, module.plan.microbatch_tokens)
+    width = max(len(row.rollout.completion_ids) for row in rows)
+    ref_BT, own_B = torch.zeros(len(rows), width), torch.zeros(len(rows))
+    total = kl = 0.0
+    parts.loaded.model.zero_grad()
+    for split, micro in zip(splits, micros, strict=True):
+        experience = micro.experience
+        ref_BT[split, : experience.ids_BT.shape[1]] = experience.ref_logp_BT * experience.mask_BT
+        own_B[split] = experience.advantage_BT[:, 0]
+        if advantage_B is not None:
+            given_BT = advantage_B[split][:, None] * experience.mask_BT
+            micro = dataclasses.replace(micro, experience=dataclasses.replace(experience, advantage_BT=given_BT))
+        loss, shares = micro_loss(
+            micro, module.passes(micro), terms=module.terms, betas=betas, algorithm=parts.config.algorithm
+        )  # fmt: skip
+        loss.backward()
+        total += float(loss)
+        kl += sum(float(share) for name, share in shares.items() if name.startswith("kl_"))
+    return Step(ref_logp_BT=ref_BT, advantage_B=own_B, loss=total, gradients=gradients(parts.loaded.model), kl=kl)
+
+
+def trl_step(trainer: Any, rows: Sequence[Any], *, grpo: bool) -> Step:
+    """TRL: its own preparation of the batch, its loss, backward."""
+    import torch
+
+    completions = [list(row.rollout.completion_ids) for row in rows]
+    rewards = torch.tensor([[row.reward.value] for row in rows])
+    trainer._generate_single_turn = lambda *_, **__: (completions, None) if grpo else completions
+    trainer._calculate_rewards = lambda *_, **__: rewards
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    inputs = [{"prompt": row.rollout.prompt.text, "answer": row.rollout.prompt.problem.answer} for row in rows]
+    batch = trainer._generate_and_score_completions(inputs)
+    trainer.model.zero_grad()
+    loss = trainer._compute_loss(trainer.model, batch)
+    loss.backward()
+    found = batch.get("ref_per_token_logps")
+    ref_BT = None if found is None else found * batch["completion_mask"]
+    return Step(
+        ref_logp_BT=ref_BT, advantage_B=batch["advantages"], loss=float(loss), gradients=gradients(trainer.model)
+    )
+
+
+def torchrl_step(system: Any, rows: Sequence[Any]) -> tuple[Step, float]:
+    """TorchRL: its replay buffer's advantages, its loss on all rows at once, backward; and its KL term's scale.
+
+    The scale is completion tokens over all positions of the padded batch: TorchRL divides the sum of its KL term by
+    the latter, the other systems by the former.
+    """
+    import torch
+
+    from speed import torchrl_side
+
+    prompts = [row.rollout.prompt for row in rows]
+    completions = [torch.tensor(row.rollout.completion_ids) for row in rows]
+    logps = [torch.tensor(row.rollout.logps) for row in rows]
+    batch = torchrl_side.experience(system, prompts, completions, logps, [row.reward.value for row in rows])
+    system.buffer.extend(batch)
+    ready = system.buffer[:]
+    system.policy.zero_grad()
+    found = system.loss(ready)
+    loss = found.loss_objective + found.loss_kl_to_ref
+    loss.backward()
+    lengths = [len(ids) for ids in completions]
+    width = max(len(prompt.token_ids) + length for prompt, length in zip(prompts, lengths, strict=True))
+    ref_BT = torch.zeros(len(rows), max(lengths))
+    for number, (row, length) in enumerate(zip(ready.unbind(0), lengths, strict=True)):
+        ref_BT[number, :length] = row["next", "ref_log_probs", "full"][-length:]
+    step = Step(
+        ref_logp_BT=ref_BT, advantage_B=ready["advantage"].flatten(), loss=float(loss),
+        gradients=gradients(system.policy), kl=float(found.loss_kl_to_ref),
+    )  # fmt: skip
+    return step, sum(lengths) / (len(rows) * width)
