@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
-from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate, certify_policy, named_policy_terms
+from kl_comedy.kl.oracle.policy_certificate import UPDATES, PolicyCertificate, certify_policy, named_policy_terms
 from kl_comedy.registry import ADVANTAGES, POLICY_CORRECTIONS, POLICY_LOSSES
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +26,14 @@ def certificates() -> tuple[tuple[str, dict[str, PolicyCertificate]], ...]:
     for name, term in named_policy_terms():
         origin = next((t.get(name).origin for t in (POLICY_LOSSES, POLICY_CORRECTIONS) if name in t), "kl_comedy.")
         if origin.startswith("kl_comedy."):
-            each = {c.regime: c for c in certify_policy(name, term)}
+            each = {_regime(c): c for c in certify_policy(name, term, updates=UPDATES)}
             assert all(c.kept for c in each.values()) and each["on_policy"].exact, name
             found.append((name, each))
     return tuple(found)
+
+
+def _regime(found: PolicyCertificate) -> str:
+    return found.regime if found.update == "first" else f"{found.regime}, later"
 
 
 def policy_terms() -> str:
@@ -37,14 +41,15 @@ def policy_terms() -> str:
     rows = []
     for name, each in certificates():
         kind, summary, source = _facts(name)
-        off = each["off_policy"]
-        figures = (
-            _figure(off.relative_bias),
-            f"{off.cosine:.2f}",
-            f"{off.strength:.2f}",
-            f"{off.variance / plain:.2g}x",
-        )
-        rows.append((f"`{name}`", kind, summary, *figures, source))
+        for regime, note in (("off_policy", ""), ("off_policy, later", ", a later update")):
+            if (off := each.get(regime)) is not None:
+                figures = (
+                    _figure(off.relative_bias),
+                    f"{off.cosine:.2f}",
+                    f"{off.strength:.2f}",
+                    f"{off.variance / plain:.2g}x",
+                )
+                rows.append((f"`{name}`{note}", kind, summary, *figures, source))
     return table(("name", "kind", "formula", "bias off-policy", "cosine", "strength", "noise", "source"), rows)
 
 

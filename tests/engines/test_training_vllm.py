@@ -62,3 +62,20 @@ def test_a_run_is_on_policy_and_goes_on_where_it_was_stopped(tmp_path, backend, 
     for step in seen.values():
         assert step["policy/behaviour_gap_max"] < GAP
         assert step["policy/staleness"] == 0.0
+
+
+@pytest.mark.parametrize("backend", [pytest.param("vllm"), pytest.param("vllm_server", marks=pytest.mark.slow)])
+def test_an_engine_in_the_sampler_process_has_the_learners_weights(tmp_path, backend):
+    """Two processes: the engine lives beside the learner, takes each published version, and stays within the bound.
+
+    Samples of equal weights have equal log-probs; older ones, with this learning rate, do not.
+    """
+    outcome = run(tmp_path, backend, "lag.mode=async", "lag.max_steps=1", "train.steps=5")
+    assert outcome.summary["status"] == "FINISHED"
+    seen = updates(outcome.run.path)
+    assert sorted(seen) == [1, 2, 3, 4, 5]
+    assert seen[1]["policy/staleness"] == 0.0 and seen[1]["policy/behaviour_gap_max"] < GAP
+    assert max(step["policy/staleness"] for step in seen.values()) <= 1
+    for step in seen.values():
+        assert (step["policy/behaviour_gap_max"] < GAP) == (step["policy/staleness"] == 0.0)
+    assert any(step["policy/staleness"] > 0 for step in seen.values()), "nothing was drawn ahead"

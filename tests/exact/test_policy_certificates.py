@@ -17,6 +17,7 @@ from kl_comedy.kl.oracle import (
     target_gradient,
 )
 from kl_comedy.kl.oracle.policy_certificate import (
+    UPDATES,
     certify_policy,
     claims_exact,
     hits,
@@ -62,6 +63,51 @@ def test_bounded_sequence_ratios_are_exact_once_the_bounds_are_away(name, regime
     term = PolicyTerm(corrections={name: unbounded})
     (found,) = certify_policy(name, term, regimes=[regime])
     assert found.claimed and found.exact
+
+
+@pytest.mark.parametrize("regime", ["off_policy", "mixed"])
+@pytest.mark.parametrize("name", ["decoupled_ppo", "sequence", "tis", "gspo", "aipo", "cispo"])
+def test_at_a_later_update_nothing_with_a_recomputed_policy_is_exact_and_nothing_claims_it(name, regime):
+    term = dataclasses.replace(NAMED[name], proximal="recomputed")
+    first, later = certify_policy(name, term, regimes=[regime], updates=UPDATES)
+    assert (first.update, later.update) == UPDATES and later.kept
+    assert not later.claimed and not later.exact and later.relative_bias > 0.01
+    assert first.exact == (name == "sequence"), "once the ratio to the sampler is whole, the first update is exact"
+
+
+def test_only_a_recomputed_policy_off_policy_has_later_updates_of_its_own():
+    assert [c.update for c in certify_policy("tis", NAMED["tis"], regimes=["off_policy"], updates=UPDATES)] == ["first"]
+    found = certify_policy("decoupled_ppo", NAMED["decoupled_ppo"], regimes=["on_policy"], updates=UPDATES)
+    assert [c.update for c in found] == ["first"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_decoupled_ppo_without_its_bounds_is_the_token_ratio_wherever_the_proximal_policy_lies(share):
+    """(prox / mu) (pi / prox) = pi / mu, token by token; with the clip of 0.2 it is that no longer in between."""
+    where = setting(staleness=0.8)
+    token = exact_moments(where, reward_loss(PolicyTerm(corrections={"token": {}}), where)).gradient_D
+    later = where.at_a_later_update(share)
+
+    def gradient(**options):
+        term = PolicyTerm(loss="ppo_clip", options=options, corrections={"token": {}}, proximal="recomputed")
+        return exact_moments(later, reward_loss(term, later)).gradient_D
+
+    assert torch.allclose(gradient(clip_low=1e9, clip_high=1e9), token, atol=1e-12)
+    assert torch.allclose(gradient(), token, atol=1e-6) == (share == 1.0), "at a first update nothing is clipped"
+
+
+def test_with_the_sampler_as_proximal_policy_decoupled_ppo_is_ppo_and_with_the_policy_its_first_update():
+    where = setting(staleness=0.8)
+    decoupled = NAMED["decoupled_ppo"]
+
+    def gradient(term, at):
+        return exact_moments(at, reward_loss(term, at)).gradient_D
+
+    at_sampler = gradient(decoupled, where.at_a_later_update(0.0))
+    assert torch.allclose(at_sampler, gradient(PolicyTerm(loss="ppo_clip"), where), atol=1e-12)
+    assert torch.allclose(gradient(decoupled, where.at_a_later_update(1.0)), gradient(decoupled, where), atol=1e-12)
+    between = gradient(decoupled, where.at_a_later_update(0.5))
+    assert float((between - at_sampler).norm()) > 0.01 < float((between - gradient(decoupled, where)).norm())
 
 
 @pytest.mark.parametrize("baseline", [0.0, 1.0, None])

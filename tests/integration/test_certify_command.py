@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -240,6 +241,25 @@ def test_a_config_with_a_value_head_is_certified_without_what_is_around_its_term
     config.write_text("algorithm: {advantage: gae}\nkl: [{estimator: k1, placement: reward}]")
     code, out, _ = certify(str(config), "--format", "json")
     assert code == 0 and {row["in_training"] for row in json.loads(out)} == {None}
+
+
+def test_decoupled_ppo_is_certified_at_a_later_update_too(certify):
+    code, out, _ = certify("--policy", "decoupled_ppo", "--format", "json")
+    rows = {(row["regime"], row["update"]): row for row in json.loads(out)}
+    assert code == 0 and set(rows) == {
+        ("on_policy", "first"), ("off_policy", "first"), ("off_policy", "later"), ("mixed", "first"),
+        ("mixed", "later"),
+    }  # fmt: skip
+    assert rows["on_policy", "first"]["target"] == "reward" and rows["off_policy", "later"]["target"] is None
+    _, out, _ = certify("--policy", "decoupled_ppo", "--regime", "off_policy")
+    assert "later" in out
+
+
+@pytest.mark.parametrize("words", [["dpo.yaml"], ["--policy", "dpo.yaml"]])
+def test_a_config_that_trains_with_dpo_has_nothing_to_certify_and_says_so(certify, words):
+    Path("dpo.yaml").write_text("kl: none\nalgorithm: {dpo: {beta: 0.1}}\n")
+    code, out, err = certify(*words)
+    assert (code, out) == (2, "") and "dpo.yaml: algorithm.dpo takes the place of the policy term and of kl" in err
 
 
 def test_a_plugins_policy_correction_is_held_to_its_claims(certify, tmp_path):

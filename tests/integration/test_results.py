@@ -132,6 +132,17 @@ def test_pictures(kl_comedy, study, tmp_path, kind, said):
         assert text in texts
 
 
+def test_curves_may_have_a_logarithmic_axis(kl_comedy, study, tmp_path):
+    words = ["--uri", study, "--metric", f"{EVAL},train/reward", "--out", tmp_path / "a.svg"]
+    assert kl_comedy("results", "plot", *words, "--log", "train/reward")[0] == 0
+    logarithmic = (tmp_path / "a.svg").read_text()
+    assert kl_comedy("results", "plot", *words)[0] == 0
+    assert "10^" in logarithmic and "10^" not in (tmp_path / "a.svg").read_text()
+    code, _, err = kl_comedy("results", "plot", *words, "--log", "train/rewrd")
+    assert code == 2 and "did you mean 'train/reward'" in err
+    assert "only curves" in kl_comedy("results", "plot", *words, "--kind", "heatmap", "--log", "train/reward")[2]
+
+
 def test_tables_go_to_files_in_every_format(kl_comedy, study, tmp_path):
     for format, read in (("parquet", pd.read_parquet), ("csv", pd.read_csv), ("json", pd.read_json)):
         file = tmp_path / f"a.{format}"

@@ -89,8 +89,11 @@ class FakeServer:
             state = {}
             for file in Path(body["kwargs"]["weights_path"]).glob("*.safetensors"):
                 state |= load_file(file)
-            with self._lock:
-                self.model.load_state_dict(state)
+            try:
+                with self._lock:
+                    self.model.load_state_dict(state)
+            except RuntimeError as error:  # names or shapes of another model
+                return 500, {"error": str(error)}
             return 200, {"results": [None]}
         if path == "/update_weight_version":
             self.label = body["new_version"]

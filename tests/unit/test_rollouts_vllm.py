@@ -23,11 +23,12 @@ from kl_comedy.rollouts.vllm.reading import SEED_BITS, Completion, Reader, promp
 PROMPT = Prompt(problem=Problem(id="1", text="1+2=", answer="3"), text="1+2=", token_ids=(3, 12, 4, 14))
 
 
-def llama(*, tied):
+def llama(*, tied, layers=2):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(VOCABULARY), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=None, pad_token_id=0, eos_token_id=1,
+        vocab_size=len(VOCABULARY), hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+        num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=None, pad_token_id=0,
+        eos_token_id=1,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 

@@ -161,6 +161,27 @@ def test_a_server_of_another_model_is_refused(fake, connect, policy):
         connect(other)
 
 
+def test_a_server_whose_vocabulary_is_smaller_is_refused(fake, connect, monkeypatch):
+    """vLLM answers 400 to token ids that its model does not have."""
+    other = fake()
+    answer = (400, {"error": "Token id 31 is out of vocabulary"})
+    route = other.route
+    monkeypatch.setattr(other, "route", lambda path, body: answer if path.endswith("/generate") else route(path, body))
+    with pytest.raises(
+        UserError, match=r"the model that is trained .*'policy', which does not take tokens .*Token id 31"
+    ):
+        connect(other)
+
+
+def test_a_server_left_by_a_run_of_another_model_is_refused_when_it_does_not_take_the_weights(fake, connect):
+    """Its label is one of ours, so it is not asked for the trainer's log-probs before it gets the trainer's weights."""
+    other = fake()
+    other.label = "kl_comedy/7"
+    other.model = llama(tied=False, layers=3)
+    with pytest.raises(RunFailed, match=r"no vLLM server took the weights of version 0.*Missing key"):
+        draw(connect(other, retries=1))
+
+
 def test_a_server_with_log_probs_before_the_temperature_is_refused(fake, connect):
     server = fake(raw=True)
     with pytest.raises(UserError, match="--logprobs-mode processed_logprobs"):

@@ -13,6 +13,7 @@ import typer
 from kl_comedy.errors import RunFailed, UserError, bad_value, nearest
 
 if TYPE_CHECKING:
+    from kl_comedy.config import Config
     from kl_comedy.kl import KLTerm
     from kl_comedy.kl.oracle.certificate import Certificate
     from kl_comedy.kl.oracle.in_training import Effect
@@ -201,9 +202,19 @@ def _add_file(asked: _Asked, name: str) -> None:
         asked.add(name, resolve_terms(value, name))
         return
     config = load_config(path, [])
+    refuse_dpo(name, config)
     asked.add(name, resolve_terms(config.kl))
     if not ADVANTAGES.get(config.algorithm.advantage).facts.get("critic"):  # whose values only training has
         asked.around[name] = _surroundings(config)
+
+
+def refuse_dpo(name: str, config: Config) -> None:
+    """Raise :class:`UserError` for a config that trains with DPO, which has nothing of what is certified."""
+    if config.algorithm.dpo is not None:
+        raise UserError(
+            f"{name}: algorithm.dpo takes the place of the policy term and of kl, so there is no KL term and no policy "
+            "term to certify; its own gradient is tested in tests/unit/test_preferences.py (docs/replay.md)"
+        )
 
 
 def _surroundings(config: Any) -> Surroundings:

@@ -27,7 +27,7 @@ def certify_policies(asked: Sequence[str], regimes: Sequence[str], format: str, 
     from rich.console import Console
     from rich.progress import track
 
-    from kl_comedy.kl.oracle.policy_certificate import certify_policy
+    from kl_comedy.kl.oracle.policy_certificate import UPDATES, certify_policy
 
     terms = policy_terms(asked)
     console = Console(stderr=True)
@@ -35,7 +35,7 @@ def certify_policies(asked: Sequence[str], regimes: Sequence[str], format: str, 
     for name, term in track(
         terms.items(), "enumerating", console=console, transient=True, disable=not console.is_terminal
     ):
-        found += certify_policy(name, term, regimes=regimes)
+        found += certify_policy(name, term, regimes=regimes, updates=UPDATES)
     print(_rendered(found, format))
     broken = [
         f"{c.name}, {c.regime}: claims the reward gradient, and the enumerated one is {c.relative_bias:.3g} off it"
@@ -71,10 +71,13 @@ def policy_terms(asked: Sequence[str]) -> dict[str, PolicyTerm]:
 
 
 def _of_config(path: Path) -> PolicyTerm:
+    from kl_comedy.cli.certifying import refuse_dpo
     from kl_comedy.config import load_config
     from kl_comedy.objective import PolicyTerm
 
-    return PolicyTerm.of(load_config(path, []).algorithm)
+    config = load_config(path, [])
+    refuse_dpo(str(path), config)
+    return PolicyTerm.of(config.algorithm)
 
 
 def _of_mapping(text: str) -> PolicyTerm:
@@ -118,6 +121,7 @@ def _short(c: PolicyCertificate) -> dict[str, Any]:
     return {
         "name": c.name,
         "regime": c.regime,
+        "update": c.update,
         "exact": "yes" if c.exact else "no",
         "bias": "0" if c.relative_bias < 1e-9 else f"{c.relative_bias:.3g}",
         "cosine": f"{c.cosine:.2f}",

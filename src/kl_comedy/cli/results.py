@@ -29,10 +29,11 @@ from kl_comedy.cli.selection import (
     say,
     select,
     short_names,
+    split,
     statuses_of,
     write,
 )
-from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.errors import RunFailed, UserError, bad_value
 
 app = typer.Typer(help="Tables, plots, reports and exports of tracked runs; comparisons; checks.", no_args_is_help=True)
 
@@ -99,6 +100,7 @@ def plot(
     collapse: Collapse = None,
     split_versions: SplitVersions = False,
     kl: Kl = None,
+    log: Annotated[list[str] | None, typer.Option(help="Of curves: metrics on a logarithmic axis.")] = None,
 ) -> None:
     """Pictures of metrics over seeds with 95% intervals.
 
@@ -111,6 +113,8 @@ def plot(
 
     check_suffix(out)
     check("--kind", kind, KINDS)
+    if log and kind != "curves":
+        raise bad_value("--log", ",".join(log), f"nothing with --kind {kind}", "only curves have such an axis")
     keys = group or (None if kind == "curves" else ["kl.family"])
     frame, groups, metrics = select(
         uri, experiment, where, keys, metric, status=status, keep_repeats=keep_repeats, of=of, collapse=collapse,
@@ -121,7 +125,10 @@ def plot(
         raise RunFailed(f"no run with status {status}; --status all draws every run")
     names = [column.removeprefix("metrics.") for column in metrics]
     if kind == "curves":
-        typer.echo(str(draw_curves(uri, frame, groups, names, out)))
+        logarithmic = split(log or [])
+        for name in logarithmic:
+            check("--log", name, tuple(names))
+        typer.echo(str(draw_curves(uri, frame, groups, names, out, log=logarithmic)))
         return
     column = kl_column(frame, kl)
     typer.echo(str(pictures.picture(kind, frame, groups, names, column, out)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,14 @@ def curves(uri: str, frame: pd.DataFrame, group: list[str], metric: str) -> dict
     return {str(label): band(members) for label, members in points.groupby("label", sort=False)}
 
 
-def plot(uri: str, frame: pd.DataFrame, group: list[str], metrics: Sequence[str], out: Path | str) -> Path:
+def plot(
+    uri: str, frame: pd.DataFrame, group: list[str], metrics: Sequence[str], out: Path | str, *,
+    log: Collection[str] = (),
+) -> Path:  # fmt: skip
     """Draw one panel a metric into ``out`` (.png, .svg or .pdf) and return its path. Needs no display.
 
-    Raises :class:`UserError` for another suffix, and when no run has a point of a metric.
+    Metrics in ``log`` get a logarithmic axis, on which what is not above 0 is left out. Raises :class:`UserError` for
+    another suffix, and when no run has a point of a metric.
     """
     target = check_suffix(out)
     panels = {metric: curves(uri, frame, group, metric) for metric in metrics}
@@ -40,12 +44,12 @@ def plot(uri: str, frame: pd.DataFrame, group: list[str], metrics: Sequence[str]
         if not any(len(curve) for curve in found.values()):
             raise UserError(f"--metric: no finite point of {metric!r} in these {len(frame)} runs")
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure = draw(panels)
+    figure = draw(panels, log=log)
     figure.savefig(target, dpi=DPI, bbox_inches="tight", metadata={"Date": None} if target.suffix == ".svg" else None)
     return target
 
 
-def draw(panels: dict[str, dict[str, pd.DataFrame]]) -> Any:
+def draw(panels: dict[str, dict[str, pd.DataFrame]], *, log: Collection[str] = ()) -> Any:
     """A matplotlib figure of ``{metric: {label: band}}`` without touching pyplot's global state."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -64,6 +68,8 @@ def draw(panels: dict[str, dict[str, pd.DataFrame]]) -> Any:
                 _line(axes, curve, plain(label), colours[at % len(colours)], ("-", "--", ":", "-.")[at // 10 % 4])
         axes.set_xlabel("step (optimizer updates)")
         axes.set_ylabel(plain(metric))
+        if metric in log:
+            axes.set_yscale("log", nonpositive="mask")
         axes.grid(alpha=0.3)
         add_legend(axes, "mean and 95% interval over runs", below=below > 0)
     return figure

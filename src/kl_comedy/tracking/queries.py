@@ -49,7 +49,7 @@ def runs_frame(
         if wanted.keys:
             _explain_nothing(client, names, wanted, where)
         return pd.DataFrame()
-    return with_derived(frame)
+    return with_derived(frame).copy()  # in one piece: hundreds of columns added one by one are slow to add to
 
 
 def history(uri: str, run_ids: Iterable[str], metric: str) -> pd.DataFrame:

@@ -26,7 +26,11 @@ from kl_comedy.objective.policy_term import PolicyTerm
 from kl_comedy.registry import POLICY_CORRECTIONS, POLICY_LOSSES
 
 DECOUPLED = PolicyTerm(loss="ppo_clip", corrections={"tis": {"cap": 5.0}}, proximal="recomputed")
-"""Decoupled PPO with AReaL's bound on the behaviour ratio, at a batch's first update."""
+"""Decoupled PPO with AReaL's bound on the behaviour ratio."""
+UPDATES = ("first", "later")
+HALFWAY = 0.5
+"""Where, at a later update, the proximal policy lies between sampler and policy: strictly between, so that the ratio to
+the sampler and the ratio to the proximal policy are two, and each differs from one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,7 @@ class PolicyCertificate:
     ``relative_bias`` and ``cosine`` are against the reward gradient; ``variance`` is the trace variance of one
     completion's gradient over its squared norm; ``strength`` the multiple of it that the term contains. ``claimed``
     says whether the term's parts claim exactness, ``exact`` whether it is, ``kept`` that no claim is broken.
+    ``update``: of the batch, the first one or a later one, where a recomputed proximal policy is not the current one.
     """
 
     name: str
@@ -48,6 +53,7 @@ class PolicyCertificate:
     variance: float
     strength: float
     verdict: str
+    update: str = "first"
 
     @property
     def kept(self) -> bool:
@@ -60,6 +66,7 @@ class PolicyCertificate:
             "terms": [_json(dataclasses.asdict(self.term))],
             "label": self.term.label(),
             "regime": self.regime,
+            "update": self.update,
             "target": "reward" if self.exact else None,
             "claimed": "reward" if self.claimed else None,
             "kept": self.kept,
@@ -81,12 +88,15 @@ def named_policy_terms() -> Iterator[tuple[str, PolicyTerm]]:
     yield "decoupled_ppo", DECOUPLED
 
 
-def claims_exact(term: PolicyTerm, regime: str) -> bool:
+def claims_exact(term: PolicyTerm, regime: str, update: str = "first") -> bool:
     """Whether the parts' claims make the term's expected gradient the reward gradient in ``regime``.
 
     On-policy every ratio is one, so it is enough that each part claims it. Off-policy the one ratio must be that of the
-    whole completion, nothing may be dropped, and the loss must not bring a ratio of its own.
+    whole completion, nothing may be dropped, and the loss must not bring a ratio of its own. At a later update of a
+    recomputed proximal policy nothing is exact: the weight ends at that policy, and the loss's ratio goes on per token.
     """
+    if update == "later" and term.proximal == "recomputed":
+        return False
     loss = POLICY_LOSSES.get(term.loss)
     parts = [loss, *(POLICY_CORRECTIONS.get(name) for name in term.corrections)]
     if regime == "on_policy":
@@ -136,13 +146,30 @@ def reward_loss(term: PolicyTerm, setting: Setting, *, baseline: float | None = 
     return loss
 
 
-def certify_policy(name: str, term: PolicyTerm, *, regimes: Sequence[str] = REGIMES) -> list[PolicyCertificate]:
-    """One certificate per regime."""
-    return [_certificate(name, term, regime) for regime in regimes]
+def certify_policy(
+    name: str, term: PolicyTerm, *, regimes: Sequence[str] = REGIMES, updates: Sequence[str] = ("first",)
+) -> list[PolicyCertificate]:
+    """One certificate per regime and update of a batch.
+
+    Later updates say something new only of a term whose proximal policy is recomputed, and off-policy; the others have
+    none. (On-policy the sampler is that policy: the term is then what it is off-policy with ``proximal: behaviour``.)
+    """
+    pairs = [(regime, update) for regime in regimes for update in updates]
+    own = term.proximal == "recomputed"
+    return [
+        _certificate(name, term, regime, update)
+        for regime, update in pairs
+        if update == "first" or (own and regime != "on_policy")
+    ]
 
 
-def _certificate(name: str, term: PolicyTerm, regime: str) -> PolicyCertificate:
+def _certificate(name: str, term: PolicyTerm, regime: str, update: str) -> PolicyCertificate:
     found = [(each, reward_gradient(each.setting)) for each in battery(regime)]
+    if update == "later":
+        found = [
+            (dataclasses.replace(each, setting=each.setting.at_a_later_update(HALFWAY)), target_D)
+            for each, target_D in found
+        ]
     moments = [exact_moments(each.setting, reward_loss(term, each.setting)) for each, _ in found]
     exact = all(hits(m, target_D) for m, (_, target_D) in zip(moments, found, strict=True))
     shown = [(m, target_D) for m, (each, target_D) in zip(moments, found, strict=True) if each.shown]
@@ -151,8 +178,9 @@ def _certificate(name: str, term: PolicyTerm, regime: str) -> PolicyCertificate:
     strength = _mean([float(m.gradient_D @ t) / float(t.square().sum()) for m, t in shown])
     variance = _mean([m.variance / float(t.square().sum()) for m, t in shown])
     return PolicyCertificate(
-        name=name, term=term, regime=regime, exact=exact, claimed=claims_exact(term, regime), relative_bias=bias,
-        cosine=cosine, variance=variance, strength=strength, verdict=_sentence(exact, bias, cosine, strength),
+        name=name, term=term, regime=regime, exact=exact, claimed=claims_exact(term, regime, update),
+        relative_bias=bias, cosine=cosine, variance=variance, strength=strength,
+        verdict=_sentence(exact, bias, cosine, strength), update=update,
     )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ class Rows:
     tokens, and the exact ``KL(pi || ref)`` and ``KL(ref || pi)`` of the next-token distributions at each
     prefix. ``ref_logp_BT`` is the reference's, ``behaviour_logp_BT`` what the sampler recorded.
     ``reward_B`` is the task's, ``group_B`` numbers the prompt's groups (equal numbers are adjacent),
-    ``truncated_B`` marks completions cut at the length limit.
+    ``truncated_B`` marks completions cut at the length limit. ``proximal_logp_BT`` is the policy's at the batch's
+    first use; None where this is the first update, so that it is the policy itself.
     """
 
     logp_BT: Tensor
@@ -31,6 +32,7 @@ class Rows:
     reward_B: Tensor
     group_B: Tensor
     truncated_B: Tensor
+    proximal_logp_BT: Tensor | None = None
 
 
 class Loss(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +28,7 @@ class Setting:
     or several versions by position; with temperature and top-p applied. ``recorded_logp_NV`` is what the
     sampler writes down for it, which is the same unless an engine records something else.
     ``reward_N2`` gives the task's reward of a completion by its last prefix: ended there, truncated there.
+    ``proximal_logp_NV`` is the policy at the batch's first use, None where that is the policy itself.
     """
 
     tree: Tree
@@ -36,6 +38,7 @@ class Setting:
     sampler_logp_NV: Tensor
     recorded_logp_NV: Tensor
     reward_N2: Tensor
+    proximal_logp_NV: Tensor | None = None
 
     @classmethod
     def random(
@@ -94,6 +97,12 @@ class Setting:
         theta = self.theta_D if theta_D is None else theta_D
         return prefix_log_probs(_logits(self.features_NVD, theta, self.tree.prefixes, self.tree.vocabulary))
 
+    def at_a_later_update(self, share: float) -> Setting:
+        """The same batch, some updates on: its first use was at the policy whose logits lie ``share`` of the way from
+        the sampler to the policy (0: the sampler, 1: the policy)."""
+        between_NV = (1 - share) * self.recorded_logp_NV + share * self.policy_logp().detach()
+        return dataclasses.replace(self, proximal_logp_NV=prefix_log_probs(between_NV))
+
     @property
     def behaviour_logp_BT(self) -> Tensor:
         """What the sampler recorded for every completion of a small tree, ``[B, T]``."""
@@ -110,6 +119,7 @@ class Setting:
         """What a loss sees of these completions; log-probs and exact KLs are leaves that ask for gradient."""
         mask_BT, prefix_BT = completions.mask_BT, completions.prefix_BT
         reverse_N, forward_N = self.kl_N
+        proximal_NV = self.proximal_logp_NV
         last_B = mask_BT.sum(-1) - 1
         last_prefix_B = prefix_BT.gather(1, last_B[:, None])[:, 0]
         return Rows(
@@ -122,6 +132,7 @@ class Setting:
             reward_B=self.reward_N2[last_prefix_B, completions.truncated_B.long()],
             group_B=torch.arange(len(mask_BT)),
             truncated_B=completions.truncated_B,
+            proximal_logp_BT=None if proximal_NV is None else log_probs(completions, proximal_NV),
         )
 
     def probability(self, completions: Completions) -> Tensor:

@@ -72,10 +72,11 @@ def training_loss(terms: Sequence[KLTerm], around: Surroundings, *, scale: float
 
 
 def policy_loss(spec: PolicyTerm, rows: Rows, advantage_BT: Tensor) -> Tensor:
-    """The policy term on rows, ``[B, T]``, at a batch's first update: the recomputed policy is the current one."""
+    """The policy term on rows, ``[B, T]``; at a first update the recomputed policy is the current one."""
+    at_first_BT = rows.logp_BT.detach() if rows.proximal_logp_BT is None else rows.proximal_logp_BT
     return policy_term(
         spec, logp_BT=rows.logp_BT, behaviour_logp_BT=rows.behaviour_logp_BT, advantage_BT=advantage_BT,
-        mask_BT=rows.mask_BT, proximal_logp_BT=rows.logp_BT.detach(),
+        mask_BT=rows.mask_BT, proximal_logp_BT=at_first_BT,
     ).loss_BT  # fmt: skip
 
 

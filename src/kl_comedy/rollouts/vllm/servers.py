@@ -38,6 +38,7 @@ from kl_comedy.rollouts.vllm.weights import write_weights
 if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
 
+BAD_REQUEST = 400
 MOST_REQUESTS = 64
 """Requests at a time to one server; each is a thread here, and more would not make it faster."""
 
@@ -227,13 +228,22 @@ class VLLMServerRollouts:
     def _check_model(self, client: Client, identity: Identity) -> None:
         reference = probe.probe_reference(self._loaded, temperature=self._temperature)
         allowed = probe.tolerance(self._dtype, self._options.probe_tolerance)
-        found = probe.gap(reference, client.probe(reference.ids, probe.fields(self._temperature)))
-        if not found <= allowed:
-            raise bad_value(
-                f"{KEY}.urls", client.url, "a server of the model that is trained",
-                f"it serves {identity.model!r}, whose log-probs differ from the trainer's by up to {found:.3g} nats, "
-                f"at most {allowed:.3g} are tolerated; serve model.source, with --logprobs-mode processed_logprobs",
-            )  # fmt: skip
+        try:
+            found = probe.gap(reference, client.probe(reference.ids, probe.fields(self._temperature)))
+        except Refused as refusal:
+            if refusal.status != BAD_REQUEST:
+                raise
+            fault = f"which does not take tokens of the trainer's vocabulary: {refusal}"
+        else:
+            if found <= allowed:
+                return
+            fault = (
+                f"whose log-probs differ from the trainer's by up to {found:.3g} nats, at most {allowed:.3g} are "
+                "tolerated; serve model.source, with --logprobs-mode processed_logprobs"
+            )
+        raise bad_value(
+            f"{KEY}.urls", client.url, "a server of the model that is trained", f"it serves {identity.model!r}, {fault}"
+        )
 
     def _explained(self, url: str, refusal: Refused) -> UserError:
         source = self._options.api_key_file or f"the environment variable {self._options.api_key_env}"
