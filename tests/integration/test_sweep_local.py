@@ -59,6 +59,23 @@ def test_cells_finish_and_the_one_without_data_fails_with_its_reason(swept):
     assert all(row["step"] == 3 and row["reward"] is not None for name, row in rows.items() if name != "k1-late")
     assert rows["k1-pocket"]["evaluated"] and not rows["k1-late"]["evaluated"]
     assert "k1-late" in (folder / "sweeps/grid/report/report.md").read_text()
+    page = (folder / "sweeps/grid/report/report.html").read_text()
+    assert "Sweep grid" in page and "k1_reverse_token in reward" in page
+
+
+def test_a_sweep_without_a_store_has_its_report_and_no_page(tmp_path, capsys):
+    from kl_comedy.cli.sweep_pages import write_pages
+    from kl_comedy.slurm.manifest import Manifest, Sweep
+
+    def of(*stores):
+        return Sweep(path=tmp_path, manifest=Manifest(
+            name="bare", directory=str(tmp_path), base="", base_sha256="", plugins=(), evaluate=None,
+            max_parallel=None, stores=stores, package_version="", cells=(),
+        ))  # fmt: skip
+
+    assert list(write_pages(of(("none", "x")))) == [] and capsys.readouterr().err == ""
+    assert list(write_pages(of(("sqlite:///gone.db", "x")))) == []
+    assert "no report.html: --uri: no results store at" in capsys.readouterr().err
 
 
 def test_resubmit_runs_only_what_failed_and_then_nothing(swept):

@@ -1,10 +1,13 @@
 """A folder to work in and the environment of a cluster: what a user of a site has."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from rich.console import Console
 
 
 class Site:
@@ -29,11 +32,11 @@ class Site:
     def status(self, sweep):
         return json.loads(self.kl_comedy("status", sweep, "--format", "json").stdout)
 
-    def wait(self, what, seconds=240):
+    def wait(self, what, seconds=240, every=0.2):
         deadline = time.monotonic() + seconds
         while not (found := what()):
             assert time.monotonic() < deadline, self.run("squeue", "--states=all", "--array").stdout
-            time.sleep(0.05)
+            time.sleep(every)
         return found
 
     def idle(self):
@@ -49,6 +52,22 @@ class Site:
             elif time.monotonic() - self.held.setdefault(job, time.monotonic()) > 5:
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         return not any(lines)
+
+
+def undisturbed(sweep, folder):
+    """What the cells of a sweep end in when nobody disturbs them: trained one after another in this process."""
+    import kl_comedy.training.rooms  # noqa: F401
+    from kl_comedy.config import load_config
+    from kl_comedy.slurm.manifest import read_sweep
+    from kl_comedy.training.run import train
+
+    found, ends = read_sweep(sweep), {}
+    with contextlib.chdir(found.manifest.directory):
+        for cell in found.manifest.cells:
+            overrides = [*found.overrides(cell), f"output={folder / str(cell.index)}", "tracking.uri=none"]
+            done = train(load_config(found.base, overrides), console=Console(quiet=True), command="alone")
+            ends[cell.index] = done.run.path
+    return ends
 
 
 def weights(run):

@@ -1,5 +1,6 @@
 """What a site does to a run, on a real SLURM: preemption, a lost node, an early signal, servers beside the trainer."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sites import Site, weights
+from sites import Site, undisturbed, weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -26,9 +27,17 @@ def site(cluster, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(site):
-    """The weights that nobody disturbed, trained on this machine without a scheduler."""
-    return run_of(site, start(site, "alone", "--local", "1"))
+def alone(tmp_path_factory):
+    """The weights that nobody disturbed, trained in this process without a scheduler."""
+    ends = []
+
+    def train(site, name):
+        if not ends:
+            (run,) = undisturbed(site.folder / "sweeps" / name, tmp_path_factory.mktemp("alone")).values()
+            ends.append(weights(run))
+        return ends[0]
+
+    return train
 
 
 def start(site, name, *where, more=""):
@@ -54,7 +63,7 @@ def training(site, name):
     return lines(site, name)[0] if saved else None
 
 
-def test_a_preempted_cell_saves_within_its_grace_and_goes_on(site, undisturbed):
+def test_a_preempted_cell_saves_within_its_grace_and_goes_on(site, alone):
     """SLURM ends a job that leaves within its grace, and does not requeue it; the script must."""
     name = start(site, "preempted", "--slurm", "site.yaml")
     site.wait(lambda: training(site, name))
@@ -65,10 +74,10 @@ def test_a_preempted_cell_saves_within_its_grace_and_goes_on(site, undisturbed):
     assert [code for code, _ in ends] == [1, 0] and "stopped by SIGTERM at update" in ends[0][1]
     assert [line["restart"] for line in lines(site, name) if "started" in line] == [0, 1]
     assert "COMPLETED" in site.run("squeue", "--noheader", "--states=all", f"--jobs={urgent}", "--format=%T").stdout
-    assert run_of(site, name) == undisturbed
+    assert run_of(site, name) == alone(site, name)
 
 
-def test_a_signal_before_the_process_listens_requeues_the_job(site, undisturbed):
+def test_a_signal_before_the_process_listens_requeues_the_job(site, alone):
     """USR1 comes while python imports; the leg has nothing to save, and the next one trains."""
     name = start(site, "early", "--slurm", "site.yaml")
     wanted = f"kl_comedy.cli cell {site.folder}/sweeps/early 0"
@@ -83,7 +92,7 @@ def test_a_signal_before_the_process_listens_requeues_the_job(site, undisturbed)
     site.wait(site.idle)
     started = [line["restart"] for line in lines(site, name) if "started" in line]
     assert started[-1] == 1, "the second leg trained"
-    assert run_of(site, name) == undisturbed
+    assert run_of(site, name) == alone(site, name)
 
 
 def test_a_task_that_saved_first_does_not_take_the_others_with_it(site):
@@ -163,16 +172,38 @@ def test_a_server_that_never_comes_up_fails_the_cell_in_one_line(site):
     )  # fmt: skip
 
 
-def test_a_lost_node_costs_what_came_after_the_last_checkpoint(site, undisturbed, cluster):
-    """The node's daemon, its step and the training process die; the job goes on elsewhere."""
+def processes_of(job, cluster):
+    """What runs in ``job`` of this cluster, as (process id, its parent's), by the variables SLURM gave it."""
+    marks = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_CONF={cluster['SLURM_CONF']}".encode()}
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and marks <= set((folder / "environ").read_bytes().split(b"\0")):
+                found.append((int(folder.name), int((folder / "stat").read_text().rpartition(")")[2].split()[1])))
+    return found
+
+
+def lose(node, job, cluster):
+    """Kill the node's daemon first, then the guardians of the job's steps, then all that ran: none can send word."""
+    daemon = int((Path(cluster["SLURM_CONF"]).parent / "pids" / f"slurmd-{node}").read_text().split()[0])
+    inside = dict(processes_of(job, cluster))
+    guardians = {parent for parent in inside.values() if parent not in inside}
+    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in guardians}
+    assert names == {"slurmstepd"}, names
+    for pid in (daemon, *guardians, *inside):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_lost_node_costs_what_came_after_the_last_checkpoint(site, alone, cluster):
+    """The node's daemon, the job's steps and the training process die; the job goes on elsewhere."""
     name = start(site, "lost", "--slurm", "site.yaml")
     first = site.wait(lambda: training(site, name))
     node = first["node"]
-    daemon = int((Path(cluster["SLURM_CONF"]).parent / "pids" / f"slurmd-{node}").read_text().split()[0])
-    for pid in (daemon, int(first["process"]["process.pid"])):
-        os.kill(pid, signal.SIGKILL)
+    (job,) = site.run("squeue", "--noheader", "--name=lost-train", "--format=%A").stdout.split()
+    lose(node, job, cluster)
     site.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
     site.wait(site.idle)
     begun = [line for line in lines(site, name) if "started" in line]
     assert [line["restart"] for line in begun] == [0, 1] and begun[1]["node"] != node
-    assert run_of(site, name) == undisturbed
+    assert run_of(site, name) == alone(site, name)

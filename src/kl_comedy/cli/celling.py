@@ -42,16 +42,19 @@ def cell(
 
 
 def sweep_report(sweep: Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder or name")]) -> None:
-    """Write SWEEP/report: every cell, and means with intervals over seeds.
+    """Write SWEEP/report: every cell, means with intervals over seeds, and the page of `kl-comedy results report`.
 
     Example: `kl-comedy sweep-report pocket_beta`
     """
+    from kl_comedy.cli.sweep_pages import write_pages
     from kl_comedy.slurm.manifest import read_sweep
     from kl_comedy.slurm.report import write_report
     from kl_comedy.slurm.status import board
 
     found = read_sweep(sweep)
     print(write_report(found, board(found)))
+    for page in write_pages(found):
+        print(page)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def mount(app: typer.Typer) -> None:
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="A YAML config, as configs/paper/on_policy_math_qwen2.5_7b.yaml")],
+    config: Annotated[Path, typer.Argument(help="A YAML config, as configs/paper/on_policy_math_qwen.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, as train.strategy=fsdp")] = None,
     gpu: Annotated[str, typer.Option(help="a100-40, a100-80, l40s-48, h100-80, h200-141, b200-180, ... or cpu")] = (
         "h100-80"
@@ -44,7 +44,7 @@ def plan(
 
     From the architecture alone: no weights are loaded. Says what does not fit, and which settings would make it fit.
 
-    Example: `kl-comedy plan configs/paper/on_policy_math_qwen2.5_7b.yaml --gpu h100-80 --gpus 8 train.strategy=fsdp`
+    Example: `kl-comedy plan configs/paper/on_policy_math_qwen.yaml --gpu h100-80 --gpus 8 train.strategy=fsdp`
     """
     if format not in FORMATS:
         raise bad_value("--format", format, FORMATS)
