@@ -19,6 +19,7 @@ from typing import Any
 
 import algorithm_docs
 import decision_docs
+import evaluation_docs
 import peers_docs
 from open_problem_block import open_problem
 
@@ -329,6 +330,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "keys": configuration_keys, "term fields": term_fields, "impossible": impossible, "recipes": recipes,
         "verdicts": verdicts, "names": names,
     },
+    "evaluation.md": evaluation_docs.PARTS,
     "open_problem.md": {"open_problem": open_problem},
     "decision.md": {**decision_docs.PARTS, **algorithm_docs.DECISION},
     "algorithms.md": algorithm_docs.PARTS,

@@ -160,6 +160,11 @@ MEANINGS: dict[str, str] = {
         "What `kl-comedy evaluate` measures KL against: a config file, for the model it names (a run's own "
         "`config.yaml`: where the run began), or a model as in `model.source`. `null`: entropy only."
     ),
+    "eval.suites": (
+        "[Suites](evaluation.md) evaluated beside `data.eval`, by name or YAML file, with their own prompts and "
+        "verifiers; `eval.samples` and `eval.temperature` hold for them too."
+    ),
+    "eval.data_root": "The folder of the suites' files; `null`: by hub name.",
     "audit.every": "Updates between [gradient audits](audit.md) in a run; 0: none. No audit key is in the config hash.",
     "audit.terms": "`own` (the terms of `kl`), `panel`, or names of recipes.",
     "audit.samples": "At most so many completions of the update, in whole groups; `null`: all of them.",

@@ -16,6 +16,7 @@ from kl_comedy.cli import (
     auditing,
     catalogue,
     certifying,
+    evaluation,
     explaining,
     exporting,
     laboratory,
@@ -48,6 +49,7 @@ app.add_typer(results.app, name="results")
 auditing.mount(app)
 catalogue.mount(app)
 certifying.mount(app)
+evaluation.mount(app)
 explaining.mount(app)
 exporting.mount(app)
 laboratory.mount(app)
@@ -75,27 +77,6 @@ def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins =
 
     outcome = run_training(loaded, console=console, command=_command_line())
     show_outcome(outcome, console)
-
-
-@app.command()
-def evaluate(
-    config: ConfigArgument,
-    overrides: Overrides = None,
-    plugin: Plugins = None,
-    format: Annotated[str, typer.Option(help="table or json")] = "table",
-) -> None:
-    """Evaluate the model of CONFIG on its `data.eval` sets.
-
-    Example: `kl-comedy evaluate configs/quickstart.yaml model.source=runs/RUN/policy eval.samples=8`
-    """
-    from kl_comedy.errors import bad_value
-
-    if format not in ("table", "json"):
-        raise bad_value("--format", format, ("table", "json"))
-    loaded = _load(config, overrides, plugin)
-    from kl_comedy.cli.evaluating import evaluate_config
-
-    evaluate_config(loaded, _console(), as_json=format == "json")
 
 
 def _load(config: Path, overrides: list[str] | None, plugins: list[Path] | None) -> Config:

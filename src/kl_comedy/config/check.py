@@ -23,8 +23,11 @@ def check_combinations(config: Config) -> None:
         )
     if not config.rewards:
         raise UserError("rewards: needs at least one reward, as in [{name: math_verify}]")
-    if config.train.eval_every and not config.data.eval:
-        raise UserError(f"train.eval_every is {config.train.eval_every} and data.eval names no problems to evaluate on")
+    if config.train.eval_every and not (config.data.eval or config.eval.suites):
+        raise UserError(
+            f"train.eval_every is {config.train.eval_every}, and neither data.eval nor eval.suites names problems to "
+            "evaluate on"
+        )
     if config.model.lora and config.model.lora.dropout > 0:
         raise bad_value(
             "model.lora.dropout", config.model.lora.dropout, "0",

@@ -238,6 +238,8 @@ class EvalConfig:
 
     ``kl``: measure exact KL, total variation and entropy on these completions, against the run's initial
     reference; ``kl-comedy evaluate`` takes ``reference`` instead (a config whose model it is, or a source).
+    ``suites``: evaluated beside the sets of ``data.eval``, with their own prompts and verifiers; ``data_root`` is the
+    folder of their files (open: by hub name).
     """
 
     samples: int = _at_least(1, 1)
@@ -247,6 +249,8 @@ class EvalConfig:
     at_end: bool = True
     kl: bool = True
     reference: str | None = None
+    suites: list[str] = field(default_factory=list)
+    data_root: str | None = None
 
 
 @dataclass

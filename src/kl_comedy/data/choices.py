@@ -42,6 +42,22 @@ def choice_letter(answer: Any, choices: Sequence[str], *, field: str, place: str
     )
 
 
+def label_position(answer: Any, labels: Any, count: int, *, field: str, place: str) -> int:
+    """The 0-based position of ``answer`` among the source's own labels of its ``count`` choices.
+
+    >>> label_position("3", ["1", "2", "3", "4"], 4, field="answerKey", place="row 1")
+    2
+
+    Raises :class:`UserError` where the labels are not one for each choice, or lack the answer.
+    """
+    names = [str(label) for label in labels] if isinstance(labels, list | tuple) else []
+    if len(names) != count or len(set(names)) != count:
+        raise UserError(f"{place}: {count} choices need as many different labels, got {labels!r}")
+    if str(answer) not in names:
+        raise UserError(f"{place}: field {field!r} is {answer!r}, which is none of the labels {', '.join(names)}")
+    return names.index(str(answer))
+
+
 def render_choices(text: str, choices: Sequence[str]) -> str:
     """The text, then one line a choice.
 

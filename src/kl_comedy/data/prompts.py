@@ -71,6 +71,24 @@ def render(
     )
 
 
+def continuation_ids(
+    prompt: Prompt, continuation: str, tokenizer: PreTrainedTokenizerBase, *, special: bool
+) -> tuple[int, ...]:
+    """The tokens that ``continuation`` adds to ``prompt`` when both are spelled together; at least one.
+
+    ``special``: as the prompt was tokenized, with the tokenizer's special tokens in front (plain) or not (chat).
+    Raises :class:`UserError` where it adds none, or where the tokenizer joins its beginning with the prompt's end.
+    """
+    (whole,) = _tokenize([prompt.text + continuation], tokenizer, special=special, key="the choices")
+    size = len(prompt.token_ids)
+    if whole[:size] != prompt.token_ids or len(whole) == size:
+        raise UserError(
+            f"problem {prompt.problem.id!r}: the tokenizer has no tokens for {continuation!r} alone after "
+            f"{prompt.text[-20:]!r}; end the prompt elsewhere (suffix, prefill), or ask for a generated answer"
+        )
+    return whole[size:]
+
+
 def _question(problem: Problem, config: PromptConfig) -> str:
     return config.prefix + problem.text + config.suffix
 

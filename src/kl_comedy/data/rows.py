@@ -2,7 +2,8 @@
 
 The row format is the same for every source (JSONL, Parquet, hub). ``config.fields`` maps our names to the
 source's; a dotted source name (``reward_model.ground_truth``) reaches into nested objects where no column
-has that very name. Options understood by every row source:
+has that very name. ``labels`` names the list of what the source calls its choices (ARC: some rows ``A`` to ``D``,
+some ``1`` to ``4``), in which the answer is looked up. Options understood by every row source:
 
 - ``text_after`` / ``answer_after``: keep only what follows the last such marker (``"####"`` for GSM8K);
 - ``answer_boxed``: the answer is the content of the last ``\\boxed{...}`` (MATH solutions);
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kl_comedy.config.schema import DatasetConfig
-from kl_comedy.data.choices import choice_letter, read_choices, render_choices
+from kl_comedy.data.choices import choice_letter, label_position, read_choices, render_choices
 from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.records import Problem
 
@@ -34,13 +35,14 @@ _GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 class RowFormat:
     """How the rows of one source are read: source names by ours, and the transformations asked for.
 
-    ``id`` and ``choices`` are None where the source has none; ids are then made from the row's number.
+    ``id``, ``choices`` and ``labels`` are None where the source has none; ids are then made from the row's number.
     """
 
     text: str
     answer: str
     id: str | None
     choices: str | None
+    labels: str | None
     extras: Mapping[str, str]
     text_after: str | None
     answer_after: str | None
@@ -63,12 +65,13 @@ def row_format(config: DatasetConfig, first: Mapping[str, Any], *, key: str, pla
             raise bad_value(f"{key}.options.{name}", options[name], ["true", "false"])
     if options.get("answer_boxed") and options.get("answer_after"):
         raise UserError(f"{key}.options: answer_boxed and answer_after exclude each other; keep one")
-    own = {"text", "answer", "id", "choices"}
+    own = {"text", "answer", "id", "choices", "labels"}
     return RowFormat(
         text=fields.get("text") or _default_text(first, key=key, place=place),
         answer=fields.get("answer") or _default_answer(first, key=key, place=place),
         id=fields.get("id") or ("id" if "id" in first else None),
         choices=fields.get("choices") or ("choices" if first.get("choices") is not None else None),
+        labels=fields.get("labels"),
         extras={ours: theirs for ours, theirs in fields.items() if ours not in own},
         text_after=options.get("text_after"),
         answer_after=options.get("answer_after"),
@@ -117,6 +120,9 @@ def read_row(row: Mapping[str, Any], form: RowFormat, *, key: str, place: str, f
         choices = read_choices(
             _lookup(row, form.choices, ours="choices", key=key, place=place), field=form.choices, place=place
         )
+        if form.labels is not None:
+            labels = _lookup(row, form.labels, ours="labels", key=key, place=place)
+            raw_answer = label_position(raw_answer, labels, len(choices), field=form.answer, place=place)
         answer = choice_letter(raw_answer, choices, field=form.answer, place=place)
         meta |= {"choices": choices, "question": text}
         text = render_choices(text, choices) if form.render_choices else text

@@ -21,10 +21,12 @@ Measure = Callable[[Sequence[Scored]], Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """A named set of prompts to evaluate on."""
+    """A named set of prompts to evaluate on. ``scorer`` and ``sampling``: its own, where it has them (suites)."""
 
     name: str
     prompts: Sequence[Prompt]
+    scorer: Scorer | None = None
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,14 @@ def evaluate(
     backend: RolloutBackend, scorer: Scorer, held_out: EvalSet, *, samples: int, sampling: Sampling, seed: int,
     measure: Measure | None = None,
 ) -> EvalResult:  # fmt: skip
-    """Draw ``samples`` completions a problem, score and measure them. Depends on weights, prompts and seed only."""
-    rows = scorer.score(backend.generate(held_out.prompts, group_size=samples, sampling=sampling, seed=seed))
+    """Draw ``samples`` completions a problem, score and measure them. Depends on weights, prompts and seed only.
+
+    ``scorer`` and ``sampling`` hold where the set has none of its own.
+    """
+    sampling = held_out.sampling or sampling
+    rows = (held_out.scorer or scorer).score(
+        backend.generate(held_out.prompts, group_size=samples, sampling=sampling, seed=seed)
+    )
     n = len(held_out.prompts)
     means = [sum(row.reward.value for row in rows[i * samples : (i + 1) * samples]) / samples for i in range(n)]
     mean = sum(means) / n

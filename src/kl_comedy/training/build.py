@@ -24,6 +24,7 @@ from kl_comedy.training.divided import DividedScorer, load_policy
 from kl_comedy.training.pairs import check_dpo
 from kl_comedy.training.sources import backend_for
 from kl_comedy.training.stream import Scorer
+from kl_comedy.training.suites import RunSuite, load_suites, suite_sets
 from kl_comedy.training.world import ALONE, World
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def build(config: Config, world: World = ALONE) -> Parts:
         terms=terms,
         loaded=loaded,
         references=_references(config, terms, loaded),
-        problems=world.together(lambda: _enough(render_all(config, raw, loaded), config, world)),
+        problems=world.together(lambda: _enough(_with_suites(config, raw, loaded, rewards, world), config, world)),
         backend=backend_for(config, loaded, world),
         scorer=rewards if world.size == 1 else DividedScorer(rewards, world),
         rewards=rewards,
@@ -179,6 +180,17 @@ def _enough(problems: Problems, config: Config, world: World) -> Problems:
     return problems
 
 
+def _with_suites(
+    config: Config, raw: RawProblems, loaded: LoadedModel, rewards: RewardSum, world: World
+) -> Problems:  # fmt: skip
+    """The run's sets and those of its suites, which share the workers of its rewards."""
+    own = render_all(config, raw, loaded)
+    sets, counts, hashes = suite_sets(config, raw.suites, loaded, pool=rewards.pool, world=world)
+    return Problems(
+        train=own.train, evals=[*own.evals, *sets], counts={**own.counts, **counts}, hashes={**own.hashes, **hashes}
+    )
+
+
 GOLDS_CHECKED = 256
 """Answers per set that the rewards must be able to judge before a run begins: evenly spaced, a few seconds."""
 
@@ -192,11 +204,12 @@ def _check_golds(scorer: RewardSum, raw: RawProblems) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RawProblems:
-    """Problems before the tokenizer: loaded and decontaminated, with what was removed."""
+    """Problems before the tokenizer: loaded and decontaminated, with what was removed; suites in training only."""
 
     train: Sequence[Problem]
     evals: Mapping[str, Sequence[Problem]]
     counts: Mapping[str, int]
+    suites: Sequence[RunSuite] = ()
 
 
 def load_raw(config: Config, *, train: bool = True) -> RawProblems:
@@ -208,12 +221,16 @@ def load_raw(config: Config, *, train: bool = True) -> RawProblems:
     }
     problems: Sequence[Problem] = []
     removed: Mapping[str, int] = {}
+    suites = load_suites(config) if train else []
     if train:
         problems = load_problems(data.train, key="data.train", training=True, allow_test_split=data.allow_test_split)
         if data.decontaminate:
-            problems, removed = decontaminate(problems, evals)
+            problems, removed = decontaminate(problems, evals | {one.suite.name: one.unrendered() for one in suites})
     return RawProblems(
-        train=problems, evals=evals, counts={f"decontaminated.{name}": count for name, count in removed.items()}
+        train=problems,
+        evals=evals,
+        suites=suites,
+        counts={f"decontaminated.{name}": count for name, count in removed.items()},
     )
 
 

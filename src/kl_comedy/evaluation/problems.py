@@ -1,0 +1,175 @@
+"""The problems of a suite, as they are asked: found, checked, chosen, rendered.
+
+--data FILE | --data-root FOLDER | the suite's own dataset -> rows -> where -> items? -> text -> prompts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_comedy.config.schema import DatasetConfig
+from kl_comedy.config.suites import TEMPLATES, SuiteConfig, SuiteFile
+from kl_comedy.data import RenderReport, load_problems, render
+from kl_comedy.data.choices import LETTERS
+from kl_comedy.data.load import subset
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.records import Problem, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NAME = re.compile(r"\{(\w+)(:words)?\}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnData:
+    """A file given for a suite by hand; ``sha256`` is checked where it is given."""
+
+    path: str
+    sha256: str | None = None
+
+
+def parse_own_data(words: Sequence[str]) -> dict[str, OwnData]:
+    """``SUITE=FILE`` or ``SUITE=FILE#SHA256``, by suite.
+
+    >>> parse_own_data(["gsm8k=data/test.jsonl"])
+    {'gsm8k': OwnData(path='data/test.jsonl', sha256=None)}
+    """
+    found = {}
+    for word in words:
+        suite, equals, path = word.partition("=")
+        if not (suite and equals and path):
+            raise bad_value("--data", word, "SUITE=FILE or SUITE=FILE#SHA256")
+        path, hashed, digest = path.partition("#")
+        if hashed and not _SHA256.fullmatch(digest):
+            raise bad_value(f"--data {suite}", digest, "a SHA-256 of 64 hexadecimal digits after #")
+        found[suite] = OwnData(path=path, sha256=digest or None)
+    return found
+
+
+def suite_problems(
+    suite: SuiteConfig, *, root: Path | None = None, own: OwnData | None = None, limit: int | None = None
+) -> list[Problem]:
+    """The suite's problems, their text as it is asked (without prompt), the first ``limit`` of them.
+
+    Raises :class:`UserError` for a file that is missing or another one than the suite's, for rows without text or gold,
+    and for another number of problems than the suite has (data given by hand excepted).
+    """
+    config = _source(suite, root, own)
+    key = f"suite {suite.name}"
+    problems = load_problems(config, key=key, training=False, allow_test_split=True)
+    problems = [problem for problem in problems if _wanted(problem, suite, key)]
+    if not problems:
+        raise UserError(f"{key}: no problem has {_described(suite.where)}")
+    if suite.items is not None and own is None and len(problems) != suite.items:
+        raise UserError(
+            f"{key}: it has {suite.items} problems, and {config.path or config.name or config.dataset} gave "
+            f"{len(problems)}; another version? --data {suite.name}=FILE takes a file as it is"
+        )
+    chosen = problems if limit is None else subset(problems, limit, 0)
+    return [dataclasses.replace(problem, text=question(problem, suite)) for problem in chosen]
+
+
+def question(problem: Problem, suite: SuiteConfig) -> str:
+    """The suite's ``text`` with this problem's values, each put in literally and once."""
+    choices = problem.meta.get("choices") or ()
+    lines = [
+        suite.choice_line.replace("{letter}", letter, 1).replace("{choice}", choice, 1)
+        for letter, choice in zip(LETTERS, choices, strict=False)
+    ]
+    values = {**problem.meta, "text": problem.text, "options": "\n".join(lines)}
+
+    def value(match: re.Match[str]) -> str:
+        name, words = match.groups()
+        if name not in values or (name == "options" and not choices):
+            raise bad_value(
+                f"suite {suite.name}: text", match.group(), [f"{{{known}}}" for known in values],
+                f"the problem {problem.id!r} has no such value",
+            )  # fmt: skip
+        text = str(values[name])
+        return text.replace("_", " ") if words else text
+
+    return _NAME.sub(value, suite.text)
+
+
+def suite_prompts(
+    suite: SuiteConfig, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, *, template: str = "auto"
+) -> tuple[list[Prompt], RenderReport]:
+    """Prompts of the problems (:func:`kl_comedy.data.render`); ``template`` other than auto overrides the suite's."""
+    return render(
+        problems, dataclasses.replace(suite.prompt, template=chosen_template(suite, tokenizer, template)), tokenizer,
+        key=f"suite {suite.name}: prompt",
+    )  # fmt: skip
+
+
+def chosen_template(suite: SuiteConfig, tokenizer: Any, template: str = "auto") -> str:
+    """``plain`` or ``chat``: what is asked for, else the suite's own, else chat where the tokenizer can."""
+    if template not in TEMPLATES:
+        raise bad_value("--template", template, TEMPLATES)
+    named = suite.template if template == "auto" else template
+    if named != "auto":
+        return named
+    return "chat" if getattr(tokenizer, "chat_template", None) else "plain"
+
+
+def _source(suite: SuiteConfig, root: Path | None, own: OwnData | None) -> DatasetConfig:
+    """Where the rows come from: the file given by hand, the suite's file, or where it is published."""
+    if own is not None:
+        given = dataclasses.replace(suite.file or SuiteFile(), path=own.path, sha256=own.sha256)
+        return _file(suite, given, Path(own.path).expanduser(), f"--data {suite.name}")
+    if suite.file is not None and suite.file.path:
+        path = Path(suite.file.path).expanduser()
+        if path.is_absolute() or root is not None or suite.data is None:
+            return _file(suite, suite.file, path if root is None else root.expanduser() / path, "--data-root")
+    assert suite.data is not None
+    return dataclasses.replace(suite.data, options=_options(suite.data.dataset, suite.data.options))
+
+
+def _file(suite: SuiteConfig, file: SuiteFile, path: Path, option: str) -> DatasetConfig:
+    dataset = "parquet" if path.suffix == ".parquet" else "jsonl"
+    if not path.is_file():
+        folder = path.parent
+        there = sorted(one.name for one in folder.glob("*") if one.is_file())[:20]
+        where = f"{folder} holds {', '.join(there) or 'no file'}" if folder.is_dir() else f"there is no folder {folder}"
+        published = f"; published as {suite.data.name} (leave {option} out to load it)" if suite.data else ""
+        raise bad_value(option, str(path), f"an existing file for the suite {suite.name}", where + published)
+    if file.sha256 is not None:
+        found = _sha256(path)
+        if found != file.sha256:
+            raise UserError(
+                f"{option}: {path} is another file than the suite {suite.name} names: SHA-256 {found}, expected "
+                f"{file.sha256}; --data {suite.name}={path} takes it as it is"
+            )
+    return DatasetConfig(
+        dataset=dataset, path=str(path), fields=dict(file.fields), options=_options(dataset, file.options)
+    )
+
+
+def _options(dataset: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Choices are written by the suite, not by the reader of rows."""
+    return {"render_choices": False, **options} if dataset in ("jsonl", "parquet", "hub") else dict(options)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _wanted(problem: Problem, suite: SuiteConfig, key: str) -> bool:
+    for name, allowed in suite.where.items():
+        if name not in problem.meta:
+            raise bad_value(f"{key}: where", name, sorted(problem.meta), f"fields of the problem {problem.id!r}")
+        if str(problem.meta[name]) not in allowed:
+            return False
+    return True
+
+
+def _described(where: dict[str, list[str]]) -> str:
+    return " and ".join(f"{name} in {', '.join(allowed)}" for name, allowed in where.items())

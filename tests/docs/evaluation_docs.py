@@ -1,0 +1,54 @@
+"""The generated parts of docs/evaluation.md: what each suite is and how it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kl_comedy.config.suites import SuiteConfig
+from kl_comedy.evaluation import get_suite
+from kl_comedy.registry import SUITES
+
+GROUPS = {"in_domain": "mathematics", "out_of_domain": "out of domain", "procedural": "made on the spot"}
+
+
+def _suites() -> list[SuiteConfig]:
+    found = [get_suite(entry.name) for entry in SUITES if entry.origin.startswith("kl_comedy.")]
+    return sorted(found, key=lambda suite: (list(GROUPS).index(suite.group), suite.name))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [list(head), ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def suites() -> str:
+    rows = []
+    for suite in _suites():
+        assert suite.data is not None
+        published = f"`{suite.data.name}`" if suite.data.name else f"`{suite.data.dataset}`, {suite.data.split}"
+        published += f", `{suite.data.subset}`" if suite.data.subset else ""
+        file = "" if suite.file is None else f"`{suite.file.path}`" + (" (checked)" if suite.file.sha256 else "")
+        judged = f"`{suite.reward.name}`" if suite.kind == "generate" else f"log-prob of the {suite.score}"
+        rows.append(
+            (f"`{suite.name}`", suite.summary, str(suite.items), judged, published, file, suite.source, suite.licence)
+        )
+    head = ("suite", "what", "problems", "judged by", "published as", "file in `--data-root`", "source", "licence")
+    return _table(head, rows)
+
+
+def prompts() -> str:
+    """One block for each way of asking, with the suites that ask so."""
+    asked: dict[tuple[str, ...], list[str]] = {}
+    for suite in _suites():
+        question = suite.prompt.prefix + suite.text + suite.prompt.suffix + suite.prompt.prefill
+        options = suite.choice_line if "{options}" in suite.text else ""
+        asked.setdefault((question, options, suite.template), []).append(f"`{suite.name}`")
+    blocks = []
+    for (question, options, template), names in asked.items():
+        how = {"auto": "chat where the tokenizer can, else plain", "plain": "plain", "chat": "chat"}[template]
+        each = f"; each option as `{options}`" if options else ""
+        blocks.append(f"{', '.join(names)} ({how}{each}):\n\n```text\n{question}\n```")
+    return "\n\n".join(blocks)
+
+
+PARTS = {"suites": suites, "suite prompts": prompts}

@@ -1,0 +1,197 @@
+"""`kl-comedy evaluate --suite` as a user calls it: killed and resumed, in shards, tracked, and with every mistake."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kl_comedy.cli import suite_evaluation
+
+TINY = Path(__file__).with_name("tiny.yaml")
+SUMS = {
+    "name": "sums", "data": {"dataset": "pocket", "split": "heldout", "limit": 20, "options": {"digits": 1}},
+    "template": "plain", "reward": {"name": "exact_answer"}, "answer": "number", "max_new_tokens": 24,
+}  # fmt: skip
+MODEL = ("pocket", "model.options={preset: tiny}", "eval.temperature=1.0", "tracking.uri=none")
+
+
+@pytest.fixture
+def sums(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KL_COMEDY_DATA", raising=False)
+    (tmp_path / "sums.yaml").write_text(yaml.safe_dump(SUMS))
+    return "sums.yaml"
+
+
+def records(folder):
+    (found,) = Path(folder).glob("*/sums-*")
+    return found
+
+
+def command(*words):
+    return [sys.executable, "-c", "from kl_comedy.cli.main import run; run()", "evaluate", *words]
+
+
+def test_scores_records_and_the_same_again_without_drawing(kl_comedy, sums):
+    words = ("evaluate", *MODEL, "--suite", sums, "eval.samples=4", "--format", "json")
+    code, out, err = kl_comedy(*words)
+    assert code == 0, err
+    (row,) = json.loads(out)
+    items = [json.loads(line) for line in (records("evaluations") / "items.jsonl").read_text().splitlines()]
+    assert row["problems"] == 20 and len(items) == 80
+    assert row["accuracy"] == sum(item["correct"] for item in items) / 80 > 0
+    assert row["accuracy_low"] < row["accuracy"] < row["accuracy_high"] and row["pass@4"] >= row["accuracy"]
+    assert row["truncated_share"] == sum(item["stop_reason"] == "length" for item in items) / 80
+    import pandas as pd
+
+    table = pd.read_parquet(records("evaluations") / "items.parquet")
+    assert table.to_dict("records")[5]["completion"] == items[5]["completion"]
+    before = (records("evaluations") / "items.jsonl").stat().st_mtime_ns
+    code, again, err = kl_comedy(*words, "--k", "3")
+    assert code == 0 and json.loads(again)[0]["accuracy"] == row["accuracy"] and "pass@3" in json.loads(again)[0]
+    assert (records("evaluations") / "items.jsonl").stat().st_mtime_ns == before and "problems" not in err
+    for format, line in (("csv", "sums,generate,20"), ("markdown", "| sums | 20 x 4 |"), ("table", "accuracy")):
+        assert line in kl_comedy(*words[:-1], format)[1]
+
+
+def test_killed_and_resumed_it_ends_in_the_same_bytes(kl_comedy, sums, tmp_path):
+    words = (*MODEL, "--suite", sums, "eval.samples=2", "--chunk", "1")
+    assert kl_comedy("evaluate", *words, "--out", "whole")[0] == 0
+    process = subprocess.Popen(command(*words, "--out", "killed"), stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 300
+        while len(list(Path("killed").glob("*/sums-*/chunks/?????.jsonl"))) < 3:
+            assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+            time.sleep(0.01)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    done = sorted((records("killed") / "chunks").glob("?????.jsonl"))
+    assert 3 <= len(done) < 20 and not (records("killed") / "items.jsonl").exists()
+    done[1].write_bytes(done[1].read_bytes()[:40])  # what a failing disk may leave
+    kept = done[0].stat().st_mtime_ns
+    code, _, err = kl_comedy("evaluate", *words, "--out", "killed", "--shard", "1/2")
+    assert code == 0 and "chunks of other shards are missing" in err.replace("\n", " ")
+    assert done[0].stat().st_mtime_ns == kept
+    assert kl_comedy("evaluate", *words, "--out", "killed")[0] == 0
+    assert (records("killed") / "items.jsonl").read_bytes() == (records("whole") / "items.jsonl").read_bytes()
+    assert records("killed").name == records("whole").name and not (records("killed") / "chunks").exists()
+
+
+def test_ranks_part_the_work_and_the_first_reports(kl_comedy, sums, monkeypatch):
+    words = ("evaluate", *MODEL, "--suite", sums, "--chunk", "2", "--format", "json")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(suite_evaluation, "STALLED_AFTER_S", 0.0)
+    code, _, err = kl_comedy(*words, "--out", "ranks")
+    assert code == 1 and "5 chunks of other ranks did not come" in " ".join(err.split())
+    monkeypatch.setenv("RANK", "1")
+    assert kl_comedy(*words, "--out", "ranks")[:2] == (0, "")
+    monkeypatch.setenv("RANK", "0")
+    code, out, _ = kl_comedy(*words, "--out", "ranks")
+    assert code == 0 and json.loads(out)[0]["problems"] == 20
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert kl_comedy(*words, "--out", "alone")[0] == 0
+    assert (records("ranks") / "items.jsonl").read_bytes() == (records("alone") / "items.jsonl").read_bytes()
+
+
+def test_a_run_and_its_checkpoints_are_evaluated_and_tracked(kl_comedy, sums):
+    words = ("train.steps=2", "eval.at_start=false", "eval.temperature=0", f"eval.suites=[{sums}]", "eval.kl=false")
+    code, _, err = kl_comedy("train", TINY, *words, "tracking.uri=sqlite:///mlflow.db")
+    assert code == 0 and "eval sums at update 2" in err, err
+    (run,) = Path("runs").glob("tiny-*")
+    measured = json.loads((run / "summary.json").read_text())["evaluations"]["sums"]["2"]
+    for target, step in ((run, 2), (run / "checkpoints" / "step-00000001.ckpt", 1)):
+        target = target if target.exists() else next(run.glob(f"checkpoints/step-*{step}.ckpt"))
+        code, out, err = kl_comedy("evaluate", target, "--suite", sums, "--format", "json")
+        assert code == 0, err
+        (row,) = json.loads(out)
+        assert row["model"] == f"{run.name}-{step}"
+        assert step != 2 or row["accuracy"] == pytest.approx(measured)  # greedy: in the run as after it
+    from mlflow import MlflowClient
+
+    client = MlflowClient("sqlite:///mlflow.db")
+    experiment = client.get_experiment_by_name("kl_comedy-evaluations")
+    found = client.search_runs([experiment.experiment_id])
+    assert {each.data.tags["evaluated.step"] for each in found} == {"1", "2"}
+    for each in found:
+        assert each.data.tags["evaluated.run"] == run.name and "eval/sums/accuracy" in each.data.metrics
+        assert each.data.metrics["eval/sums/accuracy"] >= 0 and each.data.params["sampling.temperature"] == "0.0"
+        assert {file.path for file in client.list_artifacts(each.info.run_id, "records")} == {
+            "records/items.jsonl", "records/items.parquet", "records/summary.json",
+        }  # fmt: skip
+
+
+def test_choices_by_log_prob(kl_comedy, sums, tmp_path):
+    rows = [
+        {"id": str(n), "problem": f"{n}+2=", "choices": [str(n + 2), str(n + 5), "0"], "answer": "A"} for n in range(8)
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    suite = {
+        "kind": "likelihood", "file": {"path": "own.jsonl"}, "score": "texts", "template": "plain", "delimiter": "",
+    }  # fmt: skip
+    (tmp_path / "pick.yaml").write_text(yaml.safe_dump(suite))
+    words = ("evaluate", *MODEL, "--suite", "pick.yaml,sums.yaml", "--format", "json", "--limit", "6")
+    code, out, err = kl_comedy(*words)
+    assert code == 0, err
+    row, _ = json.loads(out)
+    (file,) = Path("evaluations").glob("*/pick-*/items.jsonl")
+    items = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(items) == 6 and row["accuracy"] == sum(item["picked"] == "A" for item in items) / 6
+    for item in items:
+        assert item["picked"] == "ABC"[max(range(3), key=item["logps"].__getitem__)] and max(item["logps"]) < 0
+    (tmp_path / "pick.yaml").write_text(yaml.safe_dump({**suite, "delimiter": " "}))
+    code, _, err = kl_comedy(*words)
+    assert code == 2 and "cannot spell" in err  # the pocket tokenizer has no space
+
+
+def test_a_mistaken_suite_of_a_run_is_said_before_it_begins(kl_comedy, sums):
+    for name, says in (
+        ("mmlu_stem_likelihood", "compares log-probs"), ("gsm9k", "did you mean 'gsm8k'"), (sums, "nor another suite"),
+    ):  # fmt: skip
+        code, _, err = kl_comedy("train", TINY, f"eval.suites=[{name},{sums}]")
+        assert code == 2 and says in " ".join(err.split()), err
+    assert not Path("runs").exists()
+
+
+MISTAKES = [
+    (("--suite", "gsm8"), "did you mean 'gsm8k'"),
+    (("--suite", "gsm8k", "--data-root", "."), "allowed: an existing file for the suite gsm8k"),
+    (("--suite", "gsm8k", "--data", "gsm8k=short.jsonl#" + "0" * 64), "another file than the suite gsm8k names"),
+    (("--suite", "gsm8k", "--data", "math500=short.jsonl"), "suites of this call"),
+    (("--suite", "gsm8k", "--data", "gsm8k=nogold.jsonl"), "nogold.jsonl:1"),
+    (("--suite", "badgold.yaml"), "cannot judge the answers of 1 of 1"),
+    (("--suite", "sums.yaml", "--k", "8", "eval.samples=4"), "--k: got 8; allowed: 1 to 4"),
+    (("--suite", "sums.yaml", "--k", "x"), "whole numbers with commas"),
+    (("--suite", "sums.yaml", "eval.samples=4", "eval.temperature=0"), "greedy samples are all the same"),
+    (("--suite", "sums.yaml", "--interval", "wilsn"), "did you mean 'wilson'"),
+    (("--suite", "sums.yaml", "--shard", "2/2"), "I/N"),
+    (("--suite", "sums.yaml", "--template", "chat"), "no chat template"),
+    (("--suite", "sums.yaml", "rollout.backend=replay"), "rollout"),
+    ((), "kl-comedy list suites"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), MISTAKES, ids=[says for _, says in MISTAKES])
+def test_a_mistake_is_one_sentence_and_exit_2(kl_comedy, sums, tmp_path, words, says):
+    (tmp_path / "short.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "nogold.jsonl").write_text('{"problem": "1+1"}\n')
+    (tmp_path / "badgold.jsonl").write_text('{"problem": "1+1", "answer": "?"}\n')
+    (tmp_path / "badgold.yaml").write_text(yaml.safe_dump({**SUMS, "data": None, "file": {"path": "badgold.jsonl"}}))
+    code, out, err = kl_comedy("evaluate", *MODEL, *words)
+    assert code == 2 and out == ""
+    assert says in " ".join(err.split()) and "Traceback" not in err
+    assert not list(Path("evaluations").glob("*/*/items.jsonl"))
+
+
+def test_suites_are_listed(kl_comedy):
+    code, out, _ = kl_comedy("list", "suites", "--format", "json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0 and rows["gsm8k"]["items"] == 1319 and rows["gsm8k"]["source"]

@@ -1,0 +1,225 @@
+"""Suites as data: those of the package are whole, a user's own are checked, their problems are the ones they name."""
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from kl_comedy.config.suites import SuiteConfig
+from kl_comedy.errors import UserError
+from kl_comedy.evaluation import get_suite
+from kl_comedy.evaluation.problems import (
+    OwnData,
+    chosen_template,
+    parse_own_data,
+    question,
+    suite_problems,
+    suite_prompts,
+)
+from kl_comedy.evaluation.suites import DEFINITIONS
+from kl_comedy.records import Problem
+from kl_comedy.registry import SUITES
+
+NAMES = sorted(path.stem for path in DEFINITIONS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_suite_of_the_package_says_what_it_is(name):
+    suite = get_suite(name)
+    assert suite.name == name and suite.summary.endswith(".") and suite.source and suite.licence
+    assert suite.group != "own" and suite.items and suite.data is not None
+    assert SUITES.get(name).row()["items"] == suite.items
+    if suite.kind == "likelihood":
+        assert not suite.prompt.suffix and suite.template == "plain"
+    elif suite.answer == "letter":
+        assert "{options}" in suite.text and suite.reward.name == "multiple_choice"
+
+
+def test_every_issue_s_suite_is_there():
+    assert {
+        "gsm8k", "math500", "math2", "aime24", "aime25", "amc23", "mmlu_college_physics", "mmlu_college_chemistry",
+        "mmlu_college_biology", "mmlu_stem", "arc_challenge", "arc_challenge_likelihood", "countdown", "pocket_sums",
+    } <= set(NAMES)  # fmt: skip
+
+
+def write(folder, rows, name="own.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def own_suite(folder, **keys):
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(keys))
+    return str(path)
+
+
+SUMS = [{"id": f"s{n}", "problem": f"{n}+1=?", "answer": str(n + 1)} for n in range(5)]
+
+
+def test_a_suite_of_ones_own_lies_beside_its_file(tmp_path):
+    write(tmp_path, SUMS)
+    suite = get_suite(own_suite(tmp_path, file={"path": "own.jsonl"}, items=5, text="Compute {text}"))
+    assert suite.name == "mine" and suite.group == "own"
+    problems = suite_problems(suite, limit=2)
+    assert [problem.text for problem in problems] == ["Compute 0+1=?", "Compute 1+1=?"]
+
+
+def test_extending_takes_everything_else_over(tmp_path):
+    suite = get_suite(own_suite(tmp_path, extends="gsm8k", items=None, max_new_tokens=7, prompt={"suffix": "!"}))
+    base = get_suite("gsm8k")
+    assert (suite.max_new_tokens, suite.prompt.suffix, suite.items) == (7, "!", None)
+    assert suite.data == base.data and suite.reward == base.reward and base.max_new_tokens == 1024
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"kind": "generated"}, "did you mean 'generate'"),
+        ({"promt": {}}, "did you mean 'prompt'"),
+        ({}, "names no problems"),
+        ({"extends": "gsm8"}, "did you mean 'gsm8k'"),
+        ({"file": {"path": "x.jsonl"}, "reward": {"name": "math_verfy"}}, "did you mean 'math_verify'"),
+        ({"file": {"path": "x.jsonl"}, "name": "../x"}, "names a folder"),
+    ],
+)
+def test_a_mistaken_suite_is_one_sentence(tmp_path, keys, says):
+    with pytest.raises(UserError, match=says) as raised:
+        get_suite(own_suite(tmp_path, **keys))
+    assert "mine.yaml" in str(raised.value)
+
+
+def test_an_unknown_suite_names_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'gsm8k'"):
+        get_suite("gsm8")
+    with pytest.raises(UserError, match="existing YAML file"):
+        get_suite("nowhere.yaml")
+
+
+def hashed(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_checksum_is_that_of_the_suite_s_file(tmp_path):
+    path = write(tmp_path, SUMS)
+    good = get_suite(own_suite(tmp_path, file={"path": "own.jsonl", "sha256": hashed(path)}))
+    assert len(suite_problems(good)) == 5
+    write(tmp_path, SUMS[:4])
+    with pytest.raises(UserError, match=r"another file than the suite mine names.*--data mine="):
+        suite_problems(good)
+
+
+def test_data_given_by_hand_is_taken_as_it_is_but_for_its_own_checksum(tmp_path):
+    path = write(tmp_path, SUMS)
+    gsm8k = get_suite("gsm8k")
+    assert len(suite_problems(gsm8k, own=OwnData(path=str(path)))) == 5
+    given = parse_own_data([f"gsm8k={path}#{hashed(path)}"])["gsm8k"]
+    assert len(suite_problems(gsm8k, own=given)) == 5
+    with pytest.raises(UserError, match="SHA-256"):
+        suite_problems(gsm8k, own=OwnData(path=str(path), sha256="0" * 64))
+    for word in ("gsm8k", "=x", "gsm8k=x#abc"):
+        with pytest.raises(UserError, match="--data"):
+            parse_own_data([word])
+
+
+def test_a_missing_file_says_what_is_there_and_where_it_is_published(tmp_path):
+    write(tmp_path, SUMS, "gsm8k_test.json")
+    with pytest.raises(UserError, match=r"gsm8k_test\.jsonl.*holds gsm8k_test\.json.*openai/gsm8k"):
+        suite_problems(get_suite("gsm8k"), root=tmp_path)
+    with pytest.raises(UserError, match="there is no folder"):
+        suite_problems(get_suite("gsm8k"), root=tmp_path / "none")
+
+
+def test_another_number_of_problems_is_refused(tmp_path):
+    write(tmp_path, SUMS)
+    with pytest.raises(UserError, match=r"it has 6 problems, and .* gave 5"):
+        suite_problems(get_suite(own_suite(tmp_path, file={"path": "own.jsonl"}, items=6)))
+
+
+@pytest.mark.parametrize("answer", [None, "", "missing"])
+def test_an_item_without_gold_names_its_line(tmp_path, answer):
+    row = {"problem": "1+1", "answer": answer}
+    if answer == "missing":
+        del row["answer"]
+    write(tmp_path, [*SUMS, row])
+    with pytest.raises(UserError, match=r"own\.jsonl:6.*answer"):
+        suite_problems(get_suite(own_suite(tmp_path, file={"path": "own.jsonl"})))
+
+
+CHOICES = [
+    {"id": "a", "problem": "Which {text}?", "choices": ["x {letter}", "y"], "answer": "B", "subject": "one_two"},
+    {"id": "b", "problem": "Who?", "choices": ["p", "q"], "answer": "A", "subject": "three"},
+]
+
+
+def test_questions_and_choices_are_put_in_literally(tmp_path):
+    write(tmp_path, CHOICES)
+    path = own_suite(
+        tmp_path, file={"path": "own.jsonl", "fields": {"subject": "subject"}}, kind="likelihood",
+        text="On {subject:words}: {text}\n{options}", choice_line="{letter}. {choice}", where={"subject": ["one_two"]},
+    )  # fmt: skip
+    (problem,) = suite_problems(get_suite(path))
+    assert problem.text == "On one two: Which {text}?\nA. x {letter}\nB. y"
+
+
+def test_a_text_that_a_problem_has_no_value_for_is_refused():
+    problem = Problem(id="p", text="t", answer="1")
+    for text in ("{options}", "{subject}"):
+        with pytest.raises(UserError, match="no such value"):
+            question(problem, SuiteConfig(name="s", text=text))
+
+
+def test_where_names_fields_that_exist_and_leaves_something(tmp_path):
+    write(tmp_path, CHOICES)
+    file = {"path": "own.jsonl", "fields": {"subject": "subject"}}
+    with pytest.raises(UserError, match="no problem has subject in four"):
+        suite_problems(get_suite(own_suite(tmp_path, file=file, where={"subject": ["four"]})))
+    with pytest.raises(UserError, match=r"where.*'subjects'.*did you mean 'subject'"):
+        suite_problems(get_suite(own_suite(tmp_path, file=file, where={"subjects": ["one"]})))
+
+
+def test_answers_by_the_source_s_own_labels(tmp_path):
+    """ARC: some rows are labelled A to D, others 1 to 4."""
+    rows = [
+        {"id": "1", "question": "?", "choices": {"text": ["u", "v", "w"], "label": labels}, "answerKey": key}
+        for labels, key in ((["A", "B", "C"], "B"),)
+    ] + [{"id": "2", "question": "?", "choices": {"text": ["u", "v"], "label": ["1", "2"]}, "answerKey": "1"}]
+    path = write(tmp_path, rows)
+    arc = get_suite("arc_challenge_likelihood")
+    found = suite_problems(arc, own=OwnData(path=str(path)))
+    assert [problem.answer for problem in found] == ["B", "A"] and found[1].meta["choices"] == ("u", "v")
+    assert found[0].text == "Question: ?\nAnswer:"
+    write(tmp_path, [{**rows[0], "answerKey": "E"}])
+    with pytest.raises(UserError, match="none of the labels A, B, C"):
+        suite_problems(arc, own=OwnData(path=str(path)))
+
+
+def test_chat_is_chosen_where_the_tokenizer_can():
+    with_chat, without = SimpleNamespace(chat_template="x"), SimpleNamespace(chat_template=None)
+    suite = get_suite("gsm8k")
+    assert chosen_template(suite, with_chat) == "chat" and chosen_template(suite, without) == "plain"
+    assert chosen_template(suite, with_chat, "plain") == "plain"
+    assert chosen_template(get_suite("mmlu_stem_likelihood"), with_chat) == "plain"
+    with pytest.raises(UserError, match="--template"):
+        chosen_template(suite, with_chat, "chatml")
+
+
+def test_procedural_suites_make_the_problems_they_promise():
+    for name in ("countdown", "pocket_sums", "pocket_subtraction"):
+        suite = get_suite(name)
+        assert len(suite_problems(suite)) == suite.items
+
+
+def test_a_prompt_that_does_not_fit_is_counted(tmp_path):
+    from kl_comedy.config import ModelConfig
+    from kl_comedy.models import load_model
+
+    tokenizer = load_model(ModelConfig(source="pocket", options={"preset": "tiny"})).tokenizer
+    suite = get_suite("pocket_sums")
+    suite.prompt.max_tokens = 8
+    problems = [Problem(id="a", text="1+1=", answer="2"), Problem(id="b", text="11+11+11=", answer="33")]
+    prompts, report = suite_prompts(suite, problems, tokenizer)
+    assert [prompt.problem.id for prompt in prompts] == ["a"] and report.too_long == 1
