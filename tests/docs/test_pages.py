@@ -11,6 +11,7 @@ import torch
 
 from kl_comedy.errors import UserError
 from kl_comedy.evaluation import EvalResult
+from kl_comedy.evaluation.scores import score_compared, score_generated
 from kl_comedy.kl import KLTerm
 from kl_comedy.models.logprobs import TokenPass
 from kl_comedy.records import Experience, Problem, Prompt, Reward, Rollout, Scored
@@ -75,7 +76,7 @@ def test_files_named_in_prose_exist(page):
     assert not [name for name in missing if name not in OF_A_RUN]
 
 
-OF_A_RUN = {"base.yaml", "config.yaml", "my_parts.py"}
+OF_A_RUN = {"base.yaml", "config.yaml", "mine.yaml", "my_parts.py"}
 """Files of a run folder or of the reader, not of the repository."""
 
 
@@ -201,4 +202,15 @@ def test_evaluation_metrics_are_documented():
     )  # fmt: skip
     found = {name.replace("gsm8k", "<set>") for name in result.metrics()}
     found = {re.sub(r"(/kl|/kl_error)/\w+$", r"\1/<name>", name) for name in found}
-    assert found == {name for name in DOCUMENTED if name.startswith("eval/")}
+    assert found == {name for name in DOCUMENTED if name.startswith("eval/<set>/")}
+
+
+def test_the_metrics_of_suites_are_documented():
+    row = {"index": 0, "correct": True, "reward": 1.0, "status": "ok", "answer": "1", "tokens": 2, "stop_reason": "eos"}
+    rows = [{**row, "index": n // 2, "correct_norm": True} for n in range(4)]
+    names = {**score_generated("s", rows, ks=(2,)).metrics(), **score_compared("s", rows).metrics()}
+    shown = {re.sub(r"@\d+", "_at_<k>", name).replace("eval/s/", "eval/<suite>/") for name in names}
+    bare = {re.sub(r"_(low|high|ties)$", "", name) for name in shown}
+    as_a_set_s = {f"eval/<suite>/{name}" for name in ("reward", "truncated_share")}
+    beside = {f"eval/<suite>/{status}_share" for status in ("timeout", "refused")}
+    assert bare - as_a_set_s - beside == {name for name in DOCUMENTED if name.startswith("eval/<suite>/")}
