@@ -65,7 +65,7 @@ def test_killed_and_resumed_it_ends_in_the_same_bytes(kl_comedy, sums, tmp_path)
     assert kl_comedy("evaluate", *words, "--out", "whole")[0] == 0
     process = subprocess.Popen(command(*words, "--out", "killed"), stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 540
         while len(list(Path("killed").glob("*/sums-*/chunks/?????.jsonl"))) < 3:
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
             time.sleep(0.01)
