@@ -1,7 +1,8 @@
 """The plan's memory beside a run's: whole runs on this machine's CPU, one process each; tables into results/plan.
 
     python bench/plan.py                   all cells (some minutes)
-    python bench/plan.py --cells pocket    some of them, printed and not written
+    python bench/plan.py --cells pocket    some of them; their rows are replaced, the others stay
+    python bench/plan.py --replan          no run: the plan of today beside what was measured
 
 What is compared is what an update adds to a loaded run: the resident peak over two updates, above what was resident
 when the first began, against the plan's peak without policy, reference and libraries.
@@ -10,6 +11,7 @@ when the first began, against the plan's peak without policy, reference and libr
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,11 +27,13 @@ from speed import memory  # noqa: E402
 
 ROOT = HERE.parent
 OUT = ROOT / "results" / "plan"
+FILE = OUT / "plan.json"
 GIB = 2**30
 UPDATES = 2
 LOADED = ("parameters", "reference", "runtime")
 """Components that are there when the first update begins."""
 
+SMALL_POCKET = {"hidden_size": 256, "layers": 4, "heads": 8, "intermediate_size": 1024, "warmstart_steps": 0}
 BIG_POCKET = {"hidden_size": 512, "layers": 8, "heads": 8, "intermediate_size": 2048, "warmstart_steps": 0}
 COMMON = [
     "data.train={dataset: pocket, split: train, limit: 64, options: {digits: 1}}", "rewards=[{name: exact_answer}]",
@@ -37,16 +41,18 @@ COMMON = [
     "train.checkpoint_every=0", "train.samples_every=0", "tracking.uri=none", "eval.at_start=false",
     "eval.at_end=false",
 ]  # fmt: skip
-POCKET = [*COMMON, f"model.options={json.dumps(BIG_POCKET)}", "rollout.prompts_per_batch=8", "rollout.group_size=8"]
+BATCH = ["rollout.prompts_per_batch=8", "rollout.group_size=8", "rollout.max_new_tokens=100"]
+POCKET = [*COMMON, *BATCH, f"model.options={json.dumps(BIG_POCKET)}"]
 SMOLLM2 = [
     *COMMON, "model.source=models/SmolLM2-135M-Instruct", "rollout.prompts_per_batch=4", "rollout.group_size=4",
     f"data.prompt.prefix={'Work this out step by step. ' * 8}",
 ]  # fmt: skip
 CELLS: dict[str, list[str]] = {
-    "pocket": [*POCKET, "rollout.max_new_tokens=100"],
-    "pocket-small-microbatch": [*POCKET, "rollout.max_new_tokens=100", "train.microbatch_tokens=1024"],
-    "pocket-checkpointing": [*POCKET, "rollout.max_new_tokens=100", "model.gradient_checkpointing=true"],
-    "pocket-bf16": [*POCKET, "rollout.max_new_tokens=100", "train.precision=bf16"],
+    "pocket-tiny": [*COMMON, *BATCH, f"model.options={json.dumps(SMALL_POCKET)}"],
+    "pocket": POCKET,
+    "pocket-small-microbatch": [*POCKET, "train.microbatch_tokens=1024"],
+    "pocket-checkpointing": [*POCKET, "model.gradient_checkpointing=true"],
+    "pocket-bf16": [*POCKET, "train.precision=bf16"],
     "smollm2": [*SMOLLM2, "rollout.max_new_tokens=64"],
     "smollm2-small-microbatch": [*SMOLLM2, "rollout.max_new_tokens=64", "train.microbatch_tokens=256"],
     "smollm2-checkpointing": [*SMOLLM2, "rollout.max_new_tokens=64", "model.gradient_checkpointing=true"],
@@ -60,16 +66,17 @@ ENVIRONMENT = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Train a cell in this process; bytes above loaded, lengths that were seen, and the plan for them."""
+    """Train a cell in this process; bytes above loaded, and the mean lengths that were seen."""
     from rich.console import Console
 
     from kl_comedy.config import load_config
-    from kl_comedy.planning import Lengths, device_named, plan_run
+    from kl_comedy.tracking import provenance_tags
     from kl_comedy.training import rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.training.module import PolicyModule
     from kl_comedy.training.run import train
     from kl_comedy.training.stream import ExperienceStream
 
-    seen = {"loaded": 0, "rows": 0, "prompt": 0, "completion": 0}
+    seen = {"loaded": 0, "peak": 0, "rows": 0, "prompt": 0, "completion": 0}
     draw = ExperienceStream.__next__
 
     def watched(self: Any) -> Any:
@@ -83,18 +90,34 @@ def measure(name: str) -> dict[str, Any]:
         return batch
 
     ExperienceStream.__next__ = watched  # type: ignore[method-assign]
+    PolicyModule.on_train_end = lambda self: seen.update(peak=memory.peak())  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory(prefix="plan_") as folder:
         config = load_config(None, [*CELLS[name], f"output={folder}"])
         train(config, console=Console(quiet=True), command="bench/plan.py")
     prompt, completion = (round(seen[name] / seen["rows"]) for name in ("prompt", "completion"))
-    found = plan_run(config, device_named("cpu"), lengths=Lengths(prompt=prompt, completion=completion))
-    planned = {f"{item.name}, {item.phase}": item.bytes for item in found.components if item.name not in LOADED}
-    expected = found.peak_bytes - sum(item.bytes for item in found.components if item.name in LOADED)
-    measured = memory.peak() - seen["loaded"]
+    tags = provenance_tags()
     return {
         "cell": name, "prompt_tokens": prompt, "completion_tokens": completion,
-        "microbatch_tokens": found.load.micro_tokens, "measured_bytes": measured, "planned_bytes": expected,
-        "planned_over_measured": expected / measured, "components": planned,
+        "measured_bytes": seen["peak"] - seen["loaded"],
+        "commit": tags["git.commit"][:12] + (", with changes" if tags["git.dirty"] == "true" else ""),
+    }  # fmt: skip
+
+
+def planned(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the plan for its cell and lengths."""
+    from kl_comedy.config import load_config
+    from kl_comedy.planning import GPUS, Lengths, plan_run
+    from kl_comedy.training import rooms  # noqa: F401  (fills the registries)
+
+    config = load_config(None, CELLS[row["cell"]])
+    lengths = Lengths(prompt=row["prompt_tokens"], completion=row["completion_tokens"])
+    here = dataclasses.replace(GPUS["h100-80"], name="cpu", kind="cpu")  # memory does not depend on rates
+    found = plan_run(config, here, lengths=lengths)
+    added = found.peak_bytes - sum(item.bytes for item in found.components if item.name in LOADED)
+    return {
+        **row, "microbatch_tokens": found.load.micro_tokens, "planned_bytes": added,
+        "planned_over_measured": added / row["measured_bytes"],
+        "components": {f"{item.name}, {item.phase}": item.bytes for item in found.components},
     }  # fmt: skip
 
 
@@ -115,13 +138,14 @@ def page(rows: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers", "lightning"))
     lines = [
         "# The plan's memory beside measured runs", "",
-        f"{machine['cpu']}, {machine['cores']} cores; 1 thread; {versions}; commit {machine['commit']}.", "",
+        f"{machine['cpu']}, {machine['cores']} cores; 1 thread; {versions}; the commit of each row "
+        "is in plan.json.", "",
         "    python bench/plan.py", "",
         "Each row is a whole run of two updates in a process of its own: the resident peak above what was resident "
         "when the first update began, and the plan's peak (`kl-comedy plan --gpu cpu`, for prompts and completions "
         "of the mean lengths that were seen) without policy, reference and libraries. SmolLM2-135M, and a pocket "
-        "policy of 33M parameters with random weights; freed memory is given back at once (MALLOC_MMAP_THRESHOLD_). "
-        "No GPU was at hand: on GPUs the plan has not been compared with anything.", "",
+        "policy of 33M parameters (pocket-tiny: 4M) with random weights; freed memory is given back at once "
+        "(MALLOC_MMAP_THRESHOLD_). No GPU was at hand: on GPUs the plan has not been compared with anything.", "",
         "| cell | prompt | completion | tokens of a micro-batch | measured, GiB | planned, GiB | planned / measured |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
@@ -136,22 +160,26 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", choices=CELLS, help="default: all, and the results are written")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, help="default: all")
+    parser.add_argument("--replan", action="store_true", help="measure nothing; plan again what was measured")
     parser.add_argument("--measure", choices=CELLS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
         print(json.dumps(measure(given.measure)))
         return
-    rows = []
-    for name in given.cells or CELLS:
-        rows.append(in_child(name))
-        print(f"{name}: planned / measured = {rows[-1]['planned_over_measured']:.2f}", file=sys.stderr, flush=True)
-    if given.cells:
-        print(json.dumps(rows, indent=1))
-        return
+    kept = {row["cell"]: row for row in json.loads(FILE.read_text())} if FILE.exists() else {}
+    for name in () if given.replan else given.cells or CELLS:
+        kept[name] = in_child(name)
+        write([planned(kept[name]) for name in CELLS if name in kept])
+    write([planned(kept[name]) for name in CELLS if name in kept])
+
+
+def write(rows: list[dict[str, Any]]) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "plan.json").write_text(json.dumps(rows, indent=1) + "\n")
+    FILE.write_text(json.dumps(rows, indent=1) + "\n")
     (OUT / "README.md").write_text(page(rows))
+    for row in rows:
+        print(f"{row['cell']}: planned / measured = {row['planned_over_measured']:.2f}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

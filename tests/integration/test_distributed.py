@@ -34,8 +34,12 @@ PLACEMENTS = {
     "exact in reward": ["kl=[{estimator: exact, placement: reward, beta: 0.05}]"],
     "exact in loss": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]"],
     "exact in loss, adapter": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.lora={rank: 4}"],
+    "exact in loss, activation checkpointing": [
+        "kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.gradient_checkpointing=true",
+    ],
+    "k3 in loss, bf16": ["kl=[{estimator: k3, placement: loss, beta: 0.05}]", "train.precision=bf16"],
     "mixed": MIXED,
-}
+}  # fmt: skip
 COMMON = [
     "train.microbatch_tokens=96", "train.threads=1",
     "rollout.bucket_mib=1", "data.eval.heldout.limit=9",
@@ -129,6 +133,36 @@ def test_killed_over_two_processes_and_resumed_by_one(tmp_path):
     assert 2 <= at < 6 and damage(run_in(folder).checkpoint) is None
     resumed = go(folder, *COMMON, *MIXED, "train.steps=6", "resume=auto").run
     assert_same(resumed, whole, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_keeps_the_others_waiting_and_changes_nothing(tmp_path):
+    """One rank is stopped for ten seconds in the middle of an update, as on a node that swaps or shares its cores."""
+    alone = go(tmp_path / "alone", *COMMON, *MIXED, "train.steps=6").run
+    folder = tmp_path / "slow"
+    process = start(folder, "train.strategy=fsdp", "train.devices=2", *MIXED, "train.steps=6")
+    until_checkpoint(folder, process, 2)
+    (child,) = children(process.pid)
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(10)
+    assert process.poll() is None and not (run_in(folder).path / "summary.json").exists(), "nobody went on without it"
+    os.kill(child, signal.SIGCONT)
+    _, said = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, said
+    assert_same(run_in(folder), alone, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_processes(tmp_path):
+    alone = go(tmp_path / "alone", *COMMON, "train.steps=3").run
+    words = ["--standalone", "--nproc-per-node=2", "-m", *PROGRAM[2:]]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, f"output={tmp_path / 'run'}", *COMMON, "train.steps=3",
+         "train.strategy=ddp", "train.devices=2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_same(run_in(tmp_path / "run"), alone, atol=1e-5)
 
 
 def children(pid):

@@ -168,7 +168,7 @@ def _fit(
         backend=parts.backend,
         world=parts.world,
     )
-    parts.loaded.model.train(False)
+    parts.loaded.model.train(config.model.gradient_checkpointing)  # transformers recomputes in training mode only
     with request.finish_first():
         return _fit_and_write(run, parts, tracker, command, request, trainer, module, evaluation, checkpoint, started)
 
