@@ -14,7 +14,8 @@ from kl_comedy.training.callbacks import CheckpointCallback
 from kl_comedy.training.run import train
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
-BACKENDS = {"vllm": [], "vllm_server": []}
+BACKENDS = ["vllm", pytest.param("vllm_server", marks=pytest.mark.slow)]
+"""Servers are started twice here, most of a minute each; without this test test_servers.py has them anyway."""
 GAP = 1e-4
 """Nats: the largest |trainer - sampler| log-prob of a token drawn with the weights it is used on."""
 
@@ -25,7 +26,7 @@ def run(tmp_path, backend, *overrides):
         [
             f"output={tmp_path}", f"rollout.backend={backend}", "model.options={preset: tiny, heads: 2}",
             "train.steps=3", "train.eval_every=0", "eval.at_start=false", "data.eval.heldout.limit=4",
-            "optimizer.lr=0.01", "rollout.batch_sequences=16", "kl.0.reference=initial", *BACKENDS[backend], *overrides,
+            "optimizer.lr=0.01", "rollout.batch_sequences=16", "kl.0.reference=initial", *overrides,
         ],
     )  # fmt: skip
     return train(config, console=Console(file=io.StringIO(), width=200), command="kl-comedy train tiny.yaml")
@@ -64,7 +65,7 @@ def test_a_run_is_on_policy_and_goes_on_where_it_was_stopped(tmp_path, backend, 
         assert step["policy/staleness"] == 0.0
 
 
-@pytest.mark.parametrize("backend", [pytest.param("vllm"), pytest.param("vllm_server", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_engine_in_the_sampler_process_has_the_learners_weights(tmp_path, backend):
     """Two processes: the engine lives beside the learner, takes each published version, and stays within the bound.
 
