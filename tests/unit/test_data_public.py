@@ -68,3 +68,17 @@ def test_known_overlaps_and_their_absence() -> None:
     kept, counts = decontaminate(load("math_train7500"), evals)
     assert counts == {name: int(name == "math500") for name in names}
     assert len(kept) == 7499
+
+
+def test_suites_take_the_files_they_name() -> None:
+    from kl_comedy.evaluation import get_suite
+    from kl_comedy.evaluation.problems import suite_problems
+    from kl_comedy.registry import SUITES
+
+    taken = []
+    for name in SUITES.names():
+        suite = get_suite(name)
+        if suite.file is not None and suite.file.sha256 and (DATA / suite.file.path).is_file():
+            assert len(suite_problems(suite, root=DATA)) == suite.items
+            taken.append(name)
+    assert taken or not list(DATA.glob("gsm8k_test.jsonl"))

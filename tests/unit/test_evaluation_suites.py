@@ -223,3 +223,40 @@ def test_a_prompt_that_does_not_fit_is_counted(tmp_path):
     problems = [Problem(id="a", text="1+1=", answer="2"), Problem(id="b", text="11+11+11=", answer="33")]
     prompts, report = suite_prompts(suite, problems, tokenizer)
     assert [prompt.problem.id for prompt in prompts] == ["a"] and report.too_long == 1
+
+
+PUBLISHED = {
+    "gsm8k": {"question": "1+1?", "answer": "It is <<1+1=2>>2.\n#### 1,002"},
+    "math500": {"problem": "1+1?", "solution": "so", "answer": "1002", "subject": "Algebra", "unique_id": "test/a/1"},
+    "aime24": {"id": 60, "problem": "1+1?", "solution": "so", "answer": "1002", "year": "2024"},
+    "aime25": {"id": "0", "problem": "1+1?", "answer": "1002"},
+    "amc23": {"id": 0, "question": "1+1?", "answer": "1002", "url": "x"},
+    "mmlu_college_physics": {"question": "1+1?", "subject": "college_physics", "choices": ["1", "2", "3"], "answer": 1},
+    "arc_challenge": {
+        "id": "M_1", "question": "1+1?", "choices": {"text": ["1", "2", "3"], "label": ["1", "2", "3"]},
+        "answerKey": "2",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_as_they_are_published_are_read(name, monkeypatch):
+    """Where there is no hub, the layouts that their data cards show stand in for it."""
+    asked = []
+    monkeypatch.setattr("kl_comedy.data.hub._fetch", lambda config, *_, **__: asked.append(config) or [PUBLISHED[name]])
+    suite = get_suite(name)
+    suite.items = 1
+    (problem,) = suite_problems(suite)
+    assert problem.answer == ("B" if suite.answer == "letter" else "1002") and problem.text.startswith("1+1?")
+    assert asked[0].name == suite.data.name and asked[0].split in ("test", "train")
+
+
+def test_without_a_hub_the_message_says_what_to_do(monkeypatch):
+    import datasets
+
+    def offline(*_, **__):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UserError, match=r"suite gsm8k: could not load .*openai/gsm8k.*--data gsm8k=FILE$"):
+        suite_problems(get_suite("gsm8k"))

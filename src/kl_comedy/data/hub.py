@@ -13,6 +13,14 @@ from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
 
 
+class Unreachable(UserError):
+    """A hub dataset that could not be had; ``what`` says which and why, without advice."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}. {advice}")
+        self.what = what
+
+
 @DATASETS.register("hub", source="datasets.load_dataset; no code from the hub is run")
 def hub(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A dataset by hub name: name, subset, split, and the option revision to pin it."""
@@ -44,10 +52,10 @@ def _fetch(config: DatasetConfig, revision: str | None, *, key: str) -> Any:
             )
             if value
         )  # fmt: skip
-        raise UserError(
-            f"{key}: could not load the hub dataset ({asked}): {type(error).__name__}: {reason}. "
-            f"Without network access, download it once elsewhere and use a local file: "
-            f"{key}.dataset=jsonl (or parquet) {key}.path=FILE"
+        raise Unreachable(
+            f"{key}: could not load the hub dataset ({asked}): {type(error).__name__}: {reason}",
+            "Without network access, download it once elsewhere and use a local file: "
+            f"{key}.dataset=jsonl (or parquet) {key}.path=FILE",
         ) from error
 
 

@@ -17,6 +17,7 @@ from kl_comedy.config.schema import DatasetConfig
 from kl_comedy.config.suites import TEMPLATES, SuiteConfig, SuiteFile
 from kl_comedy.data import RenderReport, load_problems, render
 from kl_comedy.data.choices import LETTERS
+from kl_comedy.data.hub import Unreachable
 from kl_comedy.data.load import subset
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Problem, Prompt
@@ -64,7 +65,11 @@ def suite_problems(
     """
     config = _source(suite, root, own)
     key = f"suite {suite.name}"
-    problems = load_problems(config, key=key, training=False, allow_test_split=True)
+    try:
+        problems = load_problems(config, key=key, training=False, allow_test_split=True)
+    except Unreachable as error:
+        file = f"--data-root FOLDER (with {suite.file.path}) or " if suite.file else ""
+        raise UserError(f"{error.what}. Take a local file: {file}--data {suite.name}=FILE") from error
     problems = [problem for problem in problems if _wanted(problem, suite, key)]
     if not problems:
         raise UserError(f"{key}: no problem has {_described(suite.where)}")
