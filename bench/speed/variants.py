@@ -63,13 +63,11 @@ def _of(algorithm: str) -> tuple[Variant, ...]:
         ),
         Variant(
             system="ours", algorithm=algorithm, setting="lean",
-            note="exact KL measured at the first (warm-up) update only, activation checkpoints, small head chunks, and "
-            "freed memory given back at once (MALLOC_MMAP_THRESHOLD_)",
+            note="exact KL measured at the first (warm-up) update only, activation checkpoints, small head chunks",
             options={
-                "train.exact_kl_every": 0, "train.microbatch_tokens": 700, "model.gradient_checkpointing": "true",
-                "model.head_chunk_elements": 2**22,
+                "train.exact_kl_every": 0, "train.microbatch_tokens": 600, "model.gradient_checkpointing": "true",
+                "model.head_chunk_elements": 2**21,
             },
-            environment={"MALLOC_MMAP_THRESHOLD_": "131072"},
         ),
         Variant(
             system="ours", algorithm=algorithm, setting="quick",

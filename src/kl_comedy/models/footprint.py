@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import Any
 
 import torch
@@ -48,3 +50,12 @@ def activation_values(config: Any, *, checkpoints: bool) -> int:
     shared = 2 * hidden * int(getattr(config, "num_key_value_heads", None) or heads) // heads
     layer = 9 * hidden + 2 * shared + 4 * inner
     return layers * hidden + layer if checkpoints else layers * layer
+
+
+def release() -> None:
+    """Give free pages of the C library's allocator back to the system, where it knows how (glibc's ``malloc_trim``).
+
+    What recomputation frees lies between what is kept, and would otherwise stay resident.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

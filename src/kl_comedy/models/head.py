@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kl_comedy.models.anatomy import Head
+from kl_comedy.models.products import rows_times, suits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +125,13 @@ class _HeadColumns(torch.autograd.Function):
             grad_nV = _logits_gradient(logp_nV, logq_nV, plan, part, given, None if kl_N is None else kl_N[part])
             narrow_nV = grad_nV.to(weight_VH.dtype)
             if hidden_grad is not None:
-                hidden_grad[part] = (narrow_nV @ weight_VH).to(hidden_grad.dtype)
+                hidden_grad[part] = rows_times(narrow_nV, weight_VH.t()).to(hidden_grad.dtype)
             if weight_grad is not None:
                 rows_nH = hidden_NH[part].to(weight_VH.dtype)
-                if wide == weight_VH.dtype:
+                if wide == weight_VH.dtype and not suits(narrow_nV.t(), rows_nH.t()):
                     weight_grad.addmm_(narrow_nV.t(), rows_nH)
                 else:
-                    weight_grad += narrow_nV.t() @ rows_nH
+                    weight_grad += rows_times(narrow_nV.t(), rows_nH.t())
             if bias_grad is not None:
                 bias_grad += grad_nV.sum(0)
         return (
@@ -183,6 +184,6 @@ def _columns(logp_nV: Tensor, logq_nV: Tensor | None, ids_n: Tensor, wanted: Wan
 def log_softmax(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     """``log_softmax(head(hidden) / temperature)`` in float32 or wider, whatever autocast is in force."""
     with torch.autocast(device_type=hidden_nH.device.type, enabled=False):
-        logits_nV = nn.functional.linear(hidden_nH.to(weight_VH.dtype), weight_VH, bias_V)
+        logits_nV = rows_times(hidden_nH.to(weight_VH.dtype), weight_VH, bias_V)
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         return (logits_nV if temperature == 1 else logits_nV.div_(temperature)).log_softmax(-1)

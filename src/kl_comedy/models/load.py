@@ -20,6 +20,7 @@ from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence
 from kl_comedy.models.attention import adopt
 from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
 from kl_comedy.models.logprobs import completion_hidden, token_pass
+from kl_comedy.models.products import adopt_products
 from kl_comedy.models.sharded import call_as_forward
 from kl_comedy.models.shared_prefix import build_line, line_hidden
 from kl_comedy.models.smollm2 import FOLDER as SMOLLM2
@@ -66,6 +67,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     model.to(device)
     if config.lora is not None:
         model = add_lora(model, config.lora)
+    adopt_products(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train(config.gradient_checkpointing)

@@ -33,6 +33,7 @@ from kl_comedy.models.load import (
     prepare_tokenizer,
     probe_head,
 )
+from kl_comedy.models.products import adopt_products
 from kl_comedy.models.sharded import remember_twin
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def sharded_skeleton(config: ModelConfig, mesh: DeviceMesh, device: torch.device
     model = skeleton(config)
     if config.lora is not None:
         model = add_lora(model, config.lora)
+    adopt_products(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     shard(model, mesh)

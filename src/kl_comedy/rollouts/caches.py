@@ -92,14 +92,14 @@ class GroupCache:
         _, k, r, x = rows_BKRX.shape
         families = len(self._prompts.real_FP)
         padded = rows_BKRX.new_zeros(families * self._most, k, r, x)
-        padded[self._slot_B] = rows_BKRX
+        padded.index_copy_(0, self._slot_B, rows_BKRX.contiguous())
         return padded.view(families, self._most, k, r, x).transpose(1, 2).reshape(families, k, self._most * r, x)
 
     def _by_row(self, shared_FKQX: Tensor) -> Tensor:
         """The inverse of :meth:`_by_prompt`."""
         families, k, rows, x = shared_FKQX.shape
         apart = shared_FKQX.view(families, k, self._most, rows // self._most, x).transpose(1, 2)
-        return apart.reshape(families * self._most, k, rows // self._most, x)[self._slot_B]
+        return apart.reshape(families * self._most, k, rows // self._most, x).index_select(0, self._slot_B)
 
     def _mask(self, dtype: torch.dtype) -> Tensor:
         if self._mask_FP is None or self._mask_FP.dtype != dtype:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kl_comedy.models.anatomy import head_weights
 from kl_comedy.models.attention import run_with
+from kl_comedy.models.products import rows_times
 from kl_comedy.records import Prompt
 from kl_comedy.rollouts.base import Sampling
 from kl_comedy.rollouts.caches import GroupCache, PromptCache
@@ -89,7 +90,7 @@ def _first_pass(model: Any, prompts: Sequence[Prompt], device: torch.device) -> 
 def _log_probs(model: Any, hidden_BH: Tensor, process: Sequence[Any]) -> Tensor:
     """Log-probs ``[B, V]`` of what is sampled from, in float32 or wider."""
     weight_VH, bias_V = head_weights(model)
-    scores_BV = torch.nn.functional.linear(hidden_BH.to(weight_VH.dtype), weight_VH, bias_V)
+    scores_BV = rows_times(hidden_BH.to(weight_VH.dtype), weight_VH, bias_V)
     scores_BV = scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32))
     for change in process:
         scores_BV = change(None, scores_BV)

@@ -19,7 +19,7 @@ from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.kl import BetaState, KLTerm, kl_diagnostics
 from kl_comedy.models import LoadedModel
-from kl_comedy.models.footprint import head_chunk, microbatch_tokens
+from kl_comedy.models.footprint import head_chunk, microbatch_tokens, release
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import Reference, ReferencePass
 from kl_comedy.models.weights import whole
@@ -168,6 +168,7 @@ class PolicyModule(lightning.LightningModule):
     def _accumulate(self, micro: MicroBatch, tally: Tally, betas: Sequence[float], *, exact: bool) -> dict[str, Tensor]:
         """Pass, loss and backward of one micro-batch."""
         passes = self.passes(micro, measure=exact)
+        self._release()
         seen = passes["initial"]
         self._finite = self._finite and bool(torch.isfinite(seen.logp_BT).all())
         loss, parts = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm)
@@ -175,10 +176,16 @@ class PolicyModule(lightning.LightningModule):
             parts["value"], loss = self._value(micro, seen, tally, loss)
         # FSDP's reduction takes the mean over ranks; a micro-batch is this rank's part of a sum.
         self.manual_backward(loss * self.world.size if self.world.sharded else loss)
+        self._release()
         if not micro.empty:
             tally_tokens(tally, micro, seen, version=self.version)
             self._tally_options(tally, micro, seen)
         return parts
+
+    def _release(self) -> None:
+        """Where memory counts more than time, a CPU's free pages go back at once."""
+        if self.config.model.gradient_checkpointing and self.plan.device.type == "cpu":
+            release()
 
     def _value(self, micro: MicroBatch, seen: TokenPass, tally: Tally, loss: Tensor) -> tuple[Tensor, Tensor]:
         """The detached value loss of a micro-batch, and ``loss`` with it."""

@@ -21,6 +21,7 @@ from rich.console import Console
 from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.kl import resolve_terms
+from kl_comedy.models import products
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import WorksInFolder
 from kl_comedy.tracking import Tracker, provenance_files, provenance_tags
@@ -118,6 +119,7 @@ def _train_in(
     checkpoint = Vault(root=run.checkpoints, keep=1, world=parts.world).newest() if resume else None
     step = None if checkpoint is None else step_of(checkpoint)
     tags = {**provenance_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)}
+    tags["host.products"] = products.library()
     start = Tracker.start if parts.world.first else Untracked.start
     tracker = start(
         config.tracking,

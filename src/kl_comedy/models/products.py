@@ -1,0 +1,124 @@
+"""Products of rows and weights in float32 on a CPU, by the library that is fast there.
+
+Torch hands float32 products to MKL, which leaves half of an AVX-512 core of another maker than Intel idle; oneDNN,
+which torch brings too, does not. Where that is so (:func:`library`), the linear layers of a loaded model and its
+head are computed by oneDNN: the same float32 arithmetic, summed in another order. Everywhere else, and for
+every other dtype or device, the product is torch's own.
+
+Legend: ``M`` rows, ``K`` inputs, ``N`` outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from kl_comedy.errors import bad_value
+
+VARIABLE = "KL_COMEDY_PRODUCTS"
+LIBRARIES = ("auto", "torch", "onednn")
+SMALLEST = 100_000
+"""Elements of a weight below which the product stays with torch: what is won is less than a call's cost."""
+
+
+def library() -> str:
+    """``onednn`` or ``torch``: what the environment variable ``KL_COMEDY_PRODUCTS`` says, or what suits the processor.
+
+    It depends on the machine alone, never on a measurement, so that a run sums in the same order every time.
+    Raises :class:`UserError` for another value of the variable.
+    """
+    return _library(os.environ.get(VARIABLE, "auto"))
+
+
+@functools.lru_cache
+def _library(asked: str) -> str:
+    if asked not in LIBRARIES:
+        raise bad_value(VARIABLE, asked, LIBRARIES)
+    if asked != "auto":
+        return asked
+    idle = torch.backends.cpu.get_cpu_capability() == "AVX512" and processor_maker() != "GenuineIntel"
+    return "onednn" if idle and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() else "torch"
+
+
+def processor_maker(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The maker's name that the processor gives itself, ``GenuineIntel`` where it is not known."""
+    if platform.machine() not in ("x86_64", "AMD64") or not cpuinfo.exists():
+        return "GenuineIntel"
+    for line in cpuinfo.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "vendor_id":
+            return value.strip()
+    return "GenuineIntel"
+
+
+def suits(rows: Tensor, weight_NK: Tensor) -> bool:
+    """Whether this product goes to oneDNN: plain float32 tensors on a CPU, a weight of some size, no autocast."""
+    return (
+        weight_NK.numel() >= SMALLEST
+        and rows.dtype == weight_NK.dtype == torch.float32
+        and rows.device.type == weight_NK.device.type == "cpu"
+        and type(rows) in (Tensor, nn.Parameter)
+        and type(weight_NK) in (Tensor, nn.Parameter)
+        and not torch.is_autocast_enabled("cpu")
+        and library() == "onednn"
+    )
+
+
+def rows_times(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """``rows @ weight.T + bias`` ``[M, N]``, without a gradient; either matrix may be a transposed view."""
+    if not suits(rows_MK, weight_NK):
+        return linear(rows_MK, weight_NK, bias_N)
+    return _onednn(rows_MK.detach(), weight_NK.detach(), None if bias_N is None else bias_N.detach())
+
+
+def _onednn(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows_MK, weight_NK, bias_N, "none", [], "")
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """:func:`rows_times` with its gradients, each a product of the same kind."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows_MK, weight_NK)
+        return _onednn(rows_MK, weight_NK, bias_N)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch does not type it
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        rows_MK, weight_NK = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            _onednn(grad_MN, weight_NK.t(), None) if wanted[0] else None,
+            _onednn(grad_MN.t(), rows_MK.t(), None) if wanted[1] else None,
+            grad_MN.sum(0) if wanted[2] else None,
+        )
+
+
+class Linear(nn.Linear):
+    """A linear layer whose product is computed where :func:`suits` says; in all else the library's own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not suits(input, self.weight):
+            return super().forward(input)
+        rows_MK = input.reshape(-1, self.in_features)
+        out_MN: Tensor = _Product.apply(rows_MK, self.weight, self.bias)  # type: ignore[no-untyped-call]  # torch
+        return out_MN.view(*input.shape[:-1], self.out_features)
+
+
+def adopt_products(model: nn.Module) -> None:
+    """Make every plain linear layer of ``model`` a :class:`Linear`, where this machine has a use for it."""
+    if library() != "onednn":
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
