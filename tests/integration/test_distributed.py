@@ -37,7 +37,6 @@ PLACEMENTS = {
     "exact in loss, activation checkpointing": [
         "kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.gradient_checkpointing=true",
     ],
-    "k3 in loss, bf16": ["kl=[{estimator: k3, placement: loss, beta: 0.05}]", "train.precision=bf16"],
     "mixed": MIXED,
 }  # fmt: skip
 COMMON = [
@@ -108,6 +107,14 @@ def test_twenty_updates_equal_the_single_process_run(tmp_path, strategy, placeme
     settings = [*PLACEMENTS[placement], "train.steps=20", "train.checkpoint_every=0", "optimizer.lr=3.0e-4"]
     alone = go(tmp_path / "alone", *COMMON, *settings).run
     assert_same(over(tmp_path / strategy, strategy, *settings), alone, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_shards_under_autocast_train_what_one_process_trains(tmp_path):
+    """bf16 passes of the same micro-batches on the same float32 weights; sums over processes are in float32."""
+    settings = ["train.steps=4", "train.precision=bf16", "train.eval_every=0"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    assert_same(over(tmp_path / "fsdp", "fsdp", *settings), alone, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ class Site:
     def status(self, sweep):
         return json.loads(self.kl_comedy("status", sweep, "--format", "json").stdout)
 
-    def wait(self, what, seconds=240, every=0.2):
+    def wait(self, what, seconds=400, every=0.2):
         deadline = time.monotonic() + seconds
         while not (found := what()):
             assert time.monotonic() < deadline, self.run("squeue", "--states=all", "--array").stdout

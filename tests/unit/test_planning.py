@@ -27,6 +27,7 @@ SMALL = {
     "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8,
 }  # fmt: skip
 PUBLISHED_BILLIONS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 0.1345,
     "Qwen/Qwen2.5-0.5B": 0.494, "Qwen/Qwen2.5-1.5B": 1.544, "Qwen/Qwen2.5-7B": 7.616,
     "Qwen/Qwen2.5-7B-Instruct": 7.616, "Qwen/Qwen3-4B-Instruct-2507": 4.022, "meta-llama/Llama-3.1-8B": 8.030,
     "meta-llama/Llama-3.1-8B-Instruct": 8.030,
@@ -58,6 +59,11 @@ def test_a_local_model_is_read_from_its_config_alone(tmp_path):
     assert (shape.layers, shape.kv_width, shape.head) == (3, 16, 0)
     with_adapter = shape_of(config_of("model.lora={rank: 4}", source=str(tmp_path)).model)
     assert 0 < with_adapter.trainable == with_adapter.parameters - shape.parameters
+
+
+def test_prompts_are_no_longer_than_the_model_lets_them():
+    plan = plan_run(load_config(None, ["rollout.max_new_tokens=40"]), H100)
+    assert (plan.load.prompt, plan.load.completion) == (128 - 40, 40)
 
 
 def test_what_cannot_be_planned_is_told():

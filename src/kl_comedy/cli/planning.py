@@ -109,7 +109,7 @@ def _show(found: Plan, config: Config) -> None:
     load, device = found.load, found.device
     strategy = f"{config.train.strategy}, {load.processes} x {device.name}"
     console.print(
-        f"{found.shape.source}: {found.shape.parameters / 1e9:.2f} B parameters, {found.shape.trainable / 1e9:.3g} B "
+        f"{found.shape.source}: {_million(found.shape.parameters)} parameters, {_million(found.shape.trainable)} "
         f"trained; {strategy}; {config.model.dtype} weights, {config.train.precision}"
     )
     table = Table("memory of one process", "GiB", "when", "what")
@@ -121,6 +121,15 @@ def _show(found: Plan, config: Config) -> None:
     table.add_row("peak", f"{found.peak_bytes / GIB:.2f}", verdict, f"{found.limit_bytes / GIB:.1f} GiB a process")
     console.print(table)
     console.print(_times(found, config))
+
+
+def _million(count: int) -> str:
+    """A count as people write it.
+
+    >>> _million(7_615_616_512), _million(891_840)
+    ('7.62 B', '0.892 M')
+    """
+    return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
 
 
 def _times(found: Plan, config: Config) -> Any:

@@ -29,6 +29,11 @@ _QWEN3_4B = {
     "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "rope_theta": 5e6,
 }  # fmt: skip
 KNOWN: Mapping[str, Mapping[str, Any]] = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 1e5,
+    },
     "Qwen/Qwen2.5-0.5B": {
         **_QWEN25, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
         "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,

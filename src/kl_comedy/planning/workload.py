@@ -46,7 +46,9 @@ def workload_of(
 ) -> Workload:
     """What ``config`` asks of each of its processes on ``device``; tokens of a prompt and of a completion."""
     rollout, train = config.rollout, config.train
-    p, c = prompt or config.data.prompt.max_tokens, completion or rollout.max_new_tokens
+    c = completion or rollout.max_new_tokens
+    context = getattr(shape.config, "max_position_embeddings", None) or config.data.prompt.max_tokens + c
+    p = prompt or max(1, min(config.data.prompt.max_tokens, context - c))
     processes, group = train.devices * train.nodes, rollout.group_size
     share = config.model.share_prompt and config.model.attention == "sdpa"
     budget = train.microbatch_tokens or open_microbatch_tokens(
@@ -67,7 +69,7 @@ def workload_of(
         completion=c,
         micro_tokens=rows * (p + c) if not share else in_micro * p + rows * c,
         micro_rows=rows,
-        update_line=own_micro * (rows * (p + c) if not share else in_micro * p + rows * c),
+        update_line=-(-families * (-(-group // each) * p + group * c if share else group * (p + c)) // processes),
         update_tokens=families * group * c // processes,
         update_micro=own_micro,
         drawn_rows=drawn,
