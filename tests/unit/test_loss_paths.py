@@ -1,0 +1,297 @@
+"""Every fast path of an update gives the gradients of the slow one, through the whole loss, for every KL placement.
+
+Slow: one row at a time without padding, the whole ``[T, V]`` distribution of policy and reference, autograd. Fast: the
+trainer's own pass, with a prompt shared or not, the update in micro-batches or whole, the head in chunks or whole, with
+the backward written by hand. Both go through ``prepare`` and ``micro_loss`` on the same rows, so that baselines before,
+after and of the term's own are part of what is compared.
+"""
+
+import contextlib
+import dataclasses
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import kl_comedy.training.rooms  # noqa: F401  registers every name
+from kl_comedy.config import AlgorithmConfig
+from kl_comedy.kl import KLTerm
+from kl_comedy.models.anatomy import head_weights
+from kl_comedy.models.logprobs import TokenPass, token_pass
+from kl_comedy.models.reference import FrozenReference, PassOptions, ReferencePass
+from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
+from kl_comedy.training.losses import micro_loss
+from kl_comedy.training.prepare import Preparation, prepare
+
+V, TEMPERATURE, BETA = 31, 0.8, 0.7
+ALGORITHM = AlgorithmConfig(advantage="grpo", policy_loss="ppo_clip")
+
+TERMS = {
+    "no_kl": [],
+    "k1_reward_to_go": [KLTerm("k1")],
+    "k1_reward_total_before": [KLTerm("k1", credit="total", baseline="before")],
+    "k1_reward_own": [KLTerm("k1", credit="own")],
+    "k1_reward_prefix_own_baseline": [KLTerm("k1", correction="prefix", cap=1.5, baseline="own")],
+    "k1_reward_sequence": [KLTerm("k1", level="sequence", correction="sequence")],
+    "k3_reward_sampler": [KLTerm("k3", reference="sampler")],
+    "k2_loss": [KLTerm("k2", placement="loss")],
+    "k3_loss_token": [KLTerm("k3", placement="loss", correction="token")],
+    "k3_loss_straight_through": [KLTerm("k3", placement="loss", gradient="k2", correction="token_detached")],
+    "k3_loss_clamped": [KLTerm("k3", placement="loss", output_clamp=0.3)],
+    "exact_loss": [KLTerm("exact", placement="loss")],
+    "exact_loss_prefix": [KLTerm("exact", placement="loss", correction="prefix_previous")],
+    "exact_forward_loss": [KLTerm("exact_forward", placement="loss")],
+    "exact_reward_to_go_own_baseline": [KLTerm("exact", baseline="own")],
+    "exact_reward_before": [KLTerm("exact", baseline="before")],
+    "reward_and_loss": [
+        KLTerm("k1", baseline="before"), KLTerm("exact", placement="loss"), KLTerm("k3", placement="loss"),
+    ],
+}  # fmt: skip
+
+MIXED = ("k1_reward_total_before", "k3_loss_token", "exact_forward_loss", "exact_reward_to_go_own_baseline",
+         "reward_and_loss")  # fmt: skip
+"""Terms that together need every output of a pass, ahead of the update and in it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Path:
+    share: bool
+    budget: int
+    chunk: int
+
+
+PATHS = {
+    "shared_whole": Path(share=True, budget=10**6, chunk=10**6),
+    "shared_packed": Path(share=True, budget=40, chunk=10**6),
+    "shared_row_chunks": Path(share=True, budget=40, chunk=1),
+    "own_prompts_whole": Path(share=False, budget=10**6, chunk=3 * V + 5),
+    "own_prompts_packed": Path(share=False, budget=25, chunk=10**6),
+}
+TRAINED = PATHS["shared_packed"]
+
+CASES = [(path, name) for path in PATHS for name in TERMS if PATHS[path] is TRAINED or name in MIXED]
+"""Every term on the path that trains, the mixed ones on every path."""
+
+
+def gpt2(dtype=torch.float64):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=4, n_positions=128, initializer_range=0.4,
+                        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)  # fmt: skip
+    return GPT2LMHeadModel(config).to(dtype).eval()
+
+
+def llama(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.4)  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def pair(make, dtype, *, widened=False):
+    """Policy and reference; ``widened``: the weights of ``dtype``, computed with in float32."""
+    policy, start = moved(make(dtype)), make(dtype)
+    return (policy.float(), start.float()) if widened else (policy, start)
+
+
+def moved(model):
+    """The policy: a step away from what it started from, so that no KL and no ratio is trivial."""
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=g, dtype=torch.float64)
+            parameter.add_((0.05 * noise).to(parameter.dtype))
+    return model
+
+
+@cache
+def rows():
+    """Three prompts, groups of three, lengths from one to eight; log-probs of a sampler near the policy's."""
+    g = torch.Generator().manual_seed(2)
+    policy, found = moved(gpt2()), []
+    for group, size in enumerate((17, 5, 11)):
+        prompt_ids = tuple(torch.randint(1, V, (size,), generator=g).tolist())
+        prompt = Prompt(problem=Problem(id=str(group), text="", answer=""), text="", token_ids=prompt_ids)
+        for length in torch.randint(1, 9, (3,), generator=g).tolist():
+            ids = torch.randint(1, V, (length,), generator=g)
+            logp_T, _ = dense_row(policy, prompt_ids, ids)
+            logps = logp_T.detach() + 0.1 * torch.randn(length, generator=g, dtype=torch.float64)
+            rollout = Rollout(prompt=prompt, group_id=group, completion_ids=tuple(ids.tolist()), stop_reason="eos",
+                              logps=tuple(logps.tolist()), versions=(0,) * length, text="")  # fmt: skip
+            value = float(torch.randint(0, 4, (1,), generator=g)) / 3
+            found.append(Scored(rollout=rollout, reward=Reward(value=value)))
+    return found
+
+
+def dense_row(model, prompt_ids, ids):
+    """Log-probs of a completion alone, ``[T]``, and of every token at its prefixes, ``[T, V]``."""
+    whole = torch.cat([torch.tensor(prompt_ids), ids])
+    logits_TV = model(input_ids=whole[None]).logits[0, len(prompt_ids) - 1 : -1]
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    logp_TV = (logits_TV.to(wide) / TEMPERATURE).log_softmax(-1)
+    return logp_TV.gather(1, ids[:, None])[:, 0], logp_TV
+
+
+def dense(model, inputs):
+    """Per row, what :func:`dense_row` gives for the real tokens of a padded batch."""
+    for n in range(len(inputs["ids_BT"])):
+        prompt = inputs["prompt_ids_BP"][n][inputs["prompt_mask_BP"][n].bool()].tolist()
+        yield dense_row(model, prompt, inputs["ids_BT"][n][inputs["mask_BT"][n]])
+
+
+def spread(parts, mask_BT):
+    return torch.zeros(mask_BT.shape, dtype=parts[0].dtype).masked_scatter(mask_BT, torch.cat(parts))
+
+
+class SlowReference:
+    """The initial reference, row by row; it keeps nothing."""
+
+    moving = False
+
+    def __init__(self, model):
+        self.model = model
+
+    def forward_pass(self, **inputs):
+        logp_BT = spread([logp_T for logp_T, _ in dense(self.model, inputs)], inputs["mask_BT"])
+        return ReferencePass(logp_BT=logp_BT, hidden_NH=None, head=head_weights(self.model), temperature=TEMPERATURE)
+
+
+def slow_pass(policy, reference):
+    def run(inputs, _, terms):
+        logp, kl, forward = [], [], []
+        with torch.no_grad():
+            others = [logq_TV for _, logq_TV in dense(reference, inputs)]
+        for (logp_T, logp_TV), logq_TV in zip(dense(policy, inputs), others, strict=True):
+            logp.append(logp_T)
+            kl.append((logp_TV.exp() * (logp_TV - logq_TV)).sum(-1))
+            forward.append((logq_TV.exp() * (logq_TV - logp_TV)).sum(-1))
+        logp_BT, kl_BT, forward_BT = (spread(parts, inputs["mask_BT"]) for parts in (logp, kl, forward))
+        return TokenPass(logp_BT=logp_BT, kl_BT=kl_BT, forward_kl_BT=forward_BT, entropy_BT=None,
+                         total_variation_BT=None, hidden_NH=None)  # fmt: skip
+
+    return run
+
+
+def fast_pass(policy, path):
+    def run(inputs, reference, terms):
+        needs = {term.needs for term in terms}
+        return token_pass(
+            policy, **inputs, temperature=TEMPERATURE, chunk_elements=path.chunk, share_prompt=path.share,
+            reference=reference, kl="exact_reverse" in needs, forward_kl="exact_forward" in needs,
+        )  # fmt: skip
+
+    return run
+
+
+INPUTS = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")
+
+
+def learn(models, terms, path=None, *, autocast=False, spoil=None):
+    """The update's loss and its gradient in one vector; ``path`` None is the slow one.
+
+    ``spoil`` may change each micro-batch before it is learned from.
+    """
+    policy, start = models
+    policy_pass, reference, budget = slow_pass(policy, start), SlowReference(start), 10**6
+    if path is not None:
+        options = PassOptions(temperature=TEMPERATURE, chunk_elements=path.chunk, share_prompt=path.share)
+        policy_pass, reference, budget = fast_pass(policy, path), FrozenReference(start, options), path.budget
+    plan = Preparation(terms=terms, algorithm=ALGORITHM, microbatch_tokens=budget, pad_id=0, device=torch.device("cpu"))
+    betas, total = [BETA] * len(terms), 0.0
+    context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
+    with context:
+        micros = prepare(rows(), plan, betas=betas, references={"initial": reference}, policy_pass=policy_pass)
+        if path is TRAINED:
+            assert len(micros) > 1, "the update was cut"
+        for micro in micros:
+            micro = micro if spoil is None else spoil(micro)
+            inputs = {name: getattr(micro.experience, name) for name in INPUTS}
+            passes = {"initial": policy_pass(inputs, micro.references["initial"], terms)}
+            loss, _ = micro_loss(micro, passes, terms=terms, betas=betas, algorithm=ALGORITHM)
+            loss.backward()
+            total += float(loss.detach())
+    gradient = torch.cat([p.grad.flatten().double() for p in policy.parameters() if p.grad is not None])
+    return SimpleNamespace(loss=total, gradient=gradient)
+
+
+@cache
+def slow(make, dtype, name, autocast=False):
+    return learn(pair(make, dtype), TERMS[name], autocast=autocast)
+
+
+def far(one, other):
+    """The difference of two gradients over the norm of the second."""
+    return float((one.gradient - other.gradient).norm() / other.gradient.norm())
+
+
+@pytest.mark.parametrize(("path", "name"), CASES)
+def test_a_fast_path_gives_the_slow_gradient(path, name):
+    """In float64, but for advantages and the sampler's log-probs, which are float32 on both sides."""
+    fast, own = learn(pair(gpt2, torch.float64), TERMS[name], PATHS[path]), slow(gpt2, torch.float64, name)
+    assert fast.loss == pytest.approx(own.loss, rel=1e-6, abs=1e-8)
+    assert far(fast, own) < 1e-6
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_the_trained_path_in_float32(name):
+    fast, own = learn(pair(llama, torch.float32), TERMS[name], TRAINED), slow(llama, torch.float32, name)
+    assert fast.loss == pytest.approx(own.loss, rel=1e-4, abs=1e-6)
+    assert far(fast, own) < 1e-4
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
+@pytest.mark.parametrize("name", MIXED)
+def test_the_trained_path_in_bfloat16_is_no_further_from_the_truth_than_the_slow_one(name, autocast):
+    """bfloat16 weights, or float32 weights under autocast. The truth is the slow float32 gradient at equal weights."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    fast = learn(pair(llama, dtype), TERMS[name], TRAINED, autocast=autocast)
+    truth = learn(pair(llama, dtype, widened=True), TERMS[name])
+    assert 0.0 < far(fast, truth) < 1.5 * far(slow(llama, dtype, name, autocast), truth) + 0.01
+
+
+def garbage(micro):
+    """The same micro-batch with everything that no mask covers replaced by what would show: wrong tokens and NaN."""
+    experience = micro.experience
+    outside_BT, before_BP = ~experience.mask_BT, ~experience.prompt_mask_BP.bool()
+
+    def nan(values_BT):
+        return values_BT.masked_fill(outside_BT, float("nan"))
+
+    references = {name: dataclasses.replace(seen, logp_BT=nan(seen.logp_BT)) for name, seen in micro.references.items()}
+    return dataclasses.replace(
+        micro,
+        experience=dataclasses.replace(
+            experience, ids_BT=experience.ids_BT.masked_fill(outside_BT, V - 1),
+            prompt_ids_BP=experience.prompt_ids_BP.masked_fill(before_BP, V - 2),
+            behaviour_logp_BT=nan(experience.behaviour_logp_BT), advantage_BT=nan(experience.advantage_BT),
+            ref_logp_BT=nan(experience.ref_logp_BT),
+            policy_version_BT=experience.policy_version_BT.masked_fill(outside_BT, 99),
+        ),
+        references=references,
+        baselines={position: nan(baseline_BT) for position, baseline_BT in micro.baselines.items()},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("share", "name"), [(share, name) for share in (True, False) for name in (TERMS if share else MIXED)]
+)
+def test_what_fills_the_padding_changes_no_bit(share, name):
+    path = dataclasses.replace(PATHS["shared_whole"], share=share)
+    clean, spoiled = (learn(pair(gpt2, torch.float64), TERMS[name], path, spoil=spoil) for spoil in (None, garbage))
+    assert clean.loss == spoiled.loss and torch.equal(clean.gradient, spoiled.gradient)
+
+
+SAME = [{"k1_reward_own", "k2_loss"}, {"k3_loss_token", "k3_loss_straight_through"}]
+"""Equal by identity: k1's own cost on the score is k2's gradient, and so is the ratio times k3's."""
+
+
+def test_terms_have_gradients_of_their_own():
+    """Or the comparisons above would compare the same thing."""
+    gradients = {name: slow(gpt2, torch.float64, name) for name in TERMS}
+    for one, other in SAME:
+        assert far(gradients[one], gradients[other]) < 1e-9
+    for name, found in gradients.items():
+        others = {key: far(found, other) for key, other in gradients.items() if key != name and {key, name} not in SAME}
+        nearest = min(others, key=others.get)
+        assert others[nearest] > 1e-3, (name, nearest, others[nearest])
