@@ -167,7 +167,7 @@ MEANINGS: dict[str, str] = {
     "eval.data_root": "The folder of the suites' files; `null`: by hub name.",
     "audit.every": "Updates between [gradient audits](audit.md) in a run; 0: none. No audit key is in the config hash.",
     "audit.terms": "`own` (the terms of `kl`), `panel`, or names of recipes.",
-    "audit.samples": "At most so many completions of the update, in whole groups; `null`: all of them.",
+    "audit.samples": "At most so many completions of the update, in whole groups; `null`: half, at least 3 groups.",
     "audit.blocks": "Blocks of whole groups that estimates are made from; an update needs 3 groups.",
     "audit.sketch": "Numbers kept of the gradient of a layer group; 0: all.",
     "tracking.uri": "An MLflow store or server; `none`: files in the run folder only. Not part of the config hash.",

@@ -257,8 +257,9 @@ class EvalConfig:
 class AuditConfig:
     """The gradient audit while a run goes on: every so many updates (0: never), on the update's own completions.
 
-    ``terms``: ``own`` (the terms of ``kl``), ``panel``, or recipes. ``samples`` bounds the completions. Changes
-    nothing in training, so it is not part of the config hash.
+    ``terms``: ``own`` (the terms of ``kl``), ``panel``, or recipes. ``samples`` bounds the completions (open: half of
+    the update's, so that an audit costs less than an update). Changes nothing in training, so it is not part of the
+    config hash.
     """
 
     every: int = _at_least(0, 0)

@@ -21,6 +21,7 @@ from kl_comedy.models.logprobs import TokenPass
 from kl_comedy.records import Scored
 from kl_comedy.training.audit.channels import Channel, channel_loss
 from kl_comedy.training.audit.layers import LayerGroup
+from kl_comedy.training.audit.passes import PolicyOnce, ReferenceOnce
 from kl_comedy.training.audit.sketch import Sketch
 from kl_comedy.training.losses import policy_parts
 from kl_comedy.training.measure import Tally
@@ -74,8 +75,13 @@ def block_gradients(
 
     ``tally`` counts the tokens that each channel leaves without gradient, and the values of exact KL.
     """
-    micros = _prepared(module, rows, None)
-    alone = {c.name: _prepared(module, rows, c) for c in channels if c.sees_the_update}
+    seeing = [channel for channel in channels if channel.sees_the_update]
+    once = _Once(
+        references={name: ReferenceOnce(reference) for name, reference in module.references.items()},
+        policy_pass=PolicyOnce(module.policy_pass, [channel.term for channel in seeing if channel.term is not None]),
+    )
+    micros = _prepared(module, rows, None, once)
+    alone = {channel.name: _prepared(module, rows, channel, once) for channel in seeing}
     weight = float(sum(micro.experience.weight_B.double().sum() for micro in micros))
     total: list[list[Tensor]] = []
     for n, micro in enumerate(micros):
@@ -91,12 +97,20 @@ def _sum(total: list[Tensor], more: list[Tensor]) -> list[Tensor]:
     return [a + b for a, b in zip(total, more, strict=True)]
 
 
-def _prepared(module: PolicyModule, rows: Sequence[Scored], channel: Channel | None) -> list[MicroBatch]:
+@dataclass(frozen=True, kw_only=True)
+class _Once:
+    """What preparing a block passes, remembered for as long as the block is at hand."""
+
+    references: Mapping[str, ReferenceOnce]
+    policy_pass: PolicyOnce
+
+
+def _prepared(module: PolicyModule, rows: Sequence[Scored], channel: Channel | None, once: _Once) -> list[MicroBatch]:
     """The rows prepared without any KL term, or with the term of one channel alone."""
     terms: tuple[KLTerm, ...] = () if channel is None or channel.term is None else (channel.term,)
     return prepare(
         rows, dataclasses.replace(module.plan, terms=terms), betas=[channel.beta] * len(terms) if channel else [],
-        references=module.references, policy_pass=module.policy_pass, first_use=module.record(rows),
+        references=once.references, policy_pass=once.policy_pass, first_use=module.record(rows),
     )  # fmt: skip
 
 
