@@ -48,9 +48,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         suites = write_suites(folder, asked)
-        found = {suite: compare(suite, asked, folder) for suite in suites}
-    found["verdicts"] = compare_verdicts(asked)
-    write(found, asked)
+        found = {"verdicts": compare_verdicts(asked)}
+        for suite in suites:
+            found[suite] = compare(suite, asked, folder)
+            write(found, asked)  # after each, as one may take long
+    print((asked.out / "README.md").read_text())
 
 
 # --- the same suites for both -----------------------------------------------------------------------------------
@@ -232,7 +234,6 @@ def write(found: Mapping[str, Any], asked: argparse.Namespace) -> None:
     text = json.dumps({"versions": versions, "settings": settings, "suites": found}, indent=1)
     (asked.out / "agreement.json").write_text(text + "\n")
     (asked.out / "README.md").write_text(page(found, versions, asked))
-    print(page(found, versions, asked))
 
 
 def page(found: Mapping[str, Any], versions: Mapping[str, str], asked: argparse.Namespace) -> str:
@@ -247,8 +248,7 @@ def page(found: Mapping[str, Any], versions: Mapping[str, str], asked: argparse.
         "| suite | items | prompts equal | ours [95%] | lm-eval | verdicts equal | further |",
         "|---|---:|---:|---|---:|---:|---|",
     ]  # fmt: skip
-    for name in ("gsm8k", "mmlu_letters", "mmlu_texts"):
-        lines.append(_line(name, found[name]))
+    lines += [_line(name, row) for name, row in found.items() if name != "verdicts"]
     judged = found["verdicts"]
     lines += [
         "", f"Verdicts alone, on {judged['items']} recorded answers of other models to GSM8K problems "
