@@ -1,0 +1,80 @@
+"""The lag study as one table, from the records of its runs, finished or not: Markdown to stdout, results/lags/runs.csv.
+
+python scripts/lag_table.py sweeps/lags
+
+Standard library only, so it can be asked while the sweep runs. Means are over a run's last 20 updates so far; a run
+collapsed when its newest held-out reward is below half of its first one.
+"""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TARGET = Path(__file__).parents[1] / "results" / "lags" / "runs.csv"
+KINDS = ("none", "k1-reward", "k1-loss", "k3-reward", "k3-loss", "k3-token", "k1-prefix", "rb-prefix")
+MEANS = {
+    "train_reward_last20": "train/reward", "exact_kl_last20": "kl/exact_reverse_sequence", "ess_last20": "policy/ess",
+    "grad_norm_last20": "grad/norm",
+}  # fmt: skip
+HELD_OUT = ("eval/heldout/reward", "eval/heldout/kl/exact_reverse_sequence")
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """One run: what it was, and what it gave. An update that was done again after a stop counts by its last record."""
+    facts: dict[str, str] = {}
+    points: dict[int, dict[str, float]] = {}
+    for line in (folder / "spool.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["kind"] in ("params", "tags"):
+            facts |= event["data"]
+        elif event["kind"] == "metrics":
+            points.setdefault(event["step"], {}).update(event["data"])
+    updates = [points[step] for step in sorted(points) if "train/reward" in points[step]]
+    held_out = [
+        (step, *(points[step][name] for name in HELD_OUT)) for step in sorted(points) if HELD_OUT[0] in points[step]
+    ]
+    tail = updates[-20:]
+    step, reward, exact_kl = held_out[-1]
+    return {
+        "name": facts["name"], "seed": int(facts["seed"]), "lag": int(facts["lag.steps"]), "kl": facts["kl.label"],
+        "updates": len(updates), "heldout_update": step, "heldout_reward": reward, "heldout_exact_kl": exact_kl,
+        **{name: sum(each[metric] for each in tail) / len(tail) for name, metric in MEANS.items()},
+        "largest_exact_kl": max(each["kl/exact_reverse_sequence"] for each in updates),
+        "largest_grad_norm": max(each["grad/norm"] for each in updates),
+        "least_train_reward": min(each["train/reward"] for each in updates),
+        "collapsed": reward < 0.5 * held_out[0][1],
+        "config_hash": facts["config.hash"], "commit": facts["git.commit"], "dirty": facts["git.dirty"],
+    }  # fmt: skip
+
+
+def shown(row: dict[str, Any]) -> str:
+    at = "" if row["heldout_update"] == 60 else f" at {row['heldout_update']}"
+    cells = [
+        row["lag"], row["kl"], row["seed"], row["updates"], f"{row['heldout_reward']:.3f}{at}",
+        f"{row['heldout_exact_kl']:.3g}", f"{row['train_reward_last20']:.2f}", f"{row['exact_kl_last20']:.3g}",
+        f"{row['ess_last20']:.2f}", f"{row['grad_norm_last20']:.3g}", f"{row['largest_exact_kl']:.3g}",
+        "yes" if row["collapsed"] else "no",
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main(sweep: Path) -> None:
+    rows = [summary(file.parent) for file in sorted(sweep.glob("runs/*/spool.jsonl"))]
+    rows.sort(key=lambda row: (row["lag"], KINDS.index(row["name"].split("-", 2)[2]), row["seed"]))
+    TARGET.parent.mkdir(parents=True, exist_ok=True)
+    with TARGET.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    print(
+        "| lag | KL | seed | updates | held-out reward | held-out exact KL | training reward | exact KL | ESS | "
+        "gradient norm | largest exact KL | collapsed |"
+    )
+    print("|---:|---|" + "---:|" * 9 + "---|")
+    print("\n".join(shown(row) for row in rows))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
