@@ -166,7 +166,8 @@ def go(folder, *overrides):
 @pytest.fixture(scope="module")
 def run_with_audit(tmp_path_factory):
     return go(
-        tmp_path_factory.mktemp("audited"), "audit.every=3", "train.steps=7", "audit.terms=[own, grpo]",
+        tmp_path_factory.mktemp("audited"), "audit.every=3", "audit.samples=4096", "train.steps=7",
+        "audit.terms=[own, grpo]",
         "kl=[{estimator: k1, placement: reward, beta: 0.05}, {estimator: exact, placement: loss, reference: ema}]",
     )  # fmt: skip
 
