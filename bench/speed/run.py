@@ -4,6 +4,7 @@ python bench/speed/setup.py                        once: TRL and TorchRL beside 
 python bench/speed/run.py                          GSM8K and chain sums on SmolLM2-135M, 3 repetitions of 3 updates
 python bench/speed/run.py --quick                  a smoke on the pocket model, into runs/speed_quick
 python bench/speed/run.py --tasks gsm8k --variants ours-grpo-default trl-grpo-whole --repetitions 1 --updates 1
+python bench/speed/run.py --add ...                further repetitions or variants into the same tables
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--updates", type=int, help="measured updates after the warm-up; default 3")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS of all; default all cores")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a repetition may take")
+    parser.add_argument("--add", action="store_true", help="add to the speed.json that is there, instead of a new one")
     parser.add_argument("--out", type=Path, help="folder for speed.json and README.md")
     given = parser.parse_args(arguments)
     quick = given.quick
@@ -89,14 +91,16 @@ def one_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict
         return {**json.loads(found.read_text()), "load_average": load, "model": Path(job["model"]).name}
 
 
-def run_task(task: str, given: argparse.Namespace, model: Path, save: Any) -> None:
-    """Every repetition of every variant; ``save`` is called with what there is after each."""
-    repetitions: list[dict[str, Any]] = []
-    failures: dict[str, str] = {}
-    for number in range(given.repetitions):
-        for name in rotated(given.variants, number):
+def run_task(task: str, given: argparse.Namespace, model: Path, before: dict[str, Any], save: Any) -> None:
+    """Every repetition of every variant, after those of ``before``; ``save`` is called with all after each."""
+    repetitions: list[dict[str, Any]] = list(before.get("repetitions", ()))
+    failures: dict[str, str] = dict(before.get("failures", {}))
+    first = {name: sum(row["variant"] == name for row in repetitions) for name in given.variants}
+    for turn in range(given.repetitions):
+        for name in rotated(given.variants, turn):
             if name in failures:
                 continue
+            number = first[name] + turn
             job = {
                 "task": task, "variant": name, "repetition": number, "seed": number, "updates": given.updates,
                 "model": str(model),
@@ -127,11 +131,14 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(wanted), file=sys.stderr)
         return 2
     given.out.mkdir(parents=True, exist_ok=True)
+    there = given.out / "speed.json"
+    before = json.loads(there.read_text(encoding="utf-8")) if given.add and there.exists() else {}
+    command = "python bench/speed/run.py " + " ".join(sys.argv[1:] if arguments is None else arguments)
     results: dict[str, Any] = {
-        "command": "python bench/speed/run.py " + " ".join(sys.argv[1:] if arguments is None else arguments),
+        "command": f"{before['command']}`, then `{command}" if before else command,
         "machine": describe(given.threads),
-        "variants": {name: VARIANTS[name].note for name in given.variants},
-        "tasks": {},
+        "variants": {**before.get("variants", {}), **{name: VARIANTS[name].note for name in given.variants}},
+        "tasks": dict(before.get("tasks", {})),
     }
 
     def save(task: str, found: dict[str, Any]) -> None:
@@ -143,7 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
         if any(TASKS[task].pocket for task in given.tasks):
             save_pocket(Path(folder))
         for task in given.tasks:
-            run_task(task, given, Path(folder) if TASKS[task].pocket else SMOLLM2, save)
+            found = results["tasks"].get(task, {})
+            run_task(task, given, Path(folder) if TASKS[task].pocket else SMOLLM2, found, save)
     print(page(results))
     return 1 if any(found["failures"] for found in results["tasks"].values()) else 0
 

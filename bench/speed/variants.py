@@ -70,6 +70,11 @@ def _of(algorithm: str) -> tuple[Variant, ...]:
             },
         ),
         Variant(
+            system="ours", algorithm=algorithm, setting="checkpoints",
+            note="exact KL measured at the first (warm-up) update only, activation checkpoints, all else open",
+            options={"train.exact_kl_every": 0, "model.gradient_checkpointing": "true"},
+        ),
+        Variant(
             system="ours", algorithm=algorithm, setting="quick",
             note="exact KL measured at the first (warm-up) update only",
             options={"train.exact_kl_every": 0},
