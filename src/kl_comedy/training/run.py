@@ -119,7 +119,7 @@ def _train_in(
     checkpoint = Vault(root=run.checkpoints, keep=1, world=parts.world).newest() if resume else None
     step = None if checkpoint is None else step_of(checkpoint)
     tags = {**provenance_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)}
-    tags["host.products"] = products.library()
+    tags["run.products"] = products.library()
     start = Tracker.start if parts.world.first else Untracked.start
     tracker = start(
         config.tracking,
