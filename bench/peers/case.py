@@ -85,7 +85,8 @@ def spread(value: Tensor, rows: Rows) -> Tensor:
 
 def groups_of(rows: Rows, size: int) -> list[Rows]:
     """Each group of ``size`` adjacent rows as a batch of its own, for code that normalizes over its batch."""
-    columns = {name: torch.split(getattr(rows, name), size) for name in rows.__dataclass_fields__}
+    given = {name: column for name in rows.__dataclass_fields__ if (column := getattr(rows, name)) is not None}
+    columns = {name: torch.split(column, size) for name, column in given.items()}
     count = len(rows.group_B) // size
     return [Rows(**{name: pieces[i] for name, pieces in columns.items()}) for i in range(count)]
 
