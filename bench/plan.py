@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 HERE = Path(__file__).resolve().parent
 sys.path = [str(HERE), *(p for p in sys.path if Path(p or ".").resolve() != HERE)]
@@ -89,9 +90,14 @@ def measure(name: str) -> dict[str, Any]:
         seen["completion"] += sum(len(row.rollout.completion_ids) for row in batch.rows)
         return batch
 
-    ExperienceStream.__next__ = watched  # type: ignore[method-assign]
-    PolicyModule.on_train_end = lambda self: seen.update(peak=memory.peak())  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory(prefix="plan_") as folder:
+    def ended(self: Any) -> None:
+        seen["peak"] = memory.peak()
+
+    with (
+        tempfile.TemporaryDirectory(prefix="plan_") as folder,
+        patch.object(ExperienceStream, "__next__", watched),
+        patch.object(PolicyModule, "on_train_end", ended),
+    ):
         config = load_config(None, [*CELLS[name], f"output={folder}"])
         train(config, console=Console(quiet=True), command="bench/plan.py")
     prompt, completion = (round(seen[name] / seen["rows"]) for name in ("prompt", "completion"))

@@ -71,8 +71,7 @@ def rotated(names: list[str], by: int) -> list[str]:
 
 def one_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict[str, Any] | str:
     """Run a child; what it found, or why it failed in one line."""
-    own = VARIANTS[job["variant"]].environment
-    environment = {**os.environ, **ENVIRONMENT, **own, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
         path = Path(folder) / "job.json"

@@ -17,14 +17,13 @@ SYSTEMS, ALGORITHMS = ("ours", "trl", "torchrl"), ("grpo", "rloo")
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """One thing to measure. ``options``: config overrides (ours), trainer arguments (TRL), what
-    torchrl_side.py reads (TorchRL); ``environment``: variables of its process."""
+    torchrl_side.py reads (TorchRL)."""
 
     system: str
     algorithm: str
     setting: str
     note: str
     options: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -37,7 +37,6 @@ def reproduce(
     Example: `kl-comedy reproduce 3f2a --uri sqlite:///mlflow.db`
     """
     check("--format", format, ("table", "json"))
-    from kl_comedy.tracking import provenance_tags
     from kl_comedy.tracking.reproduction import compare_metrics, final_metrics, find_run, place_differences
 
     console = Console(stderr=True)
@@ -45,9 +44,9 @@ def reproduce(
     tags: dict[str, str] = dict(stored.data.tags)
     _check_repeatable(stored, tags, plugin)
     config = _config(uri, stored, output, plugin)
-    import torch  # noqa: F401  (provenance names GPUs only where torch is loaded)
+    from kl_comedy.training.place import place_tags  # loads torch: provenance names GPUs only where it is there
 
-    for line in place_differences(tags, provenance_tags()) or ["code, packages and machine are what they were"]:
+    for line in place_differences(tags, place_tags()) or ["code, packages and machine are what they were"]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if tags.get("git.diff"):
         console.print("the run's code was changed after its commit; the change is its artifact provenance/code.diff")

@@ -70,7 +70,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     adopt_products(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train(config.gradient_checkpointing)
+    model.train(config.gradient_checkpointing)  # transformers recomputes in training mode only
     probe_head(model, share_prompt=config.share_prompt)
     return LoadedModel(model=model, tokenizer=tokenizer, device=device, source=config.source)
 

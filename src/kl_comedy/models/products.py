@@ -73,10 +73,11 @@ def suits(rows: Tensor, weight_NK: Tensor) -> bool:
 
 
 def rows_times(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """``rows @ weight.T + bias`` ``[M, N]``, without a gradient; either matrix may be a transposed view."""
+    """``rows @ weight.T + bias`` ``[M, N]``, differentiable once; either matrix may be a transposed view."""
     if not suits(rows_MK, weight_NK):
         return linear(rows_MK, weight_NK, bias_N)
-    return _onednn(rows_MK.detach(), weight_NK.detach(), None if bias_N is None else bias_N.detach())
+    found: Tensor = _Product.apply(rows_MK, weight_NK, bias_N)  # type: ignore[no-untyped-call]  # torch does not type it
+    return found
 
 
 def _onednn(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -110,8 +111,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not suits(input, self.weight):
             return super().forward(input)
-        rows_MK = input.reshape(-1, self.in_features)
-        out_MN: Tensor = _Product.apply(rows_MK, self.weight, self.bias)  # type: ignore[no-untyped-call]  # torch
+        out_MN = rows_times(input.reshape(-1, self.in_features), self.weight, self.bias)
         return out_MN.view(*input.shape[:-1], self.out_features)
 
 

@@ -21,10 +21,9 @@ from rich.console import Console
 from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.kl import resolve_terms
-from kl_comedy.models import products
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import WorksInFolder
-from kl_comedy.tracking import Tracker, provenance_files, provenance_tags
+from kl_comedy.tracking import Tracker, provenance_files
 from kl_comedy.training.audit.callback import AuditCallback, check_audit
 from kl_comedy.training.build import Parts, build, kl_label, policy_tags, term_tags
 from kl_comedy.training.callbacks import (
@@ -36,6 +35,7 @@ from kl_comedy.training.callbacks import (
 )
 from kl_comedy.training.checkpoints import Vault
 from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.place import place_tags
 from kl_comedy.training.policy_files import save_policy
 from kl_comedy.training.progress import ProgressCallback
 from kl_comedy.training.recorder import record_callbacks
@@ -118,8 +118,7 @@ def _train_in(
         parts.backend.work_in(run.path)
     checkpoint = Vault(root=run.checkpoints, keep=1, world=parts.world).newest() if resume else None
     step = None if checkpoint is None else step_of(checkpoint)
-    tags = {**provenance_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)}
-    tags["run.products"] = products.library()
+    tags = {**place_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)}
     start = Tracker.start if parts.world.first else Untracked.start
     tracker = start(
         config.tracking,
@@ -170,7 +169,6 @@ def _fit(
         backend=parts.backend,
         world=parts.world,
     )
-    parts.loaded.model.train(config.model.gradient_checkpointing)  # transformers recomputes in training mode only
     with request.finish_first():
         return _fit_and_write(run, parts, tracker, command, request, trainer, module, evaluation, checkpoint, started)
 

@@ -109,7 +109,6 @@ def subject(origin: Origin, *, updates: int, samples: int, tell: Callable[[str, 
                 config, loaded=parts.loaded, references=parts.references, terms=parts.terms,
                 stream=stream_for(parts, trainer.precision_plugin.forward_context), backend=parts.backend,
             )  # fmt: skip
-            parts.loaded.model.train(config.model.gradient_checkpointing)
             trainer.fit(module, ckpt_path=origin.checkpoint, weights_only=True)
         if module.version != stop or not walk.rows:
             raise UserError(f"audit: training stopped at update {module.version}, before update {stop}")
