@@ -37,7 +37,6 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "TQDM_DISABLE": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    "OMP_WAIT_POLICY": "passive",
 }
 
 

@@ -62,16 +62,10 @@ def _of(algorithm: str) -> tuple[Variant, ...]:
         ),
         Variant(
             system="ours", algorithm=algorithm, setting="lean",
-            note="exact KL measured at the first (warm-up) update only, activation checkpoints, small head chunks",
+            note="exact KL measured at the first (warm-up) update only, activation checkpoints, small micro-batches",
             options={
                 "train.exact_kl_every": 0, "train.microbatch_tokens": 600, "model.gradient_checkpointing": "true",
-                "model.head_chunk_elements": 2**21,
             },
-        ),
-        Variant(
-            system="ours", algorithm=algorithm, setting="checkpoints",
-            note="exact KL measured at the first (warm-up) update only, activation checkpoints, all else open",
-            options={"train.exact_kl_every": 0, "model.gradient_checkpointing": "true"},
         ),
         Variant(
             system="ours", algorithm=algorithm, setting="quick",

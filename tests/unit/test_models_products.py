@@ -13,7 +13,7 @@ from kl_comedy.config import ModelConfig
 from kl_comedy.errors import UserError
 from kl_comedy.models import load_model, products
 from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.products import Linear, adopt_products, processor_maker, rows_times, suits
+from kl_comedy.models.products import Linear, add_product, adopt_products, processor_maker, rows_times, suits
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -50,6 +50,33 @@ def test_value_and_gradients_are_those_of_a_linear_layer(m, k, n, bias, seed):
             found.append([out.detach(), own.grad, *(p.grad for p in layer.parameters())])
     for ours_is, plain_is, terms in zip(*reversed(found), [k, n, 2 * m, 2 * m], strict=False):
         close(ours_is, plain_is, terms)
+
+
+@pytest.mark.parametrize("rows", [1, 12, 40, 90])
+@pytest.mark.parametrize(("outputs", "inputs"), [(130, 7), (7, 130), (130, 130), (90, 50)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_large_sides_in_blocks_and_few_rows_turned_around(onednn, monkeypatch, rows, outputs, inputs, bias):
+    """Sides from 100 on count as a vocabulary, in blocks of 32, the last one short."""
+    monkeypatch.setattr(products, "MANY", 100)
+    monkeypatch.setattr(products, "BLOCK", 32)
+    own, weight = torch.randn(rows, inputs, requires_grad=True), torch.randn(outputs, inputs, requires_grad=True)
+    added = torch.randn(outputs) if bias else None
+    expected = torch.nn.functional.linear(own, weight, added)
+    upstream = torch.randn(rows, outputs)
+    wanted = torch.autograd.grad((expected * upstream).sum(), (own, weight))
+    found = rows_times(own, weight, added)
+    close(found, expected, inputs)
+    for ours_is, plain_is, terms in zip(
+        torch.autograd.grad((found * upstream).sum(), (own, weight)), wanted, (outputs, rows), strict=True
+    ):
+        close(ours_is, plain_is, terms)
+    with torch.no_grad():
+        close(rows_times(own, weight, added), expected, inputs)
+        close(rows_times(own, weight.t().contiguous().t(), added), expected, inputs)
+        start = torch.randn(outputs, inputs)
+        into = start.clone()
+        add_product(into, upstream.t(), own)
+        close(into, start + upstream.t() @ own, rows)
 
 
 def test_transposed_views_are_taken_as_they_are(onednn):

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kl_comedy.models.anatomy import Head
-from kl_comedy.models.products import rows_times, suits
+from kl_comedy.models.in_place import adds_in_place, gradient_of
+from kl_comedy.models.products import add_product, rows_times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,9 @@ def head_columns(
     if wanted.reference and other is None:
         raise ValueError("an exact value needs a reference pass that kept its hidden states")
     rows = max(1, chunk_elements // head[0].shape[0])
-    plan = _Plan(ids_N=ids_N, temperature=temperature, rows=rows, wanted=wanted, other=other)
+    plan = _Plan(
+        ids_N=ids_N, temperature=temperature, rows=rows, wanted=wanted, other=other, adds=adds_in_place(head[0])
+    )  # fmt: skip
     columns: Sequence[Tensor] = _HeadColumns.apply(hidden_NH, *head, plan)  # type: ignore[no-untyped-call]
     return list(columns)
 
@@ -72,6 +75,8 @@ class _Plan:
     rows: int
     wanted: Wanted
     other: Other | None
+    adds: bool
+    """Whether the head's gradient is added to ``.grad`` here (:mod:`kl_comedy.models.in_place`)."""
 
     def chunks(self) -> Iterator[slice]:
         for start in range(0, max(len(self.ids_N), 1), self.rows):
@@ -114,7 +119,9 @@ class _HeadColumns(torch.autograd.Function):
         plan: _Plan = ctx.plan
         hidden_grad = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         wide = torch.promote_types(weight_VH.dtype, torch.float32)
-        weight_grad = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = gradient_of(weight_VH) if plan.adds else torch.zeros_like(weight_VH, dtype=wide)
         bias_grad = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and ctx.needs_input_grad[2] else None
         for part in plan.chunks():
             logp_nV, logq_nV = kept
@@ -128,15 +135,15 @@ class _HeadColumns(torch.autograd.Function):
                 hidden_grad[part] = rows_times(narrow_nV, weight_VH.t()).to(hidden_grad.dtype)
             if weight_grad is not None:
                 rows_nH = hidden_NH[part].to(weight_VH.dtype)
-                if wide == weight_VH.dtype and not suits(narrow_nV.t(), rows_nH.t()):
-                    weight_grad.addmm_(narrow_nV.t(), rows_nH)
+                if wide == weight_VH.dtype:
+                    add_product(weight_grad, narrow_nV.t(), rows_nH)
                 else:
                     weight_grad += rows_times(narrow_nV.t(), rows_nH.t())
             if bias_grad is not None:
                 bias_grad += grad_nV.sum(0)
         return (
             hidden_grad,
-            None if weight_grad is None else weight_grad.to(weight_VH.dtype),
+            None if weight_grad is None or plan.adds else weight_grad.to(weight_VH.dtype),
             None if bias_grad is None else bias_grad.to(bias_V.dtype),
             None,
         )

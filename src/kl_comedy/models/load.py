@@ -19,6 +19,7 @@ from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout, unwrap
 from kl_comedy.models.attention import adopt
 from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
+from kl_comedy.models.in_place import adopt_embeddings
 from kl_comedy.models.logprobs import completion_hidden, token_pass
 from kl_comedy.models.products import adopt_products
 from kl_comedy.models.sharded import call_as_forward
@@ -68,6 +69,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     if config.lora is not None:
         model = add_lora(model, config.lora)
     adopt_products(model)
+    adopt_embeddings(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train(config.gradient_checkpointing)  # transformers recomputes in training mode only

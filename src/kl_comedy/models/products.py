@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ VARIABLE = "KL_COMEDY_PRODUCTS"
 LIBRARIES = ("auto", "torch", "onednn")
 SMALLEST = 100_000
 """Elements of a weight below which the product stays with torch: what is won is less than a call's cost."""
+
+FEW = range(9, 65)
+"""Rows for which the product is computed as weight times rows and turned around: 10 to 25% less time, turn included
+(``bench/products.py``). With fewer the two are alike; with more, turning the outcome costs what was won."""
+
+MANY, BLOCK = 16_384, 2048
+"""A side of this size (a vocabulary's) is computed in blocks, small enough to stay in a core's cache."""
 
 
 def library() -> str:
@@ -76,13 +84,46 @@ def rows_times(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None)
     """``rows @ weight.T + bias`` ``[M, N]``, differentiable once; either matrix may be a transposed view."""
     if not suits(rows_MK, weight_NK):
         return linear(rows_MK, weight_NK, bias_N)
+    if not torch.is_grad_enabled():
+        return _onednn(rows_MK, weight_NK, bias_N)
     found: Tensor = _Product.apply(rows_MK, weight_NK, bias_N)  # type: ignore[no-untyped-call]  # torch does not type it
     return found
 
 
 def _onednn(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """oneDNN copies its second factor into another layout at every call: the smaller one goes there, or blocks do."""
+    rows, (outputs, inputs) = len(rows_MK), weight_NK.shape
+    if inputs >= MANY:
+        out_MN = rows_MK.new_zeros(rows, outputs) if bias_N is None else bias_N.expand(rows, -1).clone()
+        for part in _blocks(inputs):
+            out_MN += _call(rows_MK[:, part], weight_NK[:, part], None)
+        return out_MN
+    if bias_N is None and rows in FEW and rows < outputs and weight_NK.is_contiguous():
+        return _call(weight_NK, rows_MK, None).t().contiguous()
+    if bias_N is None and outputs >= MANY and rows > FEW.stop:
+        out_MN = rows_MK.new_empty(rows, outputs)
+        for part in _blocks(outputs):
+            out_MN[:, part] = _call(rows_MK, weight_NK[part], None)
+        return out_MN
+    return _call(rows_MK, weight_NK, bias_N)
+
+
+def _blocks(size: int) -> Iterator[slice]:
+    return (slice(start, start + BLOCK) for start in range(0, size, BLOCK))
+
+
+def _call(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     found: Tensor = torch.ops.mkldnn._linear_pointwise(rows_MK, weight_NK, bias_N, "none", [], "")
     return found
+
+
+def add_product(into_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
+    """``into += left @ right``, in place and without gradient; the outcome is never held whole beside ``into``."""
+    if not suits(left_MK, into_MN):
+        into_MN.addmm_(left_MK, right_KN)
+        return
+    for part in _blocks(len(into_MN)):
+        into_MN[part] += _call(left_MK[part], right_KN.t(), None)
 
 
 class _Product(torch.autograd.Function):

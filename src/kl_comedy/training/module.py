@@ -20,6 +20,7 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.kl import BetaState, KLTerm, kl_diagnostics
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.footprint import head_chunk, microbatch_tokens, release
+from kl_comedy.models.in_place import in_place
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import Reference, ReferencePass
 from kl_comedy.models.weights import whole
@@ -167,7 +168,8 @@ class PolicyModule(lightning.LightningModule):
 
     def _accumulate(self, micro: MicroBatch, tally: Tally, betas: Sequence[float], *, exact: bool) -> dict[str, Tensor]:
         """Pass, loss and backward of one micro-batch."""
-        passes = self.passes(micro, measure=exact)
+        with in_place(not self.world.sharded):
+            passes = self.passes(micro, measure=exact)
         self._release()
         seen = passes["initial"]
         self._finite = self._finite and bool(torch.isfinite(seen.logp_BT).all())
