@@ -14,16 +14,19 @@ import torch
 from rich.console import Console
 
 import kl_comedy.training.rooms  # noqa: F401
+from kl_comedy.cli.targets import resolved
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.models import weights_hash
+from kl_comedy.models import load_model, weights_hash
 from kl_comedy.training.build import build
+from kl_comedy.training.divided import build_backend
 from kl_comedy.training.losses import micro_loss
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.prepare import prepare
 from kl_comedy.training.recorded import Recorded
 from kl_comedy.training.run import train, trainer_for
 from kl_comedy.training.sources import stream_for
+from kl_comedy.training.world import ALONE
 
 TINY = Path(__file__).with_name("tiny.yaml")
 DPO = ["algorithm.dpo={beta: 0.5}", "kl=[]"]
@@ -85,6 +88,8 @@ def test_the_recorders_own_configuration_replays_to_the_same_bits(recorded, edit
         again = go(tmp_path / name, *replaying(path, "train.eval_every=0")).run
         assert weights_of(again) == weights_of(recorded)
         assert not [key for key in metrics_of(again) if "staleness" in key[1] or key[1] == "policy/mismatch"]
+    with resolved(str(again.path), []) as found:  # its policy is evaluated, by a sampler that has no recording
+        assert build_backend(found.config, load_model(found.config.model), ALONE).version == 0
 
 
 def test_two_configurations_see_the_same_rows(recorded, tmp_path, monkeypatch):

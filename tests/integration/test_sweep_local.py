@@ -23,8 +23,16 @@ grid:
 exclude: [{kl.0.estimator: k3, data.train: late}]
 rows:
   no-kl: {kl: none}
-evaluate: {eval.samples: 2}
+evaluate: {eval.samples: 2, eval.suites: [sums.yaml]}
 """
+SUITE = """
+file: {path: sums.jsonl}
+prompt: {suffix: ""}
+reward: {name: exact_answer}
+answer: number
+max_new_tokens: 24
+"""
+SUMS = "".join(json.dumps({"problem": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(1, 6))
 
 
 def kl_comedy(*arguments, cwd, code=0):
@@ -46,6 +54,8 @@ def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "base.yaml").write_text(TINY.read_text().replace(", options: {digits: 1}", "", 1))
     (folder / "grid.yaml").write_text(GRID)
+    (folder / "sums.yaml").write_text(SUITE)
+    (folder / "sums.jsonl").write_text(SUMS)
     said = kl_comedy("sweep", "grid.yaml", "--local", 2, cwd=folder, code=1).stderr
     return folder, said, states(folder)
 
@@ -92,6 +102,22 @@ def test_resubmit_runs_only_what_failed_and_then_nothing(swept):
     assert "nothing to submit" in kl_comedy("sweep", "grid.yaml", "--local", 2, cwd=folder).stderr
     rows = json.loads((folder / "sweeps/grid/report/cells.json").read_text())
     assert all("evaluate/heldout/reward" in row for row in rows)
+    assert all(0 <= row["evaluate/sums/accuracy"] <= row["evaluate/sums/pass@2"] <= 1 for row in rows)
+    assert "evaluate/sums/accuracy" in (folder / "sweeps/grid/report/report.md").read_text()
+
+
+def test_the_evaluation_job_keeps_the_samples_of_its_suites(swept):
+    folder, _, rows = swept
+    cell = rows["k1-pocket"]["cell"]
+    (kept,) = json.loads((folder / f"sweeps/grid/evaluations/{cell:05d}.json").read_text())[1:]
+    assert kept["suite"] == "sums" and kept["problems"] == 5 and kept["samples"] == 2
+    lines = (Path(kept["records"]) / "items.jsonl").read_text().splitlines()
+    assert len(lines) == 5 and Path(kept["records"]).is_relative_to(folder / f"sweeps/grid/evaluations/{cell:05d}")
+    found = json.loads(
+        kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--experiment", "kl_comedy-evaluations",
+                  "--format", "json", cwd=folder).stdout
+    )  # fmt: skip
+    assert {row["tags.suite"] for row in found} == {"sums"} and len(found) >= 3
 
 
 def test_every_run_is_in_the_one_store_under_the_sweeps_name(swept):
@@ -109,6 +135,15 @@ def test_another_grid_of_the_same_name_is_refused(swept):
     (folder / "other/grid.yaml").write_text(f"base: {TINY}\ngrid: {{kl.0.beta: [0.1, 0.2]}}\n")
     said = kl_comedy("sweep", "other/grid.yaml", "--local", 1, cwd=folder, code=2).stderr
     assert "holds another sweep" in said and "4 cells there, 2 planned now" in said
+
+
+def test_a_suite_that_is_not_there_is_told_before_anything_is_submitted(swept):
+    folder, _, _ = swept
+    for name, said in (("gsm8", "did you mean 'gsm8k'"), ("other.yaml", "an existing YAML file")):
+        (folder / "wrong.yaml").write_text(GRID.replace("sums.yaml", name))
+        told = kl_comedy("sweep", "wrong.yaml", "--local", 1, "--dry-run", cwd=folder, code=2).stderr
+        assert "evaluate: eval.suites: got" in told and said in told
+    assert not (folder / "sweeps/wrong").exists()
 
 
 def wait_for(what, seconds=180):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -119,25 +117,19 @@ def _config(found: Sweep, chosen: Cell) -> Config:
 
 def _evaluate(found: Sweep, chosen: Cell) -> None:
     """Evaluate what the cell's run left, by the command that the run itself names, with the sweep's overrides."""
-    from kl_comedy.config import load_config
+    from rich.console import Console
+
+    from kl_comedy.cli.cell_evaluation import evaluate_run
     from kl_comedy.slurm.status import newest_run
     from kl_comedy.tracking.spool import write_atomic
 
     run = newest_run(found, chosen)
     summary = json.loads((run / "summary.json").read_text()) if run and (run / "summary.json").exists() else {}
-    if summary.get("status") != "FINISHED":
+    if run is None or summary.get("status") != "FINISHED":
         raise UserError(f"cell {chosen.index} is not trained; kl-comedy cell {found.path} {chosen.index} trains it")
     _load_parts(found)
-    words = shlex.split(summary["evaluate_command"])[2:]
-    config = load_config(words[0], [*words[1:], *(found.manifest.evaluate or ())])
-    from rich.console import Console
-
-    from kl_comedy.cli.evaluating import evaluate_config
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        evaluate_config(config, Console(stderr=True), as_json=True)
-    write_atomic(found.evaluation(chosen.index), said.getvalue().encode())
+    rows = evaluate_run(run, summary, found.manifest.evaluate or (), found.records(chosen.index), Console(stderr=True))
+    write_atomic(found.evaluation(chosen.index), (json.dumps(rows, indent=1) + "\n").encode())
 
 
 def _load_parts(found: Sweep) -> None:

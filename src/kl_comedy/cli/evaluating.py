@@ -22,6 +22,19 @@ from kl_comedy.training.seeds import derive_seed
 
 def evaluate_config(config: Config, console: Console, *, as_json: bool) -> None:
     """Evaluate and print one row per set. Raises :class:`UserError` where there is no set."""
+    results = _evaluated(config, console)
+    if as_json:
+        print(json.dumps([_row(result, config) for result in results], indent=1))
+        return
+    Console().print(_table(results))
+
+
+def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
+    """Evaluate; one row per set, as ``--format json`` prints them."""
+    return [_row(result, config) for result in _evaluated(config, console)]
+
+
+def _evaluated(config: Config, console: Console) -> list[EvalResult]:
     if not config.data.eval:
         raise UserError("data.eval: names no set to evaluate on")
     raw = load_raw(config, train=False)
@@ -39,10 +52,7 @@ def evaluate_config(config: Config, console: Console, *, as_json: bool) -> None:
                 )  # fmt: skip
             results.append(result)
     backend.close()
-    if as_json:
-        print(json.dumps([_row(result, config) for result in results], indent=1))
-        return
-    Console().print(_table(results))
+    return results
 
 
 def _row(result: EvalResult, config: Config) -> dict[str, Any]:

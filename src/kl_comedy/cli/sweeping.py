@@ -126,6 +126,7 @@ def cancel(sweep: SweepArgument) -> None:
 def _plan(grid_file: Path, overrides: list[str], plugins: list[Path]) -> tuple[Manifest, str]:
     """The manifest and the text of the base config it stands on."""
     import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.cli.cell_evaluation import check_suites
     from kl_comedy.registry import load_plugin_file
     from kl_comedy.slurm.grid import read_grid
     from kl_comedy.slurm.plan import plan
@@ -134,6 +135,7 @@ def _plan(grid_file: Path, overrides: list[str], plugins: list[Path]) -> tuple[M
         load_plugin_file(file)
     grid = read_grid(grid_file)
     manifest = plan(grid, directory=Path.cwd(), plugins=plugins, extra=overrides)
+    check_suites(manifest, grid.base)
     return manifest, grid.base.read_text()
 
 

@@ -63,7 +63,7 @@ def _of_run(run: RunDir, checkpoint: Path | None, overrides: Sequence[str]) -> I
     own = load_config(run.path / "config.yaml")
     trained = ["model.options={}", "model.lora=null", "model.gguf_file=null", "model.revision=null"]
     if own.rollout.backend == "replay":
-        trained.append("rollout.backend=hf")
+        trained += ["rollout.backend=hf", "rollout.options={}"]
     with tempfile.TemporaryDirectory(prefix="kl_comedy_policy_") as folder:
         source, step = run.policy, own.train.steps
         if checkpoint is not None or not run.policy.is_dir():

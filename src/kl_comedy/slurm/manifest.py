@@ -79,6 +79,10 @@ class Sweep:
     def evaluation(self, index: int) -> Path:
         return self.path / "evaluations" / f"{index:05d}.json"
 
+    def records(self, index: int) -> Path:
+        """What suites drew of a cell, sample by sample."""
+        return self.path / "evaluations" / f"{index:05d}"
+
     def cell(self, index: int) -> Cell:
         if not 0 <= index < len(self.manifest.cells):
             raise bad_value("cell", index, f"0 to {len(self.manifest.cells) - 1}")

@@ -62,8 +62,15 @@ def _measured(sweep: Sweep, row: CellStatus) -> dict[str, float]:
         for name, history in summary.get("evaluations", {}).items():
             found[f"eval/{name}/reward"] = float(history[max(history, key=int)])
     for item in _read(sweep.evaluation(row.cell)) or []:
-        found[f"evaluate/{item['set']}/reward"] = float(item["reward"])
+        found |= _scores(item)
     return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _scores(item: dict[str, Any]) -> dict[str, float]:
+    """An evaluation's row: the reward of a set, or every score of a suite that has an interval."""
+    if "set" in item:
+        return {f"evaluate/{item['set']}/reward": float(item["reward"])}
+    return {f"evaluate/{item['suite']}/{name}": float(item[name]) for name in item if f"{name}_low" in item}
 
 
 def _read(path: Path) -> Any:
