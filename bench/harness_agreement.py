@@ -31,6 +31,8 @@ IGNORED = [",", r"\$", "(?s).*#### ", r"\.$"]
 MATCH = {"metric": "exact_match", "regexes_to_ignore": IGNORED, "ignore_case": True, "ignore_punctuation": False}
 FLEXIBLE = [{"function": "regex", "group_select": -1, "regex_pattern": GSM8K_REGEX}, {"function": "take_first"}]
 LETTERS = "ABCDEFGHIJ"
+PARTS = {"verdicts": "recorded", "gsm8k": "gsm8k", "mmlu_letters": "letters", "mmlu_texts": "texts"}
+"""What is compared, and the option that says how many items of it."""
 
 
 def main() -> None:
@@ -43,20 +45,23 @@ def main() -> None:
     parser.add_argument("--letters", type=int, default=102, help="problems scored by their letters")
     parser.add_argument("--texts", type=int, default=60, help="problems scored by their options' texts")
     parser.add_argument("--recorded", type=int, default=600, help="recorded answers judged by both")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to do now; what --out already holds is kept")
     asked = parser.parse_args()
+    if not set(asked.parts.split(",")) <= set(PARTS):
+        parser.error(f"--parts: got {asked.parts!r}; allowed: {', '.join(PARTS)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    found = earlier(asked)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        suites = write_suites(folder, asked)
-        found = {"verdicts": compare_verdicts(asked)}
-        for suite in suites:
-            found[suite] = compare(suite, asked, folder)
+        write_suites(folder, asked)
+        for part in (part for part in PARTS if part in asked.parts.split(",")):
+            found[part] = compare_verdicts(asked) if part == "verdicts" else compare(part, asked, folder)
             write(found, asked)  # after each, as one may take long
     print((asked.out / "README.md").read_text())
 
 
 # --- the same suites for both -----------------------------------------------------------------------------------
-def write_suites(folder: Path, asked: argparse.Namespace) -> list[str]:
+def write_suites(folder: Path, asked: argparse.Namespace) -> None:
     """Suites of ours as YAML files with the options of this comparison."""
     suites: dict[str, dict[str, Any]] = {
         "gsm8k": {"extends": "gsm8k", "max_new_tokens": asked.tokens},
@@ -67,18 +72,13 @@ def write_suites(folder: Path, asked: argparse.Namespace) -> list[str]:
     }  # fmt: skip
     for name, keys in suites.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(keys))
-    return list(suites)
-
-
-def limit_of(suite: str, asked: argparse.Namespace) -> int:
-    return {"gsm8k": asked.gsm8k, "mmlu_letters": asked.letters, "mmlu_texts": asked.texts}[suite]
 
 
 def ours(suite: str, asked: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Our scores and records, by the command a user types."""
     command = [
         sys.executable, "-m", "kl_comedy.cli", "evaluate", asked.model, "--suite", str(folder / f"{suite}.yaml"),
-        "--data-root", str(asked.data_root.resolve()), "--limit", str(limit_of(suite, asked)), "--out",
+        "--data-root", str(asked.data_root.resolve()), "--limit", str(getattr(asked, PARTS[suite])), "--out",
         str(folder / "ours"), "--format", "json", "tracking.uri=none",
     ]  # fmt: skip
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -150,8 +150,8 @@ def compare(suite: str, asked: argparse.Namespace, folder: Path) -> dict[str, An
     found = _generated(pairs) if suite == "gsm8k" else _compared(pairs)
     interval = [row["accuracy_low"], row["accuracy_high"]]
     return {
-        "items": len(rows), "prompts_equal": prompts, "ours": {"accuracy": row["accuracy"], "interval_95": interval},
-        **found,
+        "asked": getattr(asked, PARTS[suite]), "items": len(rows), "prompts_equal": prompts,
+        "ours": {"accuracy": row["accuracy"], "interval_95": interval}, **found,
     }  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def compare_verdicts(asked: argparse.Namespace) -> dict[str, Any]:
         theirs = bool(found["exact_match"])
         items.append({"id": row["id"], "ours": reward.value == 1.0, "theirs": theirs, "label": row["expected"]})
     return {
-        "items": len(items), "label_right": sum(item["label"] for item in items),
+        "asked": asked.recorded, "items": len(items), "label_right": sum(item["label"] for item in items),
         "ours_equal_label": sum(item["ours"] == item["label"] for item in items),
         "theirs_equal_label": sum(item["theirs"] == item["label"] for item in items),
         "verdicts_equal": sum(item["ours"] == item["theirs"] for item in items),
@@ -225,38 +225,56 @@ def compare_verdicts(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 # --- what is written --------------------------------------------------------------------------------------------
-def write(found: Mapping[str, Any], asked: argparse.Namespace) -> None:
+def identity(asked: argparse.Namespace) -> dict[str, Any]:
+    """What parts must have in common to stand on one page."""
     from importlib.metadata import version
 
     versions = {name: version(name) for name in ("lm-eval", "transformers", "torch", "math-verify")}
-    settings = {"model": Path(asked.model).name, "gsm8k": asked.gsm8k, "tokens": asked.tokens, "texts": asked.texts}
+    return {"versions": versions, "model": Path(asked.model).name, "tokens": asked.tokens}
+
+
+def earlier(asked: argparse.Namespace) -> dict[str, Any]:
+    """The parts that ``--out`` already holds, where they are of the same model, packages and completion length."""
+    file = asked.out / "agreement.json"
+    if not file.exists():
+        return {}
+    held, now = json.loads(file.read_text()), identity(asked)
+    if {key: held.get(key) for key in now} != now:
+        sys.exit(f"{file} is of another model, other packages or another --tokens; name another --out")
+    return dict(held["suites"])
+
+
+def write(found: Mapping[str, Any], asked: argparse.Namespace) -> None:
+    now = identity(asked)
     asked.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"versions": versions, "settings": settings, "suites": found}, indent=1)
-    (asked.out / "agreement.json").write_text(text + "\n")
-    (asked.out / "README.md").write_text(page(found, versions, asked))
+    (asked.out / "agreement.json").write_text(json.dumps(now | {"suites": found}, indent=1) + "\n")
+    (asked.out / "README.md").write_text(page(found, now["versions"], asked))
 
 
 def page(found: Mapping[str, Any], versions: Mapping[str, str], asked: argparse.Namespace) -> str:
     names = ", ".join(f"{name} {number}" for name, number in versions.items())
+    counts = " ".join(f"--{option} {found[part]['asked']}" for part, option in PARTS.items() if part in found)
     lines = [
         "# Agreement with lm-eval", "",
-        f"`python bench/harness_agreement.py --data-root DATA --gsm8k {asked.gsm8k} --tokens {asked.tokens} --letters "
-        f"{asked.letters} --texts {asked.texts} --recorded {asked.recorded}`, {Path(asked.model).name}, float32, CPU; "
-        f"{names}.", "",
+        f"`python bench/harness_agreement.py --data-root DATA --tokens {asked.tokens} {counts}`, "
+        f"{Path(asked.model).name}, float32, CPU; {names}.", "",
         "The same items, prompts (as text, and so as tokens of the one tokenizer) and weights through both; greedy. "
         "Item by item in [agreement.json](agreement.json).", "",
         "| suite | items | prompts equal | ours [95%] | lm-eval | verdicts equal | further |",
         "|---|---:|---:|---|---:|---:|---|",
     ]  # fmt: skip
-    lines += [_line(name, row) for name, row in found.items() if name != "verdicts"]
-    judged = found["verdicts"]
-    lines += [
+    lines += [_line(name, found[name]) for name in PARTS if name in found and name != "verdicts"]
+    lines += _judged(found["verdicts"]) if "verdicts" in found else []
+    return "\n".join([*lines, "", *REMARKS]) + "\n"
+
+
+def _judged(judged: Mapping[str, Any]) -> list[str]:
+    return [
         "", f"Verdicts alone, on {judged['items']} recorded answers of other models to GSM8K problems "
         f"({judged['label_right']} labelled right): math-verify and lm-eval's `flexible-extract` agree on "
         f"{judged['verdicts_equal']}; math-verify agrees with the label on {judged['ours_equal_label']}, lm-eval on "
-        f"{judged['theirs_equal_label']}.", "", *REMARKS,
+        f"{judged['theirs_equal_label']}.",
     ]  # fmt: skip
-    return "\n".join(lines) + "\n"
 
 
 REMARKS = [
