@@ -39,8 +39,10 @@ quickstart: setup
 	$(KL) train configs/quickstart.yaml resume=auto
 	$(KL) results table
 
+# One worker a core, each with one thread.
+WORKERS ?= auto
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadgroup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

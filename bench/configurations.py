@@ -1,7 +1,8 @@
-"""What a KL configuration costs: one update's learning under each, in turns. python bench/configurations.py [CONFIG]
+"""What a KL configuration costs, and how that grows with the number of terms: python bench/configurations.py [CONFIG]
 
 The rows of one update are drawn once; then every configuration prepares, passes and differentiates them, in turns,
-on one thread. CPU seconds, medians; the share is over what the update takes without KL, sampling included.
+on one thread. CPU seconds, medians; the share is over what the update takes without KL, sampling included. The table
+goes to results/speed/configurations.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ SETTINGS = {
     ),
     "exact in loss": "[{estimator: exact, placement: loss, beta: 0.05}]",
 }
-REPEATS = 5
+KINDS = ("k1", "k2", "k3", "abs")
+SETTINGS |= {
+    f"{count} terms in loss": "[" + ", ".join(
+        f"{{estimator: {KINDS[n % 4]}, placement: loss, beta: {0.01 * (1 + n)}}}" for n in range(count)
+    ) + "]"
+    for count in (2, 4, 8, 16)
+}  # fmt: skip
+REPEATS = 7
+OUT = Path(__file__).parents[1] / "results" / "speed" / "configurations.md"
 
 
 def prepared(config: Any, folder: Path) -> Any:
@@ -80,11 +89,18 @@ def main(path: str) -> None:
                 if repeat:
                     found[name].append(spent)
     plain = statistics.median(found["no KL"])
-    print(f"{path}: {len(rows)} completions; sampling and scoring {sampling:.2f} CPU s, learning {plain:.2f} CPU s")
-    print("| KL | learning, CPU s | of the update without KL |\n|---|---:|---:|")
+    lines = [
+        "# What a KL configuration costs", "",
+        f"`python bench/configurations.py {path}`: {len(rows)} completions, one thread; without KL, sampling and "
+        f"scoring {sampling:.2f} CPU s, learning {plain:.2f} CPU s. Medians of {REPEATS} (smallest to largest).", "",
+        "| KL | learning, CPU s | of the update without KL |", "|---|---:|---:|",
+    ]  # fmt: skip
     for name, values in found.items():
         share = (statistics.median(values) - plain) / (plain + sampling)
-        print(f"| {name} | {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f}) | {share:+.1%} |")
+        spread = f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+        lines.append(f"| {name} | {spread} | {share:+.1%} |")
+    print("\n".join(lines))
+    OUT.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,16 @@ os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads that spin for each other would hold up both
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """A file stays with one worker, for the sake of what its tests share; there is one throw-away cluster for all."""
+    for item in items:
+        parent = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group("slurm" if parent == "slurm" else f"{parent}/{item.path.stem}"))
 
 
 @pytest.fixture(scope="session", autouse=True)

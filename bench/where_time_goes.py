@@ -1,0 +1,112 @@
+"""Where an update's time goes, by kind of operation: python bench/where_time_goes.py [MODEL] [OUT]
+
+One batch of sampling and one learner's pass (forward and backward of a quarter of the batch), with float32 products by
+torch's library and by oneDNN, in one run. Seconds of the calling thread from torch's profiler; the work is that of
+results/speed: 4 prompts of about 100 tokens, 8 completions each, 64 tokens, random ids. The table goes to
+results/speed/profile.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kl_comedy.models.products import VARIABLE
+
+PROMPTS, GROUP, PROMPT, LENGTH = 4, 8, 100, 64
+KINDS = {
+    "products with weights": ("_linear_pointwise", "aten::addmm", "aten::mm", "aten::linear", "_Product"),
+    "products of attention": ("aten::bmm", "scaled_dot_product", "aten::baddbmm"),
+    "softmax, exponentials, sums": ("softmax", "aten::exp", "aten::cumsum", "aten::sum", "searchsorted", "aten::log"),
+    "copies, gathers, new memory": (
+        "copy", "aten::cat", "index", "gather", "scatter", "empty", "zero", "fill", "clone", "aten::to",
+    ),
+    "elementwise": (
+        "aten::mul", "aten::add", "aten::sub", "aten::div", "silu", "aten::neg", "pow", "rsqrt", "aten::mean",
+    ),
+}  # fmt: skip
+"""Kinds of operations by parts of their names, the first that fits."""
+OUT = Path(__file__).parents[1] / "results" / "speed" / "profile.md"
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "all else")
+
+
+def profiled(work: Callable[[], Any]) -> Counter[str]:
+    """Seconds of each kind in one call, after another one to warm up."""
+    from torch.profiler import ProfilerActivity, profile
+
+    work()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        work()
+    found: Counter[str] = Counter()
+    for event in seen.key_averages():
+        found[kind_of(event.key)] += event.self_cpu_time_total / 1e6
+    return found
+
+
+def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
+    from kl_comedy.config import load_config
+    from kl_comedy.models.in_place import in_place
+    from kl_comedy.models.load import load_model
+    from kl_comedy.models.logprobs import token_pass
+    from kl_comedy.records import Problem, Prompt
+    from kl_comedy.rollouts import Sampling
+    from kl_comedy.rollouts.hf import HFRollouts
+    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+
+    loaded = load_model(load_config(None, [f"model.source={model_name}", f"output={folder}"]).model)
+    ids = torch.randint(10, 4000, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(0))
+    prompts = [
+        Prompt(problem=Problem(id=str(n), text="", answer=""), text="", token_ids=tuple(row))
+        for n, row in enumerate(ids.tolist())
+    ]
+    sampler = HFRollouts(loaded, batch_sequences=PROMPTS * GROUP)
+    sampling = Sampling(temperature=1.0, max_new_tokens=LENGTH)
+    batch = {
+        "prompt_ids_BP": ids[:1].expand(GROUP, -1), "prompt_mask_BP": torch.ones(GROUP, PROMPT),
+        "ids_BT": torch.randint(10, 4000, (GROUP, LENGTH)), "mask_BT": torch.ones(GROUP, LENGTH),
+    }  # fmt: skip
+
+    def learn() -> None:
+        with in_place():
+            seen = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**22)
+        seen.logp_BT.sum().backward()
+        loaded.model.zero_grad()
+
+    return {
+        "sampling": lambda: sampler.generate(prompts, group_size=GROUP, sampling=sampling, seed=1), "learning": learn,
+    }  # fmt: skip
+
+
+def main(model_name: str, out: Path) -> None:
+    columns: dict[str, Counter[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for library in ("torch", "onednn"):
+            os.environ[VARIABLE] = library
+            for name, work in works(model_name, folder).items():
+                columns[f"{name}, {library}"] = profiled(work)
+                print(f"{name}, {library}: {columns[f'{name}, {library}'].total():.2f} s", flush=True)
+    lines = [
+        "# Where the time goes", "",
+        f"`python bench/where_time_goes.py {model_name}`, {torch.get_num_threads()} threads; seconds of the calling "
+        "thread, profiler on. Learning is one group of four.", "",
+        "| operations | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns),
+    ]  # fmt: skip
+    for kind in (*KINDS, "all else"):
+        lines.append(f"| {kind} | " + " | ".join(f"{column[kind]:.2f}" for column in columns.values()) + " |")
+    lines.append("| sum | " + " | ".join(f"{column.total():.2f}" for column in columns.values()) + " |")
+    print("\n".join(lines))
+    out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main(*(sys.argv[1:2] or ["models/SmolLM2-135M-Instruct"]), Path(sys.argv[2]) if len(sys.argv) > 2 else OUT)
