@@ -1,4 +1,5 @@
-"""The lag study as one table, from the records of its runs, finished or not: Markdown to stdout, results/lags/runs.csv.
+"""The lag study as one table over seeds, from the records of its runs, finished or not: Markdown to stdout; a row for
+each run into results/lags/runs.csv.
 
 python scripts/lag_table.py sweeps/lags
 
@@ -7,6 +8,7 @@ collapsed when its newest held-out reward is below half of its first one.
 """
 
 import csv
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -49,15 +51,26 @@ def summary(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shown(row: dict[str, Any]) -> str:
-    at = "" if row["heldout_update"] == 60 else f" at {row['heldout_update']}"
+def shown(rows: list[dict[str, Any]]) -> str:
+    """The seeds of one lag and KL in one line: means (smallest to largest), the last updates' means, extremes."""
+    first = rows[0]
+
+    def spread(name: str, digits: str) -> str:
+        values = [row[name] for row in rows]
+        return f"{sum(values) / len(values):{digits}} ({min(values):{digits}} to {max(values):{digits}})"
+
+    def mean(name: str) -> float:
+        return sum(row[name] for row in rows) / len(rows)
+
     cells = [
-        row["lag"], row["kl"], row["seed"], row["updates"], f"{row['heldout_reward']:.3f}{at}",
-        f"{row['heldout_exact_kl']:.3g}", f"{row['train_reward_last20']:.2f}", f"{row['exact_kl_last20']:.3g}",
-        f"{row['ess_last20']:.2f}", f"{row['grad_norm_last20']:.3g}", f"{row['largest_exact_kl']:.3g}",
-        "yes" if row["collapsed"] else "no",
+        first["lag"], first["kl"], len(rows), sum(row["collapsed"] for row in rows), spread("heldout_reward", ".3f"),
+        spread("heldout_exact_kl", ".3g"), f"{mean('train_reward_last20'):.2f}", f"{mean('exact_kl_last20'):.3g}",
+        f"{mean('ess_last20'):.2f}", f"{mean('grad_norm_last20'):.3g}",
+        f"{max(row['largest_exact_kl'] for row in rows):.3g}", f"{max(row['largest_grad_norm'] for row in rows):.3g}",
+        f"{min(row['least_train_reward'] for row in rows):.2f}",
     ]  # fmt: skip
-    return "| " + " | ".join(map(str, cells)) + " |"
+    unfinished = [f"seed {row['seed']}: {row['updates']}" for row in rows if row["heldout_update"] != 60]
+    return "| " + " | ".join(map(str, cells)) + " |" + (f" updates so far: {unfinished}" if unfinished else "")
 
 
 def main(sweep: Path) -> None:
@@ -69,11 +82,12 @@ def main(sweep: Path) -> None:
         writer.writeheader()
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     print(
-        "| lag | KL | seed | updates | held-out reward | held-out exact KL | training reward | exact KL | ESS | "
-        "gradient norm | largest exact KL | collapsed |"
+        "| lag | KL | seeds | collapsed | held-out reward | held-out exact KL | training reward | exact KL | ESS | "
+        "gradient norm | largest exact KL | largest gradient norm | least training reward |"
     )
-    print("|---:|---|" + "---:|" * 9 + "---|")
-    print("\n".join(shown(row) for row in rows))
+    print("|---:|---|" + "---:|" * 11)
+    for _, same in itertools.groupby(rows, key=lambda row: (row["lag"], row["name"])):
+        print(shown(list(same)))
 
 
 if __name__ == "__main__":
