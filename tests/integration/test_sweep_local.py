@@ -112,7 +112,7 @@ def test_the_evaluation_job_keeps_the_samples_of_its_suites(swept):
     (kept,) = json.loads((folder / f"sweeps/grid/evaluations/{cell:05d}.json").read_text())[1:]
     assert kept["suite"] == "sums" and kept["problems"] == 5 and kept["samples"] == 2
     lines = (Path(kept["records"]) / "items.jsonl").read_text().splitlines()
-    assert len(lines) == 5 and Path(kept["records"]).is_relative_to(folder / f"sweeps/grid/evaluations/{cell:05d}")
+    assert len(lines) == 5 * 2 and Path(kept["records"]).is_relative_to(folder / f"sweeps/grid/evaluations/{cell:05d}")
     found = json.loads(
         kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--experiment", "kl_comedy-evaluations",
                   "--format", "json", cwd=folder).stdout

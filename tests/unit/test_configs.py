@@ -51,7 +51,8 @@ def test_the_study_has_the_papers_blocks_at_two_learning_rates_and_five_seeds():
     grids = {path.stem: read_grid(path) for path in STUDY}
     points = {name: expand(grid) for name, grid in grids.items()}
     counts = {name: len(found) for name, found in points.items()}
-    assert counts == {"core": 170, "fix": 80, "lags": 480, "level": 370, "liu": 160, "updates": 320}
+    assert counts == {"core": 170, "fix": 80, "lags": 480, "level": 370, "liu": 160, "updates": 320, "short": 78}
+    assert {point.seed for point in points.pop("short")} == {0, 1, 2}
     for name, found in points.items():
         assert {point.seed for point in found} == {0, 1, 2, 3, 4}
         assert {point.settings["optimizer.lr"] for point in found} == {1e-4, 4e-4}, name
