@@ -14,9 +14,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads that
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """A file stays with one worker, for the sake of what its tests share; there is one throw-away cluster for all."""
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         parent = item.path.parent.name
         item.add_marker(pytest.mark.xdist_group("slurm" if parent == "slurm" else f"{parent}/{item.path.stem}"))
 
