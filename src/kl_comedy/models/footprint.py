@@ -13,8 +13,8 @@ ACTIVATIONS = {"cpu": 1 * GIB, "cuda": 16 * GIB}
 """Bytes that the activations of one backward pass may take where ``train.microbatch_tokens`` is open."""
 
 CHUNK = {"cpu": 2**22, "cuda": 2**27}
-"""Logits held at once where ``model.head_chunk_elements`` is open: 16 MiB and 512 MiB in float32. From 32 MiB on glibc
-takes pages from the system for every tensor and gives them back, which costs more than the products of a chunk."""
+"""Logits held at once where ``model.head_chunk_elements`` is open: 16 MiB and 512 MiB in float32. From 32 MiB on
+glibc takes pages from the system for every tensor and gives them back."""
 
 MOST_TOKENS = 2**16
 

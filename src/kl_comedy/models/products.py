@@ -30,8 +30,8 @@ SMALLEST = 100_000
 """Elements of a weight below which the product stays with torch: what is won is less than a call's cost."""
 
 FEW = range(9, 65)
-"""Rows for which the product is computed as weight times rows and turned around: 10 to 25% less time, turn included
-(``bench/products.py``). With fewer the two are alike; with more, turning the outcome costs what was won."""
+"""Rows for which the product is computed as weight times rows and turned around, the turn included in what is
+won. With fewer the two are alike; with more, turning the outcome costs what was won (bench/NOTES.md)."""
 
 MANY, BLOCK = 16_384, 2048
 """A side of this size (a vocabulary's) is computed in blocks, small enough to stay in a core's cache."""
@@ -100,7 +100,7 @@ def _onednn(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor
         return out_MN
     if bias_N is None and rows in FEW and rows < outputs and weight_NK.is_contiguous():
         return _call(weight_NK, rows_MK, None).t().contiguous()
-    if bias_N is None and outputs >= MANY and rows > FEW.stop:
+    if bias_N is None and outputs >= MANY and rows >= FEW.stop:
         out_MN = rows_MK.new_empty(rows, outputs)
         for part in _blocks(outputs):
             out_MN[:, part] = _call(rows_MK, weight_NK[part], None)
