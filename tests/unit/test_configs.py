@@ -47,16 +47,16 @@ def test_the_lag_study_crosses_lags_and_kl_configurations(tmp_path):
     assert {cell.values["lag"] for cell in cells} == {"lag-0", "lag-1", "lag-4", "lag-10"}
 
 
-def test_the_study_has_the_papers_blocks_at_two_learning_rates_and_five_seeds():
+def test_the_study_has_the_papers_blocks_with_five_seeds_and_a_real_model_with_three():
     grids = {path.stem: read_grid(path) for path in STUDY}
     points = {name: expand(grid) for name, grid in grids.items()}
     counts = {name: len(found) for name, found in points.items()}
-    assert counts == {"core": 170, "fix": 80, "lags": 480, "level": 370, "liu": 160, "updates": 320, "short": 78}
-    assert {point.seed for point in points.pop("short")} == {0, 1, 2}
+    assert counts == {"core": 170, "fix": 40, "level": 120, "liu": 55, "updates": 120, "smollm2": 21}
+    assert {point.seed for point in points["smollm2"]} == {0, 1, 2}
+    assert load_config(grids["smollm2"].base, []).data.eval.keys() == {"heldout", "two_digits"}
     for name, found in points.items():
-        assert {point.seed for point in found} == {0, 1, 2, 3, 4}
-        assert {point.settings["optimizer.lr"] for point in found} == {1e-4, 4e-4}, name
-        assert load_config(grids[name].base, []).train.steps in (60, 80)
+        assert name == "smollm2" or {point.seed for point in found} == {0, 1, 2, 3, 4}
+    for name in ("core", "fix", "level"):
+        assert {point.settings["optimizer.lr"] for point in points[name]} == {1e-4, 4e-4}, name
     assert {point.settings.get("kl.beta") for point in points["core"]} == {0.05, 0.1, 0.3, 1.0, None}
-    assert {point.values["lag"] for point in points["lags"]} == {"lag-0", "lag-1", "lag-4", "lag-10"}
     assert {point.settings["algorithm.updates_per_batch"] for point in points["updates"]} == {1, 2, 4, 8}
