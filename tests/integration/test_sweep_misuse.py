@@ -17,9 +17,11 @@ FILES = {
     "twice.yaml": f"base: {TINY}\nrows: {{a: {{optimizer.lr: 0.1}}, b: {{optimizer.lr: 0.1}}}}\n",
     "same.yaml": f"base: {TINY}\ngrid: {{kl.0.beta: [0.1, 0.1]}}\n",
     "base.yaml": "base: nowhere.yaml\n",
+    "two.yaml": f"base: {TINY}\nrows: {{one: {{}}, two: {{seed: 1, train.strategy: fsdp, train.nodes: 2}}}}\n",
     "site.yaml": 'time: "10"\n',
     "typo_site.yaml": 'time: "10"\npartitoin: main\n',
     "time_site.yaml": "time: 4:00:00\n",
+    "wide_site.yaml": 'time: "10"\nshapes: [{node: 2}]\n',
     "nodes_site.yaml": 'time: "10"\nnodes: zero\n',
 }
 MISTAKES = {
@@ -37,6 +39,10 @@ MISTAKES = {
     "sweep good.yaml --slurm typo_site.yaml": r"partitoin: no such key .* did you mean 'partition'\?",
     "sweep good.yaml --slurm time_site.yaml": r"time: got 14400; allowed: quoted text",
     "sweep good.yaml --slurm nodes_site.yaml --dry-run": r"nodes: got 'zero'; allowed: a whole number of at least 1",
+    "sweep two.yaml --slurm site.yaml": r"cell 1 \(two\): train.nodes x train.devices is 2 x 1, .* site takes "
+    r".* 1 x 1 only; add shapes: \[\{nodes: 2, tasks_per_node: 1\}\]",
+    "sweep two.yaml --local 1": r"cell 1 \(two\): train.nodes is 2, and --local is one machine; use --slurm PROFILE",
+    "sweep good.yaml --slurm wide_site.yaml --dry-run": r"shapes.0: node: no such key .* did you mean 'nodes'\?",
     "sweep good.yaml --local 1 --format yaml": r"--format: got 'yaml'; allowed: table, json",
     "status nothing": r"no sweep at nothing",
     "resubmit nothing": r"no sweep at nothing",

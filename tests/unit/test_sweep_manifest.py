@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_slurm import FakeSlurm
 
 import kl_comedy.training.rooms  # noqa: F401
-from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.errors import UserError
 from kl_comedy.slurm import scheduler, submit
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.journal import Submission, attempts, record_end, record_start, record_submission
@@ -143,23 +144,6 @@ def test_a_profile_that_is_not_there_names_the_nearest(monkeypatch):
         read_profile("nowhere/x.yaml")
 
 
-class FakeSlurm:
-    """Answers for sbatch, squeue, sacct and scancel, and remembers what was asked."""
-
-    def __init__(self, monkeypatch, queue=""):
-        self.calls, self.queue, self.jobs = [], queue, 0
-        monkeypatch.setattr(scheduler, "_call", self)
-
-    def __call__(self, words):
-        self.calls.append(words)
-        if words[0] == "sbatch":
-            self.jobs += 1
-            return f"{self.jobs};cluster\n"
-        if words[0] == "sacct":
-            raise RunFailed("sacct: Slurm accounting storage is disabled")
-        return self.queue if words[0] == "squeue" else ""
-
-
 def test_submission_chains_arrays_and_cuts_them_where_the_site_bounds_indices(made, monkeypatch):
     slurm = FakeSlurm(monkeypatch)
     profile = Profile(name="p", time="1", max_array=4, max_parallel=6)
@@ -167,9 +151,9 @@ def test_submission_chains_arrays_and_cuts_them_where_the_site_bounds_indices(ma
     shown = [" ".join(words[3:]).replace(str(made.path), "S") for words in slurm.calls]
     dep = "--kill-on-invalid-dep=yes"
     assert shown == [
-        "--array=0-1,3%2 S/train.sbatch 0", f"--array=0-1,3%2 --dependency=aftercorr:1 {dep} S/evaluate.sbatch 0",
-        "--array=1%2 S/train.sbatch 4", f"--array=1%2 --dependency=aftercorr:3 {dep} S/evaluate.sbatch 4",
-        "--array=1%2 S/train.sbatch 8", f"--array=1%2 --dependency=aftercorr:5 {dep} S/evaluate.sbatch 8",
+        "--array=0-1,3%3 S/train.sbatch 0", f"--array=0-1,3%3 --dependency=aftercorr:1 {dep} S/evaluate.sbatch 0",
+        "--array=1%1 S/train.sbatch 4", f"--array=1%1 --dependency=aftercorr:3 {dep} S/evaluate.sbatch 4",
+        "--array=1%1 S/train.sbatch 8", f"--array=1%1 --dependency=aftercorr:5 {dep} S/evaluate.sbatch 8",
         "--array=2%6 S/evaluate.sbatch 0", f"--dependency=afterany:1:2:3:4:5:6:7 {dep} S/report.sbatch",
     ]  # fmt: skip
 

@@ -13,13 +13,18 @@ PIPE_WIDTH = 200
 
 
 def show_cells(planned: Sweep) -> None:
-    """Every cell: number, name, seed, updates, values, config hash."""
+    """Every cell: number, name, seed, updates, values, config hash; nodes and processes on each where some differ."""
     cells = planned.manifest.cells
+    sized = len({cell.size for cell in cells}) > 1
     keys = list(dict.fromkeys(key for cell in cells for key in cell.values))
-    table = Table("cell", "name", "seed", "updates", *keys, "config", title=f"{planned.path}: {len(cells)} cells")
+    sizes = ["nodes x processes"] if sized else []
+    table = Table(
+        "cell", "name", "seed", "updates", *sizes, *keys, "config", title=f"{planned.path}: {len(cells)} cells"
+    )
     for cell in cells:
         values = [cell.values.get(key, "") for key in keys]
-        table.add_row(str(cell.index), cell.name, str(cell.seed), str(cell.steps), *values, cell.config_hash)
+        size = [f"{cell.nodes} x {cell.devices}"] if sized else []
+        table.add_row(str(cell.index), cell.name, str(cell.seed), str(cell.steps), *size, *values, cell.config_hash)
     _console().print(table)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,8 +14,10 @@ import typer
 from kl_comedy.errors import RunFailed, UserError, bad_value
 
 if TYPE_CHECKING:
-    from kl_comedy.slurm.manifest import Manifest, Sweep
+    from kl_comedy.slurm.manifest import Cell, Manifest, Sweep
+    from kl_comedy.slurm.profile import Profile
     from kl_comedy.slurm.status import Board
+    from kl_comedy.slurm.submit import Todo
 
 FORMATS = ("table", "json")
 SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder, or its name under sweeps/")]
@@ -60,12 +63,12 @@ def sweep(
     from kl_comedy.slurm.manifest import write_sweep
     from kl_comedy.slurm.profile import read_profile
 
-    if slurm is not None:
-        read_profile(slurm)  # a mistake in it is told before anything is written
+    profile = None if slurm is None else read_profile(slurm)
     manifest, base_text = _plan(grid, overrides or [], plugin or [])
+    _check_sizes(manifest.cells, profile, local)  # a mistake is told before anything is written
     folder = output or Path("sweeps") / manifest.name
     if dry_run:
-        _dry_run(manifest, folder, slurm, format)
+        _dry_run(manifest, folder, profile, format)
         return
     made = write_sweep(folder, manifest, base_text)
     _say(f"{len(manifest.cells)} cells in {made.path}")
@@ -139,25 +142,36 @@ def _plan(grid_file: Path, overrides: list[str], plugins: list[Path]) -> tuple[M
     return manifest, grid.base.read_text()
 
 
-def _dry_run(manifest: Manifest, folder: Path, profile_name: str | None, format: str) -> None:
-    """The exact script of each stage and the table of cells, on stdout."""
+def _check_sizes(cells: Sequence[Cell], profile: Profile | None, local: int | None) -> None:
+    """Whether every cell has a place to run: a shape of the profile, or this one machine."""
+    from kl_comedy.slurm.arrays import shape_of
+
+    for cell in cells:
+        if profile is not None:
+            shape_of(cell, profile)
+        if local is not None and cell.nodes > 1:
+            raise UserError(
+                f"cell {cell.index} ({cell.name}): train.nodes is {cell.nodes}, and --local is one machine; "
+                "use --slurm PROFILE, or train.nodes=1"
+            )
+
+
+def _dry_run(manifest: Manifest, folder: Path, profile: Profile | None, format: str) -> None:
+    """The exact scripts and the table of cells, on stdout."""
     from kl_comedy.cli.sweep_tables import show_cells
+    from kl_comedy.slurm.arrays import scripts as scripts_of
     from kl_comedy.slurm.manifest import Sweep
-    from kl_comedy.slurm.profile import read_profile
-    from kl_comedy.slurm.render import render
     from kl_comedy.slurm.submit import planned_commands
 
     planned = Sweep(path=folder.resolve(), manifest=manifest)
-    stages = ("train", *(["evaluate"] if manifest.evaluate is not None else []), "report")
-    profile = None if profile_name is None else read_profile(profile_name)
-    scripts = {} if profile is None else {stage: render(planned, profile, stage) for stage in stages}
+    scripts = {} if profile is None else scripts_of(planned, profile, manifest.cells)
     commands = [] if profile is None else planned_commands(planned, profile)
     if format == "json":
         cells = [{**asdict(cell), "command": planned.command(cell)} for cell in manifest.cells]
         print(json.dumps({"name": manifest.name, "scripts": scripts, "commands": commands, "cells": cells}, indent=1))
         return
-    for stage, text in scripts.items():
-        print(f"### {stage}.sbatch\n{text}")
+    for name, text in scripts.items():
+        print(f"### {name}.sbatch\n{text}")
     for command in commands:
         print(f"$ {command}")
     show_cells(planned)
@@ -168,6 +182,7 @@ def _go(found: Sweep, slurm: str | None, local: int | None, *, dry_run: bool = F
     from kl_comedy.slurm import submit
     from kl_comedy.slurm.journal import submissions
     from kl_comedy.slurm.local import enlist
+    from kl_comedy.slurm.profile import profile_file, read_profile
     from kl_comedy.slurm.status import board
     from kl_comedy.tracking.locks import file_lock
 
@@ -183,38 +198,35 @@ def _go(found: Sweep, slurm: str | None, local: int | None, *, dry_run: bool = F
             _say(f"nothing to submit: {counts}")
             return
         profile_name, workers = _where(found, slurm, local)
+        profile = None if profile_name is None else read_profile(profile_name)
+        _check_sizes([found.cell(index) for index in work.train], profile, workers)
         if dry_run:
             _say(f"to train: {', '.join(map(str, work.train)) or 'none'}; "
                  f"to evaluate: {', '.join(map(str, work.evaluate)) or 'none'}")  # fmt: skip
             return
         submit.create_stores(found.manifest)
-        if profile_name is not None:
-            _submit(found, profile_name, work)
+        if profile is not None:
+            _submit(found, profile, profile_file(str(profile_name)), work)
             return
         assert workers is not None
         enlist(found, work, workers)
     _run_here(found, work, workers)
 
 
-def _submit(found: Sweep, profile_name: str, work: object) -> None:
+def _submit(found: Sweep, profile: Profile, file: Path, work: Todo) -> None:
     from kl_comedy.slurm import submit
-    from kl_comedy.slurm.profile import profile_file, read_profile
 
-    assert isinstance(work, submit.Todo)
-    made = submit.submit(found, read_profile(profile_name), profile_file(profile_name), work)
-    for one in made:
+    for one in submit.submit(found, profile, file, work):
         what = f"{len(one.indices)} cells" if one.indices else "report"
         _say(f"{one.stage}: job {one.job}, {what}")
         print(one.job)
     _say(f"watch with: kl-comedy status {found.path}")
 
 
-def _run_here(found: Sweep, work: object, workers: int) -> None:
-    from kl_comedy.slurm import submit
+def _run_here(found: Sweep, work: Todo, workers: int) -> None:
     from kl_comedy.slurm.local import run_local
     from kl_comedy.slurm.status import board
 
-    assert isinstance(work, submit.Todo)
     try:
         run_local(found, work, workers, _say)
     except KeyboardInterrupt:

@@ -25,7 +25,10 @@ FILE = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run: ``overrides`` on the base make a config with ``config_hash``. ``name`` is shared by its seeds."""
+    """One run: ``overrides`` on the base make a config with ``config_hash``. ``name`` is shared by its seeds.
+
+    ``nodes`` and ``devices`` (processes on each) are its config's ``train.nodes`` and ``train.devices``.
+    """
 
     index: int
     name: str
@@ -34,6 +37,13 @@ class Cell:
     config_hash: str
     values: Mapping[str, str]
     overrides: tuple[str, ...]
+    nodes: int = 1
+    devices: int = 1
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Nodes, and processes on each."""
+        return self.nodes, self.devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +64,16 @@ class Manifest:
     @cached_property
     def digest(self) -> str:
         """sha256 (12 hex digits) of everything in it."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.data(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def data(self) -> dict[str, Any]:
+        """As it is written. A cell of one process says nothing of its size, as before there were others."""
+        whole = asdict(self)
+        for cell in whole["cells"]:
+            for key in ("nodes", "devices"):
+                if cell[key] == 1:
+                    del cell[key]
+        return whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +137,7 @@ def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
         for name in ("cells", "logs", "runs", "evaluations"):
             (sweep.path / name).mkdir(parents=True, exist_ok=True)
         sweep.base.write_text(base_text)
-        text = json.dumps({"version": VERSION, "digest": manifest.digest, **asdict(manifest)}, indent=1)
+        text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
         draft = sweep.path / f".{FILE}.tmp"
         draft.write_text(text + "\n")
         draft.replace(sweep.path / FILE)

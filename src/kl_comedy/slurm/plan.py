@@ -39,6 +39,7 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         cell = Cell(
             index=len(cells), name=config.name, seed=config.seed, steps=config.train.steps,
             config_hash=config_hash(config), values=dict(point.values), overrides=tuple(overrides),
+            nodes=config.train.nodes, devices=config.train.devices,
         )  # fmt: skip
         twin = seen.setdefault(config_hash(dataclasses.replace(config, name="")), cell)
         if twin is not cell:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ class Profile:
 
     ``time`` is for a leg: a run that is longer is saved ``signal_seconds`` before the end, requeued and goes on.
     ``python`` is by default the one that submits, and in a container its own. ``setup`` lines are shell, run before
-    srun; ``scratch`` becomes a TMPDIR of the job's own, removed after it.
+    srun; ``scratch`` becomes a TMPDIR of the job's own, removed after it. ``nodes`` and ``tasks_per_node`` are the
+    size of the cells it takes; ``shapes`` are profiles for cells of other sizes.
     """
 
     name: str
@@ -79,11 +80,19 @@ class Profile:
     servers: Servers | None = None
     python: str = sys.executable
     extra: tuple[str, ...] = ()
+    shapes: tuple[Profile, ...] = ()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Nodes, and processes on each."""
+        return self.nodes, self.tasks_per_node
 
 
 _LEAST = {"nodes": 1, "tasks_per_node": 1, "cpus_per_task": 1, "gpus_per_node": 0, "signal_seconds": 0,
           "max_parallel": 1, "max_array": 1}  # fmt: skip
 _LISTS = ("modules", "setup", "extra")
+_ONCE = ("max_parallel", "max_array", "python", "shapes")
+"""Keys of the whole profile, not of one shape."""
 
 
 def read_profile(given: str) -> Profile:
@@ -91,19 +100,47 @@ def read_profile(given: str) -> Profile:
     path = profile_file(given)
     raw = read_yaml(path, "profile")
     known = [item.name for item in dataclasses.fields(Profile) if item.name != "name"]
+    profile = _profile(str(path), path.stem, raw, known)
+    return dataclasses.replace(profile, shapes=_shapes(f"{path}: shapes", profile, raw, known))
+
+
+def _profile(where: str, name: str, raw: Mapping[str, Any], known: Sequence[str]) -> Profile:
+    """A profile without its shapes."""
     for key, item in raw.items():
         if key not in known:
-            raise unknown_key(f"{path}: {key}", item, known)
+            raise unknown_key(f"{where}: {key}", item, known)
     if "time" not in raw:
-        raise UserError(f"{path}: needs time, the limit of one leg, as in '04:00:00'")
-    checked = {key: _checked(f"{path}: {key}", key, item) for key, item in raw.items() if item is not None}
+        raise UserError(f"{where}: needs time, the limit of one leg, as in '04:00:00'")
+    checked = {
+        key: _checked(f"{where}: {key}", key, item)
+        for key, item in raw.items() if item is not None and key != "shapes"
+    }  # fmt: skip
     if "container" in checked:
         checked.setdefault("python", "python")
-    profile = Profile(name=path.stem, **checked)
+    profile = Profile(name=name, **checked)
     if profile.servers is not None and not profile.servers.nodes and profile.nodes > 1:
         why = f"the trainer has {profile.nodes} nodes; give the servers nodes of their own"
-        raise bad_value(f"{path}: servers.nodes", 0, "a whole number of at least 1", why)
+        raise bad_value(f"{where}: servers.nodes", 0, "a whole number of at least 1", why)
     return profile
+
+
+def _shapes(where: str, profile: Profile, raw: Mapping[str, Any], known: Sequence[str]) -> tuple[Profile, ...]:
+    """Each shape is the profile with other values for some of its keys, nodes or tasks_per_node among them."""
+    given = raw.get("shapes") or []
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise bad_value(where, given, "a list of mappings, as in [{nodes: 2, tasks_per_node: 4}]")
+    found: dict[tuple[int, int], Profile] = {profile.size: profile}
+    for number, item in enumerate(given):
+        for key in item:
+            if key in _ONCE:
+                own = [name for name in known if name not in _ONCE]
+                raise unknown_key(f"{where}.{number}.{key}", item[key], own, "it is the whole profile's")
+        shape = _profile(f"{where}.{number}", profile.name, {**raw, **item}, known)
+        if shape.size in found:
+            size = f"{shape.nodes} nodes with {shape.tasks_per_node} tasks on each"
+            raise bad_value(f"{where}.{number}", size, "another size than the profile and its other shapes have")
+        found[shape.size] = shape
+    return tuple(found.values())[1:]
 
 
 def profile_file(given: str) -> Path:

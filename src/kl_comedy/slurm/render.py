@@ -173,5 +173,5 @@ def array_ranges(indices: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
-def script_path(sweep: Sweep, stage: str) -> Path:
-    return sweep.path / f"{stage}.sbatch"
+def script_path(sweep: Sweep, name: str) -> Path:
+    return sweep.path / f"{name}.sbatch"

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kl_comedy.slurm import scheduler
+from kl_comedy.slurm.arrays import Array, arrays, scripts
 from kl_comedy.slurm.journal import Submission, record_cancel, record_submission, submissions
 from kl_comedy.slurm.manifest import Manifest, Sweep
 from kl_comedy.slurm.profile import Profile
-from kl_comedy.slurm.render import STAGES, array_ranges, render, script_path
+from kl_comedy.slurm.render import STAGES, array_ranges, script_path
 from kl_comedy.slurm.status import MISSING, Board
 
 
@@ -88,55 +89,61 @@ def _mark(sweep: Sweep) -> str:
 
 
 def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Todo) -> list[Submission]:
-    """Write the scripts and submit what is to be done; the submissions, which are also recorded."""
-    for stage in STAGES:
-        script_path(sweep, stage).write_text(render(sweep, profile, stage))
+    """Write the scripts and submit what is to be done; the submissions, which are also recorded.
+
+    Raises :class:`UserError`, before anything is submitted, for a cell that the profile has no shape for.
+    """
     limit = _limit(sweep.manifest, profile)
+    training, evaluating = (
+        arrays([sweep.cell(index) for index in indices], profile, limit) for indices in (work.train, work.evaluate)
+    )
+    cells = [sweep.cell(index) for index in (*work.train, *work.evaluate)]
+    for name, text in scripts(sweep, profile, cells).items():
+        script_path(sweep, name).write_text(text)
     made: list[Submission] = []
 
-    def give(stage: str, indices: Sequence[int], dependency: str | None, offset: int, share: int | None) -> Submission:
-        job = scheduler.sbatch(_words(sweep, stage, indices, dependency, offset, share))
+    def give(stage: str, array: Array | None, dependency: str | None) -> Submission:
+        job = scheduler.sbatch(_words(sweep, stage, array, dependency))
+        indices, offset = ((), 0) if array is None else (array.indices, array.offset)
         one = Submission(
-            stage=stage, indices=tuple(indices), time=time.time(), job=job, offset=offset, profile=str(profile_file)
+            stage=stage, indices=indices, time=time.time(), job=job, offset=offset, profile=str(profile_file)
         )
         record_submission(sweep, one)
         made.append(one)
         return one
 
-    chunks = _chunks(work.train, profile.max_array)
-    for offset, indices in chunks.items():
-        share = None if limit is None else max(1, limit // len(chunks))
-        trained = give("train", indices, None, offset, share)
+    for array in training:
+        trained = give("train", array, None)
         if sweep.manifest.evaluate is not None:
-            give("evaluate", indices, f"aftercorr:{trained.job}", offset, share)
-    for offset, indices in _chunks(work.evaluate, profile.max_array).items():
-        give("evaluate", indices, None, offset, limit)
-    give("report", (), "afterany:" + ":".join(str(one.job) for one in made), 0, None)
+            give("evaluate", array, f"aftercorr:{trained.job}")
+    for array in evaluating:
+        give("evaluate", array, None)
+    give("report", None, "afterany:" + ":".join(str(one.job) for one in made))
     return made
 
 
 def planned_commands(sweep: Sweep, profile: Profile) -> list[str]:
     """The sbatch lines of a first submission, with words where job ids will be."""
-    limit = _limit(sweep.manifest, profile)
-    chunks = _chunks([cell.index for cell in sweep.manifest.cells], profile.max_array)
-    share = None if limit is None else max(1, limit // len(chunks))
     last, lines = "train", []
-    for offset, indices in chunks.items():
-        lines.append(_words(sweep, "train", indices, None, offset, share))
+    for array in arrays(sweep.manifest.cells, profile, _limit(sweep.manifest, profile)):
+        lines.append(_words(sweep, "train", array, None))
         if sweep.manifest.evaluate is not None:
             last = "evaluate"
-            lines.append(_words(sweep, "evaluate", indices, "aftercorr:TRAIN_JOB", offset, share))
-    lines.append(_words(sweep, "report", (), f"afterany:{last.upper()}_JOBS", 0, None))
+            lines.append(_words(sweep, "evaluate", array, "aftercorr:TRAIN_JOB"))
+    lines.append(_words(sweep, "report", None, f"afterany:{last.upper()}_JOBS"))
     return [shlex.join(words) for words in lines]
 
 
-def _words(
-    sweep: Sweep, stage: str, indices: Sequence[int], dependency: str | None, offset: int, share: int | None
-) -> list[str]:
-    array = array_ranges(index - offset for index in indices)
+def _words(sweep: Sweep, stage: str, array: Array | None, dependency: str | None) -> list[str]:
+    """sbatch's command line for a stage of an array; without one, for the report."""
+    if array is None:
+        return scheduler.sbatch_words(
+            str(script_path(sweep, stage)), array="", comment=f"{_mark(sweep)}:{stage}:0", dependency=dependency
+        )
+    ranges = array_ranges(index - array.offset for index in array.indices)
     return scheduler.sbatch_words(
-        str(script_path(sweep, stage)), array=array + (f"%{share}" if share and array else ""),
-        comment=f"{_mark(sweep)}:{stage}:{offset}", dependency=dependency, offset=offset,
+        str(script_path(sweep, array.script(stage))), array=ranges + (f"%{array.share}" if array.share else ""),
+        comment=f"{_mark(sweep)}:{stage}:{array.offset}", dependency=dependency, offset=array.offset,
     )  # fmt: skip
 
 
@@ -158,11 +165,3 @@ def active_jobs(sweep: Sweep) -> list[str]:
 def _limit(manifest: Manifest, profile: Profile) -> int | None:
     limits = [limit for limit in (manifest.max_parallel, profile.max_parallel) if limit is not None]
     return min(limits) if limits else None
-
-
-def _chunks(indices: Sequence[int], size: int) -> dict[int, tuple[int, ...]]:
-    """Cells by array: sites bound the indices of one (MaxArraySize), so each has an offset."""
-    found: dict[int, list[int]] = {}
-    for index in indices:
-        found.setdefault(index // size * size, []).append(index)
-    return {offset: tuple(items) for offset, items in found.items()}
