@@ -10,8 +10,6 @@ import copy
 import dataclasses
 import hashlib
 import json
-import math
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +20,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from kl_comedy.config.check import check_combinations
+from kl_comedy.config.fields import check_fields, check_shape
+from kl_comedy.config.plain import first_line, read_mapping
 from kl_comedy.config.schema import Config
-from kl_comedy.errors import UserError, bad_value, nearest, unknown_key
-from kl_comedy.registry import KINDS
+from kl_comedy.errors import UserError, bad_value
 
 NOT_IDENTITY = ("output", "resume", "audit", "tracking")
 """Keys that say where a run is kept or what is measured on the way, not what it is; not in the config hash."""
@@ -48,7 +47,7 @@ def config_reader(path: str | Path | None) -> Callable[[Sequence[str]], Config]:
     """Read and check ``path`` once; what is returned applies overrides to it: many configs from one file."""
     base = OmegaConf.structured(Config)
     if path is not None:
-        base = _merge(base, _read(Path(path)), str(path))
+        base = _merge(base, read_mapping(Path(path)), str(path))
     return lambda overrides: _finish(copy.deepcopy(base), overrides)
 
 
@@ -59,9 +58,9 @@ def _finish(merged: Any, overrides: Sequence[str]) -> Config:
         OmegaConf.resolve(merged)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key or 'config'}: {_first_line(error)}") from None
+        raise UserError(f"{error.full_key or 'config'}: {first_line(error)}") from None
     assert isinstance(config, Config)
-    _check_fields(config, "")
+    check_fields(config, "")
     check_combinations(config)
     return config
 
@@ -102,26 +101,8 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path("configs")
-        names = [str(file) for file in sorted(folder.glob("*.y*ml"))]
-        near = nearest(str(path), names)
-        hint = f"; did you mean {near}?" if near else (f"; there are: {', '.join(names)}" if names else "")
-        raise UserError(f"no such config file: {path}{hint}")
-    try:
-        raw = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, DictConfig):
-        raise UserError(f"{path}: a config is a mapping of keys to values, and this file holds a {type(raw).__name__}")
-    plain = OmegaConf.to_container(raw, resolve=False)
-    assert isinstance(plain, dict)
-    return typing.cast(dict[str, Any], plain)
-
-
 def _merge(base: Any, raw: dict[str, Any], origin: str) -> Any:
-    _check_shape(raw, Config, "")
+    check_shape(raw, Config, "")
     try:
         return OmegaConf.merge(base, OmegaConf.create(raw))
     except OmegaConfBaseException as error:
@@ -141,7 +122,7 @@ def _override(base: Any, text: str) -> Any:
     parts = key.split(".")
     if parts[0] == "kl":
         return _override_terms(base, parts[1:], item, key)
-    _check_shape(_nested(parts, item), Config, "")
+    check_shape(_nested(parts, item), Config, "")
     try:
         OmegaConf.update(base, key, item, merge=not _is_free_form(base, key))
     except OmegaConfBaseException as error:
@@ -191,116 +172,4 @@ def _nested(parts: list[str], item: Any) -> Any:
 
 
 def _translated(error: OmegaConfBaseException, origin: str) -> UserError:
-    return UserError(f"{error.full_key or origin}: {_first_line(error)}")
-
-
-def _first_line(error: OmegaConfBaseException) -> str:
-    return str(error).strip().split("\n")[0]
-
-
-_PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-
-
-def _check_shape(raw: Any, expected: Any, key: str) -> None:
-    """Walk raw data beside the schema: unknown keys, and values of the wrong kind."""
-    inner = _not_none(expected)
-    if raw is None:
-        if inner is expected and expected is not Any:
-            raise bad_value(key, None, _describe(expected))
-        return
-    if isinstance(raw, str) and "${" in raw:
-        return
-    origin = typing.get_origin(inner)
-    if dataclasses.is_dataclass(inner):
-        if not isinstance(raw, Mapping):
-            raise bad_value(key, raw, _describe(inner))
-        hints = typing.get_type_hints(inner)
-        for name, item in raw.items():
-            full = f"{key}.{name}" if key else str(name)
-            if name not in hints:
-                raise unknown_key(full, item, hints)
-            _check_shape(item, hints[name], full)
-    elif origin is dict:
-        if not isinstance(raw, Mapping):
-            raise bad_value(key, raw, "a mapping")
-        for name, item in raw.items():
-            _check_shape(item, typing.get_args(inner)[1], f"{key}.{name}")
-    elif origin is list:
-        _check_list(raw, typing.get_args(inner)[0], key)
-    elif inner in _PLAIN and not _fits(raw, inner):
-        raise bad_value(key, raw, _PLAIN[inner])
-
-
-def _check_list(raw: Any, item_type: Any, key: str) -> None:
-    if isinstance(raw, Mapping):  # an override such as rewards.0.weight=2
-        for name, item in raw.items():
-            if not str(name).isdigit():
-                raise bad_value(f"{key}.{name}", item, "a position in the list, as in " + f"{key}.0")
-            _check_shape(item, item_type, f"{key}.{name}")
-        return
-    if not isinstance(raw, list):
-        raise bad_value(key, raw, "a list")
-    for position, item in enumerate(raw):
-        _check_shape(item, item_type, f"{key}.{position}")
-
-
-def _not_none(expected: Any) -> Any:
-    if isinstance(expected, types.UnionType) or typing.get_origin(expected) is typing.Union:
-        return next(arg for arg in typing.get_args(expected) if arg is not type(None))
-    return expected
-
-
-def _fits(raw: Any, wanted: type) -> bool:
-    if wanted is float:
-        if isinstance(raw, str):
-            try:
-                float(raw)
-            except ValueError:
-                return False
-            return True
-        return isinstance(raw, int | float) and not isinstance(raw, bool)
-    if wanted is int:
-        return isinstance(raw, int) and not isinstance(raw, bool)
-    if wanted is str:
-        return isinstance(raw, str | int | float) and not isinstance(raw, bool)
-    return isinstance(raw, wanted)
-
-
-def _describe(expected: Any) -> str:
-    inner = _not_none(expected)
-    if dataclasses.is_dataclass(inner):
-        return "a mapping with the keys " + ", ".join(typing.get_type_hints(inner))
-    if typing.get_origin(inner) in (dict, list):
-        return "a mapping" if typing.get_origin(inner) is dict else "a list"
-    return _PLAIN.get(inner, str(inner))
-
-
-def _check_fields(node: Any, key: str) -> None:
-    """Check each field's declared choices, registry and bounds, all the way down."""
-    for item in dataclasses.fields(node):
-        value = getattr(node, item.name)
-        full = f"{key}.{item.name}" if key else item.name
-        if dataclasses.is_dataclass(value):
-            _check_fields(value, full)
-        elif isinstance(value, list | dict):
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            for name, child in inner:
-                if dataclasses.is_dataclass(child):
-                    _check_fields(child, f"{full}.{name}")
-        elif value is not None:
-            _check_value(value, item.metadata, full)
-
-
-def _check_value(value: Any, facts: Mapping[str, Any], key: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise bad_value(key, value, "a finite number")
-    if "choices" in facts and value not in facts["choices"]:
-        raise bad_value(key, value, facts["choices"])
-    if "registry" in facts:
-        KINDS[facts["registry"]].get(value, key=key)
-    if "minimum" in facts and value < facts["minimum"]:
-        raise bad_value(key, value, f"at least {facts['minimum']:g}")
-    if "maximum" in facts and value > facts["maximum"]:
-        raise bad_value(key, value, f"at most {facts['maximum']:g}")
-    if "above" in facts and value <= facts["above"]:
-        raise bad_value(key, value, f"above {facts['above']:g}")
+    return UserError(f"{error.full_key or origin}: {first_line(error)}")

@@ -1,7 +1,7 @@
 """The schema of a run: plain dataclasses, one per room. Imports nothing heavy.
 
 A field's metadata may carry ``choices`` (the values allowed), ``registry`` (a kind whose names are
-allowed) or ``minimum``/``above`` (a bound); :mod:`kl_comedy.config.load` checks them all and names the key.
+allowed) or ``minimum``/``above`` (a bound); :mod:`kl_comedy.config.fields` checks them all and names the key.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kl_comedy.models.logprobs import TokenPass
     from kl_comedy.models.reference import Reference, ReferencePass
 
-INPUTS = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")
-
 
 class ReferenceOnce:
     """A reference that passes equal inputs once. For as long as it does not move."""
@@ -32,10 +30,7 @@ class ReferenceOnce:
     def hash(self) -> str:
         return self._reference.hash
 
-    def forward_pass(
-        self, *, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> ReferencePass:
-        inputs = dict(zip(INPUTS, (prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT), strict=True))
+    def forward_pass(self, **inputs: Tensor) -> ReferencePass:
         key = _key(inputs)
         if key not in self._found:
             self._found[key] = self._reference.forward_pass(**inputs)
@@ -60,4 +55,4 @@ class PolicyOnce:
 
 
 def _key(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    return tuple((inputs[name].shape, inputs[name].cpu().numpy().tobytes()) for name in INPUTS)
+    return tuple((name, inputs[name].shape, inputs[name].cpu().numpy().tobytes()) for name in sorted(inputs))
