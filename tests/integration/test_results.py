@@ -120,7 +120,7 @@ def test_several_tasks_as_one_number(table):
         ("curves", ["no KL", "n=3"]),
         ("frontier", ["0.05 (1/3)", "exact_reverse_sequence (nats)"]),
         ("plane", ["relative bias", "0.05 (1/3)"]),
-        ("heatmap", ["1 collapsed", "n=9", "k3_reverse_token"]),
+        ("heatmap", ["1 collapsed", "n=3", "k3_reverse_token", "beta 0.05"]),
     ],
 )
 def test_pictures(kl_comedy, study, tmp_path, kind, said):
@@ -130,6 +130,13 @@ def test_pictures(kl_comedy, study, tmp_path, kind, said):
     assert code == 0 and out.strip() == str(tmp_path / "a.svg")
     for text in said:
         assert text in texts
+
+
+def test_panels_are_chosen(kl_comedy, study, tmp_path):
+    words = ["--uri", study, "--metric", EVAL, "--kind", "heatmap", "--out", tmp_path / "a.svg", "--panels"]
+    assert kl_comedy("results", "plot", *words, "none")[0] == 0
+    assert "n=9" in (tmp_path / "a.svg").read_text() and "beta 0.05" not in (tmp_path / "a.svg").read_text()
+    assert "did you mean 'kl.betas'" in kl_comedy("results", "plot", *words, "kl.beta")[2]
 
 
 def test_curves_may_have_a_logarithmic_axis(kl_comedy, study, tmp_path):

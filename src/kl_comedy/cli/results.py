@@ -25,6 +25,7 @@ from kl_comedy.cli.selection import (
     Where,
     check,
     kl_column,
+    lines_and_panels,
     runs,
     say,
     select,
@@ -101,13 +102,20 @@ def plot(
     split_versions: SplitVersions = False,
     kl: Kl = None,
     log: Annotated[list[str] | None, typer.Option(help="Of curves: metrics on a logarithmic axis.")] = None,
+    panels: Annotated[
+        list[str] | None,
+        typer.Option(help="A panel a value of these keys; none: no panels. Default: by kind."),
+    ] = None,
 ) -> None:
     """Pictures of metrics over seeds with 95% intervals.
 
-    curves: mean line and band over updates. frontier: final metric against final KL, a line a KL family. plane: bias
-    and variance of each family's certificate beside what its runs reached. heatmap: estimator x placement.
+    curves: mean line and band over updates; more than eight lines are parted into panels. frontier: final metric
+    against final KL, a line a KL family. plane: bias and variance of each family's certificate beside what its runs
+    reached. heatmap: estimator x placement, a panel a beta. Runs without KL stand in the panels of every family and
+    beta.
     """
     from kl_comedy.tracking import pictures
+    from kl_comedy.tracking.ordering import in_order
     from kl_comedy.tracking.plots import check_suffix
     from kl_comedy.tracking.plots import plot as draw_curves
 
@@ -118,20 +126,22 @@ def plot(
     keys = group or (None if kind == "curves" else ["kl.family"])
     frame, groups, metrics = select(
         uri, experiment, where, keys, metric, status=status, keep_repeats=keep_repeats, of=of, collapse=collapse,
-        split_versions=split_versions, families=kind != "curves",
+        split_versions=split_versions, families=kind != "curves", panels=panels,
     )  # fmt: skip
     frame = frame[frame["status"].isin(statuses_of(status))]
     if frame.empty:
         raise RunFailed(f"no run with status {status}; --status all draws every run")
     names = [column.removeprefix("metrics.") for column in metrics]
+    lines, parts = lines_and_panels(frame, groups, panels, kind)
+    frame = in_order(frame, [*parts, *lines])
     if kind == "curves":
         logarithmic = split(log or [])
         for name in logarithmic:
             check("--log", name, tuple(names))
-        typer.echo(str(draw_curves(uri, frame, groups, names, out, log=logarithmic)))
+        typer.echo(str(draw_curves(uri, frame, lines, names, out, panels=parts, log=logarithmic)))
         return
     column = kl_column(frame, kl)
-    typer.echo(str(pictures.picture(kind, frame, groups, names, column, out)))
+    typer.echo(str(pictures.picture(kind, frame, lines, names, column, out, panels=parts)))
 
 
 @app.command(epilog="Example: kl-comedy results export --format csv --out runs.csv")

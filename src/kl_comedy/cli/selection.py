@@ -133,14 +133,17 @@ def select(
     uri: str, experiment: str | None, where: str | None, group: list[str] | None, metric: list[str] | None, *,
     status: str, keep_repeats: bool, split_versions: bool = False, mark_dead: bool = False, of: str = "last",
     collapse: str | None = None, families: bool = False, notes: list[str] | None = None,
+    panels: list[str] | None = None,
 ) -> tuple[pd.DataFrame, list[str], list[str]]:  # fmt: skip
     """The runs with their values under ``of``, the group columns and the metric columns, after saying to stderr what
     is pooled, left out, mixed, and by which rule a run has a value and counts as collapsed. ``families``: groups hold
-    several betas on purpose. ``notes`` collects what is said.
+    several betas on purpose. ``panels`` part the runs as groups do. ``notes`` collects what is said. The runs stand in
+    the order of their groups (:func:`kl_comedy.tracking.ordering.in_order`).
 
     Raises :class:`UserError` for a key, metric or rule that fits no run.
     """
     from kl_comedy.tracking.derived import CODE, LABEL
+    from kl_comedy.tracking.ordering import in_order
     from kl_comedy.tracking.values import check_rule, meaning, with_values
 
     statuses = statuses_of(status)
@@ -151,12 +154,36 @@ def select(
     if split_versions:
         groups += [CODE] if CODE in frame and CODE not in groups else []
     frame = frame if keep_repeats else without_repeats(frame, statuses, notes)
-    tell_pooled(frame, [*groups, LABEL] if families else groups, notes)
-    tell_mixed(frame, [*groups, LABEL] if families else groups, notes)
+    parted = [*groups, *panel_columns(frame, panels), *([LABEL] if families else [])]
+    tell_pooled(frame, parted, notes)
+    tell_mixed(frame, parted, notes)
     frame = judged(uri, frame, collapse, notes)
     if of != "last":
         say(f"value of a run: {meaning(of)}", notes)
-    return with_values(uri, frame, metrics, of), groups, metrics
+    ordered = in_order(frame, [*panel_columns(frame, panels), *groups])
+    return with_values(uri, ordered, metrics, of), groups, metrics
+
+
+def panel_columns(frame: pd.DataFrame, panels: list[str] | None) -> list[str]:
+    return [] if panels is None or split(panels) == ["none"] else group_columns(frame, panels)
+
+
+def lines_and_panels(
+    frame: pd.DataFrame, groups: list[str], panels: list[str] | None, kind: str
+) -> tuple[list[str], list[str]]:
+    """What a line is and what a panel: as asked for, else as many lines as one can tell apart, and of a heat map, in
+    which lines play no part, a panel a beta."""
+    from kl_comedy.tracking.derived import BETA
+    from kl_comedy.tracking.panels import of_many
+    from kl_comedy.tracking.queries import short
+
+    if panels is not None:
+        return groups, panel_columns(frame, panels)
+    lines, parts = of_many(frame, groups) if kind == "curves" else (groups, [BETA] if kind == "heatmap" else [])
+    if parts and kind == "curves":
+        names = (", ".join(map(short, keys)) for keys in (lines, parts))
+        say("note: too many lines for one panel: a line a {}, a panel a {} (--panels chooses)".format(*names))
+    return lines, parts
 
 
 def judged(uri: str, frame: pd.DataFrame, collapse: str | None, notes: list[str]) -> pd.DataFrame:

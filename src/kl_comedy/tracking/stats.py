@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.statistics.intervals import METHODS, generator, interval, t_interval
+from kl_comedy.statistics.intervals import LEVEL, METHODS, generator, interval
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,18 +61,19 @@ def summarize(
 def band(points: pd.DataFrame) -> pd.DataFrame:
     """Curves of several runs -> one with a band: columns step, n, mean, low, high.
 
+    The bounds are Student's, as :func:`kl_comedy.statistics.t_interval` has them, for all steps at once.
     ``points`` has columns step and value, one row a run and step. Non-finite values are left out of a step's
     mean; the bounds are NaN at steps that only one run has.
     """
-    import pandas as pd
+    import numpy as np
+    from scipy.special import stdtrit
 
-    rows = []
-    for step, values in points.groupby("step")["value"]:
-        found = t_interval([float(value) for value in values if math.isfinite(value)])
-        if found.n:
-            rows.append((step, found.n, found.mean, found.low, found.high))
-    columns = ["step", "n", "mean", "low", "high"]
-    return pd.DataFrame(rows, columns=columns).astype({"mean": float, "low": float, "high": float})
+    finite = points[np.isfinite(points["value"].astype(float))]
+    found = finite.astype({"value": float}).groupby("step")["value"].agg(["count", "mean", "std"]).reset_index()
+    n = found["count"].to_numpy()
+    half = np.where(n > 1, stdtrit(np.maximum(n - 1, 1), 0.5 + LEVEL / 2) * found["std"] / np.sqrt(n), np.nan)
+    found = found.assign(low=found["mean"] - half, high=found["mean"] + half).rename(columns={"count": "n"})
+    return found[["step", "n", "mean", "low", "high"]]
 
 
 def groups_of(frame: pd.DataFrame, group: list[str]) -> list[tuple[tuple[str, ...], pd.DataFrame]]:

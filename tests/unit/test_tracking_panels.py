@@ -1,0 +1,122 @@
+"""Which runs stand in which panel, what a line is called and how it looks; the order of groups; bands of curves."""
+
+import math
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kl_comedy.statistics import t_interval
+from kl_comedy.tracking.derived import with_derived
+from kl_comedy.tracking.ordering import in_order, rank
+from kl_comedy.tracking.panels import GREY, MOST_LINES, line_label, looks, of_many, panels_of
+from kl_comedy.tracking.plots import draw_panels
+from kl_comedy.tracking.stats import band, groups_of
+
+LABEL, FAMILY, BETA, LR = "tags.kl.label", "tags.kl.family", "tags.kl.betas", "params.optimizer.lr"
+FAMILIES = ("k1_reverse_token in loss", "k1_reverse_token in reward total", "k3_reverse_token in loss")
+
+
+def study(families=FAMILIES, betas=("0.05", "0.1", "1.0"), rates=("0.0001", "0.0004"), seeds=2, free=True):
+    labels = [f"{beta} {family}" for family in families for beta in betas] + (["no KL"] if free else [])
+    rows = [
+        {"run_id": f"{label}|{rate}|{seed}", LABEL: label, LR: rate, "params.name": f"{label}-{rate}"}
+        for seed in range(seeds) for rate in rates for label in labels
+    ]  # fmt: skip
+    return with_derived(pd.DataFrame(rows))
+
+
+def test_runs_without_kl_stand_in_every_panel_of_their_rate_and_in_none_of_their_own():
+    found = panels_of(study(), [LR, BETA])
+    assert [panel.title for panel in found] == [
+        f"optimizer.lr={rate}, beta {beta}" for rate in ("0.0001", "0.0004") for beta in ("0.05", "0.1", "1.0")
+    ]
+    for panel in found:
+        labels = panel.frame[LABEL].value_counts()
+        assert labels["no KL"] == 2 and labels.sum() == 2 * (len(FAMILIES) + 1)
+        assert panel.frame[LR].nunique() == 1 and panel.title.startswith(f"optimizer.lr={panel.frame[LR].iloc[0]}")
+
+
+def test_a_panel_of_its_own_only_where_no_other_shares_its_keys():
+    frame = study()
+    lonely = frame[(frame[LR] == "0.0001") | (frame[LABEL] == "no KL")]
+    titles = [panel.title for panel in panels_of(lonely, [LR, FAMILY])]
+    assert titles[-1] == "optimizer.lr=0.0004, no KL" and len(titles) == len(FAMILIES) + 1
+    assert [panel.title for panel in panels_of(study(), [LR])] == ["optimizer.lr=0.0001", "optimizer.lr=0.0004"]
+    assert [panel.title for panel in panels_of(frame, [])] == [""]
+
+
+@pytest.mark.parametrize(
+    ("frame", "lines", "panels"),
+    [
+        (study(), [FAMILY], [LR, BETA]),
+        (study(betas=("0.05", "0.1", "0.2", "1.0"), rates=("0.1",)), [BETA], [FAMILY]),
+        (study(betas=("0.1",)), [LR, LABEL], []),  # 8 lines
+        (study(betas=("0.1",), rates=("1", "2", "3")), [FAMILY], [LR]),
+    ],
+)
+def test_more_lines_than_one_can_tell_apart_are_parted(frame, lines, panels):
+    assert of_many(frame, [LR, LABEL]) == (lines, panels)
+    assert bool(panels) == (len(groups_of(frame, [LR, LABEL])) > MOST_LINES)
+
+
+def test_names_that_part_what_no_other_key_does_are_not_pooled_away():
+    frame = study()
+    assert of_many(frame, ["params.name", LABEL]) == (["params.name", LABEL], [])
+    assert of_many(frame, ["params.name", LR, LABEL])[1] == [LR, BETA]
+
+
+def test_what_lines_are_called_and_how_they_look():
+    assert line_label([LR, FAMILY, BETA], ["0.1", "k1 in loss", "0.3"]) == "optimizer.lr=0.1, k1 in loss, beta 0.3"
+    assert line_label([LR, FAMILY, BETA], ["0.1", "no KL", "0"]) == "optimizer.lr=0.1, no KL"
+    assert line_label([BETA], ["0"]) == line_label([FAMILY], ["no KL"]) == line_label([LABEL], ["no KL"]) == "no KL"
+    assert line_label([], []) == "all runs"
+    found = looks([f"line {at}" for at in range(30)] + ["no KL"])
+    assert len(set(map(str, found.values()))) == 31 and found["no KL"][0] == GREY
+
+
+def test_groups_are_ordered_by_what_they_say():
+    shuffled = study().sample(frac=1.0, random_state=1)
+    labels = list(dict.fromkeys(in_order(shuffled, [LR, LABEL])[LABEL]))
+    assert labels == ["no KL", *(f"{beta} {family}" for family in sorted(FAMILIES) for beta in ("0.05", "0.1", "1.0"))]
+    kept = in_order(shuffled, [LABEL])
+    for label in labels:
+        assert list(kept[kept[LABEL] == label]["run_id"]) == list(shuffled[shuffled[LABEL] == label]["run_id"])
+
+
+@given(st.lists(st.text(max_size=8)))
+def test_any_texts_can_be_ordered(texts):
+    assert sorted(sorted(texts, key=lambda text: rank("params.name", text))) == sorted(texts)
+
+
+@settings(deadline=None)  # the first call imports scipy
+@given(st.lists(st.tuples(st.integers(0, 3), st.one_of(st.floats(-1e3, 1e3), st.just(math.nan))), max_size=30))
+def test_a_band_is_the_t_interval_of_each_step(pairs):
+    found = band(pd.DataFrame(pairs, columns=["step", "value"])).set_index("step")
+    for step in {step for step, value in pairs if math.isfinite(value)}:
+        expected = t_interval([value for at, value in pairs if at == step and math.isfinite(value)])
+        row = found.loc[step]
+        assert row["n"] == expected.n and row["mean"] == pytest.approx(expected.mean, abs=1e-9)
+        if expected.low is None:
+            assert math.isnan(row["low"]) and math.isnan(row["high"])
+        else:
+            assert (row["low"], row["high"]) == pytest.approx((expected.low, expected.high), abs=1e-6)
+    assert set(found.index) == {step for step, value in pairs if math.isfinite(value)}
+
+
+def test_panels_of_curves_share_scales_names_and_one_legend(monkeypatch):
+    frame = in_order(study(), [LR, BETA, FAMILY])
+    points = pd.DataFrame([(run, step, step / 10) for run in frame["run_id"] for step in (0, 5)],
+                          columns=["run_id", "step", "value"])  # fmt: skip
+    monkeypatch.setattr("kl_comedy.tracking.plots.history", lambda *_: points)
+    figure = draw_panels("unused", frame, [FAMILY], ["train/reward"], panels=[LR, BETA])
+    drawn = [axes for axes in figure.axes if axes.get_title(loc="left")]
+    assert len(drawn) == 6 and all(len(axes.lines) == len(FAMILIES) + 1 for axes in drawn)
+    assert len({axes.get_ylim() for axes in drawn}) == 1
+    assert [axes.get_ylabel() for axes in drawn] == ["train/reward", "", "", "", "train/reward", ""]
+    assert [bool(axes.get_xlabel()) for axes in drawn] == [False, False, True, True, True, True]
+    (legend,) = figure.legends
+    assert sorted(text.get_text() for text in legend.get_texts()) == sorted(["no KL", *FAMILIES])
+    assert legend.get_title().get_text() == "mean and 95% interval of 2 runs"
+    assert [line.get_color() for axes in drawn for line in axes.lines if line.get_label() == "no KL"] == [GREY] * 6
