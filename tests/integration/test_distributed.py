@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,7 +95,7 @@ def until_checkpoint(folder, process, step):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
 def test_two_processes_train_what_one_trains(tmp_path, strategy):
     alone = go(tmp_path / "alone", *COMMON, *MIXED, "train.steps=4").run
     assert_same(over(tmp_path / strategy, strategy, *MIXED, "train.steps=4"), alone, atol=1e-5)
@@ -110,11 +111,29 @@ def test_twenty_updates_equal_the_single_process_run(tmp_path, strategy, placeme
 
 
 @pytest.mark.slow
-def test_shards_under_autocast_train_what_one_process_trains(tmp_path):
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+def test_shards_under_autocast_train_what_one_process_trains(tmp_path, strategy):
     """bf16 passes of the same micro-batches on the same float32 weights; sums over processes are in float32."""
     settings = ["train.steps=4", "train.precision=bf16", "train.eval_every=0"]
     alone = go(tmp_path / "alone", *COMMON, *settings).run
-    assert_same(over(tmp_path / "fsdp", "fsdp", *settings), alone, atol=2e-5)
+    assert_same(over(tmp_path / strategy, strategy, *settings), alone, atol=2e-5)
+
+
+def test_the_first_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
+    """An adapter, activation checkpointing and a moving reference; on from the last checkpoint but one."""
+    from kl_comedy.training.export import export_policy
+
+    settings = [*MIXED, "train.steps=4", "model.lora={rank: 4}", "model.gradient_checkpointing=true"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    run = over(tmp_path / "run", "fsdp1", *settings)
+    assert_same(run, alone, atol=1e-5)
+    export_policy(run, load_config(run.path / "config.yaml"), tmp_path / "out", which="newest")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights_of(run).items())
+    (run.path / "summary.json").unlink()
+    (newest,) = [path for path in saved(run.checkpoints) if step_of(path) == 4]
+    shutil.rmtree(newest)
+    assert_same(over(tmp_path / "run", "fsdp1", *settings, "resume=auto"), alone, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -287,6 +306,7 @@ def test_the_evaluate_command_of_a_lora_run_works(tmp_path):
         (["train.devices=2"], "train.devices: got 2; allowed: 1 with train.strategy: single"),
         (["train.strategy=ddp", "train.devices=3"], "rollout.prompts_per_batch: got 4; allowed: a multiple of 3"),
         (["train.strategy=fdsp"], "did you mean 'fsdp'"),
+        (["train.strategy=fsdp1"], "train.devices: got 1; allowed: 2 or more processes with train.strategy: fsdp1"),
         (["train.strategy=fsdp", "audit.every=1"], "audit.every: got 1"),
     ],
 )

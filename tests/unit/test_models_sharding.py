@@ -8,6 +8,7 @@ from kl_comedy.config.schema import LoraConfig, ModelConfig, ReferenceConfig
 from kl_comedy.models import load_model, weights_hash
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import build_reference
+from kl_comedy.models.slices import held
 from kl_comedy.models.weights import copy_into, merged_weights, stream_weights, weight_bytes, whole
 
 OPTIONS = {"temperature": 0.7, "chunk_elements": 64}
@@ -45,17 +46,20 @@ def values(loaded):
         found[name] = [*seen.logp_BT.flatten().tolist(), *seen.kl_BT.flatten().tolist()]
     model.zero_grad()
     (seen.logp_BT.sum() + seen.kl_BT.sum()).backward()
-    grads = [whole(p.grad) for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grads = [whole(held(p, torch.zeros_like(p) if p.grad is None else p.grad)) for p in trained]
     found["grads"] = [float(grad.double().square().sum()) for grad in grads]
     return found
 
 
 def loaded_in_shards(rank, world, folder, kind):
+    from kl_comedy.models.classic import load_classic
     from kl_comedy.models.sharding import load_sharded
 
-    loaded = load_sharded(config_of(kind), limit_bytes=0)
-    local = sum(p.to_local().numel() for p in loaded.model.parameters())
-    total = sum(p.numel() for p in loaded.model.parameters())
+    load = load_classic if "classic" in kind else load_sharded
+    loaded = load(config_of(kind), limit_bytes=0)
+    local = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in loaded.model.parameters())
+    total = sum(held(p).numel() for p in loaded.model.parameters())
     start = weights_hash(loaded.model)
     replica = load_model(config_of(kind))
     sizes = []
@@ -74,7 +78,7 @@ def loaded_in_shards(rank, world, folder, kind):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["plain", "lora checkpointing"])
+@pytest.mark.parametrize("kind", ["plain", "lora checkpointing", "classic", "classic lora checkpointing"])
 def test_shards_hold_what_one_process_holds(tmp_path, kind):
     alone = load_model(config_of(kind))
     start, size = weights_hash(alone.model), weight_bytes(alone.model)

@@ -2,6 +2,7 @@
 
 from kl_comedy.config.load import config_hash, config_reader, flatten, load_config, to_plain, to_yaml
 from kl_comedy.config.schema import (
+    SHARDED,
     AlgorithmConfig,
     AuditConfig,
     Config,
@@ -19,6 +20,7 @@ from kl_comedy.config.schema import (
 )
 
 __all__ = [
+    "SHARDED",
     "AlgorithmConfig",
     "AuditConfig",
     "Config",

@@ -66,11 +66,13 @@ def _processes(config: Config) -> None:
             if value != 1:
                 raise bad_value(f"train.{name}", value, "1 with train.strategy: single", "ddp and fsdp take more")
         return
+    if train.strategy == "fsdp1" and world == 1:
+        raise bad_value("train.devices", 1, "2 or more processes with train.strategy: fsdp1", "alone it shards nothing")
     if prompts % world:
         raise bad_value(
             "rollout.prompts_per_batch", prompts, f"a multiple of {world}",
             f"it counts the prompts of all {world} processes (train.devices x train.nodes), and each draws as many",
         )  # fmt: skip
     if config.audit.every:
-        raise bad_value("audit.every", config.audit.every, "0 with train.strategy ddp or fsdp",
+        raise bad_value("audit.every", config.audit.every, "0 with train.strategy ddp, fsdp or fsdp1",
                         "an audit runs in one process: kl-comedy audit RUN_DIR train.strategy=single")  # fmt: skip

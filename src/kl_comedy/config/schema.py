@@ -208,15 +208,20 @@ class ReferenceConfig:
     period: int = _at_least(100, 1)
 
 
+SHARDED = ("fsdp", "fsdp1")
+"""Strategies that hold the policy in shards."""
+
+
 @dataclass
 class TrainConfig:
     """``steps`` counts optimizer updates. ``microbatch_tokens`` bounds tokens per backward
     (open: by the memory that activations take).
     ``exact_kl_every``: measure the exact KL and entropy every so many updates (0: at update 0 and where
-    a term needs it). ``strategy``: one process, whole copies (ddp) or shards (fsdp: FSDP2) in ``devices`` processes on
-    each of ``nodes`` nodes; how many there are is not part of the config hash."""
+    a term needs it). ``strategy``: one process, whole copies (ddp) or shards (fsdp: FSDP2;
+    fsdp1: torch's first FSDP) in ``devices`` processes on each of ``nodes`` nodes; how many there are is not part of
+    the config hash."""
 
-    strategy: str = _one_of("single", "single", "ddp", "fsdp")
+    strategy: str = _one_of("single", "single", "ddp", *SHARDED)
     devices: int = _at_least(1, 1)
     nodes: int = _at_least(1, 1)
     steps: int = _at_least(100, 1)

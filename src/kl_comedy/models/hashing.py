@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kl_comedy.models.sharded import is_classic
+from kl_comedy.models.slices import Slice, held, kept_buffers, named_parameters
+
 CHUNK_BYTES = 1 << 24
 """Bytes hashed at a time, so that a weight on a GPU never needs a second full copy in host memory."""
 
@@ -28,15 +31,22 @@ def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only:
 
 
 def _named(model_or_state: Any, *, base_only: bool) -> Iterator[tuple[str, Tensor]]:
-    state = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
+    state = _state(model_or_state) if isinstance(model_or_state, nn.Module) else model_or_state
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor | Slice):
             continue
         if base_only:
             if ".lora_" in name or ".modules_to_save." in name:
                 continue
             name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         yield name, tensor
+
+
+def _state(model: nn.Module) -> Mapping[str, Any]:
+    """The state dict, each tensor as it is held: sharded or not."""
+    if not is_classic(model):
+        return model.state_dict()
+    return {**{name: held(p) for name, p in named_parameters(model, tied=True)}, **dict(kept_buffers(model))}
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:

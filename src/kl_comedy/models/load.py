@@ -22,8 +22,9 @@ from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
 from kl_comedy.models.in_place import adopt_embeddings
 from kl_comedy.models.logprobs import completion_hidden, token_pass
 from kl_comedy.models.products import adopt_products
-from kl_comedy.models.sharded import call_as_forward
+from kl_comedy.models.sharded import call_as_forward, is_classic
 from kl_comedy.models.shared_prefix import build_line, line_hidden
+from kl_comedy.models.slices import held
 from kl_comedy.models.smollm2 import FOLDER as SMOLLM2
 
 if TYPE_CHECKING:
@@ -251,13 +252,18 @@ def probe_head(model: Any, *, share_prompt: bool = True) -> None:
     Tolerance: 1e-4 of the largest logit in float32, one unit in the last place or two in narrower types.
     """
     weight, _ = head_weights(model)
-    ids = (torch.arange(24, device=weight.device) * 7919 % weight.shape[0]).view(2, 12)
+    vocabulary = held(weight).shape[0]
+    ids = (torch.arange(24, device=weight.device) * 7919 % vocabulary).view(2, 12)
     ones = torch.ones_like(ids)
+
+    def whole_pass() -> tuple[Tensor, ...]:
+        return (model(input_ids=ids, attention_mask=ones, use_cache=False).logits.to(torch.float64),)
+
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=ones, use_cache=False).logits.to(torch.float64)
+        (logits,) = call_as_forward(model, whole_pass) if is_classic(model) else whole_pass()
         ours = token_pass(
             model, prompt_ids_BP=ids[:, :4], prompt_mask_BP=ones[:, :4], ids_BT=ids[:, 4:], mask_BT=ones[:, 4:],
-            temperature=1.0, chunk_elements=5 * weight.shape[0],
+            temperature=1.0, chunk_elements=5 * vocabulary,
         ).logp_BT  # fmt: skip
     if share_prompt:
         _check_sharing(model, ids, ones)

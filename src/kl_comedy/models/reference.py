@@ -25,6 +25,7 @@ from kl_comedy.models.anatomy import Head, head_weights, is_peft
 from kl_comedy.models.hashing import weights_hash
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.sharded import is_sharded, twin
+from kl_comedy.models.slices import held, local, named_parameters
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import ReferenceConfig
@@ -133,7 +134,7 @@ def _pass(model: nn.Module, options: PassOptions, batch: Mapping[str, Tensor]) -
             share_prompt=options.share_prompt,
         )
         weight, bias = head_weights(model)
-    head = (weight.detach(), None if bias is None else bias.detach())
+    head = (held(weight).detach(), None if bias is None else held(bias).detach())
     return ReferencePass(logp_BT=seen.logp_BT, hidden_NH=seen.hidden_NH, head=head, temperature=options.temperature)
 
 
@@ -191,7 +192,7 @@ class _Moving:
     def __init__(self, model: nn.Module, options: PassOptions) -> None:
         self.model = frozen_copy(model)
         self._options = options
-        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._names = [name for name, p in named_parameters(model) if p.requires_grad]
         self._step = 0
         self._hash: str | None = None
 
@@ -205,11 +206,16 @@ class _Moving:
         return _pass(self.model, self._options, batch)
 
     def _own(self) -> dict[str, Tensor]:
-        mine = dict(self.model.named_parameters())
+        mine = dict(named_parameters(self.model))
         return {name: mine[name].data for name in self._names}
 
+    def _laid_out(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Copies of ``values`` that know how they lie over the processes."""
+        mine = dict(named_parameters(self.model))
+        return {name: held(mine[name], value.clone()) for name, value in values.items()}
+
     def _theirs(self, model: nn.Module) -> dict[str, Tensor]:
-        theirs = dict(model.named_parameters())
+        theirs = dict(named_parameters(model))
         return {name: theirs[name].detach() for name in self._names}
 
     @torch.no_grad()
@@ -218,7 +224,7 @@ class _Moving:
             odd = sorted(set(values) ^ set(self._names))[:3]
             raise UserError(f"reference: the saved weights are of another model (they differ in {', '.join(odd)})")
         for name, own in self._own().items():
-            own.copy_(values[name])
+            own.copy_(local(values[name]))
         self._hash = None
 
 
@@ -248,12 +254,12 @@ class EmaReference(_Moving):
         self._step = step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "weights": {name: p.clone() for name, p in self._average.items()}}
+        return {"step": self._step, "weights": self._laid_out(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._assign(state["weights"])
         for name, average in self._average.items():
-            average.copy_(state["weights"][name])
+            average.copy_(local(state["weights"][name]))
         self._step = int(state["step"])
 
 
@@ -273,7 +279,7 @@ class PeriodicReference(_Moving):
         self._step = step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "weights": {name: p.clone() for name, p in self._own().items()}}
+        return {"step": self._step, "weights": self._laid_out(self._own())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._assign(state["weights"])

@@ -55,7 +55,7 @@ def load_sharded(config: ModelConfig, *, limit_bytes: int) -> LoadedModel:
     tokenizer = load_tokenizer(config)
     prepare_tokenizer(tokenizer)
     model = sharded_skeleton(config, mesh, device)
-    _fill(model, _from_rank_zero(lambda: _source(config, model, limit_bytes)))
+    _fill(model, from_rank_zero(lambda: weight_source(config, model, limit_bytes)))
     if config.lora is not None:
         _fill_adapter(model)
     model.train(config.gradient_checkpointing)
@@ -65,12 +65,7 @@ def load_sharded(config: ModelConfig, *, limit_bytes: int) -> LoadedModel:
 
 def sharded_skeleton(config: ModelConfig, mesh: DeviceMesh, device: torch.device) -> Any:
     """The architecture of ``config``, sharded, its own shards allocated and not yet filled; buffers are final."""
-    model = skeleton(config)
-    if config.lora is not None:
-        model = add_lora(model, config.lora)
-    adopt_products(model)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = trained_skeleton(config)
     shard(model, mesh)
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     if getattr(unwrap(model).config, "tie_word_embeddings", False):
@@ -90,6 +85,17 @@ def skeleton(config: ModelConfig) -> Any:
     return model.eval()
 
 
+def trained_skeleton(config: ModelConfig) -> Any:
+    """The skeleton as it will be trained: with the adapter and the settings of ``config``."""
+    model = skeleton(config)
+    if config.lora is not None:
+        model = add_lora(model, config.lora)
+    adopt_products(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 def whole_skeleton(config: ModelConfig) -> Any:
     """The policy's architecture, adapter included, on the CPU: memory for every weight, and none of the values."""
     model = skeleton(config)
@@ -105,7 +111,7 @@ def _architecture(config: ModelConfig) -> Any:
         with torch.random.fork_rng(devices=[]):
             return build_model(recipe_from_options(config.options), attention=config.attention)
     if config.gguf_file is not None:
-        raise bad_value("model.gguf_file", config.gguf_file, "null with train.strategy: fsdp",
+        raise bad_value("model.gguf_file", config.gguf_file, "null with train.strategy: fsdp or fsdp1",
                         "a GGUF file cannot be streamed; save it as a Hugging Face folder first")  # fmt: skip
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -186,7 +192,7 @@ def base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def _from_rank_zero(open_source: Callable[[], Source]) -> Source | None:
+def from_rank_zero(open_source: Callable[[], Source]) -> Source | None:
     """Open the source on rank 0; a mistake found there is raised everywhere, so that nobody waits."""
     found, told = None, [None]
     if dist.get_rank() == 0:
@@ -200,7 +206,7 @@ def _from_rank_zero(open_source: Callable[[], Source]) -> Source | None:
     return found
 
 
-def _source(config: ModelConfig, model: nn.Module, limit_bytes: int) -> Source:
+def weight_source(config: ModelConfig, model: nn.Module, limit_bytes: int) -> Source:
     """Weights from safetensors files where they go by the model's names, else from a model loaded whole."""
     causal = unwrap(model)
     adapted = is_peft(model)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kl_comedy.models.slices import held, kept_buffers, named_parameters
+
 Bucket = list[tuple[str, Tensor]]
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
@@ -45,9 +47,8 @@ def stream_weights(model: nn.Module, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters (tied ones once) and the buffers that a state dict keeps, as they are held: sharded or not."""
-    yield from model.named_parameters()
-    kept = set(model.state_dict())
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+    yield from ((name, held(parameter)) for name, parameter in named_parameters(model))
+    yield from kept_buffers(model)
 
 
 def whole(tensor: Tensor) -> Tensor:

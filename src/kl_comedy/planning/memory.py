@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from kl_comedy.config.schema import Config
+from kl_comedy.config.schema import SHARDED, Config
 from kl_comedy.kl import KLTerm
 from kl_comedy.models.footprint import activation_values, head_chunk
 from kl_comedy.planning.devices import GIB, Device
@@ -89,7 +89,7 @@ def compute_bytes(config: Config) -> int:
 
 def _held(config: Config, terms: tuple[KLTerm, ...], shape: Shape, load: Workload) -> Iterator[Component]:
     """What is there from the first update on."""
-    size, shards = element_bytes(config), load.processes if config.train.strategy == "fsdp" else 1
+    size, shards = element_bytes(config), load.processes if config.train.strategy in SHARDED else 1
     whole, trained = shape.parameters * size, shape.trainable * size
     yield Component(name="parameters", phase="always", bytes=whole / shards, what="policy")
     yield Component(name="gradients", phase="always", bytes=trained / shards, what="until the next update's first pass")
@@ -140,7 +140,7 @@ def _learning(config: Config, shape: Shape, load: Workload, device: Device) -> I
         name="kept passes", phase="learning", bytes=load.update_tokens * (shape.hidden * size + 60),
         what="the reference's hidden states, ids, log-probs",
     )  # fmt: skip
-    if config.train.strategy == "fsdp" and load.processes > 1:
+    if config.train.strategy in SHARDED and load.processes > 1:
         gathered = 2 * shape.layer * size + shape.root * size + (shape.layer + shape.root) * size
         yield Component(name="gathered layers", phase="learning", bytes=gathered, what="two layers, embedding and head")
     elif load.processes > 1:
@@ -160,7 +160,7 @@ def _attention(config: Config, shape: Shape, load: Workload, kept: int) -> float
 def _cast_weights(config: Config, shape: Shape, load: Workload) -> int:
     """Weights whose narrow copies live through a pass: all that are trained; with FSDP those one layer needs, where
     activations are not kept."""
-    if config.train.strategy == "fsdp" and load.processes > 1 and config.model.gradient_checkpointing:
+    if config.train.strategy in SHARDED and load.processes > 1 and config.model.gradient_checkpointing:
         return 2 * shape.layer
     return shape.layers * shape.layer
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kl_comedy.config.schema import Config, LoraConfig
+from kl_comedy.config.schema import SHARDED, Config, LoraConfig
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, resolve_terms
 from kl_comedy.planning.devices import GIB, Device
@@ -114,7 +114,7 @@ def _warnings(
     if device.kind == "cuda" and config.train.precision == "fp32":
         factor = device.bf16_flops / device.fp32_flops
         yield f"train.precision=fp32 has 1/{factor:.0f} of this device's bf16 rate; train.precision=bf16 is autocast"
-    if config.train.strategy == "fsdp" and config.rollout.backend == "hf":
+    if config.train.strategy in SHARDED and config.rollout.backend == "hf":
         size = shape.parameters * (4 if config.model.dtype == "float32" else 2)
         if size > config.rollout.replica_gib * GIB:
             yield (

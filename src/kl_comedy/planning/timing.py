@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kl_comedy.config.schema import Config
+from kl_comedy.config.schema import SHARDED, Config
 from kl_comedy.kl import KLTerm
 from kl_comedy.planning.devices import NETWORK, Device
 from kl_comedy.planning.memory import compute_bytes, computes_narrow
@@ -71,7 +71,7 @@ def timing_of(
 
 
 def _shards(config: Config, load: Workload) -> int:
-    return load.processes if config.train.strategy == "fsdp" else 1
+    return load.processes if config.train.strategy in SHARDED else 1
 
 
 def _learning_flops(config: Config, terms: tuple[KLTerm, ...], shape: Shape, load: Workload) -> float:
@@ -93,7 +93,7 @@ def _exchange(config: Config, shape: Shape, load: Workload, device: Device) -> f
         return 0.0
     link = min(device.link, NETWORK) if config.train.nodes > 1 else device.link
     size, share = element_bytes(config), (load.processes - 1) / load.processes
-    if config.train.strategy != "fsdp":
+    if config.train.strategy not in SHARDED:
         return 2 * share * shape.trainable * size / link
     gathers = 2 + 1  # the policy's forward and backward, the reference's forward
     per_micro = gathers * shape.parameters + shape.trainable

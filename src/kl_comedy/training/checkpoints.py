@@ -26,10 +26,12 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from kl_comedy.models.weights import named_weights
+from kl_comedy.models.slices import Slice
+from kl_comedy.models.weights import named_weights, whole
+from kl_comedy.training.optimizer_state import blank_states, flat, give_back, kept_states
 from kl_comedy.training.rundir import saved
 from kl_comedy.training.world import ALONE, RankFailed, World
 
@@ -52,7 +54,7 @@ class SaveFailed(Exception):
 def write_parts(folder: Path, state: dict[str, Any], module: Any, optimizers: list[Any], world: World) -> None:
     """Write everything but the manifest into ``folder``. Raises :class:`SaveFailed` on every process, or on none."""
     state = dict(state)
-    tensors = _tensors(module, optimizers)
+    tensors = {**_weight_tensors(module), **flat(kept_states(module, optimizers, world), module)}
     own = dict(state.get("kl_comedy", {}))
     moving = own.pop("moving", {})
     own["moving"] = {name: {key: v for key, v in held.items() if key != "weights"} for name, held in moving.items()}
@@ -72,7 +74,7 @@ def write_parts(folder: Path, state: dict[str, Any], module: Any, optimizers: li
     try:
         world.together(lambda: folder.mkdir(parents=True) if world.first else None)
         world.together(write)
-        world.together(lambda: _save_tensors(tensors, folder, world))
+        world.together(lambda: _save_tensors(tensors, folder))
     except _WRITE_ERRORS as error:
         raise SaveFailed(reason(error)) from error
 
@@ -87,69 +89,33 @@ def read_parts(folder: Path, module: Any, optimizers: list[Any], world: World) -
     reader = PlainReader(folder)
     known = reader.read_metadata().state_dict_metadata
     moving = {name: dict(module.references[name].state_dict()) for name in own["moving"]}
-    states = _blank_optimizer_states(module, optimizers, known)
-    wanted = {**_weight_tensors(module), **_flat(states, optimizers, module), **_reference_tensors(moving)}
+    states = blank_states(module, optimizers, known)
+    wanted = {**_weight_tensors(module), **flat(states, module), **_reference_tensors(moving)}
     load_tensors(wanted, reader)
     for optimizer, groups, found in zip(optimizers, state.pop("param_groups"), states, strict=True):
         for group, kept in zip(optimizer.param_groups, groups, strict=True):
             group.update(kept)
-        for parameter, held in found.items():
-            optimizer.state[parameter] = held
+        give_back(optimizer, found)
     own["moving"] = {name: {**own["moving"][name], "weights": held["weights"]} for name, held in moving.items()}
     return state
 
 
-def load_tensors(wanted: dict[str, Tensor], reader: PlainReader) -> None:
+def load_tensors(wanted: Mapping[str, Any], reader: PlainReader) -> None:
     """Fill ``wanted`` in place, each process its shards."""
+    read = {name: tensor.room() if isinstance(tensor, Slice) else tensor for name, tensor in wanted.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(read, storage_reader=reader, no_dist=not dist.is_initialized())
+    for name, tensor in wanted.items():
+        if isinstance(tensor, Slice):
+            tensor.take(whole(read[name]))
 
 
-def _tensors(module: nn.Module, optimizers: list[Any]) -> dict[str, Tensor]:
-    return {**_weight_tensors(module), **_flat([optimizer.state for optimizer in optimizers], optimizers, module)}
-
-
-def _weight_tensors(module: nn.Module) -> dict[str, Tensor]:
+def _weight_tensors(module: nn.Module) -> dict[str, Any]:
     return {f"model.{name}": tensor.detach() for name, tensor in named_weights(module)}
 
 
-def _flat(states: list[Any], optimizers: list[Any], module: nn.Module) -> dict[str, Tensor]:
-    """``optimizer.<number>.<parameter>.<key>`` to tensor."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    return {
-        f"optimizer.{number}.{names[parameter]}.{key}": value
-        for number, state in enumerate(states)
-        for parameter, held in state.items()
-        for key, value in held.items()
-        if isinstance(value, Tensor)
-    }
-
-
-def _blank_optimizer_states(module: nn.Module, optimizers: list[Any], known: Mapping[str, Any]) -> list[Any]:
-    """For each parameter the tensors that the checkpoint has for it, shaped and sharded as the parameter is."""
-    found: list[dict[Any, dict[str, Tensor]]] = []
-    for number, optimizer in enumerate(optimizers):
-        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        states: dict[Any, dict[str, Tensor]] = {}
-        for name, parameter in module.named_parameters():
-            if parameter in mine:
-                start = f"optimizer.{number}.{name}."
-                keys = [key for key in known if key.startswith(start) and "." not in key.removeprefix(start)]
-                held = {key.removeprefix(start): _blank(parameter, known[key]) for key in keys}
-                if held:
-                    states[parameter] = held
-        found.append(states)
-    return found
-
-
-def _blank(parameter: Tensor, facts: Any) -> Tensor:
-    if facts.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=facts.properties.dtype, requires_grad=False)
-    return torch.zeros(facts.size, dtype=facts.properties.dtype)
-
-
-def _reference_tensors(moving: Mapping[str, Any]) -> dict[str, Tensor]:
+def _reference_tensors(moving: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"reference.{name}.{weight}": tensor
         for name, held in moving.items()
@@ -157,11 +123,12 @@ def _reference_tensors(moving: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _save_tensors(tensors: dict[str, Tensor], folder: Path, world: World) -> None:
+def _save_tensors(tensors: Mapping[str, Any], folder: Path) -> None:
+    laid_out = {name: tensor.spread() if isinstance(tensor, Slice) else tensor for name, tensor in tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=not dist.is_initialized())
+            dcp.save(laid_out, storage_writer=dcp.FileSystemWriter(folder), no_dist=not dist.is_initialized())
         except CheckpointException as error:
             for failure in error.failures.values():
                 if isinstance(failure[0], KeyboardInterrupt | SystemExit):  # DCP wraps these too

@@ -105,6 +105,10 @@ def load_policy(config: Config, world: World) -> LoadedModel:
         raise bad_value("train.strategy", config.train.strategy, "single with a value head (algorithm.advantage: gae)")
     if not world.sharded:
         return world.together(lambda: load_model(config.model))
+    if config.train.strategy == "fsdp1":
+        from kl_comedy.models.classic import load_classic
+
+        return load_classic(config.model, limit_bytes=_limit_bytes(config))
     from kl_comedy.models.sharding import load_sharded
 
     return load_sharded(config.model, limit_bytes=_limit_bytes(config))

@@ -23,7 +23,6 @@ from kl_comedy.models.footprint import head_chunk, microbatch_tokens, release
 from kl_comedy.models.in_place import in_place
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import Reference, ReferencePass
-from kl_comedy.models.weights import whole
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.training.behaviour import VersionClock, age_metrics
@@ -33,7 +32,7 @@ from kl_comedy.training.losses import micro_loss, policy_parts
 from kl_comedy.training.measure import Tally, effective_sample_share, row_metrics, tally_policy, tally_tokens
 from kl_comedy.training.prepare import MicroBatch, Preparation, prepare
 from kl_comedy.training.schedules import lr_factor
-from kl_comedy.training.strategies import sum_gradients
+from kl_comedy.training.strategies import clip_gradients, sum_gradients
 from kl_comedy.training.stream import ExperienceStream, UpdateBatch
 from kl_comedy.training.world import ALONE, World
 
@@ -287,7 +286,7 @@ class PolicyModule(lightning.LightningModule):
         parts = {"grad/norm": [p for p in self.policy.parameters() if p.requires_grad]}
         if self.value_head is not None:
             parts["grad/value_norm"] = list(self.value_head.parameters())
-        return {name: float(whole(torch.nn.utils.clip_grad_norm_(chosen, bound))) for name, chosen in parts.items()}
+        return {name: clip_gradients(chosen, bound, self.world) for name, chosen in parts.items()}
 
     def _publish(self) -> None:
         """New weights: the version counts optimizer updates; moving references follow."""

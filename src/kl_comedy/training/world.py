@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from kl_comedy.config import Config
+from kl_comedy.config import SHARDED, Config
 from kl_comedy.errors import RunFailed, UserError, bad_value
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ def joined(config: Config) -> Iterator[World]:
         size = fabric.world_size
         if size != dist.get_world_size():
             raise bad_value("train.devices", train.devices, f"{dist.get_world_size()} processes in all")
-        yield World(rank=fabric.global_rank, size=size, sharded=train.strategy == "fsdp")
+        yield World(rank=fabric.global_rank, size=size, sharded=train.strategy in SHARDED)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
