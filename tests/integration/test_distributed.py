@@ -1,5 +1,7 @@
 """Several processes train what one trains: equal losses, metrics and weights, whatever the strategy and KL terms."""
 
+import contextlib
+import functools
 import json
 import os
 import shutil
@@ -16,7 +18,7 @@ from test_training import TINY, go, metrics_of
 
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.training.checkpoints import damage
+from kl_comedy.training.checkpoints import damage, manifest
 from kl_comedy.training.rundir import RunDir, saved, step_of
 
 MIXED = [
@@ -45,7 +47,7 @@ COMMON = [
     "rollout.bucket_mib=1", "data.eval.heldout.limit=9",
 ]  # fmt: skip
 PROGRAM = [sys.executable, "-m", "kl_comedy.cli", "train", str(TINY)]
-DEADLINE_S = 240
+DEADLINE_S = 500
 
 
 def start(folder, *overrides):
@@ -54,7 +56,14 @@ def start(folder, *overrides):
     return subprocess.Popen(
         [*PROGRAM, f"output={folder}", *COMMON, *overrides],
         env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder.parent,
+        start_new_session=True,
     )  # fmt: skip
+
+
+def end(process):
+    """Kill a run with every process that it started; nothing where they are gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def over(folder, strategy, *overrides, devices=2):
@@ -63,7 +72,7 @@ def over(folder, strategy, *overrides, devices=2):
     try:
         _, said = process.communicate(timeout=DEADLINE_S)
     finally:
-        process.kill()
+        end(process)
     assert process.returncode == 0, said
     return run_in(folder)
 
@@ -101,13 +110,26 @@ def test_two_processes_train_what_one_trains(tmp_path, strategy):
     assert_same(over(tmp_path / strategy, strategy, *MIXED, "train.steps=4"), alone, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def alone_with(tmp_path_factory):
+    """Runs in a single process, each once for all strategies."""
+
+    @functools.cache
+    def run(placement):
+        return go(tmp_path_factory.mktemp("alone"), *COMMON, *TWENTY, *PLACEMENTS[placement]).run
+
+    return run
+
+
+TWENTY = ["train.steps=20", "train.checkpoint_every=0", "optimizer.lr=3.0e-4"]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_twenty_updates_equal_the_single_process_run(tmp_path, strategy, placement):
-    settings = [*PLACEMENTS[placement], "train.steps=20", "train.checkpoint_every=0", "optimizer.lr=3.0e-4"]
-    alone = go(tmp_path / "alone", *COMMON, *settings).run
-    assert_same(over(tmp_path / strategy, strategy, *settings), alone, atol=2e-5)
+def test_twenty_updates_equal_the_single_process_run(tmp_path, alone_with, strategy, placement):
+    run = over(tmp_path / strategy, strategy, *TWENTY, *PLACEMENTS[placement])
+    assert_same(run, alone_with(placement), atol=2e-5)
 
 
 @pytest.mark.slow
@@ -119,21 +141,48 @@ def test_shards_under_autocast_train_what_one_process_trains(tmp_path, strategy)
     assert_same(over(tmp_path / strategy, strategy, *settings), alone, atol=2e-5)
 
 
+def shorn(folder, copy):
+    """A copy of the run in ``folder`` as if it had been killed before its last checkpoint."""
+    shutil.copytree(folder, copy)
+    run = run_in(copy)
+    (run.path / "summary.json").unlink()
+    shutil.rmtree(saved(run.checkpoints)[-1])
+    return copy
+
+
+def writers(run):
+    """How many processes wrote each checkpoint: those before the resumption stay as they were."""
+    return {step_of(path): manifest(path)["processes"] for path in saved(run.checkpoints)}
+
+
+ADAPTED = [*MIXED, "train.steps=4", "model.lora={rank: 4}", "model.gradient_checkpointing=true"]
+
+
 def test_the_first_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
     """An adapter, activation checkpointing and a moving reference; on from the last checkpoint but one."""
     from kl_comedy.training.export import export_policy
 
-    settings = [*MIXED, "train.steps=4", "model.lora={rank: 4}", "model.gradient_checkpointing=true"]
-    alone = go(tmp_path / "alone", *COMMON, *settings).run
-    run = over(tmp_path / "run", "fsdp1", *settings)
+    alone = go(tmp_path / "alone", *COMMON, *ADAPTED).run
+    run = over(tmp_path / "run", "fsdp1", *ADAPTED)
     assert_same(run, alone, atol=1e-5)
     export_policy(run, load_config(run.path / "config.yaml"), tmp_path / "out", which="newest")
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in weights_of(run).items())
-    (run.path / "summary.json").unlink()
-    (newest,) = [path for path in saved(run.checkpoints) if step_of(path) == 4]
-    shutil.rmtree(newest)
-    assert_same(over(tmp_path / "run", "fsdp1", *settings, "resume=auto"), alone, atol=1e-5)
+    resumed = go(shorn(tmp_path / "run", tmp_path / "in one"), *COMMON, *ADAPTED, "resume=auto").run
+    assert_same(resumed, alone, atol=1e-5)
+    assert writers(resumed) == {3: 2, 4: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("written", "resumed"), [("fsdp1", "fsdp1"), ("fsdp1", "fsdp"), ("fsdp", "fsdp1"), ("ddp", "fsdp1")]
+)
+def test_a_checkpoint_goes_on_under_another_strategy_in_more_processes(tmp_path, written, resumed):
+    alone = go(tmp_path / "alone", *COMMON, *ADAPTED).run
+    over(tmp_path / "run", written, *ADAPTED)
+    run = over(shorn(tmp_path / "run", tmp_path / "more"), resumed, *ADAPTED, "resume=auto", devices=4)
+    assert_same(run, alone, atol=1e-5)
+    assert writers(run) == {3: 2, 4: 4}
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TIMEOUT_S = 180
+TIMEOUT_S = 500
 
 
 def spawn(function, folder, *arguments, world=2, timeout=TIMEOUT_S):

@@ -1,0 +1,121 @@
+"""A save that one of several processes cannot finish fails on all of them, and what was complete stays."""
+
+import errno
+import os
+import subprocess
+from unittest import mock
+
+import pytest
+from ranks import spawn
+from test_models_sharding import config_of
+from test_training_classic import Learner
+
+from kl_comedy.training.checkpoints import SaveFailed, Vault, damage
+from kl_comedy.training.rundir import saved, step_of
+from kl_comedy.training.world import World
+
+FSYNCS = 2
+"""Of one save on a process that is not the first: its own state and its shards."""
+
+
+def learner(rank, world, kind):
+    from kl_comedy.models.classic import load_classic
+    from kl_comedy.models.sharding import load_sharded
+
+    load = {"fsdp": load_sharded, "fsdp1": load_classic}[kind]
+    return Learner(load(config_of("plain"), limit_bytes=0), World(rank=rank, size=world, sharded=True))
+
+
+def left(vault):
+    return [path.name for path in sorted(vault.root.iterdir())]
+
+
+def attempt(vault, run, step):
+    """What a save says, and what is there when every process has gone on; the disk is looked at by all alike."""
+    try:
+        said = str(vault.save(step, run.save).name)
+    except SaveFailed as error:
+        said = f"failed: {error}"
+    run.world.gather(None)
+    return [said, left(vault)]
+
+
+def failing_at(call, code):
+    """The n-th fsync of this process is refused."""
+    real, calls = os.fsync, []
+
+    def fails(descriptor):
+        calls.append(descriptor)
+        if len(calls) == call:
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    return mock.patch.object(os, "fsync", fails)
+
+
+def refused_on_rank_one(rank, world, folder, kind):
+    run = learner(rank, world, kind)
+    vault = Vault(root=folder / "vault", keep=3, world=run.world)
+    run.learn(1)
+    found = {"first": attempt(vault, run, 1), "hash": run.hashes()[0], "refused": []}
+    run.learn(1)
+    for call in range(1, FSYNCS + 1):
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            with failing_at(call if rank == 1 else 0, code):
+                found["refused"].append([os.strerror(code), *attempt(vault, run, 2)])
+    found["newest"] = step_of(vault.newest())
+    with failing_at(FSYNCS + 1 if rank == 1 else 0, errno.ENOSPC):
+        found["second"] = attempt(vault, run, 2)
+    run.restore(folder / "vault" / "step-00000001.ckpt")
+    return {**found, "restored": run.hashes()[0]}
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp1"])
+def test_what_one_process_cannot_write_fails_the_save_of_all(tmp_path, kind):
+    one, two = "step-00000001.ckpt", "step-00000002.ckpt"
+    for found in spawn(refused_on_rank_one, tmp_path, kind):
+        assert found["first"] == [one, [one]]
+        for why, said, there in found["refused"]:
+            assert said.startswith("failed: ") and why in said and there == [one]
+        assert found["newest"] == 1 and found["restored"] == found["hash"]
+        assert found["second"] == [two, [one, two]], "there was no third write to refuse"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 2 MiB; skipped where mounting is not allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def on_a_full_disk(rank, world, folder, kind, disk):
+    run = learner(rank, world, kind)
+    vault = Vault(root=folder / disk / "vault", keep=3, world=run.world)
+    filler = folder / disk / "filler"
+    found = {"first": attempt(vault, run, 1)}
+    for name, room in (("none", 0), ("little", 100_000)):
+        if run.world.first:
+            free = os.statvfs(filler.parent).f_bavail * os.statvfs(filler.parent).f_frsize
+            filler.write_bytes(b"\0" * (free - room))
+        run.world.gather(None)
+        found[name] = attempt(vault, run, 2)
+        if run.world.first:
+            filler.unlink()
+        run.world.gather(None)
+    return {**found, "whole": damage(saved(vault.root)[-1]), "second": attempt(vault, run, 2)}
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp1"])
+def test_a_disk_that_is_full_for_several_processes(tmp_path, small_disk, kind):
+    one, two = "step-00000001.ckpt", "step-00000002.ckpt"
+    for found in spawn(on_a_full_disk, tmp_path, kind, small_disk.name):
+        assert found["first"] == [one, [one]] and found["whole"] is None
+        for said, there in (found["none"], found["little"]):
+            assert "No space left on device" in said or "a file was cut short" in said
+            assert there == [one]
+        assert found["second"] == [two, [one, two]]
