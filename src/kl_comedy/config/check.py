@@ -64,7 +64,7 @@ def _processes(config: Config) -> None:
     if train.strategy == "single":
         for name, value in (("devices", train.devices), ("nodes", train.nodes)):
             if value != 1:
-                raise bad_value(f"train.{name}", value, "1 with train.strategy: single", "ddp and fsdp take more")
+                raise bad_value(f"train.{name}", value, "1 with train.strategy: single", "the others take more")
         return
     if train.strategy == "fsdp1" and world == 1:
         raise bad_value("train.devices", 1, "2 or more processes with train.strategy: fsdp1", "alone it shards nothing")
