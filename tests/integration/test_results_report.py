@@ -1,14 +1,16 @@
 """The report: self-contained, escaped, and in a real browser sortable, filterable, readable on a phone, accessible."""
 
+import importlib.util
 import itertools
 import os
 import re
+from pathlib import Path
 
 import browser
 import pytest
 from study_runs import EVAL, HOSTILE, KL
 
-from kl_comedy.tracking.report import Cell, Page, Table, render_page
+from kl_comedy.tracking.report import Cell, Page, Part, Table, render_page
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def test_the_page_holds_everything_and_asks_for_nothing(page):
     assert "default-src &#39;none&#39;" not in text and "default-src 'none'" in text
     for said in ("1 of 21 runs collapsed", "kl-comedy reproduce", "config.hash", "a" * 12, "none: &lt;b&gt;bold"):
         assert said in text, said
-    assert text.count("<summary>kl.family: ") == 7 and text.count('scope="row"') == 7 + 21
+    assert text.count('<details id="configuration-') == 7 and text.count('scope="row"') == 7 + 21
     assert "Study &lt;1&gt; &amp; more" in text
 
 
@@ -44,12 +46,15 @@ def test_hostile_completions_are_text(page):
 
 def test_every_text_of_a_page_is_escaped():
     bad = "<script>x</script>'\"&"
-    cell = Cell(text=bad, details=((bad, bad),))
-    table = Table(names=(bad, bad), rows=((cell, cell), (Cell(text=bad), Cell(text=bad, code=True))))
-    item = {"label": bad, "certificate": [(bad, bad)], "samples": [{"text": bad, "facts": [(bad, bad)]}]}
+    rich = Cell(text=bad, details=((bad, bad),), commands=(bad,))
+    soft = Cell(text=bad, soft=bad, link="a", bad=True)
+    table = Table(names=(bad, bad), rows=((rich, rich), (soft, soft)))
+    item = {"id": "a", "label": bad, "certificate": [(bad, bad)], "runs": [(bad, bad)],
+            "samples": [{"text": bad, "facts": [(bad, bad)]}]}  # fmt: skip
+    part = Part(title=bad, results=table, pictures=({"alt": bad, "data": ""},))
     found = render_page(
-        Page(title=bad, summary=bad, command=bad, results=table, runs=table, pictures=({"alt": bad, "data": ""},),
-             configurations=(item,), rules=(bad,), warnings=(bad,))
+        Page(title=bad, summary=bad, command=bad, parts=(part, part), runs=table, configurations=(item,),
+             common=((bad, bad),), headline=(bad,), rules=(bad,), warnings=(bad,))
     )  # fmt: skip
     assert "<script>x" not in found and found.count("<script>") == 1 and "'\"&<" not in found
 
@@ -86,17 +91,17 @@ def test_in_a_browser_nothing_is_asked_for_and_nothing_hostile_runs(tab, page):
 @needs_browser
 def test_tables_sort_and_filter(tab, page):
     tab.open(page.as_uri(), 1280, 900)
-    column = "[...document.querySelectorAll('#results-table tbody tr')].map((row) => row.cells[2].dataset.value)"
-    button = "document.querySelectorAll('#results-table thead button')[2]"
+    column = "[...document.querySelectorAll('#results-1 tbody tr')].map((row) => row.cells[2].dataset.value)"
+    button = "document.querySelectorAll('#results-1 thead button')[2]"
     for order, sign in (("ascending", 1), ("descending", -1)):
         tab.evaluate(f"{button}.click()")
         assert tab.evaluate(f"{button}.closest('th').getAttribute('aria-sort')") == order
         values = [float(value) for value in tab.evaluate(column)]
         assert len(values) == 7 and values == sorted(values, key=lambda value: sign * value)
-    field = "document.getElementById('runs-table-filter')"
+    field = "document.getElementById('runs-filter')"
     tab.evaluate(f"{field}.value = 'k3-0.05 collapsed'; {field}.dispatchEvent(new Event('input'))")
     assert tab.evaluate("document.querySelectorAll('#runs-table tbody tr:not([hidden])').length") == 1
-    assert tab.evaluate("document.getElementById('runs-table-count').textContent") == "1 of 21 rows"
+    assert tab.evaluate("document.getElementById('runs-filter-count').textContent") == "1 of 21 rows"
 
 
 CONTRAST = """(() => {
@@ -138,3 +143,68 @@ def test_a_phone_shows_it_without_sideways_scrolling(tab, page):
     assert tab.evaluate("document.documentElement.scrollWidth") <= 375
     assert tab.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 14
     assert tab.picture().startswith(b"\x89PNG")
+
+
+def axe():
+    """The source of axe-core, from the package that ships it; None where it is not installed."""
+    found = importlib.util.find_spec("axe_core_python")
+    return (Path(found.origin).parent / "axe.min.js").read_text(encoding="utf-8") if found else None
+
+
+@needs_browser
+@pytest.mark.skipif(axe() is None, reason="axe-core-python is not installed")
+@pytest.mark.parametrize("width", [1280, 375])
+def test_an_accessibility_checker_finds_nothing(tab, page, width):
+    tab.open(page.as_uri(), width, 900)
+    tab.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
+    tab.evaluate(f"{axe()}; true")
+    ran = "axe.run(document, {resultTypes: ['violations']})"
+    found = tab.evaluate(
+        f"{ran}.then((r) => r.violations.map((v) => [v.impact, v.id, v.help, v.nodes.length, v.nodes[0].html]))"
+    )
+    assert found == []
+
+
+@needs_browser
+def test_a_name_leads_to_the_certificate_and_the_command(tab, page):
+    tab.open(page.as_uri(), 1280, 900)
+    link = "document.querySelector('#results-1 tbody tr:last-child a')"
+    tab.evaluate(f"{link}.click()")
+    tab.evaluate("new Promise((done) => setTimeout(done, 200))")
+    opened = "document.querySelector(decodeURIComponent(location.hash))"
+    assert tab.evaluate(f"{opened}.open") and tab.evaluate("document.querySelectorAll('details[open]').length") >= 1
+    text = tab.evaluate(f"{opened}.textContent")
+    assert text.count("kl-comedy reproduce ") == 3 and "relative bias" in text and "seed 2, finished" in text
+
+
+@needs_browser
+def test_a_phone_sorts_by_a_choice(tab, page):
+    tab.open(page.as_uri(), 375, 740)
+    choose = "document.getElementById('results-1-sort')"
+    assert tab.evaluate(f"{choose}.offsetParent !== null")
+    read = "[...document.querySelectorAll('#results-1 tbody tr')].map((row) => Number(row.cells[2].dataset.value))"
+    listed = tab.evaluate(read)
+    for order, sign in (("ascending", 1), ("descending", -1)):
+        tab.evaluate(f"{choose}.value = '2 {order}'; {choose}.dispatchEvent(new Event('change'))")
+        assert tab.evaluate(read) == sorted(listed, key=lambda value: sign * value)
+    tab.evaluate(f"{choose}.value = ''; {choose}.dispatchEvent(new Event('change'))")
+    assert tab.evaluate(read) == listed
+    tab.open(page.as_uri(), 1280, 740)
+    assert tab.evaluate(f"{choose}.offsetParent === null")
+
+
+def test_sections_part_tables_and_pictures(kl_comedy, study, tmp_path):
+    words = ["--uri", study, "--group", "kl.label", "--metric", f"{EVAL},{KL}", "--parts", "kl.family"]
+    assert kl_comedy("results", "report", *words, "--out", tmp_path / "a.html")[0] == 0
+    text = (tmp_path / "a.html").read_text()
+    assert len(re.findall(r'<h3 id="part-\d">', text)) == 3 and text.count('class="sortable results"') == 3
+    assert text.index('id="part-1">no KL') < text.index('id="part-2">k1') < text.index('id="part-3">k3')
+    assert "did you mean" in kl_comedy("results", "report", *words[:-1], "kl.famly", "--out", tmp_path / "b.html")[2]
+    assert not (tmp_path / "b.html").exists()
+
+
+def test_the_headline_names_extremes_and_counts_what_collapsed(page):
+    text = page.read_text()
+    lines = re.search(r'<ul class="headline">(.*?)</ul>', text, re.DOTALL)[1]
+    assert "Highest mean of eval/heldout/reward among 7: 0.71 " in lines and "k1_reverse_token in reward total" in lines
+    assert "Collapsed: 1 of 21 runs, in 1 of 7 configurations." in lines

@@ -105,12 +105,11 @@ def test_a_band_is_the_t_interval_of_each_step(pairs):
     assert set(found.index) == {step for step, value in pairs if math.isfinite(value)}
 
 
-def test_panels_of_curves_share_scales_names_and_one_legend(monkeypatch):
+def test_panels_of_curves_share_scales_names_and_one_legend():
     frame = in_order(study(), [LR, BETA, FAMILY])
     points = pd.DataFrame([(run, step, step / 10) for run in frame["run_id"] for step in (0, 5)],
                           columns=["run_id", "step", "value"])  # fmt: skip
-    monkeypatch.setattr("kl_comedy.tracking.plots.history", lambda *_: points)
-    figure = draw_panels("unused", frame, [FAMILY], ["train/reward"], panels=[LR, BETA])
+    figure = draw_panels({"train/reward": points}, frame, [FAMILY], panels=[LR, BETA])
     drawn = [axes for axes in figure.axes if axes.get_title(loc="left")]
     assert len(drawn) == 6 and all(len(axes.lines) == len(FAMILIES) + 1 for axes in drawn)
     assert len({axes.get_ylim() for axes in drawn}) == 1

@@ -23,6 +23,7 @@ from kl_comedy.cli.selection import (
     Where,
     check,
     kl_column,
+    panel_columns,
     select,
     statuses_of,
 )
@@ -31,8 +32,8 @@ from kl_comedy.errors import UserError
 
 def mount(app: typer.Typer) -> None:
     app.command(
-        epilog="Example: kl-comedy results report --where \"tags.sweep = 'study_core'\" --group kl.label "
-        "--out core.html"
+        epilog="Example: kl-comedy results report --experiment study --parts sweep,optimizer.lr --group kl.label "
+        "--out study.html"
     )(report)
 
 
@@ -43,6 +44,9 @@ def report(
     experiment: Experiment = None,
     where: Where = None,
     group: Group = None,
+    parts: Annotated[
+        list[str] | None, typer.Option(help="A section with table and pictures for each value of these keys.")
+    ] = None,
     metric: Annotated[list[str] | None, typer.Option(help="Metrics, comma-separated; * matches anything.")] = None,
     kl: Kl = None,
     status: Status = "finished",
@@ -54,7 +58,8 @@ def report(
 ) -> None:
     """One self-contained HTML page: results, curves, certificates, completions, provenance, commands. No network."""
     from kl_comedy.statistics import METHODS, generator
-    from kl_comedy.tracking.report import build_page, render_page
+    from kl_comedy.tracking.report import render_page
+    from kl_comedy.tracking.report_page import build_page
     from kl_comedy.tracking.spool import write_atomic
     from kl_comedy.tracking.stats import summarize
 
@@ -64,14 +69,17 @@ def report(
     notes: list[str] = []
     frame, groups, metrics = select(
         uri, experiment, where, group, metric, status=status, keep_repeats=keep_repeats, mark_dead=True, of=of,
-        collapse=collapse, split_versions=split_versions, notes=notes,
+        collapse=collapse, split_versions=split_versions, notes=notes, panels=parts,
     )  # fmt: skip
+    sections = panel_columns(frame, parts)
+    groups = [*sections, *(group for group in groups if group not in sections)]
     summary = summarize(frame, groups, metrics, interval, statuses_of(status), generator())
     rule = f"Means over seeds with 95% intervals ({interval}) of runs with status {status}; n is their number."
     page = build_page(
         uri, frame, summary, groups, metrics, title=title, command=shlex.join(["kl-comedy", *sys.argv[1:]]),
         rules=[rule, *(note for note in notes if not note.startswith("warning"))],
         warnings=[note for note in notes if note.startswith("warning")], kl=_kl(frame, kl),
+        parts=sections,
     )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, render_page(page).encode("utf-8"))

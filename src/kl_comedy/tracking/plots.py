@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,24 +49,23 @@ def plot(
     :class:`UserError` for another suffix, and when no run has a point of a metric.
     """
     target = check_suffix(out)
-    figure = draw_panels(uri, frame, group, metrics, panels=panels, log=log)
+    points = {metric: history(uri, frame["run_id"], metric) for metric in metrics}
+    figure = draw_panels(points, frame, group, panels=panels, log=log)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=DPI, bbox_inches="tight", metadata={"Date": None} if target.suffix == ".svg" else None)
     return target
 
 
 def draw_panels(
-    uri: str, frame: pd.DataFrame, group: Sequence[str], metrics: Sequence[str], *, panels: Sequence[str] = (),
+    points: Mapping[str, pd.DataFrame], frame: pd.DataFrame, group: Sequence[str], *, panels: Sequence[str] = (),
     log: Collection[str] = (),
 ) -> Any:  # fmt: skip
-    """The figure of :func:`plot`."""
+    """The figure of :func:`plot` from each metric's ``points`` (run_id, step, value) of the runs in ``frame``."""
     parts = panels_of(frame, panels)
     lines = [key for key in group if key not in panels]
-    found: dict[str, list[Bands]] = {}
-    for metric in metrics:
-        points = history(uri, frame["run_id"], metric)
-        found[metric] = [bands(points, part.frame, lines) for part in parts]
-        if not any(len(band) for drawn in found[metric] for band in drawn.values()):
+    found = {metric: [bands(curve, part.frame, lines) for part in parts] for metric, curve in points.items()}
+    for metric, drawn in found.items():
+        if not any(len(band) for part in drawn for band in part.values()):
             raise UserError(f"--metric: no finite point of {metric!r} in these {len(frame)} runs")
     return _draw(parts, found, log)
 
