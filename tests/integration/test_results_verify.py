@@ -61,6 +61,28 @@ def test_a_changed_cell_a_new_value_and_a_deleted_run_are_named(kl_comedy, expor
     assert code == 1 and found.count("changed") == 1 and found.count("missing") == 2 and found.count("same") == 11
 
 
+def test_what_the_store_cannot_speak_to_is_named(kl_comedy, exported, study_copy):
+    frame = pd.read_csv(exported("csv"), dtype=str, keep_default_na=False)
+    renamed = exported("csv").with_name("renamed.csv")
+    frame[["run_id", "params.seed"]].assign(heldout_reward="0.9").to_csv(renamed, index=False)
+    code, _, err = kl_comedy("results", "verify", renamed, "--uri", study_copy)
+    assert code == 0 and "21 of 21 rows are the same (21 cells)" in err
+    assert "not checked, as the store has no such column: heldout_reward" in err
+    frame[["run_id"]].assign(heldout_reward="0.9").to_csv(renamed, index=False)
+    code, out, err = kl_comedy("results", "verify", renamed, "--uri", study_copy, "--format", "json")
+    assert code == 1 and {row["verdict"] for row in json.loads(out)} == {"unchecked"} and "0 of 21 rows" in err
+
+
+@pytest.mark.parametrize(("column", "value"), [("low", 0.0), ("high", 9.0), ("kl.label", "0.1 of another kind")])
+def test_bounds_and_keys_of_a_group_are_checked(kl_comedy, exported, study_copy, column, value):
+    file = exported("json", *GROUPED)
+    rows = json.loads(file.read_text())
+    rows[0][column] = value
+    file.write_text(json.dumps(rows))
+    code, out, _ = kl_comedy("results", "verify", file, "--uri", study_copy)
+    assert code == 1 and f"{column}: " in out and out.count("changed") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

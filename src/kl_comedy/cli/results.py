@@ -79,7 +79,7 @@ def table(
     if run_ids and format not in (machine := (*MACHINE_FORMATS, "parquet")):
         raise UserError(f"--run-ids: is for {', '.join(machine)}; got --format {format}")
     summary = summarize(frame, groups, metrics, interval, statuses_of(status), generator(), run_ids=run_ids)
-    summary = summary.assign(of=of) if run_ids else summary
+    summary = summary.assign(of=of, interval=interval) if run_ids else summary
     if not summary["n"].any():
         counts = ", ".join(f"{number} {name}" for name, number in frame["status"].value_counts().items())
         say(f"no run with status {status} has a value yet ({counts}); --status all counts every run")

@@ -37,7 +37,11 @@ def verify(
     bad = [item for item in found if item.verdict != "same"]
     shown = found if format in ("csv", "json") else bad
     if shown:
-        typer.echo(render(pd.DataFrame([asdict(item) for item in shown]), format))
+        lines = [asdict(item) | {"unchecked": ", ".join(item.unchecked)} for item in shown]
+        typer.echo(render(pd.DataFrame(lines), format))
     say(f"{len(found) - len(bad)} of {len(found)} rows are the same ({sum(item.checked for item in found)} cells)")
+    unchecked = dict.fromkeys(name for item in found for name in item.unchecked)
+    if unchecked:
+        say(f"not checked, as the store has no such column: {', '.join(unchecked)}")
     if bad:
         raise RunFailed(f"{len(bad)} rows of {table} no longer reproduce from {uri}")

@@ -1,20 +1,23 @@
 """A table against the store it came from: which rows the runs still bear out.
 
 Two kinds of table are understood. One row a run (``results export``, or any with ``run_id``): every cell whose column
-the store knows is compared. One row a group (``results table --run-ids``): ``mean`` and ``n`` are computed again from
-the runs named in ``run_ids``. Numbers are equal when they agree to 12 digits, which is more than a CSV loses.
+the store knows is compared. One row a group (``results table --run-ids``): ``mean`` and ``n``, and the bounds of
+Student's interval, are computed again from the runs named in ``run_ids``, and the keys of the group are compared with
+each of these runs. Numbers are equal when they agree to 12 digits, more than a CSV loses. What the store cannot
+speak to is named: a row of which nothing could be compared is ``unchecked``, never ``same``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError
+from kl_comedy.statistics import t_interval
 from kl_comedy.tracking.queries import PREFIXES, short
 from kl_comedy.tracking.values import with_values
 
@@ -23,16 +26,20 @@ if TYPE_CHECKING:
 
 RELATIVE = 1e-12
 MOST_SHOWN = 4
+ASKED = ("run_ids", "metric", "of", "interval")
+"""Columns of a group's row that say what was computed, not what came out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Of one row: ``same``, ``changed`` (``why`` says where), ``missing`` (a run is gone). ``checked`` cells."""
+    """Of one row: ``same``, ``changed`` (``why`` says where), ``missing`` (a run is gone), ``unchecked`` (no cell could
+    be compared). ``checked`` cells; ``unchecked`` columns, which the store has under no such name."""
 
     row: str
     verdict: str
     checked: int
     why: str = ""
+    unchecked: tuple[str, ...] = ()
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
@@ -75,20 +82,21 @@ def _of_run(runs: pd.DataFrame, row: Mapping[str, Any]) -> Verdict:
     if run_id not in runs.index:
         return Verdict(row=run_id, verdict="missing", checked=0, why="the store has no such run")
     known = {str(key): value for key, value in runs.loc[run_id].items()}
-    shorts: dict[str, str] = {}
-    for key in known:
-        shorts.setdefault(short(key), key)
-    checked, wrong = 0, []
+    names = _columns_of(known)
+    checked, wrong, unchecked = 0, [], []
     for name, given in row.items():
-        column = name if name in known else shorts.get(name)
-        if column is None and name.startswith(PREFIXES) and not _empty(given):
-            wrong.append(f"{short(name)}: {_shown(given)} -> nothing")
-        if column is None or name == "run_id":
+        if name == "run_id":
             continue
-        checked += 1
-        if not _same(given, known[column]):
-            wrong.append(f"{short(name)}: {_shown(given)} -> {_shown(known[column])}")
-    return _verdict(run_id, checked, wrong)
+        column = names.get(name)
+        if column is not None:
+            checked += 1
+            if not _same(given, known[column]):
+                wrong.append(f"{short(name)}: {_shown(given)} -> {_shown(known[column])}")
+        elif name.startswith(PREFIXES) and not _empty(given):
+            wrong.append(f"{short(name)}: {_shown(given)} -> nothing")
+        elif not name.startswith(PREFIXES):
+            unchecked.append(name)
+    return _verdict(run_id, checked, wrong, unchecked)
 
 
 def _of_group(uri: str, runs: pd.DataFrame, row: Mapping[str, Any]) -> Verdict:
@@ -102,22 +110,48 @@ def _of_group(uri: str, runs: pd.DataFrame, row: Mapping[str, Any]) -> Verdict:
     column = f"metrics.{metric}"
     if column not in runs:
         return Verdict(row=name, verdict="changed", checked=0, why=f"no run has the metric {metric!r} any more")
-    values = with_values(uri, runs.loc[ids].reset_index(drop=True), [column], str(row.get("of") or "last"))[column]
-    finite = [float(value) for value in values if math.isfinite(value)]
-    now = {"n": float(len(finite)), "mean": math.fsum(finite) / len(finite) if finite else None}
+    members = runs.loc[ids].reset_index(drop=True)
+    values = with_values(uri, members, [column], str(row.get("of") or "last"))[column]
+    now = _again([float(value) for value in values if math.isfinite(value)], student=row.get("interval") == "t")
     wrong = [
         f"{key}: {_shown(row.get(key))} -> {_shown(value)}"
         for key, value in now.items()
         if not _same(row.get(key), value)
     ]
-    return _verdict(name, len(now), wrong)
+    names, checked, unchecked = _columns_of(members.columns), len(now), []
+    for key, given in row.items():
+        if key in now or key in ASKED:
+            continue
+        if key not in names:
+            unchecked.append(key)
+            continue
+        checked += 1
+        other = [value for value in members[names[key]] if not _same(given, value)]
+        wrong += [f"{key}: {_shown(given)} -> {_shown(other[0])}"] if other else []
+    return _verdict(name, checked, wrong, unchecked)
 
 
-def _verdict(row: str, checked: int, wrong: list[str]) -> Verdict:
+def _again(values: list[float], *, student: bool) -> dict[str, float | None]:
+    """What a row of a table says of ``values``; the bounds only of ``student``'s interval, which draws nothing."""
+    found = t_interval(values)
+    bounds = {"low": found.low, "high": found.high} if student else {}
+    return {"n": float(found.n), "mean": found.mean, **bounds}
+
+
+def _columns_of(names: Iterable[Any]) -> dict[str, str]:
+    """Name or short name to column; the first of equal short names has it."""
+    columns = [str(name) for name in names]
+    shorts: dict[str, str] = {}
+    for column in columns:
+        shorts.setdefault(short(column), column)
+    return shorts | {column: column for column in columns}
+
+
+def _verdict(row: str, checked: int, wrong: list[str], unchecked: Sequence[str]) -> Verdict:
     more = f"; and {len(wrong) - MOST_SHOWN} more" if len(wrong) > MOST_SHOWN else ""
-    return Verdict(
-        row=row, verdict="changed" if wrong else "same", checked=checked, why="; ".join(wrong[:MOST_SHOWN]) + more
-    )
+    verdict = "changed" if wrong else "same" if checked else "unchecked"
+    why = "; ".join(wrong[:MOST_SHOWN]) + more if checked or wrong else "the store has no column of this table"
+    return Verdict(row=row, verdict=verdict, checked=checked, why=why, unchecked=tuple(unchecked))
 
 
 def _same(given: Any, stored: Any) -> bool:
