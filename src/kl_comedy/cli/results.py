@@ -144,21 +144,26 @@ def plot(
     typer.echo(str(pictures.picture(kind, frame, lines, names, column, out, panels=parts)))
 
 
-@app.command(epilog="Example: kl-comedy results export --format csv --out runs.csv")
+@app.command(epilog="Example: kl-comedy results export --without 'run.*,output,tracking.*' --out runs.parquet")
 def export(
     uri: Uri = DEFAULT_URI,
     experiment: Experiment = None,
     where: Where = None,
     format: Annotated[str | None, typer.Option(help="csv, json or parquet; default: by --out, else csv.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="Keys to leave out, comma-separated; * matches anything.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
 ) -> None:
     """Every run with all its params, tags, final metrics and status, one row a run."""
+    from kl_comedy.tracking import exports
+
     chosen = format or (out.suffix.lstrip(".").lower() if out else "csv")
     check("--format" if format else "--out", chosen, EXPORT_FORMATS)
     if chosen == "parquet" and out is None:
         raise UserError("--out: parquet is binary; name a file")
-    frame = runs(uri, experiment, where)
-    say(f"{len(frame)} runs")
+    frame = exports.without(runs(uri, experiment, where), split(without or []))
+    say(f"{len(frame)} runs, {len(frame.columns)} columns")
     write(frame, chosen, out)
 
 
