@@ -136,7 +136,8 @@ def test_panels_are_chosen(kl_comedy, study, tmp_path):
     words = ["--uri", study, "--metric", EVAL, "--kind", "heatmap", "--out", tmp_path / "a.svg", "--panels"]
     assert kl_comedy("results", "plot", *words, "none")[0] == 0
     assert "n=9" in (tmp_path / "a.svg").read_text() and "beta 0.05" not in (tmp_path / "a.svg").read_text()
-    assert "did you mean 'kl.betas'" in kl_comedy("results", "plot", *words, "kl.beta")[2]
+    said = kl_comedy("results", "plot", *words, "kl.beta")[2]
+    assert "--panels: got 'kl.beta'" in said and "did you mean 'kl.betas'" in said
 
 
 def test_curves_may_have_a_logarithmic_axis(kl_comedy, study, tmp_path):

@@ -11,6 +11,7 @@ from kl_comedy.statistics import t_interval
 from kl_comedy.tracking.derived import with_derived
 from kl_comedy.tracking.ordering import in_order, rank
 from kl_comedy.tracking.panels import GREY, MOST_LINES, line_label, looks, of_many, panels_of
+from kl_comedy.tracking.pictures import MARKERS
 from kl_comedy.tracking.plots import draw_panels
 from kl_comedy.tracking.stats import band, groups_of
 
@@ -74,6 +75,7 @@ def test_what_lines_are_called_and_how_they_look():
     assert line_label([], []) == "all runs"
     found = looks([f"line {at}" for at in range(30)] + ["no KL"])
     assert len(set(map(str, found.values()))) == 31 and found["no KL"][0] == GREY
+    assert len({(at % 10, MARKERS[at % len(MARKERS)]) for at in range(60)}) == 60, "colours and marks do not go in step"
 
 
 def test_groups_are_ordered_by_what_they_say():

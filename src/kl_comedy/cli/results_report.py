@@ -69,9 +69,9 @@ def report(
     notes: list[str] = []
     frame, groups, metrics = select(
         uri, experiment, where, group, metric, status=status, keep_repeats=keep_repeats, mark_dead=True, of=of,
-        collapse=collapse, split_versions=split_versions, notes=notes, panels=parts,
+        collapse=collapse, split_versions=split_versions, notes=notes, panels=parts, panels_option="--parts",
     )  # fmt: skip
-    sections = panel_columns(frame, parts)
+    sections = panel_columns(frame, parts, "--parts")
     groups = [*sections, *(group for group in groups if group not in sections)]
     summary = summarize(frame, groups, metrics, interval, statuses_of(status), generator())
     rule = f"Means over seeds with 95% intervals ({interval}) of runs with status {status}; n is their number."

@@ -44,12 +44,12 @@ def runs(uri: str, experiment: str | None, where: str | None, *, mark_dead: bool
     return frame
 
 
-def group_columns(frame: pd.DataFrame, group: list[str] | None) -> list[str]:
+def group_columns(frame: pd.DataFrame, group: list[str] | None, option: str = "--group") -> list[str]:
     from kl_comedy.tracking.queries import resolve
 
     if group is None:
         return [column for column in DEFAULT_GROUP if column in frame.columns]
-    return list(dict.fromkeys(resolve(frame, key, "--group") for key in split(group)))
+    return list(dict.fromkeys(resolve(frame, key, option) for key in split(group)))
 
 
 def metric_columns(frame: pd.DataFrame, metric: list[str] | None) -> list[str]:
@@ -133,12 +133,12 @@ def select(
     uri: str, experiment: str | None, where: str | None, group: list[str] | None, metric: list[str] | None, *,
     status: str, keep_repeats: bool, split_versions: bool = False, mark_dead: bool = False, of: str = "last",
     collapse: str | None = None, families: bool = False, notes: list[str] | None = None,
-    panels: list[str] | None = None,
+    panels: list[str] | None = None, panels_option: str = "--panels",
 ) -> tuple[pd.DataFrame, list[str], list[str]]:  # fmt: skip
     """The runs with their values under ``of``, the group columns and the metric columns, after saying to stderr what
     is pooled, left out, mixed, and by which rule a run has a value and counts as collapsed. ``families``: groups hold
-    several betas on purpose. ``panels`` part the runs as groups do. ``notes`` collects what is said. The runs stand in
-    the order of their groups (:func:`kl_comedy.tracking.ordering.in_order`).
+    several betas on purpose. ``panels`` (of ``panels_option``) part the runs as groups do. ``notes`` collects what is
+    said. The runs stand in the order of panels and groups (:func:`kl_comedy.tracking.ordering.in_order`).
 
     Raises :class:`UserError` for a key, metric or rule that fits no run.
     """
@@ -154,18 +154,18 @@ def select(
     if split_versions:
         groups += [CODE] if CODE in frame and CODE not in groups else []
     frame = frame if keep_repeats else without_repeats(frame, statuses, notes)
-    parted = [*groups, *panel_columns(frame, panels), *([LABEL] if families else [])]
+    parts = panel_columns(frame, panels, panels_option)
+    parted = [*parts, *groups, *([LABEL] if families and LABEL in frame else [])]
     tell_pooled(frame, parted, notes)
     tell_mixed(frame, parted, notes)
     frame = judged(uri, frame, collapse, notes)
     if of != "last":
         say(f"value of a run: {meaning(of)}", notes)
-    ordered = in_order(frame, [*panel_columns(frame, panels), *groups])
-    return with_values(uri, ordered, metrics, of), groups, metrics
+    return with_values(uri, in_order(frame, parted), metrics, of), groups, metrics
 
 
-def panel_columns(frame: pd.DataFrame, panels: list[str] | None) -> list[str]:
-    return [] if panels is None or split(panels) == ["none"] else group_columns(frame, panels)
+def panel_columns(frame: pd.DataFrame, panels: list[str] | None, option: str = "--panels") -> list[str]:
+    return [] if panels is None or split(panels) == ["none"] else group_columns(frame, panels, option)
 
 
 def lines_and_panels(

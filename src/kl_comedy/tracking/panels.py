@@ -122,14 +122,10 @@ def layout(
 
 
 def beside(panels: Sequence[Panel], metrics: Sequence[str], size: tuple[float, float]) -> tuple[Any, list[list[Any]]]:
-    """A figure with a row a metric: an axes for something else, then one a panel, the latter with the same scales."""
+    """A figure with a row a metric: an axes for something else, then one a panel, each with its own scales."""
     width, height = size if len(panels) == 1 else SEVERAL
     columns = 1 + len(panels)
     figure, grid = _figure(len(metrics), columns, (width * columns, height * len(metrics)))
-    for _, first, *others in grid:
-        for axes in others:
-            axes.sharex(first)
-            axes.sharey(first)
     for row in grid:
         for axes, title in zip(row, ("", *(panel.title for panel in panels)), strict=True):
             axes.set_title(plain(title), fontsize="small", loc="left")

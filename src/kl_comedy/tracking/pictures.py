@@ -27,7 +27,7 @@ BIAS, VARIANCE = "tags.kl.relative_bias", "tags.kl.variance"
 Look = Mapping[str, tuple[Any, str]]
 """Colour and mark of each label."""
 
-MARKERS = "osD^vP*Xhd"
+MARKERS = "osD^vP*Xh"  # nine, beside ten colours: ninety pairs before one comes again
 SIZE = (7.2, 4.6)
 """Inches of a panel."""
 

@@ -88,17 +88,18 @@ def check_suffix(out: Path | str) -> Path:
 def _draw(parts: Sequence[Panel], found: dict[str, list[Bands]], log: Collection[str]) -> Any:
     look = looks([label for drawn in found.values() for part in drawn for label in part])
     counts = {int(n) for drawn in found.values() for part in drawn for band in part.values() for n in band["n"]}
-    everywhere = f" of {counts.pop()} runs" if len(counts) == 1 else " over runs"
+    same = counts.pop() if len(counts) == 1 else None
+    over = "one run each" if same == 1 else f"mean and 95% interval {f'of {same}' if same else 'over'} runs"
     figure, grid = layout(parts, list(found), SIZE)
     for line, (metric, drawn) in zip(grid, found.items(), strict=True):
         for axes, part in zip(line, drawn, strict=True):
             for label, curve in part.items():
                 if len(curve):
-                    _line(axes, curve, label, look[label], counted=everywhere == " over runs")
+                    _line(axes, curve, label, look[label], counted=same is None)
             if metric in log:
                 axes.set_yscale("log", nonpositive="mask")
         name_axes(line, "step (optimizer updates)", metric)
-    legend(figure, [axes for line in grid for axes in line], f"mean and 95% interval{everywhere}")
+    legend(figure, [axes for line in grid for axes in line], over)
     return figure
 
 
