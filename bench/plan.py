@@ -101,12 +101,17 @@ def measure(name: str) -> dict[str, Any]:
         config = load_config(None, [*CELLS[name], f"output={folder}"])
         train(config, console=Console(quiet=True), command="bench/plan.py")
     prompt, completion = (round(seen[name] / seen["rows"]) for name in ("prompt", "completion"))
-    tags = provenance_tags()
     return {
         "cell": name, "prompt_tokens": prompt, "completion_tokens": completion,
         "measured_bytes": seen["peak"] - seen["loaded"],
-        "commit": tags["git.commit"][:12] + (", with changes" if tags["git.dirty"] == "true" else ""),
+        "commit": provenance_tags()["git.commit"][:12] + (", with changes" if changed() else ""),
     }  # fmt: skip
+
+
+def changed() -> bool:
+    """Whether anything but the results of this bench differs from the commit."""
+    words = ["git", "status", "--porcelain", "--", ".", f":(exclude){OUT.relative_to(ROOT)}"]
+    return bool(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
 def planned(row: dict[str, Any]) -> dict[str, Any]:

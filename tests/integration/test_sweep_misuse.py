@@ -17,6 +17,7 @@ FILES = {
     "twice.yaml": f"base: {TINY}\nrows: {{a: {{optimizer.lr: 0.1}}, b: {{optimizer.lr: 0.1}}}}\n",
     "same.yaml": f"base: {TINY}\ngrid: {{kl.0.beta: [0.1, 0.1]}}\n",
     "base.yaml": "base: nowhere.yaml\n",
+    "bases.yaml": "base: [a, b]\n",
     "two.yaml": f"base: {TINY}\nrows: {{one: {{}}, two: {{seed: 1, train.strategy: fsdp, train.nodes: 2}}}}\n",
     "site.yaml": 'time: "10"\n',
     "typo_site.yaml": 'time: "10"\npartitoin: main\n',
@@ -31,6 +32,10 @@ MISTAKES = {
     "sweep twice.yaml --local 1": r"cells 0 \(a\) and 1 \(b\) are the same run",
     "sweep same.yaml --local 1": r"grid.kl.0.beta: got 0.1; allowed: each value once",
     "sweep base.yaml --local 1": r"no such config file: .*nowhere.yaml",
+    "sweep bases.yaml --local 1": r"base: got \['a', 'b'\]; allowed: the path of one config file",
+    "sweep folder.yaml --local 1": r"folder.yaml is a folder; a grid is a file",
+    f"train {TINY} train.strategy=fsdp train.nodes=2": r"train.nodes: got 2; allowed: 1 where nothing starts .*srun",
+    "plan folder.yaml": r"folder.yaml is a folder; a config is a file",
     "sweep goood.yaml --local 1": r"no such grid file: goood.yaml; did you mean good.yaml\?",
     "sweep good.yaml kl.0.betta=1 --local 1": r"kl.0.betta: no such key",
     "sweep good.yaml": r"say where: --slurm PROFILE for a cluster, or --local N",
@@ -54,6 +59,7 @@ MISTAKES = {
 def folder(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "folder.yaml").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "2000")
     return tmp_path
@@ -72,7 +78,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, monkeypatch, capsys, line
     code, error, out = said(monkeypatch, capsys, line)
     assert code == 2 and out == ""
     assert re.match(rf"error: .*{MISTAKES[line]}", error) and "\n" not in error
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES), "nothing was written"
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "folder.yaml"]), "nothing was written"
 
 
 def test_without_sbatch_nothing_is_submitted_and_the_way_out_is_said(folder, monkeypatch, capsys):

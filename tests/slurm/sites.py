@@ -55,7 +55,10 @@ class Site:
 
 
 def undisturbed(sweep, folder):
-    """What the cells of a sweep end in when nobody disturbs them: trained one after another in this process."""
+    """What the cells of a sweep end in when nobody disturbs them, one after another, without a scheduler.
+
+    Cells of one process are trained in this one; those of several nodes in as many processes of this machine.
+    """
     import kl_comedy.training.rooms  # noqa: F401
     from kl_comedy.config import load_config
     from kl_comedy.slurm.manifest import read_sweep
@@ -65,8 +68,14 @@ def undisturbed(sweep, folder):
     with contextlib.chdir(found.manifest.directory):
         for cell in found.manifest.cells:
             overrides = [*found.overrides(cell), f"output={folder / str(cell.index)}", "tracking.uri=none"]
-            done = train(load_config(found.base, overrides), console=Console(quiet=True), command="alone")
-            ends[cell.index] = done.run.path
+            if cell.nodes == 1:
+                done = train(load_config(found.base, overrides), console=Console(quiet=True), command="alone")
+                ends[cell.index] = done.run.path
+                continue
+            here = ["train.nodes=1", f"train.devices={cell.nodes * cell.devices}"]
+            subprocess.run([sys.executable, "-m", "kl_comedy.cli", "train", found.base, *overrides, *here],
+                           check=True, capture_output=True)  # fmt: skip
+            (ends[cell.index],) = (folder / str(cell.index)).glob("*-1")
     return ends
 
 

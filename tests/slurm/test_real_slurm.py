@@ -1,4 +1,7 @@
-"""A sweep on a real SLURM: an array of eight cells two at a time, killed, signalled, failing, resubmitted, exact."""
+"""A sweep on a real SLURM: an array of eight cells, two at a time, and one in FSDP2 shards over two nodes.
+
+One is killed, two are signalled, one fails; after ``resubmit`` all end in the same bits as undisturbed.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 from sites import Site, undisturbed, weights
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
 STEPS = 30
@@ -24,6 +27,7 @@ grid:
 exclude: [{{kl.0.estimator: k3, kl.0.beta: 0.1, optimizer.lr: 3.0e-4}}]
 rows:
   late: {{data.train: {{dataset: jsonl, path: late.jsonl, split: null, fields: {{text: question}}}}}}
+  shards: {{train.strategy: fsdp, train.nodes: 2, data.train.options: {{digits: 1}}}}
 """
 PROBLEMS = "".join(json.dumps({"question": f"{n}+{n}=", "answer": str(2 * n), "id": n}) + "\n" for n in range(1, 9))
 PROFILE = """
@@ -33,7 +37,16 @@ signal_seconds: 60
 max_parallel: 2
 environment: {OMP_NUM_THREADS: "1"}
 """
-KILLED, SIGNALLED, LATE = 0, 1, 7
+WIDE = (
+    PROFILE.replace("max_parallel: 2", "max_parallel: 3")
+    + """
+shapes:
+  - nodes: 2
+    environment: {OMP_NUM_THREADS: "1", MASTER_ADDR: 127.0.0.1, GLOO_SOCKET_IFNAME: lo}
+"""
+)
+KILLED, SIGNALLED, LATE, SHARDS = 0, 1, 7, 8
+CELLS = 9
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +55,7 @@ def site(cluster, tmp_path_factory):
     (folder / "base.yaml").write_text(TINY.read_text().replace(", options: {digits: 1}", "", 1))
     (folder / "grid.yaml").write_text(GRID)
     (folder / "site.yaml").write_text(PROFILE)
+    (folder / "wide.yaml").write_text(WIDE)
     return Site(folder, cluster)
 
 
@@ -60,10 +74,13 @@ def pid_at_step(folder, cell, step):
 
 @pytest.fixture(scope="module")
 def disturbed(site):
-    """Submit; kill the first cell outright, ask the second to make room; wait until the queue is empty."""
-    said = site.kl_comedy("sweep", "grid.yaml", "--slurm", "site.yaml")
+    """Submit; kill the first cell outright, ask the second and that of two nodes to make room; wait for an empty queue.
+
+    Its rows, its jobs (an array, that of two nodes, the report), and the most cells of the first that ran at a time.
+    """
+    said = site.kl_comedy("sweep", "grid.yaml", "--slurm", "wide.yaml")
     jobs = said.stdout.split()
-    left = {KILLED, SIGNALLED}
+    left = {KILLED, SIGNALLED, SHARDS}
 
     def disturb():
         for cell in sorted(left):
@@ -72,41 +89,46 @@ def disturbed(site):
                     os.kill(pid, signal.SIGKILL)
                 else:
                     # scancel (22.05) signals again for minutes where the job is requeued while it looks
-                    words = ["timeout", "2", "scancel", "--signal=USR1", f"{jobs[0]}_{SIGNALLED}"]
+                    words = ["timeout", "2", "scancel", "--signal=USR1", f"{jobs[cell == SHARDS]}_{cell}"]
                     subprocess.Popen(words, env=site.environment)
                 left.remove(cell)
         return not left
 
-    site.wait(disturb)
+    site.wait(disturb, 900)
     most = 0
 
     def watched():
         nonlocal most
-        running = site.run("squeue", "--noheader", "--array", "--states=RUNNING", "--name=grid-train").stdout
+        running = site.run("squeue", "--noheader", "--array", "--states=RUNNING", f"--jobs={jobs[0]}").stdout
         most = max(most, len(running.splitlines()))
         return site.idle()
 
-    site.wait(watched, 400)
+    site.wait(watched, 900)
     return {row["cell"]: row for row in site.status("grid")}, jobs, most
 
 
 def test_two_at_a_time_and_every_end_is_told_apart(site, disturbed):
     rows, jobs, most = disturbed
-    assert len(jobs) == 2 and most == 2
+    assert len(jobs) == 3 and most == 2
     assert {cell: row["state"] for cell, row in rows.items()} == {
-        cell: {KILLED: "DIED", LATE: "FAILED"}.get(cell, "FINISHED") for cell in range(8)
+        cell: {KILLED: "DIED", LATE: "FAILED"}.get(cell, "FINISHED") for cell in range(CELLS)
     }
     assert "late.jsonl" in rows[LATE]["why"]
     assert {row["node"] for row in rows.values()} <= {"n1", "n2", "n3"}
+    assert rows[SHARDS]["job"] == f"{jobs[1]}_{SHARDS}"
+    nodes = site.run("scontrol", "show", "job", f"{jobs[1]}_{SHARDS}").stdout
+    assert "NumNodes=2" in nodes
     assert all(
         row["step"] == STEPS and row["reward"] is not None for row in rows.values() if row["state"] == "FINISHED"
     )
 
 
-def test_the_signalled_cell_saved_at_once_and_went_on(site, disturbed):
+@pytest.mark.parametrize("cell", [SIGNALLED, SHARDS])
+def test_the_signalled_cell_saved_at_once_and_went_on(site, disturbed, cell):
     rows, _, _ = disturbed
-    assert rows[SIGNALLED]["attempts"] == 2
-    lines = [json.loads(line) for line in (site.folder / "sweeps/grid/cells/00001.jsonl").read_text().splitlines()]
+    assert rows[cell]["attempts"] == 2
+    journal = (site.folder / f"sweeps/grid/cells/{cell:05d}.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in journal]
     assert [line["code"] for line in lines if "code" in line] == [75, 0]
     assert "stopped by SIGUSR1 at update" in next(line["reason"] for line in lines if "code" in line)
     assert [line["restart"] for line in lines if "started" in line] == [0, 1]
@@ -118,18 +140,20 @@ def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, 
     first = site.kl_comedy("resubmit", "grid")
     assert "train: job" in first.stderr and "2 cells" in first.stderr
     assert "nothing to submit" in site.kl_comedy("resubmit", "grid").stderr
-    site.wait(site.idle)
+    site.wait(site.idle, 900)
     rows = site.status("grid")
     assert {row["state"] for row in rows} == {"FINISHED"}
     assert {row["cell"] for row in rows if row["attempts"] > before[row["cell"]]} == {KILLED, LATE}
-    assert "8 finished" in (site.folder / "sweeps/grid/report/report.md").read_text()
+    assert f"{CELLS} finished" in (site.folder / "sweeps/grid/report/report.md").read_text()
 
     runs = json.loads(site.kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--format", "json").stdout)
-    assert sorted(run["tags.cell"] for run in runs if run["status"] == "FINISHED") == [str(cell) for cell in range(8)]
+    assert sorted(run["tags.cell"] for run in runs if run["status"] == "FINISHED") == [
+        str(cell) for cell in range(CELLS)
+    ]
     assert all(run["metrics.train/reward"] is not None for run in runs)
     words = ["--uri", "sqlite:///store.db", "--metric", "train/reward", "--format", "json"]
     table = json.loads(site.kl_comedy("results", "table", *words).stdout)
-    assert sum(row["n"] for row in table) == 8
+    assert sum(row["n"] for row in table) == CELLS
 
     alone = undisturbed(site.folder / "sweeps/grid", site.folder / "alone")
     for row in rows:

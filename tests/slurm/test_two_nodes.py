@@ -1,6 +1,5 @@
-"""Runs over two nodes, one process on each: started by a sweep's job in shards, and by srun; weights as on one."""
+"""A run over two nodes that a person starts by srun, one process on each: weights as on one."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -13,11 +12,6 @@ from sites import Site
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
-PROFILE = (
-    'partition: main\ntime: "10"\nnodes: 2\ntasks_per_node: 1\nsignal_seconds: 60\n'
-    'environment: {OMP_NUM_THREADS: "1", MASTER_ADDR: 127.0.0.1, GLOO_SOCKET_IFNAME: lo}\n'
-)
-STEPS = 24
 
 
 def assert_close(run, other):
@@ -25,24 +19,6 @@ def assert_close(run, other):
     assert two.keys() == one.keys()
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=2e-4)
-
-
-def test_a_cell_in_fsdp2_over_two_nodes_is_signalled_requeued_and_ends_as_on_one(cluster, tmp_path):
-    site = Site(tmp_path, cluster)
-    (tmp_path / "site.yaml").write_text(PROFILE)
-    settings = f"train.steps: {STEPS}, train.threads: 1, train.eval_every: 0, train.checkpoint_every: 2"
-    (tmp_path / "two.yaml").write_text(
-        f"base: {TINY}\noverrides: {{{settings}, train.strategy: fsdp, train.nodes: 2}}\n"
-    )
-    job = site.kl_comedy("sweep", "two.yaml", "--slurm", "site.yaml").stdout.split()[0]
-    site.wait(lambda: list(tmp_path.glob("sweeps/two/runs/*/checkpoints/step-*.ckpt")))
-    site.run("scancel", "--signal=USR1", f"{job}_0")
-    site.wait(site.idle, 400)
-    (row,) = site.status("two")
-    assert (row["state"], row["step"], row["attempts"]) == ("FINISHED", STEPS, 2), row
-    journal = (tmp_path / "sweeps/two/cells/00000.jsonl").read_text().splitlines()
-    assert [json.loads(line)["code"] for line in journal if "code" in json.loads(line)] == [75, 0]
-    assert_close(row["run"], alone(tmp_path, STEPS))
 
 
 def test_srun_starts_whole_copies_on_two_nodes(cluster, tmp_path):

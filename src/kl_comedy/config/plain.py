@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises :class:`UserError` where there is none."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; a config is a file")
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path("configs")
         names = [str(file) for file in sorted(folder.glob("*.y*ml"))]

@@ -67,6 +67,8 @@ def read_grid(path: Path) -> Grid:
             raise unknown_key(str(key), item, KEYS)
     if "base" not in raw:
         raise UserError(f"{path}: needs base, the config that every cell starts from")
+    if not isinstance(raw["base"], str):
+        raise bad_value("base", raw["base"], "the path of one config file")
     name = str(raw.get("name", path.stem))
     if clean(name) != name:
         raise bad_value("name", name, "letters, digits, '.', '_' and '-', since it names a folder")
@@ -122,6 +124,8 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; a {kind} is a file")
     if not path.is_file():
         others = [str(file) for file in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
         near = nearest(str(path), others)

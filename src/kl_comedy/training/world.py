@@ -140,8 +140,8 @@ def joined(config: Config) -> Iterator[World]:
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     threads = torch.get_num_threads()  # the launcher divides the cores by the processes
     os.environ[LAUNCHED] = "1"
-    environment = cluster_environment()
     try:
+        environment = cluster_environment(train.nodes)
         strategy = DDPStrategy(
             cluster_environment=environment,
             process_group_backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -168,12 +168,18 @@ def joined(config: Config) -> Iterator[World]:
                 os.environ[name] = value
 
 
-def cluster_environment() -> Any:
-    """Who starts the processes: SLURM, torchrun, or Lightning's launcher. SLURM's handlers stay off: we have ours."""
+def cluster_environment(nodes: int = 1) -> Any:
+    """Who starts the processes: SLURM, torchrun, or Lightning's launcher. SLURM's handlers stay off: we have ours.
+
+    Raises :class:`UserError` where ``nodes`` are several and nobody starts the others, which would be waited for.
+    """
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
     if SLURMEnvironment.detect():
         return SLURMEnvironment(auto_requeue=False)
+    if nodes > 1 and "NODE_RANK" not in os.environ:
+        raise bad_value("train.nodes", nodes, "1 where nothing starts processes on other nodes",
+                        "start it by srun, by torchrun on each node, or as a sweep's cell")  # fmt: skip
     return LightningEnvironment()
