@@ -174,6 +174,7 @@ def test_tables_go_to_files_in_every_format(kl_comedy, study, tmp_path):
         ("compare", ["--metric", "*"], 2, "name one"),
         ("compare", ["--metric", EVAL, "--at-kl", "1", "--kl", "kl/exct"], 2, "no such key"),
         ("plot", ["--metric", EVAL, "--kind", "plan", "--out", "a.png"], 2, "did you mean 'plane'"),
+        ("plot", ["--metric", EVAL, "--kind", "plane", "--smooth", "3", "--out", "a.png"], 2, "--of mean:K"),
     ],
 )
 def test_mistakes_are_one_line(kl_comedy, study, command, words, code, said):

@@ -12,7 +12,7 @@ from kl_comedy.tracking.derived import with_derived
 from kl_comedy.tracking.ordering import in_order, rank
 from kl_comedy.tracking.panels import GREY, MOST_LINES, line_label, looks, of_many, panels_of
 from kl_comedy.tracking.pictures import MARKERS
-from kl_comedy.tracking.plots import draw_panels
+from kl_comedy.tracking.plots import draw_panels, smoothed
 from kl_comedy.tracking.stats import band, groups_of
 
 LABEL, FAMILY, BETA, LR = "tags.kl.label", "tags.kl.family", "tags.kl.betas", "params.optimizer.lr"
@@ -121,3 +121,16 @@ def test_panels_of_curves_share_scales_names_and_one_legend():
     assert sorted(text.get_text() for text in legend.get_texts()) == sorted(["no KL", *FAMILIES])
     assert legend.get_title().get_text() == "mean and 95% interval of 2 runs"
     assert [line.get_color() for axes in drawn for line in axes.lines if line.get_label() == "no KL"] == [GREY] * 6
+
+
+def test_smoothing_takes_each_runs_own_last_points():
+    points = pd.DataFrame(
+        [("b", 1, 1.0), ("b", 2, 3.0), ("b", 3, math.nan), ("b", 4, 8.0), ("a", 1, 10.0), ("a", 2, 20.0)],
+        columns=["run_id", "step", "value"], index=[5, 6, 7, 8, 1, 2],
+    )  # fmt: skip
+    assert smoothed(points, 1) is points
+    found = smoothed(points, 2)
+    assert found["value"].tolist() == [1.0, 2.0, 3.0, 8.0, 10.0, 15.0]
+    assert found[["run_id", "step"]].equals(points[["run_id", "step"]])
+    infinite = smoothed(points.assign(value=[1.0, math.inf, 3.0, 1.0, 1.0, 1.0]), 3)["value"].tolist()
+    assert infinite == pytest.approx([1.0, 1.0, 2.0, 2.0, 1.0, 1.0]), "what is not finite is left out"

@@ -102,6 +102,7 @@ def plot(
     split_versions: SplitVersions = False,
     kl: Kl = None,
     log: Annotated[list[str] | None, typer.Option(help="Of curves: metrics on a logarithmic axis.")] = None,
+    smooth: Annotated[int, typer.Option(min=1, help="Of curves: the mean of a run's last so many points.")] = 1,
     panels: Annotated[
         list[str] | None,
         typer.Option(help="A panel a value of these keys; none: no panels. Default: by kind."),
@@ -123,6 +124,8 @@ def plot(
     check("--kind", kind, KINDS)
     if log and kind != "curves":
         raise bad_value("--log", ",".join(log), f"nothing with --kind {kind}", "only curves have such an axis")
+    if smooth > 1 and kind != "curves":
+        raise bad_value("--smooth", str(smooth), f"nothing with --kind {kind}", "--of mean:K is the value of a run")
     keys = group or (None if kind == "curves" else ["kl.family"])
     frame, groups, metrics = select(
         uri, experiment, where, keys, metric, status=status, keep_repeats=keep_repeats, of=of, collapse=collapse,
@@ -138,7 +141,7 @@ def plot(
         logarithmic = split(log or [])
         for name in logarithmic:
             check("--log", name, tuple(names))
-        typer.echo(str(draw_curves(uri, frame, lines, names, out, panels=parts, log=logarithmic)))
+        typer.echo(str(draw_curves(uri, frame, lines, names, out, panels=parts, log=logarithmic, smooth=smooth)))
         return
     column = kl_column(frame, kl)
     typer.echo(str(pictures.picture(kind, frame, lines, names, column, out, panels=parts)))

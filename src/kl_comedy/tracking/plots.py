@@ -41,16 +41,19 @@ def bands(points: pd.DataFrame, frame: pd.DataFrame, group: Sequence[str]) -> Ba
 
 def plot(
     uri: str, frame: pd.DataFrame, group: Sequence[str], metrics: Sequence[str], out: Path | str, *,
-    panels: Sequence[str] = (), log: Collection[str] = (),
+    panels: Sequence[str] = (), log: Collection[str] = (), smooth: int = 1,
 ) -> Path:  # fmt: skip
     """Draw each metric into ``out`` (.png, .svg or .pdf), a panel a value of ``panels``. Needs no display.
 
-    Metrics in ``log`` get a logarithmic axis, on which what is not above 0 is left out. Returns the path. Raises
-    :class:`UserError` for another suffix, and when no run has a point of a metric.
+    ``smooth`` takes the mean of the last so many points of a run for each. Metrics in ``log`` get a logarithmic axis,
+    on which what is not above 0 is left out. Returns the path. Raises :class:`UserError` for another suffix, and when
+    no run has a point of a metric.
     """
     target = check_suffix(out)
-    points = {metric: history(uri, frame["run_id"], metric) for metric in metrics}
+    points = {metric: smoothed(history(uri, frame["run_id"], metric), smooth) for metric in metrics}
     figure = draw_panels(points, frame, group, panels=panels, log=log)
+    if smooth > 1:
+        figure.suptitle(f"each point: mean of a run's last {smooth}", fontsize="x-small", x=0.01, ha="left")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=DPI, bbox_inches="tight", metadata={"Date": None} if target.suffix == ".svg" else None)
     return target
@@ -68,6 +71,15 @@ def draw_panels(
         if not any(len(band) for part in drawn for band in part.values()):
             raise UserError(f"--metric: no finite point of {metric!r} in these {len(frame)} runs")
     return _draw(parts, found, log)
+
+
+def smoothed(points: pd.DataFrame, last: int) -> pd.DataFrame:
+    """``points`` (run_id, step, value; steps ascending within a run) with each value the mean of the ``last`` up to it,
+    fewer at the start. Values that are not finite are left out of a mean, as they are of a band's."""
+    if last <= 1 or points.empty:
+        return points
+    windows = points.groupby("run_id", sort=False)["value"].rolling(last, min_periods=1)
+    return points.assign(value=windows.mean().reset_index(level=0, drop=True))
 
 
 def draw(panels: dict[str, Bands], *, log: Collection[str] = ()) -> Any:
