@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -121,6 +123,46 @@ def alone_with(tmp_path_factory):
     return run
 
 
+FORKS = multiprocessing.get_context("forkserver")
+"""Processes that begin with everything imported: the imports take longer than twenty updates."""
+FORKS.set_forkserver_preload(
+    ["kl_comedy.training.run", "kl_comedy.models.classic", "lightning", "peft", "torch.distributed.checkpoint",
+     "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+)  # fmt: skip
+
+
+def forked(folder, strategy, *overrides, devices=2):
+    """As :func:`over`, in processes that are there already, as torchrun's are."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = [*COMMON, *overrides, f"train.strategy={strategy}", f"train.devices={devices}"]
+    processes = [FORKS.Process(target=member, args=(rank, devices, port, folder, settings)) for rank in range(devices)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert codes == [0] * devices, [path.read_text() for path in folder.parent.glob("said-*.txt")]
+    return run_in(folder)
+
+
+def member(rank, world, port, folder, settings):
+    """One process of :func:`forked`: torchrun's environment, and a run."""
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+    }  # fmt: skip
+    with open(folder.parent / f"said-{rank}.txt", "w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        go(folder, *settings)
+
+
 TWENTY = ["train.steps=20", "train.checkpoint_every=0", "optimizer.lr=3.0e-4"]
 
 
@@ -128,7 +170,7 @@ TWENTY = ["train.steps=20", "train.checkpoint_every=0", "optimizer.lr=3.0e-4"]
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_twenty_updates_equal_the_single_process_run(tmp_path, alone_with, strategy, placement):
-    run = over(tmp_path / strategy, strategy, *TWENTY, *PLACEMENTS[placement])
+    run = forked(tmp_path / strategy, strategy, *TWENTY, *PLACEMENTS[placement])
     assert_same(run, alone_with(placement), atol=2e-5)
 
 

@@ -1,5 +1,7 @@
 """A policy loaded in shards is the policy that one process loads: weights, values, references, streams."""
 
+import copy
+
 import pytest
 import torch
 from ranks import spawn
@@ -14,11 +16,21 @@ from kl_comedy.models.weights import copy_into, merged_weights, stream_weights, 
 OPTIONS = {"temperature": 0.7, "chunk_elements": 64}
 
 
-def config_of(kind):
+def config_of(kind, folder=None):
+    """``kind`` in words; a ``tied`` model is read from ``folder`` (:func:`save_tied`)."""
     lora = LoraConfig(rank=4) if "lora" in kind else None
-    return ModelConfig(
-        options={"preset": "tiny"}, device="cpu", lora=lora, gradient_checkpointing="checkpointing" in kind
-    )
+    source = {"source": str(folder / "tied"), "options": {}} if "tied" in kind else {"options": {"preset": "tiny"}}
+    return ModelConfig(device="cpu", lora=lora, gradient_checkpointing="checkpointing" in kind, **source)
+
+
+def save_tied(folder):
+    """The pocket policy with its embedding for a head, as a Hugging Face folder."""
+    loaded = load_model(config_of("plain"))
+    settings = copy.deepcopy(loaded.model.config)
+    settings.tie_word_embeddings = True
+    torch.manual_seed(0)
+    type(loaded.model)(settings).save_pretrained(folder / "tied")
+    loaded.tokenizer.save_pretrained(folder / "tied")
 
 
 def batch():
@@ -57,11 +69,11 @@ def loaded_in_shards(rank, world, folder, kind):
     from kl_comedy.models.sharding import load_sharded
 
     load = load_classic if "classic" in kind else load_sharded
-    loaded = load(config_of(kind), limit_bytes=0)
+    loaded = load(config_of(kind, folder), limit_bytes=0)
     local = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in loaded.model.parameters())
     total = sum(held(p).numel() for p in loaded.model.parameters())
     start = weights_hash(loaded.model)
-    replica = load_model(config_of(kind))
+    replica = load_model(config_of(kind, folder))
     sizes = []
 
     def counted():
@@ -78,9 +90,13 @@ def loaded_in_shards(rank, world, folder, kind):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["plain", "lora checkpointing", "classic", "classic lora checkpointing"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "tied lora checkpointing", "classic", "classic lora checkpointing", "classic tied"]
+)
 def test_shards_hold_what_one_process_holds(tmp_path, kind):
-    alone = load_model(config_of(kind))
+    if "tied" in kind:
+        save_tied(tmp_path)
+    alone = load_model(config_of(kind, tmp_path))
     start, size = weights_hash(alone.model), weight_bytes(alone.model)
     expected = values(alone)
     for found in spawn(loaded_in_shards, tmp_path, kind):

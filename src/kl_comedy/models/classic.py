@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kl_comedy.errors import UserError
-from kl_comedy.models.anatomy import unwrap
 from kl_comedy.models.load import (
     LoadedModel,
     initial_adapter,
@@ -27,7 +26,7 @@ from kl_comedy.models.load import (
     probe_head,
 )
 from kl_comedy.models.sharded import remember_root, remember_twin
-from kl_comedy.models.sharding import base_name, decoder_layers, from_rank_zero, trained_skeleton, weight_source
+from kl_comedy.models.sharding import base_name, decoder_layers, from_rank_zero, tie, trained_skeleton, weight_source
 from kl_comedy.models.slices import remember_layouts
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def load_classic(config: ModelConfig, *, limit_bytes: int) -> LoadedModel:
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
     tokenizer = load_tokenizer(config)
     prepare_tokenizer(tokenizer)
-    model = trained_skeleton(config)
+    model = _skeleton(config)
     _refuse_mixed(model)
     source = from_rank_zero(lambda: weight_source(config, model, limit_bytes))
 
@@ -63,6 +62,13 @@ def load_classic(config: ModelConfig, *, limit_bytes: int) -> LoadedModel:
     model.train(config.gradient_checkpointing)
     probe_head(model, share_prompt=config.share_prompt)
     return LoadedModel(model=model, tokenizer=tokenizer, device=device, source=config.source)
+
+
+def _skeleton(config: ModelConfig) -> Any:
+    """What will be wrapped, on the meta device; tied weights are one parameter from the start."""
+    model = trained_skeleton(config)
+    tie(model)
+    return model
 
 
 def _refuse_mixed(model: nn.Module) -> None:
@@ -89,7 +95,7 @@ def wrap(model: Any, config: ModelConfig, mesh: DeviceMesh, device: torch.device
 
 
 def _unfilled(config: ModelConfig, mesh: DeviceMesh, device: torch.device) -> Any:
-    model = trained_skeleton(config)
+    model = _skeleton(config)
     wrap(model, config, mesh, device, None)
     return model
 
@@ -108,15 +114,16 @@ def _materialize(
     shapes: list[tuple[nn.Parameter, torch.Size]],
 ) -> None:  # fmt: skip
     """Give what is not yet wrapped in ``module`` memory and values, and note its parameters with their shapes."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for part in _outside(module):
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:
-                own = torch.empty_like(parameter, device=device)
-                part._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+                if parameter not in made:
+                    own = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+                part._parameters[name] = made[parameter]
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.to(device)
-    if not prefix and getattr(unwrap(module).config, "tie_word_embeddings", False):
-        unwrap(module).tie_weights()
     names = {id(part): name for name, part in module.named_modules()}
     seen: set[int] = set()
     for part in _outside(module):

@@ -68,8 +68,7 @@ def sharded_skeleton(config: ModelConfig, mesh: DeviceMesh, device: torch.device
     model = trained_skeleton(config)
     shard(model, mesh)
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    if getattr(unwrap(model).config, "tie_word_embeddings", False):
-        unwrap(model).tie_weights()
+    tie(model)
     remember_twin(model, lambda: sharded_skeleton(config, mesh, device))
     return model
 
@@ -94,6 +93,12 @@ def trained_skeleton(config: ModelConfig) -> Any:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def tie(model: nn.Module) -> None:
+    """Make weights one parameter that the architecture ties; on the meta device each is built on its own."""
+    if getattr(unwrap(model).config, "tie_word_embeddings", False):
+        unwrap(model).tie_weights()
 
 
 def whole_skeleton(config: ModelConfig) -> Any:
