@@ -121,7 +121,7 @@ def test_without_a_whole_one_there_is_none(tmp_path, caplog):
     vault.save(1, writer())
     (saved(tmp_path)[0] / "state.pt").unlink()
     assert vault.newest() is None
-    assert "state.pt is missing" in caplog.text
+    assert "damaged (state.pt is missing); going on from the beginning" in caplog.text
 
 
 def test_a_file_of_an_earlier_format_is_not_loaded(tmp_path, caplog):
@@ -209,6 +209,19 @@ def test_a_full_disk_keeps_the_last_whole_checkpoint(small_disk):
         vault.save(2, writer(2))
     assert step_of(vault.newest()) == 1 and damage(saved(small_disk)[0]) is None
     filler.unlink()
+    vault.save(3, writer(3))
+    assert steps(vault) == [1, 3]
+
+
+def test_a_disk_that_turns_read_only_keeps_the_last_whole_checkpoint(small_disk):
+    """As the kernel does with a file system that it no longer trusts."""
+    vault = Vault(root=small_disk, keep=3)
+    vault.save(1, writer(1))
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(SaveFailed, match="Read-only file system"):
+        vault.save(2, writer(2))
+    assert step_of(vault.newest()) == 1
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     vault.save(3, writer(3))
     assert steps(vault) == [1, 3]
 

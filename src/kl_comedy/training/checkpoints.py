@@ -236,13 +236,15 @@ class Vault:
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint. Damaged ones are named in a warning and set aside, never used."""
-        for path in reversed(saved(self.root)):
+        there = saved(self.root)
+        for place, path in reversed(list(enumerate(there))):
             damage = self.world.together(lambda path=path: self._damage(path))  # type: ignore[misc]
             found = next((said for said in self.world.gather(damage) if said), None)
             if found is None:
                 return path
             if self.world.first:
-                log.warning(f"checkpoint {path} is damaged ({found}); going on from the one before")
+                on = "the one before" if place else "the beginning: there is none before"
+                log.warning(f"checkpoint {path} is damaged ({found}); going on from {on}")
                 _set_aside(path)
         return None
 
