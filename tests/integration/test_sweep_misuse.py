@@ -51,6 +51,8 @@ MISTAKES = {
     "sweep good.yaml --local 1 --format yaml": r"--format: got 'yaml'; allowed: table, json",
     "status nothing": r"no sweep at nothing",
     "resubmit nothing": r"no sweep at nothing",
+    "resubmit good --slurm site.yaml --local 2": r"say where: either --slurm PROFILE or --local N",
+    "resubmit good --slurm typo_site.yaml": r"partitoin: no such key .* did you mean 'partition'\?",
     "cancel nothing": r"no sweep at nothing",
 }
 

@@ -102,7 +102,12 @@ def resubmit(sweep: SweepArgument, slurm: Slurm = None, local: Local = None, dry
     Example: `kl-comedy resubmit pocket_beta`
     """
     from kl_comedy.slurm.manifest import read_sweep
+    from kl_comedy.slurm.profile import read_profile
 
+    if slurm is not None and local is not None:
+        raise UserError("say where: either --slurm PROFILE or --local N")
+    if slurm is not None:
+        read_profile(slurm)  # a mistake in it is told before SLURM is asked anything
     _go(read_sweep(sweep), slurm, local, dry_run=dry_run)
 
 
@@ -243,8 +248,6 @@ def _where(found: Sweep, slurm: str | None, local: int | None) -> tuple[str | No
     """Profile or workers: as asked, else as last time."""
     from kl_comedy.slurm.journal import submissions
 
-    if slurm is not None and local is not None:
-        raise UserError("say where: either --slurm PROFILE or --local N")
     if slurm is not None or local is not None:
         return slurm, local
     earlier = submissions(found)
