@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kl_comedy.errors import UserError
 from kl_comedy.statistics import t_interval
 from kl_comedy.tracking.derived import with_derived
 from kl_comedy.tracking.ordering import in_order, rank
 from kl_comedy.tracking.panels import GREY, MOST_LINES, line_label, looks, of_many, panels_of
-from kl_comedy.tracking.pictures import MARKERS
+from kl_comedy.tracking.pictures import MARKERS, frontier
 from kl_comedy.tracking.plots import draw_panels, smoothed
 from kl_comedy.tracking.stats import band, groups_of
 
@@ -134,3 +135,15 @@ def test_smoothing_takes_each_runs_own_last_points():
     assert found[["run_id", "step"]].equals(points[["run_id", "step"]])
     infinite = smoothed(points.assign(value=[1.0, math.inf, 3.0, 1.0, 1.0, 1.0]), 3)["value"].tolist()
     assert infinite == pytest.approx([1.0, 1.0, 2.0, 2.0, 1.0, 1.0]), "what is not finite is left out"
+
+
+def test_the_axes_of_a_frontier_hold_the_runs_and_not_the_widest_bar():
+    frame = study(betas=("0.1", "1.0"), rates=("0.1",))
+    frame = frame.assign(**{"metrics.r": [0.4 + at / 100 for at in range(len(frame))], "metrics.kl": range(len(frame))})
+    figure = frontier(in_order(frame, [FAMILY]), [FAMILY], ["r"], "metrics.kl")
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    assert low < 0.4 and high > 0.53 and high - low == pytest.approx(1.5 * 0.13), "two seeds: t has 12.7 deviations"
+    assert axes.get_xlim() == pytest.approx((0.0, 1.3 * 13))
+    with pytest.raises(UserError, match="no run has a finite 'r'"):
+        frontier(frame.assign(**{"metrics.r": math.nan}), [FAMILY], ["r"], "metrics.kl")

@@ -74,10 +74,10 @@ def report(
     sections = panel_columns(frame, parts, "--parts")
     groups = [*sections, *(group for group in groups if group not in sections)]
     summary = summarize(frame, groups, metrics, interval, statuses_of(status), generator())
-    rule = f"Means over seeds with 95% intervals ({interval}) of runs with status {status}; n is their number."
+    rule = f"Means over seeds with 95% intervals ({interval}) of runs with status {status}."
     page = build_page(
         uri, frame, summary, groups, metrics, title=title, command=shlex.join(["kl-comedy", *sys.argv[1:]]),
-        rules=[rule, *(note for note in notes if not note.startswith("warning"))],
+        rules=[rule, *(note.removeprefix("note: ") for note in notes if not note.startswith("warning"))],
         warnings=[note for note in notes if note.startswith("warning")], kl=_kl(frame, kl),
         parts=sections,
     )  # fmt: skip

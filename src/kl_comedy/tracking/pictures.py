@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 from kl_comedy.errors import UserError
 from kl_comedy.statistics import Interval, t_interval
 from kl_comedy.tracking.derived import BETA, FAMILY
-from kl_comedy.tracking.panels import beside, layout, legend, line_label, looks, name_axes, panels_of, plain, wrapped
+from kl_comedy.tracking.panels import (
+    Panel,
+    beside,
+    layout,
+    legend,
+    line_label,
+    looks,
+    name_axes,
+    panels_of,
+    plain,
+    wrapped,
+)
 from kl_comedy.tracking.plots import DPI, check_suffix
 from kl_comedy.tracking.queries import short
 from kl_comedy.tracking.stats import groups_of
@@ -32,7 +43,9 @@ SIZE = (7.2, 4.6)
 """Inches of a panel."""
 
 NO_PLACEMENT = "(none)"
-FRONTIER_LEGEND = "numbers: beta; hollow: its runs collapsed, with their count where not all; bars: 95% over seeds"
+FRONTIER_LEGEND = (
+    "numbers: beta; hollow: its runs collapsed, their count where not all; bars: 95%, cut at edges"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +90,7 @@ def frontier(
     for row, metric in zip(grid, metrics, strict=True):
         for axes, part in zip(row, parts, strict=True):
             _draw_frontier(axes, part.frame, lines, f"metrics.{metric}", kl, _look(frame, lines))
-        _scale(row, frame, f"metrics.{metric}", kl)
+        _scale(row, parts, f"metrics.{metric}", kl)
         name_axes(row, f"{short(kl)} (nats)", metric)
     legend(figure, [axes for row in grid for axes in row], FRONTIER_LEGEND)
     return figure
@@ -100,7 +113,7 @@ def plane(
         _draw_certificates(left, frame, lines, look)
         for axes, part in zip(row, parts, strict=True):
             _draw_frontier(axes, part.frame, lines, f"metrics.{metric}", kl, look)
-        _scale(row, frame, f"metrics.{metric}", kl)
+        _scale(row, parts, f"metrics.{metric}", kl)
         name_axes(row, f"{short(kl)} (nats)", metric)
     legend(figure, [axes for row in grid for axes in row], FRONTIER_LEGEND)
     return figure
@@ -212,13 +225,21 @@ def _draw_frontier(axes: Any, frame: pd.DataFrame, groups: Sequence[str], metric
                           fontsize="xx-small", color=colour)  # fmt: skip
 
 
-def _scale(row: Sequence[Any], frame: pd.DataFrame, metric: str, kl: str) -> None:
-    """The KL axis of the panels of one metric. Raises :class:`UserError` where nothing was drawn."""
+def _scale(row: Sequence[Any], parts: Sequence[Panel], metric: str, kl: str) -> None:
+    """Axes that hold every run, a quarter wider: the interval of two seeds may reach far beyond, and is cut there.
+    Raises :class:`UserError` where nothing was drawn."""
+    import numpy as np
+
     if not any(axes.lines for axes in row):
         raise UserError(f"--metric: no run has a finite {short(metric)!r} and {short(kl)!r}")
-    for axes in row:
+    for axes, part in zip(row, parts, strict=True):
         axes.set_xscale("symlog", linthresh=1.0)
-        axes.set_xlim(left=min(0.0, *(float(value) for value in frame[kl] if value == value)))
+        there = part.frame[np.isfinite(part.frame[metric]) & np.isfinite(part.frame[kl])]
+        if len(there):
+            xs, ys = there[kl], there[metric]
+            more = 0.25 * (ys.max() - ys.min()) or 0.05 * abs(ys.max()) or 0.05
+            axes.set_xlim(min(0.0, 1.3 * xs.min()), 1.3 * max(xs.max(), 0.1))
+            axes.set_ylim(ys.min() - more, ys.max() + more)
 
 
 def _look(frame: pd.DataFrame, groups: Sequence[str]) -> Look:
