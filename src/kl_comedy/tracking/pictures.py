@@ -43,9 +43,7 @@ SIZE = (7.2, 4.6)
 """Inches of a panel."""
 
 NO_PLACEMENT = "(none)"
-FRONTIER_LEGEND = (
-    "numbers: beta; hollow: its runs collapsed, their count where not all; bars: 95%, cut at edges"
-)
+FRONTIER_LEGEND = "numbers: beta; hollow: its runs collapsed, their count where not all; bars: 95%, cut at edges"
 
 
 @dataclass(frozen=True, kw_only=True)
