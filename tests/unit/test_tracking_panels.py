@@ -147,3 +147,30 @@ def test_the_axes_of_a_frontier_hold_the_runs_and_not_the_widest_bar():
     assert axes.get_xlim() == pytest.approx((0.0, 1.3 * 13))
     with pytest.raises(UserError, match="no run has a finite 'r'"):
         frontier(frame.assign(**{"metrics.r": math.nan}), [FAMILY], ["r"], "metrics.kl")
+
+
+@pytest.mark.parametrize("log", [(), ("r",)])
+def test_bands_of_two_seeds_are_cut_and_no_curve_is(log):
+    """Panels share the axis, and the first has the smallest values: what is cut must not be the others' means."""
+    frame = in_order(study(families=FAMILIES[:1], rates=("0.1",), free=False), [BETA])
+    points = pd.DataFrame([(run, step, 10.0 ** (at // 2) * (1 + at % 2)) for at, run in enumerate(frame["run_id"])
+                           for step in (0, 5)], columns=["run_id", "step", "value"])  # fmt: skip
+    drawn = draw_panels({"r": points}, frame, [FAMILY], panels=[BETA], log=log).axes
+    low, high = drawn[0].get_ylim()
+    assert {axes.get_ylim() for axes in drawn} == {(low, high)} and len(drawn) == 3
+    assert high == pytest.approx(260.0 if log else 200.0 + 0.05 * 199.0), "the interval is 150 ± 635"
+    assert low == pytest.approx(1.5 / 1.3 if log else 1.0 - 0.05 * 199.0)
+    for axes, mean in zip(drawn, (1.5, 15.0, 150.0), strict=True):
+        (line,), (filled,) = axes.lines, axes.collections
+        assert line.get_ydata().tolist() == [mean, mean] and low < mean < high
+        assert not log or filled.get_paths()[0].vertices[:, 1].min() > 0, "a band that reaches 0 ends at the bottom"
+
+
+def test_the_legend_has_each_name_once_with_its_counts_everywhere():
+    frame = study(families=FAMILIES[:2], rates=("0.1",), free=False)
+    lost = frame["run_id"] == f"0.1 {FAMILIES[0]}|0.1|1"
+    points = pd.DataFrame([(run, step, 1.0) for run in frame["run_id"][~lost] for step in (0, 5)],
+                          columns=["run_id", "step", "value"])  # fmt: skip
+    figure = draw_panels({"r": points}, frame[~lost], [FAMILY], panels=[BETA])
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == [f"{FAMILIES[0]} (n=1–2)", f"{FAMILIES[1]} (n=2)"]

@@ -136,7 +136,7 @@ def heatmap(
         for axes, found in zip(line, means, strict=True):
             shown = _draw_cells(axes, found, rows, columns, (min(known), max(known)))
             axes.label_outer(remove_inner_ticks=True)
-        figure.colorbar(shown, ax=line, label=plain(metric))
+        figure.colorbar(shown, ax=line, label=plain(metric), aspect=40)
     return figure
 
 
@@ -216,7 +216,7 @@ def _draw_frontier(axes: Any, frame: pd.DataFrame, groups: Sequence[str], metric
         for spot in line:
             x, y = _mean(spot.kl), _mean(spot.reward)
             axes.errorbar([x], [y], xerr=_bars(spot.kl), yerr=_bars(spot.reward), color=colour, fmt="none",
-                          elinewidth=0.8, alpha=0.7)  # fmt: skip
+                          elinewidth=0.7, alpha=0.4)  # fmt: skip
             axes.plot([x], [y], mark, color=colour, markersize=5, label=plain(label),
                       markerfacecolor="none" if spot.collapsed else colour)  # fmt: skip
             axes.annotate(plain(spot.note), (x, y), textcoords="offset points", xytext=(4, 4 if at % 2 else -9),

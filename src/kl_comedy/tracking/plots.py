@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def draw_panels(
     for metric, drawn in found.items():
         if not any(len(band) for part in drawn for band in part.values()):
             raise UserError(f"--metric: no finite point of {metric!r} in these {len(frame)} runs")
-    return _draw(parts, found, log)
+    return _draw(parts, found, log, {metric: _range(curve) for metric, curve in points.items()})
 
 
 def smoothed(points: pd.DataFrame, last: int) -> pd.DataFrame:
@@ -86,7 +87,7 @@ def draw(panels: dict[str, Bands], *, log: Collection[str] = ()) -> Any:
     """A matplotlib figure of ``{metric: {label: band}}`` without touching pyplot's global state."""
     import pandas as pd
 
-    return _draw([Panel(title="", frame=pd.DataFrame())], {name: [found] for name, found in panels.items()}, log)
+    return _draw([Panel(title="", frame=pd.DataFrame())], {name: [found] for name, found in panels.items()}, log, {})
 
 
 def check_suffix(out: Path | str) -> Path:
@@ -97,31 +98,72 @@ def check_suffix(out: Path | str) -> Path:
     return target
 
 
-def _draw(parts: Sequence[Panel], found: dict[str, list[Bands]], log: Collection[str]) -> Any:
+def _range(points: pd.DataFrame) -> tuple[float, float]:
+    """From the least to the greatest finite value."""
+    values = [value for value in points["value"] if math.isfinite(value)]
+    return min(values), max(values)
+
+
+def _draw(
+    parts: Sequence[Panel], found: dict[str, list[Bands]], log: Collection[str],
+    ranges: Mapping[str, tuple[float, float]],
+) -> Any:  # fmt: skip
+    """Bands that reach beyond the ``ranges`` of the runs' own points, as those of two seeds do, are cut there."""
     look = looks([label for drawn in found.values() for part in drawn for label in part])
-    counts = {int(n) for drawn in found.values() for part in drawn for band in part.values() for n in band["n"]}
-    same = counts.pop() if len(counts) == 1 else None
+    counts = _counts(found)
+    several = {count for span in counts.values() for count in span}
+    same = several.pop() if len(several) == 1 else None
     over = "one run each" if same == 1 else f"mean and 95% interval {f'of {same}' if same else 'over'} runs"
     figure, grid = layout(parts, list(found), SIZE)
     for line, (metric, drawn) in zip(grid, found.items(), strict=True):
+        least = _least_positive(drawn) if metric in log else None
         for axes, part in zip(line, drawn, strict=True):
             for label, curve in part.items():
                 if len(curve):
-                    _line(axes, curve, label, look[label], counted=same is None)
+                    name = label if same else f"{label} ({_said(counts[label])})"
+                    _line(axes, curve, plain(name), look[label], least)
             if metric in log:
                 axes.set_yscale("log", nonpositive="mask")
+        if metric in ranges:
+            _cut(line[0], *ranges[metric], least)  # when all panels, which share the axis, are drawn
         name_axes(line, "step (optimizer updates)", metric)
     legend(figure, [axes for line in grid for axes in line], over)
     return figure
 
 
-def _line(axes: Any, curve: pd.DataFrame, label: str, look: tuple[Any, Any], *, counted: bool) -> None:
-    fewest, most = int(curve["n"].min()), int(curve["n"].max())
-    count = f" (n={most})" if fewest == most else f" (n={fewest}–{most})"
+def _counts(found: Mapping[str, Sequence[Bands]]) -> dict[str, tuple[int, int]]:
+    """The fewest and the most runs at a step of each label's curves, wherever it is drawn."""
+    counts: dict[str, list[int]] = {}
+    for label, curve in (item for drawn in found.values() for part in drawn for item in part.items()):
+        counts.setdefault(label, []).extend(int(n) for n in curve["n"])
+    return {label: (min(each), max(each)) for label, each in counts.items() if each}
+
+
+def _said(span: tuple[int, int]) -> str:
+    fewest, most = span
+    return f"n={most}" if fewest == most else f"n={fewest}–{most}"
+
+
+def _least_positive(drawn: Sequence[Bands]) -> float:
+    """The bottom of a logarithmic axis: the least mean above 0 (1.0 where there is none)."""
+    means = [value for part in drawn for curve in part.values() for value in curve["mean"] if value > 0]
+    return min(means, default=1.0)
+
+
+def _cut(axes: Any, least: float, most: float, positive: float | None) -> None:
+    """The axis as drawn, but little further than the points. ``positive``: the least mean of a logarithmic axis."""
+    low, high = axes.get_ylim()
+    if positive is not None:
+        axes.set_ylim(positive / 1.3, max(1.3 * most, 1.3 * positive))
+        return
+    more = 0.05 * (most - least) or 0.05 * abs(most) or 0.05
+    axes.set_ylim(max(low, least - more), min(high, most + more))
+
+
+def _line(axes: Any, curve: pd.DataFrame, name: str, look: tuple[Any, Any], least: float | None) -> None:
+    """``least``: of a logarithmic axis, on which a band that reaches to 0 goes down to the bottom."""
     marker = "o" if len(curve) == 1 else None
     colour, style = look
-    axes.plot(
-        curve["step"], curve["mean"], linestyle=style, color=colour, label=plain(label) + (count if counted else ""),
-        marker=marker,
-    )  # fmt: skip
-    axes.fill_between(curve["step"], curve["low"], curve["high"], color=colour, alpha=0.2, linewidth=0)
+    axes.plot(curve["step"], curve["mean"], linestyle=style, color=colour, label=name, marker=marker)
+    low = curve["low"] if least is None else curve["low"].where(~(curve["low"] < least / 10), least / 10)
+    axes.fill_between(curve["step"], low, curve["high"], color=colour, alpha=0.2, linewidth=0)
