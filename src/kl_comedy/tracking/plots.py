@@ -166,4 +166,4 @@ def _line(axes: Any, curve: pd.DataFrame, name: str, look: tuple[Any, Any], leas
     colour, style = look
     axes.plot(curve["step"], curve["mean"], linestyle=style, color=colour, label=name, marker=marker)
     low = curve["low"] if least is None else curve["low"].where(~(curve["low"] < least / 10), least / 10)
-    axes.fill_between(curve["step"], low, curve["high"], color=colour, alpha=0.2, linewidth=0)
+    axes.fill_between(curve["step"], low, curve["high"], color=colour, alpha=0.13, linewidth=0)
