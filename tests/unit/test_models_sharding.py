@@ -10,6 +10,7 @@ from kl_comedy.config.schema import LoraConfig, ModelConfig, ReferenceConfig
 from kl_comedy.models import load_model, weights_hash
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import build_reference
+from kl_comedy.models.sharding import decoder_layers
 from kl_comedy.models.slices import held
 from kl_comedy.models.weights import copy_into, merged_weights, stream_weights, weight_bytes, whole
 
@@ -24,10 +25,10 @@ def config_of(kind, folder=None):
 
 
 def save_tied(folder):
-    """The pocket policy with its embedding for a head, as a Hugging Face folder."""
+    """The pocket policy with three layers and its embedding for a head, as a Hugging Face folder."""
     loaded = load_model(config_of("plain"))
     settings = copy.deepcopy(loaded.model.config)
-    settings.tie_word_embeddings = True
+    settings.tie_word_embeddings, settings.num_hidden_layers = True, 3
     torch.manual_seed(0)
     type(loaded.model)(settings).save_pretrained(folder / "tied")
     loaded.tokenizer.save_pretrained(folder / "tied")
@@ -64,6 +65,27 @@ def values(loaded):
     return found
 
 
+def layers_whole_at_once(model):
+    """The most decoder layers that this process holds whole when any of them runs."""
+    layers = decoder_layers(model)
+    sizes = [sum(held(p).numel() for p in layer.parameters()) for layer in layers]
+    counts = []
+
+    def elements(layer):
+        return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in layer.parameters())
+
+    def look(*_):
+        counts.append(sum(elements(layer) == size for layer, size in zip(layers, sizes, strict=True)))
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    with torch.no_grad():
+        token_pass(model, **batch(), **OPTIONS)
+    for hook in hooks:
+        hook.remove()
+    assert len(counts) == len(layers)
+    return max(counts)
+
+
 def loaded_in_shards(rank, world, folder, kind):
     from kl_comedy.models.classic import load_classic
     from kl_comedy.models.sharding import load_sharded
@@ -73,6 +95,7 @@ def loaded_in_shards(rank, world, folder, kind):
     local = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in loaded.model.parameters())
     total = sum(held(p).numel() for p in loaded.model.parameters())
     start = weights_hash(loaded.model)
+    at_once = layers_whole_at_once(loaded.model)
     replica = load_model(config_of(kind, folder))
     sizes = []
 
@@ -85,7 +108,7 @@ def loaded_in_shards(rank, world, folder, kind):
     with torch.no_grad():
         copy_into(replica.model, counted())
     return {
-        "start": start, "share": local / total, "values": found, "largest": max(sizes),
+        "start": start, "share": local / total, "at once": at_once, "values": found, "largest": max(sizes),
         "replica": weights_hash(replica.model), "end": weights_hash(loaded.model), "bytes": weight_bytes(loaded.model),
     }  # fmt: skip
 
@@ -102,6 +125,7 @@ def test_shards_hold_what_one_process_holds(tmp_path, kind):
     for found in spawn(loaded_in_shards, tmp_path, kind):
         assert found["start"] == start
         assert found["share"] < 0.6
+        assert found["at once"] == 1
         assert found["bytes"] == size
         assert found["largest"] <= 2**15
         assert found["replica"] == found["end"]
