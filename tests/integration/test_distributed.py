@@ -43,6 +43,7 @@ PLACEMENTS = {
         "kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.gradient_checkpointing=true",
     ],
     "mixed": MIXED,
+    "mixed, three layers": [*MIXED, "model.options={preset: tiny, layers: 3}", "model.gradient_checkpointing=true"],
 }  # fmt: skip
 COMMON = [
     "train.microbatch_tokens=96", "train.threads=1",
