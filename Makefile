@@ -42,7 +42,7 @@ quickstart: setup
 # One worker a core, each with one thread.
 WORKERS ?= auto
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --no-loadscope-reorder
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
