@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from disks import disk_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -190,14 +191,8 @@ def test_a_limit_on_file_size_is_an_error_not_a_loss(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A real file system of 1 MiB; skipped where mounting is not allowed."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with disk_of("1m", tmp_path / "disk") as folder:
+        yield folder
 
 
 def test_a_full_disk_keeps_the_last_whole_checkpoint(small_disk):

@@ -2,10 +2,10 @@
 
 import errno
 import os
-import subprocess
 from unittest import mock
 
 import pytest
+from disks import disk_of
 from ranks import spawn
 from test_models_sharding import config_of
 from test_training_classic import Learner
@@ -83,14 +83,8 @@ def test_what_one_process_cannot_write_fails_the_save_of_all(tmp_path, kind):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A real file system of 2 MiB; skipped where mounting is not allowed."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with disk_of("2m", tmp_path / "disk") as folder:
+        yield folder
 
 
 def on_a_full_disk(rank, world, folder, kind, disk):
