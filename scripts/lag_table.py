@@ -1,7 +1,7 @@
 """The lag study as one table over seeds, from the records of its runs, finished or not: Markdown to stdout; a row for
 each run into results/lags/runs.csv.
 
-python scripts/lag_table.py sweeps/lags
+python scripts/lag_table.py sweeps/lags [MORE ...]
 
 Standard library only, so it can be asked while the sweep runs. Means are over a run's last 20 updates so far; a run
 collapsed when its newest held-out reward is below half of its first one.
@@ -73,8 +73,8 @@ def shown(rows: list[dict[str, Any]]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |" + (f" updates so far: {unfinished}" if unfinished else "")
 
 
-def main(sweep: Path) -> None:
-    rows = [summary(file.parent) for file in sorted(sweep.glob("runs/*/spool.jsonl"))]
+def main(*sweeps: Path) -> None:
+    rows = [summary(file.parent) for sweep in sweeps for file in sorted(sweep.glob("runs/*/spool.jsonl"))]
     rows.sort(key=lambda row: (row["lag"], KINDS.index(row["name"].split("-", 2)[2]), row["seed"]))
     TARGET.parent.mkdir(parents=True, exist_ok=True)
     with TARGET.open("w", newline="") as file:
@@ -91,4 +91,4 @@ def main(sweep: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -45,7 +45,7 @@ def test_the_papers_settings_are_the_papers(name):
 
 def test_the_lag_study_crosses_lags_and_kl_configurations(tmp_path):
     cells = plan(read_grid(CONFIGS / "sweeps" / "lags.yaml"), directory=tmp_path).cells
-    assert len(cells) == 4 * 8 * 3 and {cell.steps for cell in cells} == {60}
+    assert len(cells) == 4 * 8 * 5 and {cell.steps for cell in cells} == {60}
     assert {cell.values["lag"] for cell in cells} == {"lag-0", "lag-1", "lag-4", "lag-10"}
 
 
