@@ -102,8 +102,20 @@ def test_a_missing_file_names_the_nearest(tmp_path):
         load_config(tmp_path / "b.yaml")
 
 
-def test_the_resolved_config_reads_back(tmp_path):
-    config = load_config(write(tmp_path, "kl: [{estimator: k3, placement: loss, beta: 0.1}]\nseed: 5\n"))
+@pytest.mark.parametrize(
+    "kl",
+    [
+        "[{estimator: k3, placement: loss, beta: 0.1}]",
+        "grpo",
+        "{recipe: grpo, beta: 0.1}",
+        "[{recipe: grpo}]",
+        "none",
+        "[]",
+    ],
+)
+def test_the_resolved_config_reads_back(tmp_path, kl):
+    config = load_config(write(tmp_path, f"kl: {kl}\nseed: 5\n"))
+    assert load_config(None, [f"kl={kl}", "seed=5"]) == config
     again = load_config(write(tmp_path, to_yaml(config)))
     assert again == config
 

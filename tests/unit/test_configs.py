@@ -53,7 +53,7 @@ def test_the_study_has_the_papers_blocks_with_five_seeds_and_a_real_model_with_t
     grids = {path.stem: read_grid(path) for path in STUDY}
     points = {name: expand(grid) for name, grid in grids.items()}
     counts = {name: len(found) for name, found in points.items()}
-    assert counts == {"core": 170, "fix": 40, "level": 84, "liu": 39, "updates": 96, "smollm2": 21}
+    assert counts == {"core": 170, "fix": 40, "level": 84, "liu": 39, "updates": 150, "smollm2": 21}
     assert {point.seed for point in points["smollm2"]} == {0, 1, 2}
     assert load_config(grids["smollm2"].base, []).data.eval.keys() == {"heldout", "two_digits"}
     for name, found in points.items():

@@ -104,7 +104,10 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
 def _merge(base: Any, raw: dict[str, Any], origin: str) -> Any:
     check_shape(raw, Config, "")
     try:
-        return OmegaConf.merge(base, OmegaConf.create(raw))
+        merged = OmegaConf.merge(base, OmegaConf.create({name: item for name, item in raw.items() if name != "kl"}))
+        if "kl" in raw:  # a name, a mapping or a list: it replaces the default list, with which only a list could merge
+            merged.kl = raw["kl"]
+        return merged
     except OmegaConfBaseException as error:
         raise _translated(error, origin) from None
 
