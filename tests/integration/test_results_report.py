@@ -209,3 +209,14 @@ def test_the_headline_names_extremes_and_counts_what_collapsed(page):
     lines = re.search(r'<ul class="headline">(.*?)</ul>', text, re.DOTALL)[1]
     assert "Highest mean of eval/heldout/reward among 7: 0.71 " in lines and "k1_reverse_token in reward total" in lines
     assert "Collapsed: 1 of 21 runs, in 1 of 7 configurations." in lines
+
+
+def test_a_mean_of_few_seeds_is_no_extreme():
+    import pandas as pd
+
+    from kl_comedy.tracking.report_page import headline
+
+    rows = [("a", 0.9, 1), ("b", 0.5, 5), ("c", 0.4, 5), ("d", 0.1, 2)]
+    summary = pd.DataFrame([{"name": name, "metric": "m", "mean": mean, "n": n} for name, mean, n in rows])
+    said = list(headline(pd.DataFrame(), summary.assign(low=float("nan"), high=float("nan")), ["name"], ["m"]))
+    assert [line[-2:] for line in said] == ["b.", "c."] and "among 2" in said[0]

@@ -68,9 +68,14 @@ def build_page(
 def headline(
     frame: pd.DataFrame, summary: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str]
 ) -> Iterable[str]:
-    """The extremes of the first metric, and how many runs collapsed where. A choice among many flatters: it says so."""
+    """The extremes of the first metric, and how many runs collapsed where.
+
+    A choice among many flatters: it says of how many. A mean of few seeds is extreme by chance, so only rows with at
+    least as many as the median row compete.
+    """
     metric = metrics[0]
     means = summary[(summary["metric"] == metric) & (summary["n"] > 0)]
+    means = means[means["n"] >= means["n"].median()]
     if len(means) > 1:
         for word, at in (("Highest", means["mean"].idxmax()), ("Lowest", means["mean"].idxmin())):
             line = means.loc[at]
