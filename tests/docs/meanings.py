@@ -162,7 +162,7 @@ MEANINGS: dict[str, str] = {
     ),
     "eval.suites": (
         "[Suites](evaluation.md) evaluated beside `data.eval`, by name or YAML file, with their own prompts and "
-        "verifiers; `eval.samples` and `eval.temperature` hold for them too."
+        "verifiers; `eval.samples` and `eval.temperature` hold for them too. Suites by log-prob draw nothing."
     ),
     "eval.data_root": "The folder of the suites' files; `null`: by hub name.",
     "audit.every": "Updates between [gradient audits](audit.md) in a run; 0: none. No audit key is in the config hash.",

@@ -11,6 +11,7 @@ import torch
 
 from kl_comedy.errors import UserError
 from kl_comedy.evaluation import EvalResult
+from kl_comedy.evaluation.comparing import ChoiceResult
 from kl_comedy.evaluation.scores import score_compared, score_generated
 from kl_comedy.kl import KLTerm
 from kl_comedy.models.logprobs import TokenPass
@@ -203,6 +204,12 @@ def test_evaluation_metrics_are_documented():
     found = {name.replace("gsm8k", "<set>") for name in result.metrics()}
     found = {re.sub(r"(/kl|/kl_error)/\w+$", r"\1/<name>", name) for name in found}
     assert found == {name for name in DOCUMENTED if name.startswith("eval/<set>/")}
+
+
+def test_the_metrics_of_suites_by_log_prob_are_documented():
+    result = ChoiceResult(name="m", accuracy=1.0, half_width=0.0, accuracy_norm=1.0, half_width_norm=0.0, rows=())
+    found = {name.replace("/m/", "/<choices>/") for name in result.metrics()}
+    assert found == {name for name in DOCUMENTED if name.startswith("eval/<choices>/")}
 
 
 def test_the_metrics_of_suites_are_documented():

@@ -1,5 +1,8 @@
 """Canonical answers, records to scores, and the log-probs of choices against dense float64 formulas."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,12 +11,15 @@ from hypothesis import strategies as st
 from kl_comedy.config import ModelConfig
 from kl_comedy.data.prompts import continuation_ids
 from kl_comedy.errors import UserError
+from kl_comedy.evaluation import likelihood
 from kl_comedy.evaluation.canonical import canonical
-from kl_comedy.evaluation.likelihood import choice_logps
+from kl_comedy.evaluation.likelihood import ChoicePasses, Spelled, spell
 from kl_comedy.evaluation.plan import Shard, parse_shard
 from kl_comedy.evaluation.scores import check_ks, default_ks, score_compared, score_generated
 from kl_comedy.models import load_model
+from kl_comedy.models.logprobs import token_pass
 from kl_comedy.records import Problem, Prompt
+from kl_comedy.training.world import World
 
 
 @pytest.mark.parametrize(
@@ -109,11 +115,16 @@ def prompt_of(loaded, text):
     return Prompt(problem=Problem(id=text, text=text, answer="A"), text=text, token_ids=ids)
 
 
+def asked_of(loaded):
+    prompts = [prompt_of(loaded, text) for text in ("12+34=", "1+2+3=", "7-7=")]
+    return prompts, [["46", "47;", "1"], ["6", "123"], ["0", "14"]]
+
+
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 def test_choices_have_the_model_s_own_log_probs(tiny, budget):
-    prompts = [prompt_of(tiny, text) for text in ("12+34=", "1+2+3=", "7-7=")]
-    choices = [["46", "47;", "1"], ["6", "123"], ["0", "14"]]
-    found = choice_logps(tiny, prompts, choices, special=True, budget=budget, chunk_elements=10**6)
+    prompts, choices = asked_of(tiny)
+    spelled = spell(tiny, prompts, choices, special=True)
+    found = ChoicePasses(loaded=tiny, budget=budget, chunk_elements=10**6)(spelled)
     model = tiny.model.double()
     try:
         for prompt, texts, values in zip(prompts, choices, found, strict=True):
@@ -127,6 +138,67 @@ def test_choices_have_the_model_s_own_log_probs(tiny, budget):
                 assert value == pytest.approx(dense, abs=2e-5)
     finally:
         tiny.model.float()
+
+
+class Told(Exception):
+    """What a process would have told the others."""
+
+
+class Part:
+    """One of several processes that does its part and then stops."""
+
+    def __init__(self, world):
+        self.share = world.share
+
+    def gather(self, item):
+        raise Told(item)
+
+
+@pytest.mark.parametrize("size", [2, 3, 11])
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+def test_processes_part_the_passes_and_make_equally_many(tiny, monkeypatch, size, chunk):
+    spelled = spell(tiny, *asked_of(tiny), special=True)
+    passes = ChoicePasses(loaded=tiny, budget=20, chunk_elements=10**6)
+    alone = [logp for row in passes(spelled, chunk=chunk) for logp in row]
+    counts = []
+
+    def counted(*args, **kwargs):
+        counts[-1] += 1
+        return token_pass(*args, **kwargs)
+
+    monkeypatch.setattr(likelihood, "token_pass", counted)
+    told = []
+    for rank in range(size):
+        counts.append(0)
+        with pytest.raises(Told) as stopped:
+            dataclasses.replace(passes, ranks=Part(World(rank=rank, size=size)))(spelled, chunk=chunk)
+        told.append(stopped.value.args[0])
+    assert len(set(counts)) == 1 and counts[0] == math.ceil(len(spelled.batches(20, chunk)) / size)
+    assert sorted(position for part in told for position in part) == list(range(len(alone)))
+    assert all(alone[position] == logp for part in told for position, logp in part.items())
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 5), min_size=1, max_size=4)), min_size=1,
+                   max_size=9),
+    budget=st.integers(1, 60), chunk=st.one_of(st.none(), st.integers(1, 5)),
+)  # fmt: skip
+def test_a_chunk_is_batched_as_if_it_were_alone(sizes, budget, chunk):
+    def spelled(part):
+        problem = Problem(id="p", text="", answer="A")
+        prompts = [Prompt(problem=problem, text="", token_ids=(0,) * before) for before, _ in part]
+        rows = [(index, (0,) * size) for index, (_, after) in enumerate(part) for size in after]
+        return Spelled(prompts=prompts, rows=rows)
+
+    whole, size = spelled(sizes), chunk or len(sizes)
+    batches, first = [], 0
+    for start in range(0, len(sizes), size):
+        part = spelled(sizes[start : start + size])
+        batches += [[first + position for position in batch] for batch in part.batches(budget)]
+        first += len(part.rows)
+    assert whole.batches(budget, chunk) == batches
+    assert sorted(position for batch in batches for position in batch) == list(range(len(whole.rows)))
+    assert all(len(batch) == 1 or whole.padded(batch) <= budget for batch in batches)
 
 
 def test_a_choice_without_tokens_of_its_own_is_refused(tiny):

@@ -18,6 +18,7 @@ from kl_comedy.cli.targets import Target
 from kl_comedy.config.suites import SuiteConfig
 from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.evaluation.drawing import Drawer, generating, likelihood_drawer, run_chunks
+from kl_comedy.evaluation.likelihood import choice_passes
 from kl_comedy.evaluation.plan import CHUNK, Plan, Shard
 from kl_comedy.evaluation.problems import OwnData, chosen_template, suite_problems, suite_prompts
 from kl_comedy.evaluation.records import Records
@@ -25,7 +26,6 @@ from kl_comedy.evaluation.scores import SuiteScore, check_ks, default_ks, score_
 from kl_comedy.evaluation.suites import get_suite
 from kl_comedy.evaluation.tracking import track
 from kl_comedy.models import LoadedModel, load_model, weights_hash
-from kl_comedy.models.footprint import head_chunk, microbatch_tokens
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts import RolloutBackend, Sampling, WorksInFolder
 from kl_comedy.tracking.naming import clean_path
@@ -149,12 +149,7 @@ def _drawer(plan: Plan, config: Config, loaded: LoadedModel, backend: Any) -> It
         with generating(plan, backend()) as drawer:
             yield drawer
         return
-    model = config.model
-    yield likelihood_drawer(
-        plan, loaded, share_prompt=model.share_prompt,
-        chunk_elements=head_chunk(model.head_chunk_elements, loaded.device),
-        budget=microbatch_tokens(config.train.microbatch_tokens, loaded.model, loaded.device, checkpoints=False),
-    )  # fmt: skip
+    yield likelihood_drawer(plan, choice_passes(config, loaded))
 
 
 @contextlib.contextmanager

@@ -36,10 +36,11 @@ def _row(summary: dict[str, Any]) -> Table:
     """The run as its row of the results table, one column a line so that nothing is cut."""
     table = Table.grid(padding=(0, 2))
     table.add_row("KL terms", summary["kl"])
-    for name, history in summary.get("evaluations", {}).items():
-        ordered = sorted((int(step), value) for step, value in history.items())
-        first, last = ordered[0][1], ordered[-1][1]
-        table.add_row(f"{name} reward", f"{first:.3f} -> {last:.3f} ({last - first:+.3f})")
+    for kept, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
+        for name, history in summary.get(kept, {}).items():
+            ordered = sorted((int(step), value) for step, value in history.items())
+            first, last = ordered[0][1], ordered[-1][1]
+            table.add_row(f"{name} {score}", f"{first:.3f} -> {last:.3f} ({last - first:+.3f})")
     metrics = summary.get("metrics", {})
     for key, title in _COLUMNS.items():
         if key in metrics:

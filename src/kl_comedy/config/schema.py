@@ -243,8 +243,8 @@ class EvalConfig:
 
     ``kl``: measure exact KL, total variation and entropy on these completions, against the run's initial
     reference; ``kl-comedy evaluate`` takes ``reference`` instead (a config whose model it is, or a source).
-    ``suites``: evaluated beside the sets of ``data.eval``, with their own prompts and verifiers; ``data_root`` is the
-    folder of their files (open: by hub name).
+    ``suites``: evaluated beside the sets of ``data.eval``, with their own prompts and verifiers or by log-prob of their
+    choices; ``data_root`` is the folder of their files (open: by hub name).
     """
 
     samples: int = _at_least(1, 1)

@@ -6,10 +6,10 @@ Importing this room registers the suites of the package; a run's own sets are :f
 """
 
 from kl_comedy.evaluation import suites
-from kl_comedy.evaluation.evaluate import EvalResult, EvalSet, Measure, evaluate
+from kl_comedy.evaluation.evaluate import EvalResult, EvalSet, Measure, Result, evaluate
 from kl_comedy.evaluation.suites import get_suite, register_suite
 
 BUILT_IN = (suites,)
 """The module whose import registers the built-in suites."""
 
-__all__ = ["BUILT_IN", "EvalResult", "EvalSet", "Measure", "evaluate", "get_suite", "register_suite"]
+__all__ = ["BUILT_IN", "EvalResult", "EvalSet", "Measure", "Result", "evaluate", "get_suite", "register_suite"]

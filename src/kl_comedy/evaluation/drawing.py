@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-from kl_comedy.data.choices import LETTERS
 from kl_comedy.evaluation.canonical import canonical
-from kl_comedy.evaluation.likelihood import choice_logps
+from kl_comedy.evaluation.comparing import ask, compared
+from kl_comedy.evaluation.likelihood import ChoicePasses
 from kl_comedy.evaluation.plan import Plan, Shard
 from kl_comedy.evaluation.records import Records, Row
-from kl_comedy.records import Problem, Scored
+from kl_comedy.records import Scored
 from kl_comedy.rewards import RewardPool, RewardSum
 from kl_comedy.rollouts import RolloutBackend
-
-if TYPE_CHECKING:
-    from kl_comedy.models import LoadedModel
 
 GOLDS_CHECKED = 256
 """Answers that the verifier must be able to judge before anything is drawn: evenly spaced, a few seconds."""
@@ -75,38 +72,13 @@ def _record(plan: Plan, index: int, sample: int, scored: Scored) -> Row:
     }  # fmt: skip
 
 
-def likelihood_drawer(
-    plan: Plan, loaded: LoadedModel, *, budget: int, chunk_elements: int, share_prompt: bool
-) -> Drawer:
-    """A drawer for suites of kind ``likelihood``. ``budget``: padded tokens of a pass."""
+def likelihood_drawer(plan: Plan, passes: ChoicePasses) -> Drawer:
+    """A drawer for suites of kind ``likelihood``."""
 
     def draw(chunk: int) -> list[Row]:
         part = plan.part(chunk)
         prompts = plan.prompts[part.start : part.stop]
-        asked = [_continuations(plan, prompt.problem.meta["choices"]) for prompt in prompts]
-        spelled = [[plan.suite.delimiter + text for text in texts] for texts in asked]
-        found = choice_logps(
-            loaded, prompts, spelled, special=plan.template == "plain", budget=budget, chunk_elements=chunk_elements,
-            share_prompt=share_prompt,
-        )  # fmt: skip
-        return [
-            _compared(index, prompt.problem, texts, logps, prompt.text)
-            for index, prompt, texts, logps in zip(part, prompts, asked, found, strict=True)
-        ]
+        asked = ask(plan.suite, prompts, passes.loaded, template=plan.template)
+        return compared(asked, passes(asked.spelled), first=part.start)
 
     return draw
-
-
-def _continuations(plan: Plan, choices: Any) -> list[str]:
-    return list(choices) if plan.suite.score == "texts" else list(LETTERS[: len(choices)])
-
-
-def _compared(index: int, problem: Problem, texts: list[str], logps: list[float], prompt: str) -> Row:
-    """The likeliest choice, by log-prob and by log-prob per character; the first of equals."""
-    per_character = [logp / len(text) for logp, text in zip(logps, texts, strict=True)]
-    picked, picked_norm = (LETTERS[max(range(len(row)), key=row.__getitem__)] for row in (logps, per_character))
-    return {
-        "index": index, "id": problem.id, "gold": problem.answer, "picked": picked, "picked_norm": picked_norm,
-        "correct": picked == problem.answer, "correct_norm": picked_norm == problem.answer, "logps": logps,
-        "prompt": prompt,
-    }  # fmt: skip

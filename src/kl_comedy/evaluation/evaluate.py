@@ -15,6 +15,21 @@ class Scorer(Protocol):
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]: ...
 
 
+class Result(Protocol):
+    """What an evaluation on one set found, with or without completions."""
+
+    @property
+    def name(self) -> str: ...
+
+    def metrics(self) -> dict[str, float]:
+        """Under ``eval/<set>/...``."""
+        ...
+
+    def line(self) -> str:
+        """The few numbers worth watching."""
+        ...
+
+
 Measure = Callable[[Sequence[Scored]], Mapping[str, float]]
 """What else to say about completions: means by metric name, as in ``kl/exact_reverse_token``."""
 
@@ -56,6 +71,18 @@ class EvalResult:
             **{f"eval/{self.name}/{name}": value for name, value in self.measured.items()},
         }
 
+    def line(self) -> str:
+        """The few numbers worth watching."""
+        return f"reward {self.reward:.3f} ± {self.half_width:.3f} ({self.problems} problems, length {self.length:.1f})"
+
+
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
+    """The mean over problems and half of its 95% normal interval, 1.96 s / sqrt(problems)."""
+    n = len(values)
+    mean = sum(values) / n
+    variance = sum((x - mean) ** 2 for x in values) / max(n - 1, 1)
+    return mean, 1.96 * math.sqrt(variance / n)
+
 
 def evaluate(
     backend: RolloutBackend, scorer: Scorer, held_out: EvalSet, *, samples: int, sampling: Sampling, seed: int,
@@ -71,14 +98,13 @@ def evaluate(
     )
     n = len(held_out.prompts)
     means = [sum(row.reward.value for row in rows[i * samples : (i + 1) * samples]) / samples for i in range(n)]
-    mean = sum(means) / n
-    variance = sum((x - mean) ** 2 for x in means) / max(n - 1, 1)
+    mean, half_width = mean_and_half_width(means)
     return EvalResult(
         name=held_out.name,
         problems=n,
         samples=samples,
         reward=mean,
-        half_width=1.96 * math.sqrt(variance / n),
+        half_width=half_width,
         length=sum(len(row.rollout.completion_ids) for row in rows) / len(rows),
         truncated=sum(row.rollout.stop_reason == "length" for row in rows) / len(rows),
         measured=measure(rows) if measure else {},

@@ -18,7 +18,7 @@ from typing import Any
 
 from kl_comedy.config.suites import SuiteConfig
 from kl_comedy.data import data_hash
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import bad_value
 from kl_comedy.records import Prompt
 from kl_comedy.rollouts import Sampling
 
@@ -75,12 +75,6 @@ class Plan:
     model: Mapping[str, Any]
     chunk: int = CHUNK
     left_out: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.suite.kind == "likelihood":
-            lacking = [prompt.problem.id for prompt in self.prompts if not prompt.problem.meta.get("choices")]
-            if lacking:
-                raise UserError(f"suite {self.suite.name}: the problem {lacking[0]!r} has no choices to compare")
 
     @property
     def chunks(self) -> range:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kl_comedy.config.schema import DatasetConfig
 from kl_comedy.config.suites import TEMPLATES, SuiteConfig, SuiteFile
 from kl_comedy.data import RenderReport, load_problems, render
-from kl_comedy.data.choices import LETTERS
+from kl_comedy.data.choices import LETTERS, read_choices
 from kl_comedy.data.hub import Unreachable
 from kl_comedy.data.load import subset
 from kl_comedy.errors import UserError, bad_value
@@ -61,7 +61,8 @@ def suite_problems(
     """The suite's problems, their text as it is asked (without prompt), the first ``limit`` of them.
 
     Raises :class:`UserError` for a file that is missing or another one than the suite's, for rows without text or gold,
-    and for another number of problems than the suite has (data given by hand excepted).
+    for another number of problems than the suite has (data given by hand excepted), and where choices are to be
+    compared and a problem has none, more than there are letters, or a gold that is none of theirs.
     """
     config = _source(suite, root, own)
     key = f"suite {suite.name}"
@@ -78,8 +79,20 @@ def suite_problems(
             f"{key}: it has {suite.items} problems, and {config.path or config.name or config.dataset} gave "
             f"{len(problems)}; another version? --data {suite.name}=FILE takes a file as it is"
         )
+    if suite.kind == "likelihood":
+        for problem in problems:
+            _check_choices(problem, key)
     chosen = problems if limit is None else subset(problems, limit, 0)
     return [dataclasses.replace(problem, text=question(problem, suite)) for problem in chosen]
+
+
+def _check_choices(problem: Problem, key: str) -> None:
+    place, choices = f"{key}: the problem {problem.id!r}", problem.meta.get("choices")
+    if not choices:
+        raise UserError(f"{place} has no choices to compare")
+    letters = LETTERS[: len(read_choices(choices, field="choices", place=place))]
+    if problem.answer not in tuple(letters):
+        raise bad_value(f"{place}: answer", problem.answer, list(letters))
 
 
 def question(problem: Problem, suite: SuiteConfig) -> str:

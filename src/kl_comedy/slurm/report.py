@@ -59,8 +59,9 @@ def _measured(sweep: Sweep, row: CellStatus) -> dict[str, float]:
     if summary is not None and row.state == "FINISHED":
         last = summary.get("metrics", {})
         found |= {name: float(last[name]) for name in LAST_METRICS if name in last}
-        for name, history in summary.get("evaluations", {}).items():
-            found[f"eval/{name}/reward"] = float(history[max(history, key=int)])
+        for kept, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
+            for name, history in summary.get(kept, {}).items():
+                found[f"eval/{name}/{score}"] = float(history[max(history, key=int)])
     for item in _read(sweep.evaluation(row.cell)) or []:
         found |= _scores(item)
     return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -11,6 +11,7 @@ from kl_comedy.config import Config
 from kl_comedy.data import data_hash, decontaminate, load_problems, render
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet
+from kl_comedy.evaluation.comparing import ChoiceSet
 from kl_comedy.kl import KLTerm, resolve_terms, warnings
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.footprint import head_chunk
@@ -35,12 +36,13 @@ log = logging.getLogger("kl_comedy")
 
 @dataclass(frozen=True, kw_only=True)
 class Problems:
-    """Training prompts and evaluation sets, with what was dropped on the way."""
+    """Training prompts and evaluation sets (``compared``: by log-prob), with what was dropped on the way."""
 
     train: Sequence[Prompt]
     evals: Sequence[EvalSet]
     counts: Mapping[str, int]
     hashes: Mapping[str, str]
+    compared: Sequence[ChoiceSet] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +187,11 @@ def _with_suites(
 ) -> Problems:  # fmt: skip
     """The run's sets and those of its suites, which share the workers of its rewards."""
     own = render_all(config, raw, loaded)
-    sets, counts, hashes = suite_sets(config, raw.suites, loaded, pool=rewards.pool, world=world)
+    found = suite_sets(config, raw.suites, loaded, pool=rewards.pool, world=world)
     return Problems(
-        train=own.train, evals=[*own.evals, *sets], counts={**own.counts, **counts}, hashes={**own.hashes, **hashes}
-    )
+        train=own.train, evals=[*own.evals, *found.drawn], compared=found.compared,
+        counts={**own.counts, **found.counts}, hashes={**own.hashes, **found.hashes},
+    )  # fmt: skip
 
 
 GOLDS_CHECKED = 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from signal import SIGTERM
 from typing import Any
 
@@ -11,7 +11,9 @@ import lightning
 from lightning.pytorch.callbacks import Callback
 
 from kl_comedy.errors import RunFailed
-from kl_comedy.evaluation import EvalResult, evaluate
+from kl_comedy.evaluation import EvalSet, Result, evaluate
+from kl_comedy.evaluation.comparing import ChoiceSet, compare
+from kl_comedy.evaluation.likelihood import choice_passes
 from kl_comedy.records import Scored
 from kl_comedy.tracking import Tracker
 from kl_comedy.training.build import Parts, eval_sampling
@@ -61,14 +63,19 @@ class MetricsCallback(Callback):
 
 
 class EvaluationCallback(Callback):
-    """Evaluation on every set at the start, every ``eval_every`` updates, and at the end."""
+    """Evaluation on every set at the start, every ``eval_every`` updates, and at the end.
 
-    def __init__(self, parts: Parts, tracker: Tracker, show: Callable[[EvalResult, int], None]) -> None:
+    ``history``: mean rewards by set and update; ``accuracies``: those of suites by log-prob, which have no reward.
+    """
+
+    def __init__(self, parts: Parts, tracker: Tracker, show: Callable[[Result, int], None]) -> None:
         self._parts, self._tracker, self._show = parts, tracker, show
         self._measure = completion_measure(
             parts.config, loaded=parts.loaded, reference=parts.references["initial"], world=parts.world
         )
+        self._passes = choice_passes(parts.config, parts.loaded, parts.world)
         self.history: dict[str, dict[int, float]] = {}
+        self.accuracies: dict[str, dict[int, float]] = {}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if self._parts.config.eval.at_start and pl_module.version == 0:
@@ -83,29 +90,48 @@ class EvaluationCallback(Callback):
             self.run(trainer, pl_module)
 
     def run(self, trainer: lightning.Trainer, module: PolicyModule) -> None:
-        config = self._parts.config
         for held_out in self._parts.problems.evals:
             with trainer.precision_plugin.forward_context():
-                result = evaluate(
-                    self._parts.backend, self._parts.scorer, held_out, samples=config.eval.samples,
-                    sampling=eval_sampling(config), seed=derive_seed(config.seed, f"eval/{held_out.name}", 0),
-                    measure=self._measure,
-                )  # fmt: skip
-            self._tracker.log(result.metrics(), step=module.version)
-            self._tracker.table(f"eval/{result.name}", sample_rows(result.rows), step=module.version)
-            self.history.setdefault(result.name, {})[module.version] = result.reward
-            self._show(result, module.version)
+                self._draw(held_out, module.version)
+        for asked in self._parts.problems.compared:
+            with trainer.precision_plugin.forward_context():
+                self._compare(asked, module.version)
+
+    def _draw(self, held_out: EvalSet, version: int) -> None:
+        config = self._parts.config
+        result = evaluate(
+            self._parts.backend, self._parts.scorer, held_out, samples=config.eval.samples,
+            sampling=eval_sampling(config), seed=derive_seed(config.seed, f"eval/{held_out.name}", 0),
+            measure=self._measure,
+        )  # fmt: skip
+        self._keep(result, version, result.reward, self.history)
+        self._tracker.table(f"eval/{result.name}", sample_rows(result.rows), step=version)
+
+    def _compare(self, asked: ChoiceSet, version: int) -> None:
+        result = compare(self._passes, asked)
+        self._keep(result, version, result.accuracy, self.accuracies)
+        self._tracker.table(f"choices/{result.name}", list(result.rows[:SAMPLE_ROWS]), step=version)
+
+    def _keep(self, result: Result, version: int, value: float, history: dict[str, dict[int, float]]) -> None:
+        self._tracker.log(result.metrics(), step=version)
+        history.setdefault(result.name, {})[version] = value
+        self._show(result, version)
 
     def reward_at(self, version: int) -> float | None:
-        """The mean reward over the sets evaluated at ``version``; None where none was."""
+        """The mean reward over the sets evaluated at ``version``, suites by log-prob aside; None where none was."""
         found = [values[version] for values in self.history.values() if version in values]
         return sum(found) / len(found) if found else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": {name: dict(values) for name, values in self.history.items()}}
+        return {"history": _copied(self.history), "accuracies": _copied(self.accuracies)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history = {name: dict(values) for name, values in state_dict["history"].items()}
+        self.history = _copied(state_dict["history"])
+        self.accuracies = _copied(state_dict.get("accuracies", {}))  # none in checkpoints of earlier versions
+
+
+def _copied(history: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
+    return {name: dict(values) for name, values in history.items()}
 
 
 class CheckpointCallback(Callback):

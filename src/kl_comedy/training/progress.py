@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kl_comedy.evaluation import EvalResult
+from kl_comedy.evaluation import Result
 
 PLAIN_EVERY_S = 5.0
 """Without a terminal: at most one line per this many seconds, and always the last."""
@@ -67,12 +67,9 @@ class ProgressCallback(Callback):
             left = (now - self._started) / done * (self._steps - pl_module.version)
             self._console.print(f"update {pl_module.version}/{self._steps}  {line}  {left:.0f} s left", soft_wrap=True)
 
-    def show_evaluation(self, result: EvalResult, step: int) -> None:
-        self._console.print(
-            f"eval {result.name} at update {step}: reward {result.reward:.3f} ± {result.half_width:.3f} "
-            f"({result.problems} problems, length {result.length:.1f})",
-            soft_wrap=True, highlight=False,
-        )  # fmt: skip
+    def show_evaluation(self, result: Result, step: int) -> None:
+        line = f"eval {result.name} at update {step}: {result.line()}"
+        self._console.print(line, soft_wrap=True, highlight=False)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         self.close()

@@ -206,8 +206,8 @@ def _fit_and_write(
         raise RunFailed(f"{reason}; with room for it: kl-comedy export {run.path} FOLDER") from error
     summary = _end(
         run, tracker, "FINISHED", None, config, command,
-        metrics=module.last_metrics, evaluations=evaluation.history, seconds=time.monotonic() - started,
-        run_id=tracker.run_id,
+        metrics=module.last_metrics, evaluations=evaluation.history, accuracies=evaluation.accuracies,
+        seconds=time.monotonic() - started, run_id=tracker.run_id,
     )  # fmt: skip
     return Outcome(run=run, summary=summary)
 

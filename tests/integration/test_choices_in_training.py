@@ -1,0 +1,172 @@
+"""Suites by log-prob in `eval.suites` of a run: the numbers of `kl-comedy evaluate`, whoever computes them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from test_distributed import over
+from test_training import go, metrics_of, weights_of
+
+from kl_comedy.config import load_config
+from kl_comedy.evaluation.plan import CHUNK
+from kl_comedy.slurm.manifest import Sweep
+from kl_comedy.slurm.report import _measured
+from kl_comedy.slurm.status import CellStatus
+from kl_comedy.training import callbacks
+from kl_comedy.training.build import load_raw
+from kl_comedy.training.checkpoints import best, manifest
+
+TINY = Path(__file__).with_name("tiny.yaml")
+PROBLEMS = CHUNK + 8
+SUITE = {"kind": "likelihood", "file": {"path": "own.jsonl"}, "score": "texts", "template": "plain", "delimiter": ""}
+NAMES = ("accuracy", "accuracy_half_width", "accuracy_norm", "accuracy_norm_half_width")
+WORDS = ("train.steps=2", "train.eval_every=1", "eval.kl=false", "data.eval.heldout.limit=4", "train.threads=1")
+
+
+def problem(n, **changes):
+    right = str(n + n % 7)
+    return {
+        "id": str(n),
+        "problem": f"{n}+{n % 7}=",
+        "choices": [right, right[::-1] + "1", "0"],
+        "answer": "A",
+    } | changes
+
+
+def write_suite(folder, name="pick", rows=None, **changes):
+    rows = [problem(n) for n in range(PROBLEMS)] if rows is None else rows
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    suite = {**SUITE, "file": {"path": f"{name}.jsonl"}, **changes}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(suite))
+    return folder / f"{name}.yaml"
+
+
+@pytest.fixture
+def pick(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KL_COMEDY_DATA", raising=False)
+    return write_suite(tmp_path)
+
+
+def table(run, step, name="pick"):
+    return json.loads((run / f"tables/choices/{name}/{step}.json").read_text())
+
+
+def test_a_run_watches_what_evaluate_measures_item_by_item(kl_comedy, pick, monkeypatch):
+    monkeypatch.setattr(callbacks, "SAMPLE_ROWS", PROBLEMS)
+    code, out, err = kl_comedy("train", TINY, *WORDS, "eval.suites=[pick.yaml]", "train.microbatch_tokens=64")
+    assert code == 0, err
+    (run,) = Path("runs").glob("tiny-*")
+    spool = [json.loads(line) for line in (run / "spool.jsonl").read_text().splitlines()]
+    said = " ".join((out + err).split())
+    logged = {}
+    for event in spool:
+        if event.get("kind") == "metrics":
+            logged.setdefault(event["step"], {}).update(event["data"])
+    summary = json.loads((run / "summary.json").read_text())
+    for step in (0, 1, 2):
+        assert {name for name in logged[step] if "pick" in name} == {f"eval/pick/{name}" for name in NAMES}
+        accuracy, half = (logged[step][f"eval/pick/{name}"] for name in NAMES[:2])
+        assert summary["accuracies"]["pick"][str(step)] == accuracy
+        assert (
+            f"eval pick at update {step}: accuracy {accuracy:.3f} ± {half:.3f} ({PROBLEMS} problems, by log-prob)"
+            in said
+        )
+    assert set(summary["evaluations"]) == {"heldout"} and "pick accuracy" in said
+    for target, step in ((run, 2), (next(run.glob("checkpoints/step-*1.ckpt")), 1)):
+        code, out, err = kl_comedy("evaluate", target, "--suite", "pick.yaml", "--format", "json")
+        assert code == 0, err
+        (row,) = json.loads(out)
+        items = [json.loads(line) for line in (Path(row["records"]) / "items.jsonl").read_text().splitlines()]
+        assert len(items) == PROBLEMS and items == table(run, step)
+        for name in ("accuracy", "accuracy_norm"):
+            assert row[name] == pytest.approx(logged[step][f"eval/pick/{name}"])
+            assert logged[step][f"eval/pick/{name}_half_width"] == pytest.approx(1.96 * row[f"{name}_se"])
+    assert len({json.dumps(table(run, step)) for step in (0, 1, 2)}) == 3, "training moves the log-probs"
+
+
+def test_it_moves_nothing_in_the_run(tmp_path, pick):
+    """No random number is drawn, and no evaluation by log-prob chooses the best checkpoint."""
+    with_it = go(tmp_path / "with", *WORDS, f"eval.suites=[{pick}]").run
+    without = go(tmp_path / "without", *WORDS).run
+    mine = {key: value for key, value in metrics_of(with_it).items() if "/pick/" not in key[1]}
+    assert mine == metrics_of(without) and weights_of(with_it) == weights_of(without)
+    ours, theirs = (best(run.checkpoints) for run in (with_it, without))
+    assert ours.name == theirs.name and manifest(ours)["reward"] == manifest(theirs)["reward"]
+
+
+def test_a_resumed_run_remembers_its_accuracies(tmp_path, pick):
+    words = (*WORDS, f"eval.suites=[{pick}]", "train.keep_checkpoints=2")
+    first = go(tmp_path, *words)
+    (first.run.path / "summary.json").unlink()
+    newest = next(first.run.checkpoints.glob("step-*2.ckpt"))
+    (newest / "state.pt").unlink()  # damaged: the run goes on from update 1
+    again = go(tmp_path, *words, "resume=auto")
+    assert again.run.path == first.run.path
+    assert again.summary["accuracies"] == first.summary["accuracies"]
+    assert set(again.summary["accuracies"]["pick"]) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp1", marks=pytest.mark.slow)]
+)
+def test_two_processes_find_what_one_finds(tmp_path, monkeypatch, strategy):
+    """Nine passes: the last has no partner, so one process passes something for the sake of the other."""
+    for name in ("alone", strategy):
+        (tmp_path / name).mkdir()
+    suite = write_suite(tmp_path, rows=[problem(n) for n in range(9)])
+    words = (f"eval.suites=[{suite}]", "train.steps=1", "train.eval_every=0", "data.eval.heldout.limit=2",
+             "train.microbatch_tokens=8", "model.options={preset: tiny}")  # fmt: skip
+    alone = go(tmp_path / "alone", *words).run
+    together = over(tmp_path / strategy, strategy, *words[:-2], words[-1], "train.microbatch_tokens=8")
+    for step in (0, 1):
+        for mine, theirs in zip(table(together.path, step), table(alone.path, step), strict=True):
+            assert mine.pop("logps") == pytest.approx(theirs.pop("logps"), abs=1e-4)
+            assert mine == theirs
+    mine, theirs = metrics_of(together), metrics_of(alone)
+    for name in NAMES:
+        assert mine[1, f"eval/pick/{name}"] == theirs[1, f"eval/pick/{name}"]
+
+
+MISTAKES = {
+    "no choices": ({"rows": [{"problem": "1+1=", "answer": "2"}]}, "has no choices to compare"),
+    "too many choices": ({"rows": [problem(1, choices=list(map(str, range(27))))]}, "2 to 26 choices"),
+    "a gold that is none": ({"rows": [problem(1, answer="D")]}, "must be a letter"),
+    "a space in front": ({"delimiter": " "}, "cannot spell"),
+    "another file": ({"file": {"path": "pick.jsonl", "sha256": "0" * 64}}, "another file than the suite pick names"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", MISTAKES)
+def test_a_mistake_is_one_sentence_before_the_run_begins(kl_comedy, pick, tmp_path, changes):
+    keys, says = MISTAKES[changes]
+    write_suite(tmp_path, **keys)
+    code, _, err = kl_comedy("train", TINY, "eval.suites=[pick.yaml]")
+    assert code == 2 and says in " ".join(err.split()) and "Traceback" not in err, err
+    assert not Path("runs").exists()
+
+
+def test_a_folder_without_the_suite_s_file_is_said(kl_comedy, pick, tmp_path):
+    code, _, err = kl_comedy("train", TINY, "eval.suites=[mmlu_stem_likelihood]", f"eval.data_root={tmp_path}")
+    assert code == 2 and "an existing file for the suite mmlu_stem_likelihood" in " ".join(err.split())
+    assert not Path("runs").exists()
+
+
+def test_what_a_suite_asks_too_is_taken_out_of_training(tmp_path, pick):
+    rows = [problem(n, problem=f"{1 + n // 9}+{1 + n % 9}+1=") for n in range(81)]
+    raw = load_raw(load_config(TINY, [f"eval.suites=[{write_suite(tmp_path, 'asked', rows)}]"]))
+    assert raw.counts["decontaminated.asked"] > 0
+    assert not {found.text for found in raw.train} & {row["problem"] for row in rows}
+
+
+def test_a_sweep_s_report_has_the_accuracy(tmp_path):
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"evaluations": {"heldout": {"0": 0.5, "10": 0.7}}, "accuracies": {"pick": {"0": 0.2, "10": 0.3}}})
+    )
+    row = CellStatus(
+        cell=0, name="a", seed=0, state="FINISHED", step=10, steps=10, reward=None, evaluated=False, node="", job="",
+        attempts=1, why="", run=str(tmp_path),
+    )  # fmt: skip
+    sweep = Sweep(path=tmp_path, manifest=None)
+    assert _measured(sweep, row) == {"eval/heldout/reward": 0.7, "eval/pick/accuracy": 0.3}
