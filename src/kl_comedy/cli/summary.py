@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from kl_comedy.training.run import Outcome
 
@@ -29,7 +30,8 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     ]
     seconds = summary.get("seconds")
     title = f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}"
-    console.print(Panel("\n".join(lines), title=title + (f" in {seconds:.0f} s" if seconds else ""), expand=False))
+    told = Text("\n".join(lines))  # a command may hold brackets, which are no markup
+    console.print(Panel(told, title=title + (f" in {seconds:.0f} s" if seconds else ""), expand=False))
 
 
 def _row(summary: dict[str, Any]) -> Table:
