@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
+from choice_suite import problem, write_suite
 from test_distributed import over
 from test_training import go, metrics_of, weights_of
 
@@ -19,34 +19,16 @@ from kl_comedy.training.checkpoints import best, manifest
 
 TINY = Path(__file__).with_name("tiny.yaml")
 PROBLEMS = CHUNK + 8
-SUITE = {"kind": "likelihood", "file": {"path": "own.jsonl"}, "score": "texts", "template": "plain", "delimiter": ""}
+ROWS = [problem(n) for n in range(1, PROBLEMS + 1)]
 NAMES = ("accuracy", "accuracy_half_width", "accuracy_norm", "accuracy_norm_half_width")
 WORDS = ("train.steps=2", "train.eval_every=1", "eval.kl=false", "data.eval.heldout.limit=4", "train.threads=1")
-
-
-def problem(n, **changes):
-    right = str(n + n % 7)
-    return {
-        "id": str(n),
-        "problem": f"{n}+{n % 7}=",
-        "choices": [right, right[::-1] + "1", "0"],
-        "answer": "A",
-    } | changes
-
-
-def write_suite(folder, name="pick", rows=None, **changes):
-    rows = [problem(n) for n in range(PROBLEMS)] if rows is None else rows
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    suite = {**SUITE, "file": {"path": f"{name}.jsonl"}, **changes}
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(suite))
-    return folder / f"{name}.yaml"
 
 
 @pytest.fixture
 def pick(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KL_COMEDY_DATA", raising=False)
-    return write_suite(tmp_path)
+    return write_suite(tmp_path, ROWS)
 
 
 def table(run, step, name="pick"):
@@ -108,18 +90,19 @@ def test_a_resumed_run_remembers_its_accuracies(tmp_path, pick):
     assert set(again.summary["accuracies"]["pick"]) == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp1", marks=pytest.mark.slow)]
-)
-def test_two_processes_find_what_one_finds(tmp_path, monkeypatch, strategy):
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+def test_two_processes_find_what_one_finds(tmp_path, strategy):
     """Nine passes: the last has no partner, so one process passes something for the sake of the other."""
     for name in ("alone", strategy):
         (tmp_path / name).mkdir()
-    suite = write_suite(tmp_path, rows=[problem(n) for n in range(9)])
-    words = (f"eval.suites=[{suite}]", "train.steps=1", "train.eval_every=0", "data.eval.heldout.limit=2",
-             "train.microbatch_tokens=8", "model.options={preset: tiny}")  # fmt: skip
+    suite = write_suite(tmp_path, ROWS[:9])
+    words = (
+        f"eval.suites=[{suite}]", "train.steps=1", "train.eval_every=0", "data.eval.heldout.limit=2",
+        "train.microbatch_tokens=8",
+    )  # fmt: skip
     alone = go(tmp_path / "alone", *words).run
-    together = over(tmp_path / strategy, strategy, *words[:-2], words[-1], "train.microbatch_tokens=8")
+    together = over(tmp_path / strategy, strategy, *words)
     for step in (0, 1):
         for mine, theirs in zip(table(together.path, step), table(alone.path, step), strict=True):
             assert mine.pop("logps") == pytest.approx(theirs.pop("logps"), abs=1e-4)
@@ -141,7 +124,7 @@ MISTAKES = {
 @pytest.mark.parametrize("changes", MISTAKES)
 def test_a_mistake_is_one_sentence_before_the_run_begins(kl_comedy, pick, tmp_path, changes):
     keys, says = MISTAKES[changes]
-    write_suite(tmp_path, **keys)
+    write_suite(tmp_path, **{"rows": ROWS, **keys})
     code, _, err = kl_comedy("train", TINY, "eval.suites=[pick.yaml]")
     assert code == 2 and says in " ".join(err.split()) and "Traceback" not in err, err
     assert not Path("runs").exists()
@@ -155,7 +138,7 @@ def test_a_folder_without_the_suite_s_file_is_said(kl_comedy, pick, tmp_path):
 
 def test_what_a_suite_asks_too_is_taken_out_of_training(tmp_path, pick):
     rows = [problem(n, problem=f"{1 + n // 9}+{1 + n % 9}+1=") for n in range(81)]
-    raw = load_raw(load_config(TINY, [f"eval.suites=[{write_suite(tmp_path, 'asked', rows)}]"]))
+    raw = load_raw(load_config(TINY, [f"eval.suites=[{write_suite(tmp_path, rows, name='asked')}]"]))
     assert raw.counts["decontaminated.asked"] > 0
     assert not {found.text for found in raw.train} & {row["problem"] for row in rows}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from choice_suite import problem, write_suite
 from safetensors.torch import load_file
 from test_training import TINY, go, metrics_of
 
@@ -109,8 +110,12 @@ def until_checkpoint(folder, process, step):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
 def test_two_processes_train_what_one_trains(tmp_path, strategy):
-    alone = go(tmp_path / "alone", *COMMON, *MIXED, "train.steps=4").run
-    assert_same(over(tmp_path / strategy, strategy, *MIXED, "train.steps=4"), alone, atol=1e-5)
+    suite = write_suite(tmp_path, [problem(n) for n in range(1, 13)])  # 3 passes: one has no partner
+    words = [*MIXED, "train.steps=4", f"eval.suites=[{suite}]"]
+    alone = go(tmp_path / "alone", *COMMON, *words).run
+    assert metrics_of(alone)[4, "eval/pick/accuracy_half_width"] > 0
+    (tmp_path / strategy).mkdir()
+    assert_same(over(tmp_path / strategy, strategy, *words), alone, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
