@@ -155,15 +155,15 @@ def test_clamps_are_counted():
 
 def test_a_window_keeps_the_last_ratios():
     delta_BT = torch.tensor([[1.0, 2.0, 4.0]])
-    assert weights_of("prefix", delta_BT, window=2).log().tolist() == [[1.0, 3.0, 6.0]]
-    assert weights_of("prefix_previous", delta_BT, window=1).log().tolist() == [[0.0, 1.0, 2.0]]
+    assert weights_of("prefix", delta_BT, window=2).log()[0].tolist() == pytest.approx([1.0, 3.0, 6.0])
+    assert weights_of("prefix_previous", delta_BT, window=1).log()[0].tolist() == pytest.approx([0.0, 1.0, 2.0])
     assert torch.equal(weights_of("prefix", delta_BT, window=9), weights_of("prefix", delta_BT))
 
 
 def test_a_cap_on_each_ratio_bounds_the_product():
     delta_BT = torch.tensor([[1.0, -1.0, 2.0]])
     capped = weights_of("prefix", delta_BT, cap=1.0, cap_mode="each")
-    assert capped.log().tolist() == [[0.0, -1.0, -1.0]]
+    assert capped.log()[0].tolist() == pytest.approx([0.0, -1.0, -1.0])
 
 
 @pytest.mark.parametrize(

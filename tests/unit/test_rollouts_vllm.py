@@ -151,7 +151,7 @@ def test_the_probe_sees_a_stale_head_and_a_missing_temperature():
         return probe.ProbeAnswer(fixed=tuple(fixed), sampled_ids=(5, 6), sampled=tuple(sampled))
 
     assert probe.gap(reference, answer(0.5)) < 1e-6
-    assert probe.gap(reference, answer(1.0)) > 1e-3
+    assert probe.gap(reference, answer(1.0)) > 1e-2
     assert probe.gap(reference, answer(0.5, [float("nan"), *fixed[1:]])) == float("inf")
     with torch.no_grad():
         policy.model.lm_head.weight.add_(0.1 * torch.randn_like(policy.model.lm_head.weight))
