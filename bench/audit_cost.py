@@ -34,9 +34,9 @@ def timed_run(config: Any) -> tuple[list[float], list[float]]:
     import torch
     from rich.console import Console
 
-    from kl_comedy.training.audit.callback import AuditCallback
+    from kl_comedy.lab.audit.callback import AuditCallback
+    from kl_comedy.training.experience import ExperienceStream
     from kl_comedy.training.run import train
-    from kl_comedy.training.stream import ExperienceStream
 
     marks: list[float] = []
     audits: dict[int, float] = {}
@@ -63,26 +63,38 @@ def measure(path: str, overrides: list[str], terms: str, every: int, audits: int
     """One run of ``audits`` audits and their share, after a warm-up: the first update, and the first audit, which
     makes the check of beta as well (once a process)."""
     from kl_comedy.config import load_config
-    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     with tempfile.TemporaryDirectory(prefix="audit_cost_") as folder:
         config = load_config(
             path,
             [
-                f"audit.every={every}", f"audit.terms={terms}", f"train.steps={(audits + 1) * every + 2}",
-                "train.checkpoint_every=0", "eval.at_start=false", "eval.at_end=false", "train.eval_every=0",
+                f"audit.every={every}",
+                f"audit.terms={terms}",
+                f"train.steps={(audits + 1) * every + 2}",
+                "train.checkpoint_every=0",
+                "eval.at_start=false",
+                "eval.at_end=false",
+                "train.eval_every=0",
                 "train.samples_every=0",
-                f"output={folder}", f"tracking.uri=sqlite:///{folder}/mlflow.db", *overrides,
+                f"output={folder}",
+                f"tracking.uri=sqlite:///{folder}/mlflow.db",
+                *overrides,
             ],
-        )  # fmt: skip
+        )
         updates, found = timed_run(config)
     update, one = statistics.median(updates[1:]), statistics.median(found[1:])
     return {
-        "update_cpu_s": update, "audit_cpu_s": one, "first_audit_cpu_s": found[0], "every": every,
-        "audits": len(found) - 1, "updates": len(updates) - 1, "share": one / (every * update),
+        "update_cpu_s": update,
+        "audit_cpu_s": one,
+        "first_audit_cpu_s": found[0],
+        "every": every,
+        "audits": len(found) - 1,
+        "updates": len(updates) - 1,
+        "share": one / (every * update),
         "completions": config.rollout.prompts_per_batch * config.rollout.group_size,
         "samples": config.audit.samples,
-    }  # fmt: skip
+    }
 
 
 def page(command: str, path: str, found: dict[str, dict[str, Any]]) -> str:

@@ -21,7 +21,7 @@ REGIMES = ("on_policy", "off_policy")
 def enumerate_matrix() -> str:
     """Every cell on- and off-policy, tabular and with shared parameters; raises where a claim does not hold."""
     from kl_comedy.kl import TARGETS, claimed_target
-    from kl_comedy.kl.matrix import cells
+    from kl_comedy.kl.claims import cells
     from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, target_gradient
 
     tree, terms = Tree.build(vocabulary=VOCABULARY, length=LENGTH), cells()

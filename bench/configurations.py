@@ -28,33 +28,36 @@ SETTINGS = {
 }
 KINDS = ("k1", "k2", "k3", "abs")
 SETTINGS |= {
-    f"{count} terms in loss": "[" + ", ".join(
-        f"{{estimator: {KINDS[n % 4]}, placement: loss, beta: {0.01 * (1 + n)}}}" for n in range(count)
-    ) + "]"
+    f"{count} terms in loss": "["
+    + ", ".join(f"{{estimator: {KINDS[n % 4]}, placement: loss, beta: {0.01 * (1 + n)}}}" for n in range(count))
+    + "]"
     for count in (2, 4, 8, 16)
-}  # fmt: skip
+}
 REPEATS = 7
 OUT = Path(__file__).parents[1] / "results" / "speed" / "configurations.md"
 
 
 def prepared(config: Any, folder: Path) -> Any:
     """The module of a run, as training makes it."""
-    from kl_comedy.training.build import build
+    from kl_comedy.training.build import build, stream_for
     from kl_comedy.training.module import PolicyModule
     from kl_comedy.training.run import trainer_for
-    from kl_comedy.training.sources import stream_for
 
     parts = build(config)
     stream = stream_for(parts, trainer_for(parts, [], folder).precision_plugin.forward_context)
     return PolicyModule(
-        config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
+        config,
+        loaded=parts.loaded,
+        references=parts.references,
+        terms=parts.terms,
+        stream=stream,
         backend=parts.backend,
-    )  # fmt: skip
+    )
 
 
 def learn(module: Any, rows: Any, *, measure: bool) -> float:
     """CPU seconds of everything but sampling, scoring and the optimizer's step."""
-    from kl_comedy.training.losses import micro_loss
+    from kl_comedy.training.loss import micro_loss
     from kl_comedy.training.prepare import prepare
 
     began = time.process_time()
@@ -70,7 +73,7 @@ def learn(module: Any, rows: Any, *, measure: bool) -> float:
 
 def main(path: str) -> None:
     from kl_comedy.config import load_config
-    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -90,11 +93,14 @@ def main(path: str) -> None:
                     found[name].append(spent)
     plain = statistics.median(found["no KL"])
     lines = [
-        "# What a KL configuration costs", "",
+        "# What a KL configuration costs",
+        "",
         f"`python bench/configurations.py {path}`: {len(rows)} completions, one thread; without KL, sampling and "
-        f"scoring {sampling:.2f} CPU s, learning {plain:.2f} CPU s. Medians of {REPEATS} (smallest to largest).", "",
-        "| KL | learning, CPU s | of the update without KL |", "|---|---:|---:|",
-    ]  # fmt: skip
+        f"scoring {sampling:.2f} CPU s, learning {plain:.2f} CPU s. Medians of {REPEATS} (smallest to largest).",
+        "",
+        "| KL | learning, CPU s | of the update without KL |",
+        "|---|---:|---:|",
+    ]
     for name, values in found.items():
         share = (statistics.median(values) - plain) / (plain + sampling)
         spread = f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"

@@ -19,14 +19,18 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kl_comedy.models.products import VARIABLE
+from kl_comedy.models.onednn_linear import VARIABLE
 
 BASE = {"prompts": 2, "group": 8, "prompt": 96, "length": 48, "vocabulary": 4096, "hidden": 128, "layers": 4}
 CURVES: dict[str, list[int]] = {
-    "prompts": [1, 2, 4, 8], "group": [2, 4, 8, 16, 32], "prompt": [48, 96, 192, 384, 768],
-    "length": [24, 48, 96, 192, 384], "vocabulary": [1024, 4096, 16384, 65536], "hidden": [64, 128, 256, 512],
+    "prompts": [1, 2, 4, 8],
+    "group": [2, 4, 8, 16, 32],
+    "prompt": [48, 96, 192, 384, 768],
+    "length": [24, 48, 96, 192, 384],
+    "vocabulary": [1024, 4096, 16384, 65536],
+    "hidden": [64, 128, 256, 512],
     "layers": [2, 4, 8, 16],
-}  # fmt: skip
+}
 REPEATS = 3
 
 
@@ -35,10 +39,16 @@ def model_of(size: dict[str, int]) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=size["vocabulary"], hidden_size=size["hidden"], intermediate_size=3 * size["hidden"],
-        num_hidden_layers=size["layers"], num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-        eos_token_id=None, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=size["vocabulary"],
+        hidden_size=size["hidden"],
+        intermediate_size=3 * size["hidden"],
+        num_hidden_layers=size["layers"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
     return LlamaForCausalLM(config)
 
 
@@ -69,8 +79,7 @@ def sampler(size: dict[str, int]) -> Callable[[], None]:
     from kl_comedy.models.attention import adopt
     from kl_comedy.records import Problem, Prompt
     from kl_comedy.rollouts import Sampling
-    from kl_comedy.rollouts.decoding import decode
-    from kl_comedy.rollouts.steps import StopStrings
+    from kl_comedy.rollouts.decoding import StopStrings, decode
 
     model = model_of(size).eval()
     adopt(model)
@@ -83,9 +92,15 @@ def sampler(size: dict[str, int]) -> Callable[[], None]:
     @torch.no_grad()
     def work() -> None:
         decode(
-            model, prompts, family, sampling=sampling, uniform_BT=uniform_BT, ends=(), stops=StopStrings(None, ()),
+            model,
+            prompts,
+            family,
+            sampling=sampling,
+            uniform_BT=uniform_BT,
+            ends=(),
+            stops=StopStrings(None, ()),
             version=lambda: 0,
-        )  # fmt: skip
+        )
 
     return work
 
@@ -133,10 +148,14 @@ def points() -> Iterator[dict[str, Any]]:
             size = {**BASE, axis: value}
             learn, draw = learner(size), sampler(size)
             yield {
-                "axis": axis, "value": value, "learn_mflop": operations(learn) / 1e6, "learn_s": seconds(learn),
-                "learn_kept_mib": bytes_kept(learn) / 2**20, "sample_mflop": operations(draw) / 1e6,
+                "axis": axis,
+                "value": value,
+                "learn_mflop": operations(learn) / 1e6,
+                "learn_s": seconds(learn),
+                "learn_kept_mib": bytes_kept(learn) / 2**20,
+                "sample_mflop": operations(draw) / 1e6,
                 "sample_s": seconds(draw),
-            }  # fmt: skip
+            }
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -67,9 +67,11 @@ def write_suites(folder: Path, asked: argparse.Namespace) -> None:
         "gsm8k": {"extends": "gsm8k", "max_new_tokens": asked.tokens},
         "mmlu_letters": {"extends": "mmlu_college_physics_likelihood"},
         "mmlu_texts": {
-            "extends": "mmlu_college_biology_likelihood", "text": "Question: {text}\nAnswer:", "score": "texts",
+            "extends": "mmlu_college_biology_likelihood",
+            "text": "Question: {text}\nAnswer:",
+            "score": "texts",
         },
-    }  # fmt: skip
+    }
     for name, keys in suites.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(keys))
 
@@ -77,10 +79,23 @@ def write_suites(folder: Path, asked: argparse.Namespace) -> None:
 def ours(suite: str, asked: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Our scores and records, by the command a user types."""
     command = [
-        sys.executable, "-m", "kl_comedy.cli", "evaluate", asked.model, "--suite", str(folder / f"{suite}.yaml"),
-        "--data-root", str(asked.data_root.resolve()), "--limit", str(getattr(asked, PARTS[suite])), "--out",
-        str(folder / "ours"), "--format", "json", "tracking.uri=none",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "kl_comedy.cli",
+        "evaluate",
+        asked.model,
+        "--suite",
+        str(folder / f"{suite}.yaml"),
+        "--data-root",
+        str(asked.data_root.resolve()),
+        "--limit",
+        str(getattr(asked, PARTS[suite])),
+        "--out",
+        str(folder / "ours"),
+        "--format",
+        "json",
+        "tracking.uri=none",
+    ]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     (row,) = json.loads(done.stdout)
     lines = (Path(row["records"]) / "items.jsonl").read_text().splitlines()
@@ -98,10 +113,16 @@ def theirs(suite: str, rows: Sequence[Mapping[str, Any]], asked: argparse.Namesp
     task["dataset_kwargs"] = {"data_files": {"test": str(data)}}
     task |= generative(asked) if suite == "gsm8k" else multiple_choice(suite)
     return lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": asked.model, "dtype": "float32"}, tasks=[task],
-        batch_size=8, device="cpu", bootstrap_iters=0, log_samples=True, apply_chat_template=suite == "gsm8k",
+        model="hf",
+        model_args={"pretrained": asked.model, "dtype": "float32"},
+        tasks=[task],
+        batch_size=8,
+        device="cpu",
+        bootstrap_iters=0,
+        log_samples=True,
+        apply_chat_template=suite == "gsm8k",
         task_manager=TaskManager(include_defaults=False),
-    )  # fmt: skip
+    )
 
 
 def documents(suite: str, rows: Sequence[Mapping[str, Any]], asked: argparse.Namespace) -> list[dict[str, Any]]:
@@ -116,11 +137,13 @@ def documents(suite: str, rows: Sequence[Mapping[str, Any]], asked: argparse.Nam
 def generative(asked: argparse.Namespace) -> dict[str, Any]:
     ask = "Please reason step by step, and put your final answer within \\boxed{}."
     return {
-        "output_type": "generate_until", "doc_to_text": "{{problem}}\n\n" + ask, "doc_to_target": "{{answer}}",
+        "output_type": "generate_until",
+        "doc_to_text": "{{problem}}\n\n" + ask,
+        "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": ["<|im_end|>"], "do_sample": False, "max_gen_toks": asked.tokens},
         "filter_list": [{"name": "flexible-extract", "filter": FLEXIBLE}],
         "metric_list": [{**MATCH, "aggregation": "mean", "higher_is_better": True}],
-    }  # fmt: skip
+    }
 
 
 def multiple_choice(suite: str) -> dict[str, Any]:
@@ -128,15 +151,19 @@ def multiple_choice(suite: str) -> dict[str, Any]:
     task = {"output_type": "multiple_choice", "doc_to_target": f"{{{{'{LETTERS}'.index(answer)}}}}"}
     if suite == "mmlu_texts":
         return {
-            **task, "doc_to_text": "Question: {{problem}}\nAnswer:", "doc_to_choice": "{{choices}}",
+            **task,
+            "doc_to_text": "Question: {{problem}}\nAnswer:",
+            "doc_to_choice": "{{choices}}",
             "metric_list": metrics,
-        }  # fmt: skip
+        }
     lines = "".join(f"\n{letter}. {{{{choices[{n}]}}}}" for n, letter in enumerate("ABCD"))
     head = "The following are multiple choice questions (with answers) about {{subject.replace('_', ' ')}}.\n\n"
     return {
-        **task, "doc_to_text": head + "{{problem}}" + lines + "\nAnswer:", "doc_to_choice": ["A", "B", "C", "D"],
+        **task,
+        "doc_to_text": head + "{{problem}}" + lines + "\nAnswer:",
+        "doc_to_choice": ["A", "B", "C", "D"],
         "metric_list": metrics,
-    }  # fmt: skip
+    }
 
 
 # --- item by item -----------------------------------------------------------------------------------------------
@@ -150,19 +177,24 @@ def compare(suite: str, asked: argparse.Namespace, folder: Path) -> dict[str, An
     found = _generated(pairs) if suite == "gsm8k" else _compared(pairs)
     interval = [row["accuracy_low"], row["accuracy_high"]]
     return {
-        "asked": getattr(asked, PARTS[suite]), "items": len(rows), "prompts_equal": prompts,
-        "ours": {"accuracy": row["accuracy"], "interval_95": interval}, **found,
-    }  # fmt: skip
+        "asked": getattr(asked, PARTS[suite]),
+        "items": len(rows),
+        "prompts_equal": prompts,
+        "ours": {"accuracy": row["accuracy"], "interval_95": interval},
+        **found,
+    }
 
 
 def _generated(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
     items = [
         {
-            "id": item["id"], "completion_equal": sample["resps"][0][0] == item["completion"],
-            "ours": bool(item["correct"]), "theirs": bool(sample["exact_match"]),
+            "id": item["id"],
+            "completion_equal": sample["resps"][0][0] == item["completion"],
+            "ours": bool(item["correct"]),
+            "theirs": bool(sample["exact_match"]),
         }
         for item, sample in pairs
-    ]  # fmt: skip
+    ]
     return {
         "theirs": {"accuracy": sum(item["theirs"] for item in items) / len(items)},
         "completions_equal": sum(item["completion_equal"] for item in items),
@@ -177,13 +209,14 @@ def _compared(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> d
         logps = [float(response[0][0]) for response in sample["resps"]]
         items.append(
             {
-                "id": item["id"], "ours": item["picked"],
+                "id": item["id"],
+                "ours": item["picked"],
                 "theirs": LETTERS[max(range(len(logps)), key=logps.__getitem__)],
                 "correct": [bool(item["correct"]), bool(sample["acc"])],
                 "correct_norm": [bool(item["correct_norm"]), bool(sample["acc_norm"])],
                 "logp_gap": max(abs(a - b) for a, b in zip(item["logps"], logps, strict=True)),
             }
-        )  # fmt: skip
+        )
     total = len(items)
     return {
         "theirs": {"accuracy": sum(item["correct"][1] for item in items) / total},
@@ -216,12 +249,14 @@ def compare_verdicts(asked: argparse.Namespace) -> dict[str, Any]:
         theirs = bool(found["exact_match"])
         items.append({"id": row["id"], "ours": reward.value == 1.0, "theirs": theirs, "label": row["expected"]})
     return {
-        "asked": asked.recorded, "items": len(items), "label_right": sum(item["label"] for item in items),
+        "asked": asked.recorded,
+        "items": len(items),
+        "label_right": sum(item["label"] for item in items),
         "ours_equal_label": sum(item["ours"] == item["label"] for item in items),
         "theirs_equal_label": sum(item["theirs"] == item["label"] for item in items),
         "verdicts_equal": sum(item["ours"] == item["theirs"] for item in items),
         "differ": [item for item in items if item["ours"] != item["theirs"]],
-    }  # fmt: skip
+    }
 
 
 # --- what is written --------------------------------------------------------------------------------------------
@@ -255,14 +290,17 @@ def page(found: Mapping[str, Any], versions: Mapping[str, str], asked: argparse.
     names = ", ".join(f"{name} {number}" for name, number in versions.items())
     counts = " ".join(f"--{option} {found[part]['asked']}" for part, option in PARTS.items() if part in found)
     lines = [
-        "# Agreement with lm-eval", "",
+        "# Agreement with lm-eval",
+        "",
         f"`python bench/harness_agreement.py --data-root DATA --tokens {asked.tokens} {counts}`, "
-        f"{Path(asked.model).name}, float32, CPU; {names}.", "",
+        f"{Path(asked.model).name}, float32, CPU; {names}.",
+        "",
         "The same items, prompts (as text, and so as tokens of the one tokenizer) and weights through both; greedy. "
-        "Item by item in [agreement.json](agreement.json).", "",
+        "Item by item in [agreement.json](agreement.json).",
+        "",
         "| suite | items | prompts equal | ours [95%] | lm-eval | verdicts equal | further |",
         "|---|---:|---:|---|---:|---:|---|",
-    ]  # fmt: skip
+    ]
     lines += [_line(name, found[name]) for name in PARTS if name in found and name != "verdicts"]
     lines += _judged(found["verdicts"]) if "verdicts" in found else []
     return "\n".join([*lines, "", *REMARKS]) + "\n"
@@ -270,11 +308,12 @@ def page(found: Mapping[str, Any], versions: Mapping[str, str], asked: argparse.
 
 def _judged(judged: Mapping[str, Any]) -> list[str]:
     return [
-        "", f"Verdicts alone, on {judged['items']} recorded answers of other models to GSM8K problems "
+        "",
+        f"Verdicts alone, on {judged['items']} recorded answers of other models to GSM8K problems "
         f"({judged['label_right']} labelled right): math-verify and lm-eval's `flexible-extract` agree on "
         f"{judged['verdicts_equal']}; math-verify agrees with the label on {judged['ours_equal_label']}, lm-eval on "
         f"{judged['theirs_equal_label']}.",
-    ]  # fmt: skip
+    ]
 
 
 REMARKS = [

@@ -38,9 +38,15 @@ SKIPPED = 3
 """Updates at the beginning of a round that are not timed: pipelines fill, allocators warm."""
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 BASE = (
-    "data.eval={}", "train.eval_every=0", "train.checkpoint_every=0", "train.samples_every=0", "train.threads=1",
-    "rollout.prompts_per_batch=96", "train.exact_kl_every=0", "train.microbatch_tokens=32768",
-)  # fmt: skip
+    "data.eval={}",
+    "train.eval_every=0",
+    "train.checkpoint_every=0",
+    "train.samples_every=0",
+    "train.threads=1",
+    "rollout.prompts_per_batch=96",
+    "train.exact_kl_every=0",
+    "train.microbatch_tokens=32768",
+)
 MEDIANS = ("overlap", "own_overlap", "speed_up", "best_speed_up", "cpu_overlap", "cpu_speed_up")
 MODES = {
     "synchronous": ("lag.mode=on_policy",),
@@ -53,12 +59,10 @@ def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
     import torch
     from lightning.pytorch.callbacks import Callback
 
-    import kl_comedy.training.rooms  # noqa: F401
     from kl_comedy.config import load_config
-    from kl_comedy.training.build import build
+    from kl_comedy.training.build import build, stream_for
     from kl_comedy.training.module import PolicyModule
     from kl_comedy.training.run import trainer_for
-    from kl_comedy.training.sources import stream_for
 
     rows: list[dict[str, float]] = []
 
@@ -74,9 +78,13 @@ def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
             trainer = trainer_for(parts, [Clock()], Path(folder))
             stream = stream_for(parts, trainer.precision_plugin.forward_context)
             module = PolicyModule(
-                config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
+                config,
+                loaded=parts.loaded,
+                references=parts.references,
+                terms=parts.terms,
+                stream=stream,
                 backend=parts.backend,
-            )  # fmt: skip
+            )
             parts.loaded.model.train(False)
             trainer.fit(module)
     finally:
@@ -148,10 +156,13 @@ def main() -> int:
         print(f"round {number + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in shown.items()), flush=True)
     result = {
         "command": " ".join(["python", "bench/overlap.py", *sys.argv[1:]]),
-        "config": str(CONFIG.relative_to(CONFIG.parents[1])), "base": [*BASE, *given.overrides], "modes": MODES,
+        "config": str(CONFIG.relative_to(CONFIG.parents[1])),
+        "base": [*BASE, *given.overrides],
+        "modes": MODES,
         **{f"median_{name}": statistics.median(r[name] for r in rounds) for name in MEDIANS},
-        "rounds": rounds, "provenance": provenance_tags(),
-    }  # fmt: skip
+        "rounds": rounds,
+        "provenance": provenance_tags(),
+    }
     print("medians: " + ", ".join(f"{name} {result[f'median_{name}']:.3f}" for name in MEDIANS))
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)

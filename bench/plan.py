@@ -37,17 +37,26 @@ LOADED = ("parameters", "reference", "runtime")
 SMALL_POCKET = {"hidden_size": 256, "layers": 4, "heads": 8, "intermediate_size": 1024, "warmstart_steps": 0}
 BIG_POCKET = {"hidden_size": 512, "layers": 8, "heads": 8, "intermediate_size": 2048, "warmstart_steps": 0}
 COMMON = [
-    "data.train={dataset: pocket, split: train, limit: 64, options: {digits: 1}}", "rewards=[{name: exact_answer}]",
-    "kl=[{estimator: k3, placement: loss, beta: 0.01}]", f"train.steps={UPDATES}", "train.threads=1",
-    "train.checkpoint_every=0", "train.samples_every=0", "tracking.uri=none", "eval.at_start=false",
+    "data.train={dataset: pocket, split: train, limit: 64, options: {digits: 1}}",
+    "rewards=[{name: exact_answer}]",
+    "kl=[{estimator: k3, placement: loss, beta: 0.01}]",
+    f"train.steps={UPDATES}",
+    "train.threads=1",
+    "train.checkpoint_every=0",
+    "train.samples_every=0",
+    "tracking.uri=none",
+    "eval.at_start=false",
     "eval.at_end=false",
-]  # fmt: skip
+]
 BATCH = ["rollout.prompts_per_batch=8", "rollout.group_size=8", "rollout.max_new_tokens=100"]
 POCKET = [*COMMON, *BATCH, f"model.options={json.dumps(BIG_POCKET)}"]
 SMOLLM2 = [
-    *COMMON, "model.source=models/SmolLM2-135M-Instruct", "rollout.prompts_per_batch=4", "rollout.group_size=4",
+    *COMMON,
+    "model.source=models/SmolLM2-135M-Instruct",
+    "rollout.prompts_per_batch=4",
+    "rollout.group_size=4",
     f"data.prompt.prefix={'Work this out step by step. ' * 8}",
-]  # fmt: skip
+]
 CELLS: dict[str, list[str]] = {
     "pocket-tiny": [*COMMON, *BATCH, f"model.options={json.dumps(SMALL_POCKET)}"],
     "pocket": POCKET,
@@ -60,9 +69,13 @@ CELLS: dict[str, list[str]] = {
     "smollm2-lora": [*SMOLLM2, "rollout.max_new_tokens=64", "model.lora={rank: 8}"],
 }
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "",
-    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
 """Freed memory goes back at once: what is resident is what is held."""
 
 
@@ -72,10 +85,10 @@ def measure(name: str) -> dict[str, Any]:
 
     from kl_comedy.config import load_config
     from kl_comedy.tracking import provenance_tags
-    from kl_comedy.training import rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.training import builtins as rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.training.experience import ExperienceStream
     from kl_comedy.training.module import PolicyModule
     from kl_comedy.training.run import train
-    from kl_comedy.training.stream import ExperienceStream
 
     seen = {"loaded": 0, "peak": 0, "rows": 0, "prompt": 0, "completion": 0}
     draw = ExperienceStream.__next__
@@ -102,10 +115,12 @@ def measure(name: str) -> dict[str, Any]:
         train(config, console=Console(quiet=True), command="bench/plan.py")
     prompt, completion = (round(seen[name] / seen["rows"]) for name in ("prompt", "completion"))
     return {
-        "cell": name, "prompt_tokens": prompt, "completion_tokens": completion,
+        "cell": name,
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
         "measured_bytes": seen["peak"] - seen["loaded"],
         "commit": provenance_tags()["git.commit"][:12] + (", with changes" if changed() else ""),
-    }  # fmt: skip
+    }
 
 
 def changed() -> bool:
@@ -117,8 +132,8 @@ def changed() -> bool:
 def planned(row: dict[str, Any]) -> dict[str, Any]:
     """The row with the plan for its cell and lengths."""
     from kl_comedy.config import load_config
-    from kl_comedy.planning import GPUS, Lengths, plan_run
-    from kl_comedy.training import rooms  # noqa: F401  (fills the registries)
+    from kl_comedy.lab.planning import GPUS, Lengths, plan_run
+    from kl_comedy.training import builtins as rooms  # noqa: F401  (fills the registries)
 
     config = load_config(None, CELLS[row["cell"]])
     lengths = Lengths(prompt=row["prompt_tokens"], completion=row["completion_tokens"])
@@ -126,17 +141,23 @@ def planned(row: dict[str, Any]) -> dict[str, Any]:
     found = plan_run(config, here, lengths=lengths)
     added = found.peak_bytes - sum(item.bytes for item in found.components if item.name in LOADED)
     return {
-        **row, "microbatch_tokens": found.load.micro_tokens, "planned_bytes": added,
+        **row,
+        "microbatch_tokens": found.load.micro_tokens,
+        "planned_bytes": added,
         "planned_over_measured": added / row["measured_bytes"],
         "components": {f"{item.name}, {item.phase}": item.bytes for item in found.components},
-    }  # fmt: skip
+    }
 
 
 def in_child(name: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, __file__, "--measure", name], env={**os.environ, **ENVIRONMENT}, cwd=ROOT,
-        stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, __file__, "--measure", name],
+        env={**os.environ, **ENVIRONMENT},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -148,18 +169,21 @@ def page(rows: list[dict[str, Any]]) -> str:
     machine = describe(threads=1)
     versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers", "lightning"))
     lines = [
-        "# The plan's memory beside measured runs", "",
-        f"{machine['cpu']}, {machine['cores']} cores; 1 thread; {versions}; the commit of each row "
-        "is in plan.json.", "",
-        "    python bench/plan.py", "",
+        "# The plan's memory beside measured runs",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores; 1 thread; {versions}; the commit of each row is in plan.json.",
+        "",
+        "    python bench/plan.py",
+        "",
         "Each row is a whole run of two updates in a process of its own: the resident peak above what was resident "
         "when the first update began, and the plan's peak (`kl-comedy plan --gpu cpu`, for prompts and completions "
         "of the mean lengths that were seen) without policy, reference and libraries. SmolLM2-135M, and a pocket "
         "policy of 33M parameters (pocket-tiny: 4M) with random weights; freed memory is given back at once "
-        "(MALLOC_MMAP_THRESHOLD_). No GPU was at hand: on GPUs the plan has not been compared with anything.", "",
+        "(MALLOC_MMAP_THRESHOLD_). No GPU was at hand: on GPUs the plan has not been compared with anything.",
+        "",
         "| cell | prompt | completion | tokens of a micro-batch | measured, GiB | planned, GiB | planned / measured |",
         "|---|---:|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         lines.append(
             f"| {row['cell']} | {row['prompt_tokens']} | {row['completion_tokens']} | {row['microbatch_tokens']} | "

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from kl_comedy.models.products import VARIABLE, rows_times
+from kl_comedy.models.onednn_linear import VARIABLE, rows_times
 
 SHAPES = {"attention": (576, 576), "gate": (1536, 576), "down": (576, 1536), "head": (49152, 576)}
 ROWS = (8, 32, 600)
@@ -39,9 +39,10 @@ def main() -> None:
         for count in ROWS:
             rows, gradient = torch.randn(count, inputs), torch.randn(count, outputs)
             products = {
-                "forward": (rows, weight), "gradient of rows": (gradient, weight.t()),
+                "forward": (rows, weight),
+                "gradient of rows": (gradient, weight.t()),
                 "gradient of weight": (gradient.t(), rows.t()),
-            }  # fmt: skip
+            }
             for product, (left, right) in products.items():
                 found = []
                 for library in ("torch", "onednn"):

@@ -23,17 +23,18 @@ EVAL, KL = "eval/heldout/reward", "kl/exact_reverse_sequence"
 
 def make_store(folder: Path, runs: int) -> str:
     """One tracked run, copied ``runs`` times with another beta, seed, reward and KL each. Returns the store's uri."""
-    import kl_comedy.training.rooms  # noqa: F401
     from kl_comedy.config import flatten, load_config, to_plain
     from kl_comedy.tracking import Tracker, provenance_tags
 
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     config = load_config(ROOT / "configs/study/base/pocket.yaml", ["kl={recipe: comedy/k1_in_reward, beta: 0.1}"])
     tracker = Tracker.start(
-        SimpleNamespace(uri=uri, experiment="bench", flush_every=10, tags={}), run_dir=folder / "run", run_name="bench",
+        SimpleNamespace(uri=uri, experiment="bench", flush_every=10, tags={}),
+        run_dir=folder / "run",
+        run_name="bench",
         params=flatten(to_plain(config)),
         tags={**provenance_tags(), "kl.label": "0.1 k1_reverse_token in reward total before baseline"},
-    )  # fmt: skip
+    )
     for step in CURVE_STEPS:
         tracker.log({EVAL: 0.4, KL: 0.0, **{f"train/metric_{n}": float(n) for n in range(METRICS - 2)}}, step)
     tracker.finish()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kl_comedy.models.products import VARIABLE
+from kl_comedy.models.onednn_linear import VARIABLE
 
 PROMPTS, GROUP, PROMPT, LENGTH = 4, 8, 100, 64
 KINDS = {
@@ -26,12 +26,29 @@ KINDS = {
     "products of attention": ("aten::bmm", "scaled_dot_product", "aten::baddbmm"),
     "softmax, exponentials, sums": ("softmax", "aten::exp", "aten::cumsum", "aten::sum", "searchsorted", "aten::log"),
     "copies, gathers, new memory": (
-        "copy", "aten::cat", "index", "gather", "scatter", "empty", "zero", "fill", "clone", "aten::to",
+        "copy",
+        "aten::cat",
+        "index",
+        "gather",
+        "scatter",
+        "empty",
+        "zero",
+        "fill",
+        "clone",
+        "aten::to",
     ),
     "elementwise": (
-        "aten::mul", "aten::add", "aten::sub", "aten::div", "silu", "aten::neg", "pow", "rsqrt", "aten::mean",
+        "aten::mul",
+        "aten::add",
+        "aten::sub",
+        "aten::div",
+        "silu",
+        "aten::neg",
+        "pow",
+        "rsqrt",
+        "aten::mean",
     ),
-}  # fmt: skip
+}
 """Kinds of operations by parts of their names, the first that fits."""
 OUT = Path(__file__).parents[1] / "results" / "speed" / "profile.md"
 
@@ -55,13 +72,13 @@ def profiled(work: Callable[[], Any]) -> Counter[str]:
 
 def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     from kl_comedy.config import load_config
-    from kl_comedy.models.in_place import in_place
+    from kl_comedy.models.in_place_gradients import in_place
     from kl_comedy.models.load import load_model
     from kl_comedy.models.logprobs import token_pass
     from kl_comedy.records import Problem, Prompt
     from kl_comedy.rollouts import Sampling
     from kl_comedy.rollouts.hf import HFRollouts
-    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     loaded = load_model(load_config(None, [f"model.source={model_name}", f"output={folder}"]).model)
     ids = torch.randint(10, 4000, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(0))
@@ -72,9 +89,11 @@ def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     sampler = HFRollouts(loaded, batch_sequences=PROMPTS * GROUP)
     sampling = Sampling(temperature=1.0, max_new_tokens=LENGTH)
     batch = {
-        "prompt_ids_BP": ids[:1].expand(GROUP, -1), "prompt_mask_BP": torch.ones(GROUP, PROMPT),
-        "ids_BT": torch.randint(10, 4000, (GROUP, LENGTH)), "mask_BT": torch.ones(GROUP, LENGTH),
-    }  # fmt: skip
+        "prompt_ids_BP": ids[:1].expand(GROUP, -1),
+        "prompt_mask_BP": torch.ones(GROUP, PROMPT),
+        "ids_BT": torch.randint(10, 4000, (GROUP, LENGTH)),
+        "mask_BT": torch.ones(GROUP, LENGTH),
+    }
 
     def learn() -> None:
         with in_place():
@@ -83,8 +102,9 @@ def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
         loaded.model.zero_grad()
 
     return {
-        "sampling": lambda: sampler.generate(prompts, group_size=GROUP, sampling=sampling, seed=1), "learning": learn,
-    }  # fmt: skip
+        "sampling": lambda: sampler.generate(prompts, group_size=GROUP, sampling=sampling, seed=1),
+        "learning": learn,
+    }
 
 
 def main(model_name: str, out: Path) -> None:
@@ -96,11 +116,14 @@ def main(model_name: str, out: Path) -> None:
                 columns[f"{name}, {library}"] = profiled(work)
                 print(f"{name}, {library}: {columns[f'{name}, {library}'].total():.2f} s", flush=True)
     lines = [
-        "# Where the time goes", "",
+        "# Where the time goes",
+        "",
         f"`python bench/where_time_goes.py {model_name}`, {torch.get_num_threads()} threads; seconds of the calling "
-        "thread, profiler on. Learning is one group of four.", "",
-        "| operations | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns),
-    ]  # fmt: skip
+        "thread, profiler on. Learning is one group of four.",
+        "",
+        "| operations | " + " | ".join(columns) + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
     for kind in (*KINDS, "all else"):
         lines.append(f"| {kind} | " + " | ".join(f"{column[kind]:.2f}" for column in columns.values()) + " |")
     lines.append("| sum | " + " | ".join(f"{column.total():.2f}" for column in columns.values()) + " |")

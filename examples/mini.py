@@ -187,9 +187,13 @@ def rloo(reward_B: Tensor, group_size: int) -> Tensor:
 
 
 def update(
-    policy: Policy, reference: Policy, experience: Experience, terms: list[KLTerm], optimizer: torch.optim.Optimizer,
+    policy: Policy,
+    reference: Policy,
+    experience: Experience,
+    terms: list[KLTerm],
+    optimizer: torch.optim.Optimizer,
     group_size: int,
-) -> float:  # fmt: skip
+) -> float:
     """One optimizer step: policy loss plus every KL term, averaged over tokens. Returns the exact KL."""
     mask_BT = experience.mask_BT
     logp_BT, logp_BTV = completion_logps(policy, experience.ids_BL)

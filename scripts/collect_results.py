@@ -8,14 +8,28 @@ from pathlib import Path
 
 import pandas as pd
 
-from kl_comedy.tracking.queries import runs_frame, short
+from kl_comedy.tracking.runs import runs_frame, short
 
 COLUMNS = (
-    "run_id", "params.name", "params.seed", "tags.kl.label", "tags.kl.regime", "tags.kl.0.verdict", "tags.config.hash",
-    "tags.git.commit", "tags.git.dirty", "tags.reference.hash", "tags.data.hash.train", "params.train.steps",
-    "duration_s", "metrics.eval/heldout/reward", "metrics.train/reward", "metrics.kl/k1_reverse_sequence",
-    "metrics.kl/exact_reverse_sequence", "metrics.policy/behaviour_gap_max",
-)  # fmt: skip
+    "run_id",
+    "params.name",
+    "params.seed",
+    "tags.kl.label",
+    "tags.kl.regime",
+    "tags.kl.0.verdict",
+    "tags.config.hash",
+    "tags.git.commit",
+    "tags.git.dirty",
+    "tags.reference.hash",
+    "tags.data.hash.train",
+    "params.train.steps",
+    "duration_s",
+    "metrics.eval/heldout/reward",
+    "metrics.train/reward",
+    "metrics.kl/k1_reverse_sequence",
+    "metrics.kl/exact_reverse_sequence",
+    "metrics.policy/behaviour_gap_max",
+)
 """Under their short names in the file, by which `kl-comedy results verify` finds them again."""
 
 

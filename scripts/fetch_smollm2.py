@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.models.smollm2 import FOLDER, fetch_smollm2
+from kl_comedy.models.gguf import FOLDER, fetch_smollm2
 
 
 def main() -> int:

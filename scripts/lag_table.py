@@ -17,9 +17,11 @@ from typing import Any
 TARGET = Path(__file__).parents[1] / "results" / "lags" / "runs.csv"
 KINDS = ("none", "k1-reward", "k1-loss", "k3-reward", "k3-loss", "k3-token", "k1-prefix", "rb-prefix")
 MEANS = {
-    "train_reward_last20": "train/reward", "exact_kl_last20": "kl/exact_reverse_sequence", "ess_last20": "policy/ess",
+    "train_reward_last20": "train/reward",
+    "exact_kl_last20": "kl/exact_reverse_sequence",
+    "ess_last20": "policy/ess",
     "grad_norm_last20": "grad/norm",
-}  # fmt: skip
+}
 HELD_OUT = ("eval/heldout/reward", "eval/heldout/kl/exact_reverse_sequence")
 
 
@@ -40,15 +42,23 @@ def summary(folder: Path) -> dict[str, Any]:
     tail = updates[-20:]
     step, reward, exact_kl = held_out[-1]
     return {
-        "name": facts["name"], "seed": int(facts["seed"]), "lag": int(facts["lag.steps"]), "kl": facts["kl.label"],
-        "updates": len(updates), "heldout_update": step, "heldout_reward": reward, "heldout_exact_kl": exact_kl,
+        "name": facts["name"],
+        "seed": int(facts["seed"]),
+        "lag": int(facts["lag.steps"]),
+        "kl": facts["kl.label"],
+        "updates": len(updates),
+        "heldout_update": step,
+        "heldout_reward": reward,
+        "heldout_exact_kl": exact_kl,
         **{name: sum(each[metric] for each in tail) / len(tail) for name, metric in MEANS.items()},
         "largest_exact_kl": max(each["kl/exact_reverse_sequence"] for each in updates),
         "largest_grad_norm": max(each["grad/norm"] for each in updates),
         "least_train_reward": min(each["train/reward"] for each in updates),
         "collapsed": reward < 0.5 * held_out[0][1],
-        "config_hash": facts["config.hash"], "commit": facts["git.commit"], "dirty": facts["git.dirty"],
-    }  # fmt: skip
+        "config_hash": facts["config.hash"],
+        "commit": facts["git.commit"],
+        "dirty": facts["git.dirty"],
+    }
 
 
 def shown(rows: list[dict[str, Any]]) -> str:
@@ -63,12 +73,20 @@ def shown(rows: list[dict[str, Any]]) -> str:
         return sum(row[name] for row in rows) / len(rows)
 
     cells = [
-        first["lag"], first["kl"], len(rows), sum(row["collapsed"] for row in rows), spread("heldout_reward", ".3f"),
-        spread("heldout_exact_kl", ".3g"), f"{mean('train_reward_last20'):.2f}", f"{mean('exact_kl_last20'):.3g}",
-        f"{mean('ess_last20'):.2f}", f"{mean('grad_norm_last20'):.3g}",
-        f"{max(row['largest_exact_kl'] for row in rows):.3g}", f"{max(row['largest_grad_norm'] for row in rows):.3g}",
+        first["lag"],
+        first["kl"],
+        len(rows),
+        sum(row["collapsed"] for row in rows),
+        spread("heldout_reward", ".3f"),
+        spread("heldout_exact_kl", ".3g"),
+        f"{mean('train_reward_last20'):.2f}",
+        f"{mean('exact_kl_last20'):.3g}",
+        f"{mean('ess_last20'):.2f}",
+        f"{mean('grad_norm_last20'):.3g}",
+        f"{max(row['largest_exact_kl'] for row in rows):.3g}",
+        f"{max(row['largest_grad_norm'] for row in rows):.3g}",
         f"{min(row['least_train_reward'] for row in rows):.2f}",
-    ]  # fmt: skip
+    ]
     unfinished = [f"seed {row['seed']}: {row['updates']}" for row in rows if row["heldout_update"] != 60]
     return "| " + " | ".join(map(str, cells)) + " |" + (f" updates so far: {unfinished}" if unfinished else "")
 

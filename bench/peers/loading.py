@@ -122,8 +122,14 @@ class Peer:
     Raises :class:`FileNotFoundError` on load where its wheel has not been fetched.
     """
 
-    def __init__(self, dist: str, *, packages: Sequence[str], stand_ins: Sequence[str] = (),
-                 extras: Sequence[tuple[str, Sequence[str]]] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        dist: str,
+        *,
+        packages: Sequence[str],
+        stand_ins: Sequence[str] = (),
+        extras: Sequence[tuple[str, Sequence[str]]] = (),
+    ) -> None:
         self.pin: Pin = pins()[dist]
         self.packages, self.stand_ins, self.extras = tuple(packages), tuple(stand_ins), tuple(extras)
 

@@ -30,11 +30,13 @@ def instances(regime: str, group_size: int) -> tuple[Instance, ...]:
     settings.append(Setting.random(SMALL, regime=regime, seed=2))
     return tuple(
         Instance(
-            setting=each, targets={name: target_gradient(each, name) for name in TARGETS}, near=True,
+            setting=each,
+            targets={name: target_gradient(each, name) for name in TARGETS},
+            near=True,
             shown=each.features_NVD is not None,
         )
         for each in settings
-    )  # fmt: skip
+    )
 
 
 def measure(case: Case, regime: str) -> dict[str, Any]:

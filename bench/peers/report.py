@@ -11,11 +11,37 @@ from typing import Any
 Row = dict[str, Any]
 
 COLUMNS = (
-    "system", "version", "name", "flags", "kind", "placement", "regime", "target", "near_target",
-    "bias_sequence_reverse", "cosine_sequence_reverse", "bias_token_reverse", "cosine_token_reverse", "variance",
-    "strength", "dead_share_far", "silent_no_op", "equal_to_ours", "difference", "reduction", "beta", "group_size",
-    "note", "function", "module", "module_sha256", "wheel", "wheel_sha256", "stand_ins", "command",
-)  # fmt: skip
+    "system",
+    "version",
+    "name",
+    "flags",
+    "kind",
+    "placement",
+    "regime",
+    "target",
+    "near_target",
+    "bias_sequence_reverse",
+    "cosine_sequence_reverse",
+    "bias_token_reverse",
+    "cosine_token_reverse",
+    "variance",
+    "strength",
+    "dead_share_far",
+    "silent_no_op",
+    "equal_to_ours",
+    "difference",
+    "reduction",
+    "beta",
+    "group_size",
+    "note",
+    "function",
+    "module",
+    "module_sha256",
+    "wheel",
+    "wheel_sha256",
+    "stand_ins",
+    "command",
+)
 
 LEGEND = """\
 Each row is a released wheel's own code, called as it is, with the KL part taken alone at a coefficient of 1.
@@ -66,10 +92,17 @@ def _cells(row: Row) -> list[str]:
         descends = f"({row['near_target']})" if row["near_target"] else "none"
     note = "; ".join(text for text in (row["note"], _reduction(row["reduction"])) if text)
     return [
-        f"`{row['name']}`", row["regime"].replace("_", "-"), descends, _number(row["bias_sequence_reverse"]),
-        _number(row["cosine_sequence_reverse"]), _number(row["bias_token_reverse"]), _number(row["variance"]),
-        f"{row['dead_share_far']:.0%}", row["equal_to_ours"] or "", note,
-    ]  # fmt: skip
+        f"`{row['name']}`",
+        row["regime"].replace("_", "-"),
+        descends,
+        _number(row["bias_sequence_reverse"]),
+        _number(row["cosine_sequence_reverse"]),
+        _number(row["bias_token_reverse"]),
+        _number(row["variance"]),
+        f"{row['dead_share_far']:.0%}",
+        row["equal_to_ours"] or "",
+        note,
+    ]
 
 
 def _reduction(text: str) -> str:

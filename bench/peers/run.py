@@ -47,15 +47,27 @@ def one_system(system: str, *, name: str | None, measured: bool) -> dict[str, An
         equal = gap is not None and gap <= bound(case)
         rows += [
             {
-                "system": case.system, "version": case.version, "name": case.name, "flags": case.flags,
-                "kind": case.kind, "placement": case.placement, "regime": regime, **figures,
-                "reduction": case.reduction, "beta": case.beta, "group_size": case.group_size, "note": case.note,
-                "equal_to_ours": _label(case, regime) if equal else None, "difference": gap,
-                "difference_allowed": bound(case), "function": f"{case.module}.{case.function}", **case.loaded(),
+                "system": case.system,
+                "version": case.version,
+                "name": case.name,
+                "flags": case.flags,
+                "kind": case.kind,
+                "placement": case.placement,
+                "regime": regime,
+                **figures,
+                "reduction": case.reduction,
+                "beta": case.beta,
+                "group_size": case.group_size,
+                "note": case.note,
+                "equal_to_ours": _label(case, regime) if equal else None,
+                "difference": gap,
+                "difference_allowed": bound(case),
+                "function": f"{case.module}.{case.function}",
+                **case.loaded(),
                 "command": COMMAND.format(case.name),
             }
             for regime, figures in regimes
-        ]  # fmt: skip
+        ]
     return {"rows": rows, "skipped": [dict(item.__dict__) for item in skipped]}
 
 

@@ -23,9 +23,13 @@ def main(path: Path) -> None:
     variant = VARIANTS[job["variant"]]
     side = import_module(f"speed.{SIDES[variant.system]}")
     found = side.run(
-        job["task"], variant, model=Path(job["model"]), updates=job["updates"] + 1, seed=job["seed"],
+        job["task"],
+        variant,
+        model=Path(job["model"]),
+        updates=job["updates"] + 1,
+        seed=job["seed"],
         output=path.parent / "output",
-    )  # fmt: skip
+    )
     import torch
 
     found["threads"] = torch.get_num_threads()

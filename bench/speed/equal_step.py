@@ -34,8 +34,12 @@ from speed.variants import BETA, VARIANTS, Variant  # noqa: E402
 from speed.workload import SMOLLM2, TASKS, missing, overrides, save_pocket  # noqa: E402
 
 REFERENCE, ADVANTAGE, LOSS, NORM, GRADIENT = (
-    "reference log-prob, nats", "advantage", "loss", "gradient norm", "gradient"
-)  # fmt: skip
+    "reference log-prob, nats",
+    "advantage",
+    "loss",
+    "gradient norm",
+    "gradient",
+)
 TOLERANCE = {REFERENCE: 1e-4, ADVANTAGE: 1e-5, LOSS: 1e-6, NORM: 1e-4, GRADIENT: 1e-4}
 """Absolute for the first three, relative for the norm and for the norm of the difference of the gradients."""
 
@@ -113,9 +117,7 @@ def against_torchrl(task: str, model: Path, folder: Path) -> bool:
     k3 = f"[{{estimator: k3, placement: loss, correction: none, beta: {BETA['grpo']}}}]"
     mine = dataclasses.replace(VARIANTS["ours-grpo-default"], options={"kl": k3})
     parts = our_parts(task, mine, model, folder)
-    system = torchrl_side.build(
-        task, VARIANTS["torchrl-grpo-default"], model=model, updates=1, seed=0, output=folder
-    )  # fmt: skip
+    system = torchrl_side.build(task, VARIANTS["torchrl-grpo-default"], model=model, updates=1, seed=0, output=folder)
     for policy in (parts.loaded.model, system.policy):
         perturb(policy, seed=1)
     rows = sampled(parts)
@@ -129,7 +131,7 @@ def against_torchrl(task: str, model: Path, folder: Path) -> bool:
 def our_parts(task: str, variant: Variant, model: Path, folder: Path) -> Any:
     """Our model, reference, prompts and sampler."""
     from kl_comedy.config import load_config
-    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
     from kl_comedy.training.build import build
 
     return build(load_config(None, overrides(task, variant, model=model, updates=1, seed=0, output=folder)))

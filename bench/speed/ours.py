@@ -17,14 +17,12 @@ def run(task: str, variant: Variant, *, model: Path, updates: int, seed: int, ou
     from rich.console import Console
 
     from kl_comedy.config import load_config
-    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
     from kl_comedy.training.run import train
 
     ledger = Ledger(PhaseClock())
     _watch(ledger)
-    config = load_config(
-        None, overrides(task, variant, model=model, updates=updates, seed=seed, output=output)
-    )  # fmt: skip
+    config = load_config(None, overrides(task, variant, model=model, updates=updates, seed=seed, output=output))
     train(config, console=Console(file=sys.stderr), command="bench/speed")
     return ledger.close()
 
@@ -36,8 +34,8 @@ def _watch(ledger: Ledger) -> None:
     from kl_comedy.models.reference import FrozenReference
     from kl_comedy.rewards import RewardSum
     from kl_comedy.rollouts.hf import HFRollouts
+    from kl_comedy.training.experience import ExperienceStream
     from kl_comedy.training.module import PolicyModule
-    from kl_comedy.training.stream import ExperienceStream
 
     def count_rollouts(rollouts: Any, *_: Any, **__: Any) -> None:
         ledger.generated([list(r.prompt.token_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts])
@@ -48,13 +46,9 @@ def _watch(ledger: Ledger) -> None:
     clock = ledger.clock
     watch_torch(clock)
     clock.wrap(HFRollouts, "generate", "generate", after=count_rollouts)
-    clock.wrap(
-        RewardSum, "score", "score", after=lambda rows, *_: ledger.rewarded([row.reward.value for row in rows])
-    )  # fmt: skip
+    clock.wrap(RewardSum, "score", "score", after=lambda rows, *_: ledger.rewarded([row.reward.value for row in rows]))
     clock.wrap(FrozenReference, "forward_pass", "reference")
-    clock.wrap(
-        PolicyModule, "policy_pass", lambda *_, **__: "forward" if torch.is_grad_enabled() else "policy_no_grad"
-    )  # fmt: skip
+    clock.wrap(PolicyModule, "policy_pass", lambda *_, **__: "forward" if torch.is_grad_enabled() else "policy_no_grad")
     clock.wrap(PolicyModule, "_accumulate", "forward", after=count_trained)
     clock.wrap(PolicyModule, "_publish", "sync")
     _mark_updates(ledger, PolicyModule, ExperienceStream)

@@ -79,7 +79,7 @@ def one_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict
         try:
             done = subprocess.run(
                 command, env=environment, cwd=ROOT, timeout=timeout, capture_output=True, text=True, check=False
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
             return f"not done in {timeout:.0f} s"
         found = path.with_suffix(".found")
@@ -100,9 +100,13 @@ def run_task(task: str, given: argparse.Namespace, model: Path, before: dict[str
                 continue
             number = first[name] + turn
             job = {
-                "task": task, "variant": name, "repetition": number, "seed": number, "updates": given.updates,
+                "task": task,
+                "variant": name,
+                "repetition": number,
+                "seed": number,
+                "updates": given.updates,
                 "model": str(model),
-            }  # fmt: skip
+            }
             found = one_repetition(job, threads=given.threads, timeout=given.timeout)
             if isinstance(found, str):
                 failures[name] = found

@@ -72,18 +72,22 @@ def our_step(
     """
     import torch
 
-    from kl_comedy.training.losses import micro_loss
+    from kl_comedy.training.build import stream_for
     from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.loss import micro_loss
     from kl_comedy.training.packing import by_token_budget
     from kl_comedy.training.prepare import prepare
     from kl_comedy.training.run import trainer_for
-    from kl_comedy.training.sources import stream_for
 
     stream = stream_for(parts, trainer_for(parts, [], folder).precision_plugin.forward_context)
     module = PolicyModule(
-        parts.config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
+        parts.config,
+        loaded=parts.loaded,
+        references=parts.references,
+        terms=parts.terms,
+        stream=stream,
         backend=parts.backend,
-    )  # fmt: skip
+    )
     betas = [beta_scale * beta.value for beta in module.betas]
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
     splits = by_token_budget(rows, module.plan.microbatch_tokens)
@@ -100,7 +104,7 @@ def our_step(
             micro = dataclasses.replace(micro, experience=dataclasses.replace(experience, advantage_BT=given_BT))
         loss, shares = micro_loss(
             micro, module.passes(micro), terms=module.terms, betas=betas, algorithm=parts.config.algorithm
-        )  # fmt: skip
+        )
         loss.backward()
         total += float(loss)
         kl += sum(float(share) for name, share in shares.items() if name.startswith("kl_"))
@@ -155,7 +159,10 @@ def torchrl_step(system: Any, rows: Sequence[Any]) -> tuple[Step, float]:
     for number, (row, length) in enumerate(zip(ready.unbind(0), lengths, strict=True)):
         ref_BT[number, :length] = row["next", "ref_log_probs", "full"][-length:]
     step = Step(
-        ref_logp_BT=ref_BT, advantage_B=ready["advantage"].flatten(), loss=float(loss),
-        gradients=gradients(system.policy), kl=float(found.loss_kl_to_ref),
-    )  # fmt: skip
+        ref_logp_BT=ref_BT,
+        advantage_B=ready["advantage"].flatten(),
+        loss=float(loss),
+        gradients=gradients(system.policy),
+        kl=float(found.loss_kl_to_ref),
+    )
     return step, sum(lengths) / (len(rows) * width)

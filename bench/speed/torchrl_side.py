@@ -52,7 +52,7 @@ def build(task: str, variant: Variant, *, model: Path, updates: int, seed: int, 
     import torch
 
     from kl_comedy.config import load_config
-    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     add_to_path("torchrl")
     from tensordict import set_list_to_stack
@@ -73,20 +73,26 @@ def build(task: str, variant: Variant, *, model: Path, updates: int, seed: int, 
     learner = scorer(policy, tokenizer, **shape)
     accumulated = variant.options["gradient_accumulation_steps"]
     return System(
-        tokenizer=tokenizer, policy=policy, learner=learner,
+        tokenizer=tokenizer,
+        policy=policy,
+        learner=learner,
         sampler=sampler(policy, tokenizer, TASKS[task].max_new_tokens),
         reference=scorer(reference, tokenizer, **shape),
         buffer=ReplayBuffer(
-            storage=LazyStackStorage(ROWS), sampler=SamplerWithoutReplacement(), batch_size=ROWS // accumulated,
+            storage=LazyStackStorage(ROWS),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=ROWS // accumulated,
             transform=MCAdvantage(grpo_size=GROUP_SIZE),
         ),
         loss=GRPOLoss(learner, kl_to_ref_coeff=BETA[variant.algorithm], entropy_bonus=False),
         stepper=MixedPrecisionOptimizationStepper(
-            torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE), gradient_accumulation_steps=accumulated,
+            torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE),
+            gradient_accumulation_steps=accumulated,
             clip_norm=CLIP_NORM,
         ),
-        prompts=prompts_in_order(config, tokenizer, updates), checkpointing=checkpointing,
-    )  # fmt: skip
+        prompts=prompts_in_order(config, tokenizer, updates),
+        checkpointing=checkpointing,
+    )
 
 
 def load(model: Path) -> tuple[Any, Any]:
@@ -122,12 +128,20 @@ def sampler(policy: Any, tokenizer: Any, max_new_tokens: int) -> Any:
             return logp_BT, logits_BTV
 
     return Sampler(
-        policy, tokenizer=tokenizer, input_mode="tokens", generate=True, return_log_probs=True, pad_output=False,
+        policy,
+        tokenizer=tokenizer,
+        input_mode="tokens",
+        generate=True,
+        return_log_probs=True,
+        pad_output=False,
         generate_kwargs={
-            "max_new_tokens": max_new_tokens, "do_sample": True, "temperature": 1.0, "top_p": 1.0,
+            "max_new_tokens": max_new_tokens,
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_p": 1.0,
             "pad_token_id": tokenizer.pad_token_id,
         },
-    )  # fmt: skip
+    )
 
 
 def scorer(model: Any, tokenizer: Any, *, pad_model_input: bool) -> Any:
@@ -135,9 +149,14 @@ def scorer(model: Any, tokenizer: Any, *, pad_model_input: bool) -> Any:
     from torchrl.modules.llm import TransformersWrapper
 
     return TransformersWrapper(
-        model, tokenizer=tokenizer, input_mode="tokens", generate=False, return_log_probs=True, pad_output=False,
+        model,
+        tokenizer=tokenizer,
+        input_mode="tokens",
+        generate=False,
+        return_log_probs=True,
+        pad_output=False,
         pad_model_input=pad_model_input,
-    )  # fmt: skip
+    )
 
 
 def sample(system: System, prompts: list[Any]) -> Any:

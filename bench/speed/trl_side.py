@@ -51,7 +51,7 @@ def build(
 
     from kl_comedy.config import load_config
     from kl_comedy.rewards import score
-    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     trl = import_trl()
     config = load_config(None, overrides(task, variant, model=model, updates=updates, seed=seed, output=output))
@@ -68,9 +68,13 @@ def build(
     }[variant.algorithm]
     given = arguments(task, variant, updates=updates, seed=seed, output=output)
     trainer = kind(
-        model=str(model), reward_funcs=verified, args=settings(**given), train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer, callbacks=callbacks,
-    )  # fmt: skip
+        model=str(model),
+        reward_funcs=verified,
+        args=settings(**given),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
     _check_prompts(trainer, prompts)
     return trainer
 
@@ -96,9 +100,7 @@ def run(task: str, variant: Variant, *, model: Path, updates: int, seed: int, ou
             ledger.end_update()
 
     watch_torch(ledger.clock)
-    trainer = build(
-        task, variant, model=model, updates=updates, seed=seed, output=output, callbacks=[Marks()]
-    )  # fmt: skip
+    trainer = build(task, variant, model=model, updates=updates, seed=seed, output=output, callbacks=[Marks()])
     _watch(ledger, trainer)
     trainer.train()
     return ledger.close()
@@ -124,8 +126,6 @@ def _watch(ledger: Ledger, trainer: Any) -> None:
 
     clock = ledger.clock
     clock.wrap(trainer, "_generate_single_turn", "generate", after=count_generated)
-    clock.wrap(
-        trainer, "_calculate_rewards", "score", after=lambda found, *_: ledger.rewarded(found.sum(1).tolist())
-    )  # fmt: skip
+    clock.wrap(trainer, "_calculate_rewards", "score", after=lambda found, *_: ledger.rewarded(found.sum(1).tolist()))
     clock.wrap(trainer, "_get_per_token_logps_and_entropies", kind_of_pass)
     clock.wrap(trainer, "_compute_loss", "forward", after=count_trained)

@@ -57,66 +57,90 @@ CACHE = {"num_blocks": 96, "max_batch_tokens": 2048, "max_requests_per_batch": 3
 def _of(algorithm: str) -> tuple[Variant, ...]:
     return (
         Variant(
-            system="ours", algorithm=algorithm, setting="default",
+            system="ours",
+            algorithm=algorithm,
+            setting="default",
             note="the config's defaults: exact KL, total variation and entropy measured at every update",
         ),
         Variant(
-            system="ours", algorithm=algorithm, setting="lean",
+            system="ours",
+            algorithm=algorithm,
+            setting="lean",
             note="exact KL measured at the first (warm-up) update only, activation checkpoints, small micro-batches",
             options={
-                "train.exact_kl_every": 0, "train.microbatch_tokens": 600, "model.gradient_checkpointing": "true",
+                "train.exact_kl_every": 0,
+                "train.microbatch_tokens": 600,
+                "model.gradient_checkpointing": "true",
             },
         ),
         Variant(
-            system="ours", algorithm=algorithm, setting="quick",
+            system="ours",
+            algorithm=algorithm,
+            setting="quick",
             note="exact KL measured at the first (warm-up) update only",
             options={"train.exact_kl_every": 0},
         ),
         Variant(
-            system="trl", algorithm=algorithm, setting="default",
+            system="trl",
+            algorithm=algorithm,
+            setting="default",
             note="TRL's defaults (device batch 8, gradient checkpointing), but float32",
             options=SPLIT,
         ),
         Variant(
-            system="trl", algorithm=algorithm, setting="no_checkpointing",
+            system="trl",
+            algorithm=algorithm,
+            setting="no_checkpointing",
             note="gradient checkpointing off",
             options={**SPLIT, "gradient_checkpointing": False},
         ),
         Variant(
-            system="trl", algorithm=algorithm, setting="whole",
+            system="trl",
+            algorithm=algorithm,
+            setting="whole",
             note="gradient checkpointing off, all 32 completions in one backward",
             options={**WHOLE, "gradient_checkpointing": False},
         ),
         Variant(
-            system="trl", algorithm=algorithm, setting="continuous",
+            system="trl",
+            algorithm=algorithm,
+            setting="continuous",
             note="gradient checkpointing off, transformers' continuous batching for generation, its cache sized to the "
             "work (left to itself it takes half of the memory there is)",
             options={
-                **SPLIT, "gradient_checkpointing": False, "use_transformers_continuous_batching": True,
+                **SPLIT,
+                "gradient_checkpointing": False,
+                "use_transformers_continuous_batching": True,
                 "transformers_continuous_batching_config": CACHE,
             },
         ),
-    )  # fmt: skip
+    )
 
 
 TORCHRL = (
     Variant(
-        system="torchrl", algorithm="grpo", setting="default",
+        system="torchrl",
+        algorithm="grpo",
+        setting="default",
         note="TorchRL's GRPO script without Ray and vLLM: micro-batches of 4, padded, model in eval mode; but float32, "
         "all parameters instead of LoRA, and transformers' generation",
         options={"gradient_accumulation_steps": 8},
     ),
     Variant(
-        system="torchrl", algorithm="grpo", setting="checkpointing",
+        system="torchrl",
+        algorithm="grpo",
+        setting="checkpointing",
         note="the same, gradient checkpointing in effect",
         options={"gradient_accumulation_steps": 8, "gradient_checkpointing": True},
     ),
     Variant(
-        system="torchrl", algorithm="grpo", setting="packed",
+        system="torchrl",
+        algorithm="grpo",
+        setting="packed",
         note="the same as default, micro-batches packed instead of padded",
         options={"gradient_accumulation_steps": 8, "packing": True},
     ),
-)  # fmt: skip
+)
 
 VARIANTS = {variant.name: variant for algorithm in ALGORITHMS for variant in _of(algorithm)}
 VARIANTS |= {variant.name: variant for variant in TORCHRL}

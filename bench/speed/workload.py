@@ -33,7 +33,10 @@ TASKS = {
         summary="GSM8K train, chat template, 4 prompts x 8 completions of at most 64 tokens",
         max_new_tokens=64,
         data=(
-            "data.train.dataset=jsonl", "data.train.limit=512", "data.train.seed=0", "data.prompt.template=chat",
+            "data.train.dataset=jsonl",
+            "data.train.limit=512",
+            "data.train.seed=0",
+            "data.prompt.template=chat",
             'data.prompt.suffix="\\nThink briefly, then give the final number in \\\\boxed{}."',
             "data.prompt.max_tokens=256",
         ),
@@ -42,8 +45,13 @@ TASKS = {
         summary="one-digit sums of two terms (reasoning-gym), 4 prompts x 8 completions of at most 10 tokens",
         max_new_tokens=10,
         data=(
-            "data.train.dataset=reasoning_gym", "data.train.name=chain_sum", "data.train.limit=512",
-            "data.train.seed=1", 'data.prompt.template=chat', 'data.prompt.system=""', 'data.prompt.prefill="{text}"',
+            "data.train.dataset=reasoning_gym",
+            "data.train.name=chain_sum",
+            "data.train.limit=512",
+            "data.train.seed=1",
+            "data.prompt.template=chat",
+            'data.prompt.system=""',
+            'data.prompt.prefill="{text}"',
             'data.train.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1, text_after: "problem: "}',
         ),
     ),
@@ -53,7 +61,7 @@ TASKS = {
         data=("data.train.dataset=pocket", "data.train.split=train", "data.train.limit=512"),
         pocket=True,
     ),
-}  # fmt: skip
+}
 
 
 def data_folder() -> Path:
@@ -76,14 +84,25 @@ def overrides(task: str, variant: Variant, *, model: Path, updates: int, seed: i
     algorithm = OURS[variant.algorithm]
     own = [f"{key}={value}" for key, value in variant.options.items()] if variant.system == "ours" else []
     return [
-        f"model.source={model}", *TASKS[task].data, *where, *algorithm,
-        f"rollout.prompts_per_batch={PROMPTS_PER_UPDATE}", f"rollout.group_size={GROUP_SIZE}",
+        f"model.source={model}",
+        *TASKS[task].data,
+        *where,
+        *algorithm,
+        f"rollout.prompts_per_batch={PROMPTS_PER_UPDATE}",
+        f"rollout.group_size={GROUP_SIZE}",
         f"rollout.max_new_tokens={TASKS[task].max_new_tokens}",
-        f"rewards=[{{name: {REWARD}}}]", f"optimizer.lr={LEARNING_RATE}", f"train.steps={updates}",
-        "train.checkpoint_every=0", "eval.at_start=false", "eval.at_end=false",
-        f"seed={seed}", f"name=speed-{variant.name}", f"output={output}",
-        f"tracking.uri=sqlite:///{output / 'mlflow.db'}", *own,
-    ]  # fmt: skip
+        f"rewards=[{{name: {REWARD}}}]",
+        f"optimizer.lr={LEARNING_RATE}",
+        f"train.steps={updates}",
+        "train.checkpoint_every=0",
+        "eval.at_start=false",
+        "eval.at_end=false",
+        f"seed={seed}",
+        f"name=speed-{variant.name}",
+        f"output={output}",
+        f"tracking.uri=sqlite:///{output / 'mlflow.db'}",
+        *own,
+    ]
 
 
 def prompts_in_order(config: Any, tokenizer: Any, updates: int) -> list[Any]:

@@ -1,13 +1,13 @@
 """One typed table per kind of part: estimators, corrections, advantages, policy losses, rewards, rollouts, datasets.
 
 Registering is a decorator that returns the function unchanged. A name taken twice raises; a name not
-found raises with the alternatives. Built-ins register when their room is imported; outside packages
-join by the entry-point group ``kl_comedy.<kind>``; scripts by :func:`load_plugin_file`. Both are loaded
-here and nowhere else.
+found raises with the alternatives. The first lookup imports the package that registers the built-ins of the
+kind and the entry points of the group ``kl_comedy.<kind>``; files join by :func:`load_plugin_file`.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -51,12 +51,16 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """The table of one kind. Names are unique; the order is the order of registration."""
+    """The table of one kind. Names are unique; the order is the order of registration.
 
-    def __init__(self, kind: str) -> None:
+    ``package`` registers the built-in entries when it is imported, which the first lookup does.
+    """
+
+    def __init__(self, kind: str, package: str | None = None) -> None:
         self.kind = kind
+        self._package = package
         self._entries: dict[str, Entry[T]] = {}
-        self._outsiders_loaded = False
+        self._loaded = False
 
     def register(
         self, name: str, *, source: str, summary: str | None = None, claims: tuple[str, ...] = (), **facts: Any
@@ -93,28 +97,30 @@ class Registry(Generic[T]):
     def get(self, name: str, *, key: str | None = None) -> Entry[T]:
         """The entry called ``name``; a miss names the alternatives. ``key`` is the config key at fault."""
         if name not in self._entries:
-            self._load_outsiders()
+            self.load()
         if name not in self._entries:
             raise bad_value(key or self.kind, name, sorted(self._entries))
         return self._entries[name]
 
     def names(self) -> list[str]:
-        self._load_outsiders()
+        self.load()
         return list(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        self._load_outsiders()
+        self.load()
         return name in self._entries
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        self._load_outsiders()
+        self.load()
         return iter(list(self._entries.values()))
 
-    def _load_outsiders(self) -> None:
-        """Import every entry point of ``kl_comedy.<kind>`` once; importing it is what registers."""
-        if self._outsiders_loaded:
+    def load(self) -> None:
+        """Import the built-in entries and every entry point of ``kl_comedy.<kind>``, once."""
+        if self._loaded:
             return
-        self._outsiders_loaded = True
+        self._loaded = True
+        if self._package is not None:
+            importlib.import_module(self._package)
         for point in importlib.metadata.entry_points(group=f"kl_comedy.{self.kind}"):
             try:
                 point.load()
@@ -127,24 +133,32 @@ class Registry(Generic[T]):
                 ) from error
 
 
-ESTIMATORS: Registry[Any] = Registry("estimators")
-CORRECTIONS: Registry[Any] = Registry("corrections")
-ADVANTAGES: Registry[Any] = Registry("advantages")
-POLICY_LOSSES: Registry[Any] = Registry("policy_losses")
-POLICY_CORRECTIONS: Registry[Any] = Registry("policy_corrections")
-REWARDS: Registry[Any] = Registry("rewards")
-ROLLOUTS: Registry[Any] = Registry("rollouts")
-DATASETS: Registry[Any] = Registry("datasets")
-RECIPES: Registry[Any] = Registry("recipes")
-SUITES: Registry[Any] = Registry("suites")
+ESTIMATORS: Registry[Any] = Registry("estimators", "kl_comedy.kl")
+CORRECTIONS: Registry[Any] = Registry("corrections", "kl_comedy.kl")
+ADVANTAGES: Registry[Any] = Registry("advantages", "kl_comedy.objective")
+POLICY_LOSSES: Registry[Any] = Registry("policy_losses", "kl_comedy.objective")
+POLICY_CORRECTIONS: Registry[Any] = Registry("policy_corrections", "kl_comedy.objective")
+REWARDS: Registry[Any] = Registry("rewards", "kl_comedy.rewards")
+ROLLOUTS: Registry[Any] = Registry("rollouts", "kl_comedy.rollouts")
+DATASETS: Registry[Any] = Registry("datasets", "kl_comedy.data")
+RECIPES: Registry[Any] = Registry("recipes", "kl_comedy.kl")
+SUITES: Registry[Any] = Registry("suites", "kl_comedy.evaluation")
 
 KINDS: dict[str, Registry[Any]] = {
     table.kind: table
     for table in (
-        ESTIMATORS, CORRECTIONS, ADVANTAGES, POLICY_LOSSES, POLICY_CORRECTIONS, REWARDS, ROLLOUTS, DATASETS, RECIPES,
+        ESTIMATORS,
+        CORRECTIONS,
+        ADVANTAGES,
+        POLICY_LOSSES,
+        POLICY_CORRECTIONS,
+        REWARDS,
+        ROLLOUTS,
+        DATASETS,
+        RECIPES,
         SUITES,
     )
-}  # fmt: skip
+}
 
 
 def load_plugin_file(path: str | Path) -> None:
@@ -158,6 +172,8 @@ def load_plugin_file(path: str | Path) -> None:
     name = f"kl_comedy_plugin_{file.stem}"
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
         return
+    for table in KINDS.values():
+        table.load()  # a plugin that takes a built-in name is the one at fault
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserError(f"--plugin: {path} is not a Python file")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
 from kl_comedy.kl.oracle.policy_certificate import UPDATES, PolicyCertificate, certify_policy, named_policy_terms
 from kl_comedy.registry import ADVANTAGES, POLICY_CORRECTIONS, POLICY_LOSSES
 
@@ -56,9 +55,10 @@ def policy_terms() -> str:
 def _facts(name: str) -> tuple[str, str, str]:
     if name == "decoupled_ppo":
         return (
-            "loss + ratio", "`ppo_clip` against the recomputed policy, times `min(prox / mu, 5)`",
+            "loss + ratio",
+            "`ppo_clip` against the recomputed policy, times `min(prox / mu, 5)`",
             "AReaL 2505.24298; Hilton et al. 2110.00641",
-        )  # fmt: skip
+        )
     if name in POLICY_LOSSES:
         entry, kind = POLICY_LOSSES.get(name), "loss"
     else:
@@ -79,9 +79,16 @@ def advantages() -> str:
 
 
 DECIDED = (
-    "reinforce (no ratio)", "tis 2", "ppo_clip 0.2", "gspo 0.2", "decoupled ppo", "tis 2 + opsm 0.1", "sequence",
-    "sequence_tis 8", "sequence_tis 2",
-)  # fmt: skip
+    "reinforce (no ratio)",
+    "tis 2",
+    "ppo_clip 0.2",
+    "gspo 0.2",
+    "decoupled ppo",
+    "tis 2 + opsm 0.1",
+    "sequence",
+    "sequence_tis 8",
+    "sequence_tis 2",
+)
 """Candidates of the study that the decision page shows."""
 
 

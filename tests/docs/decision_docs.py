@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 
-import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
 from kl_comedy.kl import KLTerm, recipe
-from kl_comedy.kl.matrix import cells
+from kl_comedy.kl.claims import cells
 from kl_comedy.kl.oracle import Surroundings
+from kl_comedy.kl.oracle.algorithm_context import effects
 from kl_comedy.kl.oracle.certificate import Certificate, certify
-from kl_comedy.kl.oracle.in_training import effects
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
 
 ROOT = Path(__file__).parents[2]
@@ -70,19 +69,33 @@ def noise(found: Certificate) -> str:
 # --- the decision page ----------------------------------------------------------------------------------------
 SITUATIONS: tuple[tuple[str, str, str, str], ...] = (
     ("on-policy, exact KL affordable", "rb/full", "on_policy", "exact in reward, to go = G"),
-    ("on-policy, log-probs of sampled tokens only", "openrlhf/default", "on_policy",
-     "K1 in reward, reward-to-go = G"),
-    ("on-policy, cost inside the reward", "comedy/k1_in_reward", "on_policy",
-     "K1 in reward, full return = G"),
-    ("stale or asynchronous, exact KL affordable", "rb/per_decision", "off_policy",
-     "autodiff of sum_u W_{u-1} KL_u = G"),
-    ("stale or asynchronous, sampled tokens only", "is/k3_per_decision", "off_policy",
-     "autodiff of sum_u W_u k3_u = G"),
-    ("a per-token penalty is enough, any staleness, exact", "rb/token", "off_policy",
-     "exact in loss = PARTIAL on the sampler's prefixes"),
-    ("a per-token penalty is enough, any staleness, sampled", "trl/default", "off_policy",
-     "rho k3 = PARTIAL on the sampler's prefixes"),
-)  # fmt: skip
+    ("on-policy, log-probs of sampled tokens only", "openrlhf/default", "on_policy", "K1 in reward, reward-to-go = G"),
+    ("on-policy, cost inside the reward", "comedy/k1_in_reward", "on_policy", "K1 in reward, full return = G"),
+    (
+        "stale or asynchronous, exact KL affordable",
+        "rb/per_decision",
+        "off_policy",
+        "autodiff of sum_u W_{u-1} KL_u = G",
+    ),
+    (
+        "stale or asynchronous, sampled tokens only",
+        "is/k3_per_decision",
+        "off_policy",
+        "autodiff of sum_u W_u k3_u = G",
+    ),
+    (
+        "a per-token penalty is enough, any staleness, exact",
+        "rb/token",
+        "off_policy",
+        "exact in loss = PARTIAL on the sampler's prefixes",
+    ),
+    (
+        "a per-token penalty is enough, any staleness, sampled",
+        "trl/default",
+        "off_policy",
+        "rho k3 = PARTIAL on the sampler's prefixes",
+    ),
+)
 """What one is in, the recipe, the regime it is for, and its row in tests/exact/test_master_table.py (a test id)."""
 
 NEVER: tuple[tuple[str, str, str], ...] = (
@@ -170,8 +183,15 @@ def _cells_of(target: str, found: list[Certificate]) -> str:
     title = f"`{target}`" if target != "none" else "No target"
     if target == "none":
         found = sorted(found, key=lambda c: (round(c.relative_bias["sequence_reverse"], 6), c.name))
-        rows = [(f"`{c.name}`", percent(c.relative_bias["sequence_reverse"]),
-                 f"{c.cosine['sequence_reverse']:.2f}", noise(c)) for c in found]  # fmt: skip
+        rows = [
+            (
+                f"`{c.name}`",
+                percent(c.relative_bias["sequence_reverse"]),
+                f"{c.cosine['sequence_reverse']:.2f}",
+                noise(c),
+            )
+            for c in found
+        ]
         body = table(("cell", "off `sequence_reverse`", "cosine", "noise"), rows)
     else:
         found = sorted(found, key=lambda c: (round(c.variance, 6), c.name))
@@ -268,11 +288,14 @@ def estimator_index() -> str:
 WHOLE: dict[str, Callable[[], str]] = {
     "estimators/README.md": estimator_index,
     **{f"estimators/{name}.md": (lambda name=name: estimator_page(name)) for name in ESTIMATOR_NAMES},
-}  # fmt: skip
+}
 """Pages without a line written by hand."""
 
 PARTS: dict[str, Callable[[], str]] = {
-    "decision": decision, "never": never, "placements": placements, "inside advantages": inside_advantages,
+    "decision": decision,
+    "never": never,
+    "placements": placements,
+    "inside advantages": inside_advantages,
     "cells": every_cell,
-}  # fmt: skip
+}
 """The generated parts of decision.md."""

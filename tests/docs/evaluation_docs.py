@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kl_comedy.config.suites import SuiteConfig
+from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.evaluation import get_suite
 from kl_comedy.registry import SUITES
 

@@ -23,7 +23,6 @@ import evaluation_docs
 import peers_docs
 from open_problem_block import open_problem
 
-import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
 from kl_comedy.config.schema import Config
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
@@ -138,9 +137,15 @@ def term_fields() -> str:
     choices: dict[str, Sequence[str]] = {
         "estimator": [entry.name for entry in built_in(ESTIMATORS)],
         "correction": [entry.name for entry in built_in(CORRECTIONS)],
-        "level": LEVELS, "placement": PLACEMENTS, "credit": CREDITS, "gradient": GRADIENTS, "anchor": ANCHORS,
-        "reference": REFERENCES, "baseline": BASELINES, "cap_mode": CAP_MODES,
-    }  # fmt: skip
+        "level": LEVELS,
+        "placement": PLACEMENTS,
+        "credit": CREDITS,
+        "gradient": GRADIENTS,
+        "anchor": ANCHORS,
+        "reference": REFERENCES,
+        "baseline": BASELINES,
+        "cap_mode": CAP_MODES,
+    }
     defaults = {
         item.name: "required" if item.name == "estimator" else _shown(_default(item))
         for item in dataclasses.fields(KLTerm)
@@ -276,7 +281,7 @@ def options_of(entry: Entry[Any]) -> str:
     ]
     options = [f"`{p.name}={_shown(p.default).strip('`')}`" for p in parameters]
     if entry.kind == "rewards" and entry.facts.get("isolated"):
-        from kl_comedy.rewards.batch import TIMEOUT_S
+        from kl_comedy.rewards.pool import TIMEOUT_S
 
         options.append(f"`timeout_s={TIMEOUT_S:g}`")
     return ", ".join(options)
@@ -327,15 +332,19 @@ def rooms() -> str:
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "architecture.md": {"rooms": rooms},
     "configuration.md": {
-        "keys": configuration_keys, "term fields": term_fields, "impossible": impossible, "recipes": recipes,
-        "verdicts": verdicts, "names": names,
+        "keys": configuration_keys,
+        "term fields": term_fields,
+        "impossible": impossible,
+        "recipes": recipes,
+        "verdicts": verdicts,
+        "names": names,
     },
     "evaluation.md": evaluation_docs.PARTS,
     "open_problem.md": {"open_problem": open_problem},
     "decision.md": {**decision_docs.PARTS, **algorithm_docs.DECISION},
     "algorithms.md": algorithm_docs.PARTS,
     "peers.md": peers_docs.PARTS,
-}  # fmt: skip
+}
 
 
 def render(page: str) -> str:

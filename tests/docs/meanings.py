@@ -64,10 +64,10 @@ MEANINGS: dict[str, str] = {
     "rollout.min_p": "Training accepts 0 (off) only.",
     "rollout.stop": "Texts that end a completion, after the token that completes one.",
     "rollout.replica_gib": (
-        "With `fsdp` or `fsdp1`: the largest model that one process may hold whole, to sample from it with `hf`, or to "
+        "With `fsdp`: the largest model that one process may hold whole, to sample from it with `hf`, or to "
         "load what cannot be streamed."
     ),
-    "rollout.bucket_mib": "With `fsdp` or `fsdp1`: weights gathered at a time on their way to a sampler or a file.",
+    "rollout.bucket_mib": "With `fsdp`: weights gathered at a time on their way to a sampler or a file.",
     "rollout.batch_sequences": "Completions sampled at once. Changing it changes what a seed draws.",
     "rollout.options": "Of the backend (see [rollouts](rollouts.md)).",
     "rewards": "Summed by weight.",
@@ -138,7 +138,7 @@ MEANINGS: dict[str, str] = {
     "train.keep_checkpoints": "The newest so many stay.",
     "train.samples_every": "Updates between tables of sampled completions; 0: none.",
     "train.strategy": (
-        "`single`: one process; `ddp`: whole copies; `fsdp`: shards (FSDP2); `fsdp1`: shards (torch's first FSDP). The "
+        "`single`: one process; `ddp`: whole copies; `fsdp`: shards (FSDP2). The "
         "result does not depend on it, up to rounding ([clusters.md](clusters.md#several-processes))."
     ),
     "train.devices": "Processes on each node (one per GPU); with `single` 1.",

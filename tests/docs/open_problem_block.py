@@ -10,8 +10,8 @@ DATA = Path(__file__).parents[2] / "results" / "open_problem" / "open_problem.cs
 def open_problem() -> str:
     import pandas as pd
 
-    from kl_comedy.laboratory.open_problem_report import error_table
-    from kl_comedy.laboratory.study_tables import markdown
+    from kl_comedy.lab.open_problem import error_table
+    from kl_comedy.lab.synthetic import markdown
 
     frame = pd.read_csv(DATA)
     shown = frame[frame.length.isin((8, 16)) & frame.staleness.isin((0.0, 0.3, 0.6, 1.0))]

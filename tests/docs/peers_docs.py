@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 from decision_docs import noise, outcome, table
 
-from kl_comedy.peers import SYSTEMS, Advice, Reading, System, advise, read, switched_on
-from kl_comedy.peers.flags import written
+from kl_comedy.lab.peers import SYSTEMS, Advice, Reading, System, advise, read, switched_on
+from kl_comedy.lab.peers.flags import written
 
 SETTINGS: tuple[str, ...] = (
     "trl:beta=0.04,use_bias_correction_kl=false",

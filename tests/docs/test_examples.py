@@ -88,12 +88,15 @@ def test_the_new_estimator_descends_what_it_claims():
     rows = [re.split(r" {2,}| (?=o\w+_policy)", line.strip()) for line in printed.splitlines() if "_policy" in line]
     hits = {(re.sub(r"k2_shift_reverse_token | shift=\S+", "", row[0]), row[1].split()[0]): row[-1] for row in rows}
     assert hits == {
-        ("in reward own", "on_policy"): "none", ("in reward own", "off_policy"): "none",
-        ("in reward to_go", "on_policy"): "none", ("in reward to_go", "off_policy"): "none",
-        ("in loss", "on_policy"): "token_reverse", ("in loss", "off_policy"): "none",
+        ("in reward own", "on_policy"): "none",
+        ("in reward own", "off_policy"): "none",
+        ("in reward to_go", "on_policy"): "none",
+        ("in reward to_go", "off_policy"): "none",
+        ("in loss", "on_policy"): "token_reverse",
+        ("in loss", "off_policy"): "none",
         ("in loss x token_detached", "on_policy"): "token_reverse",
         ("in loss x token_detached", "off_policy"): "token_reverse",
-    }  # fmt: skip
+    }
     at_0, least, _ = map(
         float, re.search(r"([\d.]+) at shift 0 \(k2\), ([\d.]+) at shift (-?[\d.]+)", printed).groups()
     )

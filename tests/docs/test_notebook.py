@@ -40,10 +40,12 @@ def test_the_notebook_reads_a_store(tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     for seed, reward in enumerate((0.5, 0.6, 0.7)):
         tracker = Tracker.start(
-            SimpleNamespace(uri=uri, experiment="trial", flush_every=10, tags={}), run_dir=tmp_path / str(seed),
-            run_name="r", params={"seed": seed, "optimizer.lr": 1e-4, "kl.beta": 0.1},
+            SimpleNamespace(uri=uri, experiment="trial", flush_every=10, tags={}),
+            run_dir=tmp_path / str(seed),
+            run_name="r",
+            params={"seed": seed, "optimizer.lr": 1e-4, "kl.beta": 0.1},
             tags={"kl.label": "0.1 k3_reverse_token in loss", "sweep": "study_core"},
-        )  # fmt: skip
+        )
         tracker.log({"eval/heldout/reward": reward, "eval/heldout/kl/exact_reverse_sequence": 0.25}, 1)
         tracker.finish()
     monkeypatch.setenv("KL_COMEDY_STORE", uri)

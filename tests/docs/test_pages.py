@@ -11,12 +11,12 @@ import torch
 
 from kl_comedy.errors import UserError
 from kl_comedy.evaluation import EvalResult
-from kl_comedy.evaluation.comparing import ChoiceResult
+from kl_comedy.evaluation.evaluate import ChoiceResult
 from kl_comedy.evaluation.scores import score_compared, score_generated
 from kl_comedy.kl import KLTerm
 from kl_comedy.models.logprobs import TokenPass
 from kl_comedy.records import Experience, Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.measure import Tally, effective_sample_share, row_metrics, tally_tokens
+from kl_comedy.training.metrics import Tally, effective_sample_share, row_metrics, tally_tokens
 from kl_comedy.training.prepare import MicroBatch
 
 ROOT = Path(__file__).parents[2]
@@ -120,9 +120,14 @@ def test_names_are_documented_once():
 def scored(value, *, group, stop="eos"):
     prompt = Prompt(problem=Problem(id="a", text="a", answer="1"), text="a", token_ids=(1,))
     rollout = Rollout(
-        prompt=prompt, group_id=group, completion_ids=(1, 2), logps=(-1.0, -1.0), versions=(0, 0), stop_reason=stop,
+        prompt=prompt,
+        group_id=group,
+        completion_ids=(1, 2),
+        logps=(-1.0, -1.0),
+        versions=(0, 0),
+        stop_reason=stop,
         text="1",
-    )  # fmt: skip
+    )
     return Scored(rollout=rollout, reward=Reward(value=value, parts={"exact_answer": value}))
 
 
@@ -131,15 +136,26 @@ def small_update():
     mask_BT = torch.tensor([[True, False], [True, True]])
     zeros_BT = torch.zeros(2, 2)
     experience = Experience(
-        prompt_ids_BP=torch.ones(2, 1), prompt_mask_BP=torch.ones(2, 1), ids_BT=zeros_BT, mask_BT=mask_BT,
-        behaviour_logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.0]]), ref_logp_BT=zeros_BT - 2.0,
-        advantage_BT=zeros_BT, reward_B=torch.zeros(2), weight_B=torch.ones(2),
-        policy_version_BT=torch.tensor([[2, 0], [1, 1]]), group_B=torch.zeros(2),
-    )  # fmt: skip
+        prompt_ids_BP=torch.ones(2, 1),
+        prompt_mask_BP=torch.ones(2, 1),
+        ids_BT=zeros_BT,
+        mask_BT=mask_BT,
+        behaviour_logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.0]]),
+        ref_logp_BT=zeros_BT - 2.0,
+        advantage_BT=zeros_BT,
+        reward_B=torch.zeros(2),
+        weight_B=torch.ones(2),
+        policy_version_BT=torch.tensor([[2, 0], [1, 1]]),
+        group_B=torch.zeros(2),
+    )
     seen = TokenPass(
-        logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.5]]), kl_BT=mask_BT * 0.6, forward_kl_BT=mask_BT * 0.9,
-        entropy_BT=mask_BT * 0.3, total_variation_BT=mask_BT * 0.2, hidden_NH=None,
-    )  # fmt: skip
+        logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.5]]),
+        kl_BT=mask_BT * 0.6,
+        forward_kl_BT=mask_BT * 0.9,
+        entropy_BT=mask_BT * 0.3,
+        total_variation_BT=mask_BT * 0.2,
+        hidden_NH=None,
+    )
     tally = Tally()
     tally_tokens(tally, MicroBatch(experience=experience, references={}, baselines={}), seen, version=3)
     return effective_sample_share(tally.values(), 2, 1)
@@ -165,25 +181,38 @@ def test_what_an_update_measures_is_documented_and_means_what_the_page_says():
         }
     assert got == pytest.approx(
         {
-            "kl/k1_reverse_token": 2.5 / 3, "kl/k1_reverse_sequence": 2.5 / 2,
-            "kl/k2_reverse_token": 1.125 / 3, "kl/k2_reverse_sequence": 1.125 / 2,
+            "kl/k1_reverse_token": 2.5 / 3,
+            "kl/k1_reverse_sequence": 2.5 / 2,
+            "kl/k2_reverse_token": 1.125 / 3,
+            "kl/k2_reverse_sequence": 1.125 / 2,
             "kl/k3_reverse_token": (2 * torch.e**-1 + torch.e**-0.5 - 0.5) / 3,
             "kl/k3_reverse_sequence": (2 * torch.e**-1 + torch.e**-0.5 - 0.5) / 2,
-            "kl/exact_reverse_token": 0.6, "kl/exact_reverse_sequence": 0.9,
-            "kl/exact_forward_token": 0.9, "kl/exact_forward_sequence": 1.35,
-            "kl/total_variation_token": 0.2, "kl/total_variation_sequence": 0.3, **errors,
-            "kl/log_ratio_max": 1.0, "kl/k1_behaviour_token": 0.5 / 3,
-            "policy/entropy": 0.3, "policy/entropy_sequence": 0.45, "policy/staleness": 5 / 3,
-            "policy/behaviour_gap_max": 0.5, "policy/equal_weights_share": 0.0,
+            "kl/exact_reverse_token": 0.6,
+            "kl/exact_reverse_sequence": 0.9,
+            "kl/exact_forward_token": 0.9,
+            "kl/exact_forward_sequence": 1.35,
+            "kl/total_variation_token": 0.2,
+            "kl/total_variation_sequence": 0.3,
+            **errors,
+            "kl/log_ratio_max": 1.0,
+            "kl/k1_behaviour_token": 0.5 / 3,
+            "policy/entropy": 0.3,
+            "policy/entropy_sequence": 0.45,
+            "policy/staleness": 5 / 3,
+            "policy/behaviour_gap_max": 0.5,
+            "policy/equal_weights_share": 0.0,
             "kl/k3_behaviour_token": (torch.e**-0.5 - 0.5) / 3,
             "kl/k1_policy_behaviour_token": -0.5 * torch.e**-0.5 / 3,
             "kl/k3_policy_behaviour_token": (1 - 1.5 * torch.e**-0.5) / 3,
-            "policy/ratio_p01": torch.e**-0.5, "policy/ratio_p10": torch.e**-0.5, "policy/ratio_p50": 1.0,
-            "policy/ratio_p90": 1.0, "policy/ratio_p99": 1.0,
+            "policy/ratio_p01": torch.e**-0.5,
+            "policy/ratio_p10": torch.e**-0.5,
+            "policy/ratio_p50": 1.0,
+            "policy/ratio_p90": 1.0,
+            "policy/ratio_p99": 1.0,
             "policy/ess": float(omega.sum() ** 2 / (omega.square().sum() * 2)),
         },
         rel=1e-5,
-    )  # fmt: skip
+    )
 
 
 def test_row_metrics_are_documented_and_mean_what_the_page_says():
@@ -198,9 +227,16 @@ def test_row_metrics_are_documented_and_mean_what_the_page_says():
 def test_evaluation_metrics_are_documented():
     measured = {name: 0.0 for name in small_update() if name.split("/")[0] in ("kl", "kl_error")}
     result = EvalResult(
-        name="gsm8k", problems=1, samples=1, reward=0.0, half_width=0.0, length=1.0, truncated=0.0, rows=(),
+        name="gsm8k",
+        problems=1,
+        samples=1,
+        reward=0.0,
+        half_width=0.0,
+        length=1.0,
+        truncated=0.0,
+        rows=(),
         measured={**measured, "policy/entropy": 0.0, "policy/entropy_sequence": 0.0},
-    )  # fmt: skip
+    )
     found = {name.replace("gsm8k", "<set>") for name in result.metrics()}
     found = {re.sub(r"(/kl|/kl_error)/\w+$", r"\1/<name>", name) for name in found}
     assert found == {name for name in DOCUMENTED if name.startswith("eval/<set>/")}

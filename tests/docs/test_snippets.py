@@ -47,12 +47,25 @@ def test_a_run_trains_with_all_that_the_guides_and_the_example_register(tmp_path
     (tmp_path / "my_parts.py").write_text("\n".join(blocks[0] for blocks in GUIDES.values()))
     terms = "[{estimator: log_cosh, placement: loss, beta: 0.01}, {estimator: k2_shift, placement: loss, beta: 0.01}]"
     python(
-        "-c", "from kl_comedy.cli.main import run; run()", "train", TINY, f"kl={terms}", "rollout.backend=plain",
-        "rewards=[{name: last_number, options: {max_chars: 200}}]", "model.options.warmstart_steps=5",
-        "train.steps=2", "train.eval_every=0", "data.eval={}", "rollout.max_new_tokens=4", "output=runs",
-        "--plugin", "my_parts.py", "--plugin", ROOT / "examples" / "register_estimator.py",
+        "-c",
+        "from kl_comedy.cli.main import run; run()",
+        "train",
+        TINY,
+        f"kl={terms}",
+        "rollout.backend=plain",
+        "rewards=[{name: last_number, options: {max_chars: 200}}]",
+        "model.options.warmstart_steps=5",
+        "train.steps=2",
+        "train.eval_every=0",
+        "data.eval={}",
+        "rollout.max_new_tokens=4",
+        "output=runs",
+        "--plugin",
+        "my_parts.py",
+        "--plugin",
+        ROOT / "examples" / "register_estimator.py",
         cwd=tmp_path,
-    )  # fmt: skip
+    )
     (summary,) = tmp_path.glob("runs/tiny-*/summary.json")
     found = json.loads(summary.read_text())
     assert found["status"] == "FINISHED"

@@ -5,7 +5,7 @@ import torch
 from kl_comedy.config.schema import LoraConfig, ModelConfig
 from kl_comedy.models import load_model, token_pass
 from kl_comedy.models.load import LoadedModel
-from kl_comedy.models.pocket_recipe import VOCABULARY
+from kl_comedy.models.pocket import VOCABULARY
 from kl_comedy.records import Problem, Prompt
 
 POCKET = {"preset": "tiny", "heads": 2}
@@ -49,8 +49,13 @@ def largest_gap(loaded, rollouts, temperature=1.0, start=0):
         prompt_BP = torch.tensor([rollout.prompt.token_ids])
         with torch.no_grad():
             seen = token_pass(
-                loaded.model, prompt_ids_BP=prompt_BP, prompt_mask_BP=torch.ones_like(prompt_BP), ids_BT=ids,
-                mask_BT=torch.ones_like(ids, dtype=torch.bool), temperature=temperature, chunk_elements=10**7,
-            )  # fmt: skip
+                loaded.model,
+                prompt_ids_BP=prompt_BP,
+                prompt_mask_BP=torch.ones_like(prompt_BP),
+                ids_BT=ids,
+                mask_BT=torch.ones_like(ids, dtype=torch.bool),
+                temperature=temperature,
+                chunk_elements=10**7,
+            )
         worst = max(worst, float((seen.logp_BT[0] - torch.tensor(rollout.logps))[start:].abs().max()))
     return worst

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed
 from kl_comedy.training.callbacks import CheckpointCallback
@@ -24,11 +23,19 @@ def run(tmp_path, backend, *overrides):
     config = load_config(
         TINY,
         [
-            f"output={tmp_path}", f"rollout.backend={backend}", "model.options={preset: tiny, heads: 2}",
-            "train.steps=3", "train.eval_every=0", "eval.at_start=false", "data.eval.heldout.limit=4",
-            "optimizer.lr=0.01", "rollout.batch_sequences=16", "kl.0.reference=initial", *overrides,
+            f"output={tmp_path}",
+            f"rollout.backend={backend}",
+            "model.options={preset: tiny, heads: 2}",
+            "train.steps=3",
+            "train.eval_every=0",
+            "eval.at_start=false",
+            "data.eval.heldout.limit=4",
+            "optimizer.lr=0.01",
+            "rollout.batch_sequences=16",
+            "kl.0.reference=initial",
+            *overrides,
         ],
-    )  # fmt: skip
+    )
     return train(config, console=Console(file=io.StringIO(), width=200), command="kl-comedy train tiny.yaml")
 
 

@@ -1,6 +1,6 @@
 """The oracle's numbers the slow way: completions written out by hand, one autograd call for each of them.
 
-Nothing here uses the algebra of :mod:`kl_comedy.kl.oracle.moments` or the numbering of its trees beyond the
+Nothing here uses the algebra of :mod:`kl_comedy.kl.oracle.gradients` or the numbering of its trees beyond the
 documented order of prefixes (by depth, then by digits).
 """
 

@@ -10,7 +10,7 @@ from test_claims_matrix import TREE
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, recipe
 from kl_comedy.kl import surrogate as surrogate_module
-from kl_comedy.kl.matrix import cells
+from kl_comedy.kl.claims import cells
 from kl_comedy.kl.oracle import Setting, expected_gradient, target_gradient
 from kl_comedy.kl.oracle.certificate import YARDSTICKS, _least_variance, battery, certify
 from kl_comedy.kl.oracle.estimator_claims import broken_claims

@@ -7,7 +7,7 @@ both directions: a claim that does not hold, and a target that is hit and not cl
 import pytest
 
 from kl_comedy.kl import REGIMES, TARGETS, claimed_target
-from kl_comedy.kl.matrix import cells
+from kl_comedy.kl.claims import cells
 from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, target_gradient
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 

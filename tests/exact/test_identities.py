@@ -41,9 +41,13 @@ def per_sample(setting, term):
     ref_BT = log_probs(TREE, setting.ref_logp_NV)
     exact_BT = (logp_NV.exp() * (logp_NV - setting.ref_logp_NV)).sum(-1)[TREE.prefix_BT] * TREE.mask_BT
     surrogate_BT = kl_surrogate(
-        term, logp_BT=logp_BT, ref_logp_BT=ref_BT, behaviour_logp_BT=setting.behaviour_logp_BT,
-        mask_BT=TREE.mask_BT, exact_kl_BT=exact_BT,
-    )  # fmt: skip
+        term,
+        logp_BT=logp_BT,
+        ref_logp_BT=ref_BT,
+        behaviour_logp_BT=setting.behaviour_logp_BT,
+        mask_BT=TREE.mask_BT,
+        exact_kl_BT=exact_BT,
+    )
     rows = [torch.autograd.grad(row, theta_D, retain_graph=True)[0] for row in surrogate_BT.sum(-1)]
     return torch.stack(rows)
 
@@ -108,9 +112,13 @@ def test_at_the_reference_the_estimate_is_exactly_zero(estimator, placement):
     logp_BT = torch.randn(5, 6)
     mask_BT = torch.arange(6)[None] < torch.tensor([[6], [1], [3], [4], [2]])
     parts = kl_parts(
-        KLTerm(estimator, placement=placement), logp_BT=logp_BT, ref_logp_BT=logp_BT.clone(),
-        behaviour_logp_BT=logp_BT, mask_BT=mask_BT, exact_kl_BT=torch.zeros(5, 6),
-    )  # fmt: skip
+        KLTerm(estimator, placement=placement),
+        logp_BT=logp_BT,
+        ref_logp_BT=logp_BT.clone(),
+        behaviour_logp_BT=logp_BT,
+        mask_BT=mask_BT,
+        exact_kl_BT=torch.zeros(5, 6),
+    )
     assert torch.equal(parts.cost_BT, torch.zeros(5, 6)) and torch.equal(parts.pathwise_BT, torch.zeros(5, 6))
 
 
@@ -125,9 +133,12 @@ def test_a_cost_before_the_baseline_keeps_its_expectation(advantage, factor, cre
     theta_D = setting.theta_D.clone().requires_grad_(True)
     logp_BT = log_probs(tree, setting.policy_logp(theta_D))
     cost_BT = kl_parts(
-        term, logp_BT=logp_BT.detach(), ref_logp_BT=log_probs(tree, setting.ref_logp_NV),
-        behaviour_logp_BT=setting.behaviour_logp_BT, mask_BT=tree.mask_BT,
-    ).cost_BT  # fmt: skip
+        term,
+        logp_BT=logp_BT.detach(),
+        ref_logp_BT=log_probs(tree, setting.ref_logp_NV),
+        behaviour_logp_BT=setting.behaviour_logp_BT,
+        mask_BT=tree.mask_BT,
+    ).cost_BT
     n = len(tree.mask_BT)
     triples = torch.cartesian_prod(torch.arange(n), torch.arange(n), torch.arange(n))
     probability = setting.behaviour_logp_BT.sum(-1).exp()[triples].prod(-1)
@@ -149,9 +160,12 @@ def test_nothing_is_clamped_far_from_the_reference():
     ref_BT = torch.tensor([[-1.0, -26.0]], dtype=torch.float64)
     for estimator, wanted in (("k3", [1 - math.exp(29), 1 - math.exp(-25)]), ("k2", [-29.0, 25.0])):
         surrogate_BT = kl_surrogate(
-            KLTerm(estimator, placement="loss"), logp_BT=logp_BT, ref_logp_BT=ref_BT,
-            behaviour_logp_BT=logp_BT.detach(), mask_BT=torch.ones(1, 2, dtype=torch.bool),
-        )  # fmt: skip
+            KLTerm(estimator, placement="loss"),
+            logp_BT=logp_BT,
+            ref_logp_BT=ref_BT,
+            behaviour_logp_BT=logp_BT.detach(),
+            mask_BT=torch.ones(1, 2, dtype=torch.bool),
+        )
         (gradient,) = torch.autograd.grad(surrogate_BT.sum(), logp_BT)
         assert torch.allclose(gradient, torch.tensor([wanted], dtype=torch.float64), rtol=1e-12)
 

@@ -115,14 +115,13 @@ ON_POLICY = {
     "K1 in loss = 0": ([loss("k1")], lambda f: f.zero),
     "K2 in loss, token = PARTIAL": ([loss("k2")], lambda f: f.PARTIAL),
     "K2 in loss, token = G less the future of K1": (
-        [loss("k2"), reward("k1", "to_go"), reward("k1", "own", beta=-1.0)], lambda f: f.G
+        [loss("k2"), reward("k1", "to_go"), reward("k1", "own", beta=-1.0)],
+        lambda f: f.G,
     ),
     "K2 in loss, sequence = G": ([loss("k2", level="sequence")], lambda f: f.G),
     "K2 in reward = grad E[K2] - PARTIAL": ([reward("k2")], lambda f: f.mean_of_k2 - f.PARTIAL),
     "K3 in loss, token = FKL": ([loss("k3")], lambda f: f.FKL),
-    "K3 in loss, sequence = sequence forward KL": (
-        [loss("k3", level="sequence")], lambda f: f.of("sequence_forward")
-    ),
+    "K3 in loss, sequence = sequence forward KL": ([loss("k3", level="sequence")], lambda f: f.of("sequence_forward")),
     "K3 in reward = G - FKL": ([reward("k3")], lambda f: f.G - f.FKL),
     "K1 reward + K1 loss = G": ([reward("k1"), loss("k1")], lambda f: f.G),
     "K3 reward + K3 loss = G": ([reward("k3"), loss("k3")], lambda f: f.G),
@@ -132,15 +131,17 @@ ON_POLICY = {
     "rho k3 = PARTIAL": ([loss("k3", correction="token")], lambda f: f.PARTIAL),
     "rho k1 = PARTIAL": ([loss("k1", correction="token")], lambda f: f.PARTIAL),
     "rho k2 = gradient of E[k2] per prefix": (
-        [loss("k2", correction="token")], lambda f: f.mean_of_k2_on_fixed_prefixes
+        [loss("k2", correction="token")],
+        lambda f: f.mean_of_k2_on_fixed_prefixes,
     ),
     "k3+ (value k3, gradient k2) = PARTIAL": ([loss("k3", gradient="k2")], lambda f: f.PARTIAL),
     "exact in loss, no future = PARTIAL": ([loss("exact")], lambda f: f.PARTIAL),
     "exact in reward, to go = G": ([reward("exact", "to_go")], lambda f: f.G),
     "exact in loss plus the future of K1 = G": (
-        [loss("exact"), reward("k1", "to_go"), reward("k1", "own", beta=-1.0)], lambda f: f.G
+        [loss("exact"), reward("k1", "to_go"), reward("k1", "own", beta=-1.0)],
+        lambda f: f.G,
     ),
-}  # fmt: skip
+}
 
 OFF_POLICY = {
     "omega K1 = G": ([reward("k1", correction="sequence")], lambda f: f.G),
@@ -153,10 +154,12 @@ OFF_POLICY = {
     "omega sum k3, differentiated = G": ([loss("k3", correction="sequence")], lambda f: f.G),
     "omega sum KL_h, differentiated = G": ([loss("exact", correction="sequence")], lambda f: f.G),
     "omega, K1 frozen at rollout = G - grad KL(pi || mu)": (
-        [reward("k1", correction="sequence", anchor="behaviour")], lambda f: f.G - f.to_sampler
+        [reward("k1", correction="sequence", anchor="behaviour")],
+        lambda f: f.G - f.to_sampler,
     ),
     "token IS of K1, full return = its reward-to-go": (
-        [reward("k1", correction="token")], lambda f: expected(f.setting, reward("k1", "to_go", correction="token"))
+        [reward("k1", correction="token")],
+        lambda f: expected(f.setting, reward("k1", "to_go", correction="token")),
     ),
     "rho k3 = PARTIAL on the sampler's prefixes": ([loss("k3", correction="token")], lambda f: f.PARTIAL),
     "rho k1 = PARTIAL on the sampler's prefixes": ([loss("k1", correction="token")], lambda f: f.PARTIAL),
@@ -167,12 +170,14 @@ OFF_POLICY = {
     "bare k1 in loss = -grad KL(mu || pi)": ([loss("k1")], lambda f: -f.from_sampler),
     "sg(rho) k1 in loss = 0": ([loss("k1", correction="token_detached")], lambda f: f.zero),
     "K3 in reward with omega = what it is on-policy": (
-        [reward("k3", correction="sequence")], lambda f: expected(f.on_policy, reward("k3"))
+        [reward("k3", correction="sequence")],
+        lambda f: expected(f.on_policy, reward("k3")),
     ),
     "K3 in reward with omega = G - on-policy FKL": (
-        [reward("k3", correction="sequence")], lambda f: f.G - target_gradient(f.on_policy, "token_forward")
+        [reward("k3", correction="sequence")],
+        lambda f: f.G - target_gradient(f.on_policy, "token_forward"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=INSTANCES, ids=str)

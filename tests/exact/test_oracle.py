@@ -285,10 +285,15 @@ def test_a_clamped_estimate_has_no_gradient_beyond_its_clamp():
     far = Setting.random(Tree.build(vocabulary=2, length=1, ends=False), regime="on_policy", seed=0)
     ref = torch.tensor([[0.999999, 1e-6]], dtype=torch.float64).log()
     policy = torch.tensor([[1e-3, 0.999]], dtype=torch.float64).log()
-    where = Setting(**{
-        **far.__dict__, "theta_D": policy.flatten(), "ref_logp_NV": ref, "sampler_logp_NV": policy,
-        "recorded_logp_NV": policy,
-    })  # fmt: skip
+    where = Setting(
+        **{
+            **far.__dict__,
+            "theta_D": policy.flatten(),
+            "ref_logp_NV": ref,
+            "sampler_logp_NV": policy,
+            "recorded_logp_NV": policy,
+        }
+    )
     clamped = expected_gradient(where, [KLTerm("k3", placement="loss", output_clamp=10.0)])
     free = expected_gradient(where, [KLTerm("k3", placement="loss")])
     assert float(clamped.gradient_D.norm()) < 1e-12 < 0.9 < float(free.gradient_D.norm())
@@ -304,5 +309,6 @@ def test_a_window_as_long_as_the_completion_is_no_window_and_bias_falls_as_it_gr
     assert all(later < 1.05 * earlier for earlier, later in itertools.pairwise(found)), found
     agrees(
         expected_gradient(where, [KLTerm(estimator, correction=correction, window=5)]),
-        expected_gradient(where, [KLTerm(estimator, correction=correction)]), 1e-12,
-    )  # fmt: skip
+        expected_gradient(where, [KLTerm(estimator, correction=correction)]),
+        1e-12,
+    )

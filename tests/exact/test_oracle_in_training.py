@@ -20,13 +20,13 @@ from kl_comedy.kl.oracle import (
     terms_loss,
     training_loss,
 )
-from kl_comedy.kl.oracle.in_training import effects
+from kl_comedy.kl.oracle.algorithm_context import effects
 from kl_comedy.models.logprobs import TokenPass
 from kl_comedy.models.reference import ReferencePass
 from kl_comedy.objective import returns_with_costs, sequence_weights
 from kl_comedy.records import Experience
 from kl_comedy.registry import ADVANTAGES
-from kl_comedy.training.losses import micro_loss
+from kl_comedy.training.loss import micro_loss
 from kl_comedy.training.prepare import MicroBatch
 
 TREE = Tree.build(vocabulary=2, length=3)
@@ -125,9 +125,13 @@ def trained(rows, terms, around):
 
     def parts_of(term):
         return kl_parts(
-            term, logp_BT=rows.logp_BT.detach(), ref_logp_BT=rows.ref_logp_BT, mask_BT=rows.mask_BT,
-            behaviour_logp_BT=rows.behaviour_logp_BT, exact_kl_BT=rows.reverse_kl_BT.detach(),
-        )  # fmt: skip
+            term,
+            logp_BT=rows.logp_BT.detach(),
+            ref_logp_BT=rows.ref_logp_BT,
+            mask_BT=rows.mask_BT,
+            behaviour_logp_BT=rows.behaviour_logp_BT,
+            exact_kl_BT=rows.reverse_kl_BT.detach(),
+        )
 
     cost_BT = sum(
         (beta * parts_of(t).cost_BT for t, beta in zip(terms, betas, strict=True) if t.baseline == "before"),
@@ -136,18 +140,26 @@ def trained(rows, terms, around):
     returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
     kept_B = ~rows.truncated_B if around.drop_truncated else None
     experience = Experience(
-        prompt_ids_BP=torch.ones(1, 1), prompt_mask_BP=torch.ones(1, 1), ids_BT=torch.zeros(1), mask_BT=rows.mask_BT,
-        behaviour_logp_BT=rows.behaviour_logp_BT, ref_logp_BT=rows.ref_logp_BT,
+        prompt_ids_BP=torch.ones(1, 1),
+        prompt_mask_BP=torch.ones(1, 1),
+        ids_BT=torch.zeros(1),
+        mask_BT=rows.mask_BT,
+        behaviour_logp_BT=rows.behaviour_logp_BT,
+        ref_logp_BT=rows.ref_logp_BT,
         advantage_BT=ADVANTAGES.get(around.advantage).fn(returns_BT, rows.mask_BT, rows.group_B),
-        reward_B=rows.reward_B, weight_B=sequence_weights(around.reduction, rows.mask_BT, keep_B=kept_B).double(),
-        policy_version_BT=torch.zeros(1), group_B=rows.group_B,
-    )  # fmt: skip
+        reward_B=rows.reward_B,
+        weight_B=sequence_weights(around.reduction, rows.mask_BT, keep_B=kept_B).double(),
+        policy_version_BT=torch.zeros(1),
+        group_B=rows.group_B,
+    )
     own = {n: own_baseline(parts_of(t), rows.mask_BT, rows.group_B) for n, t in enumerate(terms) if t.baseline == "own"}
     reference = ReferencePass(logp_BT=rows.ref_logp_BT, **_blank(ReferencePass))
     seen = TokenPass(
-        logp_BT=rows.logp_BT, kl_BT=rows.reverse_kl_BT, forward_kl_BT=rows.forward_kl_BT,
+        logp_BT=rows.logp_BT,
+        kl_BT=rows.reverse_kl_BT,
+        forward_kl_BT=rows.forward_kl_BT,
         **_blank(TokenPass, "kl_BT", "forward_kl_BT"),
-    )  # fmt: skip
+    )
     micro = MicroBatch(experience=experience, references={"initial": reference}, baselines=own)
     loss, _ = micro_loss(micro, {"initial": seen}, terms=terms, betas=betas, algorithm=algorithm)
     return loss * len(rows.reward_B)
@@ -181,9 +193,15 @@ def test_the_oracle_enumerates_the_loss_that_training_computes(around, terms):
 # --- what an algorithm leaves of the KL gradient ----------------------------------------------------------------
 @pytest.mark.parametrize(
     ("advantage", "group_size", "factor"),
-    [("none", 1, 1.0), ("rloo", 2, 1.0), ("rloo", 3, 1.0), ("dr_grpo", 2, 1 / 2), ("dr_grpo", 3, 2 / 3),
-     ("batch_mean", 2, 1 / 2)],
-)  # fmt: skip
+    [
+        ("none", 1, 1.0),
+        ("rloo", 2, 1.0),
+        ("rloo", 3, 1.0),
+        ("dr_grpo", 2, 1 / 2),
+        ("dr_grpo", 3, 2 / 3),
+        ("batch_mean", 2, 1 / 2),
+    ],
+)
 def test_a_group_mean_shrinks_a_cost_before_it_by_one_minus_one_over_the_group(advantage, group_size, factor):
     where = setting("on_policy", parameters=4)
     left = kl_effect(where, [BEFORE], Surroundings(advantage=advantage, group_size=group_size))
@@ -218,10 +236,12 @@ def test_clipping_takes_a_part_of_a_cost_inside_the_advantage_and_none_of_a_term
     narrow = Surroundings(policy_loss="ppo_clip", policy_loss_options={"clip_low": 0.05, "clip_high": 0.05})
     wide = Surroundings(policy_loss="ppo_clip", policy_loss_options={"clip_low": 1.0, "clip_high": 1e6})
     inside, outside = (
-        [float((kl_effect(where, [t], narrow).gradient_D - kl_effect(where, [t], wide).gradient_D).norm())
-         for t in terms]
+        [
+            float((kl_effect(where, [t], narrow).gradient_D - kl_effect(where, [t], wide).gradient_D).norm())
+            for t in terms
+        ]
         for terms in ((BEFORE,), (IN_LOSS,))
-    )  # fmt: skip
+    )
     assert inside[0] > 1e-3 and outside[0] < 1e-10
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kl_comedy.kl import REGIMES
 from kl_comedy.kl.oracle import Setting, Tree, exact_moments, terms_loss
-from kl_comedy.peers import GOALS, SYSTEMS, advise, read, switched_on, target_of
+from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, read, switched_on, target_of
 
 TREE = Tree.build(vocabulary=3, length=3)
 NEAR, FAR = 0.5, 8.0
@@ -106,9 +106,13 @@ LOSSES = {
     "verl:use_kl_loss=true,kl_loss_type=abs": (lambda r: delta(r).abs(), 0.001),
     "verl:use_kl_in_reward=true": (in_old_reward(lambda d: d), 0.001),
     "verl:use_kl_in_reward=true,adv_estimator=grpo,kl_penalty=low_var_kl": (
-        in_old_reward(lambda d: k3(d.clamp(-20, 20)).clamp(-10, 10), whole), 0.001),
+        in_old_reward(lambda d: k3(d.clamp(-20, 20)).clamp(-10, 10), whole),
+        0.001,
+    ),
     "verl:use_kl_in_reward=true,use_kl_loss=true,kl_coef=0.002": (
-        lambda r: 2 * in_old_reward(lambda d: d)(r) + low_var(r), 0.001),
+        lambda r: 2 * in_old_reward(lambda d: d)(r) + low_var(r),
+        0.001,
+    ),
     "trl:beta=0.04": (lambda r: ratio(r) * k3(delta(r)), 0.04),
     "trl:beta=0.04,use_bias_correction_kl=false": (lambda r: k3(delta(r)), 0.04),
     "trl:trainer=rloo": (rloo, 0.05),
@@ -120,7 +124,9 @@ LOSSES = {
     "slime:use_kl_loss=true,kl_loss_coef=0.01": (delta, 0.01),
     "slime:use_kl_loss=true,kl_loss_coef=0.01,kl_loss_type=low_var_kl": (lambda r: k3(delta(r)).clamp(-10, 10), 0.01),
     "slime:use_kl_loss=true,kl_loss_coef=0.01,kl_loss_type=k2,use_unbiased_kl=true": (
-        lambda r: ratio(r) * delta(r).square() / 2, 0.01),
+        lambda r: ratio(r) * delta(r).square() / 2,
+        0.01,
+    ),
     "slime:kl_coef=0.01,advantage_estimator=reinforce_plus_plus": (in_old_reward(lambda d: d), 0.01),
     "slime:kl_coef=0.01,advantage_estimator=reinforce_plus_plus_baseline": (in_old_reward(lambda d: d, own), 0.01),
     "skyrl:": (low_var, 0.001),
@@ -129,8 +135,11 @@ LOSSES = {
     "open-instruct:kl_estimator=3": (lambda r: ratio(r) * delta(r).clamp(-40, 40), 0.05),
     "prime-rl:": (lambda r: torch.where(r.mask_BT, r.logp_BT - r.behaviour_logp_BT, 0.0).square(), 1e-3),
     "prime-rl:algo=opd": (
-        lambda r: ratio(r) * delta(r).detach()
-        + 1e-3 * torch.where(r.mask_BT, r.logp_BT - r.behaviour_logp_BT, 0.0).square(), 1.0),
+        lambda r: (
+            ratio(r) * delta(r).detach() + 1e-3 * torch.where(r.mask_BT, r.logp_BT - r.behaviour_logp_BT, 0.0).square()
+        ),
+        1.0,
+    ),
     "pipelinerl:kl_coef=0.1,clamp_log_ratio_ref_new_value=5": (lambda r: k3(delta(r).clamp(-5, 5)), 0.1),
     "areal:ref=set": (in_old_reward(lambda d: d.clamp(-10, 10)), 0.1),
     "roll:add_token_level_kl=true,lambd=1": (in_old_reward(lambda d: d), 0.2),
@@ -144,7 +153,7 @@ LOSSES = {
     "torchforge:": (lambda r: k3(delta(r)), 0.1),
     "ms-swift:": (low_var, 0.04),
     "ms-swift:advantage_estimator=rloo": (in_old_reward(lambda d: d, whole), 0.04),
-}  # fmt: skip
+}
 """Flags -> the loss they make (detached parts detached), and its coefficient. Clamps are the system's own."""
 
 WITHIN_CLAMPS = {
@@ -153,10 +162,14 @@ WITHIN_CLAMPS = {
     "nemo-rl:reference_policy_kl_type=k2": (self_weighted("k2"), 0.01),
     "nemo-rl:use_on_policy_kl_approximation=true": (lambda r: ratio(r) * k3(delta(r)), 0.01),
     "nemo-rl:use_kl_in_reward=true,adv_estimator=reinforce_plus_plus,reference_policy_kl_type=k1": (
-        in_old_reward(lambda d: d, own), 0.01),
+        in_old_reward(lambda d: d, own),
+        0.01,
+    ),
     "slime:use_kl_loss=true,kl_loss_coef=0.01,kl_loss_type=low_var_kl,use_unbiased_kl=true": (
-        lambda r: (ratio(r) * k3(delta(r))).clamp(-10, 10), 0.01),
-}  # fmt: skip
+        lambda r: (ratio(r) * k3(delta(r))).clamp(-10, 10),
+        0.01,
+    ),
+}
 """Where the notes say that the equivalent term leaves a clamp out."""
 
 
@@ -204,18 +217,21 @@ MEASURED = {
     "trl:grpo/no_bias_correction": "trl:beta=1,use_bias_correction_kl=false",
     "trl:grpo/sequence_ratio": "trl:beta=1,importance_sampling_level=sequence",
     "trl:grpo/sequence_ratio_no_bias_correction": (
-        "trl:beta=1,use_bias_correction_kl=false,importance_sampling_level=sequence"),
+        "trl:beta=1,use_bias_correction_kl=false,importance_sampling_level=sequence"
+    ),
     **{f"verl:actor/{k}": f"verl:use_kl_loss=true,kl_loss_type={k}" for k in ("low_var_kl", "k3+", "k1", "k2")},
     "verl:abs": "verl:use_kl_loss=true,kl_loss_type=abs",
     **{f"openrlhf:actor/{k}": f"openrlhf:use_loss=true,kl_estimator={k}" for k in ("k1", "k2", "k3")},
-    **{f"openrlhf:actor/{k}/unbiased_gradient": f"openrlhf:use_loss=true,kl_estimator={k},unbiased_gradient=true"
-       for k in ("k1", "k2", "k3")},
+    **{
+        f"openrlhf:actor/{k}/unbiased_gradient": f"openrlhf:use_loss=true,kl_estimator={k},unbiased_gradient=true"
+        for k in ("k1", "k2", "k3")
+    },
     **{f"skyrl:{k}": f"skyrl:kl_estimator_type={k}" for k in ("k1", "k2", "k3", "abs")},
     **{f"trinity:{k}": f"trinity:kl_loss_fn={k}" for k in ("k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")},
     "swift:dapo": "ms-swift:",
     "swift:dapo/sequence_ratio": "ms-swift:importance_sampling_level=sequence",
     **{f"areal:reward/{k}": f"areal:ref=set,kl_estimator={k}" for k in ("k1", "k2", "k3")},
-}  # fmt: skip
+}
 """Rows of results/peers, where the systems' own released code was run on the certificates' instances."""
 ROWS = json.loads((Path(__file__).parents[2] / "results/peers/peers.json").read_text())["rows"]
 

@@ -29,9 +29,17 @@ class Browser:
         to_read, self._out = os.pipe()
         self._in, to_write = os.pipe()
         self._scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        words = [str(program()), "--headless", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
-                 "--disable-dev-shm-usage", "--disable-background-networking", f"--user-data-dir={self._scratch.name}",
-                 *(["--no-sandbox"] if os.geteuid() == 0 else [])]  # fmt: skip
+        words = [
+            str(program()),
+            "--headless",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            f"--user-data-dir={self._scratch.name}",
+            *(["--no-sandbox"] if os.geteuid() == 0 else []),
+        ]
 
         def descriptors() -> None:
             os.dup2(os.dup(to_read), 3)

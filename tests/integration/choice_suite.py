@@ -16,7 +16,11 @@ def write_suite(folder, rows, name="pick", **changes):
     """The suite's file, which lies beside its rows; ``changes`` are keys of the suite."""
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     suite = {
-        "kind": "likelihood", "file": {"path": f"{name}.jsonl"}, "score": "texts", "template": "plain", "delimiter": "",
-    }  # fmt: skip
+        "kind": "likelihood",
+        "file": {"path": f"{name}.jsonl"},
+        "score": "texts",
+        "template": "plain",
+        "delimiter": "",
+    }
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(suite | changes))
     return folder / f"{name}.yaml"

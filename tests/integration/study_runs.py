@@ -19,12 +19,23 @@ def track(folder, uri, family, beta, seed, reward, kl, **tags):
     label = family if family == "no KL" else f"{beta} {family}"
     name = f"{family[:2]}-{beta}-{seed}".replace(" ", "")
     tracker = Tracker.start(
-        SimpleNamespace(uri=uri, experiment="study", flush_every=50, tags={}), run_dir=folder / name, run_name=name,
+        SimpleNamespace(uri=uri, experiment="study", flush_every=50, tags={}),
+        run_dir=folder / name,
+        run_name=name,
         params={"name": "study", "seed": seed, "kl": label},
-        tags={"kl.label": label, "kl.relative_bias": "0.1", "kl.variance": "2.5", "kl.verdict": "none: <b>bold</b>",
-              "git.commit": COMMIT, "git.dirty": "false", "config.hash": f"{abs(hash((label, seed))):012x}"[:12],
-              "run.command": f"kl-comedy train c.yaml seed={seed}", "version.torch": "2.13.0", **tags},
-    )  # fmt: skip
+        tags={
+            "kl.label": label,
+            "kl.relative_bias": "0.1",
+            "kl.variance": "2.5",
+            "kl.verdict": "none: <b>bold</b>",
+            "git.commit": COMMIT,
+            "git.dirty": "false",
+            "config.hash": f"{abs(hash((label, seed))):012x}"[:12],
+            "run.command": f"kl-comedy train c.yaml seed={seed}",
+            "version.torch": "2.13.0",
+            **tags,
+        },
+    )
     for step, share in ((0, 0.0), (40, 0.5), (80, 1.0)):
         tracker.log({EVAL: 0.4 + share * (reward - 0.4), KL: share * kl, "train/reward": reward}, step)
     rows = [{"problem": "1+1=", "answer": "2", "completion": HOSTILE, "reward": 1.0, "status": "ok"}]

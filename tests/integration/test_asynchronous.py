@@ -14,15 +14,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.data import PromptOrder
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
 from kl_comedy.models import weights_hash
-from kl_comedy.training.asynchronous import patience as patience_module
+from kl_comedy.training.asynchronous import sampler as patience_module
 from kl_comedy.training.asynchronous import sampler as sampler_module
-from kl_comedy.training.asynchronous.sampler import SamplerProcess
-from kl_comedy.training.asynchronous.source import Asynchronous
+from kl_comedy.training.asynchronous.sampler import Asynchronous, SamplerProcess
 from kl_comedy.training.run import train
 
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -130,9 +128,14 @@ def test_dropping_returns_what_is_too_old(tmp_path, watched, monkeypatch):
     step = PolicyModule.training_step
     monkeypatch.setattr(PolicyModule, "training_step", lambda *args: (time.sleep(0.3), step(*args))[1])
     done = go(
-        tmp_path, *ASYNC, "lag.max_steps=2", "lag.policy=drop", "algorithm.updates_per_batch=2", "train.steps=16",
+        tmp_path,
+        *ASYNC,
+        "lag.max_steps=2",
+        "lag.policy=drop",
+        "algorithm.updates_per_batch=2",
+        "train.steps=16",
         "train.eval_every=0",
-    )  # fmt: skip
+    )
     ledger = watched["ledgers"][-1]
     assert ledger.dropped > 0 and sum(series(done.run.path, "stream/dropped_groups")) <= ledger.dropped
     assert max(watched["ages"]) <= 2
@@ -154,10 +157,16 @@ def test_in_flight_changes_weights_inside_completions(tmp_path, watched, monkeyp
     monkeypatch.setattr(Asynchronous, "take", look)
     for attempt in range(5):  # which process is ahead is up to the machine
         go(
-            tmp_path / str(attempt), *ASYNC, "lag.max_steps=4", "lag.in_flight=true", "train.steps=20",
-            "rollout.max_new_tokens=48", "train.eval_every=0", "train.microbatch_tokens=100000",
+            tmp_path / str(attempt),
+            *ASYNC,
+            "lag.max_steps=4",
+            "lag.in_flight=true",
+            "train.steps=20",
+            "rollout.max_new_tokens=48",
+            "train.eval_every=0",
+            "train.microbatch_tokens=100000",
             "rollout.temperature=2.0",
-        )  # fmt: skip
+        )
         if any(mixed):
             break
     assert any(mixed)
@@ -333,7 +342,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_prompt(tmp_path, wat
     (folder,) = tmp_path.glob("tiny-*")
     import torch
 
-    from kl_comedy.training.rundir import RunDir
+    from kl_comedy.training.run_folder import RunDir
 
     begun = RunDir(path=folder).checkpoint_step
     state = torch.load(RunDir(path=folder).checkpoint / "state.pt", weights_only=True)["kl_comedy"]["stream"]["source"]
@@ -364,7 +373,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_prompt(tmp_path, wat
         (["lag.mode=async", "lag.policy=wiat"], r"lag\.policy: got 'wiat'; .*did you mean 'wait'"),
         (["lag.mode=asinc"], r"lag\.mode: got 'asinc'; .*did you mean 'async'"),
     ],
-)  # fmt: skip
+)
 def test_combinations_that_cannot_work_are_refused(overrides, said):
     with pytest.raises(UserError, match=said):
         load_config(TINY, overrides)

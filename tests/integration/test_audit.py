@@ -12,15 +12,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-import kl_comedy.training.rooms  # noqa: F401
-from kl_comedy.cli.auditing import audit
+from kl_comedy.cli.audit import audit
 from kl_comedy.config import config_hash, load_config
 from kl_comedy.errors import UserError
+from kl_comedy.lab.audit.measure import Origin, audit_blocks, equal_blocks, select, staleness, subject
 from kl_comedy.models import weights_hash
-from kl_comedy.training.audit.measure import audit_blocks
-from kl_comedy.training.audit.panel import select
-from kl_comedy.training.audit.rows import equal_blocks
-from kl_comedy.training.audit.subject import Origin, staleness, subject
 from kl_comedy.training.run import train
 
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -93,8 +89,9 @@ def test_layers_add_up_to_the_model(on_policy):
 def test_a_sketch_changes_little(on_policy):
     report, terms = audited(
         "kl=[{estimator: k3, placement: loss, beta: 0.05}, {estimator: k1, placement: reward, beta: 0.05}]",
-        names=("own",), sketch=4096,
-    )  # fmt: skip
+        names=("own",),
+        sketch=4096,
+    )
     assert report.sketch == 4096
     for label, term in terms.items():
         assert term.delivered.value == pytest.approx(on_policy[1][label].delivered.value, abs=0.1)
@@ -108,8 +105,10 @@ def test_terms_that_do_nothing_are_found_and_others_are_not():
         "{estimator: k2, placement: loss, input_clamp: 1e-9, beta: 0.1},"
         "{estimator: k1, placement: reward, output_clamp: 1e-9, beta: 0.1},"
         "{estimator: k2, placement: loss, beta: 0.1}]",
-        names=("own",), samples=64, blocks=4,
-    )  # fmt: skip
+        names=("own",),
+        samples=64,
+        blocks=4,
+    )
     verdicts = {term.position: (term.check.inert, term.silent_share) for term in terms.values()}
     assert verdicts[0] == (True, 1.0)
     assert verdicts[1][0] and verdicts[1][1] > 0.95
@@ -123,13 +122,18 @@ def test_terms_that_do_nothing_are_found_and_others_are_not():
 
 def test_stale_samples_are_compared_off_policy_and_costs_before_the_baseline_through_the_advantage():
     report, _ = audited(
-        "optimizer.lr=5e-5", "lag.mode=replayed", "lag.steps=2", "algorithm.advantage=rloo",
+        "optimizer.lr=5e-5",
+        "lag.mode=replayed",
+        "lag.steps=2",
+        "algorithm.advantage=rloo",
         "algorithm.policy_loss=ppo_clip",
         "kl=[{estimator: k1, placement: reward, credit: to_go, baseline: before, beta: 0.05},"
         "{estimator: exact, placement: loss, reference: ema, beta: 0.05},"
         "{estimator: k2, placement: loss, reference: sampler, beta: 0.05}]",
-        names=("own", "rb/per_decision"), samples=512, updates=6,
-    )  # fmt: skip
+        names=("own", "rb/per_decision"),
+        samples=512,
+        updates=6,
+    )
     assert report.regime == "off_policy" and "prefix_previous" in report.reference_term
     assert report.clip_share is not None and report.failures == []
     before, ema, sampler, exact = report.terms
@@ -166,18 +170,22 @@ def go(folder, *overrides):
 @pytest.fixture(scope="module")
 def run_with_audit(tmp_path_factory):
     return go(
-        tmp_path_factory.mktemp("audited"), "audit.every=3", "audit.samples=4096", "train.steps=7",
+        tmp_path_factory.mktemp("audited"),
+        "audit.every=3",
+        "audit.samples=4096",
+        "train.steps=7",
         "audit.terms=[own, grpo]",
         "kl=[{estimator: k1, placement: reward, beta: 0.05}, {estimator: exact, placement: loss, reference: ema}]",
-    )  # fmt: skip
+    )
 
 
 def test_an_audit_leaves_a_run_to_the_bit(run_with_audit, tmp_path):
     audited_run, metrics = run_with_audit
     plain, plain_metrics = go(
-        tmp_path, "train.steps=7",
+        tmp_path,
+        "train.steps=7",
         "kl=[{estimator: k1, placement: reward, beta: 0.05}, {estimator: exact, placement: loss, reference: ema}]",
-    )  # fmt: skip
+    )
     both = [done.run for done in (audited_run, plain)]
     policies = [weights_hash(load_file(run.policy / "model.safetensors")) for run in both]
     states = [torch.load(run.checkpoint / "rank-0.pt", weights_only=True)["torch_rng"] for run in both]
@@ -212,9 +220,11 @@ def test_an_audit_that_cannot_run_is_refused_before_training(tmp_path, overrides
 
 def test_a_no_op_is_warned_about_in_a_run(tmp_path, caplog):
     go(
-        tmp_path, "audit.every=1", "train.steps=3",
+        tmp_path,
+        "audit.every=1",
+        "train.steps=3",
         "kl=[{estimator: k3, placement: loss, correction: token, cap: 1e-9, cap_mode: mask, beta: 0.1}]",
-    )  # fmt: skip
+    )
     lines = [record.message for record in caplog.records if "INERT" in record.message]
     assert len(lines) == 1 and lines[0].startswith("audit at update 2: kl.0: k3_reverse_token in loss")
 
@@ -244,11 +254,24 @@ def test_a_no_op_ends_the_command_with_1(tmp_path):
     term = "kl=[{estimator: k3, placement: loss, correction: token, cap: 1e-9, cap_mode: mask, beta: 0.1}]"
     done = subprocess.run(
         [
-            sys.executable, "-c", "from kl_comedy.cli.main import run; run()", "audit", str(TINY), term,
-            f"output={tmp_path}", "--samples", "32", "--updates", "3", "--format", "json",
+            sys.executable,
+            "-c",
+            "from kl_comedy.cli.main import run; run()",
+            "audit",
+            str(TINY),
+            term,
+            f"output={tmp_path}",
+            "--samples",
+            "32",
+            "--updates",
+            "3",
+            "--format",
+            "json",
         ],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "INERT: beta does not change the gradient" in done.stderr
     assert json.loads(done.stdout)["terms"][0]["verdict"].startswith("INERT")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
 from kl_comedy.config import load_config
 from kl_comedy.kl import resolve_terms
 from kl_comedy.registry import CORRECTIONS
@@ -92,9 +91,17 @@ def test_a_run_is_stored_with_them(kl, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     config = load_config(
-        TINY, [f"kl={kl}", "train.steps=1", "train.eval_every=0", "data.eval={}", "tracking.uri=none",
-               "model.options.warmstart_steps=5", "rollout.max_new_tokens=4"],
-    )  # fmt: skip
+        TINY,
+        [
+            f"kl={kl}",
+            "train.steps=1",
+            "train.eval_every=0",
+            "data.eval={}",
+            "tracking.uri=none",
+            "model.options.warmstart_steps=5",
+            "rollout.max_new_tokens=4",
+        ],
+    )
     outcome = train(config, console=Console(quiet=True), command="kl-comedy train")
     events = [json.loads(line) for line in (outcome.run.path / "spool.jsonl").read_text().splitlines()]
     text = json.dumps(events)

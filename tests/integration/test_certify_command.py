@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import kl_comedy.training.rooms  # noqa: F401  (fills the registries before a test copies them)
 from kl_comedy.cli.main import run
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS, POLICY_CORRECTIONS
 
@@ -85,9 +84,15 @@ def test_a_term_a_list_and_a_config(certify, tmp_path):
         "kl: [{estimator: k1, placement: reward, credit: total, baseline: before, beta: 0.1}]\n"
     )
     code, out, err = certify(
-        "two.yaml", "run.yaml", "--term", "{estimator: exact, placement: loss}", "--regime", "on_policy",
-        "--format", "json",
-    )  # fmt: skip
+        "two.yaml",
+        "run.yaml",
+        "--term",
+        "{estimator: exact, placement: loss}",
+        "--regime",
+        "on_policy",
+        "--format",
+        "json",
+    )
     assert code == 0, err
     by_name = {row["name"]: row for row in json.loads(out)}
     assert [row["target"] for row in by_name.values()] == ["sequence_reverse", "sequence_reverse", "token_reverse"]
@@ -247,9 +252,12 @@ def test_decoupled_ppo_is_certified_at_a_later_update_too(certify):
     code, out, _ = certify("--policy", "decoupled_ppo", "--format", "json")
     rows = {(row["regime"], row["update"]): row for row in json.loads(out)}
     assert code == 0 and set(rows) == {
-        ("on_policy", "first"), ("off_policy", "first"), ("off_policy", "later"), ("mixed", "first"),
+        ("on_policy", "first"),
+        ("off_policy", "first"),
+        ("off_policy", "later"),
+        ("mixed", "first"),
         ("mixed", "later"),
-    }  # fmt: skip
+    }
     assert rows["on_policy", "first"]["target"] == "reward" and rows["off_policy", "later"]["target"] is None
     _, out, _ = certify("--policy", "decoupled_ppo", "--regime", "off_policy")
     assert "later" in out

@@ -34,11 +34,16 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     said = [
         kl_comedy(
-            "train", TINY, f"seed={seed}", "train.steps=2", "train.eval_every=0",
-            "tracking.uri=sqlite:///mlflow.db", cwd=folder,
+            "train",
+            TINY,
+            f"seed={seed}",
+            "train.steps=2",
+            "train.eval_every=0",
+            "tracking.uri=sqlite:///mlflow.db",
+            cwd=folder,
         ).stderr
         for seed in (0, 1)
-    ]  # fmt: skip
+    ]
     return folder, said
 
 

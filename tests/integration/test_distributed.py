@@ -21,15 +21,16 @@ from test_training import TINY, go, metrics_of
 
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.training.checkpoints import damage, manifest
-from kl_comedy.training.rundir import RunDir, saved, step_of
+from kl_comedy.training.checkpoint import damage, manifest
+from kl_comedy.training.run_folder import RunDir, saved, step_of
 
 MIXED = [
     "kl=[{estimator: exact, placement: reward, beta: 0.02, baseline: before}, "
     "{estimator: k3, placement: loss, beta: 0.02, reference: ema}, {estimator: k1, placement: reward, beta: 0.01, "
     "level: sequence, baseline: own}]",
-    "algorithm.advantage=reinforce_pp_baseline", "reference.ema_decay=0.5",
-]  # fmt: skip
+    "algorithm.advantage=reinforce_pp_baseline",
+    "reference.ema_decay=0.5",
+]
 PLACEMENTS = {
     "k1 in reward": ["kl=[{estimator: k1, placement: reward, beta: 0.05}]"],
     "k1 in reward, before the baseline": ["kl=[{estimator: k1, placement: reward, beta: 0.05, baseline: before}]"],
@@ -41,15 +42,18 @@ PLACEMENTS = {
     "exact in loss": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]"],
     "exact in loss, adapter": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.lora={rank: 4}"],
     "exact in loss, activation checkpointing": [
-        "kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.gradient_checkpointing=true",
+        "kl=[{estimator: exact, placement: loss, beta: 0.05}]",
+        "model.gradient_checkpointing=true",
     ],
     "mixed": MIXED,
     "mixed, three layers": [*MIXED, "model.options={preset: tiny, layers: 3}", "model.gradient_checkpointing=true"],
-}  # fmt: skip
+}
 COMMON = [
-    "train.microbatch_tokens=96", "train.threads=1",
-    "rollout.bucket_mib=1", "data.eval.heldout.limit=9",
-]  # fmt: skip
+    "train.microbatch_tokens=96",
+    "train.threads=1",
+    "rollout.bucket_mib=1",
+    "data.eval.heldout.limit=9",
+]
 PROGRAM = [sys.executable, "-m", "kl_comedy.cli", "train", str(TINY)]
 DEADLINE_S = 500
 
@@ -59,9 +63,13 @@ def start(folder, *overrides):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*PROGRAM, f"output={folder}", *COMMON, *overrides],
-        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder.parent,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder.parent,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 def end(process):
@@ -108,7 +116,7 @@ def until_checkpoint(folder, process, step):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_train_what_one_trains(tmp_path, strategy):
     suite = write_suite(tmp_path, [problem(n) for n in range(1, 13)])  # 3 passes: one has no partner
     words = [*MIXED, "train.steps=4", f"eval.suites=[{suite}]"]
@@ -132,9 +140,16 @@ def alone_with(tmp_path_factory):
 FORKS = multiprocessing.get_context("forkserver")
 """Processes that begin with everything imported: the imports take longer than twenty updates."""
 FORKS.set_forkserver_preload(
-    ["kl_comedy.training.run", "kl_comedy.models.classic", "lightning", "peft", "torch.distributed.checkpoint",
-     "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
-)  # fmt: skip
+    [
+        "kl_comedy.training.run",
+        "kl_comedy.models.classic",
+        "lightning",
+        "peft",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 
 
 def forked(folder, strategy, *overrides, devices=2):
@@ -160,9 +175,15 @@ def forked(folder, strategy, *overrides, devices=2):
 def member(rank, world, port, folder, settings):
     """One process of :func:`forked`: torchrun's environment, and a run."""
     os.environ |= {
-        "TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-    }  # fmt: skip
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     with open(folder.parent / f"said-{rank}.txt", "w") as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
@@ -173,7 +194,7 @@ TWENTY = ["train.steps=20", "train.checkpoint_every=0", "optimizer.lr=3.0e-4"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_twenty_updates_equal_the_single_process_run(tmp_path, alone_with, strategy, placement):
     run = forked(tmp_path / strategy, strategy, *TWENTY, *PLACEMENTS[placement])
@@ -181,7 +202,7 @@ def test_twenty_updates_equal_the_single_process_run(tmp_path, alone_with, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["fsdp"])
 def test_shards_under_autocast_train_what_one_process_trains(tmp_path, strategy):
     """bf16 passes of the same micro-batches on the same float32 weights; sums over processes are in float32."""
     settings = ["train.steps=4", "train.precision=bf16", "train.eval_every=0"]
@@ -206,12 +227,12 @@ def writers(run):
 ADAPTED = [*MIXED, "train.steps=4", "model.lora={rank: 4}", "model.gradient_checkpointing=true"]
 
 
-def test_the_first_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
+def test_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
     """An adapter, activation checkpointing and a moving reference; on from the last checkpoint but one."""
     from kl_comedy.training.export import export_policy
 
     alone = go(tmp_path / "alone", *COMMON, *ADAPTED).run
-    run = over(tmp_path / "run", "fsdp1", *ADAPTED)
+    run = over(tmp_path / "run", "fsdp", *ADAPTED)
     assert_same(run, alone, atol=1e-5)
     export_policy(run, load_config(run.path / "config.yaml"), tmp_path / "out", which="newest")
     exported = load_file(tmp_path / "out" / "model.safetensors")
@@ -222,9 +243,7 @@ def test_the_first_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("written", "resumed"), [("fsdp1", "fsdp1"), ("fsdp1", "fsdp"), ("fsdp", "fsdp1"), ("ddp", "fsdp1")]
-)
+@pytest.mark.parametrize(("written", "resumed"), [("fsdp", "fsdp"), ("ddp", "fsdp")])
 def test_a_checkpoint_goes_on_under_another_strategy_in_more_processes(tmp_path, written, resumed):
     alone = go(tmp_path / "alone", *COMMON, *ADAPTED).run
     over(tmp_path / "run", written, *ADAPTED)
@@ -280,10 +299,23 @@ def test_torchrun_starts_the_processes(tmp_path):
     alone = go(tmp_path / "alone", *COMMON, "train.steps=3").run
     words = ["--standalone", "--nproc-per-node=2", "-m", *PROGRAM[2:]]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, f"output={tmp_path / 'run'}", *COMMON, "train.steps=3",
-         "train.strategy=ddp", "train.devices=2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *words,
+            f"output={tmp_path / 'run'}",
+            *COMMON,
+            "train.steps=3",
+            "train.strategy=ddp",
+            "train.devices=2",
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert_same(run_in(tmp_path / "run"), alone, atol=1e-5)
 
@@ -300,8 +332,14 @@ def children(pid):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_signal_to_one_process_stops_all_after_the_same_update(tmp_path, strategy):
     folder = tmp_path / "run"
-    how = [f"train.strategy={strategy}", "train.devices=2", "resume=auto", *MIXED, "train.steps=400",
-           "train.eval_every=0"]  # fmt: skip
+    how = [
+        f"train.strategy={strategy}",
+        "train.devices=2",
+        "resume=auto",
+        *MIXED,
+        "train.steps=400",
+        "train.eval_every=0",
+    ]
     process = start(folder, *how)
     until_checkpoint(folder, process, 2)
     process.send_signal(signal.SIGUSR1)
@@ -338,7 +376,7 @@ def test_a_damaged_checkpoint_falls_back_and_goes_on_to_the_same_end(tmp_path, c
 
 
 def test_a_full_disk_ends_the_run_with_what_was_complete(tmp_path, monkeypatch):
-    from kl_comedy.training import checkpoints
+    from kl_comedy.training import checkpoint as checkpoints
 
     real, calls = checkpoints.dcp.FileSystemWriter.write_data, []
 
@@ -386,8 +424,9 @@ def test_the_evaluate_command_of_a_lora_run_works(tmp_path):
     words = shlex.split(summary["evaluate_command"])
     done = subprocess.run(
         [sys.executable, "-c", "from kl_comedy.cli.main import run; run()", *words[1:], "--format", "json"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
     metrics = metrics_of(run_in(tmp_path))
@@ -403,7 +442,6 @@ def test_the_evaluate_command_of_a_lora_run_works(tmp_path):
         (["train.devices=2"], "train.devices: got 2; allowed: 1 with train.strategy: single"),
         (["train.strategy=ddp", "train.devices=3"], "rollout.prompts_per_batch: got 4; allowed: a multiple of 3"),
         (["train.strategy=fdsp"], "did you mean 'fsdp'"),
-        (["train.strategy=fsdp1"], "train.devices: got 1; allowed: 2 or more processes with train.strategy: fsdp1"),
         (["train.strategy=fsdp", "audit.every=1"], "audit.every: got 1"),
     ],
 )

@@ -11,13 +11,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kl_comedy.cli import suite_evaluation
+from kl_comedy.cli import evaluate as suite_evaluation
 
 TINY = Path(__file__).with_name("tiny.yaml")
 SUMS = {
-    "name": "sums", "data": {"dataset": "pocket", "split": "heldout", "limit": 20, "options": {"digits": 1}},
-    "template": "plain", "reward": {"name": "exact_answer"}, "answer": "number", "max_new_tokens": 24,
-}  # fmt: skip
+    "name": "sums",
+    "data": {"dataset": "pocket", "split": "heldout", "limit": 20, "options": {"digits": 1}},
+    "template": "plain",
+    "reward": {"name": "exact_answer"},
+    "answer": "number",
+    "max_new_tokens": 24,
+}
 MODEL = ("pocket", "model.options={preset: tiny}", "eval.temperature=1.0", "tracking.uri=none")
 
 
@@ -125,8 +129,10 @@ def test_a_run_and_its_checkpoints_are_evaluated_and_tracked(kl_comedy, sums):
         assert each.data.tags["evaluated.run"] == run.name and "eval/sums/accuracy" in each.data.metrics
         assert each.data.metrics["eval/sums/accuracy"] >= 0 and each.data.params["sampling.temperature"] == "0.0"
         assert {file.path for file in client.list_artifacts(each.info.run_id, "records")} == {
-            "records/items.jsonl", "records/items.parquet", "records/summary.json",
-        }  # fmt: skip
+            "records/items.jsonl",
+            "records/items.parquet",
+            "records/summary.json",
+        }
 
 
 def test_choices_by_log_prob(kl_comedy, sums, tmp_path):
@@ -135,8 +141,12 @@ def test_choices_by_log_prob(kl_comedy, sums, tmp_path):
     ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     suite = {
-        "kind": "likelihood", "file": {"path": "own.jsonl"}, "score": "texts", "template": "plain", "delimiter": "",
-    }  # fmt: skip
+        "kind": "likelihood",
+        "file": {"path": "own.jsonl"},
+        "score": "texts",
+        "template": "plain",
+        "delimiter": "",
+    }
     (tmp_path / "pick.yaml").write_text(yaml.safe_dump(suite))
     words = ("evaluate", *MODEL, "--suite", "pick.yaml,sums.yaml", "--format", "json", "--limit", "6")
     code, out, err = kl_comedy(*words)

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 
-import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
 from kl_comedy.cli.main import run
 from kl_comedy.kl import KLTerm, resolve_terms
-from kl_comedy.peers import SYSTEMS, read
+from kl_comedy.lab.peers import SYSTEMS, read
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed
 from kl_comedy.training.run import train
@@ -43,9 +42,11 @@ def spooled(done):
     events = [json.loads(line) for line in (done.run.path / "spool.jsonl").read_text().splitlines()]
     return {
         (event["step"], name): value
-        for event in events if event["kind"] == "metrics"
-        for name, value in event["data"].items() if not name.startswith("time/")
-    }  # fmt: skip
+        for event in events
+        if event["kind"] == "metrics"
+        for name, value in event["data"].items()
+        if not name.startswith("time/")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +120,10 @@ def test_a_clock_that_jumps_back_changes_no_weight_and_loses_no_point(tmp_path, 
 def points(client, run_id):
     return {
         (point.step, name): point.value
-        for name in client.get_run(run_id).data.metrics if not name.startswith("time/")
+        for name in client.get_run(run_id).data.metrics
+        if not name.startswith("time/")
         for point in client.get_metric_history(run_id, name)
-    }  # fmt: skip
+    }
 
 
 class Server:
@@ -136,9 +138,19 @@ class Server:
 
     def start(self):
         words = [
-            sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{self.folder}/store.db",
-            "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--backend-store-uri",
+            f"sqlite:///{self.folder}/store.db",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--workers",
+            "1",
+        ]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(words, cwd=self.folder, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + 180
@@ -160,7 +172,7 @@ class Server:
 
 @pytest.mark.slow
 def test_a_killed_mlflow_server_costs_no_update_and_no_point(tmp_path, monkeypatch, undisturbed, caplog):
-    from kl_comedy.tracking.mirror import sync
+    from kl_comedy.tracking.mlflow_sync import sync
     from kl_comedy.tracking.store import connect
     from kl_comedy.training.callbacks import CheckpointCallback
 

@@ -34,10 +34,18 @@ def tokenizer():
 def llama(dtype=torch.float32, seed=0, spread=0.5):
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(VOCAB), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=spread, bos_token_id=None, eos_token_id=0,
+        vocab_size=len(VOCAB),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=spread,
+        bos_token_id=None,
+        eos_token_id=0,
         pad_token_id=None,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
@@ -72,18 +80,29 @@ def trainer_logps(model, rollouts, temperature):
         mask[n, : len(r.completion_ids)] = True
     with torch.no_grad():
         seen = token_pass(
-            model, prompt_ids_BP=prompt_ids, prompt_mask_BP=prompt_mask, ids_BT=ids, mask_BT=mask,
-            temperature=temperature, chunk_elements=10**6,
-        )  # fmt: skip
+            model,
+            prompt_ids_BP=prompt_ids,
+            prompt_mask_BP=prompt_mask,
+            ids_BT=ids,
+            mask_BT=mask,
+            temperature=temperature,
+            chunk_elements=10**6,
+        )
     return [row[: len(r.completion_ids)].tolist() for row, r in zip(seen.logp_BT, rollouts, strict=True)]
 
 
 def gpt2():
     torch.manual_seed(1)
     config = GPT2Config(
-        vocab_size=len(VOCAB), n_embd=16, n_layer=2, n_head=4, n_positions=64, initializer_range=0.5,
-        bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(VOCAB),
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
     return GPT2LMHeadModel(config).eval()
 
 
@@ -195,12 +214,30 @@ def test_sampled_frequencies_are_the_policys():
 
 
 NASTY = {
-    "do_sample": True, "top_k": 1, "top_p": 0.1, "min_p": 0.9, "temperature": 0.01, "repetition_penalty": 5.0,
-    "no_repeat_ngram_size": 1, "suppress_tokens": [1, 2, 3], "begin_suppress_tokens": [4], "forced_bos_token_id": 5,
-    "forced_eos_token_id": 6, "bad_words_ids": [[7]], "min_new_tokens": 6, "typical_p": 0.1, "epsilon_cutoff": 0.5,
-    "eta_cutoff": 0.5, "num_beams": 1, "max_length": 2, "sequence_bias": [[[8], -10.0]], "num_return_sequences": 1,
-    "max_time": 1e-9, "stop_strings": ["a"], "exponential_decay_length_penalty": [1, 9.0],
-}  # fmt: skip
+    "do_sample": True,
+    "top_k": 1,
+    "top_p": 0.1,
+    "min_p": 0.9,
+    "temperature": 0.01,
+    "repetition_penalty": 5.0,
+    "no_repeat_ngram_size": 1,
+    "suppress_tokens": [1, 2, 3],
+    "begin_suppress_tokens": [4],
+    "forced_bos_token_id": 5,
+    "forced_eos_token_id": 6,
+    "bad_words_ids": [[7]],
+    "min_new_tokens": 6,
+    "typical_p": 0.1,
+    "epsilon_cutoff": 0.5,
+    "eta_cutoff": 0.5,
+    "num_beams": 1,
+    "max_length": 2,
+    "sequence_bias": [[[8], -10.0]],
+    "num_return_sequences": 1,
+    "max_time": 1e-9,
+    "stop_strings": ["a"],
+    "exponential_decay_length_penalty": [1, 9.0],
+}
 
 
 def test_what_a_checkpoint_ships_for_generation_changes_nothing():
@@ -235,9 +272,7 @@ def test_every_end_token_of_the_model_ends_a_completion():
 def test_stop_strings_cut_ids_log_probs_and_text_alike():
     model = llama()
     free = draw(load(model), group_size=12, max_new_tokens=12)
-    pair = max(
-        (a + b for a in LETTERS for b in LETTERS if a != b), key=lambda s: sum(s in r.text[:-2] for r in free)
-    )  # fmt: skip
+    pair = max((a + b for a in LETTERS for b in LETTERS if a != b), key=lambda s: sum(s in r.text[:-2] for r in free))
     stopped = draw(load(model), group_size=12, max_new_tokens=12, stop=(pair,))
     cut = [r for r in stopped if r.stop_reason == "stop"]
     assert cut, "the commonest pair of the free run occurs"
@@ -315,7 +350,7 @@ def test_a_real_model_samples_what_the_trainer_computes():
     """SmolLM2-135M, where ``make smollm2`` has made it: log-probs agree in float32, and it knows its capital."""
     from kl_comedy.config.schema import ModelConfig
     from kl_comedy.models import load_model
-    from kl_comedy.models.smollm2 import FOLDER
+    from kl_comedy.models.gguf import FOLDER
 
     folder = Path(__file__).parents[2] / FOLDER
     if not (folder / "model.safetensors").is_file():

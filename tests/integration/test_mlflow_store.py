@@ -15,8 +15,9 @@ import pytest
 
 from kl_comedy.cli import main
 from kl_comedy.errors import UserError
-from kl_comedy.tracking import Tracker, mark_dead_runs, process, sync
-from kl_comedy.tracking.queries import history, runs_frame
+from kl_comedy.tracking import Tracker, mark_dead_runs, sync
+from kl_comedy.tracking import provenance as process
+from kl_comedy.tracking.runs import history, runs_frame
 from kl_comedy.tracking.spool import Spool
 from kl_comedy.tracking.store import connect
 
@@ -42,9 +43,13 @@ def begin(tmp_path, uri):
     def start(folder="run", *, to=uri, flush_every=2, params=None, tags=None, **more):
         config = SimpleNamespace(uri=to, experiment="trial", flush_every=flush_every, tags={"team": "a"})
         return Tracker.start(
-            config, run_dir=tmp_path / folder, run_name=folder, params={"seed": 0, "name": "x", **(params or {})},
-            tags={"kl.label": "k3 loss", **(tags or {})}, **more,
-        )  # fmt: skip
+            config,
+            run_dir=tmp_path / folder,
+            run_name=folder,
+            params={"seed": 0, "name": "x", **(params or {})},
+            tags={"kl.label": "k3 loss", **(tags or {})},
+            **more,
+        )
 
     return start
 
@@ -193,7 +198,7 @@ def test_dead_server_costs_seconds_and_loses_nothing(begin, uri, tmp_path, caplo
 
 
 def test_mlflow_that_comes_back_gets_everything(begin, uri, monkeypatch, caplog):
-    from kl_comedy.tracking import tracker as module
+    from kl_comedy.tracking import logger as module
 
     monkeypatch.setattr(module.store, "connect", lambda uri: (_ for _ in ()).throw(ConnectionError("down")))
     tracker = begin()
@@ -336,9 +341,12 @@ def filled(tmp_path_factory, empty_store):
     for beta in (0.0, 0.1):
         for seed in range(3):
             tracker = Tracker.start(
-                config, run_dir=folder / f"{beta}-{seed}", run_name="r", tags={"kl.label": f"k3 β={beta}"},
+                config,
+                run_dir=folder / f"{beta}-{seed}",
+                run_name="r",
+                tags={"kl.label": f"k3 β={beta}"},
                 params={"name": "demo", "seed": seed, "kl.0.beta": beta},
-            )  # fmt: skip
+            )
             for step in range(1, 4):
                 tracker.log({"train/reward": beta + step + 0.1 * seed, "eval/pocket/reward": float(seed)}, step)
             tracker.finish(*(("FAILED", "lost") if (beta, seed) == (0.1, 2) else ("FINISHED",)))

@@ -9,22 +9,33 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
-from kl_comedy.planning import KNOWN, known_config
+from kl_comedy.lab.planning import KNOWN, known_config
 from kl_comedy.training.run import train
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "paper").glob("*.yaml"))
 SMALL = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+}
 SIZES = [
-    "rollout.prompts_per_batch=2", "rollout.group_size=2", "rollout.max_new_tokens=16", "train.steps=1",
-    "train.eval_every=0", "eval.at_start=false", "eval.max_new_tokens=4", "model.device=cpu", "tracking.uri=none",
+    "rollout.prompts_per_batch=2",
+    "rollout.group_size=2",
+    "rollout.max_new_tokens=16",
+    "train.steps=1",
+    "train.eval_every=0",
+    "eval.at_start=false",
+    "eval.max_new_tokens=4",
+    "model.device=cpu",
+    "tracking.uri=none",
     "train.threads=1",
-]  # fmt: skip
+]
 TEMPLATE = "{% for turn in messages %}<turn>{{ turn['content'] }}{% endfor %}"
 
 

@@ -13,9 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 SMALL = [
-    "train.steps=2", "train.eval_every=0", "data.eval={}", "model.options.warmstart_steps=5",
-    "rollout.max_new_tokens=4", "tracking.uri=sqlite:///mlflow.db",
-]  # fmt: skip
+    "train.steps=2",
+    "train.eval_every=0",
+    "data.eval={}",
+    "model.options.warmstart_steps=5",
+    "rollout.max_new_tokens=4",
+    "tracking.uri=sqlite:///mlflow.db",
+]
 
 
 def kl_comedy(*arguments, cwd, path=None):
@@ -92,13 +96,26 @@ def test_an_installed_package_joins_by_its_entry_point(tmp_path):
     listed = json.loads(kl_comedy("list", "estimators", "--format", "json", cwd=tmp_path, path=tmp_path / "site"))
     assert [row["origin"] for row in listed if row["name"] == "log_cosh"] == ["my_package.my_parts"]
     rows = json.loads(
-        kl_comedy("certify", "--estimator", "log_cosh", "--regime", "on_policy", "--format", "json",
-                  cwd=tmp_path, path=tmp_path / "site")
-    )  # fmt: skip
+        kl_comedy(
+            "certify",
+            "--estimator",
+            "log_cosh",
+            "--regime",
+            "on_policy",
+            "--format",
+            "json",
+            cwd=tmp_path,
+            path=tmp_path / "site",
+        )
+    )
     assert len(rows) > 20 and all(row["kept"] for row in rows)
     kl_comedy(
-        "train", TINY, "kl=[{estimator: log_cosh, placement: loss, beta: 0.02}]", *SMALL[:-1],
-        cwd=tmp_path, path=tmp_path / "site",
-    )  # fmt: skip
+        "train",
+        TINY,
+        "kl=[{estimator: log_cosh, placement: loss, beta: 0.02}]",
+        *SMALL[:-1],
+        cwd=tmp_path,
+        path=tmp_path / "site",
+    )
     (summary,) = tmp_path.glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["kl"] == "0.02 log_cosh_reverse_token in loss"

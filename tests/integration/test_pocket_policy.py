@@ -14,8 +14,7 @@ from kl_comedy.data.pocket import pocket_problems
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_surrogate
 from kl_comedy.models import LoadedModel, load_model, token_pass
-from kl_comedy.models.pocket import load_pocket, pocket_folder
-from kl_comedy.models.pocket_recipe import PRESETS
+from kl_comedy.models.pocket import PRESETS, load_pocket, pocket_folder
 from kl_comedy.records import Prompt
 from kl_comedy.rewards import score
 from kl_comedy.rollouts import Sampling, build_hf
@@ -62,7 +61,7 @@ def test_the_warm_start_knows_the_format_and_is_often_wrong(loaded):
 
 
 def test_the_second_load_reads_what_the_first_wrote(loaded, monkeypatch, capsys):
-    from kl_comedy.models import pocket_warmstart
+    from kl_comedy.models import pocket as pocket_warmstart
 
     monkeypatch.setattr(pocket_warmstart, "warm_start", lambda *args, **kwargs: pytest.fail("trained again"))
     state = torch.get_rng_state()

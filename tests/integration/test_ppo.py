@@ -7,11 +7,10 @@ from test_training import TINY, go, killed_then_resumed, metrics_of, quiet, weig
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
-from kl_comedy.training.build import build
-from kl_comedy.training.first_use import from_plain, to_plain
+from kl_comedy.training.build import build, stream_for
 from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.packing import from_plain, to_plain
 from kl_comedy.training.run import train, trainer_for
-from kl_comedy.training.sources import stream_for
 
 GAE = ["algorithm.advantage=gae", "algorithm.policy_loss=ppo_clip", "kl.0.baseline=before"]
 DECOUPLED = [
@@ -35,9 +34,13 @@ def module_of(tmp_path):
         opened.append(parts)
         stream = stream_for(parts, trainer_for(parts, [], tmp_path).precision_plugin.forward_context)
         return PolicyModule(
-            config, loaded=parts.loaded, references=parts.references, terms=parts.terms, stream=stream,
+            config,
+            loaded=parts.loaded,
+            references=parts.references,
+            terms=parts.terms,
+            stream=stream,
             backend=parts.backend,
-        )  # fmt: skip
+        )
 
     yield make
     for parts in opened:
@@ -47,9 +50,16 @@ def module_of(tmp_path):
 def test_a_critic_learns_and_says_how_well(tmp_path):
     """Four prompts seen over and over, by a policy that hardly moves: their values can be learned."""
     settings = [
-        "train.steps=24", "algorithm.value.lr=0.02", "algorithm.value.lam=1", "optimizer.lr=1e-9", "train.eval_every=0",
-        "data.train.limit=4", "data.decontaminate=false", "rollout.group_size=16", "train.microbatch_tokens=2048",
-    ]  # fmt: skip
+        "train.steps=24",
+        "algorithm.value.lr=0.02",
+        "algorithm.value.lam=1",
+        "optimizer.lr=1e-9",
+        "train.eval_every=0",
+        "data.train.limit=4",
+        "data.decontaminate=false",
+        "rollout.group_size=16",
+        "train.microbatch_tokens=2048",
+    ]
     found = metrics_of(go(tmp_path, *GAE, *settings).run)
     assert found[1, "value/mean"] == 0.0 and found[1, "value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     explained = [found[n, "value/explained_variance"] for n in range(13, 25)]
@@ -61,12 +71,18 @@ def test_a_critic_learns_and_says_how_well(tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        [*GAE, "algorithm.updates_per_batch=2", "algorithm.epochs_per_batch=2", "algorithm.value.clip=0.2",
-         "algorithm.value.bootstrap_truncated=true", "algorithm.proximal=recomputed"],
+        [
+            *GAE,
+            "algorithm.updates_per_batch=2",
+            "algorithm.epochs_per_batch=2",
+            "algorithm.value.clip=0.2",
+            "algorithm.value.bootstrap_truncated=true",
+            "algorithm.proximal=recomputed",
+        ],
         DECOUPLED,
     ],
     ids=["gae", "decoupled"],
-)  # fmt: skip
+)
 def test_a_killed_run_resumes_to_the_same_bits_in_the_middle_of_a_batch(tmp_path, overrides):
     """Update 3 is inside a batch, so what was recorded at its first use must have been kept, and the value head too."""
     whole = go(tmp_path / "whole", *overrides)
@@ -148,15 +164,19 @@ def test_settings_that_do_nothing_are_refused_before_anything_is_made(tmp_path):
 
 
 def test_the_audit_knows_the_policy_term_of_the_run(module_of):
-    from kl_comedy.training.audit.channels import Channel, channel_loss
+    from kl_comedy.lab.audit.gradients import Channel, channel_loss
     from kl_comedy.training.prepare import prepare
 
     module = module_of(*GAE, "algorithm.proximal=recomputed", "algorithm.correction={tis: {}}")
     batch = next(iter(module.stream))
     micros = prepare(
-        batch.rows, module.plan, betas=[0.05], references=module.references, policy_pass=module.policy_pass,
+        batch.rows,
+        module.plan,
+        betas=[0.05],
+        references=module.references,
+        policy_pass=module.policy_pass,
         first_use=module.record(batch.rows),
-    )  # fmt: skip
+    )
     passes = module.passes(micros[0], terms=[KLTerm("k1", placement="reward")])
     loss = channel_loss(Channel(name="policy", term=None), micros[0], None, passes, module.config.algorithm)
     assert torch.isfinite(loss) and loss.requires_grad

@@ -13,20 +13,17 @@ import pytest
 import torch
 from rich.console import Console
 
-import kl_comedy.training.rooms  # noqa: F401
-from kl_comedy.cli.targets import resolved
+from kl_comedy.cli.evaluate import resolved
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model, weights_hash
-from kl_comedy.training.build import build
-from kl_comedy.training.divided import build_backend
-from kl_comedy.training.losses import micro_loss
+from kl_comedy.training.build import build, stream_for
+from kl_comedy.training.distributed import ALONE, build_backend
+from kl_comedy.training.experience import Recorded
+from kl_comedy.training.loss import micro_loss
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.prepare import prepare
-from kl_comedy.training.recorded import Recorded
 from kl_comedy.training.run import train, trainer_for
-from kl_comedy.training.sources import stream_for
-from kl_comedy.training.world import ALONE
 
 TINY = Path(__file__).with_name("tiny.yaml")
 DPO = ["algorithm.dpo={beta: 0.5}", "kl=[]"]
@@ -150,7 +147,9 @@ SPOILT = {
     "prompt ids": (first(prompt_ids=[3, 4]), [], r"other token ids than this config .*another tokenizer"),
     "text": (first(text="?"), [], r"does not decode completion_ids to the recorded text"),
     "vocabulary": (
-        first(completion_ids=lambda row: [999, *row["completion_ids"][1:]]), [], r"token id 999, and the model's vocab"
+        first(completion_ids=lambda row: [999, *row["completion_ids"][1:]]),
+        [],
+        r"token id 999, and the model's vocab",
     ),
     "problem": (rename_first_group, [], r"data\.train has no problem 'other'"),
     "group order": (first(group=1), [], r"is of group 1, .*expected group 0"),
@@ -158,14 +157,16 @@ SPOILT = {
     "temperature": (lambda row: None, ["rollout.temperature=0.5"], r"rollout\.temperature: got 0\.5; allowed: 1\.0"),
     "template": (lambda row: None, ["data.prompt.prefix='1+'"], r"other token ids than this config"),
     "weights": (
-        lambda row: None, ["rewards.0.weight=2"],
+        lambda row: None,
+        ["rewards.0.weight=2"],
         r"its parts under the weights of rewards sum to 2\.0; .*rewards=again",
     ),
     "lag": (
-        lambda row: None, ["lag.mode=replayed", "lag.steps=1"],
+        lambda row: None,
+        ["lag.mode=replayed", "lag.steps=1"],
         r"lag\.mode: got 'replayed'; allowed: on_policy with rollout",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", SPOILT)
@@ -244,9 +245,13 @@ def test_the_gradient_of_a_dpo_update_is_autograds_of_the_closed_form(recorded, 
     try:
         trainer = trainer_for(parts, [], tmp_path)
         module = PolicyModule(
-            config, loaded=parts.loaded, references=parts.references, terms=parts.terms,
-            stream=stream_for(parts, trainer.precision_plugin.forward_context), backend=parts.backend,
-        )  # fmt: skip
+            config,
+            loaded=parts.loaded,
+            references=parts.references,
+            terms=parts.terms,
+            stream=stream_for(parts, trainer.precision_plugin.forward_context),
+            backend=parts.backend,
+        )
         with torch.no_grad():
             g = torch.Generator().manual_seed(0)
             for p in module.policy.parameters():
@@ -254,7 +259,7 @@ def test_the_gradient_of_a_dpo_update_is_autograds_of_the_closed_form(recorded, 
         batch = next(batch for batch in module.stream if with_pairs(batch.rows) > 1)
         micros = prepare(
             batch.rows, module.plan, betas=[], references=module.references, policy_pass=module.policy_pass
-        )  # fmt: skip
+        )
         assert len(micros) > batch_groups(batch.rows)
         module.zero_grad()
         for micro in micros:

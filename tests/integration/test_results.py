@@ -8,10 +8,9 @@ import pandas as pd
 import pytest
 from study_runs import COMMIT, EVAL, track
 
-from kl_comedy.tracking import bulk
-from kl_comedy.tracking.queries import history, runs_frame, tidy
+from kl_comedy.tracking import runs as bulk
+from kl_comedy.tracking.runs import history, runs_frame, tidy, with_values
 from kl_comedy.tracking.store import connect, sqlite_file
-from kl_comedy.tracking.values import with_values
 
 K1, K3 = "k1_reverse_token in reward total", "k3_reverse_token in loss"
 
@@ -36,9 +35,10 @@ def test_reading_the_database_is_what_the_api_says(study, where):
     order = sorted(fast.columns)
     assert order == sorted(slow.columns)
     pd.testing.assert_frame_equal(
-        fast[order].sort_values("run_id", ignore_index=True), slow[order].sort_values("run_id", ignore_index=True),
+        fast[order].sort_values("run_id", ignore_index=True),
+        slow[order].sort_values("run_id", ignore_index=True),
         check_dtype=False,
-    )  # fmt: skip
+    )
 
 
 def test_points_from_the_database_are_those_of_the_api(study, monkeypatch):

@@ -49,13 +49,28 @@ def test_every_text_of_a_page_is_escaped():
     rich = Cell(text=bad, details=((bad, bad),), commands=(bad,))
     soft = Cell(text=bad, soft=bad, link="a", bad=True)
     table = Table(names=(bad, bad), rows=((rich, rich), (soft, soft)))
-    item = {"id": "a", "label": bad, "certificate": [(bad, bad)], "runs": [(bad, bad)],
-            "samples": [{"text": bad, "facts": [(bad, bad)]}]}  # fmt: skip
+    item = {
+        "id": "a",
+        "label": bad,
+        "certificate": [(bad, bad)],
+        "runs": [(bad, bad)],
+        "samples": [{"text": bad, "facts": [(bad, bad)]}],
+    }
     part = Part(title=bad, results=table, pictures=({"alt": bad, "data": ""},))
     found = render_page(
-        Page(title=bad, summary=bad, command=bad, parts=(part, part), runs=table, configurations=(item,),
-             common=((bad, bad),), headline=(bad,), rules=(bad,), warnings=(bad,))
-    )  # fmt: skip
+        Page(
+            title=bad,
+            summary=bad,
+            command=bad,
+            parts=(part, part),
+            runs=table,
+            configurations=(item,),
+            common=((bad, bad),),
+            headline=(bad,),
+            rules=(bad,),
+            warnings=(bad,),
+        )
+    )
     assert "<script>x" not in found and found.count("<script>") == 1 and "'\"&<" not in found
 
 
@@ -214,7 +229,7 @@ def test_the_headline_names_extremes_and_counts_what_collapsed(page):
 def test_a_mean_of_few_seeds_is_no_extreme():
     import pandas as pd
 
-    from kl_comedy.tracking.report_page import headline
+    from kl_comedy.tracking.report import headline
 
     rows = [("a", 0.9, 1), ("b", 0.5, 5), ("c", 0.4, 5), ("d", 0.1, 2)]
     summary = pd.DataFrame([{"name": name, "metric": "m", "mean": mean, "n": n} for name, mean, n in rows])

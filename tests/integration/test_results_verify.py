@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 from study_runs import EVAL
 
-from kl_comedy.tracking.queries import runs_frame
-from kl_comedy.tracking.reproduction import compare_metrics
+from kl_comedy.tracking.runs import runs_frame
 from kl_comedy.tracking.store import connect
+from kl_comedy.tracking.verify import compare_metrics
 
 TINY = Path(__file__).parent / "tiny.yaml"
 
@@ -106,9 +106,15 @@ def test_metrics_are_equal_near_different_or_absent():
     now = {"a": 1.0, "b": 1.0005, "c": 1.1, "d": nan, "e": inf, "f": 1.0, "time/x": 9.0, "new": 0.0}
     found = {item.metric: item.verdict for item in compare_metrics(was, now)}
     assert found == {
-        "a": "equal", "b": "near", "c": "different", "d": "equal", "e": "equal", "f": "different", "gone": "absent",
+        "a": "equal",
+        "b": "near",
+        "c": "different",
+        "d": "equal",
+        "e": "equal",
+        "f": "different",
+        "gone": "absent",
         "new": "new",
-    }  # fmt: skip
+    }
 
 
 def test_a_run_reproduces_to_the_bit_and_a_forged_one_does_not(kl_comedy, tmp_path, monkeypatch):

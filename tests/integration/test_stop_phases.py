@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, RunStopped
-from kl_comedy.training import callbacks, divided, module, run, stream
+from kl_comedy.training import callbacks, module, run
+from kl_comedy.training import distributed as divided
+from kl_comedy.training import experience as stream
 from kl_comedy.training.run import train
 
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -70,9 +71,10 @@ def points(done, folder):
     found = client.get_run(done.summary["run_id"])
     return {
         (name, point.step, point.value)
-        for name in found.data.metrics if not name.startswith("time/")
+        for name in found.data.metrics
+        if not name.startswith("time/")
         for point in client.get_metric_history(found.info.run_id, name)
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")

@@ -64,8 +64,9 @@ def postgres(tmp_path_factory):
     subprocess.run(as_postgres("sh", "-c", f"umask 077; echo not-a-secret > {secret}"), check=True)
     subprocess.run(
         as_postgres(program("initdb"), "-D", str(data), "-U", "mlflow", "-A", "scram-sha-256", f"--pwfile={secret}"),
-        check=True, capture_output=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+    )
     server = subprocess.Popen(
         as_postgres(program("postgres"), "-D", str(data), "-p", str(port), "-h", "127.0.0.1", "-k", str(folder)),
         stderr=(tmp_path_factory.mktemp("pg") / "log").open("wb"),
@@ -88,9 +89,21 @@ def tracking(postgres, tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
     store = postgres.replace("postgresql:", "postgresql+psycopg2:")
     command = [
-        sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--host", "127.0.0.1",
-        "--port", str(port), "--workers", "2", "--artifacts-destination", str(folder / "artifacts"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        store,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "2",
+        "--artifacts-destination",
+        str(folder / "artifacts"),
+    ]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     uri = f"http://127.0.0.1:{port}"
@@ -112,17 +125,26 @@ def tracking(postgres, tmp_path_factory):
 
 def test_twenty_writers_through_a_server_on_postgres_lose_no_metric(tracking, postgres, tmp_path):
     planned = Manifest(
-        name="many", directory=str(tmp_path), base="", base_sha256="", plugins=(), evaluate=None, max_parallel=None,
-        stores=((tracking, "many"),), package_version="", cells=(),
-    )  # fmt: skip
+        name="many",
+        directory=str(tmp_path),
+        base="",
+        base_sha256="",
+        plugins=(),
+        evaluate=None,
+        max_parallel=None,
+        stores=((tracking, "many"),),
+        package_version="",
+        cells=(),
+    )
     create_stores(planned)
     children = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, tracking, str(tmp_path / str(n)), str(n), str(STEPS), str(METRICS)],
-            stderr=subprocess.PIPE, text=True,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for n in range(WRITERS)
-    ]  # fmt: skip
+    ]
     said = [child.communicate(timeout=800)[1] for child in children]
     assert [child.returncode for child in children] == [0] * WRITERS, said
     assert said == [""] * WRITERS
@@ -131,6 +153,8 @@ def test_twenty_writers_through_a_server_on_postgres_lose_no_metric(tracking, po
     with psycopg2.connect(postgres) as connection, connection.cursor() as cursor:
         cursor.execute("select count(*), count(distinct run_uuid) from metrics where key like 'train/m%'")
         assert cursor.fetchone() == (WRITERS * STEPS * METRICS, WRITERS)
-        cursor.execute("select count(*) from metrics m join params p using (run_uuid) where p.key = 'seed'"
-                       " and m.key like 'train/m%' and m.value = m.step * substr(m.key, 8)::int")  # fmt: skip
+        cursor.execute(
+            "select count(*) from metrics m join params p using (run_uuid) where p.key = 'seed'"
+            " and m.key like 'train/m%' and m.value = m.step * substr(m.key, 8)::int"
+        )
         assert cursor.fetchone() == (WRITERS * STEPS * METRICS,)

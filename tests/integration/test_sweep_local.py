@@ -63,8 +63,11 @@ def swept(tmp_path_factory):
 def test_cells_finish_and_the_one_without_data_fails_with_its_reason(swept):
     folder, said, rows = swept
     assert {name: row["state"] for name, row in rows.items()} == {
-        "k1-pocket": "FINISHED", "k1-late": "FAILED", "k3-pocket": "FINISHED", "no-kl": "FINISHED",
-    }  # fmt: skip
+        "k1-pocket": "FINISHED",
+        "k1-late": "FAILED",
+        "k3-pocket": "FINISHED",
+        "no-kl": "FINISHED",
+    }
     assert "late.jsonl" in rows["k1-late"]["why"] and "late.jsonl" in said and "resubmit" in said
     assert all(row["step"] == 3 and row["reward"] is not None for name, row in rows.items() if name != "k1-late")
     assert rows["k1-pocket"]["evaluated"] and not rows["k1-late"]["evaluated"]
@@ -74,14 +77,25 @@ def test_cells_finish_and_the_one_without_data_fails_with_its_reason(swept):
 
 
 def test_a_sweep_without_a_store_has_its_report_and_no_page(tmp_path, capsys):
-    from kl_comedy.cli.sweep_pages import write_pages
+    from kl_comedy.cli.sweep import write_pages
     from kl_comedy.slurm.manifest import Manifest, Sweep
 
     def of(*stores):
-        return Sweep(path=tmp_path, manifest=Manifest(
-            name="bare", directory=str(tmp_path), base="", base_sha256="", plugins=(), evaluate=None,
-            max_parallel=None, stores=stores, package_version="", cells=(),
-        ))  # fmt: skip
+        return Sweep(
+            path=tmp_path,
+            manifest=Manifest(
+                name="bare",
+                directory=str(tmp_path),
+                base="",
+                base_sha256="",
+                plugins=(),
+                evaluate=None,
+                max_parallel=None,
+                stores=stores,
+                package_version="",
+                cells=(),
+            ),
+        )
 
     assert list(write_pages(of(("none", "x")))) == [] and capsys.readouterr().err == ""
     assert list(write_pages(of(("sqlite:///gone.db", "x")))) == []
@@ -95,8 +109,11 @@ def test_resubmit_runs_only_what_failed_and_then_nothing(swept):
     after = states(folder)
     assert {row["state"] for row in after.values()} == {"FINISHED"}
     assert {name: row["attempts"] - before[name]["attempts"] for name, row in after.items()} == {
-        "k1-pocket": 0, "k1-late": 1, "k3-pocket": 0, "no-kl": 0,
-    }  # fmt: skip
+        "k1-pocket": 0,
+        "k1-late": 1,
+        "k3-pocket": 0,
+        "no-kl": 0,
+    }
     assert all(row["evaluated"] for row in after.values())
     assert "nothing to submit" in kl_comedy("resubmit", "grid", cwd=folder).stderr
     assert "nothing to submit" in kl_comedy("sweep", "grid.yaml", "--local", 2, cwd=folder).stderr
@@ -114,9 +131,18 @@ def test_the_evaluation_job_keeps_the_samples_of_its_suites(swept):
     lines = (Path(kept["records"]) / "items.jsonl").read_text().splitlines()
     assert len(lines) == 5 * 2 and Path(kept["records"]).is_relative_to(folder / f"sweeps/grid/evaluations/{cell:05d}")
     found = json.loads(
-        kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--experiment", "kl_comedy-evaluations",
-                  "--format", "json", cwd=folder).stdout
-    )  # fmt: skip
+        kl_comedy(
+            "results",
+            "export",
+            "--uri",
+            "sqlite:///store.db",
+            "--experiment",
+            "kl_comedy-evaluations",
+            "--format",
+            "json",
+            cwd=folder,
+        ).stdout
+    )
     assert {row["tags.suite"] for row in found} == {"sums"} and len(found) >= 3
 
 
@@ -161,8 +187,12 @@ def test_cancel_saves_a_running_cell_and_resubmit_goes_on_from_there(tmp_path):
     command = [sys.executable, "-m", "kl_comedy.cli", "sweep", "long.yaml", "--local", "1"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     wait_for((tmp_path / "sweeps/long/manifest.json").exists)
-    wait_for(lambda: (found := json.loads(kl_comedy("status", "long", "--format", "json", cwd=tmp_path).stdout))
-             and found[0]["step"] > 1)  # fmt: skip
+    wait_for(
+        lambda: (
+            (found := json.loads(kl_comedy("status", "long", "--format", "json", cwd=tmp_path).stdout))
+            and found[0]["step"] > 1
+        )
+    )
     running = kl_comedy("status", "long", cwd=tmp_path).stdout
     assert "1 running, 1 pending" in running
     assert "nothing to submit" in kl_comedy("resubmit", "long", cwd=tmp_path).stderr

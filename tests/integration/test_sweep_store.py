@@ -30,22 +30,31 @@ tracker.finish()
 def test_twenty_writers_one_store_no_metric_lost(tmp_path):
     uri = f"sqlite:///{tmp_path}/store.db"
     planned = Manifest(
-        name="many", directory=str(tmp_path), base="", base_sha256="", plugins=(), evaluate=None, max_parallel=None,
-        stores=((uri, "many"), ("none", "many")), package_version="", cells=(),
-    )  # fmt: skip
+        name="many",
+        directory=str(tmp_path),
+        base="",
+        base_sha256="",
+        plugins=(),
+        evaluate=None,
+        max_parallel=None,
+        stores=((uri, "many"), ("none", "many")),
+        package_version="",
+        cells=(),
+    )
     create_stores(planned)
     create_stores(planned)  # a second time changes nothing
     children = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, uri, str(tmp_path / str(n)), str(n), str(STEPS), str(METRICS)],
-            stderr=subprocess.PIPE, text=True,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for n in range(WRITERS)
-    ]  # fmt: skip
+    ]
     said = [child.communicate(timeout=550)[1] for child in children]
     assert [child.returncode for child in children] == [0] * WRITERS, said
     assert said == [""] * WRITERS
-    from kl_comedy.tracking.queries import runs_frame
+    from kl_comedy.tracking.runs import runs_frame
     from kl_comedy.tracking.store import connect
 
     frame = runs_frame(uri, "many")
@@ -65,9 +74,17 @@ def test_a_store_that_cannot_be_made_is_one_error(tmp_path):
 
     Path(tmp_path / "file").write_text("")
     planned = Manifest(
-        name="many", directory=str(tmp_path), base="", base_sha256="", plugins=(), evaluate=None, max_parallel=None,
-        stores=((f"sqlite:///{tmp_path}/file/store.db", "many"),), package_version="", cells=(),
-    )  # fmt: skip
+        name="many",
+        directory=str(tmp_path),
+        base="",
+        base_sha256="",
+        plugins=(),
+        evaluate=None,
+        max_parallel=None,
+        stores=((f"sqlite:///{tmp_path}/file/store.db", "many"),),
+        package_version="",
+        cells=(),
+    )
     with pytest.raises(RunFailed, match="the results store cannot be created"):
         create_stores(planned)
     create_stores(replace(planned, stores=()))

@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import weights_hash
@@ -160,9 +159,14 @@ def test_micro_batches_do_not_change_the_run(tmp_path, tokens):
     whole = metrics_of(go(tmp_path / "a", "train.steps=2").run)
     cut = metrics_of(go(tmp_path / "b", "train.steps=2", f"train.microbatch_tokens={tokens}").run)
     for key in (
-        (1, "train/loss"), (1, "grad/norm"), (1, "policy/entropy"), (2, "kl/exact_reverse_sequence"),
-        (2, "kl/total_variation_token"), (2, "kl_error/k1_reverse_token_rms"), (2, "kl_error/k2_reverse_sequence_rms"),
-    ):  # fmt: skip
+        (1, "train/loss"),
+        (1, "grad/norm"),
+        (1, "policy/entropy"),
+        (2, "kl/exact_reverse_sequence"),
+        (2, "kl/total_variation_token"),
+        (2, "kl_error/k1_reverse_token_rms"),
+        (2, "kl_error/k2_reverse_sequence_rms"),
+    ):
         assert cut[key] == pytest.approx(whole[key], rel=2e-3, abs=1e-6), key
 
 
@@ -240,7 +244,7 @@ def test_another_reference_is_refused_on_resume(tmp_path, monkeypatch):
     with pytest.raises(Enough):
         train(config, console=quiet(), command="x")
     monkeypatch.undo()
-    from kl_comedy.training import divided
+    from kl_comedy.training import distributed as divided
 
     load = divided.load_model
 
@@ -272,7 +276,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer(tmp_path):
 
 
 def test_a_run_folder_has_one_holder(tmp_path):
-    from kl_comedy.training.rundir import create_run
+    from kl_comedy.training.run_folder import create_run
 
     run = create_run(load_config(TINY, [f"output={tmp_path}"]))
     with run.held(), pytest.raises(UserError, match="is being trained by process"), run.held():
@@ -299,9 +303,15 @@ def test_checkpoints_load_without_pickle(tmp_path):
 def test_learning_really_happens(tmp_path):
     """Forty updates raise the sampled reward on the training problems well beyond its noise."""
     done = go(
-        tmp_path, "train.steps=40", "rollout.prompts_per_batch=16", "rollout.group_size=8", "optimizer.lr=2e-3",
-        "kl.0.beta=0.01", "train.eval_every=0", "train.checkpoint_every=0",
-    )  # fmt: skip
+        tmp_path,
+        "train.steps=40",
+        "rollout.prompts_per_batch=16",
+        "rollout.group_size=8",
+        "optimizer.lr=2e-3",
+        "kl.0.beta=0.01",
+        "train.eval_every=0",
+        "train.checkpoint_every=0",
+    )
     reward = [value for (_, name), value in sorted(metrics_of(done.run).items()) if name == "train/reward"]
     assert sum(reward[-8:]) / 8 > sum(reward[:8]) / 8 + 0.1
 

@@ -24,9 +24,18 @@ VERL_K3 = KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0)
 
 def case_of(theirs: KLTerm, ours: KLTerm) -> Case:
     return Case(
-        system="none", version="0", name="none:planted", flags="", kind="kl function", placement=theirs.placement,
-        loss=terms_loss((theirs,)), module="", function="", loaded=dict, ours=(ours,),
-    )  # fmt: skip
+        system="none",
+        version="0",
+        name="none:planted",
+        flags="",
+        kind="kl function",
+        placement=theirs.placement,
+        loss=terms_loss((theirs,)),
+        module="",
+        function="",
+        loaded=dict,
+        ours=(ours,),
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,8 +57,9 @@ def test_a_near_miss_is_not_equal(near_miss: KLTerm) -> None:
 
 
 def test_a_correction_is_told_apart_off_policy_only() -> None:
-    missed = case_of(VERL_K3, KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0,
-                                     correction="token_detached"))  # fmt: skip
+    missed = case_of(
+        VERL_K3, KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, correction="token_detached")
+    )
     assert difference(replace(missed, equal_in=("on_policy",))) == pytest.approx(0.0, abs=1e-12)
     assert difference(missed) > 0.01
 

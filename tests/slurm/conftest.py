@@ -55,10 +55,13 @@ def start_cluster(tmp_path_factory):
     def start(*, accounting=False, nodes=2):
         need((*PROGRAMS, *(ACCOUNTING if accounting else ())))
         environment = {
-            **os.environ, "CLUSTER_ROOT": str(tmp_path_factory.mktemp("cluster") / "c"),
-            "PORT_BASE": str(port_block(held)), "NODES": str(nodes), "CPUS": "4",
+            **os.environ,
+            "CLUSTER_ROOT": str(tmp_path_factory.mktemp("cluster") / "c"),
+            "PORT_BASE": str(port_block(held)),
+            "NODES": str(nodes),
+            "CPUS": "4",
             "ACCOUNTING": "1" if accounting else "0",
-        }  # fmt: skip
+        }
         started.append(environment)
         up = subprocess.run([SCRIPT, "up"], env=environment, capture_output=True, text=True, timeout=120)
         assert up.returncode == 0, up.stderr

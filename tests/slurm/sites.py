@@ -59,7 +59,6 @@ def undisturbed(sweep, folder):
 
     Cells of one process are trained in this one; those of several nodes in as many processes of this machine.
     """
-    import kl_comedy.training.rooms  # noqa: F401
     from kl_comedy.config import load_config
     from kl_comedy.slurm.manifest import read_sweep
     from kl_comedy.training.run import train
@@ -73,8 +72,11 @@ def undisturbed(sweep, folder):
                 ends[cell.index] = done.run.path
                 continue
             here = ["train.nodes=1", f"train.devices={cell.nodes * cell.devices}"]
-            subprocess.run([sys.executable, "-m", "kl_comedy.cli", "train", found.base, *overrides, *here],
-                           check=True, capture_output=True)  # fmt: skip
+            subprocess.run(
+                [sys.executable, "-m", "kl_comedy.cli", "train", found.base, *overrides, *here],
+                check=True,
+                capture_output=True,
+            )
             (ends[cell.index],) = (folder / str(cell.index)).glob("*-1")
     return ends
 

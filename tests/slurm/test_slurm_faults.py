@@ -67,8 +67,15 @@ def test_a_preempted_cell_saves_within_its_grace_and_goes_on(site, alone):
     """SLURM ends a job that leaves within its grace, and does not requeue it; the script must."""
     name = start(site, "preempted", "--slurm", "site.yaml")
     site.wait(lambda: training(site, name))
-    urgent = site.run("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=urgent.out",
-                      "--wrap=hostname").stdout.strip()  # fmt: skip
+    urgent = site.run(
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--nodes=3",
+        "--exclusive",
+        "--output=urgent.out",
+        "--wrap=hostname",
+    ).stdout.strip()
     site.wait(site.idle)
     ends = [(line["code"], line["reason"]) for line in lines(site, name) if "code" in line]
     assert [code for code, _ in ends] == [1, 0] and "stopped by SIGTERM at update" in ends[0][1]
@@ -167,9 +174,7 @@ def test_a_server_that_never_comes_up_fails_the_cell_in_one_line(site):
     site.kl_comedy("sweep", "unserved.yaml", "--slurm", "broken.yaml")
     site.wait(site.idle)
     (row,) = site.status("unserved")
-    assert (row["state"], row["why"]) == (
-        "FAILED", "server 0 of this job ended with code 1; the job's log says more"
-    )  # fmt: skip
+    assert (row["state"], row["why"]) == ("FAILED", "server 0 of this job ended with code 1; the job's log says more")
 
 
 def processes_of(job, cluster):

@@ -25,8 +25,18 @@ def test_srun_starts_whole_copies_on_two_nodes(cluster, tmp_path):
     where = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     site = Site(tmp_path, {**cluster, **where})
     words = ["train.strategy=ddp", "train.nodes=2", f"output={tmp_path / 'runs'}", *overrides(4)]
-    site.run("srun", "--nodes=2", "--ntasks-per-node=1", "--time=10",
-             sys.executable, "-m", "kl_comedy.cli", "train", TINY, *words)  # fmt: skip
+    site.run(
+        "srun",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--time=10",
+        sys.executable,
+        "-m",
+        "kl_comedy.cli",
+        "train",
+        TINY,
+        *words,
+    )
     (run,) = (tmp_path / "runs").glob("tiny-*")
     assert_close(run, alone(tmp_path, 4))
 
@@ -37,7 +47,6 @@ def overrides(steps):
 
 def alone(folder, steps):
     """The folder of the same run in one process: this one."""
-    import kl_comedy.training.rooms  # noqa: F401
     from kl_comedy.config import load_config
     from kl_comedy.training.run import train
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kl_comedy.data import PromptOrder
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.asynchronous.ledger import BEGUN_AHEAD, Ledger, Terms
+from kl_comedy.training.asynchronous.buffer import BEGUN_AHEAD, Ledger, Terms
 
 GROUP = 2
 
@@ -16,9 +16,14 @@ GROUP = 2
 def scored(index, versions):
     prompt = Prompt(problem=Problem(id=str(index), text="", answer=""), text="", token_ids=(1,))
     rollout = Rollout(
-        prompt=prompt, group_id=0, completion_ids=(1,) * len(versions), logps=(0.0,) * len(versions),
-        versions=tuple(versions), stop_reason="eos", text="",
-    )  # fmt: skip
+        prompt=prompt,
+        group_id=0,
+        completion_ids=(1,) * len(versions),
+        logps=(0.0,) * len(versions),
+        versions=tuple(versions),
+        stop_reason="eos",
+        text="",
+    )
     return Scored(rollout=rollout, reward=Reward(value=0.0))
 
 
@@ -103,9 +108,12 @@ class World:
 def worlds(draw, drop):
     updates = draw(st.integers(1, 3))
     terms = Terms(
-        prompts_per_batch=draw(st.integers(1, 4)), updates=updates, iterations=draw(st.integers(1, 6)),
-        max_steps=draw(st.integers(updates if drop else 0, 7)), drop=drop,
-    )  # fmt: skip
+        prompts_per_batch=draw(st.integers(1, 4)),
+        updates=updates,
+        iterations=draw(st.integers(1, 6)),
+        max_steps=draw(st.integers(updates if drop else 0, 7)),
+        drop=drop,
+    )
     return World(terms, draw(st.integers(1, 9)), draw(st.integers(0, 3)), draw(st.booleans()))
 
 
@@ -159,9 +167,7 @@ def test_a_dropped_prompt_is_asked_again_before_new_ones():
 
 
 def test_waiting_with_no_lag_is_on_policy():
-    ledger = Ledger(
-        Terms(prompts_per_batch=1, updates=2, iterations=3, max_steps=0, drop=False), lambda n: [n]
-    )  # fmt: skip
+    ledger = Ledger(Terms(prompts_per_batch=1, updates=2, iterations=3, max_steps=0, drop=False), lambda n: [n])
     assert [len(ledger.due(version)) for version in range(5)] == [1, 0, 1, 0, 1]
 
 
@@ -175,9 +181,7 @@ def test_a_prompt_is_not_twice_in_one_request():
 @pytest.mark.parametrize("max_steps", [0, 1, 5])
 def test_a_group_that_is_too_old_is_never_silently_used(max_steps):
     """Waiting, it cannot happen; were it to, it must not pass."""
-    ledger = Ledger(
-        Terms(prompts_per_batch=1, updates=1, iterations=9, max_steps=max_steps, drop=False), lambda n: [n]
-    )  # fmt: skip
+    ledger = Ledger(Terms(prompts_per_batch=1, updates=1, iterations=9, max_steps=max_steps, drop=False), lambda n: [n])
     (request, *_) = ledger.due(0)
     ledger.arrive(request.number, [scored(0, [0])])
     with pytest.raises(AssertionError, match="older than"):

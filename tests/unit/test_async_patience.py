@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from kl_comedy.training.asynchronous.outbox import Outbox
-from kl_comedy.training.asynchronous.patience import LONGEST_LOOK_S, STARTUP_S, Patience
+from kl_comedy.training.asynchronous.sampler import LONGEST_LOOK_S, STARTUP_S, Outbox, Patience
 
 
 class Clock:
@@ -78,8 +77,9 @@ def test_posting_to_a_stopped_reader_does_not_wait_and_ends_with_it():
     with theirs:
         reader = subprocess.Popen(
             [sys.executable, "-c", "import sys; sys.stdin.buffer.read()"],
-            stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+        )
     os.kill(reader.pid, signal.SIGSTOP)
     pipe = Connection(ours.detach())
     outbox = Outbox(pipe)

@@ -11,15 +11,12 @@ from torch import nn
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
+from kl_comedy.lab.audit import statistics
+from kl_comedy.lab.audit.gradients import Sketch, layer_groups
+from kl_comedy.lab.audit.measure import PANEL, equal_blocks, select
+from kl_comedy.lab.audit.report import AuditReport, BetaCheck, LayerFinding, TermFinding, render
+from kl_comedy.lab.audit.statistics import Estimate
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.audit import statistics
-from kl_comedy.training.audit.layers import layer_groups
-from kl_comedy.training.audit.panel import PANEL, select
-from kl_comedy.training.audit.render import render
-from kl_comedy.training.audit.report import AuditReport, BetaCheck, LayerFinding, TermFinding
-from kl_comedy.training.audit.rows import equal_blocks
-from kl_comedy.training.audit.sketch import Sketch
-from kl_comedy.training.audit.statistics import Estimate
 
 BLOCKS, WIDTH = 8, 40
 
@@ -56,8 +53,11 @@ def test_squares_are_unbiased_though_both_gradients_share_their_completions(bias
         products.append(float(statistics.mean_product(shared)))
         spreads.append(float(statistics.noise(own)))
     for found, truth in (
-        (squares, 1 + bias**2), (biases, bias**2), (products, 1.0), (spreads, WIDTH * (0.3**2 + 0.2**2)),
-    ):  # fmt: skip
+        (squares, 1 + bias**2),
+        (biases, bias**2),
+        (products, 1.0),
+        (spreads, WIDTH * (0.3**2 + 0.2**2)),
+    ):
         mean, error = average(found)
         assert abs(mean - truth) < 4 * error, (mean, truth, error)
 
@@ -235,10 +235,22 @@ def test_the_terms_to_audit_are_the_configs_first_and_no_shape_twice():
 def finding(**changes):
     whole = Estimate(value=1.0, low=0.9, high=1.1)
     plain = dict(
-        key="kl_0", label="kl.0: a | b", position=0, beta=0.1, delivered=whole, cosine=whole, bias=whole,
-        p_unbiased=0.5, p_no_mean=0.001, variance=1.0, kl_to_policy=0.5, silent_share=0.0, clamped_share=None,
-        capped_share=None, layers={"head": LayerFinding(cosine=1.0, delivered=1.0, bias=math.nan)},
-    )  # fmt: skip
+        key="kl_0",
+        label="kl.0: a | b",
+        position=0,
+        beta=0.1,
+        delivered=whole,
+        cosine=whole,
+        bias=whole,
+        p_unbiased=0.5,
+        p_no_mean=0.001,
+        variance=1.0,
+        kl_to_policy=0.5,
+        silent_share=0.0,
+        clamped_share=None,
+        capped_share=None,
+        layers={"head": LayerFinding(cosine=1.0, delivered=1.0, bias=math.nan)},
+    )
     return TermFinding(**{**plain, **changes})
 
 
@@ -266,11 +278,23 @@ def test_verdicts(changes, verdict):
 @pytest.mark.parametrize("format", ["table", "markdown", "csv", "json"])
 def test_a_report_is_rendered_with_what_is_undefined_left_empty(format):
     report = AuditReport(
-        name="x", version=3, regime="off_policy", completions=8, blocks=4, length=2.0, exact_kl_token=0.1,
-        exact_kl_sequence=0.2, reference_term="r", reference_noise=math.nan, policy_silent_share=0.0, clip_share=0.1,
-        total_kl_to_policy=math.nan, sketch=0, seconds=1.0,
+        name="x",
+        version=3,
+        regime="off_policy",
+        completions=8,
+        blocks=4,
+        length=2.0,
+        exact_kl_token=0.1,
+        exact_kl_sequence=0.2,
+        reference_term="r",
+        reference_noise=math.nan,
+        policy_silent_share=0.0,
+        clip_share=0.1,
+        total_kl_to_policy=math.nan,
+        sketch=0,
+        seconds=1.0,
         terms=[finding(), finding(cosine=None, delivered=NOWHERE, bias=NOWHERE, label="other")],
-    )  # fmt: skip
+    )
     text = render(report, format)
     assert "nan" not in text.lower() and "other" in text
     if format == "markdown":

@@ -18,14 +18,25 @@ from speed.workload import TASKS, overrides
 
 def repetition(variant, number, wall, *, tokens=100, prompts="p", peak=3 * 2**30):
     update = {
-        "wall_s": wall, "cpu_s": 2 * wall, "generated_tokens": tokens, "trained_tokens": tokens, "prompt_tokens": 10,
+        "wall_s": wall,
+        "cpu_s": 2 * wall,
+        "generated_tokens": tokens,
+        "trained_tokens": tokens,
+        "prompt_tokens": 10,
         "phases": {name: wall / len(PHASES) for name in PHASES},
-    }  # fmt: skip
+    }
     warm = {**update, "wall_s": 1000.0}
     return {
-        "variant": variant, "repetition": number, "updates": [warm, update], "rss_loaded": 2**30, "rss_peak": peak,
-        "prompts": prompts, "threads": 2, "load_average": 0.5, "model": "m",
-    }  # fmt: skip
+        "variant": variant,
+        "repetition": number,
+        "updates": [warm, update],
+        "rss_loaded": 2**30,
+        "rss_peak": peak,
+        "prompts": prompts,
+        "threads": 2,
+        "load_average": 0.5,
+        "model": "m",
+    }
 
 
 OURS, TRL = "ours-grpo-default", "trl-grpo-default"
@@ -61,11 +72,18 @@ def test_unequal_work_is_told(change, said):
 def test_the_page_has_every_variant_and_the_command():
     results = {
         "command": "python bench/speed/run.py --x",
-        "machine": {"cpu": "c", "cores": 2, "memory_gib": 24.0, "threads": 2, "python": "3", "commit": "abc",
-                    "versions": {"torch": "2"}},
+        "machine": {
+            "cpu": "c",
+            "cores": 2,
+            "memory_gib": 24.0,
+            "threads": 2,
+            "python": "3",
+            "commit": "abc",
+            "versions": {"torch": "2"},
+        },
         "variants": {OURS: "note"},
         "tasks": {"gsm8k": {"summary": "s", "repetitions": RUNS, "failures": {"trl-x": "boom"}}},
-    }  # fmt: skip
+    }
     text = page(results)
     assert OURS in text and "python bench/speed/run.py --x" in text and "boom" in text and "Work was equal" in text
     assert "0.333" in ratio_table(RUNS) and TRL in main_table(RUNS) and figure(0.0) == "0.000"
@@ -78,8 +96,10 @@ def test_every_peer_has_its_line_in_the_ratios():
     ]
     lines = ratio_table(runs).splitlines()[2:]
     assert [line.split("|")[1].strip().removeprefix(f"{OURS} / ") for line in lines] == [
-        f"{TRL} (fastest measured)", "torchrl-grpo-default", "torchrl-grpo-packed (fastest measured)",
-    ]  # fmt: skip
+        f"{TRL} (fastest measured)",
+        "torchrl-grpo-default",
+        "torchrl-grpo-packed (fastest measured)",
+    ]
     assert "0.200" in lines[1] and "0.500" in lines[2]
 
 
@@ -106,7 +126,7 @@ def test_a_requirement_may_be_met_by_the_environment_or_the_folder(tmp_path):
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.system == "ours"])
 def test_every_setting_of_ours_is_a_config(task, name, tmp_path):
     from kl_comedy.config import load_config
-    from kl_comedy.training import rooms  # noqa: F401  registers every name a config may use
+    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     config = load_config(None, overrides(task, VARIANTS[name], model=tmp_path, updates=2, seed=0, output=tmp_path))
     assert config.rollout.max_new_tokens == TASKS[task].max_new_tokens and config.rollout.group_size == 8

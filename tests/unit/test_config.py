@@ -88,7 +88,7 @@ def test_a_recipe_takes_a_beta(tmp_path):
         ("optimizer: {betas: [0.9]}\n", [], ["optimizer.betas", "two numbers"]),
         ("train: {eval_every: 5}\n", [], ["eval_every", "data.eval"]),
     ],
-)  # fmt: skip
+)
 def test_one_clear_error(tmp_path, text, overrides, says):
     got = message(tmp_path, text, *overrides)
     assert "\n" not in got

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.slurm.grid import expand, read_grid
-from kl_comedy.slurm.plan import plan
+from kl_comedy.slurm.manifest import plan
 from kl_comedy.training.build import check_terms
 from kl_comedy.training.critic import check_algorithm
 

@@ -17,8 +17,7 @@ from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import FrozenReference, PassOptions
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling
-from kl_comedy.rollouts.decoding import decode
-from kl_comedy.rollouts.steps import StopStrings
+from kl_comedy.rollouts.decoding import StopStrings, decode
 
 V, H, INNER, LAYERS, HEADS, KV = 97, 48, 128, 3, 6, 2
 PROMPT, GROUP, LENGTH = 40, 8, 24
@@ -33,10 +32,17 @@ MARGIN = 1.02
 def llama():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=V, hidden_size=H, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV, max_position_embeddings=256, eos_token_id=None, bos_token_id=None,
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV,
+        max_position_embeddings=256,
+        eos_token_id=None,
+        bos_token_id=None,
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config)
 
 
@@ -94,9 +100,7 @@ def test_sampled_kl_terms_cost_no_product_and_exact_ones_two_heads():
     reference = FrozenReference(llama(), PassOptions(temperature=1.0, chunk_elements=10**9)).forward_pass(**inputs)
 
     def learn(**wanted):
-        seen = token_pass(
-            llama(), **inputs, temperature=1.0, chunk_elements=10**9, reference=reference, **wanted
-        )  # fmt: skip
+        seen = token_pass(llama(), **inputs, temperature=1.0, chunk_elements=10**9, reference=reference, **wanted)
         (seen.logp_BT.sum() if seen.kl_BT is None else (seen.logp_BT + seen.kl_BT).sum()).backward()
 
     plain, exact = flops(learn), flops(lambda: learn(kl=True))
@@ -119,9 +123,15 @@ def draw(model, *, ends=(), tokens=LENGTH):
     uniform_BT = torch.rand(2 * GROUP, tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
         return decode(
-            model, prompts(), [0] * GROUP + [1] * GROUP, sampling=sampling, uniform_BT=uniform_BT, ends=ends,
-            stops=StopStrings(None, ()), version=lambda: 0,
-        )  # fmt: skip
+            model,
+            prompts(),
+            [0] * GROUP + [1] * GROUP,
+            sampling=sampling,
+            uniform_BT=uniform_BT,
+            ends=ends,
+            stops=StopStrings(None, ()),
+            version=lambda: 0,
+        )
 
 
 @pytest.fixture
@@ -187,9 +197,14 @@ def test_the_heads_backward_holds_no_more_than_it_says(wanted):
     weight = torch.randn(V * 50, H, requires_grad=True)
     with Alive(chunk * V * 50 * 4) as alive:
         columns = head_columns(
-            hidden, (weight, None), torch.arange(rows), temperature=0.9, chunk_elements=chunk * V * 50, wanted=wanted,
+            hidden,
+            (weight, None),
+            torch.arange(rows),
+            temperature=0.9,
+            chunk_elements=chunk * V * 50,
+            wanted=wanted,
             other=other,
-        )  # fmt: skip
+        )
         sum(column.sum() for column in columns).backward()
     assert 1 <= alive.most <= 6
 

@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config.schema import DatasetConfig, RewardConfig
 from kl_comedy.data import load_problems
 from kl_comedy.rewards import RewardSum, score

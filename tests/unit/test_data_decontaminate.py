@@ -36,8 +36,10 @@ def test_decoration_does_not_hide_a_copy(one: str, other: str) -> None:
     ("one", "other"),
     [
         ("4 - 1 =", "4 + 1 ="),
-        ("State the final answer to the following arithmetic problem: 4 - 1 =",
-         "State the final answer to the following arithmetic problem: 4 + 1 ="),
+        (
+            "State the final answer to the following arithmetic problem: 4 - 1 =",
+            "State the final answer to the following arithmetic problem: 4 + 1 =",
+        ),
         ("-4 + 1 =", "4 + 1 ="),
         ("2 - -1", "2 - 1"),
         ("3.5 + 1", "35 + 1"),
@@ -48,7 +50,7 @@ def test_decoration_does_not_hide_a_copy(one: str, other: str) -> None:
         ("两个苹果", "三个苹果"),
         ("?!", "!?"),
     ],
-)  # fmt: skip
+)
 def test_different_problems_stay_different(one: str, other: str) -> None:
     assert normalize(one) != normalize(other)
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from kl_comedy.config.schema import DatasetConfig
 from kl_comedy.data import data_hash, load_problems
-from kl_comedy.data.load import subset
-from kl_comedy.data.splits import eval_only_word
+from kl_comedy.data.load import eval_only_word, subset
 from kl_comedy.errors import UserError
 from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
@@ -64,9 +63,22 @@ def test_a_subset_keeps_the_order_and_repeats_nothing(n: int, limit: int, seed: 
 
 @pytest.mark.parametrize(
     "name",
-    ["test", "gsm8k_test.jsonl", "test[:10%]", "train+test", "AIME24", "aime_2024", "amc23", "MATH-500", "math500",
-     "math_test4500", "held_out", "heldout", "eval"],
-)  # fmt: skip
+    [
+        "test",
+        "gsm8k_test.jsonl",
+        "test[:10%]",
+        "train+test",
+        "AIME24",
+        "aime_2024",
+        "amc23",
+        "MATH-500",
+        "math500",
+        "math_test4500",
+        "held_out",
+        "heldout",
+        "eval",
+    ],
+)
 def test_names_of_evaluation_data(name: str) -> None:
     assert eval_only_word(name) is not None
 
@@ -235,7 +247,7 @@ def test_nothing_a_task_prints_reaches_stdout(capsys: pytest.CaptureFixture[str]
 
 def test_no_task_hides_our_own_options_and_none_looks_like_a_test_split() -> None:
     factory = pytest.importorskip("reasoning_gym.factory")
-    from kl_comedy.data.gym import OWN_OPTIONS
+    from kl_comedy.data.sources import OWN_OPTIONS
 
     for name, (_, settings) in factory.DATASETS.items():
         assert not set(OWN_OPTIONS) & set(settings.__dataclass_fields__)

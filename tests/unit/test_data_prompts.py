@@ -34,9 +34,12 @@ def make_tokenizer(*, chat: str | None = TEMPLATE, ends: tuple[str, ...] = ("<s>
         single=single, special_tokens=[(token, special.index(token)) for token in used]
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-    )  # fmt: skip
+    )
     tokenizer.chat_template = chat
     return tokenizer
 

@@ -27,9 +27,17 @@ def load(name: str, **settings: object) -> list[Problem]:
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("gsm8k_train", 7473), ("gsm8k_test", 1319), ("math_train7500", 7500), ("math500", 500), ("aime24", 30),
-     ("amc23", 40), ("mmlu_stem_test", 3018), ("mmlu_stem_dev", 90)],
-)  # fmt: skip
+    [
+        ("gsm8k_train", 7473),
+        ("gsm8k_test", 1319),
+        ("math_train7500", 7500),
+        ("math500", 500),
+        ("aime24", 30),
+        ("amc23", 40),
+        ("mmlu_stem_test", 3018),
+        ("mmlu_stem_dev", 90),
+    ],
+)
 def test_every_row_loads_with_the_defaults(name: str, rows: int) -> None:
     loaded = load(name)
     assert len(loaded) == rows
@@ -72,7 +80,7 @@ def test_known_overlaps_and_their_absence() -> None:
 
 def test_suites_take_the_files_they_name() -> None:
     from kl_comedy.evaluation import get_suite
-    from kl_comedy.evaluation.problems import suite_problems
+    from kl_comedy.evaluation.suites import suite_problems
     from kl_comedy.registry import SUITES
 
     taken = []

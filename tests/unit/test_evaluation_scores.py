@@ -12,14 +12,13 @@ from kl_comedy.config import ModelConfig
 from kl_comedy.data.prompts import continuation_ids
 from kl_comedy.errors import UserError
 from kl_comedy.evaluation import likelihood
-from kl_comedy.evaluation.canonical import canonical
+from kl_comedy.evaluation.evaluate import Shard, parse_shard
 from kl_comedy.evaluation.likelihood import ChoicePasses, Spelled, spell
-from kl_comedy.evaluation.plan import Shard, parse_shard
-from kl_comedy.evaluation.scores import check_ks, default_ks, score_compared, score_generated
+from kl_comedy.evaluation.scores import canonical, check_ks, default_ks, score_compared, score_generated
 from kl_comedy.models import load_model
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.records import Problem, Prompt
-from kl_comedy.training.world import World
+from kl_comedy.training.distributed import World
 
 
 @pytest.mark.parametrize(
@@ -59,16 +58,27 @@ def test_endless_boxes_cost_little():
 
 def row(index, correct, answer="1", *, stop="eos", status="ok"):
     return {
-        "index": index, "correct": correct, "answer": answer, "stop_reason": stop, "status": status, "tokens": 4,
+        "index": index,
+        "correct": correct,
+        "answer": answer,
+        "stop_reason": stop,
+        "status": status,
+        "tokens": 4,
         "reward": float(correct),
-    }  # fmt: skip
+    }
 
 
 def test_scores_of_completions():
     rows = [
-        row(0, True), row(0, False, "2"), row(0, False, "2"), row(0, True),
-        row(1, False, None, stop="length", status="unparseable"), row(1, False, "3"), row(1, True), row(1, True),
-    ]  # fmt: skip
+        row(0, True),
+        row(0, False, "2"),
+        row(0, False, "2"),
+        row(0, True),
+        row(1, False, None, stop="length", status="unparseable"),
+        row(1, False, "3"),
+        row(1, True),
+        row(1, True),
+    ]
     found = score_generated("s", rows, ks=(1, 2, 4)).values
     assert found["accuracy"] == found["pass@1"] == 0.5 and found["accuracy_low"] < 0.5 < found["accuracy_high"]
     assert found["pass@4"] == 1.0 and found["pass@2"] == pytest.approx(5 / 6)
@@ -179,10 +189,12 @@ def test_processes_part_the_passes_and_make_equally_many(tiny, monkeypatch, size
 
 
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 5), min_size=1, max_size=4)), min_size=1,
-                   max_size=9),
-    budget=st.integers(1, 60), chunk=st.one_of(st.none(), st.integers(1, 5)),
-)  # fmt: skip
+    sizes=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 5), min_size=1, max_size=4)), min_size=1, max_size=9
+    ),
+    budget=st.integers(1, 60),
+    chunk=st.one_of(st.none(), st.integers(1, 5)),
+)
 def test_a_chunk_is_batched_as_if_it_were_alone(sizes, budget, chunk):
     def spelled(part):
         problem = Problem(id="p", text="", answer="A")

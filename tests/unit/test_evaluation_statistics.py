@@ -58,9 +58,7 @@ def test_samples_repeated_word_for_word_add_no_certainty(clusters, times, method
     """Greedy samples drawn twice are no second measurement."""
     repeated = [cluster * times for cluster in clusters]
     assert clustered_se(repeated) == pytest.approx(clustered_se(clusters), abs=1e-12)
-    once, again = (
-        clustered_interval(rows, method, rng=np.random.default_rng(0)) for rows in (clusters, repeated)
-    )  # fmt: skip
+    once, again = (clustered_interval(rows, method, rng=np.random.default_rng(0)) for rows in (clusters, repeated))
     assert (again.low, again.high) == pytest.approx((once.low, once.high), abs=1e-9)
 
 

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from kl_comedy.config.suites import SuiteConfig
+from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.errors import UserError
 from kl_comedy.evaluation import get_suite
-from kl_comedy.evaluation.problems import (
+from kl_comedy.evaluation.suites import (
+    DEFINITIONS,
     OwnData,
     chosen_template,
     parse_own_data,
@@ -19,7 +20,6 @@ from kl_comedy.evaluation.problems import (
     suite_problems,
     suite_prompts,
 )
-from kl_comedy.evaluation.suites import DEFINITIONS
 from kl_comedy.records import Problem
 from kl_comedy.registry import SUITES
 
@@ -40,9 +40,21 @@ def test_a_suite_of_the_package_says_what_it_is(name):
 
 def test_every_issue_s_suite_is_there():
     assert {
-        "gsm8k", "math500", "math2", "aime24", "aime25", "amc23", "mmlu_college_physics", "mmlu_college_chemistry",
-        "mmlu_college_biology", "mmlu_stem", "arc_challenge", "arc_challenge_likelihood", "countdown", "pocket_sums",
-    } <= set(NAMES)  # fmt: skip
+        "gsm8k",
+        "math500",
+        "math2",
+        "aime24",
+        "aime25",
+        "amc23",
+        "mmlu_college_physics",
+        "mmlu_college_chemistry",
+        "mmlu_college_biology",
+        "mmlu_stem",
+        "arc_challenge",
+        "arc_challenge_likelihood",
+        "countdown",
+        "pocket_sums",
+    } <= set(NAMES)
 
 
 def write(folder, rows, name="own.jsonl"):
@@ -158,9 +170,13 @@ CHOICES = [
 def test_questions_and_choices_are_put_in_literally(tmp_path):
     write(tmp_path, CHOICES)
     path = own_suite(
-        tmp_path, file={"path": "own.jsonl", "fields": {"subject": "subject"}}, kind="likelihood",
-        text="On {subject:words}: {text}\n{options}", choice_line="{letter}. {choice}", where={"subject": ["one_two"]},
-    )  # fmt: skip
+        tmp_path,
+        file={"path": "own.jsonl", "fields": {"subject": "subject"}},
+        kind="likelihood",
+        text="On {subject:words}: {text}\n{options}",
+        choice_line="{letter}. {choice}",
+        where={"subject": ["one_two"]},
+    )
     (problem,) = suite_problems(get_suite(path))
     assert problem.text == "On one two: Which {text}?\nA. x {letter}\nB. y"
 
@@ -233,17 +249,21 @@ PUBLISHED = {
     "amc23": {"id": 0, "question": "1+1?", "answer": "1002", "url": "x"},
     "mmlu_college_physics": {"question": "1+1?", "subject": "college_physics", "choices": ["1", "2", "3"], "answer": 1},
     "arc_challenge": {
-        "id": "M_1", "question": "1+1?", "choices": {"text": ["1", "2", "3"], "label": ["1", "2", "3"]},
+        "id": "M_1",
+        "question": "1+1?",
+        "choices": {"text": ["1", "2", "3"], "label": ["1", "2", "3"]},
         "answerKey": "2",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_rows_as_they_are_published_are_read(name, monkeypatch):
     """Where there is no hub, the layouts that their data cards show stand in for it."""
     asked = []
-    monkeypatch.setattr("kl_comedy.data.hub._fetch", lambda config, *_, **__: asked.append(config) or [PUBLISHED[name]])
+    monkeypatch.setattr(
+        "kl_comedy.data.sources._fetch", lambda config, *_, **__: asked.append(config) or [PUBLISHED[name]]
+    )
     suite = get_suite(name)
     suite.items = 1
     (problem,) = suite_problems(suite)

@@ -9,7 +9,7 @@ from kl_comedy.config.schema import AlgorithmConfig, ValueConfig
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_parts
 from kl_comedy.objective import returns_with_costs, value_loss
-from kl_comedy.objective.gae import gae, token_rewards
+from kl_comedy.objective.advantages import gae, token_rewards
 from kl_comedy.training.critic import ValueHead, ValueTargets, check_algorithm, explained_variance, value_part
 
 GROUP_B = torch.zeros(3, dtype=torch.long)
@@ -35,9 +35,14 @@ def test_it_is_the_discounted_sum_of_temporal_differences(costs, values, gamma, 
     """1506.02438 Eq. 16, summed term by term. The KL cost of a token is a reward of that token."""
     reward_B, last_B = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), torch.tensor(last, dtype=torch.float64)
     found_BT = gae(
-        returns_of(reward_B, grid(costs)), MASK_BT, GROUP_B, values_BT=grid(values), last_value_B=last_B,
-        gamma=gamma, lam=lam,
-    )  # fmt: skip
+        returns_of(reward_B, grid(costs)),
+        MASK_BT,
+        GROUP_B,
+        values_BT=grid(values),
+        last_value_B=last_B,
+        gamma=gamma,
+        lam=lam,
+    )
     for row, size in enumerate(SIZES):
         r = [-grid(costs)[row, t].item() + (reward_B[row].item() if t == size - 1 else 0.0) for t in range(size)]
         v = [*grid(values)[row, :size].tolist(), last_B[row].item()]

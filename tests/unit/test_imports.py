@@ -9,19 +9,25 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "kl_comedy"
 LAYERS = {
-    "errors": 0, "registry": 0, "records": 0, "config": 0,
-    "kl": 1, "objective": 1, "statistics": 1,
-    "peers": 2, "models": 2, "rewards": 2, "data": 2, "rollouts": 2, "tracking": 2, "laboratory": 2,
-    "evaluation": 3, "training": 3, "slurm": 3, "planning": 3,
+    **dict.fromkeys(["errors", "registry", "records", "io", "config"], 0),
+    **dict.fromkeys(["kl", "objective", "statistics"], 1),
+    **dict.fromkeys(["models", "rewards", "data", "rollouts", "tracking"], 2),
+    **dict.fromkeys(["evaluation", "training", "slurm", "lab"], 3),
     "cli": 4,
-}  # fmt: skip
+}
 SAME_LAYER = {
-    ("config", "errors"), ("config", "registry"), ("registry", "errors"),
+    ("config", "errors"),
+    ("config", "registry"),
+    ("registry", "errors"),
+    ("io", "errors"),
+    ("config", "io"),
     ("kl", "objective"),  # the oracle puts the algorithm around the terms
     ("models", "data"),  # the pocket policy is warm-started on demonstrations of its own problems
     ("rollouts", "models"),  # the sampler runs the policy with the models' own attention
-    ("training", "evaluation"),  # a run evaluates on the way
-}  # fmt: skip
+    ("training", "evaluation"),  # a run evaluates between updates
+    ("lab", "training"),  # audits train and load policies
+    ("training", "lab"),  # the audit callback
+}
 
 
 def room_of(path: Path) -> str:
@@ -59,7 +65,7 @@ def test_every_room_has_a_layer():
     ("module", "heavy"),
     [
         ("kl_comedy.kl", ["transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"]),
-        ("kl_comedy.peers", ["transformers", "lightning", "mlflow", "vllm", "pandas", "omegaconf"]),
+        ("kl_comedy.lab.peers", ["transformers", "lightning", "mlflow", "vllm", "pandas", "omegaconf"]),
         ("kl_comedy.objective", ["transformers", "lightning", "mlflow", "vllm"]),
         ("kl_comedy.cli.main", ["torch", "transformers", "lightning", "mlflow", "pandas"]),
         ("kl_comedy.config", ["torch", "transformers", "lightning", "mlflow"]),

@@ -4,15 +4,17 @@ import pandas as pd
 import pytest
 
 from kl_comedy.kl.oracle import Setting, Tree, exact_moments, target_gradient, terms_loss
-from kl_comedy.laboratory import open_problem
-from kl_comedy.laboratory.doubly_robust import doubly_robust_moments
-from kl_comedy.laboratory.open_problem_report import regret_table, write_report
+from kl_comedy.lab import open_problem
+from kl_comedy.lab.open_problem import doubly_robust_moments, regret_table, write_report
 
 TREE = Tree.build(vocabulary=2, length=5, ends=False)
 UNBIASED = (
-    "sequence IS, k1 total", "sequence IS, k3 differentiated", "per decision, k1", "per decision, k3 differentiated",
+    "sequence IS, k1 total",
+    "sequence IS, k3 differentiated",
+    "per decision, k1",
+    "per decision, k3 differentiated",
     "RB per decision",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,12 @@ def test_the_report_is_written_and_regrets_start_at_one(frame, tmp_path):
     lambdas = open_problem.lambda_study(lengths=(4, 6), staleness=(0.0, 0.8), seeds=2)
     write_report(frame, lambdas, tmp_path, command="kl-comedy open-problem --quick")
     assert {path.name for path in tmp_path.iterdir()} == {
-        "README.md", "open_problem.csv", "k_lambda.csv", "error.png", "variance.png", "knobs.png",
-    }  # fmt: skip
+        "README.md",
+        "open_problem.csv",
+        "k_lambda.csv",
+        "error.png",
+        "variance.png",
+        "knobs.png",
+    }
     assert len(pd.read_csv(tmp_path / "open_problem.csv")) == len(frame)
     assert regret_table(frame)["mean, N=1024"].min() >= 1.0

@@ -6,9 +6,8 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.cli.main import app
-from kl_comedy.laboratory.policy_corrections import CANDIDATES, SAMPLES, study, winners
+from kl_comedy.lab.policy_corrections import CANDIDATES, SAMPLES, study, winners
 
 KEPT = Path(__file__).parents[2] / "results" / "policy_corrections" / "policy_corrections.csv"
 

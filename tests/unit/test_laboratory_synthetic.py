@@ -22,19 +22,23 @@ from kl_comedy.kl.oracle import (
     target_gradient,
     terms_loss,
 )
-from kl_comedy.laboratory import distance, length, modes, optimum, study
-from kl_comedy.laboratory.configurations import CLAMPED, DESCENDED, OFF_POLICY, ON_POLICY
-from kl_comedy.laboratory.descent import Descent, descend
-from kl_comedy.laboratory.games import Games, logits_of, random_games, standing
-from kl_comedy.laboratory.many_losses import Tables, enumerated, sampled_in_rounds
-from kl_comedy.laboratory.policies import shared_setting
-from kl_comedy.laboratory.summaries import coverage
+from kl_comedy.lab import bias_variance as distance
+from kl_comedy.lab import bias_variance as length
+from kl_comedy.lab import optimum
+from kl_comedy.lab import optimum as modes
+from kl_comedy.lab import synthetic as study
+from kl_comedy.lab.batched_gradients import Tables, enumerated, sampled_in_rounds
+from kl_comedy.lab.bias_variance import CLAMPED, DESCENDED, OFF_POLICY, ON_POLICY, shared_setting
+from kl_comedy.lab.optimum import Descent, Games, descend, logits_of, random_games, standing
+from kl_comedy.lab.synthetic import coverage
 
 BINARY = Tree.build(vocabulary=2, length=6, ends=False)
 UNBIASED_ON = ("k1 in reward, total", "k1 in reward, to go", "k1 in both", "k3 in both", "exact KL to go (rb/full)")
 UNBIASED_OFF = (
-    "k1 x sequence ratio", "k1 x prefix ratio (per decision)", "exact KL x prefix ratio (rb/per_decision)",
-)  # fmt: skip
+    "k1 x sequence ratio",
+    "k1 x prefix ratio (per decision)",
+    "exact KL x prefix ratio (rb/per_decision)",
+)
 
 
 # Policies of any length
@@ -219,16 +223,23 @@ def test_standing_at_the_optimum_and_the_gap_in_j():
 @pytest.mark.parametrize("name", ["k3 in loss", "k3 in reward", "exact KL x prefix ratio (rb/per_decision)"])
 def test_one_step_of_descent_is_the_oracles_gradient(name):
     games = random_games(SMALL, seeds=1, betas=(0.4,))
-    games = dataclasses.replace(games, start_SNV=games.start_SNV + 0.3 * torch.randn(
-        games.start_SNV.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64))  # fmt: skip
+    games = dataclasses.replace(
+        games,
+        start_SNV=games.start_SNV
+        + 0.3 * torch.randn(games.start_SNV.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64),
+    )
     terms = DESCENDED[name]
     path = descend(games, terms, Descent(steps=1, rate=1.0, rule="gd", sampler="reference"))
     step_D = (games.start_SNV - path.logits_SNV).flatten()
     setting = Setting(
-        tree=SMALL, features_NVD=None, theta_D=games.start_SNV.flatten(), ref_logp_NV=games.ref_logp_SNV[0],
-        sampler_logp_NV=games.ref_logp_SNV[0], recorded_logp_NV=games.ref_logp_SNV[0],
+        tree=SMALL,
+        features_NVD=None,
+        theta_D=games.start_SNV.flatten(),
+        ref_logp_NV=games.ref_logp_SNV[0],
+        sampler_logp_NV=games.ref_logp_SNV[0],
+        recorded_logp_NV=games.ref_logp_SNV[0],
         reward_N2=torch.zeros(SMALL.prefixes, 2, dtype=torch.float64),
-    )  # fmt: skip
+    )
     theta_D = setting.theta_D.clone().requires_grad_(True)
     p_B = log_probs(SMALL, prefix_log_probs(theta_D.reshape(SMALL.prefixes, 3))).sum(-1).exp()
     (reward_D,) = torch.autograd.grad(p_B @ games.reward_SB[0], theta_D)
@@ -238,11 +249,16 @@ def test_one_step_of_descent_is_the_oracles_gradient(name):
 def test_sampled_gradients_average_to_the_expected_one():
     one = random_games(SMALL, seeds=1, betas=(0.4,))
     copies = 400
-    many = Games(**{
-        "tree": SMALL,
-        **{f.name: getattr(one, f.name).repeat(copies, *[1] * (getattr(one, f.name).dim() - 1))
-           for f in dataclasses.fields(Games) if f.name != "tree"},
-    })  # fmt: skip
+    many = Games(
+        **{
+            "tree": SMALL,
+            **{
+                f.name: getattr(one, f.name).repeat(copies, *[1] * (getattr(one, f.name).dim() - 1))
+                for f in dataclasses.fields(Games)
+                if f.name != "tree"
+            },
+        }
+    )
     how = Descent(steps=1, rate=1.0, rule="gd")
     truth = descend(one, DESCENDED["k2 in loss"], how).logits_SNV - one.start_SNV
     drawn = descend(many, DESCENDED["k2 in loss"], dataclasses.replace(how, batch=64)).logits_SNV - many.start_SNV
@@ -329,7 +345,7 @@ def test_mode_games_are_what_they_say():
     lost, invented = modes.mode_games("lost", rare=(1e-3,)), modes.mode_games("invented", rare=(1e-3,), copies=2)
     assert invented.count == 2
     a, b = modes._number(0), modes._number(1)
-    assert torch.equal(modes.TREE.all.token_BT[[a, b]], torch.tensor([[0, 0, 0], [1, 1, 1]]))
+    assert torch.equal(modes.TREE_modes.all.token_BT[[a, b]], torch.tensor([[0, 0, 0], [1, 1, 1]]))
     assert float(lost.optimum()[0, a]) == pytest.approx(float(lost.optimum()[0, b]))
     start = lost.of_completions(lost.start_SNV).exp()[0]
     assert float(start[b]) == pytest.approx(1e-3 * 0.64)

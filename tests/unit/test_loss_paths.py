@@ -15,14 +15,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-import kl_comedy.training.rooms  # noqa: F401  registers every name
 from kl_comedy.config import AlgorithmConfig
 from kl_comedy.kl import KLTerm
-from kl_comedy.models.anatomy import head_weights
+from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import FrozenReference, PassOptions, ReferencePass
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.losses import micro_loss
+from kl_comedy.training.loss import micro_loss
 from kl_comedy.training.prepare import Preparation, prepare
 
 V, TEMPERATURE, BETA = 31, 0.8, 0.7
@@ -46,12 +45,19 @@ TERMS = {
     "exact_reward_to_go_own_baseline": [KLTerm("exact", baseline="own")],
     "exact_reward_before": [KLTerm("exact", baseline="before")],
     "reward_and_loss": [
-        KLTerm("k1", baseline="before"), KLTerm("exact", placement="loss"), KLTerm("k3", placement="loss"),
+        KLTerm("k1", baseline="before"),
+        KLTerm("exact", placement="loss"),
+        KLTerm("k3", placement="loss"),
     ],
-}  # fmt: skip
+}
 
-MIXED = ("k1_reward_total_before", "k3_loss_token", "exact_forward_loss", "exact_reward_to_go_own_baseline",
-         "reward_and_loss")  # fmt: skip
+MIXED = (
+    "k1_reward_total_before",
+    "k3_loss_token",
+    "exact_forward_loss",
+    "exact_reward_to_go_own_baseline",
+    "reward_and_loss",
+)
 """Terms that together need every output of a pass, ahead of the update and in it."""
 
 
@@ -77,15 +83,32 @@ CASES = [(path, name) for path in PATHS for name in TERMS if PATHS[path] is TRAI
 
 def gpt2(dtype=torch.float64):
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=4, n_positions=128, initializer_range=0.4,
-                        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)  # fmt: skip
+    config = GPT2Config(
+        vocab_size=V,
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.4,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
     return GPT2LMHeadModel(config).to(dtype).eval()
 
 
 def llama(dtype=torch.float32):
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.4)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.4,
+    )
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
@@ -117,8 +140,15 @@ def rows():
             ids = torch.randint(1, V, (length,), generator=g)
             logp_T, _ = dense_row(policy, prompt_ids, ids)
             logps = logp_T.detach() + 0.1 * torch.randn(length, generator=g, dtype=torch.float64)
-            rollout = Rollout(prompt=prompt, group_id=group, completion_ids=tuple(ids.tolist()), stop_reason="eos",
-                              logps=tuple(logps.tolist()), versions=(0,) * length, text="")  # fmt: skip
+            rollout = Rollout(
+                prompt=prompt,
+                group_id=group,
+                completion_ids=tuple(ids.tolist()),
+                stop_reason="eos",
+                logps=tuple(logps.tolist()),
+                versions=(0,) * length,
+                text="",
+            )
             value = float(torch.randint(0, 4, (1,), generator=g)) / 3
             found.append(Scored(rollout=rollout, reward=Reward(value=value)))
     return found
@@ -167,8 +197,14 @@ def slow_pass(policy, reference):
             kl.append((logp_TV.exp() * (logp_TV - logq_TV)).sum(-1))
             forward.append((logq_TV.exp() * (logq_TV - logp_TV)).sum(-1))
         logp_BT, kl_BT, forward_BT = (spread(parts, inputs["mask_BT"]) for parts in (logp, kl, forward))
-        return TokenPass(logp_BT=logp_BT, kl_BT=kl_BT, forward_kl_BT=forward_BT, entropy_BT=None,
-                         total_variation_BT=None, hidden_NH=None)  # fmt: skip
+        return TokenPass(
+            logp_BT=logp_BT,
+            kl_BT=kl_BT,
+            forward_kl_BT=forward_BT,
+            entropy_BT=None,
+            total_variation_BT=None,
+            hidden_NH=None,
+        )
 
     return run
 
@@ -177,9 +213,15 @@ def fast_pass(policy, path):
     def run(inputs, reference, terms):
         needs = {term.needs for term in terms}
         return token_pass(
-            policy, **inputs, temperature=TEMPERATURE, chunk_elements=path.chunk, share_prompt=path.share,
-            reference=reference, kl="exact_reverse" in needs, forward_kl="exact_forward" in needs,
-        )  # fmt: skip
+            policy,
+            **inputs,
+            temperature=TEMPERATURE,
+            chunk_elements=path.chunk,
+            share_prompt=path.share,
+            reference=reference,
+            kl="exact_reverse" in needs,
+            forward_kl="exact_forward" in needs,
+        )
 
     return run
 
@@ -262,15 +304,17 @@ def garbage(micro):
     return dataclasses.replace(
         micro,
         experience=dataclasses.replace(
-            experience, ids_BT=experience.ids_BT.masked_fill(outside_BT, V - 1),
+            experience,
+            ids_BT=experience.ids_BT.masked_fill(outside_BT, V - 1),
             prompt_ids_BP=experience.prompt_ids_BP.masked_fill(before_BP, V - 2),
-            behaviour_logp_BT=nan(experience.behaviour_logp_BT), advantage_BT=nan(experience.advantage_BT),
+            behaviour_logp_BT=nan(experience.behaviour_logp_BT),
+            advantage_BT=nan(experience.advantage_BT),
             ref_logp_BT=nan(experience.ref_logp_BT),
             policy_version_BT=experience.policy_version_BT.masked_fill(outside_BT, 99),
         ),
         references=references,
         baselines={position: nan(baseline_BT) for position, baseline_BT in micro.baselines.items()},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,19 @@
 import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from kl_comedy.models.footprint import GIB, activation_values, head_chunk, microbatch_tokens
+from kl_comedy.models.introspection import GIB, activation_values, head_chunk, microbatch_tokens
 from kl_comedy.models.logprobs import token_pass
 
 CPU = torch.device("cpu")
 SMALL = LlamaConfig(
-    vocab_size=64, hidden_size=48, intermediate_size=128, num_hidden_layers=4, num_attention_heads=3,
-    num_key_value_heads=1, attn_implementation="sdpa",
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=48,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    attn_implementation="sdpa",
+)
 
 
 def test_what_is_asked_wins():
@@ -37,9 +42,14 @@ def test_the_estimate_is_near_what_autograd_keeps():
     ids = torch.randint(0, 64, (rows, length))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         seen = token_pass(
-            model, prompt_ids_BP=ids[:1, :prompt].expand(rows, -1), prompt_mask_BP=torch.ones(rows, prompt),
-            ids_BT=ids, mask_BT=torch.ones(rows, length, dtype=torch.bool), temperature=1.0, chunk_elements=2**16,
-        )  # fmt: skip
+            model,
+            prompt_ids_BP=ids[:1, :prompt].expand(rows, -1),
+            prompt_mask_BP=torch.ones(rows, prompt),
+            ids_BT=ids,
+            mask_BT=torch.ones(rows, length, dtype=torch.bool),
+            temperature=1.0,
+            chunk_elements=2**16,
+        )
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found = sum(size for place, size in kept.items() if place not in weights)
     expected = 4 * activation_values(SMALL, checkpoints=False) * (prompt + rows * (length - 1))

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kl_comedy.models import in_place as room
-from kl_comedy.models.in_place import adds_in_place, adopt_embeddings, in_place
+from kl_comedy.models import in_place_gradients as room
+from kl_comedy.models.in_place_gradients import adds_in_place, adopt_embeddings, in_place
 from kl_comedy.models.logprobs import token_pass
 
 VOCABULARY, PADDING = 300, 7
@@ -23,9 +23,16 @@ def small_is_large(monkeypatch):
 def model(*, tied=True, dtype=torch.float32):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=tied, pad_token_id=PADDING, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        pad_token_id=PADDING,
+        attn_implementation="sdpa",
+    )
     made = LlamaForCausalLM(config).to(dtype)
     adopt_embeddings(made)
     return made
@@ -36,9 +43,11 @@ def batch():
     ids = torch.randint(0, VOCABULARY, (4, 9), generator=generator)
     ids[:, 2] = PADDING
     return {
-        "prompt_ids_BP": ids[:, :4], "prompt_mask_BP": torch.ones(4, 4), "ids_BT": ids[:, 4:],
+        "prompt_ids_BP": ids[:, :4],
+        "prompt_mask_BP": torch.ones(4, 4),
+        "ids_BT": ids[:, 4:],
         "mask_BT": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]),
-    }  # fmt: skip
+    }
 
 
 def loss_of(made, *, on, chunk=700, share=True):

@@ -18,8 +18,9 @@ from transformers import (
 
 from kl_comedy.config.schema import LoraConfig, ModelConfig
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.models import head_weights, load_model, smollm2, unwrap, weights_hash
-from kl_comedy.models.gguf_files import load_gguf_tokenizer, repair_pre_tokenizer
+from kl_comedy.models import gguf as smollm2
+from kl_comedy.models import head_weights, load_model, unwrap, weights_hash
+from kl_comedy.models.gguf import load_gguf_tokenizer, repair_pre_tokenizer
 from kl_comedy.models.load import probe_head
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

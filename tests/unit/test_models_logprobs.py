@@ -22,9 +22,16 @@ PROMPTS, COMPLETIONS = (3, 5, 1), (4, 1, 6)
 def llama(dtype=torch.float64, seed=0, tied=False, vocab=V):
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.4,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.4,
+    )
     return LlamaForCausalLM(config).to(dtype).eval()
 
 

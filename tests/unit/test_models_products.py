@@ -11,9 +11,10 @@ from torch import nn
 
 from kl_comedy.config import ModelConfig
 from kl_comedy.errors import UserError
-from kl_comedy.models import load_model, products
+from kl_comedy.models import load_model
+from kl_comedy.models import onednn_linear as products
 from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.products import Linear, add_product, adopt_products, processor_maker, rows_times, suits
+from kl_comedy.models.onednn_linear import Linear, add_product, adopt_products, processor_maker, rows_times, suits
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -98,9 +99,14 @@ def test_a_models_log_probs_and_gradients_are_the_same(onednn, monkeypatch, lora
         kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
         ids = torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(1))
         seen = token_pass(
-            model, prompt_ids_BP=ids[:, :3], prompt_mask_BP=torch.ones(3, 3, dtype=torch.bool), ids_BT=ids,
-            mask_BT=torch.ones(3, 5, dtype=torch.bool), temperature=1.0, chunk_elements=64,
-        )  # fmt: skip
+            model,
+            prompt_ids_BP=ids[:, :3],
+            prompt_mask_BP=torch.ones(3, 3, dtype=torch.bool),
+            ids_BT=ids,
+            mask_BT=torch.ones(3, 5, dtype=torch.bool),
+            temperature=1.0,
+            chunk_elements=64,
+        )
         seen.logp_BT.sum().backward()
         return kinds, seen.logp_BT.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from test_models_logprobs import V, batch, llama
 
 from kl_comedy.models import token_pass
-from kl_comedy.models.hashing import weights_hash
 from kl_comedy.models.reference import FrozenReference, PassOptions
+from kl_comedy.models.weights import weights_hash
 
 OPTIONS = {"temperature": 0.7, "chunk_elements": 4 * V}
 

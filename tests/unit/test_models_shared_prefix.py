@@ -4,14 +4,20 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from kl_comedy.models.attention import NAME, adopt
+from kl_comedy.models.attention import NAME, adopt, build_line, line_hidden, same_prompt
 from kl_comedy.models.logprobs import completion_hidden, token_pass
 from kl_comedy.models.reference import FrozenReference, PassOptions
-from kl_comedy.models.shared_prefix import build_line, line_hidden, same_prompt
 
 V = 31
-SMALL = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+SMALL = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 
 
 def llama(seed=0, attention="sdpa", **settings):
@@ -112,9 +118,15 @@ def test_gradients_are_those_of_separate_rows(make, tolerance, needs, chunk):
         options = PassOptions(temperature=0.8, chunk_elements=chunk, share_prompt=share)
         reference = FrozenReference(make(seed=7), options).forward_pass(**inputs)
         seen = token_pass(
-            model, **inputs, temperature=0.8, chunk_elements=chunk, reference=reference, kl=True, forward_kl=True,
+            model,
+            **inputs,
+            temperature=0.8,
+            chunk_elements=chunk,
+            reference=reference,
+            kl=True,
+            forward_kl=True,
             share_prompt=share,
-        )  # fmt: skip
+        )
         values_BT = {"logp": seen.logp_BT, "kl": seen.kl_BT, "forward_kl": seen.forward_kl_BT}[needs]
         weights_BT = torch.linspace(-1, 2, values_BT.numel(), dtype=torch.float64).view_as(values_BT)
         (weights_BT * values_BT).sum().backward()

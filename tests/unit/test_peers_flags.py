@@ -8,14 +8,28 @@ from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, resolve_terms
-from kl_comedy.peers import GOALS, SYSTEMS, advise, find_system, is_peer, read, switched_on
-from kl_comedy.peers.flags import Flag, render, resolve, split
+from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, find_system, is_peer, read, switched_on
+from kl_comedy.lab.peers.flags import Flag, render, resolve, split
 
 FLAGS = [(system, flag) for system in SYSTEMS.values() for flag in system.flags]
 ISSUE_SYSTEMS = {
-    "verl", "trl", "openrlhf", "nemo-rl", "slime", "skyrl", "open-instruct", "prime-rl", "pipelinerl", "areal", "roll",
-    "tinker", "trinity", "oat", "torchforge", "ms-swift",
-}  # fmt: skip
+    "verl",
+    "trl",
+    "openrlhf",
+    "nemo-rl",
+    "slime",
+    "skyrl",
+    "open-instruct",
+    "prime-rl",
+    "pipelinerl",
+    "areal",
+    "roll",
+    "tinker",
+    "trinity",
+    "oat",
+    "torchforge",
+    "ms-swift",
+}
 
 
 def test_the_systems_are_those_announced():

@@ -11,27 +11,35 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
-from kl_comedy.models.footprint import activation_values
+from kl_comedy.lab.planning import GPUS, KNOWN, Assumed, Lengths, device_named, known_config, plan_run, shape_of
+from kl_comedy.lab.planning.memory import AUTOCAST_SHARE
+from kl_comedy.lab.planning.plan import changed
+from kl_comedy.models.introspection import activation_values
 from kl_comedy.models.logprobs import token_pass
-from kl_comedy.planning import GPUS, KNOWN, Assumed, Lengths, device_named, known_config, plan_run, shape_of
-from kl_comedy.planning.memory import AUTOCAST_SHARE
-from kl_comedy.planning.plan import changed
 
 ROOT = Path(__file__).parents[2]
 PAPER = sorted((ROOT / "configs" / "paper").glob("*.yaml"))
 SMALL = {
-    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8,
-}  # fmt: skip
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "head_dim": 8,
+}
 PUBLISHED_BILLIONS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": 0.1345,
-    "Qwen/Qwen2.5-0.5B": 0.494, "Qwen/Qwen2.5-1.5B": 1.544, "Qwen/Qwen2.5-7B": 7.616,
-    "Qwen/Qwen2.5-7B-Instruct": 7.616, "Qwen/Qwen3-4B-Instruct-2507": 4.022, "meta-llama/Llama-3.1-8B": 8.030,
+    "Qwen/Qwen2.5-0.5B": 0.494,
+    "Qwen/Qwen2.5-1.5B": 1.544,
+    "Qwen/Qwen2.5-7B": 7.616,
+    "Qwen/Qwen2.5-7B-Instruct": 7.616,
+    "Qwen/Qwen3-4B-Instruct-2507": 4.022,
+    "meta-llama/Llama-3.1-8B": 8.030,
     "meta-llama/Llama-3.1-8B-Instruct": 8.030,
-}  # fmt: skip
+}
 H100 = GPUS["h100-80"]
 
 
@@ -92,17 +100,27 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
 
 
 @settings(deadline=None, max_examples=24)
-@given(st.sampled_from([
-    ("train.microbatch_tokens=8192", "train.microbatch_tokens=2048"),
-    ("train.microbatch_tokens=8192", "model.gradient_checkpointing=true"),
-    ("train.strategy=ddp", "train.strategy=fsdp"),
-    ("rollout.batch_sequences=64", "rollout.batch_sequences=8"),
-    ("model.head_chunk_elements=100000000", "model.head_chunk_elements=1000000"),
-    ("model.dtype=float32", "model.dtype=bfloat16"),
-]), st.integers(1, 4))  # fmt: skip
+@given(
+    st.sampled_from(
+        [
+            ("train.microbatch_tokens=8192", "train.microbatch_tokens=2048"),
+            ("train.microbatch_tokens=8192", "model.gradient_checkpointing=true"),
+            ("train.strategy=ddp", "train.strategy=fsdp"),
+            ("rollout.batch_sequences=64", "rollout.batch_sequences=8"),
+            ("model.head_chunk_elements=100000000", "model.head_chunk_elements=1000000"),
+            ("model.dtype=float32", "model.dtype=bfloat16"),
+        ]
+    ),
+    st.integers(1, 4),
+)
 def test_what_saves_memory_never_costs_any(change, doublings):
-    common = ["train.strategy=ddp", f"train.devices={2**doublings}", "rollout.prompts_per_batch=32",
-              "rollout.backend=hf", "train.microbatch_tokens=8192"]  # fmt: skip
+    common = [
+        "train.strategy=ddp",
+        f"train.devices={2**doublings}",
+        "rollout.prompts_per_batch=32",
+        "rollout.backend=hf",
+        "train.microbatch_tokens=8192",
+    ]
     wide, lean = (plan_run(config_of(*common, text), H100, shape=QWEN) for text in change)
     if "strategy" in change[1]:  # shards, but for the whole copy that hf samples from
         assert lean.peak_bytes - bytes_of(lean, "sampling replica") < wide.peak_bytes
@@ -198,12 +216,19 @@ def test_autocast_keeps_the_share_that_is_assumed():
                 kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address is used twice
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), \
-                torch.autocast("cpu", torch.bfloat16, enabled=autocast):  # fmt: skip
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
             token_pass(
-                model, prompt_ids_BP=ids[:1, :prompt].expand(rows, -1), prompt_mask_BP=torch.ones(rows, prompt),
-                ids_BT=ids, mask_BT=torch.ones(rows, length, dtype=torch.bool), temperature=1.0, chunk_elements=2**16,
-            )  # fmt: skip
+                model,
+                prompt_ids_BP=ids[:1, :prompt].expand(rows, -1),
+                prompt_mask_BP=torch.ones(rows, prompt),
+                ids_BT=ids,
+                mask_BT=torch.ones(rows, length, dtype=torch.bool),
+                temperature=1.0,
+                chunk_elements=2**16,
+            )
         return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
     whole, narrow = saved(False), saved(True)

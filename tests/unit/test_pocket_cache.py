@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kl_comedy.errors import UserError
-from kl_comedy.models.pocket_cache import MANIFEST, cache_root, cached_folder, damage
+from kl_comedy.models.pocket import MANIFEST, cache_root, cached_folder, damage
 
 
 @pytest.fixture

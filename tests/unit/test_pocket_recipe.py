@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kl_comedy.data.pocket import SPLITS, is_held_out, steps
 from kl_comedy.errors import UserError
-from kl_comedy.models.pocket import recipe_key
-from kl_comedy.models.pocket_recipe import (
+from kl_comedy.models.pocket import (
     ALPHABET,
     EOS,
     MAX_LENGTH,
@@ -20,11 +19,16 @@ from kl_comedy.models.pocket_recipe import (
     PRESETS,
     VOCABULARY,
     PocketRecipe,
+    ProgressLine,
     build_model,
     build_tokenizer,
+    careless_steps,
+    collate,
+    demonstrations,
     recipe_from_options,
+    recipe_key,
+    warm_start,
 )
-from kl_comedy.models.pocket_warmstart import ProgressLine, careless_steps, collate, demonstrations, warm_start
 
 TOKENIZER = build_tokenizer()
 FAST = dataclasses.replace(PRESETS["tiny"], hidden_size=16, intermediate_size=16, warmstart_steps=4, batch_size=4)
@@ -139,8 +143,12 @@ def test_demonstrations_never_show_a_held_out_problem_and_mix_the_families():
     plain = [text for text in shown if text.count("+") == 2 and len(text) == 9]
     assert 0.4 < len(plain) / len(shown) < 0.6
     assert {(text.count("+"), text.count("-"), len(text)) for text in shown} == {
-        (2, 0, 9), (1, 0, 6), (3, 0, 12), (2, 0, 12), (0, 2, 9)
-    }  # fmt: skip
+        (2, 0, 9),
+        (1, 0, 6),
+        (3, 0, 12),
+        (2, 0, 12),
+        (0, 2, 9),
+    }
     assert len(SPLITS) == 6
 
 

@@ -11,7 +11,7 @@ from kl_comedy.config.schema import AlgorithmConfig
 from kl_comedy.errors import UserError
 from kl_comedy.objective import PolicyTerm, check_policy_term, policy_term
 from kl_comedy.registry import POLICY_CORRECTIONS
-from kl_comedy.training.measure import Tally, tally_policy
+from kl_comedy.training.metrics import Tally, tally_policy
 
 SIZES = torch.tensor([4, 2, 3, 1])
 MASK_BT = torch.arange(4)[None] < SIZES[:, None]
@@ -31,9 +31,13 @@ def advantages():
 
 def gradient(term, logp_BT, mu_BT, advantage_BT=None, proximal_BT=None):
     parts = policy_term(
-        term, logp_BT=logp_BT, behaviour_logp_BT=mu_BT, mask_BT=MASK_BT, proximal_logp_BT=proximal_BT,
+        term,
+        logp_BT=logp_BT,
+        behaviour_logp_BT=mu_BT,
+        mask_BT=MASK_BT,
+        proximal_logp_BT=proximal_BT,
         advantage_BT=advantages() if advantage_BT is None else advantage_BT,
-    )  # fmt: skip
+    )
     return torch.autograd.grad(parts.loss_BT.sum(), logp_BT)[0], parts
 
 
@@ -157,7 +161,7 @@ def test_what_bounds_do_is_counted_in_tokens():
         ({"proximal": "recomputed"}, "algorithm.proximal: recomputed changes nothing here"),
         ({"policy_loss": "gspo", "policy_loss_options": {"mask_BT": 1.0}}, "gspo takes no such option"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused_by_its_key(fields, words):
     with pytest.raises(UserError, match=words):
         check_policy_term(PolicyTerm.of(AlgorithmConfig(**fields)))

@@ -76,9 +76,12 @@ def test_any_batch_has_the_closed_forms_gradient(data):
 
 def test_numbers_that_can_be_checked_by_hand():
     found = preferences(
-        torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0]), torch.tensor([5, 5, 5]),
-        torch.tensor([True, True, True]), beta=1.0,
-    )  # fmt: skip
+        torch.tensor([2.0, 1.0, 0.0]),
+        torch.tensor([1.0, 0.0, 0.0]),
+        torch.tensor([5, 5, 5]),
+        torch.tensor([True, True, True]),
+        beta=1.0,
+    )
     assert (found.pairs, found.prompts, found.accuracy) == (2, 1, 1.0)
     assert found.margin == pytest.approx(1.5)
     first, second = 1 / (1 + torch.e) / 2, 1 / (1 + torch.e**2) / 2

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.records import FOREIGN_VERSION, STATUSES, STOP_REASONS, Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.rollouts.recording import FORMATS, RecordingWriter, from_row, to_row
-from kl_comedy.rollouts.recording_reader import Recording
+from kl_comedy.rollouts.recording import FORMATS, Recording, RecordingWriter, from_row, to_row
 
 KEY = "rollout.options.path"
 
@@ -26,14 +25,19 @@ def batches(draw):
             text = draw(st.text(max_size=8))
             prompt = Prompt(problem=Problem(id=f"p{n}", text="", answer=""), text="", token_ids=(1, n))
             rollout = Rollout(
-                prompt=prompt, group_id=n, completion_ids=tuple(ids),
+                prompt=prompt,
+                group_id=n,
+                completion_ids=tuple(ids),
                 logps=tuple(draw(st.lists(finite, min_size=len(ids), max_size=len(ids)))),
-                versions=(3,) * len(ids), stop_reason=draw(st.sampled_from(STOP_REASONS)), text=text,
-            )  # fmt: skip
+                versions=(3,) * len(ids),
+                stop_reason=draw(st.sampled_from(STOP_REASONS)),
+                text=text,
+            )
             reward = Reward(
-                value=draw(st.floats(-5, 5)), status=draw(st.sampled_from(STATUSES)),
+                value=draw(st.floats(-5, 5)),
+                status=draw(st.sampled_from(STATUSES)),
                 parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-5, 5), max_size=2)),
-            )  # fmt: skip
+            )
             rows.append(Scored(rollout=rollout, reward=reward))
         found.append(rows)
     return found
@@ -90,9 +94,14 @@ def test_what_is_written_comes_back_from_parts_and_from_one_file(tmp_path, forma
 def plain_batches(count=3):
     prompt = Prompt(problem=Problem(id="p", text="", answer=""), text="", token_ids=(1,))
     rollout = Rollout(
-        prompt=prompt, group_id=0, completion_ids=(1, 2), logps=(-0.5, -1.0), versions=(0, 0), stop_reason="eos",
+        prompt=prompt,
+        group_id=0,
+        completion_ids=(1, 2),
+        logps=(-0.5, -1.0),
+        versions=(0, 0),
+        stop_reason="eos",
         text="1",
-    )  # fmt: skip
+    )
     return [[Scored(rollout=rollout, reward=Reward(value=1.0, parts={"zero": 1.0}))] for _ in range(count)]
 
 

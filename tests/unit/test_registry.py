@@ -71,11 +71,19 @@ def test_a_broken_plugin_is_one_clear_error(tmp_path, text, says):
 def listed(*arguments, **environment):
     done = subprocess.run(
         [
-            sys.executable, "-c", "from kl_comedy.cli.main import run; run()",
-            "list", "estimators", "--format", "json", *arguments,
+            sys.executable,
+            "-c",
+            "from kl_comedy.cli.main import run; run()",
+            "list",
+            "estimators",
+            "--format",
+            "json",
+            *arguments,
         ],
-        capture_output=True, text=True, env={**os.environ, **environment},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
     assert done.returncode == 0, done.stderr
     return {row["name"]: row for row in json.loads(done.stdout)}
 

@@ -25,8 +25,14 @@ IN_PROCESS = [entry.name for entry in BUILT_IN if not entry.facts.get("isolated"
 
 def test_the_names_users_configure() -> None:
     assert {entry.name for entry in BUILT_IN} == {
-        "math_verify", "format", "multiple_choice", "exact_answer", "reasoning_gym", "zero", "length",
-    }  # fmt: skip
+        "math_verify",
+        "format",
+        "multiple_choice",
+        "exact_answer",
+        "reasoning_gym",
+        "zero",
+        "length",
+    }
     assert kl_comedy.rewards.score is score
 
 

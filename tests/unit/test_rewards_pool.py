@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.registry import REWARDS, load_plugin_file
-from kl_comedy.rewards import Job, RewardPool, batch, score
-from kl_comedy.rewards.process import HEADER, MAX_REPLY, WorkerLost, WorkerProcess
+from kl_comedy.rewards import Job, RewardPool, score
+from kl_comedy.rewards import pool as batch
+from kl_comedy.rewards.pool import HEADER, MAX_REPLY, WorkerLost, WorkerProcess
 
 PLUGIN = """
 import os, signal, sys, time
@@ -134,8 +135,12 @@ def test_waiting_is_not_charged_as_computing(pool: RewardPool) -> None:
 @pytest.mark.parametrize("bad", ["abort", "exit", "allocate"])
 def test_an_item_that_kills_its_worker_is_refused(pool: RewardPool, bad: str) -> None:
     assert run(pool, "a", bad, "b", bad, "c") == [
-        (1.0, "ok"), (0.0, "refused"), (1.0, "ok"), (0.0, "refused"), (1.0, "ok"),
-    ]  # fmt: skip
+        (1.0, "ok"),
+        (0.0, "refused"),
+        (1.0, "ok"),
+        (0.0, "refused"),
+        (1.0, "ok"),
+    ]
 
 
 def test_one_death_from_outside_does_not_cost_the_verdict(pool: RewardPool, tmp_path: Path) -> None:

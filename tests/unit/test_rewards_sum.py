@@ -20,9 +20,14 @@ from kl_comedy.rewards import BadGold, RewardPool, RewardSum, score
 def rollout(text: str, answer: str, **meta: Any) -> Rollout:
     problem = Problem(id=f"p/{answer}", text="?", answer=answer, meta=meta)
     return Rollout(
-        prompt=Prompt(problem=problem, text="?", token_ids=(1,)), group_id=0, completion_ids=(2,), logps=(-0.5,),
-        versions=(0,), stop_reason="eos", text=text,
-    )  # fmt: skip
+        prompt=Prompt(problem=problem, text="?", token_ids=(1,)),
+        group_id=0,
+        completion_ids=(2,),
+        logps=(-0.5,),
+        versions=(0,),
+        stop_reason="eos",
+        text=text,
+    )
 
 
 @pytest.fixture(scope="module")

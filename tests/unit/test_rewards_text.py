@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
-from kl_comedy.rewards import guards, score
-from kl_comedy.rewards.answers import chosen_letter, final_segment, number
+from kl_comedy.rewards import score
+from kl_comedy.rewards import text as guards
+from kl_comedy.rewards.text import chosen_letter, final_segment, number
 
 
 def verdict(name: str, completion: str, answer: str, **options: object) -> tuple[float, str]:
@@ -142,11 +143,29 @@ def test_length_is_a_clipped_ramp() -> None:
 
 
 ATTACKS = [
-    " " * 16_000, "answer" + " " * 16_000, "answer is " * 1_600, "(" * 16_000, "(\n" * 8_000, "1" * 16_000,
-    "1 " * 8_000, "1+" * 8_000, "1-(" * 5_000, "1 " + "-" * 16_000, "1" + ")" * 16_000, ")-" * 8_000,
-    "\\boxed{" * 2_000, "1,111" * 3_000, "*_`\"'([" * 2_000, "= " * 8_000, "A:" * 8_000, "A" * 16_000,
-    "A " * 8_000, "1.1" * 5_000, "\n" * 16_000, "x" * 5_000_000,
-]  # fmt: skip
+    " " * 16_000,
+    "answer" + " " * 16_000,
+    "answer is " * 1_600,
+    "(" * 16_000,
+    "(\n" * 8_000,
+    "1" * 16_000,
+    "1 " * 8_000,
+    "1+" * 8_000,
+    "1-(" * 5_000,
+    "1 " + "-" * 16_000,
+    "1" + ")" * 16_000,
+    ")-" * 8_000,
+    "\\boxed{" * 2_000,
+    "1,111" * 3_000,
+    "*_`\"'([" * 2_000,
+    "= " * 8_000,
+    "A:" * 8_000,
+    "A" * 16_000,
+    "A " * 8_000,
+    "1.1" * 5_000,
+    "\n" * 16_000,
+    "x" * 5_000_000,
+]
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda text: f"{text[:8]!r}-{len(text)}")

@@ -10,7 +10,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.records import STOP_REASONS
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts import Sampling, check_training_sampling, sampling_from
-from kl_comedy.rollouts.steps import LogpRecorder, StopOnText, StopStrings, ending
+from kl_comedy.rollouts.decoding import LogpRecorder, StopOnText, StopStrings, ending
 
 
 def test_plain_temperature_sampling_is_what_training_needs():
@@ -29,18 +29,26 @@ def test_every_mismatch_is_told_at_once():
     with pytest.raises(UserError) as error:
         check_training_sampling(RolloutConfig(top_p=0.9, top_k=5, min_p=0.1))
     assert [line.split(":")[0] for line in str(error.value).split("\n")] == [
-        "rollout.top_p", "rollout.top_k", "rollout.min_p",
-    ]  # fmt: skip
+        "rollout.top_p",
+        "rollout.top_k",
+        "rollout.min_p",
+    ]
     assert Sampling(temperature=0, max_new_tokens=1).training_mismatches()
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("temperature", -1.0), ("temperature", float("nan")), ("max_new_tokens", 0), ("top_p", 0.0), ("top_p", 1.5),
-        ("top_k", -1), ("min_p", 1.0), ("stop", [""]),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("max_new_tokens", 0),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("min_p", 1.0),
+        ("stop", [""]),
     ],
-)  # fmt: skip
+)
 def test_values_out_of_range_name_their_key(key, value):
     with pytest.raises(UserError, match=rf"rollout\.{key}: got"):
         sampling_from(RolloutConfig(**{key: value}))

@@ -13,12 +13,14 @@ from kl_comedy.config.schema import LoraConfig, RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.load import add_lora
-from kl_comedy.models.pocket_recipe import VOCABULARY, build_tokenizer
+from kl_comedy.models.pocket import VOCABULARY, build_tokenizer
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling, build_vllm
-from kl_comedy.rollouts.vllm import probe, readiness, weights
+from kl_comedy.rollouts.vllm import options as readiness
+from kl_comedy.rollouts.vllm import weights
+from kl_comedy.rollouts.vllm import weights as probe
 from kl_comedy.rollouts.vllm.options import in_process_options, server_options
-from kl_comedy.rollouts.vllm.reading import SEED_BITS, Completion, Reader, prompt_seed, sampling_fields
+from kl_comedy.rollouts.vllm.protocol import SEED_BITS, Completion, Reader, prompt_seed, sampling_fields
 
 PROMPT = Prompt(problem=Problem(id="1", text="1+2=", answer="3"), text="1+2=", token_ids=(3, 12, 4, 14))
 
@@ -26,10 +28,17 @@ PROMPT = Prompt(problem=Problem(id="1", text="1+2=", answer="3"), text="1+2=", t
 def llama(*, tied, layers=2):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(VOCABULARY), hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
-        num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=None, pad_token_id=0,
+        vocab_size=len(VOCABULARY),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        pad_token_id=0,
         eos_token_id=1,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -241,7 +250,7 @@ def test_what_is_missing_is_said(monkeypatch):
 
 
 def test_doctor_shows_it(capsys):
-    from kl_comedy.cli.catalogue import doctor
+    from kl_comedy.cli.catalog import doctor
 
     doctor()
     shown = " ".join(capsys.readouterr().out.split())

@@ -20,9 +20,9 @@ from kl_comedy.config.schema import RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.rollouts import Sampling, build_vllm_server
 from kl_comedy.rollouts.base import WorksInFolder, updates_in_flight
-from kl_comedy.rollouts.vllm import member as member_module
+from kl_comedy.rollouts.vllm import servers as member_module
+from kl_comedy.rollouts.vllm.auth import KEY_VARIABLE, RequireKey
 from kl_comedy.rollouts.vllm.client import Refused, spread
-from kl_comedy.rollouts.vllm.guard import KEY_VARIABLE, RequireKey
 from kl_comedy.rollouts.vllm.options import server_options
 from kl_comedy.rollouts.vllm.process import SUPERVISOR, Launch, last_error
 
@@ -89,9 +89,13 @@ def test_versions_follow_updates_and_what_was_written_is_removed(fake, connect, 
         assert server.label == "kl_comedy/1"
         begin = server.calls.index("/pause", server.calls.index("/pause") + 1)
         assert server.calls[begin : begin + 6] == [
-            "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume",
+            "/pause",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            "/resume",
             "/inference/v1/generate",
-        ]  # fmt: skip
+        ]
     assert {version for r in draw(backend) for version in r.versions} == {1}
     assert [path.name for path in (tmp_path / "sampler").iterdir()] == ["weights-00000001"]
     backend.close()

@@ -132,9 +132,14 @@ def test_iqm_interval_is_scipys_stratified_bootstrap():
         return reference.trim_mean(np.concatenate(parts, axis=axis), 0.25, axis=axis)
 
     theirs = reference.bootstrap(
-        tuple(map(np.asarray, samples.values())), statistic, n_resamples=5000, method="percentile", rng=rng(3),
-        vectorized=True, axis=-1,
-    ).confidence_interval  # fmt: skip
+        tuple(map(np.asarray, samples.values())),
+        statistic,
+        n_resamples=5000,
+        method="percentile",
+        rng=rng(3),
+        vectorized=True,
+        axis=-1,
+    ).confidence_interval
     ours = statistics.iqm_interval(samples, rng(4))
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.07)
 

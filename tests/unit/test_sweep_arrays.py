@@ -10,14 +10,12 @@ from fake_slurm import FakeSlurm
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.errors import UserError
 from kl_comedy.slurm import submit
-from kl_comedy.slurm.arrays import scripts, share_out
 from kl_comedy.slurm.grid import read_grid
-from kl_comedy.slurm.manifest import read_sweep, write_sweep
-from kl_comedy.slurm.plan import plan
+from kl_comedy.slurm.manifest import plan, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Profile, read_profile
+from kl_comedy.slurm.render import scripts, share_out
 from kl_comedy.slurm.status import board
 
 BASE = "model: {options: {preset: tiny}}\n"
@@ -55,11 +53,14 @@ def test_each_size_is_an_array_of_its_own_and_the_report_waits_for_all(made, mon
     shown = [" ".join(words[3:]).replace(f"{made.path}/", "") for words in slurm.calls]
     dep = "--kill-on-invalid-dep=yes"
     assert shown == [
-        "--array=0-2%2 train.sbatch 0", f"--array=0-2%2 --dependency=aftercorr:1 {dep} evaluate.sbatch 0",
-        "--array=3%1 train-2x4.sbatch 0", f"--array=3%1 --dependency=aftercorr:3 {dep} evaluate-2x4.sbatch 0",
-        "--array=4%1 train-1x2.sbatch 0", f"--array=4%1 --dependency=aftercorr:5 {dep} evaluate-1x2.sbatch 0",
+        "--array=0-2%2 train.sbatch 0",
+        f"--array=0-2%2 --dependency=aftercorr:1 {dep} evaluate.sbatch 0",
+        "--array=3%1 train-2x4.sbatch 0",
+        f"--array=3%1 --dependency=aftercorr:3 {dep} evaluate-2x4.sbatch 0",
+        "--array=4%1 train-1x2.sbatch 0",
+        f"--array=4%1 --dependency=aftercorr:5 {dep} evaluate-1x2.sbatch 0",
         f"--dependency=afterany:1:2:3:4:5:6 {dep} report.sbatch",
-    ]  # fmt: skip
+    ]
     asked = {
         file.name: [line.removeprefix("#SBATCH --") for line in file.read_text().splitlines() if "#SBATCH" in line]
         for file in made.path.glob("*.sbatch")

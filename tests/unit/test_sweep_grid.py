@@ -5,11 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.errors import UserError
-from kl_comedy.slurm.grid import expand, read_grid
-from kl_comedy.slurm.plan import plan
-from kl_comedy.slurm.values import override, values_of
+from kl_comedy.slurm.grid import expand, override, read_grid, values_of
+from kl_comedy.slurm.manifest import plan
 
 BASE = "model: {options: {preset: tiny}}\nkl: [{estimator: k1, placement: reward, beta: 0.05}]\n"
 
@@ -72,9 +70,15 @@ def test_the_product_the_seeds_the_exclusions_and_the_rows(tmp_path):
         )
     )
     assert [(point.label, point.seed) for point in points] == [
-        ("reward-lr0.0001", 0), ("reward-lr0.0003", 0), ("reward-lr0.0003", 1), ("grpo-lr0.0001", 0),
-        ("grpo-lr0.0001", 1), ("no-kl", 0), ("no-kl", 1), ("fixed", None),
-    ]  # fmt: skip
+        ("reward-lr0.0001", 0),
+        ("reward-lr0.0003", 0),
+        ("reward-lr0.0003", 1),
+        ("grpo-lr0.0001", 0),
+        ("grpo-lr0.0001", 1),
+        ("no-kl", 0),
+        ("no-kl", 1),
+        ("fixed", None),
+    ]
     assert points[0].values == {"kl": "reward", "optimizer.lr": "0.0001"}
 
 
@@ -83,12 +87,19 @@ def test_cells_are_checked_configs_with_names_seeds_and_hashes(tmp_path):
         tmp_path, "overrides: {train.steps: 5}\ngrid: {kl.0.beta: [0.1, 0.2]}\nseeds: [3, 5]\n", extra=["train.steps=6"]
     )
     assert [(cell.name, cell.seed, cell.steps) for cell in manifest.cells] == [
-        ("beta0.1", 3, 6), ("beta0.1", 5, 6), ("beta0.2", 3, 6), ("beta0.2", 5, 6),
-    ]  # fmt: skip
+        ("beta0.1", 3, 6),
+        ("beta0.1", 5, 6),
+        ("beta0.2", 3, 6),
+        ("beta0.2", 5, 6),
+    ]
     assert len({cell.config_hash for cell in manifest.cells}) == 4
     assert manifest.cells[0].overrides == (
-        "train.steps=5", "train.steps=6", "name=beta0.1", "kl.0.beta=0.1", "seed=3",
-    )  # fmt: skip
+        "train.steps=5",
+        "train.steps=6",
+        "name=beta0.1",
+        "kl.0.beta=0.1",
+        "seed=3",
+    )
 
 
 def test_a_cells_hash_is_that_of_its_own_command(tmp_path):

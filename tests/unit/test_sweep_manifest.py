@@ -10,17 +10,14 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.errors import UserError
 from kl_comedy.slurm import scheduler, submit
 from kl_comedy.slurm.grid import read_grid
-from kl_comedy.slurm.journal import Submission, attempts, record_end, record_start, record_submission
 from kl_comedy.slurm.local import by_seed
-from kl_comedy.slurm.manifest import Sweep, read_sweep, write_sweep
-from kl_comedy.slurm.plan import plan
+from kl_comedy.slurm.manifest import Sweep, plan, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Container, Profile, read_profile
 from kl_comedy.slurm.render import STAGES, array_ranges, render
-from kl_comedy.slurm.status import board
+from kl_comedy.slurm.status import Submission, attempts, board, record_end, record_start, record_submission
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
@@ -94,9 +91,18 @@ def test_scripts_are_the_golden_ones(made, name, stage):
     if name == "pyxis":
         container = Container(image="nvcr.io#site/kl:1", runtime="pyxis", mounts=("/data", "/a:/b"))
         profile = Profile(
-            name=name, time="30", nodes=2, tasks_per_node=4, gpus_per_node=4, gpu_type="h100", container=container,
-            python="python", extra=("--exclusive",), qos="high", environment={"A": 'say "hi" `x` $(y) $HOME'},
-        )  # fmt: skip
+            name=name,
+            time="30",
+            nodes=2,
+            tasks_per_node=4,
+            gpus_per_node=4,
+            gpu_type="h100",
+            container=container,
+            python="python",
+            extra=("--exclusive",),
+            qos="high",
+            environment={"A": 'say "hi" `x` $(y) $HOME'},
+        )
     else:
         profile = read_profile(str(PROFILES / f"{name}.yaml"))
         if name in ("cpu_test", "gpu_servers"):
@@ -151,21 +157,35 @@ def test_submission_chains_arrays_and_cuts_them_where_the_site_bounds_indices(ma
     shown = [" ".join(words[3:]).replace(str(made.path), "S") for words in slurm.calls]
     dep = "--kill-on-invalid-dep=yes"
     assert shown == [
-        "--array=0-1,3%3 S/train.sbatch 0", f"--array=0-1,3%3 --dependency=aftercorr:1 {dep} S/evaluate.sbatch 0",
-        "--array=1%1 S/train.sbatch 4", f"--array=1%1 --dependency=aftercorr:3 {dep} S/evaluate.sbatch 4",
-        "--array=1%1 S/train.sbatch 8", f"--array=1%1 --dependency=aftercorr:5 {dep} S/evaluate.sbatch 8",
-        "--array=2%6 S/evaluate.sbatch 0", f"--dependency=afterany:1:2:3:4:5:6:7 {dep} S/report.sbatch",
-    ]  # fmt: skip
+        "--array=0-1,3%3 S/train.sbatch 0",
+        f"--array=0-1,3%3 --dependency=aftercorr:1 {dep} S/evaluate.sbatch 0",
+        "--array=1%1 S/train.sbatch 4",
+        f"--array=1%1 --dependency=aftercorr:3 {dep} S/evaluate.sbatch 4",
+        "--array=1%1 S/train.sbatch 8",
+        f"--array=1%1 --dependency=aftercorr:5 {dep} S/evaluate.sbatch 8",
+        "--array=2%6 S/evaluate.sbatch 0",
+        f"--dependency=afterany:1:2:3:4:5:6:7 {dep} S/report.sbatch",
+    ]
 
 
 def test_states_from_queue_attempts_and_folders(made, monkeypatch):
     slurm = FakeSlurm(monkeypatch)
     submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), submit.Todo(train=tuple(range(9)), evaluate=()))
-    slurm.queue = "\n".join([
-        "1|0|RUNNING|n1||None", "1|1|PENDING|||Resources", "1|2|FAILED|n2||NonZeroExitCode",
-        "1|3|TIMEOUT|n2||TimeLimit", "1|4|OUT_OF_MEMORY|n2||OutOfMemory", "1|5|CANCELLED|n2||None",
-        "1|6|PENDING|||BeginTime", "1|7|COMPLETED|n2||None",
-    ]) + "\n"  # fmt: skip
+    slurm.queue = (
+        "\n".join(
+            [
+                "1|0|RUNNING|n1||None",
+                "1|1|PENDING|||Resources",
+                "1|2|FAILED|n2||NonZeroExitCode",
+                "1|3|TIMEOUT|n2||TimeLimit",
+                "1|4|OUT_OF_MEMORY|n2||OutOfMemory",
+                "1|5|CANCELLED|n2||None",
+                "1|6|PENDING|||BeginTime",
+                "1|7|COMPLETED|n2||None",
+            ]
+        )
+        + "\n"
+    )
     for index, code, reason in ((2, 2, "no such file"), (3, None, ""), (4, None, ""), (6, 75, "saved"), (7, 0, None)):
         process = {"process.pid": str(index), "process.host": "n2"}
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "1")
@@ -179,11 +199,17 @@ def test_states_from_queue_attempts_and_folders(made, monkeypatch):
     (run / "spool.jsonl").write_text('{"kind": "metrics", "step": 5, "data": {"train/reward": 0.5}}\n{"kind": "met')
     seen = board(made)
     assert [(row.state, row.why) for row in seen.rows] == [
-        ("RUNNING", ""), ("PENDING", "Resources"), ("FAILED", "no such file"),
-        ("DIED", "ended without a word: TimeLimit"), ("DIED", "ended without a word: OutOfMemory"),
-        ("CANCELLED", "CANCELLED"), ("PENDING", "started again at update 0 (BeginTime)"),
-        ("FINISHED", ""), ("DIED", "job 1 left the queue before it began"), ("PLANNED", ""),
-    ]  # fmt: skip
+        ("RUNNING", ""),
+        ("PENDING", "Resources"),
+        ("FAILED", "no such file"),
+        ("DIED", "ended without a word: TimeLimit"),
+        ("DIED", "ended without a word: OutOfMemory"),
+        ("CANCELLED", "CANCELLED"),
+        ("PENDING", "started again at update 0 (BeginTime)"),
+        ("FINISHED", ""),
+        ("DIED", "job 1 left the queue before it began"),
+        ("PLANNED", ""),
+    ]
     assert (seen.rows[7].step, seen.rows[7].reward) == (5, 0.5)
     assert "accounting storage is disabled" in seen.notes[0]
     assert submit.todo(made, seen) == submit.Todo(train=(2, 3, 4, 5, 8, 9), evaluate=(7,))
@@ -203,8 +229,9 @@ def test_an_attempt_belongs_to_its_job_whatever_the_clocks_say(made, monkeypatch
         record_start(made, index, "train", process)
         record_end(made, index, process, 2, "no such file")
     assert [(row.state, row.why) for row in board(made).rows[:2]] == [
-        ("FAILED", "no such file"), ("DIED", "NonZeroExitCode"),
-    ]  # fmt: skip
+        ("FAILED", "no such file"),
+        ("DIED", "NonZeroExitCode"),
+    ]
 
 
 def test_where_slurm_does_not_answer_nothing_is_taken_for_lost(made, monkeypatch):
@@ -289,7 +316,7 @@ def test_ranges_cover_exactly_their_indices():
 
 
 def test_a_local_submission_whose_manager_is_gone_is_planned_again(made):
-    from kl_comedy.tracking.process import process_tags
+    from kl_comedy.tracking.provenance import process_tags
 
     gone = {**process_tags(), "process.pid": "999999999"}
     record_submission(made, Submission(stage="train", indices=(0,), time=0.0, process=gone, workers=1))

@@ -6,18 +6,24 @@ import pandas as pd
 import pytest
 
 from kl_comedy.errors import UserError
-from kl_comedy.tracking.exports import read_runs, without
+from kl_comedy.tracking.runs import read_runs_exports as read_runs
+from kl_comedy.tracking.runs import without
 
 FRAME = pd.DataFrame(
     {
-        "run_id": ["a1", "02"], "status": ["FINISHED", "RUNNING"], "params.seed": ["0", "1"],
-        "params.optimizer.lr": ["0.0001", "1e-05"], "params.output": ["/somewhere", "/else"],
+        "run_id": ["a1", "02"],
+        "status": ["FINISHED", "RUNNING"],
+        "params.seed": ["0", "1"],
+        "params.optimizer.lr": ["0.0001", "1e-05"],
+        "params.output": ["/somewhere", "/else"],
         "params.lora": ["null", None],
-        "tags.run.dir": ["x", "y"], "tags.kl.label": ["no KL", "0.10 k3_reverse_token in loss"],
-        "metrics.train/reward": [0.1 + 0.2, math.nan], "metrics.kl/x": [math.inf, 1e-300],
+        "tags.run.dir": ["x", "y"],
+        "tags.kl.label": ["no KL", "0.10 k3_reverse_token in loss"],
+        "metrics.train/reward": [0.1 + 0.2, math.nan],
+        "metrics.kl/x": [math.inf, 1e-300],
         "duration_s": [1.5, math.nan],
     }
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

@@ -9,12 +9,20 @@ from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
 from kl_comedy.statistics import t_interval
-from kl_comedy.tracking.derived import with_derived
-from kl_comedy.tracking.ordering import in_order, rank
-from kl_comedy.tracking.panels import GREY, MOST_LINES, line_label, looks, of_many, panels_of
-from kl_comedy.tracking.pictures import MARKERS, frontier
-from kl_comedy.tracking.plots import draw_panels, smoothed
-from kl_comedy.tracking.stats import band, groups_of
+from kl_comedy.tracking.compare import band, groups_of
+from kl_comedy.tracking.plots import (
+    GREY,
+    MARKERS,
+    MOST_LINES,
+    draw_panels,
+    frontier,
+    line_label,
+    looks,
+    of_many,
+    panels_of,
+    smoothed,
+)
+from kl_comedy.tracking.runs import in_order, rank, with_derived
 
 LABEL, FAMILY, BETA, LR = "tags.kl.label", "tags.kl.family", "tags.kl.betas", "params.optimizer.lr"
 FAMILIES = ("k1_reverse_token in loss", "k1_reverse_token in reward total", "k3_reverse_token in loss")
@@ -24,8 +32,10 @@ def study(families=FAMILIES, betas=("0.05", "0.1", "1.0"), rates=("0.0001", "0.0
     labels = [f"{beta} {family}" for family in families for beta in betas] + (["no KL"] if free else [])
     rows = [
         {"run_id": f"{label}|{rate}|{seed}", LABEL: label, LR: rate, "params.name": f"{label}-{rate}"}
-        for seed in range(seeds) for rate in rates for label in labels
-    ]  # fmt: skip
+        for seed in range(seeds)
+        for rate in rates
+        for label in labels
+    ]
     return with_derived(pd.DataFrame(rows))
 
 
@@ -110,8 +120,9 @@ def test_a_band_is_the_t_interval_of_each_step(pairs):
 
 def test_panels_of_curves_share_scales_names_and_one_legend():
     frame = in_order(study(), [LR, BETA, FAMILY])
-    points = pd.DataFrame([(run, step, step / 10) for run in frame["run_id"] for step in (0, 5)],
-                          columns=["run_id", "step", "value"])  # fmt: skip
+    points = pd.DataFrame(
+        [(run, step, step / 10) for run in frame["run_id"] for step in (0, 5)], columns=["run_id", "step", "value"]
+    )
     figure = draw_panels({"train/reward": points}, frame, [FAMILY], panels=[LR, BETA])
     drawn = [axes for axes in figure.axes if axes.get_title(loc="left")]
     assert len(drawn) == 6 and all(len(axes.lines) == len(FAMILIES) + 1 for axes in drawn)
@@ -127,8 +138,9 @@ def test_panels_of_curves_share_scales_names_and_one_legend():
 def test_smoothing_takes_each_runs_own_last_points():
     points = pd.DataFrame(
         [("b", 1, 1.0), ("b", 2, 3.0), ("b", 3, math.nan), ("b", 4, 8.0), ("a", 1, 10.0), ("a", 2, 20.0)],
-        columns=["run_id", "step", "value"], index=[5, 6, 7, 8, 1, 2],
-    )  # fmt: skip
+        columns=["run_id", "step", "value"],
+        index=[5, 6, 7, 8, 1, 2],
+    )
     assert smoothed(points, 1) is points
     found = smoothed(points, 2)
     assert found["value"].tolist() == [1.0, 2.0, 3.0, 8.0, 10.0, 15.0]
@@ -153,8 +165,10 @@ def test_the_axes_of_a_frontier_hold_the_runs_and_not_the_widest_bar():
 def test_bands_of_two_seeds_are_cut_and_no_curve_is(log):
     """Panels share the axis, and the first has the smallest values: what is cut must not be the others' means."""
     frame = in_order(study(families=FAMILIES[:1], rates=("0.1",), free=False), [BETA])
-    points = pd.DataFrame([(run, step, 10.0 ** (at // 2) * (1 + at % 2)) for at, run in enumerate(frame["run_id"])
-                           for step in (0, 5)], columns=["run_id", "step", "value"])  # fmt: skip
+    points = pd.DataFrame(
+        [(run, step, 10.0 ** (at // 2) * (1 + at % 2)) for at, run in enumerate(frame["run_id"]) for step in (0, 5)],
+        columns=["run_id", "step", "value"],
+    )
     drawn = draw_panels({"r": points}, frame, [FAMILY], panels=[BETA], log=log).axes
     low, high = drawn[0].get_ylim()
     assert {axes.get_ylim() for axes in drawn} == {(low, high)} and len(drawn) == 3
@@ -169,8 +183,9 @@ def test_bands_of_two_seeds_are_cut_and_no_curve_is(log):
 def test_the_legend_has_each_name_once_with_its_counts_everywhere():
     frame = study(families=FAMILIES[:2], rates=("0.1",), free=False)
     lost = frame["run_id"] == f"0.1 {FAMILIES[0]}|0.1|1"
-    points = pd.DataFrame([(run, step, 1.0) for run in frame["run_id"][~lost] for step in (0, 5)],
-                          columns=["run_id", "step", "value"])  # fmt: skip
+    points = pd.DataFrame(
+        [(run, step, 1.0) for run in frame["run_id"][~lost] for step in (0, 5)], columns=["run_id", "step", "value"]
+    )
     figure = draw_panels({"r": points}, frame[~lost], [FAMILY], panels=[BETA])
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == [f"{FAMILIES[0]} (n=1–2)", f"{FAMILIES[1]} (n=2)"]

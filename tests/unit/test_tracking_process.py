@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from kl_comedy.tracking import process
+from kl_comedy.tracking import provenance as process
 
 
 def test_this_process_lives():

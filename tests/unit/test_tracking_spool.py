@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
-from kl_comedy.tracking import Tracker, mirror
+from kl_comedy.tracking import Tracker
+from kl_comedy.tracking import mlflow_sync as mirror
 from kl_comedy.tracking.spool import Spool, plain
 
 

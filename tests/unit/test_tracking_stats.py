@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from kl_comedy.errors import UserError
-from kl_comedy.tracking import stats
-from kl_comedy.tracking.queries import drop_repeats, resolve, varying
+from kl_comedy.tracking import compare as stats
+from kl_comedy.tracking.runs import drop_repeats, resolve, varying
 
 
 def runs(*rows):

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from kl_comedy.errors import UserError
+from kl_comedy.tracking.compare import band, summarize
 from kl_comedy.tracking.plots import draw
-from kl_comedy.tracking.stats import band, summarize
 from kl_comedy.tracking.tables import FORMATS, MACHINE_FORMATS, readable, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
-from kl_comedy.tracking import naming, provenance, store
-from kl_comedy.tracking.filters import translate
-from kl_comedy.tracking.redact import redact, redact_argument, redact_pair
+from kl_comedy.tracking import provenance, store
+from kl_comedy.tracking import store as naming
+from kl_comedy.tracking.runs import translate
+from kl_comedy.tracking.store import redact, redact_argument, redact_pair
 
 
 @settings(deadline=None)

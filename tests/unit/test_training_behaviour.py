@@ -6,16 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.records import FOREIGN_VERSION, Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.behaviour import VersionClock, age_metrics, tally_behaviour
-from kl_comedy.training.measure import Tally
+from kl_comedy.training.metrics import Tally, VersionClock, age_metrics, tally_behaviour
 
 
 def tallied(logp, behaviour, versions, mask, version):
     tally = Tally()
     tally_behaviour(
-        tally, logp_BT=torch.tensor(logp), behaviour_logp_BT=torch.tensor(behaviour),
-        versions_BT=torch.tensor(versions), mask_BT=torch.tensor(mask), version=version,
-    )  # fmt: skip
+        tally,
+        logp_BT=torch.tensor(logp),
+        behaviour_logp_BT=torch.tensor(behaviour),
+        versions_BT=torch.tensor(versions),
+        mask_BT=torch.tensor(mask),
+        version=version,
+    )
     return tally.values()
 
 
@@ -80,15 +83,20 @@ def row(versions):
     prompt = Prompt(problem=Problem(id="a", text="", answer=""), text="", token_ids=(1,))
     n = len(versions)
     rollout = Rollout(
-        prompt=prompt, group_id=0, completion_ids=(1,) * n, logps=(0.0,) * n, versions=tuple(versions),
-        stop_reason="eos", text="",
-    )  # fmt: skip
+        prompt=prompt,
+        group_id=0,
+        completion_ids=(1,) * n,
+        logps=(0.0,) * n,
+        versions=tuple(versions),
+        stop_reason="eos",
+        text="",
+    )
     return Scored(rollout=rollout, reward=Reward(value=0.0))
 
 
 def test_ages_are_a_histogram_in_updates_and_seconds(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("kl_comedy.training.behaviour.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kl_comedy.training.metrics.time.monotonic", lambda: now[0])
     clock = VersionClock()
     for version in range(3):
         clock.replaced(version)  # version n was replaced at 100 + 10 n

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kl_comedy.training import checkpoints
-from kl_comedy.training.checkpoints import (
+from kl_comedy.training import checkpoint as checkpoints
+from kl_comedy.training.checkpoint import (
     MANIFEST,
     PlainReader,
     SaveFailed,
@@ -28,8 +28,8 @@ from kl_comedy.training.checkpoints import (
     read_parts,
     write_parts,
 )
-from kl_comedy.training.rundir import saved, step_of
-from kl_comedy.training.world import ALONE
+from kl_comedy.training.distributed import ALONE
+from kl_comedy.training.run_folder import saved, step_of
 
 FSYNCS = 6
 """Of one save: the process's state, the loop's, the weights, their index, the manifest, the folder."""

@@ -8,22 +8,20 @@ import pytest
 from disks import disk_of
 from ranks import spawn
 from test_models_sharding import config_of
-from test_training_classic import Learner
+from test_training_sharded import Learner
 
-from kl_comedy.training.checkpoints import SaveFailed, Vault, damage
-from kl_comedy.training.rundir import saved, step_of
-from kl_comedy.training.world import World
+from kl_comedy.training.checkpoint import SaveFailed, Vault, damage
+from kl_comedy.training.distributed import World
+from kl_comedy.training.run_folder import saved, step_of
 
 FSYNCS = 2
 """Of one save on a process that is not the first: its own state and its shards."""
 
 
 def learner(rank, world, kind):
-    from kl_comedy.models.classic import load_classic
     from kl_comedy.models.sharding import load_sharded
 
-    load = {"fsdp": load_sharded, "fsdp1": load_classic}[kind]
-    return Learner(load(config_of("plain"), limit_bytes=0), World(rank=rank, size=world, sharded=True))
+    return Learner(load_sharded(config_of("plain"), limit_bytes=0), World(rank=rank, size=world, sharded=True))
 
 
 def left(vault):
@@ -70,7 +68,7 @@ def refused_on_rank_one(rank, world, folder, kind):
     return {**found, "restored": run.hashes()[0]}
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp1"])
+@pytest.mark.parametrize("kind", ["fsdp"])
 def test_what_one_process_cannot_write_fails_the_save_of_all(tmp_path, kind):
     one, two = "step-00000001.ckpt", "step-00000002.ckpt"
     for found in spawn(refused_on_rank_one, tmp_path, kind):
@@ -104,7 +102,7 @@ def on_a_full_disk(rank, world, folder, kind, disk):
     return {**found, "whole": damage(saved(vault.root)[-1]), "second": attempt(vault, run, 2)}
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp1"])
+@pytest.mark.parametrize("kind", ["fsdp"])
 def test_a_disk_that_is_full_for_several_processes(tmp_path, small_disk, kind):
     one, two = "step-00000001.ckpt", "step-00000002.ckpt"
     for found in spawn(on_a_full_disk, tmp_path, kind, small_disk.name):

@@ -8,12 +8,11 @@ import pytest
 import torch
 from test_models_logprobs import V, llama, naive_logits
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.models import LoadedModel, build_reference, load_model, weights_hash
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.held_out import CompletionMeasure, completion_measure, load_eval_reference
+from kl_comedy.training.eval_metrics import CompletionMeasure, completion_measure, load_eval_reference
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
 TEMPERATURE = 0.7
@@ -36,9 +35,14 @@ def completions(prompts=(3, 5, 1, 4), lengths=(4, 1, 6, 6), seed=0):
     for group, (prompt, ids) in enumerate(pairs):
         asked = Prompt(problem=Problem(id="a", text="a", answer="1"), text="a", token_ids=tuple(prompt.tolist()))
         rollout = Rollout(
-            prompt=asked, group_id=group, completion_ids=tuple(ids.tolist()), logps=(-1.0,) * len(ids),
-            versions=(0,) * len(ids), stop_reason="eos", text="1",
-        )  # fmt: skip
+            prompt=asked,
+            group_id=group,
+            completion_ids=tuple(ids.tolist()),
+            logps=(-1.0,) * len(ids),
+            versions=(0,) * len(ids),
+            stop_reason="eos",
+            text="1",
+        )
         rows.append(Scored(rollout=rollout, reward=Reward(value=1.0)))
     return rows, pairs
 
@@ -51,9 +55,14 @@ def measure_of(policy, other, *, tokens=10**6, chunk=10**9, sampled=True):
             "initial", loaded(other), config.reference, temperature=TEMPERATURE, chunk_elements=chunk
         )
     return CompletionMeasure(
-        loaded=loaded(policy), reference=reference, temperature=TEMPERATURE, sampled=sampled, chunk_elements=chunk,
-        microbatch_tokens=tokens, share_prompt=True,
-    )  # fmt: skip
+        loaded=loaded(policy),
+        reference=reference,
+        temperature=TEMPERATURE,
+        sampled=sampled,
+        chunk_elements=chunk,
+        microbatch_tokens=tokens,
+        share_prompt=True,
+    )
 
 
 def dense_values(policy, other, pairs):
@@ -66,9 +75,7 @@ def dense_values(policy, other, pairs):
         "kl/total_variation": [(p.exp() - q.exp()).abs().sum(-1) / 2 for p, q in zip(logp, logq, strict=True)],
         "policy/entropy": [-(p.exp() * p).sum(-1) for p in logp],
     }
-    ratio = [
-        (p - q).gather(1, ids[:, None])[:, 0] for p, q, (_, ids) in zip(logp, logq, pairs, strict=True)
-    ]  # fmt: skip
+    ratio = [(p - q).gather(1, ids[:, None])[:, 0] for p, q, (_, ids) in zip(logp, logq, pairs, strict=True)]
     formulas = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: torch.exp(-x) - 1 + x}
     for name, formula in formulas.items():
         columns[f"kl/{name}_reverse"] = [formula(x) for x in ratio]
@@ -113,7 +120,7 @@ def test_estimates_need_samples_and_kl_needs_a_reference():
 @pytest.mark.parametrize(
     ("overrides", "sampled"),
     [([], True), (["eval.temperature=0"], False), (["rollout.temperature=0.8"], False)],
-)  # fmt: skip
+)
 def test_estimates_are_of_the_policy_that_was_sampled(overrides, sampled):
     policy = loaded(llama())
     measure = completion_measure(load_config(TINY, overrides), loaded=policy, reference=None)

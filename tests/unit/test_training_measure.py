@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.models.logprobs import TokenPass
-from kl_comedy.training.measure import Tally, tally_exact, tally_sampled
+from kl_comedy.training.metrics import Tally, tally_exact, tally_sampled
 
 B, T, V = 5, 4, 7
 
@@ -59,8 +59,10 @@ NAMES = {
     *(f"kl/{k}_reverse_{level}" for k in ("k1", "k2", "k3") for level in LEVELS),
     *(f"kl_error/{k}_reverse_{level}" for k in ("k1", "k2", "k3") for level in LEVELS),
     *(f"kl_error/{k}_reverse_{level}_rms" for k in ("k1", "k2", "k3") for level in LEVELS),
-    "policy/entropy", "policy/entropy_sequence", "kl/log_ratio_max",
-}  # fmt: skip
+    "policy/entropy",
+    "policy/entropy_sequence",
+    "kl/log_ratio_max",
+}
 
 
 @settings(max_examples=25, deadline=None)

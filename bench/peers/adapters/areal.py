@@ -20,11 +20,25 @@ PEER = Peer(
     "areal",
     packages=("areal",),
     stand_ins=(
-        "aiofiles", "einops", "httpx", "hydra", "lark", "numba", "openai", "orjson", "pybase64", "ray", "swanlab",
-        "tenacity", "tensorboardX", "trackio", "uvloop", "wandb",
+        "aiofiles",
+        "einops",
+        "httpx",
+        "hydra",
+        "lark",
+        "numba",
+        "openai",
+        "orjson",
+        "pybase64",
+        "ray",
+        "swanlab",
+        "tenacity",
+        "tensorboardX",
+        "trackio",
+        "uvloop",
+        "wandb",
     ),
     extras=(("colorlog", ("colorlog",)), ("torchdata", ("torchdata",))),
-)  # fmt: skip
+)
 DATA = "areal.utils.data"
 ACTOR = "areal.trainer.ppo.actor"
 LOSS = "areal.utils.functional.functional"
@@ -45,10 +59,21 @@ def _function(name: str, term: KLTerm) -> Case:
         return torch.where(rows.mask_BT, value_BT.double(), 0.0)
 
     return Case(
-        system="areal", version=PEER.version, name=f"areal:{name}", flags=f"kl_estimator={name}", kind="kl function",
-        placement="loss", loss=loss, module=DATA, function="KLEstimator", loaded=lambda: PEER.loaded(DATA),
-        ours=(term,), tolerance=FLOAT32, note="AReaL itself uses it in rewards only", spreads=(0.3, 3.0),
-    )  # fmt: skip
+        system="areal",
+        version=PEER.version,
+        name=f"areal:{name}",
+        flags=f"kl_estimator={name}",
+        kind="kl function",
+        placement="loss",
+        loss=loss,
+        module=DATA,
+        function="KLEstimator",
+        loaded=lambda: PEER.loaded(DATA),
+        ours=(term,),
+        tolerance=FLOAT32,
+        note="AReaL itself uses it in rewards only",
+        spreads=(0.3, 3.0),
+    )
 
 
 def _reward(name: str, clip: float, *, reference: bool = True) -> Case:
@@ -60,15 +85,23 @@ def _reward(name: str, clip: float, *, reference: bool = True) -> Case:
 
     suffix = ("" if clip == NO_CLIP else "/clipped") + ("" if reference else "/no_reference")
     return Case(
-        system="areal", version=PEER.version, name=f"areal:reward/{name}{suffix}",
+        system="areal",
+        version=PEER.version,
+        name=f"areal:reward/{name}{suffix}",
         flags=f"kl_ctl>0 kl_estimator={name} eps_clip={'off' if clip == NO_CLIP else clip}"
         + ("" if reference else " ref=None"),
-        kind="loss path", placement="reward", loss=kl_part(loss_at), module=ACTOR,
-        function="PPOActor._compute_advantages + ppo_actor_loss_fn", loaded=lambda: PEER.loaded(ACTOR),
-        ours=(term,) if reference else None, around=around, tolerance=FLOAT32,
+        kind="loss path",
+        placement="reward",
+        loss=kl_part(loss_at),
+        module=ACTOR,
+        function="PPOActor._compute_advantages + ppo_actor_loss_fn",
+        loaded=lambda: PEER.loaded(ACTOR),
+        ours=(term,) if reference else None,
+        around=around,
+        tolerance=FLOAT32,
         note="" if reference else "without a reference its log-probs count as 0: the penalty is an entropy bonus",
         reduction="token mean (theirs divided out)",
-    )  # fmt: skip
+    )
 
 
 def _in_reward(rows: Rows, beta: float, name: str, clip: float, reference: bool) -> Tensor:
@@ -78,21 +111,36 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float, reference: bool)
     mask_BS = torch.cat([column_B1, rows.mask_BT.double()], 1)
     attention_BS = torch.cat([torch.ones(count, 1, dtype=torch.long), rows.mask_BT.long()], 1)
     data = {
-        "input_ids": attention_BS.clone(), "attention_mask": attention_BS, "rewards": rows.reward_B.clone(),
-        "loss_mask": mask_BS, "logprobs": torch.cat([column_B1, rows.behaviour_logp_BT], 1),
-    }  # fmt: skip
+        "input_ids": attention_BS.clone(),
+        "attention_mask": attention_BS,
+        "rewards": rows.reward_B.clone(),
+        "loss_mask": mask_BS,
+        "logprobs": torch.cat([column_B1, rows.behaviour_logp_BT], 1),
+    }
     if reference:
         data["ref_logp"] = torch.cat([rows.ref_logp_BT, column_B1], 1)
     actor = object.__new__(module.PPOActor)
     actor.__dict__.update(
         config=SimpleNamespace(overlong_reward_penalty=False, use_decoupled_loss=False, recompute_logprob=False),
-        reward_bias=0.0, reward_scaling=1.0, reward_clip=1e9, reward_norm=None, adv_norm=None, kl_ctl=beta,
-        kl_estimator=PEER.module(DATA).KLEstimator(name), discount=1.0, gae_lambda=1.0, mask_no_eos_with_zero=False,
-    )  # fmt: skip
+        reward_bias=0.0,
+        reward_scaling=1.0,
+        reward_clip=1e9,
+        reward_norm=None,
+        adv_norm=None,
+        kl_ctl=beta,
+        kl_estimator=PEER.module(DATA).KLEstimator(name),
+        discount=1.0,
+        gae_lambda=1.0,
+        mask_no_eos_with_zero=False,
+    )
     data = actor._compute_advantages(data)
     mask_BS = data["loss_mask"].bool()
     value, _ = losses.ppo_actor_loss_fn(
-        logprobs=torch.cat([rows.logp_BT, column_B1], 1), proximal_logprobs=data["prox_logp"],
-        old_logprobs=data["logprobs"], advantages=data["advantages"], eps_clip=clip, loss_mask=mask_BS,
-    )  # fmt: skip
+        logprobs=torch.cat([rows.logp_BT, column_B1], 1),
+        proximal_logprobs=data["prox_logp"],
+        old_logprobs=data["logprobs"],
+        advantages=data["advantages"],
+        eps_clip=clip,
+        loss_mask=mask_BS,
+    )
     return spread(value.double() * mask_BS.sum(), rows)

@@ -45,13 +45,28 @@ def build() -> Adapter:
         _reward("rloo", "k3"),
         _reward("group_norm", "k1", note="the KL enters after the group's std: not divided by it"),
         _reward("dr_grpo", "k1"),
-        _reward("reinforce", "k1", batch=True, beta=0.05,
-                note="normalized over the batch with the KL inside, here one group; beta 0.05"),
-        _reward("reinforce_baseline", "k1", batch=True, beta=0.05,
-                note="normalized over the batch with the KL inside, here one group; beta 0.05"),
-        _reward("reinforce_baseline", "k1", batch=True, std=False,
-                note="no_std_norm: less the batch's token mean, here one group's"),
-    ]  # fmt: skip
+        _reward(
+            "reinforce",
+            "k1",
+            batch=True,
+            beta=0.05,
+            note="normalized over the batch with the KL inside, here one group; beta 0.05",
+        ),
+        _reward(
+            "reinforce_baseline",
+            "k1",
+            batch=True,
+            beta=0.05,
+            note="normalized over the batch with the KL inside, here one group; beta 0.05",
+        ),
+        _reward(
+            "reinforce_baseline",
+            "k1",
+            batch=True,
+            std=False,
+            note="no_std_norm: less the batch's token mean, here one group's",
+        ),
+    ]
     return Adapter(system="openrlhf", version=PEER.version, cases=tuple(cases), needs=PEER.pins)
 
 
@@ -59,7 +74,7 @@ def _case(**fields: Any) -> Case:
     module = fields["module"]
     return Case(
         system="openrlhf", version=PEER.version, tolerance=FLOAT32, loaded=lambda: PEER.loaded(module), **fields
-    )  # fmt: skip
+    )
 
 
 def _form(name: str, unbiased: bool) -> KLTerm:
@@ -75,10 +90,15 @@ def _function(name: str, unbiased: bool) -> Case:
 
     suffix = "/unbiased_gradient" if unbiased else ""
     return _case(
-        name=f"openrlhf:{name}{suffix}", flags=f"kl.estimator={name} kl.unbiased_gradient={unbiased}",
-        kind="kl function", placement="loss", loss=loss, module=UTILS, function="compute_approx_kl",
+        name=f"openrlhf:{name}{suffix}",
+        flags=f"kl.estimator={name} kl.unbiased_gradient={unbiased}",
+        kind="kl function",
+        placement="loss",
+        loss=loss,
+        module=UTILS,
+        function="compute_approx_kl",
         ours=(_form(name, unbiased),),
-    )  # fmt: skip
+    )
 
 
 def _actor(name: str, unbiased: bool) -> Case:
@@ -88,10 +108,15 @@ def _actor(name: str, unbiased: bool) -> Case:
     suffix = "/unbiased_gradient" if unbiased else ""
     return _case(
         name=f"openrlhf:actor/{name}{suffix}",
-        flags=f"kl.use_loss=True kl.estimator={name} kl.unbiased_gradient={unbiased}", kind="loss path",
-        placement="loss", loss=kl_part(loss_at), module=ACTOR, function="ActorPPOTrainer.training_step",
-        ours=(_form(name, unbiased),), reduction="token mean (theirs divided out)",
-    )  # fmt: skip
+        flags=f"kl.use_loss=True kl.estimator={name} kl.unbiased_gradient={unbiased}",
+        kind="loss path",
+        placement="loss",
+        loss=kl_part(loss_at),
+        module=ACTOR,
+        function="ActorPPOTrainer.training_step",
+        ours=(_form(name, unbiased),),
+        reduction="token mean (theirs divided out)",
+    )
 
 
 def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor:
@@ -99,9 +124,10 @@ def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor
     caught: list[Tensor] = []
     kl = SimpleNamespace(use_loss=True, init_coef=1.0, estimator=name, unbiased_gradient=unbiased)
     args = SimpleNamespace(
-        algo=SimpleNamespace(kl=kl), actor=SimpleNamespace(entropy_coef=None),
+        algo=SimpleNamespace(kl=kl),
+        actor=SimpleNamespace(entropy_coef=None),
         train=SimpleNamespace(dynamic_batch_enable=False),
-    )  # fmt: skip
+    )
 
     class _Actor:
         is_vlm = False
@@ -116,14 +142,26 @@ def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor
     )
     trainer = object.__new__(module.ActorPPOTrainer)
     trainer.__dict__.update(
-        actor=_Actor(), strategy=strategy, args=args, actor_loss_fn=losses.PolicyLoss(), aux_loss=False,
-        actor_optim=None, actor_scheduler=None, replay_buffer=None, ema_model=None,
-    )  # fmt: skip
+        actor=_Actor(),
+        strategy=strategy,
+        args=args,
+        actor_loss_fn=losses.PolicyLoss(),
+        aux_loss=False,
+        actor_optim=None,
+        actor_scheduler=None,
+        replay_buffer=None,
+        ema_model=None,
+    )
     experience = SimpleNamespace(
-        sequences=rows.mask_BT.long(), action_mask=rows.mask_BT, attention_mask=rows.mask_BT,
-        action_log_probs=rows.behaviour_logp_BT, base_action_log_probs=rows.ref_logp_BT, rollout_log_probs=None,
-        advantages=rows.reward_B[:, None].expand_as(rows.ref_logp_BT), info={},
-    )  # fmt: skip
+        sequences=rows.mask_BT.long(),
+        action_mask=rows.mask_BT,
+        attention_mask=rows.mask_BT,
+        action_log_probs=rows.behaviour_logp_BT,
+        base_action_log_probs=rows.ref_logp_BT,
+        rollout_log_probs=None,
+        advantages=rows.reward_B[:, None].expand_as(rows.ref_logp_BT),
+        info={},
+    )
     sums = {"dp_size": 1, "batch_num_tokens": 1.0, "global_batch_size": 1.0}
     try:
         trainer.training_step(experience, beta, 0, sums)
@@ -134,14 +172,22 @@ def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor
 
 
 def _reward(
-    estimator: str, name: str, *, clip: float = NO_CLIP, beta: float = 1.0, batch: bool = False, std: bool = True,
+    estimator: str,
+    name: str,
+    *,
+    clip: float = NO_CLIP,
+    beta: float = 1.0,
+    batch: bool = False,
+    std: bool = True,
     note: str = "",
-) -> Case:  # fmt: skip
+) -> Case:
     term = KLTerm(name, placement="reward", credit="to_go", baseline="before", anchor="behaviour", output_clamp=10.0)
     around = Surroundings(
-        advantage="reinforce_pp" if estimator == "reinforce" else "none", policy_loss="ppo_clip", group_size=GROUP,
+        advantage="reinforce_pp" if estimator == "reinforce" else "none",
+        policy_loss="ppo_clip",
+        group_size=GROUP,
         policy_loss_options={"clip_low": clip, "clip_high": clip},
-    )  # fmt: skip
+    )
 
     def loss_at(rows: Rows, at: float) -> Tensor:
         return _in_reward(rows, at, estimator, name, clip, std)
@@ -155,10 +201,18 @@ def _reward(
         name=f"openrlhf:reward/{estimator}/{name}{suffix}",
         flags=f"kl.estimator={name} advantage.estimator={estimator} eps_clip={'off' if clip == NO_CLIP else clip}"
         + ("" if std else " no_std_norm=True"),
-        kind="loss path", placement="reward", loss=batch_by_batch(whole, GROUP) if batch else whole, module=MAKER,
-        function="RemoteExperienceMaker.compute_advantages_and_returns + PolicyLoss", ours=ours, around=around,
-        group_size=GROUP, beta=beta, note=note, reduction="token mean (theirs divided out)",
-    )  # fmt: skip
+        kind="loss path",
+        placement="reward",
+        loss=batch_by_batch(whole, GROUP) if batch else whole,
+        module=MAKER,
+        function="RemoteExperienceMaker.compute_advantages_and_returns + PolicyLoss",
+        ours=ours,
+        around=around,
+        group_size=GROUP,
+        beta=beta,
+        note=note,
+        reduction="token mean (theirs divided out)",
+    )
 
 
 def _in_reward(rows: Rows, beta: float, estimator: str, name: str, clip: float, std: bool) -> Tensor:
@@ -170,9 +224,9 @@ def _in_reward(rows: Rows, beta: float, estimator: str, name: str, clip: float, 
             advantage=SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=not std),
             kl=SimpleNamespace(use_loss=False, estimator=name),
         ),
-        rollout=SimpleNamespace(n_samples_per_prompt=GROUP), reward=SimpleNamespace(
-            clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
-    )  # fmt: skip
+        rollout=SimpleNamespace(n_samples_per_prompt=GROUP),
+        reward=SimpleNamespace(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
+    )
     maker = object.__new__(module.RemoteExperienceMaker)
     maker.__dict__.update(
         strategy=SimpleNamespace(args=args),
@@ -181,9 +235,11 @@ def _in_reward(rows: Rows, beta: float, estimator: str, name: str, clip: float, 
         kl_ctl=SimpleNamespace(value=beta),
     )
     experience = module.Experience(
-        action_mask=rows.mask_BT, rewards=rows.reward_B.clone(), index=list(range(count)),
+        action_mask=rows.mask_BT,
+        rewards=rows.reward_B.clone(),
+        index=list(range(count)),
         kl=utils.compute_approx_kl(rows.behaviour_logp_BT, rows.ref_logp_BT, kl_estimator=name),
-    )  # fmt: skip
+    )
     (experience,) = maker.compute_advantages_and_returns([experience])
     policy = losses.PolicyLoss(clip_eps_low=clip, clip_eps_high=clip)
     value, *_ = policy(

@@ -29,11 +29,20 @@ def _case(name: str, function: str, term: KLTerm, kind: str | None) -> Case:
         extra: tuple[Any, ...] = () if kind is None else (module.KLEstimator(kind),)
         value = getattr(module, function)(
             rows.logp_BT, rows.ref_logp_BT, *extra, aggregation, response_mask=rows.mask_BT
-        )  # fmt: skip
+        )
         return spread(value * len(rows.group_B), rows)
 
     return Case(
-        system="polgrad", version=PEER.version, name=f"polgrad:{name}", flags=f"{function} {kind or ''}".strip(),
-        kind="kl function", placement="loss", loss=loss, module=MODULE, function=function,
-        loaded=lambda: PEER.loaded(MODULE), ours=(term,), reduction="mean over completions (theirs divided out)",
-    )  # fmt: skip
+        system="polgrad",
+        version=PEER.version,
+        name=f"polgrad:{name}",
+        flags=f"{function} {kind or ''}".strip(),
+        kind="kl function",
+        placement="loss",
+        loss=loss,
+        module=MODULE,
+        function=function,
+        loaded=lambda: PEER.loaded(MODULE),
+        ours=(term,),
+        reduction="mean over completions (theirs divided out)",
+    )

@@ -39,12 +39,12 @@ def build() -> Adapter:
     cases = [_function(name, term) for name, term in FORMS.items()]
     cases += [_reward("k1", NO_CLIP), _reward("k1", 0.2), _reward("k3", NO_CLIP)]
     skipped = Skipped(
-        system="skyrl", version=PEER.version, what="use_kl_loss inside PolicyWorker's training step",
+        system="skyrl",
+        version=PEER.version,
+        what="use_kl_loss inside PolicyWorker's training step",
         reason="the KL loss is written inside a distributed worker's step; its estimator is run instead",
-    )  # fmt: skip
-    return Adapter(
-        system="skyrl", version=PEER.version, cases=tuple(cases), needs=PEER.pins, skipped=(skipped,)
-    )  # fmt: skip
+    )
+    return Adapter(system="skyrl", version=PEER.version, cases=tuple(cases), needs=PEER.pins, skipped=(skipped,))
 
 
 def _function(name: str, term: KLTerm) -> Case:
@@ -53,35 +53,58 @@ def _function(name: str, term: KLTerm) -> Case:
         return function(rows.logp_BT, rows.ref_logp_BT, loss_mask=rows.mask_BT.double(), kl_estimator_type=name)
 
     return Case(
-        system="skyrl", version=PEER.version, name=f"skyrl:{name}", flags=f"kl_estimator_type={name}",
-        kind="kl function", placement="loss", loss=loss, module=UTILS, function="compute_approx_kl",
-        loaded=lambda: PEER.loaded(UTILS), ours=(term,),
-    )  # fmt: skip
+        system="skyrl",
+        version=PEER.version,
+        name=f"skyrl:{name}",
+        flags=f"kl_estimator_type={name}",
+        kind="kl function",
+        placement="loss",
+        loss=loss,
+        module=UTILS,
+        function="compute_approx_kl",
+        loaded=lambda: PEER.loaded(UTILS),
+        ours=(term,),
+    )
 
 
 def _reward(name: str, clip: float) -> Case:
     form = FORMS[name]
     term = KLTerm(
-        form.estimator, placement="reward", credit="total", baseline="before", anchor="behaviour",
-        input_clamp=form.input_clamp, output_clamp=form.output_clamp,
-    )  # fmt: skip
+        form.estimator,
+        placement="reward",
+        credit="total",
+        baseline="before",
+        anchor="behaviour",
+        input_clamp=form.input_clamp,
+        output_clamp=form.output_clamp,
+    )
     around = Surroundings(
-        advantage="rloo", policy_loss="ppo_clip", group_size=GROUP,
+        advantage="rloo",
+        policy_loss="ppo_clip",
+        group_size=GROUP,
         policy_loss_options={"clip_low": clip, "clip_high": clip},
-    )  # fmt: skip
+    )
 
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _in_reward(rows, beta, name, clip)
 
     return Case(
-        system="skyrl", version=PEER.version,
+        system="skyrl",
+        version=PEER.version,
         name=f"skyrl:reward/rloo/{name}" + ("" if clip == NO_CLIP else "/clipped"),
         flags=f"use_kl_in_reward=True kl_estimator_type={name} advantage_estimator=rloo "
         f"eps_clip={'off' if clip == NO_CLIP else clip}",
-        kind="loss path", placement="reward", loss=kl_part(loss_at), module=TRAINER,
+        kind="loss path",
+        placement="reward",
+        loss=kl_part(loss_at),
+        module=TRAINER,
         function="RayPPOTrainer.apply_reward_kl_penalty + compute_rloo_outcome_advantage + ppo_policy_loss",
-        loaded=lambda: PEER.loaded(TRAINER), ours=(term,), around=around, group_size=GROUP, tolerance=FLOAT32,
-    )  # fmt: skip
+        loaded=lambda: PEER.loaded(TRAINER),
+        ours=(term,),
+        around=around,
+        group_size=GROUP,
+        tolerance=FLOAT32,
+    )
 
 
 class _Batch(dict[str, Tensor]):
@@ -100,18 +123,25 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float) -> Tensor:
         cfg=SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm)), reward_kl_controller=None, all_metrics={}
     )
     batch = _Batch(
-        loss_mask=mask_BT, base_action_log_probs=rows.ref_logp_BT, action_log_probs=rows.behaviour_logp_BT,
+        loss_mask=mask_BT,
+        base_action_log_probs=rows.ref_logp_BT,
+        action_log_probs=rows.behaviour_logp_BT,
         rewards=torch.zeros_like(rows.ref_logp_BT).scatter(1, last_B1, rows.reward_B[:, None]),
-    )  # fmt: skip
+    )
     batch = trainer.apply_reward_kl_penalty(batch)
     advantages_BT, _ = utils.compute_rloo_outcome_advantage(batch["rewards"], mask_BT, rows.group_B.numpy())
     config = SimpleNamespace(
-        policy_loss_type="regular", eps_clip_low=clip, eps_clip_high=clip,
+        policy_loss_type="regular",
+        eps_clip_low=clip,
+        eps_clip_high=clip,
         off_policy_correction=SimpleNamespace(
-            tis_ratio_type=None, sequence_mask_metric=None, outlier_token_is_threshold_low=None,
-            outlier_token_is_threshold_high=None, token_mask_is_threshold_low=None,
+            tis_ratio_type=None,
+            sequence_mask_metric=None,
+            outlier_token_is_threshold_low=None,
+            outlier_token_is_threshold_high=None,
+            token_mask_is_threshold_low=None,
             token_mask_is_threshold_high=None,
         ),
-    )  # fmt: skip
+    )
     value, _ = utils.ppo_policy_loss(rows.logp_BT, rows.behaviour_logp_BT, advantages_BT, config, loss_mask=mask_BT)
     return spread(value, rows)

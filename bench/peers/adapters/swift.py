@@ -17,10 +17,16 @@ PEER = Peer(
     "ms-swift",
     packages=("swift",),
     stand_ins=(
-        "modelscope", "json_repair", "swift.dataset", "einops", "dacite", "msgspec", "trl.experimental.ppo",
+        "modelscope",
+        "json_repair",
+        "swift.dataset",
+        "einops",
+        "dacite",
+        "msgspec",
+        "trl.experimental.ppo",
     ),
     extras=(("trl", ("trl",)),),
-)  # fmt: skip
+)
 MODULE = "swift.rlhf_trainers.grpo_trainer"
 K3 = KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0)
 GROUP = 2
@@ -32,15 +38,15 @@ def build() -> Adapter:
     cases += [_case(name, mean=True) for name in ("grpo", "sapo")]
     cases += [_case("real", batch=True)]
     skipped = Skipped(
-        system="swift", version=PEER.version, what="kl_in_reward",
+        system="swift",
+        version=PEER.version,
+        what="kl_in_reward",
         reason="the penalty is written inside the method that scores rollouts, with a running engine around it",
-    )  # fmt: skip
+    )
     return Adapter(system="swift", version=PEER.version, cases=tuple(cases), needs=PEER.pins, skipped=(skipped,))
 
 
-def _case(
-    loss_type: str, *, level: str = "token", mean: bool = False, batch: bool = False, note: str = ""
-) -> Case:  # fmt: skip
+def _case(loss_type: str, *, level: str = "token", mean: bool = False, batch: bool = False, note: str = "") -> Case:
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _loss(rows, beta, loss_type, level)
 
@@ -52,14 +58,23 @@ def _case(
         reduction = "token mean over the batch, here one group"
     loss = kl_part(loss_at)
     return Case(
-        system="swift", version=PEER.version,
+        system="swift",
+        version=PEER.version,
         name=f"swift:{loss_type}" + ("" if level == "token" else "/sequence_ratio"),
-        flags=f"loss_type={loss_type} importance_sampling_level={level}", kind="loss path", placement="loss",
-        loss=batch_by_batch(loss, GROUP) if batch else loss, module=MODULE,
-        function="GRPOTrainer._compute_loss_and_metrics", loaded=lambda: PEER.loaded(MODULE), ours=(K3,),
-        around=around, reduction=reduction, note=note, group_size=GROUP if batch else 1,
+        flags=f"loss_type={loss_type} importance_sampling_level={level}",
+        kind="loss path",
+        placement="loss",
+        loss=batch_by_batch(loss, GROUP) if batch else loss,
+        module=MODULE,
+        function="GRPOTrainer._compute_loss_and_metrics",
+        loaded=lambda: PEER.loaded(MODULE),
+        ours=(K3,),
+        around=around,
+        reduction=reduction,
+        note=note,
+        group_size=GROUP if batch else 1,
         tolerance=FLOAT32 if mean or batch else FLOAT64,
-    )  # fmt: skip
+    )
 
 
 def _loss(rows: Rows, beta: float, loss_type: str, level: str) -> Tensor:
@@ -68,24 +83,47 @@ def _loss(rows: Rows, beta: float, loss_type: str, level: str) -> Tensor:
     trainer = object.__new__(PEER.module(MODULE).GRPOTrainer)
     accelerator = SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x)
     attributes = {
-        "model": SimpleNamespace(training=True), "beta": beta, "loss_type": loss_type, "accelerator": accelerator,
-        "importance_sampling_level": level, "kl_in_reward": False, "compute_entropy": False, "overlong_filter": False,
-        "rollout_importance_sampling_mode": None, "log_rollout_offpolicy_metrics": False,
-        "disable_rollout_importance_sampling": True, "_has_teacher": False, "epsilon_low": 0.2, "epsilon_high": 0.2,
-        "args": SimpleNamespace(delta=None, gradient_accumulation_steps=1), "off_policy_sequence_mask_delta": None,
-        "tau_pos": 1.0, "tau_neg": 1.05, "real_tau": 0.5, "num_generations": GROUP, "max_completion_length": length,
-        "model_accepts_loss_kwargs": False, "compute_loss_func": None, "sdar_loss_coef": 0.0,
-        "chord_sft_iterator": None, "current_gradient_accumulation_steps": 1,
+        "model": SimpleNamespace(training=True),
+        "beta": beta,
+        "loss_type": loss_type,
+        "accelerator": accelerator,
+        "importance_sampling_level": level,
+        "kl_in_reward": False,
+        "compute_entropy": False,
+        "overlong_filter": False,
+        "rollout_importance_sampling_mode": None,
+        "log_rollout_offpolicy_metrics": False,
+        "disable_rollout_importance_sampling": True,
+        "_has_teacher": False,
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "args": SimpleNamespace(delta=None, gradient_accumulation_steps=1),
+        "off_policy_sequence_mask_delta": None,
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
+        "real_tau": 0.5,
+        "num_generations": GROUP,
+        "max_completion_length": length,
+        "model_accepts_loss_kwargs": False,
+        "compute_loss_func": None,
+        "sdar_loss_coef": 0.0,
+        "chord_sft_iterator": None,
+        "current_gradient_accumulation_steps": 1,
         "_metrics": defaultdict(lambda: defaultdict(list)),
         "_get_per_token_logps_and_entropies": lambda *args, **kwargs: (rows.logp_BT, None),
-    }  # fmt: skip
+    }
     for name, value in attributes.items():
         object.__setattr__(trainer, name, value)
     batch = SimpleNamespace(
-        completion_mask=rows.mask_BT, truncated_mask=rows.truncated_B, ref_per_token_logps=rows.ref_logp_BT,
-        old_per_token_logps=rows.behaviour_logp_BT, rollout_per_token_logps=None, teacher_per_token_logps=None,
-        advantages=rows.reward_B[:, None].expand_as(rows.ref_logp_BT), num_items_in_batch=torch.ones(()),
-    )  # fmt: skip
+        completion_mask=rows.mask_BT,
+        truncated_mask=rows.truncated_B,
+        ref_per_token_logps=rows.ref_logp_BT,
+        old_per_token_logps=rows.behaviour_logp_BT,
+        rollout_per_token_logps=None,
+        teacher_per_token_logps=None,
+        advantages=rows.reward_B[:, None].expand_as(rows.ref_logp_BT),
+        num_items_in_batch=torch.ones(()),
+    )
     value, _ = trainer._compute_loss_and_metrics(trainer.model, {}, batch)
     undo = {"grpo": count, "sapo": count, "bnpo": rows.mask_BT.sum(), "dr_grpo": count * length, "real": count}
     return spread(value * undo.get(loss_type, 1), rows)

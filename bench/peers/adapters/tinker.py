@@ -41,12 +41,21 @@ def _case(discount: float, note: str) -> Case:
         return -(rows.logp_BT - rows.behaviour_logp_BT).exp() * advantage_BT * rows.mask_BT
 
     return Case(
-        system="tinker", version=PEER.version, name=f"tinker:discount_{discount:g}",
-        flags=f"kl_penalty_coef>0 kl_discount_factor={discount:g}", kind="loss path", placement="reward",
-        loss=batch_by_batch(kl_part(loss_at), GROUP), module=MODULE, function="incorporate_kl_penalty",
-        loaded=lambda: PEER.loaded(MODULE), ours=None, group_size=GROUP, tolerance=FLOAT32,
+        system="tinker",
+        version=PEER.version,
+        name=f"tinker:discount_{discount:g}",
+        flags=f"kl_penalty_coef>0 kl_discount_factor={discount:g}",
+        kind="loss path",
+        placement="reward",
+        loss=batch_by_batch(kl_part(loss_at), GROUP),
+        module=MODULE,
+        function="incorporate_kl_penalty",
+        loaded=lambda: PEER.loaded(MODULE),
+        ours=None,
+        group_size=GROUP,
+        tolerance=FLOAT32,
         note=f"{note}; its policy loss is remote, -rho A in its place",
-    )  # fmt: skip
+    )
 
 
 class _Tokens:

@@ -20,19 +20,22 @@ FORMS: dict[str, tuple[str, KLTerm, str]] = {
     "low_var_kl": ("LowVarKLFn", KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0), ""),
     "abs": ("AbsFn", KLTerm("abs", placement="loss"), ""),
     "corrected_k3": (
-        "CorrectedK3Fn", KLTerm("k3", placement="loss", correction="token", cap=2.0),
+        "CorrectedK3Fn",
+        KLTerm("k3", placement="loss", correction="token", cap=2.0),
         "the ratio is truncated at 2 and differentiated: beyond, its score term is lost",
     ),
-}  # fmt: skip
+}
 
 
 def build() -> Adapter:
     cases = tuple(_case(name, *form) for name, form in FORMS.items())
     skipped = Skipped(
-        system="trinity", version=PEER.version, what="kl in reward (apply_kl_penalty_to_reward)",
+        system="trinity",
+        version=PEER.version,
+        what="kl in reward (apply_kl_penalty_to_reward)",
         reason="a method over another library's batch class with the same estimators; that class's own path is a "
         "verl row",
-    )  # fmt: skip
+    )
     return Adapter(system="trinity", version=PEER.version, cases=cases, needs=PEER.pins, skipped=(skipped,))
 
 
@@ -40,15 +43,27 @@ def _case(name: str, cls: str, term: KLTerm, note: str) -> Case:
     def loss(rows: Rows, /) -> Tensor:
         function = getattr(PEER.module(MODULE), cls)(kl_coef=1.0)
         value, _ = function.calculate_kl_loss(
-            logprob=rows.logp_BT, ref_logprob=rows.ref_logp_BT, response_mask=rows.mask_BT.double(),
-            loss_agg_mode="seq-mean-token-sum", old_logprob=rows.behaviour_logp_BT,
-        )  # fmt: skip
+            logprob=rows.logp_BT,
+            ref_logprob=rows.ref_logp_BT,
+            response_mask=rows.mask_BT.double(),
+            loss_agg_mode="seq-mean-token-sum",
+            old_logprob=rows.behaviour_logp_BT,
+        )
         return spread(torch.as_tensor(value) * len(rows.group_B), rows)
 
     return Case(
-        system="trinity", version=PEER.version, name=f"trinity:{name}", flags=f"kl_loss_fn={name}", kind="loss path",
-        placement="loss", loss=loss, module=MODULE, function=f"{cls}.calculate_kl_loss",
-        loaded=lambda: PEER.loaded(MODULE), ours=(term,), note=note,
+        system="trinity",
+        version=PEER.version,
+        name=f"trinity:{name}",
+        flags=f"kl_loss_fn={name}",
+        kind="loss path",
+        placement="loss",
+        loss=loss,
+        module=MODULE,
+        function=f"{cls}.calculate_kl_loss",
+        loaded=lambda: PEER.loaded(MODULE),
+        ours=(term,),
+        note=note,
         reduction="mean over completions (theirs divided out)",
         spreads=(0.3, 3.0) if name == "corrected_k3" else Case.spreads,
-    )  # fmt: skip
+    )

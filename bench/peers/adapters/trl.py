@@ -33,38 +33,78 @@ def build() -> Adapter:
     cases = [
         _grpo("grpo", loss_type="dapo", ours=RHO_K3, note="the default"),
         _grpo("grpo/no_bias_correction", loss_type="dapo", bias_correction=False, ours=K3),
-        _grpo("grpo/sequence_ratio", loss_type="dapo", level="sequence",
-              note="the length-normalized ratio of the completion times the KL of each token (GSPO)"),
-        _grpo("grpo/sequence_ratio_no_bias_correction", loss_type="dapo", level="sequence", bias_correction=False,
-              ours=K3),
-        *[_grpo(f"grpo/{name}", loss_type=name, ours=RHO_K3)
-          for name in ("bnpo", "dr_grpo", "cispo", "luspo", "vespo")],
-        _grpo("grpo/grpo", loss_type="grpo", reduction="mean over the completion's tokens",
-              ours=RHO_K3, around=Surroundings(reduction="sequence_mean_token_mean")),
-        _grpo("grpo/sapo", loss_type="sapo", reduction="mean over the completion's tokens",
-              ours=RHO_K3, around=Surroundings(reduction="sequence_mean_token_mean")),
+        _grpo(
+            "grpo/sequence_ratio",
+            loss_type="dapo",
+            level="sequence",
+            note="the length-normalized ratio of the completion times the KL of each token (GSPO)",
+        ),
+        _grpo(
+            "grpo/sequence_ratio_no_bias_correction", loss_type="dapo", level="sequence", bias_correction=False, ours=K3
+        ),
+        *[
+            _grpo(f"grpo/{name}", loss_type=name, ours=RHO_K3)
+            for name in ("bnpo", "dr_grpo", "cispo", "luspo", "vespo")
+        ],
+        _grpo(
+            "grpo/grpo",
+            loss_type="grpo",
+            reduction="mean over the completion's tokens",
+            ours=RHO_K3,
+            around=Surroundings(reduction="sequence_mean_token_mean"),
+        ),
+        _grpo(
+            "grpo/sapo",
+            loss_type="sapo",
+            reduction="mean over the completion's tokens",
+            ours=RHO_K3,
+            around=Surroundings(reduction="sequence_mean_token_mean"),
+        ),
         _rloo("rloo", epsilon=NO_CLIP, note="clipping off"),
         _rloo("rloo/clipped", epsilon=0.2, note="the default clip of the completion's ratio at 0.2"),
-        _rloo("rloo/normalize_advantages", epsilon=NO_CLIP, normalize=True, beta=0.05,
-              note="normalize_advantages: over the batch, here one group; beta 0.05"),
-    ]  # fmt: skip
+        _rloo(
+            "rloo/normalize_advantages",
+            epsilon=NO_CLIP,
+            normalize=True,
+            beta=0.05,
+            note="normalize_advantages: over the batch, here one group; beta 0.05",
+        ),
+    ]
     return Adapter(system="trl", version=PEER.version, cases=tuple(cases), needs=PEER.pins)
 
 
 def _grpo(
-    name: str, *, loss_type: str, bias_correction: bool = True, level: str = "token", ours: KLTerm | None = None,
-    note: str = "", reduction: str = "token sum (theirs divided out)", around: Surroundings | None = None,
-) -> Case:  # fmt: skip
+    name: str,
+    *,
+    loss_type: str,
+    bias_correction: bool = True,
+    level: str = "token",
+    ours: KLTerm | None = None,
+    note: str = "",
+    reduction: str = "token sum (theirs divided out)",
+    around: Surroundings | None = None,
+) -> Case:
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _grpo_loss(rows, beta, loss_type, bias_correction, level)
 
     flags = f"GRPO loss_type={loss_type} use_bias_correction_kl={bias_correction} importance_sampling_level={level}"
     return Case(
-        system="trl", version=PEER.version, name=f"trl:{name}", flags=flags, kind="loss path", placement="loss",
-        loss=kl_part(loss_at), module=GRPO, function="GRPOTrainer._compute_loss", loaded=lambda: PEER.loaded(GRPO),
-        ours=None if ours is None else (ours,), around=around, reduction=reduction, note=note,
+        system="trl",
+        version=PEER.version,
+        name=f"trl:{name}",
+        flags=flags,
+        kind="loss path",
+        placement="loss",
+        loss=kl_part(loss_at),
+        module=GRPO,
+        function="GRPOTrainer._compute_loss",
+        loaded=lambda: PEER.loaded(GRPO),
+        ours=None if ours is None else (ours,),
+        around=around,
+        reduction=reduction,
+        note=note,
         spreads=MODERATE if bias_correction else Case.spreads,
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=2)
@@ -75,9 +115,14 @@ def _trainer(kind: str) -> Any:
 
 def _accelerator() -> SimpleNamespace:
     return SimpleNamespace(
-        device=torch.device("cpu"), num_processes=1, process_index=0, sync_gradients=True,
-        gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction="sum": x,
-    )  # fmt: skip
+        device=torch.device("cpu"),
+        num_processes=1,
+        process_index=0,
+        sync_gradients=True,
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction="sum": x,
+    )
 
 
 def _plain(kind: str, rows: Rows, **attributes: Any) -> Any:
@@ -86,10 +131,12 @@ def _plain(kind: str, rows: Rows, **attributes: Any) -> Any:
     trainer = object.__new__(cls)
     zeros_BT = torch.zeros_like(rows.ref_logp_BT)
     shared = {
-        "aux_loss_enabled": False, "accelerator": _accelerator(), "model": SimpleNamespace(training=True),
+        "aux_loss_enabled": False,
+        "accelerator": _accelerator(),
+        "model": SimpleNamespace(training=True),
         "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
         "_get_per_token_logps_and_entropies": lambda *args, **kwargs: (rows.logp_BT, zeros_BT, None),
-    }  # fmt: skip
+    }
     for key, value in {**shared, **attributes}.items():
         object.__setattr__(trainer, key, value)
     return trainer
@@ -98,10 +145,14 @@ def _plain(kind: str, rows: Rows, **attributes: Any) -> Any:
 def _inputs(rows: Rows) -> dict[str, Tensor]:
     ones_B1 = torch.ones(len(rows.group_B), 1, dtype=torch.long)
     return {
-        "prompt_ids": ones_B1, "prompt_mask": ones_B1, "completion_ids": rows.mask_BT.long(),
-        "completion_mask": rows.mask_BT.long(), "advantages": rows.reward_B,
-        "old_per_token_logps": rows.behaviour_logp_BT, "ref_per_token_logps": rows.ref_logp_BT,
-    }  # fmt: skip
+        "prompt_ids": ones_B1,
+        "prompt_mask": ones_B1,
+        "completion_ids": rows.mask_BT.long(),
+        "completion_mask": rows.mask_BT.long(),
+        "advantages": rows.reward_B,
+        "old_per_token_logps": rows.behaviour_logp_BT,
+        "ref_per_token_logps": rows.ref_logp_BT,
+    }
 
 
 def _grpo_loss(rows: Rows, beta: float, loss_type: str, bias_correction: bool, level: str) -> Tensor:
@@ -109,15 +160,33 @@ def _grpo_loss(rows: Rows, beta: float, loss_type: str, bias_correction: bool, l
     count, length = rows.mask_BT.shape
     tokens = rows.mask_BT.sum()
     args = SimpleNamespace(
-        use_bias_correction_kl=bias_correction, delta=None, steps_per_generation=1, sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
-    )  # fmt: skip
+        use_bias_correction_kl=bias_correction,
+        delta=None,
+        steps_per_generation=1,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+    )
     trainer = _plain(
-        "grpo", rows, args=args, beta=beta, loss_type=loss_type, importance_sampling_level=level,
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, epsilon_low=0.2, epsilon_high=0.2, use_vllm=False,
-        vllm_importance_sampling_correction=False, current_gradient_accumulation_steps=1,
-        max_completion_length=length, _entropy_bonus_enabled=False,
-    )  # fmt: skip
+        "grpo",
+        rows,
+        args=args,
+        beta=beta,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=length,
+        _entropy_bonus_enabled=False,
+    )
     inputs = {**_inputs(rows), "num_items_in_batch": torch.ones((), dtype=torch.float64)}
     value = trainer._compute_loss(trainer.model, inputs)
     undo = {"grpo": count, "sapo": count, "luspo": count, "bnpo": tokens, "dr_grpo": count * length}
@@ -136,14 +205,25 @@ def _rloo(name: str, *, epsilon: float, normalize: bool = False, beta: float = 1
     term = KLTerm("k1", placement="reward", credit="total", baseline="before")
     around = Surroundings(advantage="rloo", policy_loss="reinforce", group_size=group)
     return Case(
-        system="trl", version=PEER.version, name=f"trl:{name}",
+        system="trl",
+        version=PEER.version,
+        name=f"trl:{name}",
         flags=f"RLOO normalize_advantages={normalize} epsilon={'off' if epsilon == NO_CLIP else epsilon}",
-        kind="loss path", placement="reward", loss=kl_part(loss_at, beta), module=RLOO,
-        function="RLOOTrainer._generate_and_score_completions + _compute_loss", loaded=lambda: PEER.loaded(RLOO),
-        ours=None if normalize else (term,), around=around, equal_in=("on_policy",),
-        group_size=group, beta=beta, note=note, tolerance=FLOAT32,
+        kind="loss path",
+        placement="reward",
+        loss=kl_part(loss_at, beta),
+        module=RLOO,
+        function="RLOOTrainer._generate_and_score_completions + _compute_loss",
+        loaded=lambda: PEER.loaded(RLOO),
+        ours=None if normalize else (term,),
+        around=around,
+        equal_in=("on_policy",),
+        group_size=group,
+        beta=beta,
+        note=note,
+        tolerance=FLOAT32,
         reduction="mean over completions (theirs divided out)",
-    )  # fmt: skip
+    )
 
 
 def _rloo_loss(rows: Rows, beta: float, epsilon: float, normalize: bool, group: int) -> Tensor:
@@ -151,16 +231,31 @@ def _rloo_loss(rows: Rows, beta: float, epsilon: float, normalize: bool, group: 
     reference = object()
     lengths = rows.mask_BT.sum(-1).tolist()
     trainer = _plain(
-        "rloo", rows, beta=beta, ref_model=reference, pad_to_multiple_of=None, mask_truncated_completions=False,
+        "rloo",
+        rows,
+        beta=beta,
+        ref_model=reference,
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
         args=SimpleNamespace(per_device_train_batch_size=count, gradient_checkpointing_kwargs=None, report_to=[]),
-        _tokenizer=SimpleNamespace(pad_token_id=0), eos_token_ids=[2], num_generations=group,
-        reward_weights=torch.ones(1, dtype=torch.float64), reward_clip_range=None, normalize_advantages=normalize,
-        reward_func_names=["task"], epsilon_low=epsilon, epsilon_high=epsilon, log_completions=False,
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        eos_token_ids=[2],
+        num_generations=group,
+        reward_weights=torch.ones(1, dtype=torch.float64),
+        reward_clip_range=None,
+        normalize_advantages=normalize,
+        reward_func_names=["task"],
+        epsilon_low=epsilon,
+        epsilon_high=epsilon,
+        log_completions=False,
         _generate=lambda prompts: ([[1]] * count, [[1] * n for n in lengths], [""] * count),
-        _pending_extra_logs={}, _pending_metrics={}, _calculate_rewards=lambda *args: rows.reward_B[:, None].clone(),
+        _pending_extra_logs={},
+        _pending_metrics={},
+        _calculate_rewards=lambda *args: rows.reward_B[:, None].clone(),
         _logs=defaultdict(lambda: defaultdict(list), {"prompt": [], "completion": [], "advantages": []}),
-        processing_class=SimpleNamespace(batch_decode=lambda ids, **kwargs: [""] * len(ids)), tools=None,
-    )  # fmt: skip
+        processing_class=SimpleNamespace(batch_decode=lambda ids, **kwargs: [""] * len(ids)),
+        tools=None,
+    )
     width = max(lengths)
     logps = {id(trainer.model): rows.behaviour_logp_BT[:, :width], id(reference): rows.ref_logp_BT[:, :width]}
     object.__setattr__(
@@ -170,7 +265,8 @@ def _rloo_loss(rows: Rows, beta: float, epsilon: float, normalize: bool, group: 
     scored = trainer._generate_and_score_completions([{"prompt": "x"}] * count)
     current_BT = rows.logp_BT[:, :width]
     object.__setattr__(
-        trainer, "_get_per_token_logps_and_entropies",
+        trainer,
+        "_get_per_token_logps_and_entropies",
         lambda *args, **kwargs: (current_BT, torch.zeros_like(current_BT), None),
-    )  # fmt: skip
+    )
     return spread(trainer._compute_loss(trainer.model, scored) * count, rows)

@@ -10,7 +10,9 @@ PEER = Peer("google-tunix", packages=("tunix",))
 
 def build() -> Adapter:
     skipped = Skipped(
-        system="tunix", version=PEER.version, what="tunix.rl.common.compute_kl_divergence",
+        system="tunix",
+        version=PEER.version,
+        what="tunix.rl.common.compute_kl_divergence",
         reason="needs jax and flax: a function of jax arrays, which the oracle's torch gradients cannot pass through",
-    )  # fmt: skip
+    )
     return Adapter(system="tunix", version=PEER.version, cases=(), needs=PEER.pins, skipped=(skipped,))

@@ -34,9 +34,15 @@ ABS = KLTerm("abs", placement="loss")
 K2 = KLTerm("k2", placement="loss")
 K3 = KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0)
 PENALTIES: dict[str, KLTerm] = {
-    "kl": K1, "k1": K1, "abs": ABS, "mse": K2, "k2": K2, "low_var_kl": K3, "k3": K3,
+    "kl": K1,
+    "k1": K1,
+    "abs": ABS,
+    "mse": K2,
+    "k2": K2,
+    "low_var_kl": K3,
+    "k3": K3,
     **{name: K2 for name in ("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+")},
-}  # fmt: skip
+}
 GROUP = 2
 NO_CLIP = 1e9
 
@@ -54,18 +60,40 @@ def build() -> Adapter:
         _reward("rloo", "kl", credit="total", advantage="rloo", clip=0.2),
         _reward("grpo", "kl", credit="total", advantage="grpo", beta=0.05, note="divided by the group's std; beta .05"),
         _reward("grpo", "kl", credit="total", advantage="dr_grpo", norm=False, note="norm_adv_by_std_in_grpo=False"),
-        _reward("reinforce_plus_plus", "kl", credit="to_go", advantage="", beta=0.05, batch=True,
-                note="whitened over the batch, here one group, with the sample variance (ours: the population's); "
-                "beta 0.05"),
-        _reward("reinforce_plus_plus_baseline", "kl", credit="total", advantage="", beta=0.05, batch=True,
-                note="whitened over the batch, here one group; beta 0.05"),
-        _reward("gdpo", "kl", credit="total", advantage="", batch=True,
-                note="rewards are rebuilt from their components, so the penalty is lost"),
-    ]  # fmt: skip
+        _reward(
+            "reinforce_plus_plus",
+            "kl",
+            credit="to_go",
+            advantage="",
+            beta=0.05,
+            batch=True,
+            note="whitened over the batch, here one group, with the sample variance (ours: the population's); "
+            "beta 0.05",
+        ),
+        _reward(
+            "reinforce_plus_plus_baseline",
+            "kl",
+            credit="total",
+            advantage="",
+            beta=0.05,
+            batch=True,
+            note="whitened over the batch, here one group; beta 0.05",
+        ),
+        _reward(
+            "gdpo",
+            "kl",
+            credit="total",
+            advantage="",
+            batch=True,
+            note="rewards are rebuilt from their components, so the penalty is lost",
+        ),
+    ]
     skipped = Skipped(
-        system="verl", version=PEER.version, what="use_kl_in_reward with a critic (GAE)",
+        system="verl",
+        version=PEER.version,
+        what="use_kl_in_reward with a critic (GAE)",
         reason="needs a value function; with values of 0 and lambda 1 it is reinforce_plus_plus before whitening",
-    )  # fmt: skip
+    )
     return Adapter(
         system="verl", version=PEER.version, cases=(*functions, *actor, *reward), skipped=(skipped,), needs=PEER.pins
     )
@@ -82,9 +110,15 @@ def _function(name: str, term: KLTerm | None) -> Case:
         return torch.where(rows.mask_BT, value_BT, 0.0)
 
     return _case(
-        name=f"verl:{name}", flags=f"kl_loss_type={name}", kind="kl function", placement="loss", loss=loss,
-        module=CORE, function="kl_penalty", ours=None if term is None else (term,),
-    )  # fmt: skip
+        name=f"verl:{name}",
+        flags=f"kl_loss_type={name}",
+        kind="kl function",
+        placement="loss",
+        loss=loss,
+        module=CORE,
+        function="kl_penalty",
+        ours=None if term is None else (term,),
+    )
 
 
 def _actor(name: str, term: KLTerm, *, mode: str = "seq-mean-token-sum", suffix: str = "") -> Case:
@@ -95,12 +129,19 @@ def _actor(name: str, term: KLTerm, *, mode: str = "seq-mean-token-sum", suffix:
 
     loss: Loss = kl_part(loss_at)
     return _case(
-        name=f"verl:actor/{name}{suffix}", flags=f"use_kl_loss=True kl_loss_type={name} loss_agg_mode={mode}",
-        kind="loss path", placement="loss", loss=loss if around is None else batch_by_batch(loss, GROUP),
-        module=LOSSES, function="ppo_loss", ours=(term,), around=around, group_size=1 if around is None else GROUP,
+        name=f"verl:actor/{name}{suffix}",
+        flags=f"use_kl_loss=True kl_loss_type={name} loss_agg_mode={mode}",
+        kind="loss path",
+        placement="loss",
+        loss=loss if around is None else batch_by_batch(loss, GROUP),
+        module=LOSSES,
+        function="ppo_loss",
+        ours=(term,),
+        around=around,
+        group_size=1 if around is None else GROUP,
         reduction="mean over completions (theirs divided out)" if around is None else "token mean over the batch",
         tolerance=FLOAT64 if around is None else FLOAT32,
-    )  # fmt: skip
+    )
 
 
 class _Config(SimpleNamespace):
@@ -110,9 +151,17 @@ class _Config(SimpleNamespace):
 
 def _actor_config(clip: float, mode: str, **fields: Any) -> _Config:
     return _Config(
-        global_batch_info={}, loss_scale_factor=None, loss_agg_mode=mode, policy_loss=_Config(loss_mode="vanilla"),
-        clip_ratio=clip, clip_ratio_low=clip, clip_ratio_high=clip, clip_ratio_c=NO_CLIP, entropy_coeff=0.0, **fields,
-    )  # fmt: skip
+        global_batch_info={},
+        loss_scale_factor=None,
+        loss_agg_mode=mode,
+        policy_loss=_Config(loss_mode="vanilla"),
+        clip_ratio=clip,
+        clip_ratio_low=clip,
+        clip_ratio_high=clip,
+        clip_ratio_c=NO_CLIP,
+        entropy_coeff=0.0,
+        **fields,
+    )
 
 
 def _ppo_loss(rows: Rows, beta: float, name: str, mode: str) -> Tensor:
@@ -123,13 +172,16 @@ def _ppo_loss(rows: Rows, beta: float, name: str, mode: str) -> Tensor:
     ones_B1 = torch.ones(count, 1, dtype=torch.long)
     data = losses.tu.get_tensordict(
         {
-            "prompts": ones_B1, "responses": rows.mask_BT.long(),
-            "attention_mask": torch.cat([ones_B1, rows.mask_BT.long()], 1), "response_mask": rows.mask_BT,
-            "old_log_probs": rows.behaviour_logp_BT, "ref_log_prob": rows.ref_logp_BT,
+            "prompts": ones_B1,
+            "responses": rows.mask_BT.long(),
+            "attention_mask": torch.cat([ones_B1, rows.mask_BT.long()], 1),
+            "response_mask": rows.mask_BT,
+            "old_log_probs": rows.behaviour_logp_BT,
+            "ref_log_prob": rows.ref_logp_BT,
             "advantages": rows.reward_B[:, None].expand_as(rows.ref_logp_BT).contiguous(),
         },
         {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None},
-    )  # fmt: skip
+    )
     # A flat pass gives one log-prob per input token, that of the next one: the last of each row is nobody's.
     flat = [torch.cat([logp[mask], logp.new_zeros(1)]) for logp, mask in zip(rows.logp_BT, rows.mask_BT, strict=True)]
     value, _ = losses.ppo_loss(config, {"log_probs": torch.cat(flat)}, data)
@@ -137,19 +189,34 @@ def _ppo_loss(rows: Rows, beta: float, name: str, mode: str) -> Tensor:
 
 
 def _reward(
-    estimator: str, penalty: str, *, credit: str, advantage: str, clip: float = NO_CLIP, beta: float = 1.0,
-    norm: bool = True, batch: bool = False, note: str = "",
-) -> Case:  # fmt: skip
+    estimator: str,
+    penalty: str,
+    *,
+    credit: str,
+    advantage: str,
+    clip: float = NO_CLIP,
+    beta: float = 1.0,
+    norm: bool = True,
+    batch: bool = False,
+    note: str = "",
+) -> Case:
     base = penalty.rstrip("+")
     form = {"kl": KLTerm("k1"), "low_var_kl": K3, "k3": K3}[base]
     term = KLTerm(
-        form.estimator, placement="reward", credit=credit, baseline="before", anchor="behaviour",
-        input_clamp=form.input_clamp, output_clamp=form.output_clamp,
-    )  # fmt: skip
+        form.estimator,
+        placement="reward",
+        credit=credit,
+        baseline="before",
+        anchor="behaviour",
+        input_clamp=form.input_clamp,
+        output_clamp=form.output_clamp,
+    )
     around = Surroundings(
-        advantage=advantage or "none", policy_loss="ppo_clip", group_size=GROUP,
+        advantage=advantage or "none",
+        policy_loss="ppo_clip",
+        group_size=GROUP,
         policy_loss_options={"clip_low": clip, "clip_high": clip},
-    )  # fmt: skip
+    )
 
     def loss_at(rows: Rows, at: float) -> Tensor:
         return _in_reward(rows, at, estimator, penalty, clip, norm)
@@ -162,12 +229,20 @@ def _reward(
     words += [f"clip_ratio={'off' if clip == NO_CLIP else clip}"]
     name = f"verl:reward/{estimator}/{penalty}" + ("" if norm else "/no_std") + ("" if clip == NO_CLIP else "/clipped")
     return _case(
-        name=name, flags=" ".join(words), kind="loss path", placement="reward",
-        loss=batch_by_batch(whole, GROUP) if batch else whole, module=TRAINER,
+        name=name,
+        flags=" ".join(words),
+        kind="loss path",
+        placement="reward",
+        loss=batch_by_batch(whole, GROUP) if batch else whole,
+        module=TRAINER,
         function="apply_kl_penalty + compute_advantage + compute_policy_loss_vanilla",
-        ours=(term,) if advantage else None, around=around if advantage else None, group_size=GROUP, beta=beta,
-        note=note, reduction="mean over completions (theirs divided out)",
-    )  # fmt: skip
+        ours=(term,) if advantage else None,
+        around=around if advantage else None,
+        group_size=GROUP,
+        beta=beta,
+        note=note,
+        reduction="mean over completions (theirs divided out)",
+    )
 
 
 def _in_reward(rows: Rows, beta: float, estimator: str, penalty: str, clip: float, norm: bool) -> Tensor:
@@ -180,19 +255,27 @@ def _in_reward(rows: Rows, beta: float, estimator: str, penalty: str, clip: floa
     ones_B1 = torch.ones(count, 1, dtype=torch.long)
     data = trainer.DataProto.from_dict(
         tensors={
-            "response_mask": mask_BT, "token_level_scores": scores_BT, "old_log_probs": rows.behaviour_logp_BT,
-            "ref_log_prob": rows.ref_logp_BT, "reward_baselines": torch.zeros(count, dtype=torch.float64),
-            "prompts": ones_B1, "attention_mask": torch.cat([ones_B1, rows.mask_BT.long()], 1),
+            "response_mask": mask_BT,
+            "token_level_scores": scores_BT,
+            "old_log_probs": rows.behaviour_logp_BT,
+            "ref_log_prob": rows.ref_logp_BT,
+            "reward_baselines": torch.zeros(count, dtype=torch.float64),
+            "prompts": ones_B1,
+            "attention_mask": torch.cat([ones_B1, rows.mask_BT.long()], 1),
         },
         non_tensors={"uid": rows.group_B.numpy().astype(object), "task": rows.reward_B.numpy().astype(object)},
-    )  # fmt: skip
+    )
     data, _ = trainer.apply_kl_penalty(data, core.FixedKLController(beta), kl_penalty=penalty)
     config = _Config(gamma=1.0, gdpo_reward_keys=["task"], gdpo_reward_weights=None)
     known = core.AdvantageEstimator(estimator)
     data = trainer.compute_advantage(data, known, norm_adv_by_std_in_grpo=norm, num_repeat=GROUP, config=config)
     value, _ = core.compute_policy_loss_vanilla(
-        old_log_prob=rows.behaviour_logp_BT, log_prob=rows.logp_BT, advantages=data.batch["advantages"],
-        response_mask=mask_BT, loss_agg_mode="seq-mean-token-sum", config=_actor_config(clip, "seq-mean-token-sum"),
-    )  # fmt: skip
+        old_log_prob=rows.behaviour_logp_BT,
+        log_prob=rows.logp_BT,
+        advantages=data.batch["advantages"],
+        response_mask=mask_BT,
+        loss_agg_mode="seq-mean-token-sum",
+        config=_actor_config(clip, "seq-mean-token-sum"),
+    )
     assert isinstance(data.non_tensor_batch["uid"], np.ndarray)
     return spread(value * count, rows)

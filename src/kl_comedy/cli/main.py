@@ -12,24 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kl_comedy.cli import (
-    auditing,
-    catalogue,
-    certifying,
-    evaluation,
-    explaining,
-    exporting,
-    laboratory,
-    open_problem,
-    planning,
-    policy_study,
-    reproducing,
-    results,
-    results_compare,
-    results_report,
-    results_verify,
-    sweeping,
-)
+from kl_comedy.cli import audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
 
 if TYPE_CHECKING:
@@ -42,22 +25,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="The reference laboratory for KL regularization in RL of language models.",
 )
-results_compare.mount(results.app)
-results_report.mount(results.app)
-results_verify.mount(results.app)
-app.add_typer(results.app, name="results")
-auditing.mount(app)
-catalogue.mount(app)
-certifying.mount(app)
-evaluation.mount(app)
-explaining.mount(app)
-exporting.mount(app)
-laboratory.mount(app)
-open_problem.mount(app)
-planning.mount(app)
-policy_study.mount(app)
-reproducing.mount(app)
-sweeping.mount(app)
+for module in (audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep):
+    module.mount(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, as configs/quickstart.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as optimizer.lr=1e-4 kl.0.beta=0.1")]
@@ -81,7 +50,6 @@ def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins =
 
 def _load(config: Path, overrides: list[str] | None, plugins: list[Path] | None) -> Config:
     """Plugins first, then the rooms, then the config that names their parts."""
-    import kl_comedy.training.rooms  # noqa: F401  (fills the registries)
     from kl_comedy.config import load_config
     from kl_comedy.registry import load_plugin_file
 

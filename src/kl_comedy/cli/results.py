@@ -2,16 +2,26 @@
 
 Data goes to stdout, talk to stderr. Exits 0 when done, 1 when there is nothing to show or the store fails, 2 on
 misuse (unknown key, metric, experiment, format, or no store at that address).
+
+``kl-comedy results compare`` and ``aggregate``: configurations against each other.
+
+``kl-comedy results report``: a study as one HTML page.
+
+``kl-comedy results verify``: a table against the store.
 """
 
 from __future__ import annotations
 
+import math
+import shlex
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kl_comedy.cli.selection import (
+from kl_comedy.cli.results_query import (
     DEFAULT_URI,
     Collapse,
     Experiment,
@@ -26,6 +36,7 @@ from kl_comedy.cli.selection import (
     check,
     kl_column,
     lines_and_panels,
+    panel_columns,
     runs,
     say,
     select,
@@ -65,7 +76,7 @@ def table(
 ) -> None:
     """Mean and 95% interval over seeds of the final value of metrics, grouped by config keys."""
     from kl_comedy.statistics import METHODS, generator
-    from kl_comedy.tracking.stats import summarize
+    from kl_comedy.tracking.compare import summarize
     from kl_comedy.tracking.tables import FORMATS, MACHINE_FORMATS, readable
 
     check("--format", format, (*FORMATS, "parquet"))
@@ -73,9 +84,18 @@ def table(
     if format == "parquet" and out is None:
         raise UserError("--out: parquet is binary; name a file")
     frame, groups, metrics = select(
-        uri, experiment, where, group, metric, status=status, keep_repeats=keep_repeats, mark_dead=True, of=of,
-        collapse=collapse, split_versions=split_versions,
-    )  # fmt: skip
+        uri,
+        experiment,
+        where,
+        group,
+        metric,
+        status=status,
+        keep_repeats=keep_repeats,
+        mark_dead=True,
+        of=of,
+        collapse=collapse,
+        split_versions=split_versions,
+    )
     if run_ids and format not in (machine := (*MACHINE_FORMATS, "parquet")):
         raise UserError(f"--run-ids: is for {', '.join(machine)}; got --format {format}")
     summary = summarize(frame, groups, metrics, interval, statuses_of(status), generator(), run_ids=run_ids)
@@ -115,10 +135,10 @@ def plot(
     reached. heatmap: estimator x placement, a panel a beta. Runs without KL stand in the panels of every family and
     beta.
     """
-    from kl_comedy.tracking import pictures
-    from kl_comedy.tracking.ordering import in_order
+    from kl_comedy.tracking import plots as pictures
     from kl_comedy.tracking.plots import check_suffix
     from kl_comedy.tracking.plots import plot as draw_curves
+    from kl_comedy.tracking.runs import in_order
 
     check_suffix(out)
     check("--kind", kind, KINDS)
@@ -128,9 +148,19 @@ def plot(
         raise bad_value("--smooth", str(smooth), f"nothing with --kind {kind}", "--of mean:K is the value of a run")
     keys = group or (None if kind == "curves" else ["kl.family"])
     frame, groups, metrics = select(
-        uri, experiment, where, keys, metric, status=status, keep_repeats=keep_repeats, of=of, collapse=collapse,
-        split_versions=split_versions, families=kind != "curves", panels=panels,
-    )  # fmt: skip
+        uri,
+        experiment,
+        where,
+        keys,
+        metric,
+        status=status,
+        keep_repeats=keep_repeats,
+        of=of,
+        collapse=collapse,
+        split_versions=split_versions,
+        families=kind != "curves",
+        panels=panels,
+    )
     frame = frame[frame["status"].isin(statuses_of(status))]
     if frame.empty:
         raise RunFailed(f"no run with status {status}; --status all draws every run")
@@ -159,7 +189,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
 ) -> None:
     """Every run with all its params, tags, final metrics and status, one row a run."""
-    from kl_comedy.tracking import exports
+    from kl_comedy.tracking import runs as exports
 
     chosen = format or (out.suffix.lstrip(".").lower() if out else "csv")
     check("--format" if format else "--out", chosen, EXPORT_FORMATS)
@@ -193,3 +223,258 @@ def sync(
         for path in done.missing:
             say(f"{folder}: {path} is gone and was not uploaded")
         typer.echo(done.state.run_id)
+
+
+AtKl = Annotated[str | None, typer.Option(help="Match at these KLs (nats), comma-separated; default: at equal beta.")]
+Baseline = Annotated[str | None, typer.Option(help="The row the others are compared with, by its name in the table.")]
+Within = Annotated[list[str] | None, typer.Option(help="Compare within equal values of these keys, comma-separated.")]
+Interval = Annotated[str, typer.Option(help="95% interval: t (Student) or bootstrap.")]
+Format = Annotated[str, typer.Option(help="text, markdown, csv, json, latex, or parquet with --out.")]
+Out = Annotated[Path | None, typer.Option(help="File to write; default: stdout.")]
+
+
+def compare(
+    metric: Annotated[str, typer.Option(help="The metric to compare.")],
+    at_kl: AtKl = None,
+    baseline: Baseline = None,
+    group: Within = None,
+    uri: Uri = DEFAULT_URI,
+    experiment: Experiment = None,
+    where: Where = None,
+    kl: Kl = None,
+    status: Status = "finished",
+    keep_repeats: Repeats = False,
+    of: Of = "last",
+    collapse: Collapse = None,
+    split_versions: SplitVersions = False,
+    interval: Interval = "t",
+    format: Format = "text",
+    out: Out = None,
+) -> None:
+    """KL families at equal beta, or at equal exact KL (interpolated between runs, never beyond them).
+
+    outside: seeds whose runs do not reach that KL; gap: seeds with only a collapsed run on one side of it.
+    """
+    from kl_comedy.statistics import METHODS, generator
+    from kl_comedy.tracking import compare as comparing
+    from kl_comedy.tracking.tables import FORMATS
+
+    check("--interval", interval, METHODS)
+    check("--format", format, (*FORMATS, "parquet"))
+    _needs_file(format, out)
+    frame, groups, metrics = select(
+        uri,
+        experiment,
+        where,
+        group or [],
+        [metric],
+        status=status,
+        keep_repeats=keep_repeats,
+        of=of,
+        collapse=collapse,
+        split_versions=split_versions,
+        families=True,
+    )
+    if len(metrics) != 1:
+        raise UserError(f"--metric: got {metric!r}, which is {len(metrics)} metrics; name one")
+    frame = frame[frame["status"].isin(statuses_of(status))]
+    _check_family(frame, baseline)
+    if at_kl is None:
+        found = comparing.matched_beta(frame, groups, metrics[0], baseline, interval, generator())
+    else:
+        at = _numbers(at_kl)
+        found = comparing.matched_kl(
+            frame, groups, metrics[0], kl_column(frame, kl), at, baseline, interval, generator()
+        )
+    write(found, format, out)
+
+
+def aggregate(
+    metric: Annotated[list[str], typer.Option(help="One metric a task, comma-separated; * matches anything.")],
+    group: Within = None,
+    baseline: Baseline = None,
+    uri: Uri = DEFAULT_URI,
+    experiment: Experiment = None,
+    where: Where = None,
+    status: Status = "finished",
+    keep_repeats: Repeats = False,
+    of: Of = "last",
+    collapse: Collapse = None,
+    split_versions: SplitVersions = False,
+    format: Format = "text",
+    out: Out = None,
+) -> None:
+    """Several tasks as one number: interquartile mean (stratified bootstrap), probability of improvement."""
+    from kl_comedy.statistics import generator
+    from kl_comedy.tracking import compare as comparing
+    from kl_comedy.tracking.tables import FORMATS
+
+    check("--format", format, (*FORMATS, "parquet"))
+    _needs_file(format, out)
+    frame, groups, metrics = select(
+        uri,
+        experiment,
+        where,
+        group or ["kl.label"],
+        metric,
+        status=status,
+        keep_repeats=keep_repeats,
+        of=of,
+        collapse=collapse,
+        split_versions=split_versions,
+    )
+    counted = frame[frame["status"].isin(statuses_of(status))]
+    found = comparing.aggregate(counted, groups, metrics, baseline, generator())
+    if found.empty:
+        raise RunFailed(f"no run with status {status} has a value of {', '.join(metric)}")
+    write(found, format, out)
+
+
+def _check_family(frame: object, baseline: str | None) -> None:
+    from kl_comedy.tracking.compare import FAMILY, SEED, families_of
+
+    for column, what in ((FAMILY, "the tag kl.label"), (SEED, "the param seed")):
+        if column not in frame:  # type: ignore[operator]
+            raise UserError(f"these runs lack {what}, by which families are compared; they were not trained by us")
+    if baseline is not None and baseline not in (names := families_of(frame)):  # type: ignore[arg-type]
+        raise bad_value("--baseline", baseline, names)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        found = [float(word) for word in split([text])]
+    except ValueError:
+        found = []
+    if not found or not all(math.isfinite(value) and value >= 0 for value in found):
+        raise bad_value("--at-kl", text, "numbers of nats, as 0.5,1,2")
+    return found
+
+
+def _needs_file(format: str, out: Path | None) -> None:
+    if format == "parquet" and out is None:
+        raise UserError("--out: parquet is binary; name a file")
+
+
+def report(
+    out: Annotated[Path, typer.Option(help="File to write: .html.")],
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Study",
+    uri: Uri = DEFAULT_URI,
+    experiment: Experiment = None,
+    where: Where = None,
+    group: Group = None,
+    parts: Annotated[
+        list[str] | None, typer.Option(help="A section with table and pictures for each value of these keys.")
+    ] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics, comma-separated; * matches anything.")] = None,
+    kl: Kl = None,
+    status: Status = "finished",
+    keep_repeats: Repeats = False,
+    of: Of = "last",
+    collapse: Collapse = None,
+    split_versions: SplitVersions = False,
+    interval: Annotated[str, typer.Option(help="95% interval: t (Student) or bootstrap.")] = "t",
+) -> None:
+    """One self-contained HTML page: results, curves, certificates, completions, provenance, commands. No network."""
+    from kl_comedy.io import atomic_write
+    from kl_comedy.statistics import METHODS, generator
+    from kl_comedy.tracking.compare import summarize
+    from kl_comedy.tracking.report import build_page, render_page
+
+    check("--interval", interval, METHODS)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out: got {str(out)!r}; allowed: a file that ends in .html")
+    notes: list[str] = []
+    frame, groups, metrics = select(
+        uri,
+        experiment,
+        where,
+        group,
+        metric,
+        status=status,
+        keep_repeats=keep_repeats,
+        mark_dead=True,
+        of=of,
+        collapse=collapse,
+        split_versions=split_versions,
+        notes=notes,
+        panels=parts,
+        panels_option="--parts",
+    )
+    sections = panel_columns(frame, parts, "--parts")
+    groups = [*sections, *(group for group in groups if group not in sections)]
+    summary = summarize(frame, groups, metrics, interval, statuses_of(status), generator())
+    rule = f"Means over seeds with 95% intervals ({interval}) of runs with status {status}."
+    page = build_page(
+        uri,
+        frame,
+        summary,
+        groups,
+        metrics,
+        title=title,
+        command=shlex.join(["kl-comedy", *sys.argv[1:]]),
+        rules=[rule, *(note.removeprefix("note: ") for note in notes if not note.startswith("warning"))],
+        warnings=[note for note in notes if note.startswith("warning")],
+        kl=_kl(frame, kl),
+        parts=sections,
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, render_page(page).encode("utf-8"))
+    typer.echo(str(out))
+
+
+def _kl(frame: object, kl: str | None) -> str | None:
+    """The KL to draw against; None where nobody asked and nothing was measured."""
+    try:
+        return kl_column(frame, kl)  # type: ignore[arg-type]
+    except UserError:
+        if kl is not None:
+            raise
+        return None
+
+
+def verify(
+    table: Annotated[Path, typer.Argument(metavar="TABLE", help="A CSV, JSON or Parquet table that names its runs.")],
+    uri: Uri = DEFAULT_URI,
+    format: Annotated[str, typer.Option(help="text, markdown, csv, json or latex.")] = "text",
+) -> None:
+    """Which rows of a table the store still bears out: same, changed (and where), or missing.
+
+    Exits 1 unless every row is the same.
+    """
+    import pandas as pd
+
+    from kl_comedy.tracking.tables import FORMATS, render
+    from kl_comedy.tracking.verify import read_table
+    from kl_comedy.tracking.verify import verify as check_rows
+
+    check("--format", format, FORMATS)
+    rows = read_table(table)
+    found = check_rows(uri, runs(uri, None, None), rows)
+    bad = [item for item in found if item.verdict != "same"]
+    shown = found if format in ("csv", "json") else bad
+    if shown:
+        lines = [asdict(item) | {"unchecked": ", ".join(item.unchecked)} for item in shown]
+        typer.echo(render(pd.DataFrame(lines), format))
+    say(f"{len(found) - len(bad)} of {len(found)} rows are the same ({sum(item.checked for item in found)} cells)")
+    unchecked = dict.fromkeys(name for item in found for name in item.unchecked)
+    if unchecked:
+        say(f"not checked, as the store has no such column: {', '.join(unchecked)}")
+    if bad:
+        raise RunFailed(f"{len(bad)} rows of {table} no longer reproduce from {uri}")
+
+
+def mount(parent: typer.Typer) -> None:
+    """Add the group of commands to the application."""
+    app.command(
+        epilog="Example: kl-comedy results compare --metric eval/heldout/reward --at-kl 0.5,1,2 --baseline 'no KL' "
+        "--group optimizer.lr"
+    )(compare)
+    app.command(
+        epilog="Example: kl-comedy results aggregate --metric 'eval/*/reward' --group kl.label --baseline 'no KL'"
+    )(aggregate)
+    app.command(
+        epilog="Example: kl-comedy results report --experiment study --parts sweep,optimizer.lr --group kl.label "
+        "--out study.html"
+    )(report)
+    app.command(epilog="Example: kl-comedy results verify results/runs.csv --uri sqlite:///mlflow.db")(verify)
+    parent.add_typer(app, name="results")

@@ -19,18 +19,19 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from kl_comedy.config.check import check_combinations
-from kl_comedy.config.fields import check_fields, check_shape
-from kl_comedy.config.plain import first_line, read_mapping
+from kl_comedy.config.combinations import check_combinations
 from kl_comedy.config.schema import Config
+from kl_comedy.config.validate import check_fields, check_shape, first_line
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.io import read_yaml
 
 NOT_IDENTITY = ("output", "resume", "audit", "tracking")
 """Keys that say where a run is kept or what is measured on the way, not what it is; not in the config hash."""
 
 NOT_IDENTITY_WITHIN = {
-    "train": ("strategy", "devices", "nodes"), "rollout": ("replica_gib", "bucket_mib"),
-}  # fmt: skip
+    "train": ("strategy", "devices", "nodes"),
+    "rollout": ("replica_gib", "bucket_mib"),
+}
 """The same of keys within rooms: on how many processes a run runs, so that it can go on with another number."""
 
 
@@ -47,7 +48,7 @@ def config_reader(path: str | Path | None) -> Callable[[Sequence[str]], Config]:
     """Read and check ``path`` once; what is returned applies overrides to it: many configs from one file."""
     base = OmegaConf.structured(Config)
     if path is not None:
-        base = _merge(base, read_mapping(Path(path)), str(path))
+        base = _merge(base, read_yaml(Path(path)), str(path))
     return lambda overrides: _finish(copy.deepcopy(base), overrides)
 
 

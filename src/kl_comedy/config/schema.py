@@ -1,7 +1,11 @@
 """The schema of a run: plain dataclasses, one per room. Imports nothing heavy.
 
 A field's metadata may carry ``choices`` (the values allowed), ``registry`` (a kind whose names are
-allowed) or ``minimum``/``above`` (a bound); :mod:`kl_comedy.config.fields` checks them all and names the key.
+allowed) or ``minimum``/``above`` (a bound); :mod:`kl_comedy.config.validate` checks them all and names the key.
+
+The schema of an evaluation suite: which problems, how they are asked, how an answer is judged.
+
+Suites are YAML files (those of the package, or a user's own); :mod:`kl_comedy.evaluation.suites` reads them.
 """
 
 from __future__ import annotations
@@ -208,7 +212,7 @@ class ReferenceConfig:
     period: int = _at_least(100, 1)
 
 
-SHARDED = ("fsdp", "fsdp1")
+SHARDED = ("fsdp",)
 """Strategies that hold the policy in shards."""
 
 
@@ -217,8 +221,8 @@ class TrainConfig:
     """``steps`` counts optimizer updates. ``microbatch_tokens`` bounds tokens per backward
     (open: by the memory that activations take).
     ``exact_kl_every``: measure the exact KL and entropy every so many updates (0: at update 0 and where
-    a term needs it). ``strategy``: one process, whole copies (ddp) or shards (fsdp: FSDP2;
-    fsdp1: torch's first FSDP) in ``devices`` processes on each of ``nodes`` nodes; how many there are is not part of
+    a term needs it). ``strategy``: one process, whole copies (ddp) or shards (fsdp: FSDP2) in ``devices``
+    processes on each of ``nodes`` nodes; how many there are is not part of
     the config hash."""
 
     strategy: str = _one_of("single", "single", "ddp", *SHARDED)
@@ -305,3 +309,58 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+GROUPS = ("in_domain", "out_of_domain", "procedural", "own")
+KINDS = ("generate", "likelihood")
+FORMS = ("math", "number", "letter", "text", "answer_tag")
+TEMPLATES = ("auto", "plain", "chat")
+
+
+@dataclass
+class SuiteFile:
+    """The suite's problems in a local file (JSONL or Parquet); ``sha256`` of the file, where it must be that one."""
+
+    path: str = ""
+    sha256: str | None = None
+    fields: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class SuiteConfig:
+    """An evaluation suite.
+
+    ``data`` is where the problems are published (or the task that makes them), ``file`` the same in a local file.
+    ``where`` keeps the problems whose meta field is one of the values. ``items``: how many there must be.
+
+    ``text`` is the question: ``{text}`` the problem, ``{options}`` its choices (each as ``choice_line``), any other
+    name a field of the problem's meta (``{subject:words}``: underscores as spaces). ``prompt`` goes around it;
+    ``template`` auto: the chat template where the tokenizer has one.
+
+    ``generate``: completions are judged by ``reward`` (right from ``solved_at`` on); ``answer`` is how the answer that
+    votes in maj@k is read. ``likelihood``: the choice with the highest log-prob as a continuation: ``delimiter``, then
+    its letter or its text (``score``).
+    """
+
+    name: str = ""
+    summary: str = ""
+    source: str = ""
+    licence: str = ""
+    group: str = _one_of("own", *GROUPS)
+    kind: str = _one_of("generate", *KINDS)
+    data: DatasetConfig | None = None
+    file: SuiteFile | None = None
+    where: dict[str, list[str]] = field(default_factory=dict)
+    items: int | None = _at_least(None, 1)
+    text: str = "{text}"
+    choice_line: str = "({letter}) {choice}"
+    score: str = _one_of("letters", "letters", "texts")
+    delimiter: str = " "
+    template: str = _one_of("auto", *TEMPLATES)
+    prompt: PromptConfig = field(default_factory=lambda: PromptConfig(max_tokens=4096))
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    solved_at: float = _above(1.0, 0)
+    answer: str = _one_of("math", *FORMS)
+    max_new_tokens: int = _at_least(1024, 1)
+    stop: list[str] = field(default_factory=list)

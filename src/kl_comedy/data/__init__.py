@@ -5,11 +5,12 @@
 Importing this room registers the built-in datasets; their heavy packages are imported when one is loaded.
 """
 
-from kl_comedy.data import files, gym, hub, pocket
-from kl_comedy.data.decontaminate import decontaminate, normalize
-from kl_comedy.data.load import data_hash, load_problems
-from kl_comedy.data.order import PromptOrder
-from kl_comedy.data.prompts import RenderReport, render
+from kl_comedy.data import pocket
+from kl_comedy.data import sources as files
+from kl_comedy.data import sources as gym
+from kl_comedy.data import sources as hub
+from kl_comedy.data.load import data_hash, decontaminate, load_problems, normalize
+from kl_comedy.data.prompts import PromptOrder, RenderReport, render
 
 BUILT_IN = (files, gym, hub, pocket)
 """The modules whose import registers the built-in datasets."""

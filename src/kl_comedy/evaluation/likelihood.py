@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kl_comedy.config import Config
 from kl_comedy.data.prompts import continuation_ids
-from kl_comedy.models.footprint import head_chunk, microbatch_tokens
+from kl_comedy.models.introspection import head_chunk, microbatch_tokens
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.records import Prompt
 from kl_comedy.rollouts import Sampling

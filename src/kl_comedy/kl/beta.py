@@ -107,9 +107,9 @@ class BetaState:
 
     def __init__(self, beta: Beta) -> None:
         self.spec = beta
-        self.value = beta.init if isinstance(beta, BetaTarget) else (
-            beta.at(0) if isinstance(beta, BetaSchedule) else beta
-        )  # fmt: skip
+        self.value = (
+            beta.init if isinstance(beta, BetaTarget) else (beta.at(0) if isinstance(beta, BetaSchedule) else beta)
+        )
 
     def advance(self, step: int, measured_kl: float) -> None:
         """Move to the coefficient of update ``step``, given the sequence KL (nats) just measured."""

@@ -5,11 +5,18 @@ Targets (gradients of): ``sequence_reverse`` KL(pi || ref) over completions; ``t
 distribution held fixed; ``sequence_forward`` KL(ref || pi) over completions; ``zero``. tests/exact
 enumerates every cell of the matrix and fails both when a claim here does not hold and when a target is
 hit that nothing here claims.
+
+Every cell of the KL space that can mean something, generated from the registry.
 """
 
 from __future__ import annotations
 
-from kl_comedy.kl.term import KLTerm
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from kl_comedy.errors import UserError
+from kl_comedy.kl.term import ANCHORS, CREDITS, GRADIENTS, LEVELS, KLTerm
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
 TARGETS = ("sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero")
@@ -134,3 +141,21 @@ def warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
     if target in ("sequence_reverse", "token_reverse") or (target == "token_forward" and term.direction == "forward"):
         return []
     return [f"{term.label()}: {regime.replace('_', '-')} it has {verdict(term, regime)}"]
+
+
+def cells(estimators: Iterable[str] | None = None, corrections: Iterable[str] | None = None) -> list[KLTerm]:
+    """All terms at beta 1 without caps, clamps and windows: estimator x level x correction x anchor x placement.
+
+    ``None`` takes every registered name, so a new part is in the matrix the day it registers.
+    """
+    chosen = ESTIMATORS.names() if estimators is None else [ESTIMATORS.get(name).name for name in estimators]
+    ratios = CORRECTIONS.names() if corrections is None else [CORRECTIONS.get(name).name for name in corrections]
+    shapes: list[dict[str, Any]] = [{"placement": "reward", "credit": credit} for credit in CREDITS]
+    shapes += [{"placement": "loss", "gradient": gradient} for gradient in GRADIENTS]
+    found = []
+    for estimator, level, ratio, anchor, shape in itertools.product(chosen, LEVELS, ratios, ANCHORS, shapes):
+        try:
+            found.append(KLTerm(estimator, level=level, correction=ratio, anchor=anchor, **shape))
+        except UserError:
+            continue
+    return found

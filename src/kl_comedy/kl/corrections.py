@@ -51,18 +51,25 @@ def token_detached(delta_BT: Tensor) -> Tensor:
 
 
 @CORRECTIONS.register(
-    "prefix", source="per-decision importance sampling, Precup et al. 2000", weights="cost", detached=False,
+    "prefix",
+    source="per-decision importance sampling, Precup et al. 2000",
+    weights="cost",
+    detached=False,
     scope="prefix",
-)  # fmt: skip
+)
 def prefix(delta_BT: Tensor, window: int | None = None) -> Tensor:
     """``W_t``: the product of ratios up to and including the token (of the last ``window`` ones)."""
     return _running_sum(delta_BT, window).exp()
 
 
 @CORRECTIONS.register(
-    "prefix_previous", source="Rao-Blackwellized per-decision form", weights="cost", detached=False, scope="prefix",
+    "prefix_previous",
+    source="Rao-Blackwellized per-decision form",
+    weights="cost",
+    detached=False,
+    scope="prefix",
     own=False,
-)  # fmt: skip
+)
 def prefix_previous(delta_BT: Tensor, window: int | None = None) -> Tensor:
     """``W_{t-1}``: the product of ratios before the token; enough where the cost depends on the prefix only."""
     return _running_sum(_shifted(delta_BT, 1), window).exp()

@@ -27,129 +27,177 @@ def _recipe(name: str, summary: str, source: str, *terms: KLTerm) -> Callable[[]
 
 _recipe("none", "no KL term", "beta = 0 in TRL, prime-rl, verl defaults")
 _recipe(
-    "comedy/k1_in_reward", "k1 as a cost of the whole completion, before the baseline", "2512.21852 Table 1",
+    "comedy/k1_in_reward",
+    "k1 as a cost of the whole completion, before the baseline",
+    "2512.21852 Table 1",
     KLTerm("k1", placement="reward", credit="total", baseline="before", beta=0.05),
-)  # fmt: skip
+)
 _recipe("comedy/k1_in_loss", "k1 differentiated", "2512.21852 Table 1", KLTerm("k1", placement="loss", beta=0.05))
 _recipe(
-    "comedy/k3_in_reward", "k3 as a cost of the whole completion, before the baseline", "2512.21852 Table 1",
+    "comedy/k3_in_reward",
+    "k3 as a cost of the whole completion, before the baseline",
+    "2512.21852 Table 1",
     KLTerm("k3", placement="reward", credit="total", baseline="before", beta=0.05),
-)  # fmt: skip
+)
 _recipe("comedy/k3_in_loss", "k3 differentiated", "2512.21852 Table 1", KLTerm("k3", placement="loss", beta=0.05))
 _recipe(
-    "comedy/k3_both", "k3 in reward and in loss, the same beta in each", "2512.21852 Sec. 4.3",
+    "comedy/k3_both",
+    "k3 in reward and in loss, the same beta in each",
+    "2512.21852 Sec. 4.3",
     KLTerm("k3", placement="reward", credit="total", baseline="before", beta=0.1),
     KLTerm("k3", placement="loss", beta=0.1),
-)  # fmt: skip
+)
 _recipe("grpo", "k3 differentiated", "2402.03300 Eq. 4", KLTerm("k3", placement="loss", beta=0.04))
 _recipe(
-    "trl/default", "k3 times the differentiable token ratio", "TRL 1.16 GRPO, use_bias_correction_kl=True",
+    "trl/default",
+    "k3 times the differentiable token ratio",
+    "TRL 1.16 GRPO, use_bias_correction_kl=True",
     KLTerm("k3", placement="loss", correction="token", beta=0.04),
-)  # fmt: skip
+)
 _recipe(
-    "trl/rloo", "k1 of the whole completion inside the reward", "TRL 1.16 RLOO",
+    "trl/rloo",
+    "k1 of the whole completion inside the reward",
+    "TRL 1.16 RLOO",
     KLTerm("k1", placement="reward", credit="total", baseline="before", beta=0.05),
-)  # fmt: skip
+)
 _recipe(
-    "verl/low_var_kl", "k3 differentiated, without gradient beyond its clamps",
+    "verl/low_var_kl",
+    "k3 differentiated, without gradient beyond its clamps",
     "verl 0.9.1 use_kl_loss, kl_loss_type=low_var_kl",
     KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, beta=0.001),
-)  # fmt: skip
+)
 _recipe(
-    "verl/k3+", "value of k3, gradient of k2", "verl 0.9.1 kl_loss_type=k3+",
+    "verl/k3+",
+    "value of k3, gradient of k2",
+    "verl 0.9.1 kl_loss_type=k3+",
     KLTerm("k3", placement="loss", gradient="k2", beta=0.001),
-)  # fmt: skip
+)
 _recipe(
-    "openrlhf/default", "k1 to go, after the group baseline", "OpenRLHF 0.11.2 reward path",
+    "openrlhf/default",
+    "k1 to go, after the group baseline",
+    "OpenRLHF 0.11.2 reward path",
     KLTerm("k1", placement="reward", credit="to_go", beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "openrlhf/unbiased", "value of k3, gradient of k2, times the detached token ratio up to 10",
+    "openrlhf/unbiased",
+    "value of k3, gradient of k2, times the detached token ratio up to 10",
     "OpenRLHF 0.11.2 unbiased_gradient",
     KLTerm("k3", placement="loss", gradient="k2", correction="token_detached", cap=10.0, beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "openrlhf/k3_loss", "k3 differentiated, without gradient beyond its clamp",
+    "openrlhf/k3_loss",
+    "k3 differentiated, without gradient beyond its clamp",
     "OpenRLHF 0.11.2 algo.kl.use_loss, algo.kl.estimator=k3",
     KLTerm("k3", placement="loss", output_clamp=10.0, beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "nemo_rl/default", "value of k3, gradient of k2 (NeMo-RL gives no gradient beyond k3 = 10, this term does)",
-    "NeMo-RL 7ea279a ClippedPGLossFn", KLTerm("k3", placement="loss", gradient="k2", beta=0.01),
-)  # fmt: skip
+    "nemo_rl/default",
+    "value of k3, gradient of k2 (NeMo-RL gives no gradient beyond k3 = 10, this term does)",
+    "NeMo-RL 7ea279a ClippedPGLossFn",
+    KLTerm("k3", placement="loss", gradient="k2", beta=0.01),
+)
 _recipe(
-    "skyrl/default", "k3 differentiated, without gradient beyond its clamps", "SkyRL 0.3.0 use_kl_loss",
+    "skyrl/default",
+    "k3 differentiated, without gradient beyond its clamps",
+    "SkyRL 0.3.0 use_kl_loss",
     KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, beta=0.001),
-)  # fmt: skip
+)
 _recipe(
-    "open_instruct/default", "k3 differentiated", "open-instruct e6c3044 kl_estimator=2",
+    "open_instruct/default",
+    "k3 differentiated",
+    "open-instruct e6c3044 kl_estimator=2",
     KLTerm("k3", placement="loss", input_clamp=40.0, beta=0.05),
-)  # fmt: skip
+)
 _recipe(
-    "deepseek_v3_2", "k3 times the differentiable token ratio", "2512.02556",
+    "deepseek_v3_2",
+    "k3 times the differentiable token ratio",
+    "2512.02556",
     KLTerm("k3", placement="loss", correction="token", beta=0.01),
-)  # fmt: skip
+)
 _recipe("liu/k2_loss", "k2 differentiated", "2510.01555", KLTerm("k2", placement="loss", beta=0.01))
 _recipe(
-    "liu/corrected", "k2 differentiated, times the detached token ratio", "2510.01555 (off-policy correction)",
+    "liu/corrected",
+    "k2 differentiated, times the detached token ratio",
+    "2510.01555 (off-policy correction)",
     KLTerm("k2", placement="loss", correction="token_detached", beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "frpo", "k1 to go, added to the advantage after normalization", "FRPO: reverse cumulative log-ratios",
+    "frpo",
+    "k1 to go, added to the advantage after normalization",
+    "FRPO: reverse cumulative log-ratios",
     KLTerm("k1", placement="reward", credit="to_go", baseline="after", beta=0.01),
-)  # fmt: skip
+)
 _recipe("rb/token", "exact per-prefix KL differentiated", "2506.09477", KLTerm("exact", placement="loss", beta=0.01))
 _recipe(
-    "rb/full", "exact per-prefix KL with future credit", "2506.09477",
+    "rb/full",
+    "exact per-prefix KL with future credit",
+    "2506.09477",
     KLTerm("exact", placement="reward", credit="to_go", beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "rb/per_decision", "exact KL times the ratio of the tokens before: unbiased on- and off-policy",
+    "rb/per_decision",
+    "exact KL times the ratio of the tokens before: unbiased on- and off-policy",
     "answers the open problem of 2512.21852 Sec. 3",
     KLTerm("exact", placement="loss", correction="prefix_previous", beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "rb/baselined", "rb/per_decision with the leave-one-out mean of its own returns: unbiased, less noise",
+    "rb/baselined",
+    "rb/per_decision with the leave-one-out mean of its own returns: unbiased, less noise",
     "results/open_problem",
     KLTerm("exact", placement="reward", credit="to_go", correction="prefix_previous", baseline="own", beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "rb/robust", "rb/baselined with the prefix ratio truncated at 8: least error on stale batches",
+    "rb/robust",
+    "rb/baselined with the prefix ratio truncated at 8: least error on stale batches",
     "results/open_problem",
     KLTerm(
         "exact", placement="reward", credit="to_go", correction="prefix_previous", cap=8.0, baseline="own", beta=0.01
     ),
-)  # fmt: skip
+)
 _recipe(
-    "rb/windowed", "rb/per_decision with the product of the last 4 ratios", "results/open_problem (a negative result)",
+    "rb/windowed",
+    "rb/per_decision with the product of the last 4 ratios",
+    "results/open_problem (a negative result)",
     KLTerm("exact", placement="reward", credit="to_go", correction="prefix_previous", window=4, beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "rb/masked", "rb/per_decision without the costs whose prefix ratio is above 4", "results/open_problem",
+    "rb/masked",
+    "rb/per_decision without the costs whose prefix ratio is above 4",
+    "results/open_problem",
     KLTerm(
         "exact", placement="reward", credit="to_go", correction="prefix_previous", cap=4.0, cap_mode="mask", beta=0.01
     ),
-)  # fmt: skip
+)
 _recipe(
-    "is/sequence_total", "k1 of the whole completion times its ratio", "2512.21852 Sec. 3",
+    "is/sequence_total",
+    "k1 of the whole completion times its ratio",
+    "2512.21852 Sec. 3",
     KLTerm("k1", placement="reward", credit="total", correction="sequence", beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "is/k3_sequence", "k3 times the differentiated ratio of the completion", "Amini et al., kl-rb code",
+    "is/k3_sequence",
+    "k3 times the differentiated ratio of the completion",
+    "Amini et al., kl-rb code",
     KLTerm("k3", placement="loss", correction="sequence", beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "is/k3_per_decision", "k3 times the differentiated ratio of the prefix", "per-decision importance sampling",
+    "is/k3_per_decision",
+    "k3 times the differentiated ratio of the prefix",
+    "per-decision importance sampling",
     KLTerm("k3", placement="loss", correction="prefix", beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "is/sequence", "k1 in reward times the ratio of the completion", "2512.21852 Sec. 3",
+    "is/sequence",
+    "k1 in reward times the ratio of the completion",
+    "2512.21852 Sec. 3",
     KLTerm("k1", placement="reward", credit="to_go", correction="sequence", beta=0.01),
-)  # fmt: skip
+)
 _recipe(
-    "is/per_decision", "k1 in reward times the ratio of the prefix", "per-decision importance sampling",
+    "is/per_decision",
+    "k1 in reward times the ratio of the prefix",
+    "per-decision importance sampling",
     KLTerm("k1", placement="reward", credit="to_go", correction="prefix", beta=0.01),
-)  # fmt: skip
+)
 
 
 def recipe(name: str, *, beta: Any = None, key: str = "kl") -> tuple[KLTerm, ...]:

@@ -1,4 +1,14 @@
-"""kl_surrogate: the per-token loss of a KL term, whose expected gradient is what the term descends.
+"""A term's own baseline: the leave-one-out mean of its KL returns over the group, weighted as they are.
+
+``E_mu[W_t s_t b] = 0`` for any ``b`` that does not see the completion itself, where ``W_t`` is the product
+of ratios up to the token (one on-policy). So the baseline is weighted by ``W_t``, not by the plain score,
+and leaves an unbiased term unbiased off-policy too; a baseline inside the advantage does not.
+
+Where the estimate enters: as a detached cost on the score function, or differentiated.
+
+Shapes: ``[B, T]`` over completion tokens, nats, zero outside the mask.
+
+kl_surrogate: the per-token loss of a KL term, whose expected gradient is what the term descends.
 
 Legend: ``B`` sequences, ``T`` completion tokens. All log-probs in nats; promoted to float32 at least.
 """
@@ -7,16 +17,118 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl.corrections import weights_of
-from kl_comedy.kl.estimators.log_ratio import k2
-from kl_comedy.kl.placements import TermParts, exact_in_reward, in_loss, in_reward
+from kl_comedy.kl.estimators import k2
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+
+
+def own_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor) -> Tensor:
+    """``b_t = sum_j W_t^j F_t^j / sum_j W_t^j`` over the other completions of the group that reach t, ``[B, T]``.
+
+    ``F`` is the KL return (nats) that weights the score at t. Where no other completion of the group
+    reaches t there is nothing to compare with, and the baseline is 0. Detached.
+    """
+    mask_BT = mask_BT.bool()
+    weighted_BT = torch.where(mask_BT, parts.weight_BT * parts.cost_BT, 0.0)
+    weight_BT = torch.where(mask_BT, parts.baseline_weight_BT, 0.0)
+    numerator_BT = _others(weighted_BT, group_B)
+    denominator_BT = _others(weight_BT, group_B)
+    has_others_BT = _others(mask_BT.to(weight_BT.dtype), group_B) > 0.5
+    safe_BT = torch.where(denominator_BT > 0, denominator_BT, torch.ones_like(denominator_BT))
+    found_BT = has_others_BT & (denominator_BT > 0) & mask_BT
+    return torch.where(found_BT, numerator_BT / safe_BT, torch.zeros_like(safe_BT)).detach()
+
+
+def _others(values_BT: Tensor, group_B: Tensor) -> Tensor:
+    """The sum over the other rows of the group, summed afresh where subtraction would leave rounding."""
+    _, index_B = torch.unique(group_B, return_inverse=True)
+    groups = int(index_B.max()) + 1
+    sums_GT = values_BT.new_zeros(groups, values_BT.shape[1]).index_add_(0, index_B, values_BT)
+    return sums_GT[index_B] - values_BT
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermParts:
+    """A term taken apart: ``surrogate = weight * cost * logp + pathwise``.
+
+    ``cost_BT`` and the weights are detached; ``pathwise_BT`` is differentiable. A cost that enters
+    before the baseline is taken from here into the return, and only ``pathwise_BT`` stays a loss.
+    ``baseline_weight_BT`` is what a baseline of the cost is weighted by: the ratio up to the token.
+    """
+
+    cost_BT: Tensor
+    weight_BT: Tensor
+    baseline_weight_BT: Tensor
+    pathwise_BT: Tensor
+
+
+def credit_costs(cost_BT: Tensor, credit: str) -> Tensor:
+    """The cost that weights the score of each token.
+
+    ``total``: the sum over the completion; ``to_go``: the sum over u >= t (2506.09477; past costs have
+    zero mean); ``own``: the token's own.
+
+    >>> credit_costs(torch.tensor([[1.0, 2.0, 3.0]]), "to_go")
+    tensor([[6., 5., 3.]])
+    """
+    if credit == "total":
+        return cost_BT.sum(-1, keepdim=True).expand_as(cost_BT)
+    if credit == "to_go":
+        return cost_BT.flip(-1).cumsum(-1).flip(-1)
+    return cost_BT
+
+
+def future_costs(cost_BT: Tensor, credit: str) -> Tensor:
+    """Like :func:`credit_costs` without the token's own cost, which an exact term differentiates instead."""
+    return credit_costs(cost_BT, credit) - cost_BT
+
+
+def in_reward(value_BT: Tensor, ratio_BT: Tensor, up_to_BT: Tensor, *, credit: str, per_decision: bool) -> TermParts:
+    """A sampled estimate as a cost. ``ratio_BT`` weights the score (or each cost, ``per_decision``).
+
+    ``up_to_BT`` is the ratio up to and including each token.
+    """
+    value_BT, ratio_BT = value_BT.detach(), ratio_BT.detach()
+    cost_BT = credit_costs(ratio_BT * value_BT if per_decision else value_BT, credit)
+    return TermParts(
+        cost_BT=cost_BT,
+        weight_BT=torch.ones_like(ratio_BT) if per_decision else ratio_BT,
+        baseline_weight_BT=up_to_BT.detach() if per_decision else ratio_BT,
+        pathwise_BT=torch.zeros_like(value_BT),
+    )
+
+
+def exact_in_reward(
+    exact_kl_BT: Tensor, ratio_BT: Tensor, up_to_BT: Tensor, *, credit: str, per_decision: bool, own_ratio: bool
+) -> TermParts:
+    """An exact KL as a cost: the future weights the score, the own step is differentiated.
+
+    Unbiased for the sequence KL on-policy: ``sum_t s_t sum_{u>t} KL_u + grad KL_t`` (chain rule, 2506.09477).
+    ``own_ratio`` says whether the own step carries the ratio: not for a token ratio, whose mean given
+    the prefix is one.
+    """
+    ratio_BT = ratio_BT.detach()
+    value_BT = exact_kl_BT.detach()
+    cost_BT = future_costs(ratio_BT * value_BT if per_decision else value_BT, credit)
+    return TermParts(
+        cost_BT=cost_BT,
+        weight_BT=torch.ones_like(ratio_BT) if per_decision else ratio_BT,
+        baseline_weight_BT=up_to_BT.detach() if per_decision else ratio_BT,
+        pathwise_BT=ratio_BT * exact_kl_BT if own_ratio else exact_kl_BT,
+    )
+
+
+def in_loss(value_BT: Tensor, ratio_BT: Tensor) -> TermParts:
+    """A differentiated estimate, times its (differentiable or detached) ratio."""
+    zeros_BT = torch.zeros_like(value_BT)
+    return TermParts(cost_BT=zeros_BT, weight_BT=zeros_BT, baseline_weight_BT=zeros_BT, pathwise_BT=ratio_BT * value_BT)
 
 
 def kl_surrogate(
@@ -44,7 +156,7 @@ def kl_surrogate(
         mask_BT: true on completion tokens; each row has at least one.
         exact_kl_BT: for ``exact`` (``exact_forward``): the exact reverse (forward) KL of the next-token
             distributions at the prefix of token t, differentiable.
-        baseline_BT: for ``baseline: own``: :func:`~kl_comedy.kl.baseline.own_baseline` of the update's
+        baseline_BT: for ``baseline: own``: :func:`~kl_comedy.kl.surrogate.own_baseline` of the update's
             rows; None is no baseline (a group of one).
 
     Raises:
@@ -115,9 +227,13 @@ def _clamped(term: KLTerm, logp_BT: Tensor, ref_logp_BT: Tensor, behaviour_logp_
 
 
 def _parts(
-    term: KLTerm, logp_BT: Tensor, ref_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor,
+    term: KLTerm,
+    logp_BT: Tensor,
+    ref_logp_BT: Tensor,
+    behaviour_logp_BT: Tensor,
+    mask_BT: Tensor,
     exact_kl_BT: Tensor | None,
-) -> TermParts:  # fmt: skip
+) -> TermParts:
     correction = CORRECTIONS.get(term.correction)
     delta_BT = torch.where(mask_BT, logp_BT - behaviour_logp_BT, torch.zeros_like(logp_BT))
     ratio_BT = weights_of(term.correction, delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
@@ -175,9 +291,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _enter(
-    term: KLTerm, logp_BT: Tensor, ref_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor,
+    term: KLTerm,
+    logp_BT: Tensor,
+    ref_logp_BT: Tensor,
+    behaviour_logp_BT: Tensor,
+    mask_BT: Tensor,
     exact_kl_BT: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Check ranks, shapes and values at the door; detach what must not be differentiated."""
     tensors = {"logp_BT": logp_BT, "ref_logp_BT": ref_logp_BT, "behaviour_logp_BT": behaviour_logp_BT}
     if term.needs != "log_ratio":

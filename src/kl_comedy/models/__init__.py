@@ -1,10 +1,10 @@
 """Policies and references: loading, chunked token log-probs with exact KL and entropy, weight hashes."""
 
-from kl_comedy.models.anatomy import head_weights, unwrap
-from kl_comedy.models.hashing import weights_hash
+from kl_comedy.models.introspection import head_weights, unwrap
 from kl_comedy.models.load import LoadedModel, load_model
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import Reference, ReferencePass, build_reference
+from kl_comedy.models.weights import weights_hash
 
 __all__ = [
     "LoadedModel",

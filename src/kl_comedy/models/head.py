@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kl_comedy.models.anatomy import Head
-from kl_comedy.models.in_place import adds_in_place, gradient_of
-from kl_comedy.models.products import add_product, rows_times
+from kl_comedy.models.in_place_gradients import adds_in_place, gradient_of
+from kl_comedy.models.introspection import Head
+from kl_comedy.models.onednn_linear import add_product, rows_times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,15 @@ class Other:
 
 
 def head_columns(
-    hidden_NH: Tensor, head: Head, ids_N: Tensor, *, temperature: float, chunk_elements: int, wanted: Wanted,
+    hidden_NH: Tensor,
+    head: Head,
+    ids_N: Tensor,
+    *,
+    temperature: float,
+    chunk_elements: int,
+    wanted: Wanted,
     other: Other | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Columns ``[N]``: log-prob of ``ids_N``, then what is ``wanted``, at most ``chunk_elements`` logits at a time.
 
     Log-prob and KLs are differentiable in ``hidden_NH`` and ``head``. Chunks are of whole rows, so every sum over the
@@ -63,7 +69,7 @@ def head_columns(
     rows = max(1, chunk_elements // head[0].shape[0])
     plan = _Plan(
         ids_N=ids_N, temperature=temperature, rows=rows, wanted=wanted, other=other, adds=adds_in_place(head[0])
-    )  # fmt: skip
+    )
     columns: Sequence[Tensor] = _HeadColumns.apply(hidden_NH, *head, plan)  # type: ignore[no-untyped-call]
     return list(columns)
 
@@ -76,7 +82,7 @@ class _Plan:
     wanted: Wanted
     other: Other | None
     adds: bool
-    """Whether the head's gradient is added to ``.grad`` here (:mod:`kl_comedy.models.in_place`)."""
+    """Whether the head's gradient is added to ``.grad`` here (:mod:`kl_comedy.models.in_place_gradients`)."""
 
     def chunks(self) -> Iterator[slice]:
         for start in range(0, max(len(self.ids_N), 1), self.rows):
@@ -150,9 +156,13 @@ class _HeadColumns(torch.autograd.Function):
 
 
 def _logits_gradient(
-    logp_nV: Tensor, logq_nV: Tensor | None, plan: _Plan, part: slice, gradients: Sequence[Tensor],
+    logp_nV: Tensor,
+    logq_nV: Tensor | None,
+    plan: _Plan,
+    part: slice,
+    gradients: Sequence[Tensor],
     kl_n: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gradient ``[n, V]`` of the logits; ``gradients`` are those of the columns."""
     wanted, given = plan.wanted, iter(gradients)
     logp_grad_n = next(given)

@@ -16,25 +16,34 @@ import torch
 from torch import Tensor, nn
 
 from kl_comedy.errors import UserError, bad_value, nearest
-from kl_comedy.models.anatomy import head_weights, refuse_scaled_logits, silence_dropout, unwrap
-from kl_comedy.models.attention import adopt
-from kl_comedy.models.gguf_files import load_gguf_model, load_gguf_tokenizer
-from kl_comedy.models.in_place import adopt_embeddings
+from kl_comedy.models.attention import adopt, build_line, line_hidden
+from kl_comedy.models.gguf import FOLDER as SMOLLM2
+from kl_comedy.models.gguf import load_gguf_model, load_gguf_tokenizer
+from kl_comedy.models.in_place_gradients import adopt_embeddings
+from kl_comedy.models.introspection import (
+    call_as_forward,
+    head_weights,
+    refuse_scaled_logits,
+    silence_dropout,
+    unwrap,
+)
 from kl_comedy.models.logprobs import completion_hidden, token_pass
-from kl_comedy.models.products import adopt_products
-from kl_comedy.models.sharded import call_as_forward, is_classic
-from kl_comedy.models.shared_prefix import build_line, line_hidden
-from kl_comedy.models.slices import held
-from kl_comedy.models.smollm2 import FOLDER as SMOLLM2
+from kl_comedy.models.onednn_linear import adopt_products
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import LoraConfig, ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RESERVED_OPTIONS = (
-    "attn_implementation", "device_map", "dtype", "gguf_file", "quantization_config", "revision", "torch_dtype",
+    "attn_implementation",
+    "device_map",
+    "dtype",
+    "gguf_file",
+    "quantization_config",
+    "revision",
+    "torch_dtype",
     "trust_remote_code",
-)  # fmt: skip
+)
 """Options of transformers that our own keys decide, or that would load the model in a way we do not support."""
 
 
@@ -116,9 +125,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
         return load_gguf_tokenizer(_gguf_folder(config), config.gguf_file)
     name, key = (config.tokenizer, "model.tokenizer") if config.tokenizer else (config.source, "model.source")
     revision = None if config.tokenizer else config.revision
-    return _from_pretrained(
-        AutoTokenizer, name, key, revision=revision, trust_remote_code=config.trust_remote_code
-    )  # fmt: skip
+    return _from_pretrained(AutoTokenizer, name, key, revision=revision, trust_remote_code=config.trust_remote_code)
 
 
 def _load_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
@@ -131,9 +138,14 @@ def _load_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
     if config.gguf_file is not None:
         return load_gguf_model(_gguf_folder(config), config.gguf_file, dtype=dtype, **options)
     return _from_pretrained(
-        AutoModelForCausalLM, config.source, "model.source", dtype=dtype, revision=config.revision,
-        trust_remote_code=config.trust_remote_code, **options,
-    )  # fmt: skip
+        AutoModelForCausalLM,
+        config.source,
+        "model.source",
+        dtype=dtype,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        **options,
+    )
 
 
 def _gguf_folder(config: ModelConfig) -> Path:
@@ -252,7 +264,7 @@ def probe_head(model: Any, *, share_prompt: bool = True) -> None:
     Tolerance: 1e-4 of the largest logit in float32, one unit in the last place or two in narrower types.
     """
     weight, _ = head_weights(model)
-    vocabulary = held(weight).shape[0]
+    vocabulary = weight.shape[0]
     ids = (torch.arange(24, device=weight.device) * 7919 % vocabulary).view(2, 12)
     ones = torch.ones_like(ids)
 
@@ -260,11 +272,16 @@ def probe_head(model: Any, *, share_prompt: bool = True) -> None:
         return (model(input_ids=ids, attention_mask=ones, use_cache=False).logits.to(torch.float64),)
 
     with torch.no_grad():
-        (logits,) = call_as_forward(model, whole_pass) if is_classic(model) else whole_pass()
+        (logits,) = whole_pass()
         ours = token_pass(
-            model, prompt_ids_BP=ids[:, :4], prompt_mask_BP=ones[:, :4], ids_BT=ids[:, 4:], mask_BT=ones[:, 4:],
-            temperature=1.0, chunk_elements=5 * vocabulary,
-        ).logp_BT  # fmt: skip
+            model,
+            prompt_ids_BP=ids[:, :4],
+            prompt_mask_BP=ones[:, :4],
+            ids_BT=ids[:, 4:],
+            mask_BT=ones[:, 4:],
+            temperature=1.0,
+            chunk_elements=5 * vocabulary,
+        ).logp_BT
     if share_prompt:
         _check_sharing(model, ids, ones)
     theirs = logits[:, 3:-1].log_softmax(-1).gather(2, ids[:, 4:, None])[..., 0]

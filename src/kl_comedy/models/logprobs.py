@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kl_comedy.models.anatomy import decoder_body, head_weights
-from kl_comedy.models.attention import adopt
+from kl_comedy.models.attention import adopt, build_line, line_hidden
 from kl_comedy.models.head import Other, Wanted, head_columns
-from kl_comedy.models.sharded import call_as_forward
-from kl_comedy.models.shared_prefix import build_line, line_hidden
+from kl_comedy.models.introspection import call_as_forward, decoder_body, head_weights
 from kl_comedy.models.weights import whole
 
 if TYPE_CHECKING:
@@ -92,9 +90,14 @@ def token_pass(
             if whole_reference.hidden_NH is not None:
                 other = Other(hidden_NH=whole_reference.hidden_NH, head=whole_reference.head)
         columns = head_columns(
-            hidden_NH, head_weights(model), ids_BT[mask_BT], temperature=temperature, chunk_elements=chunk_elements,
-            wanted=wanted, other=other,
-        )  # fmt: skip
+            hidden_NH,
+            head_weights(model),
+            ids_BT[mask_BT],
+            temperature=temperature,
+            chunk_elements=chunk_elements,
+            wanted=wanted,
+            other=other,
+        )
         return (hidden_NH.detach() if detach_hidden else hidden_NH, *columns)
 
     hidden_NH, *columns = call_as_forward(model, run)
@@ -146,13 +149,18 @@ def _check_reference(reference: ReferencePass | None, wanted: Wanted, *, rows: i
 
 
 def completion_hidden(
-    model: nn.Module, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor,
-    *, share_prompt: bool = True,
-) -> Tensor:  # fmt: skip
+    model: nn.Module,
+    prompt_ids_BP: Tensor,
+    prompt_mask_BP: Tensor,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    share_prompt: bool = True,
+) -> Tensor:
     """Hidden state before each masked completion token, ``[N, H]``, rows in reading order.
 
     Positions count real tokens, so that padding changes nothing. Rows with the same prompt share its
-    computation where that is cheaper (:mod:`kl_comedy.models.shared_prefix`), unless ``share_prompt`` is off.
+    computation where that is cheaper (:mod:`kl_comedy.models.attention`), unless ``share_prompt`` is off.
     """
     if share_prompt and adopt(model):
         return line_hidden(model, build_line(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT))

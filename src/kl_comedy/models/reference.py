@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.models.anatomy import Head, head_weights, is_peft
-from kl_comedy.models.hashing import weights_hash
+from kl_comedy.models.introspection import Head, head_weights, is_peft, is_sharded, twin
 from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.sharded import is_sharded, twin
-from kl_comedy.models.slices import held, local, named_parameters
+from kl_comedy.models.weights import weights_hash
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import ReferenceConfig
@@ -134,7 +132,7 @@ def _pass(model: nn.Module, options: PassOptions, batch: Mapping[str, Tensor]) -
             share_prompt=options.share_prompt,
         )
         weight, bias = head_weights(model)
-    head = (held(weight).detach(), None if bias is None else held(bias).detach())
+    head = (weight.detach(), None if bias is None else bias.detach())
     return ReferencePass(logp_BT=seen.logp_BT, hidden_NH=seen.hidden_NH, head=head, temperature=options.temperature)
 
 
@@ -192,7 +190,7 @@ class _Moving:
     def __init__(self, model: nn.Module, options: PassOptions) -> None:
         self.model = frozen_copy(model)
         self._options = options
-        self._names = [name for name, p in named_parameters(model) if p.requires_grad]
+        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._step = 0
         self._hash: str | None = None
 
@@ -206,16 +204,11 @@ class _Moving:
         return _pass(self.model, self._options, batch)
 
     def _own(self) -> dict[str, Tensor]:
-        mine = dict(named_parameters(self.model))
+        mine = dict(self.model.named_parameters())
         return {name: mine[name].data for name in self._names}
 
-    def _laid_out(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Copies of ``values`` that know how they lie over the processes."""
-        mine = dict(named_parameters(self.model))
-        return {name: held(mine[name], value.clone()) for name, value in values.items()}
-
     def _theirs(self, model: nn.Module) -> dict[str, Tensor]:
-        theirs = dict(named_parameters(model))
+        theirs = dict(model.named_parameters())
         return {name: theirs[name].detach() for name in self._names}
 
     @torch.no_grad()
@@ -224,7 +217,7 @@ class _Moving:
             odd = sorted(set(values) ^ set(self._names))[:3]
             raise UserError(f"reference: the saved weights are of another model (they differ in {', '.join(odd)})")
         for name, own in self._own().items():
-            own.copy_(local(values[name]))
+            own.copy_(values[name])
         self._hash = None
 
 
@@ -254,12 +247,12 @@ class EmaReference(_Moving):
         self._step = step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "weights": self._laid_out(self._average)}
+        return {"step": self._step, "weights": {name: value.clone() for name, value in self._average.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._assign(state["weights"])
         for name, average in self._average.items():
-            average.copy_(local(state["weights"][name]))
+            average.copy_(state["weights"][name])
         self._step = int(state["step"])
 
 
@@ -279,7 +272,7 @@ class PeriodicReference(_Moving):
         self._step = step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "weights": self._laid_out(self._own())}
+        return {"step": self._step, "weights": {name: value.clone() for name, value in self._own().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._assign(state["weights"])

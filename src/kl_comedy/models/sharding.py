@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.models.anatomy import decoder_body, is_peft, refuse_scaled_logits, silence_dropout, unwrap
+from kl_comedy.models.introspection import (
+    decoder_body,
+    is_peft,
+    refuse_scaled_logits,
+    remember_twin,
+    silence_dropout,
+    unwrap,
+)
 from kl_comedy.models.load import (
     DTYPES,
     LoadedModel,
@@ -33,8 +40,7 @@ from kl_comedy.models.load import (
     prepare_tokenizer,
     probe_head,
 )
-from kl_comedy.models.products import adopt_products
-from kl_comedy.models.sharded import remember_twin
+from kl_comedy.models.onednn_linear import adopt_products
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,20 +117,26 @@ def whole_skeleton(config: ModelConfig) -> Any:
 
 def _architecture(config: ModelConfig) -> Any:
     if config.source == "pocket":
-        from kl_comedy.models.pocket_recipe import build_model, recipe_from_options
+        from kl_comedy.models.pocket import build_model, recipe_from_options
 
         with torch.random.fork_rng(devices=[]):
             return build_model(recipe_from_options(config.options), attention=config.attention)
     if config.gguf_file is not None:
-        raise bad_value("model.gguf_file", config.gguf_file, "null with train.strategy: fsdp or fsdp1",
-                        "a GGUF file cannot be streamed; save it as a Hugging Face folder first")  # fmt: skip
+        raise bad_value(
+            "model.gguf_file",
+            config.gguf_file,
+            "null with train.strategy: fsdp",
+            "a GGUF file cannot be streamed; save it as a Hugging Face folder first",
+        )
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         found = AutoConfig.from_pretrained(
-            config.source, revision=config.revision, trust_remote_code=config.trust_remote_code,
+            config.source,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
             **copy.deepcopy(config.options),
-        )  # fmt: skip
+        )
         return AutoModelForCausalLM.from_config(
             found, attn_implementation=config.attention, trust_remote_code=config.trust_remote_code
         )
@@ -247,8 +259,7 @@ def _weight_files(config: ModelConfig) -> Iterator[tuple[str, Path]]:
 
 def _folder(config: ModelConfig) -> Path:
     if config.source == "pocket":
-        from kl_comedy.models.pocket import pocket_folder
-        from kl_comedy.models.pocket_recipe import recipe_from_options
+        from kl_comedy.models.pocket import pocket_folder, recipe_from_options
 
         return pocket_folder(recipe_from_options(config.options))
     if Path(config.source).is_dir():

@@ -1,4 +1,6 @@
-"""A model's weights as a stream of whole tensors in bounded buckets, whatever way the model is sharded.
+"""The identity of a set of weights: one SHA-256 over names, dtypes, shapes and bytes.
+
+A model's weights as a stream of whole tensors in bounded buckets, whatever way the model is sharded.
 
     sharded model -> (gather a bucket, hand it on, forget it) -> replica, sampler, file
 
@@ -7,13 +9,50 @@ No process holds more than one bucket beside its own shards.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kl_comedy.models.slices import held, kept_buffers, named_parameters
+CHUNK_BYTES = 1 << 24
+"""Bytes hashed at a time, so that a weight on a GPU never needs a second full copy in host memory."""
+
+
+def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only: bool = False) -> str:
+    """Hex SHA-256 of the weights. Where they live (device, sharding) does not enter; dtype does.
+
+    A tensor tied under several names is hashed under each. ``base_only`` leaves a PEFT model's adapters out
+    and strips the wrapper from the names, so that the hash equals that of the model before it was wrapped.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_named(model_or_state, base_only=base_only)):
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        for piece in _bytes_of(tensor):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _named(model_or_state: Any, *, base_only: bool) -> Iterator[tuple[str, Tensor]]:
+    state = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if base_only:
+            if ".lora_" in name or ".modules_to_save." in name:
+                continue
+            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        yield name, tensor
+
+
+def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The tensor's values in C order, as byte pieces. A sharded tensor is gathered (all ranks must call)."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    flat = whole.detach().contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), CHUNK_BYTES):
+        yield memoryview(flat[start : start + CHUNK_BYTES].cpu().numpy())
+
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -47,8 +86,11 @@ def stream_weights(model: nn.Module, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters (tied ones once) and the buffers that a state dict keeps, as they are held: sharded or not."""
-    yield from ((name, held(parameter)) for name, parameter in named_parameters(model))
-    yield from kept_buffers(model)
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:  # no public way asks for persistent buffers alone
+                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -88,8 +130,11 @@ def merged_weights(buckets: Iterable[Bucket], scaling: float) -> Iterator[tuple[
     for bucket in buckets:
         for name, tensor in bucket:
             base = name.removeprefix("base_model.model.")
-            for mark, part in ((".base_layer.weight", "base"), (".lora_A.default.weight", "A"),
-                               (".lora_B.default.weight", "B")):  # fmt: skip
+            for mark, part in (
+                (".base_layer.weight", "base"),
+                (".lora_A.default.weight", "A"),
+                (".lora_B.default.weight", "B"),
+            ):
                 if base.endswith(mark):
                     module = base.removesuffix(mark)
                     parts = waiting.setdefault(module, {})

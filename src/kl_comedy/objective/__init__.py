@@ -1,12 +1,10 @@
 """The task part of the objective: advantages, policy losses, and reductions with explicit denominators."""
 
-from kl_comedy.objective.advantages import Advantage
-from kl_comedy.objective.gae import value_loss
+from kl_comedy.objective.advantages import Advantage, value_loss
 from kl_comedy.objective.policy_corrections import PolicyCorrection
 from kl_comedy.objective.policy_losses import PolicyLoss
 from kl_comedy.objective.policy_term import PolicyTerm, check_policy_term, policy_term
-from kl_comedy.objective.reduction import REDUCTIONS, sequence_weights
-from kl_comedy.objective.returns import returns_with_costs
+from kl_comedy.objective.reduction import REDUCTIONS, returns_with_costs, sequence_weights
 
 __all__ = [
     "REDUCTIONS",

@@ -90,44 +90,52 @@ def token(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Weights:
 
 
 @POLICY_CORRECTIONS.register(
-    "tis", source="Yao et al. 2025, truncated importance sampling; LlamaRL 2505.24034", claims=("on_policy",),
+    "tis",
+    source="Yao et al. 2025, truncated importance sampling; LlamaRL 2505.24034",
+    claims=("on_policy",),
     role="ratio",
-)  # fmt: skip
+)
 def tis(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, cap: float = 2.0) -> Weights:
     """``min(rho_t, cap)``: the token ratio, truncated."""
     return _truncated(delta_BT, cap)
 
 
 @POLICY_CORRECTIONS.register("icepop", source="Ling team 2510.18855 (IcePop)", claims=("on_policy",), role="ratio")
-def icepop(
-    delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float = 0.5, high: float = 5.0
-) -> Weights:  # fmt: skip
+def icepop(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float = 0.5, high: float = 5.0) -> Weights:
     """``rho_t`` where ``low <= rho_t <= high``, else 0: the token ratio, masked on both sides."""
     return _masked(delta_BT, low, high, keep_ratio=True)
 
 
 @POLICY_CORRECTIONS.register(
-    "sequence", source="importance sampling over completions, Precup et al. 2000",
-    claims=("on_policy", "off_policy"), role="ratio",
-)  # fmt: skip
+    "sequence",
+    source="importance sampling over completions, Precup et al. 2000",
+    claims=("on_policy", "off_policy"),
+    role="ratio",
+)
 def sequence(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Weights:
     """``omega``: the ratio of the whole completion, unbounded. The only unbiased one; variance explodes with length."""
     return _free(_sequence(delta_BT).exp())
 
 
 @POLICY_CORRECTIONS.register(
-    "sequence_tis", source="verl rollout_corr (Seq-TIS)", claims=("on_policy", "off_policy_unbounded"), role="ratio",
+    "sequence_tis",
+    source="verl rollout_corr (Seq-TIS)",
+    claims=("on_policy", "off_policy_unbounded"),
+    role="ratio",
     unbounded={"cap": math.inf},
-)  # fmt: skip
+)
 def sequence_tis(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, cap: float = 2.0) -> Weights:
     """``min(omega, cap)``: the ratio of the completion, truncated."""
     return _truncated(_sequence(delta_BT), cap)
 
 
 @POLICY_CORRECTIONS.register(
-    "sequence_mis", source="verl rollout_corr (Seq-MIS)", claims=("on_policy", "off_policy_unbounded"), role="ratio",
+    "sequence_mis",
+    source="verl rollout_corr (Seq-MIS)",
+    claims=("on_policy", "off_policy_unbounded"),
+    role="ratio",
     unbounded={"low": 0.0, "high": math.inf},
-)  # fmt: skip
+)
 def sequence_mis(
     delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float = 0.0, high: float = 2.0
 ) -> Weights:
@@ -136,18 +144,22 @@ def sequence_mis(
 
 
 @POLICY_CORRECTIONS.register(
-    "geometric_tis", source="the length-normalized ratio of GSPO 2507.18071 as a weight", claims=("on_policy",),
+    "geometric_tis",
+    source="the length-normalized ratio of GSPO 2507.18071 as a weight",
+    claims=("on_policy",),
     role="ratio",
-)  # fmt: skip
+)
 def geometric_tis(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, cap: float = 2.0) -> Weights:
     """``min(omega^(1/length), cap)``: the geometric-mean ratio of the completion, truncated."""
     return _truncated(sequence_mean(delta_BT, mask_BT), cap)
 
 
 @POLICY_CORRECTIONS.register(
-    "geometric_mask", source="NeMo-RL seq-mask-tis; verl rollout_corr (geometric rejection)", claims=("on_policy",),
+    "geometric_mask",
+    source="NeMo-RL seq-mask-tis; verl rollout_corr (geometric rejection)",
+    claims=("on_policy",),
     role="mask",
-)  # fmt: skip
+)
 def geometric_mask(
     delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float = 0.99, high: float = 1.01
 ) -> Weights:
@@ -156,8 +168,11 @@ def geometric_mask(
 
 
 @POLICY_CORRECTIONS.register(
-    "opsm", source="DeepSeek-V3.2 2512.02556, off-policy sequence masking", claims=("on_policy",), role="mask",
-)  # fmt: skip
+    "opsm",
+    source="DeepSeek-V3.2 2512.02556, off-policy sequence masking",
+    claims=("on_policy",),
+    role="mask",
+)
 def opsm(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, threshold: float = 0.5) -> Weights:
     """0 on completions with a mean advantage below 0 whose mean ``log mu - log pi`` exceeds ``threshold`` nats."""
     far_BT = -sequence_mean(delta_BT, mask_BT) > threshold

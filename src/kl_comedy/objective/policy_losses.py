@@ -36,9 +36,13 @@ def clip_fraction(
 
 
 def gspo_clipped(
-    logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor,
-    clip_low: float = 3e-4, clip_high: float = 4e-4,
-) -> Tensor:  # fmt: skip
+    logp_BT: Tensor,
+    behaviour_logp_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
     """True where :func:`gspo` gives a token no gradient, ``[B, T]``."""
     ratio_BT = sequence_mean(logp_BT - behaviour_logp_BT, mask_BT).exp()
     return _silenced(ratio_BT, advantage_BT, clip_low, clip_high)
@@ -72,9 +76,12 @@ def reinforce(logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor) 
 
 
 @POLICY_LOSSES.register(
-    "ppo_clip", source="Schulman et al. 1707.06347, Eq. 7; DAPO 2503.14476 clip-higher", claims=("on_policy",),
-    scope="token", bounded=clip_fraction,
-)  # fmt: skip
+    "ppo_clip",
+    source="Schulman et al. 1707.06347, Eq. 7; DAPO 2503.14476 clip-higher",
+    claims=("on_policy",),
+    scope="token",
+    bounded=clip_fraction,
+)
 def ppo_clip(
     logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Tensor:
@@ -87,13 +94,20 @@ def ppo_clip(
 
 
 @POLICY_LOSSES.register(
-    "gspo", source="Zheng et al. 2507.18071 (GSPO-token)", claims=("on_policy",), scope="sequence",
+    "gspo",
+    source="Zheng et al. 2507.18071 (GSPO-token)",
+    claims=("on_policy",),
+    scope="sequence",
     bounded=gspo_clipped,
-)  # fmt: skip
+)
 def gspo(
-    logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor,
-    clip_low: float = 3e-4, clip_high: float = 4e-4,
-) -> Tensor:  # fmt: skip
+    logp_BT: Tensor,
+    behaviour_logp_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
     """``-min(s A, clip(s) A)`` at each token, ``s = (pi(y) / mu(y))^(1/length)``: sequence clip, length-normalized.
 
     ``s_t = sg(s) pi_t / sg(pi_t)``, so that every token weights its own score by ``s`` and advantages may differ along

@@ -41,9 +41,11 @@ class PolicyTerm:
     def of(cls, algorithm: AlgorithmConfig) -> PolicyTerm:
         """The policy term of a config."""
         return cls(
-            loss=algorithm.policy_loss, options=algorithm.policy_loss_options, corrections=algorithm.correction,
+            loss=algorithm.policy_loss,
+            options=algorithm.policy_loss_options,
+            corrections=algorithm.correction,
             proximal=algorithm.proximal,
-        )  # fmt: skip
+        )
 
     def label(self) -> str:
         """A short name.
@@ -67,9 +69,14 @@ class PolicyLossParts:
 
 
 def policy_term(
-    term: PolicyTerm, *, logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor,
+    term: PolicyTerm,
+    *,
+    logp_BT: Tensor,
+    behaviour_logp_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
     proximal_logp_BT: Tensor | None = None,
-) -> PolicyLossParts:  # fmt: skip
+) -> PolicyLossParts:
     """The policy loss per token, unreduced, zero outside the mask; gradient into ``logp_BT`` only.
 
     ``proximal_logp_BT``: with ``proximal: recomputed``, the log-probs of the policy at the batch's first use.

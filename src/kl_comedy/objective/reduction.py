@@ -1,4 +1,6 @@
-"""Reductions: which share of the loss each sequence has. The denominator is stated, never implied.
+"""How KL costs that enter before the baseline become part of the return.
+
+Reductions: which share of the loss each sequence has. The denominator is stated, never implied.
 
 A loss over any set of sequences is ``sum_b weight_B[b] * sum_t mask * loss_BT[b, t]``. The weights are
 computed once for the whole batch of an update, so the losses of its micro-batches add up to it exactly.
@@ -10,6 +12,16 @@ import torch
 from torch import Tensor
 
 from kl_comedy.errors import bad_value
+
+
+def returns_with_costs(reward_B: Tensor, cost_BT: Tensor | None, length: int) -> Tensor:
+    """``R - cost`` for each token, ``[B, T]``: ``cost_BT`` is beta times the credited KL cost in nats.
+
+    Beyond the end of a completion the cost is whatever the credit says there: zero to go, or the total.
+    """
+    returns_BT = reward_B[:, None].expand(-1, length)
+    return returns_BT if cost_BT is None else returns_BT - cost_BT
+
 
 REDUCTIONS = ("token_mean", "sequence_mean_token_mean", "sequence_sum")
 

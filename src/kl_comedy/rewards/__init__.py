@@ -9,15 +9,24 @@ completion holds no answer, ``timeout`` it was killed, ``refused`` a guard tripp
 verifier; all but ``ok`` have value 0 in the built-in rewards.
 """
 
-from kl_comedy.rewards import answers, formats, gym, mathematics
-from kl_comedy.rewards.batch import Job
-from kl_comedy.rewards.contract import BadGold, RewardFunction, check_options
-from kl_comedy.rewards.pool import RewardPool, shared_pool
-from kl_comedy.rewards.total import RewardSum, score
+from kl_comedy.rewards import gym, mathematics
+from kl_comedy.rewards import text as answers
+from kl_comedy.rewards import text as formats
+from kl_comedy.rewards.base import BadGold, RewardFunction, check_options
+from kl_comedy.rewards.pool import Job, RewardPool, shared_pool
+from kl_comedy.rewards.score import RewardSum, score
 
 BUILT_IN = (answers, formats, gym, mathematics)
 """The modules whose import registers the built-in rewards."""
 
 __all__ = [
-    "BUILT_IN", "BadGold", "Job", "RewardFunction", "RewardPool", "RewardSum", "check_options", "score", "shared_pool",
-]  # fmt: skip
+    "BUILT_IN",
+    "BadGold",
+    "Job",
+    "RewardFunction",
+    "RewardPool",
+    "RewardSum",
+    "check_options",
+    "score",
+    "shared_pool",
+]

@@ -13,8 +13,8 @@ from typing import Any
 
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
-from kl_comedy.rewards import guards
-from kl_comedy.rewards.contract import BadGold
+from kl_comedy.rewards import text as guards
+from kl_comedy.rewards.base import BadGold
 
 
 @REWARDS.register(

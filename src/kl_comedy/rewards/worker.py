@@ -1,6 +1,6 @@
 """The verifier worker: reads jobs from its standard input, judges them one by one, writes verdicts.
 
-Run by :mod:`kl_comedy.rewards.process`. It ends with its parent: an idle worker at the end of its input, a
+Run by :mod:`kl_comedy.rewards.pool`. It ends with its parent: an idle worker at the end of its input, a
 busy one by the kernel's own CPU timer, which needs no Python to run and so stops ``9**9**9`` as well.
 """
 
@@ -26,8 +26,8 @@ import psutil
 
 from kl_comedy.errors import UserError
 from kl_comedy.registry import REWARDS, load_plugin_file
-from kl_comedy.rewards.contract import BadGold, example_call, normalized
-from kl_comedy.rewards.process import HEADER
+from kl_comedy.rewards.base import BadGold, example_call, normalized
+from kl_comedy.rewards.pool import HEADER
 
 ORPHAN_MARGIN = 2.0
 """The kernel's timer fires at this multiple of the limit: the parent decides first, while there is one."""

@@ -1,9 +1,11 @@
-"""Sampling from the very module that is trained, in the trainer's process.
+"""Sampling by transformers' own ``generate``: for architectures our loop does not take, and to compare with.
+
+Sampling from the very module that is trained, in the trainer's process.
 
     prompts x group -> sorted by length -> batches of at most ``batch_sequences`` -> rollouts in order
 
 Our own loop (:mod:`kl_comedy.rollouts.decoding`) draws where the model takes our attention, transformers'
-``generate`` (:mod:`kl_comedy.rollouts.library`) where it does not, or where asked.
+``generate`` (:mod:`kl_comedy.rollouts.hf`) where it does not, or where asked.
 
 Defaults that a checkpoint ships (``top_k``, penalties, suppressed tokens, ...) would make the sampler another
 policy than the learner's; a neutral generation config stands in for them during the call.
@@ -16,18 +18,82 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from kl_comedy.errors import RunFailed, UserError, bad_value, unknown_key
 from kl_comedy.models.attention import adopt
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
-from kl_comedy.rollouts import library
 from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
-from kl_comedy.rollouts.decoding import Drawn, decode
-from kl_comedy.rollouts.steps import StopStrings
+from kl_comedy.rollouts.decoding import Drawn, LogpRecorder, StopOnText, StopStrings, decode, ending, warpers
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
+
+
+def generate(
+    causal: Any,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: Sampling,
+    ends: Sequence[int],
+    stops: StopStrings,
+    pad_id: int,
+    device: torch.device,
+    version: int,
+) -> list[Drawn]:
+    """Draw one completion per prompt, left-padded, every setting ours. Random numbers are torch's global ones.
+
+    Raises :class:`RunFailed` where the distribution is not finite.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    ids_BP, mask_BP = left_pad(prompts, pad_id=pad_id, device=device)
+    width = ids_BP.shape[1]
+    neutral = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    settings = GenerationConfig(
+        **(neutral if sampling.temperature > 0 else {"do_sample": False}),
+        max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=list(ends) or None,
+        pad_token_id=pad_id,
+        use_cache=True,
+    )
+    recorder = LogpRecorder()
+    stopper = StopOnText(stops, prompt_length=width, rows=len(prompts))
+    try:
+        ids_BS = causal.generate(
+            input_ids=ids_BP,
+            attention_mask=mask_BP,
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([*warpers(sampling), recorder]),
+            stopping_criteria=StoppingCriteriaList([stopper] if stops else []),
+        )
+    except RuntimeError as error:
+        if "probability tensor" in str(error):
+            raise RunFailed("the policy's next-token distribution is not finite; nothing can be sampled") from error
+        raise
+    new = ids_BS[:, width:].tolist()
+    logps = recorder.finish(ids_BS[:, width:]).tolist()
+    drawn = []
+    for row, ids in enumerate(new):
+        length, reason = ending(ids, ends, stopper.length_B[row])
+        drawn.append(
+            Drawn(ids=ids[:length], logps=logps[row][:length], versions=[version] * length, stop_reason=reason)
+        )
+    return drawn
+
+
+def left_pad(prompts: Sequence[Prompt], *, pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and mask ``[B, P]`` (int64), padded on the left to the longest prompt."""
+    width = max(len(prompt.token_ids) for prompt in prompts)
+    ids_BP = torch.full((len(prompts), width), pad_id, dtype=torch.long)
+    mask_BP = torch.zeros_like(ids_BP)
+    for row, prompt in enumerate(prompts):
+        size = len(prompt.token_ids)
+        ids_BP[row, width - size :] = torch.tensor(prompt.token_ids)
+        mask_BP[row, width - size :] = 1
+    return ids_BP.to(device), mask_BP.to(device)
+
 
 LOOPS = ("auto", "library")
 """Option ``loop``: ours wherever the model takes it, or transformers' ``generate`` whatever the model."""
@@ -89,7 +155,7 @@ class HFRollouts:
 
     def generate_part(
         self, prompts: Sequence[Prompt], part: tuple[int, int], *, group_size: int, sampling: Sampling, seed: int
-    ) -> list[Rollout]:  # fmt: skip
+    ) -> list[Rollout]:
         """What :meth:`generate` returns for ``prompts[part[0]:part[1]]``: same random numbers, same group ids.
 
         So several processes can draw parts of one batch. (transformers' ``generate`` draws others, part by part.)
@@ -124,15 +190,27 @@ class HFRollouts:
         ends = end_tokens(causal, tokenizer)
         stops = StopStrings(tokenizer, sampling.stop)
         if not self.takes_weights_between_tokens:
-            return library.generate(
-                causal, [prompts[group] for group in groups], sampling=sampling, ends=ends, stops=stops,
-                pad_id=tokenizer.pad_token_id, device=self._loaded.device, version=self.version,
-            )  # fmt: skip
+            return generate(
+                causal,
+                [prompts[group] for group in groups],
+                sampling=sampling,
+                ends=ends,
+                stops=stops,
+                pad_id=tokenizer.pad_token_id,
+                device=self._loaded.device,
+                version=self.version,
+            )
         distinct = sorted(set(groups), key=groups.index)
         return decode(
-            self._loaded.model, [prompts[group] for group in distinct], [distinct.index(group) for group in groups],
-            sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=stops, version=self._stamp,
-        )  # fmt: skip
+            self._loaded.model,
+            [prompts[group] for group in distinct],
+            [distinct.index(group) for group in groups],
+            sampling=sampling,
+            uniform_BT=uniform_BT,
+            ends=ends,
+            stops=stops,
+            version=self._stamp,
+        )
 
     def _stamp(self) -> int:
         if self.before_pass is not None:
@@ -171,9 +249,11 @@ def check_lengths(loaded: Policy, prompts: Sequence[Prompt], sampling: Sampling,
     longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     if context is not None and longest + sampling.max_new_tokens > context:
         raise bad_value(
-            "max_new_tokens", sampling.max_new_tokens, f"up to {context - longest}",
+            "max_new_tokens",
+            sampling.max_new_tokens,
+            f"up to {context - longest}",
             why=f"the longest prompt has {longest} tokens and the model's context is {context}",
-        )  # fmt: skip
+        )
 
 
 def _go_on_from(device: torch.device, seed: int, place: int) -> None:

@@ -16,8 +16,7 @@ from kl_comedy.records import Prompt, Rollout, Scored
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, Sampling
 from kl_comedy.rollouts.hf import HFRollouts
-from kl_comedy.rollouts.recording import from_row
-from kl_comedy.rollouts.recording_reader import Recording, Row
+from kl_comedy.rollouts.recording import Recording, Row, from_row
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
@@ -85,10 +84,12 @@ class ReplayRollouts:
         held, needed = len(self._recording), -(-updates // per_batch)
         if needed > held and not self._config.options.get("repeat", False):
             raise bad_value(
-                "train.steps", updates, f"at most {held * per_batch}",
+                "train.steps",
+                updates,
+                f"at most {held * per_batch}",
                 f"the recording holds {held} batches, and {per_batch} updates are made from each; "
                 "rollout.options.repeat=true goes through it again",
-            )  # fmt: skip
+            )
 
     def batch(self, number: int) -> list[Scored]:
         """The rows of one batch with their recorded rewards; the first again after the last."""
@@ -116,9 +117,11 @@ class ReplayRollouts:
                 )
             if row["temperature"] != self._config.temperature:
                 raise bad_value(
-                    "rollout.temperature", self._config.temperature, f"{row['temperature']}",
+                    "rollout.temperature",
+                    self._config.temperature,
+                    f"{row['temperature']}",
                     f"{place}: the recorded log-probs are at that temperature",
-                )  # fmt: skip
+                )
 
     def _check_tokens(self, batch: Sequence[Row]) -> None:
         """Prompts and completions are what this tokenizer, template and data make of them."""

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE
-from kl_comedy.slurm.journal import Submission, attempts, record_death, record_submission, submissions
 from kl_comedy.slurm.manifest import Sweep
 from kl_comedy.slurm.render import stage_command
+from kl_comedy.slurm.status import Submission, attempts, record_death, record_submission, submissions
 from kl_comedy.slurm.submit import Todo
 
 POLL_S = 0.2
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 def enlist(sweep: Sweep, work: Todo, workers: int) -> None:
     """Record that this process is about to run ``work``, so that nobody else does."""
-    from kl_comedy.tracking.process import process_tags
+    from kl_comedy.tracking.provenance import process_tags
 
     process = process_tags()
     for stage, indices in (("train", work.train), ("evaluate", work.train + work.evaluate)):
@@ -54,12 +54,11 @@ def run_local(sweep: Sweep, work: Todo, workers: int, say: Say) -> None:
 
 def local_managers(sweep: Sweep) -> list[int]:
     """Process ids of the managers of this sweep that live on this machine."""
-    from kl_comedy.tracking.process import is_dead
+    from kl_comedy.tracking.provenance import is_dead
 
     alive = {
-        int(one.process["process.pid"])
-        for one in submissions(sweep) if one.local and is_dead(one.process) is False
-    }  # fmt: skip
+        int(one.process["process.pid"]) for one in submissions(sweep) if one.local and is_dead(one.process) is False
+    }
     return sorted(alive)
 
 
@@ -111,9 +110,14 @@ def _start(sweep: Sweep, stage: str, index: int, workers: int) -> subprocess.Pop
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
     with (sweep.logs / f"{stage}-local_{index}.out").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, *stage_command(sweep, stage, index)], cwd=sweep.manifest.directory, env=environment,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, *stage_command(sweep, stage, index)],
+            cwd=sweep.manifest.directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _word(sweep: Sweep, stage: str, index: int, process: subprocess.Popen[bytes]) -> str:
@@ -133,9 +137,12 @@ def _word(sweep: Sweep, stage: str, index: int, process: subprocess.Popen[bytes]
 def _run_report(sweep: Sweep) -> None:
     with (sweep.logs / "report-local.out").open("ab") as log:
         subprocess.run(
-            [sys.executable, *stage_command(sweep, "report")], cwd=sweep.manifest.directory, stdin=subprocess.DEVNULL,
-            stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, *stage_command(sweep, "report")],
+            cwd=sweep.manifest.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def _stop(running: dict[int, subprocess.Popen[bytes]]) -> None:

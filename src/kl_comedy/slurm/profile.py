@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.errors import UserError, bad_value, nearest, unknown_key
-from kl_comedy.slurm.grid import read_yaml
+from kl_comedy.io import read_yaml
 
 FOLDER = Path("slurm/profiles")
 RUNTIMES = ("apptainer", "pyxis")
@@ -88,8 +88,15 @@ class Profile:
         return self.nodes, self.tasks_per_node
 
 
-_LEAST = {"nodes": 1, "tasks_per_node": 1, "cpus_per_task": 1, "gpus_per_node": 0, "signal_seconds": 0,
-          "max_parallel": 1, "max_array": 1}  # fmt: skip
+_LEAST = {
+    "nodes": 1,
+    "tasks_per_node": 1,
+    "cpus_per_task": 1,
+    "gpus_per_node": 0,
+    "signal_seconds": 0,
+    "max_parallel": 1,
+    "max_array": 1,
+}
 _LISTS = ("modules", "setup", "extra")
 _ONCE = ("max_parallel", "max_array", "python", "shapes")
 """Keys of the whole profile, not of one shape."""
@@ -112,9 +119,8 @@ def _profile(where: str, name: str, raw: Mapping[str, Any], known: Sequence[str]
     if "time" not in raw:
         raise UserError(f"{where}: needs time, the limit of one leg, as in '04:00:00'")
     checked = {
-        key: _checked(f"{where}: {key}", key, item)
-        for key, item in raw.items() if item is not None and key != "shapes"
-    }  # fmt: skip
+        key: _checked(f"{where}: {key}", key, item) for key, item in raw.items() if item is not None and key != "shapes"
+    }
     if "container" in checked:
         checked.setdefault("python", "python")
     profile = Profile(name=name, **checked)

@@ -9,8 +9,21 @@ from dataclasses import dataclass
 from kl_comedy.errors import RunFailed, UserError
 
 TIMEOUT_S = 60
-ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING",
-          "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "SPECIAL_EXIT")  # fmt: skip
+ACTIVE = (
+    "PENDING",
+    "RUNNING",
+    "COMPLETING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "RESIZING",
+    "SIGNALING",
+    "STAGE_OUT",
+    "STOPPED",
+    "SUSPENDED",
+    "SPECIAL_EXIT",
+)
 """States of a job that is not over (squeue's long names)."""
 
 

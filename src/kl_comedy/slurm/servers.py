@@ -127,9 +127,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("words", nargs="+", help="the server's command")
     given = parser.parse_args(arguments)
     return serve(
-        given.words, folder=Path(os.environ[DIRECTORY]), index=int(os.environ.get("SLURM_PROCID", "0")),
-        host=socket.gethostname() if given.reachable else "127.0.0.1", ready=given.ready, wait_s=given.wait,
-    )  # fmt: skip
+        given.words,
+        folder=Path(os.environ[DIRECTORY]),
+        index=int(os.environ.get("SLURM_PROCID", "0")),
+        host=socket.gethostname() if given.reachable else "127.0.0.1",
+        ready=given.ready,
+        wait_s=given.wait,
+    )
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kl_comedy.slurm import scheduler
-from kl_comedy.slurm.arrays import Array, arrays, scripts
-from kl_comedy.slurm.journal import Submission, record_cancel, record_submission, submissions
 from kl_comedy.slurm.manifest import Manifest, Sweep
 from kl_comedy.slurm.profile import Profile
-from kl_comedy.slurm.render import STAGES, array_ranges, script_path
-from kl_comedy.slurm.status import MISSING, Board
+from kl_comedy.slurm.render import STAGES, Array, array_ranges, arrays, script_path, scripts
+from kl_comedy.slurm.status import MISSING, Board, Submission, record_cancel, record_submission, submissions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +32,10 @@ def todo(sweep: Sweep, seen: Board) -> Todo:
     """What is missing or failed. Cells that run, wait or are finished are left alone."""
     train = tuple(row.cell for row in seen.rows if row.state in MISSING)
     evaluate = tuple(
-        row.cell for row in seen.rows
+        row.cell
+        for row in seen.rows
         if row.state == "FINISHED" and not row.evaluated and row.cell not in seen.evaluating
-    )  # fmt: skip
+    )
     return Todo(train=train, evaluate=evaluate if sweep.manifest.evaluate is not None else ())
 
 
@@ -142,9 +141,12 @@ def _words(sweep: Sweep, stage: str, array: Array | None, dependency: str | None
         )
     ranges = array_ranges(index - array.offset for index in array.indices)
     return scheduler.sbatch_words(
-        str(script_path(sweep, array.script(stage))), array=ranges + (f"%{array.share}" if array.share else ""),
-        comment=f"{_mark(sweep)}:{stage}:{array.offset}", dependency=dependency, offset=array.offset,
-    )  # fmt: skip
+        str(script_path(sweep, array.script(stage))),
+        array=ranges + (f"%{array.share}" if array.share else ""),
+        comment=f"{_mark(sweep)}:{stage}:{array.offset}",
+        dependency=dependency,
+        offset=array.offset,
+    )
 
 
 def cancel(sweep: Sweep, active: Sequence[str]) -> None:

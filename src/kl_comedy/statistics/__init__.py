@@ -5,25 +5,64 @@ caller's ``numpy.random.Generator``: one is made for a command (:func:`generator
 command on the same runs prints the same numbers. scipy and pandas are imported by the functions that use them.
 """
 
-from kl_comedy.statistics.aggregate import Score, iqm, iqm_interval, probability_of_improvement
-from kl_comedy.statistics.clustered import CLUSTER_METHODS, clustered_interval, clustered_se
 from kl_comedy.statistics.collapse import DEFAULT_RULE, CollapseRule, parse_rule
-from kl_comedy.statistics.frontier import At, Point, compare_at, frontier_at, read_off
+from kl_comedy.statistics.comparisons import (
+    At,
+    Paired,
+    Point,
+    Score,
+    compare_at,
+    frontier_at,
+    iqm,
+    iqm_interval,
+    paired_difference,
+    paired_items,
+    probability_of_improvement,
+    read_off,
+)
 from kl_comedy.statistics.intervals import (
+    CLUSTER_METHODS,
     LEVEL,
     METHODS,
     Interval,
     bootstrap_interval,
+    clustered_interval,
+    clustered_se,
     generator,
     interval,
     t_interval,
 )
-from kl_comedy.statistics.paired import Paired, paired_difference, paired_items
-from kl_comedy.statistics.passk import Majority, check_k, majority, majority_at_k, pass_at_k
+from kl_comedy.statistics.pass_at_k import Majority, check_k, majority, majority_at_k, pass_at_k
 
 __all__ = [
-    "CLUSTER_METHODS", "DEFAULT_RULE", "LEVEL", "METHODS", "At", "CollapseRule", "Interval", "Majority", "Paired",
-    "Point", "Score", "bootstrap_interval", "check_k", "clustered_interval", "clustered_se", "compare_at",
-    "frontier_at", "generator", "interval", "iqm", "iqm_interval", "majority", "majority_at_k", "paired_difference",
-    "paired_items", "parse_rule", "pass_at_k", "probability_of_improvement", "read_off", "t_interval",
-]  # fmt: skip
+    "CLUSTER_METHODS",
+    "DEFAULT_RULE",
+    "LEVEL",
+    "METHODS",
+    "At",
+    "CollapseRule",
+    "Interval",
+    "Majority",
+    "Paired",
+    "Point",
+    "Score",
+    "bootstrap_interval",
+    "check_k",
+    "clustered_interval",
+    "clustered_se",
+    "compare_at",
+    "frontier_at",
+    "generator",
+    "interval",
+    "iqm",
+    "iqm_interval",
+    "majority",
+    "majority_at_k",
+    "paired_difference",
+    "paired_items",
+    "parse_rule",
+    "pass_at_k",
+    "probability_of_improvement",
+    "read_off",
+    "t_interval",
+]

@@ -20,8 +20,11 @@ DEFAULT_RULE = "eval/heldout/reward < 0.5 start"
 
 _CONDITION = re.compile(r"\s*(?P<metric>\S+)\s*(?P<sign><=|>=|<|>)\s*(?P<bound>\S+?)\s*(?P<start>\bstart)?\s*")
 _SIGNS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,10 +5,9 @@
 Importing this room is light: mlflow, pandas and matplotlib are imported by the functions that use them.
 """
 
-from kl_comedy.tracking.mirror import Pushed, sync
-from kl_comedy.tracking.process import mark_dead_runs
-from kl_comedy.tracking.provenance import provenance_files, provenance_tags
+from kl_comedy.tracking.logger import Tracker
+from kl_comedy.tracking.mlflow_sync import Pushed, sync
+from kl_comedy.tracking.provenance import mark_dead_runs, provenance_files, provenance_tags
 from kl_comedy.tracking.spool import Event, Spool
-from kl_comedy.tracking.tracker import Tracker
 
 __all__ = ["Event", "Pushed", "Spool", "Tracker", "mark_dead_runs", "provenance_files", "provenance_tags", "sync"]

@@ -1,4 +1,6 @@
-"""The run's own record of everything it tracked: one JSON object a line in ``RUN_DIR/spool.jsonl``.
+"""What a run folder remembers about its copy in MLflow: ``RUN_DIR/tracking.json``.
+
+The run's own record of everything it tracked: one JSON object a line in ``RUN_DIR/spool.jsonl``.
 
 The spool is the truth and MLflow a copy of it: an event is on disk before anything is sent anywhere.
 Each append is one ``write`` of a whole line, so a killed process leaves at most one torn last line,
@@ -12,9 +14,51 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from kl_comedy.errors import UserError
+from kl_comedy.io import atomic_write
+
+STATE_NAME = "tracking.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MirrorState:
+    """Where the run is mirrored and how far.
+
+    ``uri`` is the store without credentials; ``run_id`` the MLflow run, None before it exists; ``mirrored_step``
+    the highest step that may already be in MLflow (written before the upload, so never too low);
+    ``offset`` the byte of the spool before which everything has been uploaded; ``replaced`` the ids of runs
+    that were given up because MLflow cannot forget metric points.
+    """
+
+    uri: str
+    experiment: str
+    run_name: str
+    run_id: str | None = None
+    mirrored_step: int | None = None
+    offset: int = 0
+    replaced: tuple[str, ...] = ()
+
+    @staticmethod
+    def load(run_dir: Path) -> MirrorState | None:
+        """The stored state, or None where the folder has none. Raises :class:`UserError` for a damaged file."""
+        path = run_dir / STATE_NAME
+        if not path.is_file():
+            return None
+        try:
+            row = json.loads(path.read_text(encoding="utf-8"))
+            known = {field.name for field in fields(MirrorState)}
+            row["replaced"] = tuple(row.get("replaced", ()))
+            return MirrorState(**{key: value for key, value in row.items() if key in known})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({error}); remove it to mirror the run anew from its spool") from error
+
+    def save(self, run_dir: Path) -> None:
+        atomic_write(run_dir / STATE_NAME, json.dumps(asdict(self), indent=2).encode() + b"\n")
+
 
 KINDS = ("params", "tags", "metrics", "table", "artifact", "status")
 """What an event can be. ``metrics`` and ``table`` have a step; the others belong to the whole run."""
@@ -118,7 +162,7 @@ class Spool:
                 kept.append(line)
         if unchanged is None:
             return Truncation(dropped=0, unchanged=sum(map(len, kept)))
-        write_atomic(self.path, b"".join(kept))
+        atomic_write(self.path, b"".join(kept))
         for event in dropped:
             if event.kind == "table":
                 (self.run_dir / event.data["path"]).unlink(missing_ok=True)
@@ -154,17 +198,6 @@ class Spool:
         with self.path.open("rb") as file:
             file.seek(start)
             yield from file
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write ``content`` so that a reader or a crash sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
 
 
 def plain(value: Any) -> Any:

@@ -1,4 +1,8 @@
-"""The door to MLflow: which addresses are allowed, how a client is made, how an experiment comes to be.
+"""Names and values as MLflow accepts them. Applied on the way into the spool, so that both hold the same names.
+
+Keep secrets out of what is tracked: credentials in addresses, values of keys that name a secret.
+
+The door to MLflow: which addresses are allowed, how a client is made, how an experiment comes to be.
 
 A new SQLite store is created under a file lock: MLflow's migrations are not safe against several processes
 that find the same empty file. Artifacts of a store that is a database lie beside it, not below whatever
@@ -8,16 +12,108 @@ folder the first run was started in.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kl_comedy.errors import UserError, nearest
-from kl_comedy.tracking.locks import file_lock
-from kl_comedy.tracking.redact import redact
+from kl_comedy.io import file_lock
+
+PARAM_VALUE_LIMIT = 6000
+TAG_VALUE_LIMIT = 8000
+KEY_LIMIT = 250
+PARAMS_PER_BATCH = 100
+METRICS_PER_BATCH = 1000
+"""Limits of MLflow 3: mlflow/utils/validation.py."""
+
+_FOREIGN = re.compile(r"[^\w.\- :/]")
+_FOREIGN_IN_PATH = re.compile(r"[^\w.\-]")
+
+
+def clean_name(name: str) -> str:
+    """A metric, param or tag name with ``@`` spelled out and other foreign characters replaced.
+
+    >>> clean_name("eval/gsm8k/pass@4"), clean_name("a//b/../c")
+    ('eval/gsm8k/pass_at_4', 'a/b/c')
+    """
+    text = _FOREIGN.sub("_", str(name).replace("@", "_at_"))
+    parts = [part for part in text.split("/") if part.strip(". ")]
+    return ("/".join(parts) or "_")[:KEY_LIMIT]
+
+
+def clean_path(name: str) -> str:
+    """A table's name as a relative folder that stays inside its root.
+
+    >>> clean_path("../eval/my suite")
+    'eval/my_suite'
+    """
+    parts = [_FOREIGN_IN_PATH.sub("_", part) for part in str(name).split("/") if part.strip(". ")]
+    return "/".join(parts) or "_"
+
+
+def param_text(value: Any) -> str:
+    """A config value as text: strings as they are, everything else as JSON (``null``, ``true``, ``1e-06``).
+
+    >>> param_text(None), param_text(True), param_text(1e-6), param_text("k3"), param_text([1, "a"])
+    ('null', 'true', '1e-06', 'k3', '[1, "a"]')
+    """
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def param_texts(params: Mapping[str, Any]) -> dict[str, str]:
+    """Flattened config -> texts by clean name, secrets hidden, uncut (see :func:`shorten`)."""
+    return {clean_name(key): redact_pair(key, param_text(value)) for key, value in params.items()}
+
+
+def shorten(text: str, limit: int) -> str:
+    """``text`` within ``limit`` characters; a cut says how long the whole was."""
+    if len(text) <= limit:
+        return text
+    note = f" ... (cut; {len(text)} characters)"
+    return text[: limit - len(note)] + note
+
+
+SECRET_KEY = re.compile(
+    r"(?i)(password|passwd|secret|credential|api_?key|access_?key|auth_?token|hf_?token)|(^|[._-])token$"
+)
+SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{12,})")
+CREDENTIALS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/@\s]+@")
+HIDDEN = "***"
+_PAIR = re.compile(r"(?P<key>[\w.\-]+)=(?P<value>[^\s'\"]+)")
+
+
+def redact(text: str) -> str:
+    """``text`` without credentials in addresses, tokens of well-known shapes and ``secret_key=value`` pairs.
+
+    >>> redact("https://me:pw@host/x train model.options.token=abc seed=1")
+    'https://***@host/x train model.options.token=*** seed=1'
+    """
+    text = SECRET_VALUE.sub(HIDDEN, CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text))
+    return _PAIR.sub(lambda pair: f"{pair['key']}={HIDDEN}" if SECRET_KEY.search(pair["key"]) else pair[0], text)
+
+
+def redact_pair(key: str, text: str) -> str:
+    """The value of ``key``, hidden where the key names a secret.
+
+    >>> redact_pair("model.options.hf_token", "abc"), redact_pair("max_tokens", "512")
+    ('***', '512')
+    """
+    return HIDDEN if text and SECRET_KEY.search(key) else redact(text)
+
+
+def redact_argument(argument: str) -> str:
+    """A command-line word: ``key=value`` is judged by its key.
+
+    >>> redact_argument("model.options.token=abc")
+    'model.options.token=***'
+    """
+    key, equals, value = argument.partition("=")
+    return f"{key}={redact_pair(key, value)}" if equals else redact(argument)
+
 
 NO_STORE = "none"
 """The address that means: track to files in the run folder only."""

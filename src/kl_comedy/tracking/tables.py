@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import bad_value
-from kl_comedy.tracking.queries import short
+from kl_comedy.tracking.runs import short
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,9 +21,19 @@ MACHINE_FORMATS = ("csv", "json")
 """Formats that keep full precision and one number a field; the others are for reading."""
 
 _LATEX = {
-    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
-    "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "$": r"\$",
+    "&": r"\&",
+    "#": r"\#",
+    "%": r"\%",
+    "_": r"\_",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+}
 
 
 def render(frame: pd.DataFrame, format: str) -> str:
@@ -46,7 +56,7 @@ def render(frame: pd.DataFrame, format: str) -> str:
 
 
 def readable(summary: pd.DataFrame, group: list[str]) -> pd.DataFrame:
-    """The long frame of :func:`kl_comedy.tracking.stats.summarize` as one row a group, one column a metric.
+    """The long frame of :func:`kl_comedy.tracking.compare.summarize` as one row a group, one column a metric.
 
     A cell reads ``mean [low, high]``; where it rests on another number of runs than the column n says, it adds it.
     """

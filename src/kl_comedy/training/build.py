@@ -1,35 +1,39 @@
-"""Config -> the objects of a run. Every mistake in the config surfaces here, before anything is trained."""
+"""Config -> the objects of a run. Every mistake in the config surfaces here, before anything is trained.
+
+Which sampler a run has, and where its batches come from: the config's ``lag`` and ``rollout.backend`` decide.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config import Config
-from kl_comedy.data import data_hash, decontaminate, load_problems, render
+from kl_comedy.data import PromptOrder, data_hash, decontaminate, load_problems, render
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet
-from kl_comedy.evaluation.comparing import ChoiceSet
+from kl_comedy.evaluation.evaluate import ChoiceSet
 from kl_comedy.kl import KLTerm, resolve_terms, warnings
 from kl_comedy.models import LoadedModel
-from kl_comedy.models.footprint import head_chunk
+from kl_comedy.models.introspection import head_chunk
 from kl_comedy.models.reference import Reference, build_reference
 from kl_comedy.objective import PolicyTerm
-from kl_comedy.records import Problem, Prompt
+from kl_comedy.records import Problem, Prompt, Rollout
 from kl_comedy.rewards import RewardSum
-from kl_comedy.rollouts import ReplayRollouts, RolloutBackend, Sampling, check_training_sampling
+from kl_comedy.rollouts import ReplayRollouts, RolloutBackend, Sampling, check_training_sampling, sampling_from
+from kl_comedy.training.asynchronous.sampler import Asynchronous, SamplerProcess
 from kl_comedy.training.critic import check_algorithm
-from kl_comedy.training.divided import DividedScorer, load_policy
-from kl_comedy.training.pairs import check_dpo
-from kl_comedy.training.sources import backend_for
-from kl_comedy.training.stream import Scorer
-from kl_comedy.training.suites import RunSuite, load_suites, suite_sets
-from kl_comedy.training.world import ALONE, World
+from kl_comedy.training.distributed import ALONE, DividedScorer, World, build_backend, load_policy
+from kl_comedy.training.dpo import check_dpo
+from kl_comedy.training.eval_metrics import RunSuite, load_suites, suite_sets
+from kl_comedy.training.experience import DrawnHere, ExperienceStream, Recorded, Scorer, Source, StreamShape
 
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate import Certificate
+
 
 log = logging.getLogger("kl_comedy")
 
@@ -176,22 +180,24 @@ def _enough(problems: Problems, config: Config, world: World) -> Problems:
     """Over several processes a batch must hold no prompt twice: both would be drawn with the same random numbers."""
     if world.size > 1 and len(problems.train) < config.rollout.prompts_per_batch:
         raise bad_value(
-            "rollout.prompts_per_batch", config.rollout.prompts_per_batch,
+            "rollout.prompts_per_batch",
+            config.rollout.prompts_per_batch,
             f"at most the {len(problems.train)} training prompts with more than one process",
-        )  # fmt: skip
+        )
     return problems
 
 
-def _with_suites(
-    config: Config, raw: RawProblems, loaded: LoadedModel, rewards: RewardSum, world: World
-) -> Problems:  # fmt: skip
+def _with_suites(config: Config, raw: RawProblems, loaded: LoadedModel, rewards: RewardSum, world: World) -> Problems:
     """The run's sets and those of its suites, which share the workers of its rewards."""
     own = render_all(config, raw, loaded)
     found = suite_sets(config, raw.suites, loaded, pool=rewards.pool, world=world)
     return Problems(
-        train=own.train, evals=[*own.evals, *found.drawn], compared=found.compared,
-        counts={**own.counts, **found.counts}, hashes={**own.hashes, **found.hashes},
-    )  # fmt: skip
+        train=own.train,
+        evals=[*own.evals, *found.drawn],
+        compared=found.compared,
+        counts={**own.counts, **found.counts},
+        hashes={**own.hashes, **found.hashes},
+    )
 
 
 GOLDS_CHECKED = 256
@@ -282,3 +288,45 @@ def _references(config: Config, terms: Sequence[KLTerm], loaded: LoadedModel) ->
         "share_prompt": config.model.share_prompt,
     }
     return {name: build_reference(name, loaded, config.reference, **shared) for name in names}
+
+
+def backend_for(config: Config, loaded: LoadedModel, world: World) -> RolloutBackend:
+    """The sampler: in this process, divided over the run's processes, or with ``lag.mode: async`` in one of its own."""
+    if config.lag.mode == "async":
+        return SamplerProcess(config, loaded)
+    return build_backend(config, loaded, world)
+
+
+def stream_for(parts: Parts, context: Callable[[], AbstractContextManager[Any]]) -> ExperienceStream:
+    """The updates of a run; ``context`` is the trainer's precision, under which its own sampler draws."""
+    config = parts.config
+    shape = StreamShape(
+        updates=config.train.steps,
+        updates_per_batch=config.algorithm.updates_per_batch,
+        epochs_per_batch=config.algorithm.epochs_per_batch,
+        seed=config.seed,
+    )
+    return ExperienceStream(shape, prompts=parts.problems.train, source=_source(parts, shape, context))
+
+
+def _source(parts: Parts, shape: StreamShape, context: Callable[[], AbstractContextManager[Any]]) -> Source:
+    config, prompts = parts.config, parts.problems.train
+    indices = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed).indices
+    if isinstance(parts.backend, SamplerProcess):
+        return Asynchronous(config, shape, prompts=prompts, indices=indices, sampler=parts.backend)
+    if isinstance(parts.backend, ReplayRollouts):
+        return Recorded(parts.backend, parts.scorer)
+    sampling, group_size = sampling_from(config.rollout), config.rollout.group_size
+
+    def generate(prompts: Sequence[Prompt], *, seed: int) -> list[Rollout]:
+        return parts.backend.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+
+    return DrawnHere(
+        shape,
+        lag=config.lag.steps // shape.per_iteration,
+        prompts=prompts,
+        indices=indices,
+        generate=generate,
+        scorer=parts.scorer,
+        context=context,
+    )

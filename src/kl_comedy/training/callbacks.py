@@ -1,28 +1,206 @@
-"""What happens around an update, in this order: metrics, samples, evaluation, checkpoint, display."""
+"""What a person watching a run sees: a rich bar on a terminal, plain lines elsewhere.
+
+Writing the rollouts of a run as it uses them.
+
+A batch is written whole before its first update, so that whatever checkpoint a run goes on from, the batches used up
+to there are on disk; what was drawn after it is removed on resume and drawn again.
+
+Stopping a run from outside without losing an update: SIGUSR1 (make room, go on later) and SIGTERM (end).
+
+The handler only takes a note; the run acts on it when the update at hand is done (saving inside a handler, as
+Lightning's own SLURM handler does, would save in the middle of an update). Light: nothing but the standard library,
+so that a process can listen before its heavy imports.
+
+What happens around an update, in this order: metrics, samples, evaluation, checkpoint, display.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGTERM
+from types import FrameType
 from typing import Any
 
 import lightning
 from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed
 from kl_comedy.evaluation import EvalSet, Result, evaluate
-from kl_comedy.evaluation.comparing import ChoiceSet, compare
+from kl_comedy.evaluation.evaluate import ChoiceSet, compare
 from kl_comedy.evaluation.likelihood import choice_passes
 from kl_comedy.records import Scored
+from kl_comedy.rollouts.recording import RecordingWriter
 from kl_comedy.tracking import Tracker
 from kl_comedy.training.build import Parts, eval_sampling
-from kl_comedy.training.checkpoints import SaveFailed, Vault
-from kl_comedy.training.held_out import completion_measure
+from kl_comedy.training.checkpoint import SaveFailed, Vault
+from kl_comedy.training.distributed import World
+from kl_comedy.training.eval_metrics import completion_measure
+from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.rundir import saved, step_of
-from kl_comedy.training.seeds import derive_seed
-from kl_comedy.training.stopping import StopRequest
+from kl_comedy.training.run_folder import saved, step_of
+
+PLAIN_EVERY_S = 5.0
+"""Without a terminal: at most one line per this many seconds, and always the last."""
+
+
+def status_line(metrics: dict[str, float]) -> str:
+    """The few numbers worth watching.
+
+    >>> status_line({"train/reward": 0.5, "kl/k1_reverse_sequence": 0.01, "time/tokens_per_second": 100.0})
+    'reward 0.500  KL 0.0100 nats  100 tok/s'
+    """
+    kl = metrics.get("kl/exact_reverse_sequence", metrics.get("kl/k1_reverse_sequence", float("nan")))
+    words = [f"reward {metrics.get('train/reward', float('nan')):.3f}", f"KL {kl:.4f} nats"]
+    if "policy/entropy" in metrics:
+        words.append(f"entropy {metrics['policy/entropy']:.3f}")
+    if "train/length" in metrics:
+        words.append(f"length {metrics['train/length']:.1f}")
+    words.append(f"{metrics.get('time/tokens_per_second', 0.0):.0f} tok/s")
+    return "  ".join(words)
+
+
+class ProgressCallback(Callback):
+    """Steps, reward, KL, tokens/s and time left."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps = console, steps
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._started = self._spoken = time.monotonic()
+        self._first = 0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self._started, self._first = time.monotonic(), pl_module.version
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]update"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=False,
+            )
+            self._task = self._bar.add_task("train", total=self._steps, completed=pl_module.version, line="")
+            self._bar.start()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        line = status_line(pl_module.last_metrics)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=pl_module.version, line=line)
+            return
+        now = time.monotonic()
+        if now - self._spoken >= PLAIN_EVERY_S or pl_module.version in (1, self._steps):
+            self._spoken = now
+            done = max(pl_module.version - self._first, 1)
+            left = (now - self._started) / done * (self._steps - pl_module.version)
+            self._console.print(f"update {pl_module.version}/{self._steps}  {line}  {left:.0f} s left", soft_wrap=True)
+
+    def show_evaluation(self, result: Result, step: int) -> None:
+        line = f"eval {result.name} at update {step}: {result.line()}"
+        self._console.print(line, soft_wrap=True, highlight=False)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self.close()
+
+    def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class RecordCallback(Callback):
+    """Writes every batch to ``rollouts/`` of the run folder, as ``train.record_rollouts`` asks."""
+
+    def __init__(self, config: Config, folder: Path, world: World) -> None:
+        self._world = world
+        self._writer = RecordingWriter(
+            folder / "rollouts", config.train.record_rollouts, temperature=config.rollout.temperature
+        )
+        self._per_batch = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self._first_does(lambda: self._writer.forget_from(-(-pl_module.version // self._per_batch)))
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch.first:
+            self._first_does(lambda: self._writer.write(batch.iteration, batch.batch))
+
+    def _first_does(self, action: Callable[[], None]) -> None:
+        """Every rank holds all rows; one writes them, and all end where it cannot."""
+        self._world.together(lambda: action() if self._world.first else None)
+
+
+def record_callbacks(config: Config, folder: Path, world: World) -> list[Callback]:
+    """The callback that records, where the config asks for one."""
+    return [] if config.train.record_rollouts == "none" else [RecordCallback(config, folder, world)]
+
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+@dataclass
+class StopRequest:
+    """Who asked. Outside ``finishing`` there is nothing to finish, and SIGTERM ends the process at once."""
+
+    signal: signal.Signals | None = None
+    finishing: bool = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not signal.SIGTERM:  # an end outranks a pause
+            self.signal = signal.Signals(number)
+        if number == signal.SIGTERM and not self.finishing:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def finish_first(self) -> Iterator[None]:
+        """While an update is under way, or what a whole run made is being written: signals are noted only."""
+        self.finishing = True
+        try:
+            yield
+        finally:
+            self.finishing = False
+
+
+_listening: StopRequest | None = None
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Listen; inside another call, share what that one hears. Outside the main thread nothing can be heard."""
+    global _listening
+    if _listening is not None:
+        yield _listening
+        return
+    if threading.current_thread() is not threading.main_thread():
+        yield StopRequest()
+        return
+    request = _listening = StopRequest()
+    before = {number: signal.signal(number, request.note) for number in SIGNALS}
+    try:
+        yield request
+    finally:
+        _listening = None
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 log = logging.getLogger("kl_comedy")
 
@@ -100,10 +278,14 @@ class EvaluationCallback(Callback):
     def _draw(self, held_out: EvalSet, version: int) -> None:
         config = self._parts.config
         result = evaluate(
-            self._parts.backend, self._parts.scorer, held_out, samples=config.eval.samples,
-            sampling=eval_sampling(config), seed=derive_seed(config.seed, f"eval/{held_out.name}", 0),
+            self._parts.backend,
+            self._parts.scorer,
+            held_out,
+            samples=config.eval.samples,
+            sampling=eval_sampling(config),
+            seed=derive_seed(config.seed, f"eval/{held_out.name}", 0),
             measure=self._measure,
-        )  # fmt: skip
+        )
         self._keep(result, version, result.reward, self.history)
         self._tracker.table(f"eval/{result.name}", sample_rows(result.rows), step=version)
 

@@ -7,34 +7,59 @@ micro-batches varies from update to update.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
 from torch import Tensor
 
-from kl_comedy.config import Config
+from kl_comedy.config import Config, OptimizerConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.kl import BetaState, KLTerm, kl_diagnostics
 from kl_comedy.models import LoadedModel
-from kl_comedy.models.footprint import head_chunk, microbatch_tokens, release
-from kl_comedy.models.in_place import in_place
+from kl_comedy.models.in_place_gradients import in_place
+from kl_comedy.models.introspection import head_chunk, microbatch_tokens, release
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import Reference, ReferencePass
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
-from kl_comedy.training.behaviour import VersionClock, age_metrics
 from kl_comedy.training.critic import critic_metrics, uses_critic, value_head_for, value_part
-from kl_comedy.training.first_use import FirstUse, from_plain, record_first_use, to_plain
-from kl_comedy.training.losses import micro_loss, policy_parts
-from kl_comedy.training.measure import Tally, effective_sample_share, row_metrics, tally_policy, tally_tokens
+from kl_comedy.training.distributed import ALONE, World
+from kl_comedy.training.experience import ExperienceStream, UpdateBatch
+from kl_comedy.training.loss import micro_loss, policy_parts
+from kl_comedy.training.metrics import (
+    Tally,
+    VersionClock,
+    age_metrics,
+    effective_sample_share,
+    row_metrics,
+    tally_policy,
+    tally_tokens,
+)
+from kl_comedy.training.packing import FirstUse, from_plain, record_first_use, to_plain
 from kl_comedy.training.prepare import MicroBatch, Preparation, prepare
-from kl_comedy.training.schedules import lr_factor
 from kl_comedy.training.strategies import clip_gradients, sum_gradients
-from kl_comedy.training.stream import ExperienceStream, UpdateBatch
-from kl_comedy.training.world import ALONE, World
+
+if TYPE_CHECKING:
+    from kl_comedy.models.logprobs import TokenPass
+
+
+def lr_factor(settings: OptimizerConfig, step: int, steps: int) -> float:
+    """The factor at update ``step`` of ``steps``: linear warm-up, then constant, linear or cosine to zero.
+
+    >>> lr_factor(OptimizerConfig(schedule="linear", warmup_steps=0), 5, 10)
+    0.5
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return 1.0
+    done = min((step - settings.warmup_steps) / max(steps - settings.warmup_steps, 1), 1.0)
+    return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
 
 KL_AT_START_TOLERANCE = 1e-5
 """Exact KL (nats a token) tolerated before the first update; bitwise zero is expected and reported."""
@@ -108,9 +133,13 @@ class PolicyModule(lightning.LightningModule):
             rate = self.config.algorithm.value.lr or settings.lr
             groups.append({"params": list(self.value_head.parameters()), "lr": rate})
         optimizer = torch.optim.AdamW(
-            groups, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps,
-            weight_decay=settings.weight_decay, fused=True,
-        )  # fmt: skip
+            groups,
+            lr=settings.lr,
+            betas=(settings.betas[0], settings.betas[1]),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(settings, step, self.config.train.steps)
         )
@@ -125,9 +154,13 @@ class PolicyModule(lightning.LightningModule):
             if batch.first:
                 self.first_use = self.record(batch.batch)
             micro_batches = prepare(
-                batch.rows, self.plan, betas=betas, references=self.references, policy_pass=self.policy_pass,
+                batch.rows,
+                self.plan,
+                betas=betas,
+                references=self.references,
+                policy_pass=self.policy_pass,
                 first_use=self.first_use and self.first_use[batch.offset : batch.offset + len(batch.rows)],
-            )  # fmt: skip
+            )
             tally, parts = Tally(), {}
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -198,9 +231,7 @@ class PolicyModule(lightning.LightningModule):
             tally.add("value/clip_fraction", clipped_BT.sum(), float(mask_BT.sum()))
         return part.detach(), loss + part
 
-    def _over_all_ranks(
-        self, tally: Tally, parts: Mapping[str, float], step: int
-    ) -> tuple[Tally, dict[str, float]]:  # fmt: skip
+    def _over_all_ranks(self, tally: Tally, parts: Mapping[str, float], step: int) -> tuple[Tally, dict[str, float]]:
         """Gradients, tallies and the parts of the loss, summed; raise on every rank what happened on one."""
         world = self.world
         found = world.gather((dict(parts), self._finite))
@@ -224,10 +255,13 @@ class PolicyModule(lightning.LightningModule):
             return seen.logp_BT, self.value_head(seen.hidden_NH, inputs["mask_BT"])
 
         return record_first_use(
-            rows, measure, microbatch_tokens=self.plan.microbatch_tokens, pad_id=self.plan.pad_id,
+            rows,
+            measure,
+            microbatch_tokens=self.plan.microbatch_tokens,
+            pad_id=self.plan.pad_id,
             device=self.plan.device,
             bootstrap_truncated=self.value_head is not None and algorithm.value.bootstrap_truncated,
-        )  # fmt: skip
+        )
 
     def passes(
         self, micro: MicroBatch, *, terms: Sequence[KLTerm] | None = None, measure: bool = False
@@ -242,9 +276,13 @@ class PolicyModule(lightning.LightningModule):
         return found
 
     def policy_pass(
-        self, inputs: Mapping[str, Tensor], reference: ReferencePass | None, terms: Sequence[KLTerm], *,
+        self,
+        inputs: Mapping[str, Tensor],
+        reference: ReferencePass | None,
+        terms: Sequence[KLTerm],
+        *,
         measure: bool = False,
-    ) -> TokenPass:  # fmt: skip
+    ) -> TokenPass:
         """The policy pass, with the exact KLs that ``terms`` (or the metrics) need."""
         needs = {term.needs for term in terms}
         return token_pass(

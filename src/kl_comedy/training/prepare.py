@@ -21,10 +21,9 @@ from kl_comedy.objective.preferences import Preferences
 from kl_comedy.records import Experience, Scored
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.training.critic import ValueTargets, uses_critic
-from kl_comedy.training.first_use import FirstUse, padded
-from kl_comedy.training.packing import Packed, by_token_budget, pack, shortest
-from kl_comedy.training.pairs import pair_metrics, pair_weights
-from kl_comedy.training.world import ALONE, World
+from kl_comedy.training.distributed import ALONE, World
+from kl_comedy.training.dpo import pair_metrics, pair_weights
+from kl_comedy.training.packing import FirstUse, Packed, by_token_budget, pack, padded, shortest
 
 if TYPE_CHECKING:
     from kl_comedy.models.logprobs import TokenPass
@@ -80,7 +79,7 @@ def prepare(
 
     ``rows`` are those of all ranks: baselines and denominators are of the whole update, and so is the plan of
     micro-batches, which needs no agreement because every rank makes the same one.
-    ``first_use``, row by row, is needed with a proximal policy or a critic (:mod:`kl_comedy.training.first_use`).
+    ``first_use``, row by row, is needed with a proximal policy or a critic (:mod:`kl_comedy.training.packing`).
 
     ``policy_pass`` is called only where a term before the baseline (or with its own) needs the policy's log-probs.
     ``policy_pass(inputs, reference, terms)`` returns log-probs and, where a term asks, exact KLs.
@@ -155,24 +154,39 @@ def _advantages(
     settings, length = plan.algorithm.value, mask_BT.shape[1]
     value_BT = padded([row.value_T for row in first_use], length, plan.device)
     advantage_BT = fn(
-        returns_BT, mask_BT, group_B, values_BT=value_BT, gamma=settings.gamma, lam=settings.lam,
+        returns_BT,
+        mask_BT,
+        group_B,
+        values_BT=value_BT,
+        gamma=settings.gamma,
+        lam=settings.lam,
         last_value_B=torch.tensor([row.last_value for row in first_use], device=plan.device),
-    ).float()  # fmt: skip
+    ).float()
     targets = ValueTargets(old_value_BT=value_BT, target_BT=advantage_BT + value_BT)
     return (whiten(advantage_BT, mask_BT) if settings.normalize else advantage_BT), targets
 
 
 def _preferences(
-    rows: Sequence[Scored], splits: Sequence[Sequence[int] | None], packs: Sequence[Packed],
-    passes: Sequence[Mapping[str, Any]], plan: Preparation, policy_pass: Callable[..., TokenPass],
-) -> Preferences | None:  # fmt: skip
+    rows: Sequence[Scored],
+    splits: Sequence[Sequence[int] | None],
+    packs: Sequence[Packed],
+    passes: Sequence[Mapping[str, Any]],
+    plan: Preparation,
+    policy_pass: Callable[..., TokenPass],
+) -> Preferences | None:
     """The pairs of the update where ``algorithm.dpo`` asks for them; they take the advantages' place."""
     if plan.algorithm.dpo is None:
         return None
     return pair_weights(
-        rows, splits, packs, passes, policy_pass, dpo=plan.algorithm.dpo,
-        mask_truncated=plan.algorithm.mask_truncated, world=plan.world,
-    )  # fmt: skip
+        rows,
+        splits,
+        packs,
+        passes,
+        policy_pass,
+        dpo=plan.algorithm.dpo,
+        mask_truncated=plan.algorithm.mask_truncated,
+        world=plan.world,
+    )
 
 
 def _proximal(plan: Preparation, first_use: Sequence[FirstUse] | None, length: int) -> Tensor | None:
@@ -194,9 +208,15 @@ def _kept(rows: Sequence[Scored], plan: Preparation) -> Tensor | None:
 
 
 def _parts_ahead(
-    splits: Sequence[Sequence[int] | None], packs: Sequence[Packed], passes: Sequence[Mapping[str, Any]],
-    plan: Preparation, policy_pass: Callable[..., TokenPass], *, rows: int, length: int,
-) -> tuple[dict[int, TermParts], dict[int, TermParts]]:  # fmt: skip
+    splits: Sequence[Sequence[int] | None],
+    packs: Sequence[Packed],
+    passes: Sequence[Mapping[str, Any]],
+    plan: Preparation,
+    policy_pass: Callable[..., TokenPass],
+    *,
+    rows: int,
+    length: int,
+) -> tuple[dict[int, TermParts], dict[int, TermParts]]:
     """By position, the parts over the whole update of terms ``before`` the baseline, and of those with their ``own``.
 
     Beyond the end of a completion the cost is what the credit leaves there (the total, or zero).

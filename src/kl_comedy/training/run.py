@@ -1,4 +1,7 @@
-"""One run, from config to summary: folder, resume, tracking, Lightning, and what is left behind."""
+"""Where a run computes, as tags: what can make the same config give other last bits.
+
+One run, from config to summary: folder, resume, tracking, Lightning, and what is left behind.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,36 @@ from rich.console import Console
 from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.kl import resolve_terms
+from kl_comedy.lab.audit.callback import AuditCallback, check_audit
+from kl_comedy.models import onednn_linear as products
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import WorksInFolder
-from kl_comedy.tracking import Tracker, provenance_files
-from kl_comedy.training.audit.callback import AuditCallback, check_audit
-from kl_comedy.training.build import Parts, build, kl_label, policy_tags, term_tags
+from kl_comedy.tracking import Tracker, provenance_files, provenance_tags
+from kl_comedy.tracking.logger import Untracked
+from kl_comedy.training.build import Parts, build, kl_label, policy_tags, stream_for, term_tags
 from kl_comedy.training.callbacks import (
     CheckpointCallback,
     EvaluationCallback,
     MetricsCallback,
+    ProgressCallback,
     StopCallback,
+    StopRequest,
+    record_callbacks,
     sample_rows,
+    stop_requests,
 )
-from kl_comedy.training.checkpoints import Vault
+from kl_comedy.training.checkpoint import Vault
+from kl_comedy.training.distributed import RankFailed, World, joined
+from kl_comedy.training.export import save_policy
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.place import place_tags
-from kl_comedy.training.policy_files import save_policy
-from kl_comedy.training.progress import ProgressCallback
-from kl_comedy.training.recorder import record_callbacks
-from kl_comedy.training.rundir import RunDir, create_run, find_run, step_of
-from kl_comedy.training.sources import stream_for
-from kl_comedy.training.stopping import StopRequest, stop_requests
+from kl_comedy.training.run_folder import RunDir, create_run, find_run, step_of
 from kl_comedy.training.strategies import strategy_for
-from kl_comedy.training.untracked import Untracked
-from kl_comedy.training.world import RankFailed, World, joined
+
+
+def place_tags() -> dict[str, str]:
+    """Commit, packages and machine, and ``host.products``: the library of float32 products on a CPU."""
+    return {**provenance_tags(), "host.products": products.library()}
+
 
 log = logging.getLogger("kl_comedy")
 
@@ -112,7 +121,7 @@ def _held(run: RunDir, world: World) -> Iterator[None]:
 
 def _train_in(
     run: RunDir, parts: Parts, console: Console, command: str, request: StopRequest, *, resume: bool, started: float
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     config = parts.config
     if isinstance(parts.backend, WorksInFolder):
         parts.backend.work_in(run.path)
@@ -140,16 +149,26 @@ def _train_in(
 
 
 def _fit(
-    run: RunDir, parts: Parts, tracker: Tracker, console: Console, command: str, request: StopRequest, *,
-    checkpoint: Path | None, started: float,
-) -> Outcome:  # fmt: skip
+    run: RunDir,
+    parts: Parts,
+    tracker: Tracker,
+    console: Console,
+    command: str,
+    request: StopRequest,
+    *,
+    checkpoint: Path | None,
+    started: float,
+) -> Outcome:
     config = parts.config
     progress = ProgressCallback(console, config.train.steps)
     evaluation = EvaluationCallback(parts, tracker, progress.show_evaluation)
     checkpoints = CheckpointCallback(
-        Vault(root=run.checkpoints, keep=config.train.keep_checkpoints, world=parts.world), tracker,
-        every=config.train.checkpoint_every, steps=config.train.steps, reward_at=evaluation.reward_at,
-    )  # fmt: skip
+        Vault(root=run.checkpoints, keep=config.train.keep_checkpoints, world=parts.world),
+        tracker,
+        every=config.train.checkpoint_every,
+        steps=config.train.steps,
+        reward_at=evaluation.reward_at,
+    )
     callbacks = [
         AuditCallback(config.audit, tracker),
         MetricsCallback(tracker, config.train.samples_every),
@@ -174,9 +193,17 @@ def _fit(
 
 
 def _fit_and_write(
-    run: RunDir, parts: Parts, tracker: Tracker, command: str, request: StopRequest, trainer: lightning.Trainer,
-    module: PolicyModule, evaluation: EvaluationCallback, checkpoint: Path | None, started: float,
-) -> Outcome:  # fmt: skip
+    run: RunDir,
+    parts: Parts,
+    tracker: Tracker,
+    command: str,
+    request: StopRequest,
+    trainer: lightning.Trainer,
+    module: PolicyModule,
+    evaluation: EvaluationCallback,
+    checkpoint: Path | None,
+    started: float,
+) -> Outcome:
     config = parts.config
     try:
         trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
@@ -205,10 +232,18 @@ def _fit_and_write(
         _end(run, tracker, "FAILED", reason, config, command)
         raise RunFailed(f"{reason}; with room for it: kl-comedy export {run.path} FOLDER") from error
     summary = _end(
-        run, tracker, "FINISHED", None, config, command,
-        metrics=module.last_metrics, evaluations=evaluation.history, accuracies=evaluation.accuracies,
-        seconds=time.monotonic() - started, run_id=tracker.run_id,
-    )  # fmt: skip
+        run,
+        tracker,
+        "FINISHED",
+        None,
+        config,
+        command,
+        metrics=module.last_metrics,
+        evaluations=evaluation.history,
+        accuracies=evaluation.accuracies,
+        seconds=time.monotonic() - started,
+        run_id=tracker.run_id,
+    )
     return Outcome(run=run, summary=summary)
 
 
@@ -242,7 +277,7 @@ def trainer_for(parts: Parts, callbacks: list[Any], folder: Path) -> lightning.T
         default_root_dir=folder,
     )
     # Its SIGTERM handler broadcasts wherever the process happens to be, in the middle of another exchange too, and
-    # waits there for ever. Ours takes a note (training/stopping.py), which all processes read after the update.
+    # waits there for ever. Ours takes a note (training/callbacks.py), which all processes read after the update.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer
 

@@ -5,22 +5,18 @@
 | `single` | SingleDeviceStrategy | are there |
 | `ddp` | DDPStrategy, unwrapped: accumulation differs from update to update | summed after the last micro-batch |
 | `fsdp` | ModelParallelStrategy, FSDP2 | reduced into shards by every backward |
-| `fsdp1` | FSDPStrategy, torch's first FSDP | the same |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
-    FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
@@ -29,17 +25,16 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from kl_comedy.config import Config
-from kl_comedy.models.slices import is_slice
 from kl_comedy.models.weights import whole
-from kl_comedy.training.checkpoints import read_parts, write_parts
-from kl_comedy.training.world import TIMEOUT, World, cluster_environment
+from kl_comedy.training.checkpoint import read_parts, write_parts
+from kl_comedy.training.distributed import TIMEOUT, World, cluster_environment
 
 GRADIENT_BUCKET_BYTES = 64 * 2**20
 """Gradients summed in one exchange under `ddp`: large enough to fill a network, small beside a model."""
 
 
 class _OwnCheckpoints:
-    """Weights, optimizer and loop go to the folder format of :mod:`kl_comedy.training.checkpoints`."""
+    """Weights, optimizer and loop go to the folder format of :mod:`kl_comedy.training.checkpoint`."""
 
     world: World
     restore_checkpoint_after_setup = True
@@ -87,45 +82,6 @@ class Sharded(_OwnCheckpoints, ModelParallelStrategy):  # type: ignore[misc]
     """FSDP2: the policy was sharded when it was loaded."""
 
 
-class Classic(_OwnCheckpoints, FSDPStrategy):  # type: ignore[misc]
-    """Torch's first FSDP: the policy was wrapped when it was loaded, and Lightning leaves it as it is.
-
-    Lightning itself takes its FSDPStrategy to GPUs only; torch's FSDP works on CPUs too, over gloo.
-    """
-
-    device_type = "cuda"
-
-    @property
-    def precision_plugin(self) -> FSDPPrecision:
-        return self._precision_plugin or _Autocast("32-true", self.device_type)
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = plugin and _Autocast(plugin.precision, self.device_type)
-
-
-class _Autocast(FSDPPrecision):
-    """As with every other strategy: passes in bf16 where asked, weights and sums over processes as they are."""
-
-    def __init__(self, precision: Any, device_type: str) -> None:
-        super().__init__(precision)
-        self._device_type = device_type
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def convert_input(self, data: Any) -> Any:
-        return data
-
-    def convert_output(self, data: Any) -> Any:
-        return data
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        if "mixed" not in self.precision:
-            return nullcontext()
-        return torch.autocast(self._device_type, dtype=torch.bfloat16)  # type: ignore[return-value]  # torch's class
-
-
 def strategy_for(config: Config, world: World, device: torch.device) -> Strategy:
     """The strategy that ``train.strategy`` names, of processes that are connected already."""
     found: Any
@@ -133,9 +89,6 @@ def strategy_for(config: Config, world: World, device: torch.device) -> Strategy
         found = Single(device=device)
     elif config.train.strategy == "ddp":
         found = Replicated(cluster_environment=cluster_environment(), timeout=TIMEOUT)
-    elif config.train.strategy == "fsdp1":
-        found = Classic(cluster_environment=cluster_environment(), timeout=TIMEOUT, state_dict_type="sharded")
-        found.device_type = device.type
     else:
         found = Sharded(data_parallel_size=world.size, tensor_parallel_size=1, timeout=TIMEOUT)
         found.cluster_environment = cluster_environment()
@@ -179,12 +132,4 @@ def _sum_bucket(bucket: list[Tensor], world: World) -> None:
 def clip_gradients(parameters: Iterable[nn.Parameter], bound: float, world: World) -> float:
     """Clip the norm of all gradients together to ``bound``; the norm before. All processes must call."""
     chosen = list(parameters)
-    if not any(is_slice(parameter) for parameter in chosen):
-        return float(whole(nn.utils.clip_grad_norm_(chosen, bound)))
-    squares = torch.zeros((), device=chosen[0].device)
-    for parameter in chosen:
-        if parameter.grad is not None:
-            squares += parameter.grad.float().square().sum()
-    norm = world.sum(squares).sqrt()
-    nn.utils.clip_grads_with_norm_(chosen, bound, norm)
-    return float(norm)
+    return float(whole(nn.utils.clip_grad_norm_(chosen, bound)))

@@ -4,18 +4,18 @@ Setting (policy, reference, sampler over a Tree) + Loss (terms, a training loss,
     -> Moments (expected gradient, trace variance) -> compared with target gradients -> Certificate
 """
 
-from kl_comedy.kl.oracle.expectation import (
+from kl_comedy.kl.oracle.algorithm_context import Surroundings, kl_effect, training_loss
+from kl_comedy.kl.oracle.enumeration import Completions, Loss, Rows, Setting, Tree, log_probs, prefix_log_probs
+from kl_comedy.kl.oracle.gradients import (
+    Moments,
     effective_sample_share,
+    exact_moments,
     expected_gradient,
+    sampled_moments,
     sequence_kl,
     target_gradient,
     terms_loss,
 )
-from kl_comedy.kl.oracle.moments import Moments, exact_moments, sampled_moments
-from kl_comedy.kl.oracle.policies import Completions, Tree, log_probs, prefix_log_probs
-from kl_comedy.kl.oracle.rows import Loss, Rows
-from kl_comedy.kl.oracle.setting import Setting
-from kl_comedy.kl.oracle.surroundings import Surroundings, kl_effect, training_loss
 
 __all__ = [
     "Completions",

@@ -17,10 +17,15 @@ from typing import Any
 from torch import Tensor
 
 from kl_comedy.kl.claims import SAYS, TARGETS, claimed_target
-from kl_comedy.kl.oracle.expectation import against_the_sampler, number, target_gradient, terms_loss
-from kl_comedy.kl.oracle.moments import Moments, exact_moments
-from kl_comedy.kl.oracle.policies import Tree
-from kl_comedy.kl.oracle.setting import REGIMES, Setting
+from kl_comedy.kl.oracle.enumeration import REGIMES, Setting, Tree
+from kl_comedy.kl.oracle.gradients import (
+    Moments,
+    against_the_sampler,
+    exact_moments,
+    number,
+    target_gradient,
+    terms_loss,
+)
 from kl_comedy.kl.term import KLTerm
 
 TREE = Tree.build(vocabulary=3, length=4)
@@ -107,15 +112,31 @@ def battery(regime: str, *, sampler_is_reference: bool = False) -> tuple[Instanc
     found = []
     near = [(seed, shared) for seed in SEEDS for shared in (None, SHARED)]
     for seed, shared in near:
-        found.append((Setting.random(
-            TREE, regime=regime, seed=seed, parameters=shared, distance=DISTANCE, staleness=STALENESS
-        ), True, shared is not None))  # fmt: skip
-    found.append((Setting.random(
-        TREE, regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS
-    ), False, False))  # fmt: skip
-    found.append((Setting.random(
-        LONG, regime=regime, seed=0, parameters=SHARED, distance=DISTANCE, staleness=STALENESS
-    ), False, False))  # fmt: skip
+        found.append(
+            (
+                Setting.random(
+                    TREE, regime=regime, seed=seed, parameters=shared, distance=DISTANCE, staleness=STALENESS
+                ),
+                True,
+                shared is not None,
+            )
+        )
+    found.append(
+        (
+            Setting.random(
+                TREE, regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS
+            ),
+            False,
+            False,
+        )
+    )
+    found.append(
+        (
+            Setting.random(LONG, regime=regime, seed=0, parameters=SHARED, distance=DISTANCE, staleness=STALENESS),
+            False,
+            False,
+        )
+    )
     instances = []
     for setting, is_near, shown in found:
         measured = against_the_sampler(setting) if sampler_is_reference else setting
@@ -145,10 +166,12 @@ def _certificate(name: str, terms: tuple[KLTerm, ...], regime: str) -> Certifica
     cosine = {t: _mean([m.cosine(i.targets[t]) for i, m in shown]) for t in TARGETS}
     sizes = [float(i.targets["sequence_reverse"].square().sum()) for i, _ in shown]
     variance = _mean([m.variance / size if size > 0 else m.variance for (_, m), size in zip(shown, sizes, strict=True)])
-    strength = _mean([
-        float(m.gradient_D @ i.targets["sequence_reverse"]) / size if size > 0 else 0.0
-        for (i, m), size in zip(shown, sizes, strict=True)
-    ])  # fmt: skip
+    strength = _mean(
+        [
+            float(m.gradient_D @ i.targets["sequence_reverse"]) / size if size > 0 else 0.0
+            for (i, m), size in zip(shown, sizes, strict=True)
+        ]
+    )
     inert = target == "zero"
     best = None if inert or to_sampler else _least_variance(target or near_target or "sequence_reverse", regime)
     ratio = None if best is None or best == 0 else variance / best
@@ -157,10 +180,20 @@ def _certificate(name: str, terms: tuple[KLTerm, ...], regime: str) -> Certifica
     kept = claimed is None or claimed in (target, near_target if _bounded(terms) else target)
     words = _sentence(terms, to_sampler, target, near_target, bias, cosine, ratio)
     return Certificate(
-        name=name, terms=terms, regime=regime, target=target, near_target=near_target, claimed=claimed,
-        relative_bias=bias, cosine=cosine, variance=variance, variance_ratio=ratio, strength=strength,
-        kept=kept, verdict=words,
-    )  # fmt: skip
+        name=name,
+        terms=terms,
+        regime=regime,
+        target=target,
+        near_target=near_target,
+        claimed=claimed,
+        relative_bias=bias,
+        cosine=cosine,
+        variance=variance,
+        variance_ratio=ratio,
+        strength=strength,
+        kept=kept,
+        verdict=words,
+    )
 
 
 def _hit(pairs: Sequence[tuple[Instance, Moments]], preferred: str | None) -> str | None:
@@ -183,10 +216,15 @@ def _least_variance(target: str, regime: str) -> float | None:
         instances = battery(regime)
         moments = [exact_moments(each.setting, terms_loss((term,))) for each in instances]
         if _hit(list(zip(instances, moments, strict=True)), target) == target:
-            found.append(_mean([
-                m.variance / float(i.targets["sequence_reverse"].square().sum())
-                for i, m in zip(instances, moments, strict=True) if i.shown
-            ]))  # fmt: skip
+            found.append(
+                _mean(
+                    [
+                        m.variance / float(i.targets["sequence_reverse"].square().sum())
+                        for i, m in zip(instances, moments, strict=True)
+                        if i.shown
+                    ]
+                )
+            )
     return min(found, default=None)
 
 
@@ -196,9 +234,14 @@ def _bounded(terms: Sequence[KLTerm]) -> bool:
 
 
 def _sentence(
-    terms: Sequence[KLTerm], to_sampler: bool, target: str | None, near_target: str | None,
-    bias: dict[str, float], cosine: dict[str, float], ratio: float | None,
-) -> str:  # fmt: skip
+    terms: Sequence[KLTerm],
+    to_sampler: bool,
+    target: str | None,
+    near_target: str | None,
+    bias: dict[str, float],
+    cosine: dict[str, float],
+    ratio: float | None,
+) -> str:
     """The words of a certificate: the target or the bias, then the noise."""
     if not terms:
         return "no KL term: nothing holds the policy to the reference"

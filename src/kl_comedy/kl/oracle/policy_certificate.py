@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kl_comedy.kl.oracle.algorithm_context import policy_loss
 from kl_comedy.kl.oracle.certificate import TOLERANCE, battery
-from kl_comedy.kl.oracle.moments import Moments, exact_moments
-from kl_comedy.kl.oracle.rows import Loss, Rows
-from kl_comedy.kl.oracle.setting import REGIMES, Setting
-from kl_comedy.kl.oracle.surroundings import policy_loss
+from kl_comedy.kl.oracle.enumeration import REGIMES, Loss, Rows, Setting
+from kl_comedy.kl.oracle.gradients import Moments, exact_moments
 from kl_comedy.objective.policy_term import PolicyTerm
 from kl_comedy.registry import POLICY_CORRECTIONS, POLICY_LOSSES
 
@@ -178,10 +177,18 @@ def _certificate(name: str, term: PolicyTerm, regime: str, update: str) -> Polic
     strength = _mean([float(m.gradient_D @ t) / float(t.square().sum()) for m, t in shown])
     variance = _mean([m.variance / float(t.square().sum()) for m, t in shown])
     return PolicyCertificate(
-        name=name, term=term, regime=regime, exact=exact, claimed=claims_exact(term, regime, update),
-        relative_bias=bias, cosine=cosine, variance=variance, strength=strength,
-        verdict=_sentence(exact, bias, cosine, strength), update=update,
-    )  # fmt: skip
+        name=name,
+        term=term,
+        regime=regime,
+        exact=exact,
+        claimed=claims_exact(term, regime, update),
+        relative_bias=bias,
+        cosine=cosine,
+        variance=variance,
+        strength=strength,
+        verdict=_sentence(exact, bias, cosine, strength),
+        update=update,
+    )
 
 
 def hits(moments: Moments, target_D: Tensor) -> bool:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.rollouts.vllm.probe import ProbeAnswer
-from kl_comedy.rollouts.vllm.reading import Completion
+from kl_comedy.rollouts.vllm.protocol import Completion
+from kl_comedy.rollouts.vllm.weights import ProbeAnswer
 
 LABEL = "kl_comedy/"
 """What the version label of weights begins with that we sent."""

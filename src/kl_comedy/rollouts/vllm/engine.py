@@ -23,9 +23,9 @@ from kl_comedy.records import Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
 from kl_comedy.rollouts.hf import check_lengths
-from kl_comedy.rollouts.vllm import probe
+from kl_comedy.rollouts.vllm import weights as probe
 from kl_comedy.rollouts.vllm.options import InProcessOptions, in_process_options
-from kl_comedy.rollouts.vllm.reading import Completion, Reader, check_temperature, prompt_seed, sampling_fields
+from kl_comedy.rollouts.vllm.protocol import Completion, Reader, check_temperature, prompt_seed, sampling_fields
 from kl_comedy.rollouts.vllm.weights import full_weights, write_config
 
 if TYPE_CHECKING:
@@ -49,9 +49,11 @@ def build_vllm(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend:
     require_vllm("vllm")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise bad_value(
-            "rollout.backend", "vllm", "vllm_server in a run of several processes",
+            "rollout.backend",
+            "vllm",
+            "vllm_server in a run of several processes",
             "the engine in process takes the process group for itself",
-        )  # fmt: skip
+        )
     return VLLMRollouts(loaded, options, temperature=config.temperature, max_num_seqs=config.batch_sequences)
 
 

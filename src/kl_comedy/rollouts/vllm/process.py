@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kl_comedy.rollouts.vllm.guard import KEY_VARIABLE
+from kl_comedy.rollouts.vllm.auth import KEY_VARIABLE
 from kl_comedy.rollouts.vllm.options import ServerOptions
 
 HOST = "127.0.0.1"
@@ -39,15 +39,38 @@ class Launch:
         eager = not self.on_gpu if options.enforce_eager is None else options.enforce_eager
         kv_gib = options.kv_cache_gib or (None if self.on_gpu else 1.0)
         found = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
-            "--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", self.dtype,
-            "--seed", "0", "--max-num-seqs", str(self.max_num_seqs), "--logprobs-mode", "processed_logprobs",
-            "--generation-config", "vllm", "--tensor-parallel-size", str(options.tensor_parallel_size),
-            "--gpu-memory-utilization", str(options.gpu_memory_utilization or DEFAULT_GPU_SHARE),
-            "--enable-scale-out", "--middleware", "kl_comedy.rollouts.vllm.guard.RequireKey",
-            "--uvicorn-log-level", "warning",
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(folder),
+            "--served-model-name",
+            MODEL_NAME,
+            "--host",
+            HOST,
+            "--port",
+            str(port),
+            "--dtype",
+            self.dtype,
+            "--seed",
+            "0",
+            "--max-num-seqs",
+            str(self.max_num_seqs),
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--generation-config",
+            "vllm",
+            "--tensor-parallel-size",
+            str(options.tensor_parallel_size),
+            "--gpu-memory-utilization",
+            str(options.gpu_memory_utilization or DEFAULT_GPU_SHARE),
+            "--enable-scale-out",
+            "--middleware",
+            "kl_comedy.rollouts.vllm.auth.RequireKey",
+            "--uvicorn-log-level",
+            "warning",
             "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching",
-        ]  # fmt: skip
+        ]
         if self.context is not None:
             found += ["--max-model-len", str(self.context)]
         if kv_gib is not None:
@@ -87,8 +110,11 @@ class ServerProcess:
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, str(SUPERVISOR), *launch.arguments(folder, self.port)],
-                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=launch.environment(key, gpus),
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=launch.environment(key, gpus),
+            )
 
     @property
     def url(self) -> str:

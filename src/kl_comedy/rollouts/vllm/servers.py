@@ -1,4 +1,11 @@
-"""vLLM as servers: started by the run on loopback, or named by ``rollout.options.urls``.
+"""One batch over many servers: every prompt's group is answered once, whichever servers fail on the way.
+
+pending groups -> a worker per free slot of a server -> answered
+               <- given back when the server failed, and asked elsewhere or again
+
+One server of a run: its client, its process where it is ours, and how it is brought back when it fails.
+
+vLLM as servers: started by the run on loopback, or named by ``rollout.options.urls``.
 
 update_weights: checkpoint folder on a shared file system (written beside, renamed) -> per server: pause, reload,
                 reset the prefix cache, label the weights, resume -> probe
@@ -8,13 +15,17 @@ generate:       one request a prompt's group -> token ids, log-probs and weight 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,18 +36,232 @@ from kl_comedy.records import Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
 from kl_comedy.rollouts.hf import check_lengths
-from kl_comedy.rollouts.vllm import probe
-from kl_comedy.rollouts.vllm.batch import Batch
+from kl_comedy.rollouts.vllm import weights as probe
 from kl_comedy.rollouts.vllm.client import LABEL, Client, Identity, Refused, ServerTrouble
 from kl_comedy.rollouts.vllm.engine import context_of, require_vllm
-from kl_comedy.rollouts.vllm.member import Member, Weights
 from kl_comedy.rollouts.vllm.options import KEY, ServerOptions, server_options, with_urls_of_the_job
 from kl_comedy.rollouts.vllm.process import Launch, ServerProcess
-from kl_comedy.rollouts.vllm.reading import Completion, Reader, check_temperature, prompt_seed, sampling_fields
+from kl_comedy.rollouts.vllm.protocol import Completion, Reader, check_temperature, prompt_seed, sampling_fields
 from kl_comedy.rollouts.vllm.weights import write_weights
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
+
+
+Ask = Callable[["Member", int], list[Completion]]
+
+
+class Batch:
+    """The groups of one call, numbered from 0; see :meth:`run`."""
+
+    def __init__(self, groups: int, ask: Ask) -> None:
+        self._ask = ask
+        self._pending = deque(range(groups))
+        self._answers: dict[int, list[Completion]] = {}
+        self._groups = groups
+        self._workers = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def run(self, members: Sequence[Member], *, slots: int) -> list[list[Completion]]:
+        """Answers in order. Returns as soon as all are there, though a failed server may still be coming back.
+
+        Raises :class:`RunFailed` when the last server is given up, and what the first worker that met it raised.
+        """
+        threads = [
+            threading.Thread(target=self._work, args=(member,), daemon=True, name=f"{member.name} {slot}")
+            for slot in range(min(slots, self._groups))
+            for member in members
+        ]
+        self._workers = len(threads)
+        for thread in threads:
+            thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._over() or self._workers == 0)
+        if self._error is not None:
+            raise self._error
+        if len(self._answers) < self._groups:
+            reasons = "; ".join(f"{member.name}: {member.lost}" for member in members)
+            raise RunFailed(f"no vLLM server is left to sample from. {reasons}")
+        return [self._answers[group] for group in range(self._groups)]
+
+    def _over(self) -> bool:
+        return self._error is not None or len(self._answers) == self._groups
+
+    def _take(self) -> int | None:
+        """A group to ask for; waits while others are being asked for, since they may be given back."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over() or self._pending)
+            return None if self._over() else self._pending.popleft()
+
+    def _work(self, member: Member) -> None:
+        try:
+            while (group := self._take()) is not None:
+                epoch = member.epoch
+                try:
+                    self._settle(group, self._ask(member, group))
+                except ServerTrouble as trouble:
+                    self._give_back(group)
+                    if not member.recover(epoch, trouble):
+                        return
+                except Refused as refusal:
+                    raise RunFailed(f"{member.name} refuses to sample: {refusal}") from refusal
+        except BaseException as error:  # handed to the thread that waits in run()
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._workers -= 1
+                self._changed.notify_all()
+
+    def _settle(self, group: int, answer: list[Completion]) -> None:
+        with self._changed:
+            self._answers[group] = answer
+            self._changed.notify_all()
+
+    def _give_back(self, group: int) -> None:
+        with self._changed:
+            self._pending.appendleft(group)
+            self._changed.notify_all()
+
+
+log = logging.getLogger("kl_comedy")
+
+FIRST_WAIT_S = 0.2
+LONGEST_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Published weights: the checkpoint folder, its version, and what the probe must find (None: no probe)."""
+
+    folder: Path
+    version: int
+    reference: probe.ProbeReference | None
+    temperature: float
+    tolerance: float
+
+
+class Member:
+    """A server and its state. ``epoch`` counts how often it was brought back: who failed in an older epoch only has to
+    ask again. ``start`` starts a process on a folder and returns it with its client; None for a server not ours."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        client: Client | None,
+        start: Callable[[Path], tuple[ServerProcess, Client]] | None,
+        start_timeout_s: float,
+        retries: int,
+    ) -> None:
+        self.name = name
+        self.process: ServerProcess | None = None
+        self.epoch = 0
+        self.lost: str | None = None
+        self._client, self._start = client, start
+        self._timeout, self._retries = start_timeout_s, retries
+        self._lock = threading.RLock()
+        self._weights: Weights | None = None
+        self._failures = 0
+        self._closed = False
+
+    @property
+    def client(self) -> Client:
+        if self._client is None:
+            raise ServerTrouble("it is not running")
+        return self._client
+
+    def launch(self, folder: Path) -> None:
+        """Start the process, where it is ours and does not run, without waiting for it."""
+        with self._lock:
+            if self._start is not None and self.process is None and not self._closed:
+                self.process, self._client = self._start(folder)
+
+    def new_round(self) -> None:
+        """A batch or an update begins: it may fail ``retries`` times again, and a lost one is given a chance."""
+        self._failures, self.lost = 0, None
+
+    def take(self, weights: Weights) -> bool:
+        """Have the server sample from ``weights``, bringing it back where needed; False when it was given up."""
+        with self._lock:
+            self._weights = weights
+            epoch = self.epoch
+            try:
+                self.launch(weights.folder)
+                self._settle(weights)
+                return True
+            except ServerTrouble as trouble:
+                return self.recover(epoch, trouble)
+
+    def recover(self, epoch: int, trouble: ServerTrouble) -> bool:
+        """After a failure seen in ``epoch``: once per failure, however many requests met it. False: given up.
+
+        A process of ours is killed and replaced; a server that is not ours is waited for. Both get the current
+        weights. Raises :class:`RunFailed` where the server is there and has, or takes, other weights.
+        """
+        with self._lock:
+            while epoch == self.epoch and self.lost is None and not self._closed:
+                self._failures += 1
+                if self._failures > self._retries:
+                    self.lost = f"{trouble} (after {self._retries} attempts to bring it back)"
+                    log.warning(f"{self.name} is given up: {self.lost}")
+                    break
+                log.warning(f"{self.name}: {trouble}; bringing it back")
+                try:
+                    self._bring_back()
+                    self.epoch += 1
+                except ServerTrouble as again:
+                    trouble = again
+            return self.lost is None and not self._closed
+
+    def close(self) -> None:
+        """Kill the process where it is ours."""
+        self._closed = True
+        process, client = self.process, self._client
+        if process is not None:
+            process.kill()
+        if client is not None:
+            client.close()
+
+    def _bring_back(self) -> None:
+        assert self._weights is not None
+        if self._start is not None:
+            if self.process is not None:
+                self.process.kill()
+                self.process = None
+            self.launch(self._weights.folder)
+        self._settle(self._weights)
+
+    def _settle(self, weights: Weights) -> None:
+        """Wait until the server answers, send the weights, probe."""
+        self._wait_until_ready()
+        try:
+            self.client.take_weights(weights.folder, weights.version)
+            if weights.reference is None:
+                return
+            answer = self.client.probe(weights.reference.ids, probe.fields(weights.temperature))
+        except Refused as refusal:
+            raise RunFailed(
+                f"{self.name} did not take the weights of version {weights.version}: {refusal}"
+            ) from refusal
+        found = probe.gap(weights.reference, answer)
+        if not found <= weights.tolerance:
+            raise RunFailed(probe.message(self.name, weights.version, found, weights.tolerance))
+
+    def _wait_until_ready(self) -> None:
+        deadline, wait = time.monotonic() + self._timeout, FIRST_WAIT_S
+        while not self.client.ready():
+            if self._closed:
+                raise ServerTrouble("it was closed")
+            if self.process is not None and not self.process.alive:
+                raise ServerTrouble(f"it ended: {self.process.last_words()} (log: {self.process.log})")
+            if time.monotonic() > deadline:
+                raise ServerTrouble(f"it does not answer within {self._timeout:g} s")
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT_S)
+
 
 BAD_REQUEST = 400
 MOST_REQUESTS = 64
@@ -149,10 +374,16 @@ class VLLMServerRollouts:
         write_weights(self._loaded, folder, dtype=getattr(torch, self._dtype))
         asked = self._options.probe
         reference = probe.probe_reference(self._loaded, temperature=self._temperature) if asked else None
-        older, self._weights = self._weights, Weights(
-            folder=folder, version=version, reference=reference, temperature=self._temperature,
-            tolerance=probe.tolerance(self._dtype, self._options.probe_tolerance),
-        )  # fmt: skip
+        older, self._weights = (
+            self._weights,
+            Weights(
+                folder=folder,
+                version=version,
+                reference=reference,
+                temperature=self._temperature,
+                tolerance=probe.tolerance(self._dtype, self._options.probe_tolerance),
+            ),
+        )
         for member in self._members:
             member.launch(folder)
         self._older = None if older is None or older.folder == folder else older.folder
@@ -186,7 +417,7 @@ class VLLMServerRollouts:
         context = options.max_model_len or context_of(self._loaded)
         launch = Launch(
             options=options, dtype=self._dtype, context=context, max_num_seqs=self._max_num_seqs, on_gpu=on_gpu
-        )  # fmt: skip
+        )
 
         def starter(number: int) -> Member:
             def start(folder: Path) -> tuple[ServerProcess, Client]:
@@ -252,9 +483,11 @@ class VLLMServerRollouts:
             return bad_value(f"{KEY}.urls", url, "a server that takes our API key", f"it refuses {held} {source}")
         if "/weight_info" in str(refusal) or "/inference/" in str(refusal):
             return bad_value(
-                f"{KEY}.urls", url, "a vLLM server of 0.32 or later that takes weights",
+                f"{KEY}.urls",
+                url,
+                "a vLLM server of 0.32 or later that takes weights",
                 f"{refusal}; start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out",
-            )  # fmt: skip
+            )
         return bad_value(f"{KEY}.urls", url, "a vLLM server", f"this is not one: {refusal}")
 
 

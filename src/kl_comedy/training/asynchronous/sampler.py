@@ -1,8 +1,18 @@
-"""The sampler process as its learner sees it: a backend that another process runs, restarted where it dies or hangs.
+"""Messages to the other process, sent from a thread: whoever posts one never waits for a reader that has stopped.
+
+How long the learner waits for a sampler that does not answer: the two limits, and the clock they are counted with.
+
+A stopped process (SIGSTOP, a debugger, memory swapped out) gives no sign of life; one whose engine hangs may give signs
+of life for ever and no answer. The clock counts only what this process has seen pass: when learner and sampler are
+stopped together and go on together, or the learner was busy elsewhere, nobody is blamed.
+
+The sampler process as its learner sees it: a backend that another process runs, restarted where it dies or hangs.
 
 What was asked and not answered is kept, and asked again of the next process. So a sampler that is killed costs time,
 and no prompt. One that hangs is killed (:mod:`patience` says when). One that is lost again and again without answering
 anything ends the run.
+
+The stream's source while another process samples: gives out requests, takes in rows, hands on whole batches.
 """
 
 from __future__ import annotations
@@ -15,9 +25,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any
 
 import torch
@@ -27,9 +42,101 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel
 from kl_comedy.records import Prompt, Rollout, Scored
 from kl_comedy.rollouts import Sampling
-from kl_comedy.training.asynchronous.block import BlockHeld, WeightBlock
-from kl_comedy.training.asynchronous.outbox import Outbox
-from kl_comedy.training.asynchronous.patience import Patience
+from kl_comedy.training.asynchronous.buffer import Group, Ledger, Terms
+from kl_comedy.training.asynchronous.shared_weights import BlockHeld, WeightBlock
+from kl_comedy.training.experience import Batch, StreamShape, derive_seed, pack_scored, unpack_scored
+
+CLOSE_LIMIT_S = 5.0
+
+
+class Outbox:
+    """Sends what is posted, in order, over ``pipe``. What a dead process does not take is forgotten."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._queue: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._send, daemon=True, name="outbox")
+        self._thread.start()
+
+    def post(self, message: Any) -> None:
+        """Send ``message`` when it is its turn. It is pickled here and now, so what cannot be raises here."""
+        self._queue.put(ForkingPickler.dumps(message))
+
+    def close(self) -> None:
+        """End the thread. Call when the reader is dead: only then is a send that it blocks sure to return."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_LIMIT_S)
+
+    def _send(self) -> None:
+        while (data := self._queue.get()) is not None:
+            try:
+                self._pipe.send_bytes(data)
+            except OSError:
+                return  # it died, as the listening thread hears once it has read all that it said
+
+
+BEAT_S = 0.5
+"""Between the sampler's signs of life."""
+LONGEST_LOOK_S = 1.0
+"""The most seconds that one look adds: looks are 0.2 s apart, and a longer gap is this process's own."""
+STARTUP_S = 600.0
+"""Until a new process's first sign of life: it imports before it can give one, on a busy machine for a while."""
+
+
+class Patience:
+    """Seconds of silence and seconds without an answer, against their limits. Counted while somebody waits.
+
+    ``silence_s``: without a sign of life. ``answer_s``: with requests open and none answered.
+    """
+
+    def __init__(self, *, silence_s: float, answer_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._silence_s, self._answer_s, self._now = silence_s, answer_s, now
+        self.restarted()
+
+    def restarted(self) -> None:
+        """Another process begins: it has not beaten yet."""
+        self._silent = self._unanswered = 0.0
+        self._beats: int | None = None
+        self._beaten = False
+        self._last = self._now()
+
+    def answered(self) -> None:
+        """An answer came."""
+        self._silent = self._unanswered = 0.0
+
+    def begin(self) -> None:
+        """Somebody begins to wait: what passed since the last look was not waiting."""
+        self._last = self._now()
+
+    def look(self, beats: int, *, asked: bool) -> str | None:
+        """Take in the count of signs of life and whether an answer is owed; what the sampler did wrong, or None."""
+        now = self._now()
+        passed = min(now - self._last, LONGEST_LOOK_S)
+        self._last = now
+        if self._beats is not None and beats != self._beats:
+            self._silent, self._beaten = 0.0, True
+        else:
+            self._silent += passed
+        self._beats = beats
+        self._unanswered = self._unanswered + passed if asked else 0.0
+        silence_s = self._silence_s if self._beaten else max(self._silence_s, STARTUP_S)
+        if self._silent > silence_s:
+            return f"gave no sign of life for {silence_s:g} s (lag.silence_limit_s)"
+        if self._unanswered > self._answer_s:
+            return f"lived and finished nothing for {self._answer_s:g} s (lag.answer_limit_s)"
+        return None
+
+
+def beat_for_ever(beat: Callable[[], None]) -> None:
+    """Give a sign of life every :data:`BEAT_S`, from a thread that ends with the process."""
+
+    def run() -> None:
+        while True:
+            beat()
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=run, daemon=True, name="signs of life").start()
+
 
 log = logging.getLogger("kl_comedy")
 
@@ -147,11 +254,20 @@ class SamplerProcess:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kl_comedy.training.asynchronous.worker", str(theirs.fileno()),
-                 str(self._block.fd)],
-                pass_fds=(theirs.fileno(), self._block.fd), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=self._words, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "PYTHONPATH": path},
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "kl_comedy.training.asynchronous.worker",
+                    str(theirs.fileno()),
+                    str(self._block.fd),
+                ],
+                pass_fds=(theirs.fileno(), self._block.fd),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._words,
+                env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "PYTHONPATH": path},
+            )
         self._pipe = Connection(ours.detach())
         self._outbox = Outbox(self._pipe)
         self._ready = self._lost = False
@@ -241,3 +357,108 @@ def _plugin_files() -> tuple[str, ...]:
     """Files given as ``--plugin``, which the other process must load too."""
     found = (module for name, module in sys.modules.items() if name.startswith("kl_comedy_plugin_"))
     return tuple(str(module.__file__) for module in found)
+
+
+class Asynchronous:
+    """See :class:`kl_comedy.training.experience.Source`. The learner's version at iteration n is n updates a batch."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: StreamShape,
+        *,
+        prompts: Sequence[Prompt],
+        indices: Callable[[int], list[int]],
+        sampler: SamplerProcess,
+    ) -> None:
+        self._shape, self._prompts, self._sampler = shape, prompts, sampler
+        self._positions = {prompt.problem.id: n for n, prompt in enumerate(prompts)}
+        self.ledger = Ledger(
+            Terms(
+                prompts_per_batch=config.rollout.prompts_per_batch,
+                updates=shape.per_iteration,
+                iterations=shape.iterations,
+                max_steps=config.lag.max_steps,
+                drop=config.lag.policy == "drop",
+            ),
+            indices,
+        )
+        self._given: set[int] = set()
+        self._spent: dict[str, float] = defaultdict(float)
+        self._dropped_before = 0
+        self._begun = False
+        sampler.on_drawn = self._drawn
+        sampler.on_version = self._published
+
+    def take(self, iteration: int) -> Batch:
+        """One batch no older than allowed; waits for it, and hears signals meanwhile."""
+        version = iteration * self._shape.per_iteration
+        start = time.perf_counter()
+        depth = None
+        found: list[Group] = []
+
+        def there() -> bool:
+            nonlocal depth
+            self._begun = True
+            self._give(version)
+            if depth is None:
+                depth = len(self.ledger.ready) / self.ledger.terms.prompts_per_batch
+            found.extend(self.ledger.take(version) or ())
+            self._give(version)
+            return bool(found)
+
+        self._sampler.wait_for(there)
+        rows = [
+            row if row.rollout.group_id == place else replace(row, rollout=replace(row.rollout, group_id=place))
+            for place, group in enumerate(found)
+            for row in group.rows
+        ]
+        with self._sampler.changed:
+            return self._batch(rows, wait_s=time.perf_counter() - start, depth=depth or 0.0)
+
+    def _batch(self, rows: Sequence[Scored], *, wait_s: float, depth: float) -> Batch:
+        spent, self._spent = self._spent, defaultdict(float)
+        dropped, self._dropped_before = self.ledger.dropped - self._dropped_before, self.ledger.dropped
+        notes = {
+            "stream/queue_depth": depth,
+            "stream/dropped_groups": float(dropped),
+            "stream/sampler_restarts": float(self._sampler.restarts),
+        }
+        busy_s = spent["generate_s"] + spent["score_s"]
+        if busy_s > 0:
+            notes["time/sampler_idle_share"] = spent["idle_s"] / (spent["idle_s"] + busy_s)
+            notes["time/sampler_cpu"] = spent["cpu_s"]
+        return Batch(rows=rows, generate_s=spent["generate_s"], score_s=spent["score_s"], wait_s=wait_s, notes=notes)
+
+    def _give(self, version: int) -> None:
+        """Give out what is due, and after a restore what was pending. Called with the sampler's lock held."""
+        if not self._begun:
+            return
+        self.ledger.due(version)
+        for number, request in self.ledger.pending.items():
+            if number not in self._given:
+                self._given.add(number)
+                prompts = [self._prompts[n] for n in request.indices]
+                self._sampler.ask(number, ("draw", number, prompts, derive_seed(self._shape.seed, "rollout", number)))
+
+    def _published(self, version: int) -> None:
+        self._begun = True
+        self._give(version)
+
+    def _drawn(self, number: int, rows: Sequence[Scored], stats: Mapping[str, float]) -> None:
+        self._given.discard(number)
+        self.ledger.arrive(number, rows)
+        for name, value in stats.items():
+            self._spent[name] += value
+        self._give(self._sampler.version)
+
+    def snapshot(self) -> dict[str, Any]:
+        """See :class:`Source`. What is being drawn is asked again after a resume."""
+        with self._sampler.changed:
+            return self.ledger.snapshot(lambda rows: pack_scored(rows, self._positions))
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Source`."""
+        with self._sampler.changed:
+            self.ledger.restore(state, lambda rows: unpack_scored(rows, self._prompts))
+            self._dropped_before = self.ledger.dropped

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-import kl_comedy.training.rooms  # noqa: F401
 from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.models import LoadedModel, load_model
@@ -32,8 +31,8 @@ from kl_comedy.registry import ROLLOUTS, load_plugin_file
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, WorksInFolder, sampling_from
 from kl_comedy.rollouts.base import updates_in_flight
-from kl_comedy.training.asynchronous.block import Beats, WeightBlock, load_from
-from kl_comedy.training.asynchronous.patience import beat_for_ever
+from kl_comedy.training.asynchronous.sampler import beat_for_ever
+from kl_comedy.training.asynchronous.shared_weights import Beats, WeightBlock, load_from
 
 POLL_S = 0.02
 """Between looks for newer weights, for a backend that takes them from another thread."""
@@ -90,9 +89,11 @@ class Sampler:
         if updates_in_flight(self.backend):
             return "by thread"
         raise bad_value(
-            "lag.in_flight", True, f"false with rollout.backend {self.config.rollout.backend}",
+            "lag.in_flight",
+            True,
+            f"false with rollout.backend {self.config.rollout.backend}",
             "it takes new weights between batches only, as vllm does, and hf where transformers' generate draws",
-        )  # fmt: skip
+        )
 
     def refresh(self) -> None:
         """Sample from the newest weights from now on."""
@@ -105,9 +106,11 @@ class Sampler:
         self.refresh()
         with self.precision(), self.updating():
             rollouts = self.backend.generate(
-                prompts, group_size=self.config.rollout.group_size, sampling=sampling_from(self.config.rollout),
+                prompts,
+                group_size=self.config.rollout.group_size,
+                sampling=sampling_from(self.config.rollout),
                 seed=seed,
-            )  # fmt: skip
+            )
         middle = time.perf_counter()
         rows = self.scorer.score(rollouts)
         end = time.perf_counter()

@@ -1,0 +1,291 @@
+"""What every loader asks of its config: options it knows, settings it uses, a path that exists.
+
+Problems from local files: JSONL (strict UTF-8, one object a line) and Parquet.
+
+Problems from the Hugging Face hub (or a local dataset folder), through ``datasets``.
+
+Problems from reasoning-gym's procedural tasks.
+
+Each problem carries ``meta["task"]`` and ``meta["entry"]``: the task's own entry, which its own scorer
+needs. The entry can be written as JSON; note that the scorers of ``arc_agi`` and ``rearc`` compare tuples
+and give a perfect answer 0.05 after a round trip through JSON, which turns tuples into lists.
+
+Item ``i`` of most tasks is drawn from ``random.Random(seed + i)``: two splits of sizes ``n`` whose seeds
+differ by less than ``n`` share problems. Choose seeds far apart; decontamination counts what still meets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from kl_comedy.config.schema import DatasetConfig
+from kl_comedy.data.rows import ROW_OPTIONS, read_rows
+from kl_comedy.errors import UserError, bad_value, nearest
+from kl_comedy.records import Problem
+from kl_comedy.registry import DATASETS
+
+
+def known_options(config: DatasetConfig, allowed: Iterable[str], *, key: str) -> None:
+    """Raise :class:`UserError` for the first option not in ``allowed``."""
+    names = list(allowed)
+    for option in config.options:
+        if option not in names:
+            raise bad_value(f"{key}.options", option, names)
+
+
+def unused(config: DatasetConfig, *settings: str, key: str) -> None:
+    """Raise :class:`UserError` for a setting the loader would silently ignore."""
+    for setting in settings:
+        if getattr(config, setting):
+            raise UserError(
+                f"{key}.{setting}: got {getattr(config, setting)!r}, but the dataset {config.dataset!r} "
+                f"does not use it; leave it out"
+            )
+
+
+def existing_file(config: DatasetConfig, suffixes: tuple[str, ...], *, key: str) -> Path:
+    """The file at ``config.path`` (``~`` expanded). A miss names the nearest file of that folder."""
+    if not config.path:
+        raise UserError(f"{key}.path: the dataset {config.dataset!r} needs the path of a file")
+    path = Path(config.path).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise bad_value(f"{key}.path", config.path, "a file", "this is a folder")
+    folder = path.parent
+    if not folder.is_dir():
+        raise bad_value(f"{key}.path", config.path, "an existing file", f"there is no folder {str(folder)!r}")
+    files = sorted(file.name for file in folder.iterdir() if file.is_file())
+    near = nearest(path.name, [name for name in files if name.endswith(suffixes)]) or nearest(path.name, files)
+    hint = f"did you mean {str(folder / near)!r}?" if near else f"no similar name among the {len(files)} files there"
+    raise bad_value(f"{key}.path", config.path, "an existing file", hint)
+
+
+@DATASETS.register("jsonl", source="JSON Lines: one RFC 8259 object a line, UTF-8")
+def jsonl(config: DatasetConfig, *, key: str) -> list[Problem]:
+    """A local JSONL file; a malformed row names its file and line."""
+    known_options(config, ROW_OPTIONS, key=key)
+    unused(config, "name", "subset", "split", key=key)
+    path = existing_file(config, (".jsonl",), key=key)
+    return read_rows(_jsonl_rows(path), config, key=key, source=str(path))
+
+
+@DATASETS.register("parquet", source="Apache Parquet, read with pyarrow")
+def parquet(config: DatasetConfig, *, key: str) -> list[Problem]:
+    """A local Parquet file; a malformed row names its file and row number."""
+    known_options(config, ROW_OPTIONS, key=key)
+    unused(config, "name", "subset", "split", key=key)
+    path = existing_file(config, (".parquet",), key=key)
+    return read_rows(_parquet_rows(path, key=key), config, key=key, source=str(path))
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """``(file:line, fallback id, row)``; lines count from 1 and end in ``\\n`` only (U+2028 is text)."""
+    with path.open("rb") as file:
+        blank: str | None = None
+        for number, line in enumerate(file, start=1):
+            place = f"{path}:{number}"
+            if not line.strip():
+                blank = blank or place
+                continue
+            if blank:
+                raise UserError(f"{blank}: blank line between rows; remove it")
+            yield place, f"{path.stem}/{number}", _parse(line, place)
+
+
+def _parse(line: bytes, place: str) -> Mapping[str, Any]:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line: {error.reason})") from error
+    try:
+        row = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise UserError(f"{place}: malformed JSON: nested too deeply") from error
+    except ValueError as error:
+        raise UserError(f"{place}: malformed JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: a row must be a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return row
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _parquet_rows(path: Path, *, key: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """``(file row N, fallback id, row)``; rows count from 1 and are read in batches."""
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", f"{path.stem}/{number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        where = f" after row {number}" if number else ""
+        raise UserError(f"{key}.path: {path} is not a readable Parquet file{where}: {error}") from error
+
+
+class Unreachable(UserError):
+    """A hub dataset that could not be had; ``what`` says which and why, without advice."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}. {advice}")
+        self.what = what
+
+
+@DATASETS.register("hub", source="datasets.load_dataset; no code from the hub is run")
+def hub(config: DatasetConfig, *, key: str) -> list[Problem]:
+    """A dataset by hub name: name, subset, split, and the option revision to pin it."""
+    known_options(config, (*ROW_OPTIONS, "revision"), key=key)
+    unused(config, "path", key=key)
+    for setting, example in (("name", "openai/gsm8k"), ("split", "train")):
+        if not getattr(config, setting):
+            raise UserError(f"{key}.{setting}: the dataset 'hub' needs it, for example {key}.{setting}={example}")
+    revision = config.options.get("revision")
+    if not isinstance(revision, str | None):
+        raise bad_value(f"{key}.options.revision", revision, "a commit, tag or branch as a string")
+    label = f"{config.name}[{config.split}]"
+    rows = _fetch(config, revision, key=key)
+    return read_rows(_numbered(rows, label), config, key=key, source=label)
+
+
+def _fetch(config: DatasetConfig, revision: str | None, *, key: str) -> Any:
+    """The rows of the split; whatever goes wrong in between becomes one sentence that says what to do."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(config.name, config.subset, split=config.split, revision=revision)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or "no reason given"
+        asked = ", ".join(
+            f"{name}={value}"
+            for name, value in (
+                ("name", config.name),
+                ("subset", config.subset),
+                ("split", config.split),
+                ("revision", revision),
+            )
+            if value
+        )
+        raise Unreachable(
+            f"{key}: could not load the hub dataset ({asked}): {type(error).__name__}: {reason}",
+            "Without network access, download it once elsewhere and use a local file: "
+            f"{key}.dataset=jsonl (or parquet) {key}.path=FILE",
+        ) from error
+
+
+def _numbered(rows: Any, label: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    for number, row in enumerate(rows, start=1):
+        yield f"{label} row {number}", f"{label}/{number}", row
+
+
+OWN_OPTIONS = ("text_field", "text_after")
+
+
+@DATASETS.register("reasoning_gym", source="open-thought/reasoning-gym (Apache-2.0)")
+def reasoning_gym(config: DatasetConfig, *, key: str) -> list[Problem]:
+    """A reasoning-gym task: name = the task, options = its settings (size, seed, min_terms, ...).
+
+    ``size`` defaults to ``limit`` and ``seed`` to ``config.seed``. The text is the task's question; with
+    ``text_field`` a string of its metadata (``expression``), with ``text_after`` what follows a marker in
+    the question (``"problem: "`` leaves ``4 - 1 =`` of chain_sum). The few tasks without an oracle answer
+    (several solutions are right) have the answer ``""``: only their own scorer can judge them.
+    """
+    unused(config, "path", "subset", "split", "fields", key=key)
+    task = _build(config, key=key)
+    problems = []
+    for index in range(task.size if config.limit is None else min(task.size, config.limit)):
+        entry = _entry(task, index, key=key)
+        problems.append(
+            Problem(
+                id=f"{config.name}/{task.seed}/{index}",
+                text=_text(entry, config, key=key),
+                answer="" if entry["answer"] is None else str(entry["answer"]),
+                meta={"task": config.name, "entry": entry},
+            )
+        )
+    return problems
+
+
+def _build(config: DatasetConfig, *, key: str) -> Any:
+    """The task's dataset. Raises :class:`UserError` for an unknown task or option, or settings it rejects."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            from reasoning_gym.factory import DATASETS as TASKS
+    except ImportError as error:
+        raise UserError(f"{key}.dataset: reasoning_gym is not installed; pip install 'kl_comedy[gym]'") from error
+    names = sorted(name for name in TASKS if name != "composite")
+    if config.name not in names:
+        raise bad_value(f"{key}.name", config.name, names)
+    build, settings_type = TASKS[config.name]
+    allowed = [field.name for field in fields(settings_type) if field.init]
+    settings = {name: value for name, value in config.options.items() if name not in OWN_OPTIONS}
+    for name in settings:
+        if name not in allowed:
+            raise bad_value(f"{key}.options", name, [*allowed, *OWN_OPTIONS])
+    if config.seed and settings.get("seed", config.seed) != config.seed:
+        raise UserError(
+            f"{key}: seed={config.seed} and options.seed={settings['seed']} contradict each other; keep one"
+        )
+    settings.setdefault("seed", config.seed)
+    if config.limit is not None:
+        settings.setdefault("size", config.limit)
+    try:
+        chosen = settings_type(**settings)
+        chosen.validate()
+        return build(config=chosen)
+    except Exception as error:
+        raise UserError(
+            f"{key}.options: the task {config.name!r} rejects {settings}: {str(error) or type(error).__name__}"
+        ) from error
+
+
+def _entry(task: Any, index: int, *, key: str) -> dict[str, Any]:
+    """Item ``index`` of the task; some tasks print while they generate, which is kept off stdout."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            entry = dict(task[index])
+        json.dumps(entry)
+    except Exception as error:
+        raise UserError(
+            f"{key}: the task could not make item {index} with these options: {type(error).__name__}: {error}"
+        ) from error
+    return entry
+
+
+def _text(entry: dict[str, Any], config: DatasetConfig, *, key: str) -> str:
+    field, marker = config.options.get("text_field"), config.options.get("text_after")
+    if field is not None and marker is not None:
+        raise UserError(f"{key}.options: text_field and text_after exclude each other; keep one")
+    if field is not None:
+        strings = [name for name, value in entry["metadata"].items() if isinstance(value, str)]
+        if field not in strings:
+            raise bad_value(f"{key}.options.text_field", field, strings, f"metadata strings of {config.name}")
+        return str(entry["metadata"][field])
+    if marker is None:
+        return str(entry["question"])
+    _, found, tail = entry["question"].rpartition(marker) if isinstance(marker, str) and marker else ("", "", "")
+    if not found or not tail.strip():
+        raise bad_value(
+            f"{key}.options.text_after", marker, "a marker with text after it", f"question: {entry['question']!r}"
+        )
+    return str(tail.strip())

@@ -1,0 +1,177 @@
+"""What sits around a KL term in training: rewards, group baselines, normalization, clipping, dropped rows.
+
+The policy loss and the terms are put together as training does it, so that the oracle can say what is
+left of the KL gradient once a baseline, a standard deviation or a clip has been at it. Because these
+are not linear in beta, the KL part is a difference quotient: ``(gradient(beta) - gradient(0)) / beta``.
+
+What is left of the terms once an algorithm is around them: baselines, normalization, clipping, dropped rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kl_comedy.objective  # noqa: F401  (registers the built-ins)
+from kl_comedy.kl.oracle.enumeration import Loss, Rows, Setting, Tree
+from kl_comedy.kl.oracle.gradients import (
+    Moments,
+    exact_moments,
+    number,
+    target_gradient,
+    term_arguments,
+    term_surrogate,
+)
+from kl_comedy.kl.surrogate import kl_parts
+from kl_comedy.kl.term import KLTerm
+from kl_comedy.objective.policy_term import PolicyTerm, policy_term
+from kl_comedy.objective.reduction import returns_with_costs, sequence_weights
+from kl_comedy.registry import ADVANTAGES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """The algorithm around the terms; the defaults are a plain REINFORCE without a baseline.
+
+    ``group_size`` completions share a prompt, and every group is enumerated. ``drop_truncated`` gives
+    truncated completions no loss. ``sequence_sum`` is the reduction that leaves the objective as it is.
+    """
+
+    advantage: str = "none"
+    policy_loss: str = "reinforce"
+    policy_loss_options: Mapping[str, float] = field(default_factory=dict)
+    correction: Mapping[str, Any] = field(default_factory=dict)
+    proximal: str = "behaviour"
+    group_size: int = 1
+    reduction: str = "sequence_sum"
+    drop_truncated: bool = False
+    reward_scale: float = 1.0
+
+
+def training_loss(terms: Sequence[KLTerm], around: Surroundings, *, scale: float = 1.0) -> Loss:
+    """The loss of one update as training computes it, with every beta times ``scale``."""
+    spec = PolicyTerm(
+        loss=around.policy_loss,
+        options=around.policy_loss_options,
+        corrections=around.correction,
+        proximal=around.proximal,
+    )
+
+    def loss(rows: Rows, /) -> Tensor:
+        betas = [scale * number(term) for term in terms]
+        cost_BT = torch.zeros_like(rows.ref_logp_BT)
+        for term, beta in zip(terms, betas, strict=True):
+            if term.baseline == "before":
+                cost_BT = cost_BT + beta * kl_parts(term, **term_arguments(term, rows)).cost_BT.detach()
+        returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
+        advantage_BT = _advantage(around, returns_BT, rows).detach()
+        total_BT = policy_loss(spec, rows, advantage_BT)
+        for term, beta in zip(terms, betas, strict=True):
+            inside = term.baseline == "before"
+            left_BT = kl_parts(term, **term_arguments(term, rows)).pathwise_BT if inside else term_surrogate(term, rows)
+            total_BT = total_BT + beta * left_BT
+        return _reduced(torch.where(rows.mask_BT, total_BT, 0.0), rows, around)
+
+    return loss
+
+
+def policy_loss(spec: PolicyTerm, rows: Rows, advantage_BT: Tensor) -> Tensor:
+    """The policy term on rows, ``[B, T]``; at a first update the recomputed policy is the current one."""
+    at_first_BT = rows.logp_BT.detach() if rows.proximal_logp_BT is None else rows.proximal_logp_BT
+    return policy_term(
+        spec,
+        logp_BT=rows.logp_BT,
+        behaviour_logp_BT=rows.behaviour_logp_BT,
+        advantage_BT=advantage_BT,
+        mask_BT=rows.mask_BT,
+        proximal_logp_BT=at_first_BT,
+    ).loss_BT
+
+
+def kl_effect(setting: Setting, terms: Sequence[KLTerm], around: Surroundings) -> Moments:
+    """What the terms add to the expected gradient of the whole loss, per unit of their betas.
+
+    The variance is that of the whole loss's gradient, reward part included, over the square of beta.
+    """
+    beta = max((abs(number(term)) for term in terms), default=1.0) or 1.0
+    with_terms = exact_moments(setting, training_loss(terms, around), group_size=around.group_size)
+    without = exact_moments(setting, training_loss(terms, around, scale=0.0), group_size=around.group_size)
+    return Moments(
+        gradient_D=(with_terms.gradient_D - without.gradient_D) / beta, variance=with_terms.variance / beta**2
+    )
+
+
+def _advantage(around: Surroundings, returns_BT: Tensor, rows: Rows) -> Tensor:
+    """Advantages; one that normalizes over the batch sees each group as a batch of its own."""
+    entry = ADVANTAGES.get(around.advantage)
+    if not entry.facts.get("batch"):
+        return torch.as_tensor(entry.fn(returns_BT, rows.mask_BT, rows.group_B))
+    size = around.group_size
+    columns = (returns_BT, rows.mask_BT, rows.group_B)
+    pieces = zip(*(torch.split(column, size) for column in columns), strict=True)
+    return torch.cat([entry.fn(*piece) for piece in pieces])
+
+
+def _reduced(loss_BT: Tensor, rows: Rows, around: Surroundings) -> Tensor:
+    """Each group reduced on its own, as a batch of one group would be; the group's mean is taken later."""
+    size = around.group_size
+    kept_B = ~rows.truncated_B if around.drop_truncated else torch.ones_like(rows.truncated_B)
+    if around.reduction == "sequence_sum" and not around.drop_truncated:
+        return loss_BT
+    weights = [
+        sequence_weights(around.reduction, mask_GT, keep_B=kept_G)
+        for mask_GT, kept_G in zip(torch.split(rows.mask_BT, size), torch.split(kept_B, size), strict=True)
+    ]
+    return loss_BT * (torch.cat(weights).double() * size)[:, None]
+
+
+TREE = Tree.build(vocabulary=3, length=3)
+SEEDS = (0, 1)
+SHARED = 6
+LARGEST_GROUP = 3
+"""Groups beyond this are not enumerated: a baseline over three shows what one over eight does, less of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """The KL part of a whole loss against the sequence-level reverse KL, in one regime.
+
+    ``strength`` is the effective beta for a beta of 1: the multiple of the sequence-level reverse-KL
+    gradient that the algorithm passes on. It is what makes betas comparable between placements.
+    """
+
+    name: str
+    around: str
+    regime: str
+    strength: float
+    relative_bias: float
+    cosine: float
+
+    def row(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def effects(
+    name: str, terms: Sequence[KLTerm], around: Surroundings, *, regimes: Sequence[str] = ("on_policy", "off_policy")
+) -> list[Effect]:
+    """One row per regime; every group of ``around.group_size`` completions of a small tree is enumerated."""
+    return [_effect(name, terms, around, regime) for regime in regimes]
+
+
+def _effect(name: str, terms: Sequence[KLTerm], around: Surroundings, regime: str) -> Effect:
+    strength = bias = cosine = 0.0
+    for seed in SEEDS:
+        setting = Setting.random(TREE, regime=regime, seed=seed, parameters=SHARED)
+        target_D = target_gradient(setting, "sequence_reverse")
+        moments = kl_effect(setting, terms, around)
+        strength += float(moments.gradient_D @ target_D) / float(target_D.square().sum()) / len(SEEDS)
+        bias += moments.relative_bias(target_D) / len(SEEDS)
+        cosine += moments.cosine(target_D) / len(SEEDS)
+    words = f"{around.advantage}, {around.policy_loss}, {around.reduction}, groups of {around.group_size}"
+    if around.drop_truncated:
+        words += ", truncated dropped"
+    return Effect(name=name, around=words, regime=regime, strength=strength, relative_bias=bias, cosine=cosine)

@@ -1,0 +1,124 @@
+"""The audit while a run goes on: before an update, on its own completions; nothing of the run changes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+
+from kl_comedy.config import AuditConfig, Config
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.kl import BetaState, KLTerm
+from kl_comedy.lab.audit.measure import audit_blocks, equal_blocks, select
+from kl_comedy.lab.audit.report import AuditReport
+from kl_comedy.lab.audit.statistics import MINIMUM_BLOCKS
+from kl_comedy.records import Scored
+from kl_comedy.tracking import Tracker
+from kl_comedy.training.build import is_off_policy
+from kl_comedy.training.module import PolicyModule
+
+log = logging.getLogger("kl_comedy")
+
+
+def check_audit(config: Config, terms: Sequence[KLTerm]) -> None:
+    """Raise :class:`UserError` for an audit that could not run, before anything is trained."""
+    if not config.audit.every:
+        return
+    betas = [BetaState(term.beta).value for term in terms]
+    select(config.audit.terms, terms, betas, on_policy=not is_off_policy(config), key="audit.terms")
+    groups = groups_of_an_audit(config)
+    if groups < MINIMUM_BLOCKS:
+        raise bad_value(
+            "audit.every",
+            config.audit.every,
+            f"0 where an audit has fewer than {MINIMUM_BLOCKS} groups",
+            f"rollout.prompts_per_batch, algorithm.updates_per_batch and audit.samples leave {groups}",
+        )
+
+
+def groups_of_an_audit(config: Config) -> int:
+    """Groups of an update that are audited: as many as ``audit.samples`` holds, or half of them.
+
+    An audit of a whole update costs about two updates, and its estimates are those of half of it with less noise.
+    """
+    groups = config.rollout.prompts_per_batch // config.algorithm.updates_per_batch
+    if config.audit.samples is not None:
+        return min(groups, config.audit.samples // config.rollout.group_size)
+    return min(groups, max(groups // 2, MINIMUM_BLOCKS))
+
+
+class AuditCallback(Callback):
+    """Audits the update of every version that is a multiple of ``every`` (never the first: its KL is zero).
+
+    The check of beta is made at the first audit of the process; a term that fails it is warned about.
+    """
+
+    def __init__(self, config: AuditConfig, tracker: Tracker) -> None:
+        self._config, self._tracker = config, tracker
+        self._found: dict[str, float] = {}
+        self._checked = False
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        every, version = self._config.every, pl_module.version
+        self._found = {}
+        if not every or version == 0 or version % every:
+            return
+        try:
+            with trainer.precision_plugin.forward_context():
+                report = self._audit(pl_module, batch.rows)
+        except UserError as error:
+            log.warning(f"audit at update {version + 1}: {error}")
+            return
+        for line in report.failures:
+            log.warning(f"audit at update {version + 1}: {line}")
+        self._checked = True
+        self._found = audit_metrics(report)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._found:
+            self._tracker.log(self._found, step=pl_module.version)
+
+    def _audit(self, module: PolicyModule, rows: Sequence[Scored]) -> AuditReport:
+        on_policy = not is_off_policy(module.config)
+        audited = select(
+            self._config.terms,
+            module.terms,
+            [beta.value for beta in module.betas],
+            on_policy=on_policy,
+            key="audit.terms",
+        )
+        kept = rows[: groups_of_an_audit(module.config) * module.config.rollout.group_size]
+        return audit_blocks(
+            module,
+            equal_blocks(kept, self._config.blocks),
+            audited,
+            on_policy=on_policy,
+            sketch=self._config.sketch,
+            seed=module.version,
+            check=not self._checked,
+        )
+
+
+def audit_metrics(report: AuditReport) -> dict[str, float]:
+    """The report as metrics; what is undefined is left out."""
+    found = {
+        "audit/reference_noise": report.reference_noise,
+        "audit/kl_to_policy_norm": report.total_kl_to_policy,
+        "time/audit": report.seconds,
+    }
+    for term in report.terms:
+        found |= {
+            f"audit/{term.key}/cosine": math.nan if term.cosine is None else term.cosine.value,
+            f"audit/{term.key}/delivered": term.delivered.value,
+            f"audit/{term.key}/bias": term.bias.value,
+            f"audit/{term.key}/variance": term.variance,
+            f"audit/{term.key}/kl_to_policy_norm": term.kl_to_policy,
+            f"audit/{term.key}/silent_share": term.silent_share,
+        }
+    return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -1,0 +1,106 @@
+"""DPO in training: what its config may be combined with, and from the rows of an update to their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kl_comedy.config.schema import AlgorithmConfig, DpoConfig
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.kl import KLTerm
+from kl_comedy.objective.preferences import Preferences, preferences
+from kl_comedy.records import Scored
+from kl_comedy.training.distributed import World
+from kl_comedy.training.packing import Packed
+
+if TYPE_CHECKING:
+    from kl_comedy.models.logprobs import TokenPass
+
+
+WITHOUT_VERDICT = ("timeout", "refused")
+"""A verifier that gave up says nothing about the completion, so it enters no pair."""
+
+_UNUSED = (
+    "advantage",
+    "value",
+    "policy_loss",
+    "policy_loss_options",
+    "correction",
+    "proximal",
+    "reduction",
+    "reduction_constant",
+)
+
+
+def check_dpo(algorithm: AlgorithmConfig, terms: Sequence[KLTerm], group_size: int) -> None:
+    """Raise :class:`UserError` for settings that would do nothing beside ``algorithm.dpo``, or cannot go with it."""
+    if algorithm.dpo is None:
+        return
+    neutral = AlgorithmConfig()
+    for name in _UNUSED:
+        if getattr(algorithm, name) != getattr(neutral, name):
+            raise UserError(
+                f"algorithm.{name}: algorithm.dpo takes the place of the policy term, so this would do nothing; "
+                "remove one of the two"
+            )
+    if terms:
+        raise UserError(
+            f"kl: got {len(terms)} term(s); with algorithm.dpo it must be [] (its strength is algorithm.dpo.beta)"
+        )
+    if group_size < 2:
+        raise bad_value(
+            "rollout.group_size", group_size, "at least 2", "algorithm.dpo compares completions of one prompt"
+        )
+
+
+def pair_weights(
+    rows: Sequence[Scored],
+    splits: Sequence[Sequence[int] | None],
+    packs: Sequence[Packed],
+    passes: Sequence[Mapping[str, Any]],
+    policy_pass: Callable[..., TokenPass],
+    *,
+    dpo: DpoConfig,
+    mask_truncated: bool,
+    world: World,
+) -> Preferences:
+    """The preferences of an update under the policy as it is now. Call without gradient, on all ranks.
+
+    ``rows`` are those of all ranks, ``splits`` this rank's share of them (None: filled up, not to be counted).
+
+    Log-ratios of tokens are in float32 or wider; their sum over a completion is in float64.
+    """
+    device = packs[0].ids_BT.device
+    log_ratio_B = torch.zeros(len(rows), dtype=torch.float64, device=device)
+    for split, packed, seen in zip(splits, packs, passes, strict=True):
+        logp_BT = policy_pass(packed.model_inputs(), None, ()).logp_BT
+        ratio_BT = torch.where(packed.mask_BT, logp_BT - seen["initial"].logp_BT, 0.0)
+        if split:
+            log_ratio_B[torch.tensor(split, device=device)] = ratio_BT.double().sum(-1)
+    world.sum(log_ratio_B)
+
+    def column(values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    judged = [
+        row.reward.status not in WITHOUT_VERDICT and not (mask_truncated and row.rollout.stop_reason == "length")
+        for row in rows
+    ]
+    return preferences(
+        log_ratio_B,
+        torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=device),
+        column([row.rollout.group_id for row in rows]),
+        column(judged),
+        beta=dpo.beta,
+    )
+
+
+def pair_metrics(found: Preferences) -> dict[str, float]:
+    """The metrics of an update's pairs; of the values nothing but the counts where there is no pair."""
+    counts = {"dpo/pairs": float(found.pairs), "dpo/prompts": float(found.prompts)}
+    if not found.pairs:
+        return counts
+    return {**counts, "dpo/loss": found.loss, "dpo/accuracy": found.accuracy, "dpo/margin": found.margin}
