@@ -73,8 +73,8 @@ def our_step(
     import torch
 
     from kl_comedy.training.build import stream_for
+    from kl_comedy.training.loss import micro_loss
     from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.loss import micro_loss
     from kl_comedy.training.packing import by_token_budget
     from kl_comedy.training.prepare import prepare
     from kl_comedy.training.run import trainer_for
