@@ -522,15 +522,10 @@ def evaluate(
     """
     if format not in FORMATS:
         raise bad_value("--format", format, FORMATS)
-    from kl_comedy.cli.main import _console
+    from kl_comedy.cli.common import load_plugins, stderr_console
 
-    pass
-    from kl_comedy.errors import UserError
-    from kl_comedy.registry import load_plugin_file
-
-    for file in plugin or []:
-        load_plugin_file(file)
-    console = _console()
+    load_plugins(plugin)
+    console = stderr_console()
     with resolved(target, overrides or []) as found:
         names = [name for word in suite or [] for name in word.split(",") if name] or found.config.eval.suites
         if not suite and found.config.data.eval:

@@ -6,17 +6,13 @@ import logging
 import os
 import shlex
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from kl_comedy.cli import audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep
+from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, load, process_rank, stderr_console
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
-
-if TYPE_CHECKING:
-    from kl_comedy.config import Config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,10 +24,6 @@ app = typer.Typer(
 for module in (audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep):
     module.mount(app)
 
-ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, as configs/quickstart.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as optimizer.lr=1e-4 kl.0.beta=0.1")]
-Plugins = Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file that registers parts")]
-
 
 @app.command()
 def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins = None) -> None:
@@ -39,8 +31,8 @@ def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins =
 
     Example: `kl-comedy train configs/quickstart.yaml kl.0.beta=0.05 seed=1 resume=auto`
     """
-    console = _console()
-    loaded = _load(config, overrides, plugin)
+    console = stderr_console()
+    loaded = load(config, overrides, plugin)
     from kl_comedy.cli.summary import show_outcome
     from kl_comedy.training.run import train as run_training
 
@@ -48,27 +40,6 @@ def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins =
     show_outcome(outcome, console)
 
 
-def _load(config: Path, overrides: list[str] | None, plugins: list[Path] | None) -> Config:
-    """Plugins first, then the rooms, then the config that names their parts."""
-    from kl_comedy.config import load_config
-    from kl_comedy.registry import load_plugin_file
-
-    for file in plugins or []:
-        load_plugin_file(file)
-    return load_config(config, overrides or [])
-
-
-def _console() -> Console:
-    """Talk goes to stderr; data goes to stdout. Of several processes of a run only the first talks."""
-    return Console(stderr=True, quiet=process_rank() != 0)
-
-
-def process_rank() -> int:
-    """This process's number among those of a run, as torchrun, srun or our own launcher tell it; else 0."""
-    return int(next((os.environ[name] for name in _RANKS if os.environ.get(name)), 0))
-
-
-_RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 LAUNCHED = "KL_COMEDY_LAUNCHED"
 
 
@@ -108,10 +79,10 @@ def _run() -> None:
     try:
         app()
     except UserError as error:
-        _console().print(f"error: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
+        stderr_console().print(f"error: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
         sys.exit(2)
     except RunStopped as error:
-        _console().print(f"stopped: {error}", markup=False, soft_wrap=True, highlight=False)
+        stderr_console().print(f"stopped: {error}", markup=False, soft_wrap=True, highlight=False)
         sys.exit(REQUEUE_EXIT_CODE)
     except RunFailed as error:
         rank = process_rank()
