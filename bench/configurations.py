@@ -65,7 +65,7 @@ def learn(module: Any, rows: Any, *, measure: bool) -> float:
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
     for micro in micros:
         passes = module.passes(micro, measure=measure)
-        loss, _ = micro_loss(micro, passes, terms=module.terms, betas=betas, algorithm=module.config.algorithm)
+        loss = micro_loss(micro, passes, terms=module.terms, betas=betas, algorithm=module.config.algorithm).loss
         loss.backward()
     module.policy.zero_grad()
     return time.process_time() - began

@@ -102,12 +102,12 @@ def our_step(
         if advantage_B is not None:
             given_BT = advantage_B[split][:, None] * experience.mask_BT
             micro = dataclasses.replace(micro, experience=dataclasses.replace(experience, advantage_BT=given_BT))
-        loss, shares = micro_loss(
+        result = micro_loss(
             micro, module.passes(micro), terms=module.terms, betas=betas, algorithm=parts.config.algorithm
         )
-        loss.backward()
-        total += float(loss)
-        kl += sum(float(share) for name, share in shares.items() if name.startswith("kl_"))
+        result.loss.backward()
+        total += float(result.loss)
+        kl += sum(float(part) for name, part in result.parts.items() if name.startswith("kl_"))
     return Step(ref_logp_BT=ref_BT, advantage_B=own_B, loss=total, gradients=gradients(parts.loaded.model), kl=kl)
 
 

@@ -161,7 +161,7 @@ def trained(rows, terms, around):
         **_blank(TokenPass, "kl_BT", "forward_kl_BT"),
     )
     micro = MicroBatch(experience=experience, references={"initial": reference}, baselines=own)
-    loss, _ = micro_loss(micro, {"initial": seen}, terms=terms, betas=betas, algorithm=algorithm)
+    loss = micro_loss(micro, {"initial": seen}, terms=terms, betas=betas, algorithm=algorithm).loss
     return loss * len(rows.reward_B)
 
 

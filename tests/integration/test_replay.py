@@ -263,7 +263,7 @@ def test_the_gradient_of_a_dpo_update_is_autograds_of_the_closed_form(recorded, 
         assert len(micros) > batch_groups(batch.rows)
         module.zero_grad()
         for micro in micros:
-            micro_loss(micro, module.passes(micro), terms=(), betas=(), algorithm=config.algorithm)[0].backward()
+            micro_loss(micro, module.passes(micro), terms=(), betas=(), algorithm=config.algorithm).loss.backward()
         got = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
         module.zero_grad()
         loss = closed_form(parts, batch.rows, beta=0.5)

@@ -250,7 +250,7 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None):
             micro = micro if spoil is None else spoil(micro)
             inputs = {name: getattr(micro.experience, name) for name in INPUTS}
             passes = {"initial": policy_pass(inputs, micro.references["initial"], terms)}
-            loss, _ = micro_loss(micro, passes, terms=terms, betas=betas, algorithm=ALGORITHM)
+            loss = micro_loss(micro, passes, terms=terms, betas=betas, algorithm=ALGORITHM).loss
             loss.backward()
             total += float(loss.detach())
     gradient = torch.cat([p.grad.flatten().double() for p in policy.parameters() if p.grad is not None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,15 @@ from kl_comedy.objective.policy_term import PolicyLossParts, PolicyTerm, policy_
 from kl_comedy.training.prepare import MicroBatch
 
 
+@dataclass(frozen=True, kw_only=True)
+class MicroLoss:
+    """A micro-batch's share of the update's loss; detached, the share of each part and the policy term per token."""
+
+    loss: Tensor
+    parts: dict[str, Tensor]
+    policy: PolicyLossParts
+
+
 def micro_loss(
     micro: MicroBatch,
     passes: Mapping[str, TokenPass],
@@ -21,24 +31,24 @@ def micro_loss(
     terms: Sequence[KLTerm],
     betas: Sequence[float],
     algorithm: AlgorithmConfig,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The micro-batch's share of the update's loss, and the detached share of each part.
+) -> MicroLoss:
+    """The policy loss and every KL term of a micro-batch.
 
-    ``passes`` holds the policy pass per reference name (the log-probs are the same in each). A term
-    before the baseline is inside the advantage already; what is left of it here is its path-wise part.
+    ``passes`` holds the policy pass per reference name (the log-probs are the same in each). A term ``before`` the
+    baseline is already part of the advantage; only its path-wise part is added here.
     """
     experience = micro.experience
     logp_BT = passes["initial"].logp_BT
-    policy_BT = policy_parts(micro, logp_BT, algorithm).loss_BT
-    parts = {"policy": _weighted(policy_BT, experience.mask_BT, experience.weight_B)}
+    policy = policy_parts(micro, logp_BT, algorithm)
+    parts = {"policy": _weighted(policy.loss_BT, experience.mask_BT, experience.weight_B)}
     for position, (term, beta) in enumerate(zip(terms, betas, strict=True)):
-        seen = passes.get(term.reference, passes["initial"])  # a pass of its own only where it needs exact KL
+        policy_pass = passes.get(term.reference, passes["initial"])  # separate only where the term needs an exact KL
         arguments = {
             "logp_BT": logp_BT,
             "ref_logp_BT": micro.reference_of(term).logp_BT,
             "behaviour_logp_BT": experience.behaviour_logp_BT,
             "mask_BT": experience.mask_BT,
-            "exact_kl_BT": seen.forward_kl_BT if term.needs == "exact_forward" else seen.kl_BT,
+            "exact_kl_BT": policy_pass.forward_kl_BT if term.needs == "exact_forward" else policy_pass.kl_BT,
         }
         if term.baseline == "before":
             surrogate_BT = kl_parts(term, **arguments).pathwise_BT
@@ -46,11 +56,15 @@ def micro_loss(
             surrogate_BT = kl_surrogate(term, **arguments, baseline_BT=micro.baselines.get(position))
         parts[f"kl_{position}"] = beta * _weighted(surrogate_BT, experience.mask_BT, experience.weight_B)
     loss = torch.stack(list(parts.values())).sum()
-    return loss, {name: part.detach() for name, part in parts.items()}
+    return MicroLoss(
+        loss=loss,
+        parts={name: part.detach() for name, part in parts.items()},
+        policy=replace(policy, loss_BT=policy.loss_BT.detach()),
+    )
 
 
 def policy_parts(micro: MicroBatch, logp_BT: Tensor, algorithm: AlgorithmConfig) -> PolicyLossParts:
-    """The policy term over a micro-batch, unreduced, with what its bounds and corrections did."""
+    """The policy term of a micro-batch, unreduced, with where its bounds and corrections acted."""
     experience = micro.experience
     return policy_term(
         PolicyTerm.of(algorithm),
@@ -63,5 +77,4 @@ def policy_parts(micro: MicroBatch, logp_BT: Tensor, algorithm: AlgorithmConfig)
 
 
 def _weighted(loss_BT: Tensor, mask_BT: Tensor, weight_B: Tensor) -> Tensor:
-    inside_BT = torch.where(mask_BT, loss_BT, torch.zeros_like(loss_BT))
-    return (weight_B * inside_BT.sum(-1)).sum()
+    return (weight_B * torch.where(mask_BT, loss_BT, 0.0).sum(-1)).sum()

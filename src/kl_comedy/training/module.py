@@ -29,7 +29,7 @@ from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.training.critic import critic_metrics, uses_critic, value_head_for, value_part
 from kl_comedy.training.distributed import ALONE, World
 from kl_comedy.training.experience import ExperienceStream, UpdateBatch
-from kl_comedy.training.loss import micro_loss, policy_parts
+from kl_comedy.training.loss import micro_loss
 from kl_comedy.training.metrics import (
     Tally,
     VersionClock,
@@ -205,7 +205,8 @@ class PolicyModule(lightning.LightningModule):
         self._release()
         seen = passes["initial"]
         self._finite = self._finite and bool(torch.isfinite(seen.logp_BT).all())
-        loss, parts = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm)
+        result = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm)
+        loss, parts = result.loss, result.parts
         if self.value_head is not None:
             parts["value"], loss = self._value(micro, seen, tally, loss)
         # FSDP's reduction takes the mean over ranks; a micro-batch is this rank's part of a sum.
@@ -214,6 +215,7 @@ class PolicyModule(lightning.LightningModule):
         if not micro.empty:
             tally_tokens(tally, micro, seen, version=self.version)
             self._tally_options(tally, micro, seen)
+            tally_policy(tally, result.policy, micro.experience.mask_BT)
         return parts
 
     def _release(self) -> None:
@@ -312,7 +314,6 @@ class PolicyModule(lightning.LightningModule):
                 tally.maximum(f"kl_term/{position}/ratio_max", found.pop("ratio_max"))
             for name, share in found.items():
                 tally.add(f"kl_term/{position}/{name}", share * tokens, tokens)
-        tally_policy(tally, policy_parts(micro, arguments["logp_BT"], self.config.algorithm), experience.mask_BT)
 
     def _measures_exactly(self, step: int) -> bool:
         every = self.config.train.exact_kl_every

@@ -341,9 +341,9 @@ def training_gradient(
     )
     total: list[Tensor] = []
     for micro in micros:
-        loss, _ = micro_loss(
+        loss = micro_loss(
             micro, module.passes(micro), terms=module.terms, betas=betas, algorithm=module.config.algorithm
-        )
+        ).loss
         found = layout.fold(torch.autograd.grad(loss, layout.parameters, allow_unused=True))
         total = [t + f for t, f in zip(total, found, strict=True)] if total else found
     return total
