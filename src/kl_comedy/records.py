@@ -27,6 +27,26 @@ STATUSES = ("ok", "unparseable", "timeout", "refused")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a rollout backend can do. Each backend declares one record when it registers (``capabilities=``).
+
+    :func:`kl_comedy.config.combinations.check_backend` allows or refuses settings from it.
+    ``in_trainer_ranks``: samples inside the trainer's processes, not in engines beside them.
+    ``draws_parts``: has ``generate_part``, which draws some prompts of a batch as it draws them among all of them,
+    so several processes can share a batch. ``updates_between_tokens``: new weights can take effect within a
+    completion; in the trainer's ranks through ``call_before_each_pass``, beside them by ``update_weights`` from
+    another thread. ``needs_folder``: has ``work_in(folder)``, called once before the first ``generate``, and keeps
+    logs or weights there. ``recorded``: training batches are read from a file, not sampled.
+    """
+
+    in_trainer_ranks: bool = True
+    draws_parts: bool = False
+    updates_between_tokens: bool = False
+    needs_folder: bool = False
+    recorded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """A question and its verifiable answer. ``meta`` carries what a scorer may need."""
 

@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -46,7 +46,11 @@ class Entry(Generic[T]):
             "source": self.source,
             "claims": list(self.claims),
             "origin": self.origin,
-            **{key: value for key, value in self.facts.items() if not callable(value)},
+            **{
+                key: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+                for key, value in self.facts.items()
+                if not callable(value)
+            },
         }
 
 

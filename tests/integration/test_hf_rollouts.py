@@ -449,7 +449,7 @@ def test_weights_may_change_between_tokens(at):
             loaded.model.load_state_dict(new)
             backend.update_weights(7)
 
-    backend.before_pass = change
+    backend.call_before_each_pass(change)
     mixed = backend.generate(PROMPTS, group_size=3, sampling=settings, seed=0)
     assert len(passes) == max(len(row.completion_ids) for row in mixed)
     for old, row in zip(before, mixed, strict=True):

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "kl_comedy"
 LAYERS = {
-    **dict.fromkeys(["errors", "registry", "records", "io", "config"], 0),
+    **dict.fromkeys(["errors", "registry", "records", "io", "processes", "config"], 0),
     **dict.fromkeys(["kl", "objective", "statistics"], 1),
     **dict.fromkeys(["models", "rewards", "data", "rollouts", "tracking"], 2),
     **dict.fromkeys(["evaluation", "training", "slurm", "lab"], 3),
@@ -18,8 +18,11 @@ LAYERS = {
 SAME_LAYER = {
     ("config", "errors"),
     ("config", "registry"),
+    ("config", "records"),
     ("registry", "errors"),
     ("io", "errors"),
+    ("processes", "errors"),
+    ("processes", "io"),
     ("config", "io"),
     ("kl", "objective"),  # the oracle puts the algorithm around the terms
     ("models", "data"),  # the pocket policy is warm-started on demonstrations of its own problems

@@ -16,10 +16,10 @@ import torch
 from fake_vllm import FakeServer
 from test_rollouts_vllm import PROMPT, llama, loaded
 
+from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.config.schema import RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.rollouts import Sampling, build_vllm_server
-from kl_comedy.rollouts.base import WorksInFolder, updates_in_flight
 from kl_comedy.rollouts.vllm import servers as member_module
 from kl_comedy.rollouts.vllm.auth import KEY_VARIABLE, RequireKey
 from kl_comedy.rollouts.vllm.client import Refused, spread
@@ -71,10 +71,9 @@ def draw(backend, prompts=8, *, group_size=2, seed=0):
     return backend.generate([PROMPT] * prompts, group_size=group_size, sampling=settings, seed=seed)
 
 
-def test_what_the_backend_offers(fake, connect):
-    backend = connect(fake())
-    assert updates_in_flight(backend)
-    assert isinstance(backend, WorksInFolder)
+def test_the_backend_declares_that_it_updates_between_tokens_and_needs_a_folder():
+    capabilities = capabilities_of("vllm_server")
+    assert capabilities.updates_between_tokens and capabilities.needs_folder and not capabilities.in_trainer_ranks
 
 
 def test_versions_follow_updates_and_what_was_written_is_removed(fake, connect, policy, tmp_path):

@@ -32,6 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kl_comedy.config import Config
+from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.evaluation import EvalResult
@@ -53,7 +54,7 @@ from kl_comedy.evaluation.suites import OwnData, chosen_template, get_suite, sui
 from kl_comedy.models import LoadedModel, load_model, weights_hash
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
-from kl_comedy.rollouts import RolloutBackend, Sampling, WorksInFolder
+from kl_comedy.rollouts import RolloutBackend, Sampling
 from kl_comedy.tracking.store import clean_path
 from kl_comedy.training.build import eval_sampling, load_raw, render_all
 from kl_comedy.training.eval_metrics import completion_measure, load_eval_reference
@@ -325,7 +326,7 @@ def _backend(config: Config, loaded: LoadedModel, folder: Path) -> Iterator[Roll
         config.rollout, loaded=loaded
     )
     try:
-        if isinstance(backend, WorksInFolder):
+        if capabilities_of(config.rollout.backend).needs_folder:
             backend.work_in(folder)
         yield backend
     finally:

@@ -9,6 +9,8 @@ import re
 
 from kl_comedy.config.schema import Config, LagConfig
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.records import Capabilities
+from kl_comedy.registry import ADVANTAGES, ROLLOUTS
 
 
 def check_lag(config: Config) -> None:
@@ -32,20 +34,33 @@ def check_lag(config: Config) -> None:
         )
     if lag.in_flight and lag.max_steps == 0:
         raise bad_value("lag.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change")
-    if lag.mode == "async" and config.train.strategy != "single":
-        raise bad_value(
-            "train.strategy",
-            config.train.strategy,
-            "single with lag.mode async",
-            "the sampler process takes its weights from one learner's memory",
-        )
-    if config.rollout.backend == "replay" and lag.mode != "on_policy":
-        raise bad_value(
-            "lag.mode",
-            lag.mode,
-            "on_policy with rollout.backend replay",
-            "recorded rollouts are as old as they are; nothing is sampled",
-        )
+
+
+def capabilities_of(backend: str) -> Capabilities:
+    """What the registered ``backend`` declared that it can do."""
+    return ROLLOUTS.get(backend, key="rollout.backend").facts.get("capabilities", Capabilities())  # type: ignore[no-any-return]
+
+
+def check_backend(config: Config) -> None:
+    """Raise :class:`UserError` where strategy, rollout backend, lag and algorithm cannot work together."""
+    backend, lag, strategy = config.rollout.backend, config.lag, config.train.strategy
+    can = capabilities_of(backend)
+    if lag.mode == "async" and strategy != "single":
+        why = "the sampler process takes its weights from one learner's memory"
+        raise bad_value("train.strategy", strategy, "single with lag.mode async", why)
+    if can.recorded and lag.mode != "on_policy":
+        why = "recorded rollouts are as old as they are; nothing is sampled"
+        raise bad_value("lag.mode", lag.mode, f"on_policy with rollout.backend {backend}", why)
+    if lag.in_flight and not can.updates_between_tokens:
+        why = "it takes new weights between batches only"
+        raise bad_value("lag.in_flight", True, f"false with rollout.backend {backend}", why)
+    if strategy != "single" and not can.draws_parts:
+        able = [entry.name for entry in ROLLOUTS if capabilities_of(entry.name).draws_parts]
+        raise bad_value("rollout.backend", backend, able, f"with train.strategy {strategy}")
+    advantage = ADVANTAGES.get(config.algorithm.advantage, key="algorithm.advantage")
+    if strategy != "single" and advantage.facts.get("critic"):
+        allowed = f"single with a value head (algorithm.advantage: {advantage.name})"
+        raise bad_value("train.strategy", strategy, allowed)
 
 
 def updates_from_a_batch(config: Config) -> int:
@@ -71,6 +86,7 @@ def check_combinations(config: Config) -> None:
     _names(config)
     _batches(config)
     check_lag(config)
+    check_backend(config)
     _processes(config)
     if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
         raise bad_value("optimizer.betas", list(config.optimizer.betas), "two numbers in [0, 1)")

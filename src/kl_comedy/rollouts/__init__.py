@@ -4,7 +4,6 @@ from kl_comedy.rollouts.base import (
     Policy,
     RolloutBackend,
     Sampling,
-    WorksInFolder,
     check_training_sampling,
     sampling_from,
 )
@@ -17,7 +16,6 @@ __all__ = [
     "ReplayRollouts",
     "RolloutBackend",
     "Sampling",
-    "WorksInFolder",
     "build_hf",
     "build_replay",
     "build_vllm",

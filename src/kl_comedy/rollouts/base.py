@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Prompt, Rollout
@@ -103,9 +102,9 @@ class Policy(Protocol):
 class RolloutBackend(Protocol):
     """A sampler. Built by a registered ``(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend``.
 
-    A backend with an attribute ``in_flight = True`` lets ``update_weights`` be called from another thread while
-    ``generate`` runs: completions in flight go on with the new weights, and ``versions`` says for every token which
-    weights drew it. Without it (:func:`updates_in_flight`) the two must not overlap.
+    What else it can do is declared where it registers: ``capabilities=Capabilities(...)``. ``update_weights`` and
+    ``generate`` must not overlap unless the backend declares ``updates_between_tokens`` and runs beside the
+    trainer; ``versions`` then says for every token which weights drew it.
     """
 
     version: int
@@ -128,17 +127,3 @@ class RolloutBackend(Protocol):
     def close(self) -> None:
         """Free what the backend holds; it is not used afterwards."""
         ...
-
-
-@runtime_checkable
-class WorksInFolder(Protocol):
-    """A backend that keeps files: logs, weights for its servers."""
-
-    def work_in(self, folder: Path) -> None:
-        """Keep them under ``folder``, the run's own. Called once, before the first ``generate``."""
-        ...
-
-
-def updates_in_flight(backend: RolloutBackend) -> bool:
-    """Whether weights may change while ``backend`` samples (see :class:`RolloutBackend`)."""
-    return bool(getattr(backend, "in_flight", False))

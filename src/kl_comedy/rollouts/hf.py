@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kl_comedy.errors import RunFailed, UserError, bad_value, unknown_key
 from kl_comedy.models.attention import adopt
-from kl_comedy.records import Prompt, Rollout
+from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
 from kl_comedy.rollouts.decoding import Drawn, LogpRecorder, StopOnText, StopStrings, decode, ending, warpers
@@ -100,7 +100,10 @@ LOOPS = ("auto", "library")
 
 
 @ROLLOUTS.register(
-    "hf", source="transformers models, own loop", summary="In-process sampling from the policy itself.", divides=True
+    "hf",
+    source="transformers models, own loop",
+    summary="In-process sampling from the policy itself.",
+    capabilities=Capabilities(draws_parts=True, updates_between_tokens=True),
 )
 def build_hf(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend:
     """Build the in-process backend. Raises :class:`UserError` for an unknown option."""
@@ -123,15 +126,26 @@ class HFRollouts:
 
     def __init__(self, loaded: Policy, *, batch_sequences: int, use_library: bool = False) -> None:
         self.version = 0
-        self.before_pass: Callable[[], None] | None = None
-        """Called before every pass of a generation; it may change the weights, and say so by ``update_weights``."""
+        self._before_pass: Callable[[], None] | None = None
         self._loaded = loaded
         self._batch = batch_sequences
         self._use_library = use_library
 
-    @property
-    def takes_weights_between_tokens(self) -> bool:
-        """Whether ``before_pass`` is called: by our loop only."""
+    def call_before_each_pass(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` before every forward pass; it may change the weights and say so by ``update_weights``.
+
+        Raises :class:`UserError` where transformers' ``generate`` draws, which has no such hook.
+        """
+        if not self._own_loop():
+            raise bad_value(
+                "lag.in_flight",
+                True,
+                "false with rollout.backend hf",
+                "it takes new weights between batches only where transformers' generate draws",
+            )
+        self._before_pass = hook
+
+    def _own_loop(self) -> bool:
         return not self._use_library and adopt(self._loaded.model)
 
     def update_weights(self, version: int) -> None:
@@ -189,7 +203,7 @@ class HFRollouts:
         tokenizer = self._loaded.tokenizer
         ends = end_tokens(causal, tokenizer)
         stops = StopStrings(tokenizer, sampling.stop)
-        if not self.takes_weights_between_tokens:
+        if not self._own_loop():
             return generate(
                 causal,
                 [prompts[group] for group in groups],
@@ -213,8 +227,8 @@ class HFRollouts:
         )
 
     def _stamp(self) -> int:
-        if self.before_pass is not None:
-            self.before_pass()
+        if self._before_pass is not None:
+            self._before_pass()
         return self.version
 
     def _rollout(self, prompt: Prompt, group: int, drawn: Drawn) -> Rollout:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError, bad_value, unknown_key
-from kl_comedy.records import Prompt, Rollout, Scored
+from kl_comedy.records import Capabilities, Prompt, Rollout, Scored
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, Sampling
 from kl_comedy.rollouts.hf import HFRollouts
@@ -26,7 +26,12 @@ REWARDS = ("recorded", "again")
 """Option ``rewards``: as they were judged then, or judged anew by this run's ``rewards``."""
 
 
-@ROLLOUTS.register("replay", source="rollouts that a run recorded", summary="Batches recorded by another run.")
+@ROLLOUTS.register(
+    "replay",
+    source="rollouts that a run recorded",
+    summary="Batches recorded by another run.",
+    capabilities=Capabilities(recorded=True),
+)
 def build_replay(config: RolloutConfig, *, loaded: Policy) -> ReplayRollouts:
     """Build the backend. Raises :class:`UserError` for options that cannot be."""
     options = dict(config.options)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config import Config
+from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.data import PromptOrder, data_hash, decontaminate, load_problems, render
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet
@@ -23,7 +24,7 @@ from kl_comedy.models.reference import Reference, build_reference
 from kl_comedy.objective import PolicyTerm
 from kl_comedy.records import Problem, Prompt, Rollout
 from kl_comedy.rewards import RewardSum
-from kl_comedy.rollouts import ReplayRollouts, RolloutBackend, Sampling, check_training_sampling, sampling_from
+from kl_comedy.rollouts import RolloutBackend, Sampling, check_training_sampling, sampling_from
 from kl_comedy.training.asynchronous.sampler import Asynchronous, SamplerProcess
 from kl_comedy.training.critic import check_algorithm
 from kl_comedy.training.distributed import ALONE, DividedScorer, World, build_backend, load_policy
@@ -166,7 +167,7 @@ def build(config: Config, world: World = ALONE) -> Parts:
         rewards=rewards,
         world=world,
     )
-    if isinstance(parts.backend, ReplayRollouts):
+    if capabilities_of(config.rollout.backend).recorded:
         parts.backend.bind(
             parts.problems.train,
             weights={part.label: part.weight for part in rewards.parts},
@@ -312,9 +313,9 @@ def stream_for(parts: Parts, context: Callable[[], AbstractContextManager[Any]])
 def _source(parts: Parts, shape: StreamShape, context: Callable[[], AbstractContextManager[Any]]) -> Source:
     config, prompts = parts.config, parts.problems.train
     indices = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed).indices
-    if isinstance(parts.backend, SamplerProcess):
+    if config.lag.mode == "async":
         return Asynchronous(config, shape, prompts=prompts, indices=indices, sampler=parts.backend)
-    if isinstance(parts.backend, ReplayRollouts):
+    if capabilities_of(config.rollout.backend).recorded:
         return Recorded(parts.backend, parts.scorer)
     sampling, group_size = sampling_from(config.rollout), config.rollout.group_size
 

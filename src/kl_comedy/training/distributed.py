@@ -35,7 +35,6 @@ from kl_comedy.models.weights import copy_into, stream_weights, weight_bytes
 from kl_comedy.records import Prompt, Reward, Rollout, Scored
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts import RolloutBackend, Sampling
-from kl_comedy.training.critic import uses_critic
 from kl_comedy.training.experience import Scorer
 
 T = TypeVar("T")
@@ -206,7 +205,7 @@ def cluster_environment(nodes: int = 1) -> Any:
 
 
 class PartialBackend(RolloutBackend, Protocol):
-    """A sampler that declares ``divides``: it can draw some prompts of a batch as it would among all of them."""
+    """A sampler that declares ``draws_parts``: it can draw some prompts of a batch as it would among all of them."""
 
     def generate_part(
         self, prompts: Sequence[Prompt], part: tuple[int, int], *, group_size: int, sampling: Sampling, seed: int
@@ -289,8 +288,6 @@ class DividedScorer:
 
 def load_policy(config: Config, world: World) -> LoadedModel:
     """The policy: whole in every process, or in shards. Raises :class:`UserError` on every process alike."""
-    if config.train.strategy != "single" and uses_critic(config.algorithm):
-        raise bad_value("train.strategy", config.train.strategy, "single with a value head (algorithm.advantage: gae)")
     if not world.sharded:
         return world.together(lambda: load_model(config.model))
     from kl_comedy.models.sharding import load_sharded
@@ -304,10 +301,6 @@ def build_backend(config: Config, loaded: LoadedModel, world: World) -> RolloutB
     if config.train.strategy == "single":
         single: RolloutBackend = entry.fn(config.rollout, loaded=loaded)
         return single
-    if not entry.facts.get("divides"):
-        able = [each.name for each in ROLLOUTS if each.facts.get("divides")]
-        why = f"with train.strategy {config.train.strategy}"
-        raise bad_value("rollout.backend", config.rollout.backend, able, why)
     if not world.sharded:
         return DividedBackend(entry.fn(config.rollout, loaded=loaded), world)
     replica = world.together(

@@ -22,12 +22,12 @@ import torch
 from rich.console import Console
 
 from kl_comedy.config import Config, config_hash, flatten, to_plain
+from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.kl import resolve_terms
 from kl_comedy.lab.audit.callback import AuditCallback, check_audit
 from kl_comedy.models import onednn_linear as products
 from kl_comedy.records import Scored
-from kl_comedy.rollouts import WorksInFolder
 from kl_comedy.tracking import Tracker, provenance_files, provenance_tags
 from kl_comedy.tracking.logger import Untracked
 from kl_comedy.training.build import Parts, build, kl_label, policy_tags, stream_for, term_tags
@@ -123,7 +123,7 @@ def _train_in(
     run: RunDir, parts: Parts, console: Console, command: str, request: StopRequest, *, resume: bool, started: float
 ) -> Outcome:
     config = parts.config
-    if isinstance(parts.backend, WorksInFolder):
+    if capabilities_of(config.rollout.backend).needs_folder:
         parts.backend.work_in(run.path)
     checkpoint = Vault(root=run.checkpoints, keep=1, world=parts.world).newest() if resume else None
     step = None if checkpoint is None else step_of(checkpoint)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.records import Prompt, Rollout
+from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
 from kl_comedy.rollouts.hf import check_lengths
@@ -41,6 +41,7 @@ CPU_KV_CACHE_GIB = 1.0
     "vllm",
     source="vLLM LLM.generate; weights by GPUModelRunner.reload_weights",
     summary="vLLM's engine in this process; weights replaced in place after every update.",
+    capabilities=Capabilities(),
 )
 def build_vllm(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend:
     """Build the in-process engine. Raises :class:`UserError` for a bad option, and where vLLM cannot be used."""

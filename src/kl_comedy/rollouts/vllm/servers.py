@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.records import Prompt, Rollout
+from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
 from kl_comedy.rollouts.hf import check_lengths
@@ -272,6 +272,7 @@ MOST_REQUESTS = 64
     "vllm_server",
     source="vLLM /inference/v1/generate; weights by /collective_rpc reload_weights",
     summary="One or many vLLM servers, started by the run or named by address; they may die or hang.",
+    capabilities=Capabilities(in_trainer_ranks=False, updates_between_tokens=True, needs_folder=True),
 )
 def build_vllm_server(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend:
     """Build the backend. Servers named by address are asked who they are, and refused here where they do not fit.
@@ -288,8 +289,6 @@ def build_vllm_server(config: RolloutConfig, *, loaded: Policy) -> RolloutBacken
 
 class VLLMServerRollouts:
     """The servers of a run and the weights they were last given. Seeds act as in :class:`VLLMRollouts`."""
-
-    in_flight = True
 
     def __init__(self, loaded: Policy, options: ServerOptions, *, temperature: float, max_num_seqs: int) -> None:
         self.version = 0

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from kl_comedy.config import Config
-from kl_comedy.errors import RunFailed, UserError, bad_value
+from kl_comedy.config.combinations import capabilities_of
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.registry import ROLLOUTS, load_plugin_file
 from kl_comedy.rewards import RewardSum
-from kl_comedy.rollouts import RolloutBackend, WorksInFolder, sampling_from
-from kl_comedy.rollouts.base import updates_in_flight
+from kl_comedy.rollouts import RolloutBackend, sampling_from
 from kl_comedy.training.asynchronous.sampler import beat_for_ever
 from kl_comedy.training.asynchronous.shared_weights import Beats, WeightBlock, load_from
 
@@ -79,21 +79,10 @@ class Sampler:
         version = load_from(self.block, self.loaded.model, everything=True)
         self.backend: RolloutBackend = ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=self.loaded)
         self.backend.update_weights(version)
-        self.in_flight = config.lag.in_flight and self._in_flight()
+        self.capabilities = capabilities_of(config.rollout.backend)
+        if config.lag.in_flight and self.capabilities.in_trainer_ranks:
+            self.backend.call_before_each_pass(self.refresh)  # type: ignore[attr-defined]
         self.scorer = RewardSum(config.rewards)
-
-    def _in_flight(self) -> str:
-        """How weights get in while a completion is drawn. Raises :class:`UserError` where the backend has no way."""
-        if getattr(self.backend, "takes_weights_between_tokens", False):
-            return "between tokens"
-        if updates_in_flight(self.backend):
-            return "by thread"
-        raise bad_value(
-            "lag.in_flight",
-            True,
-            f"false with rollout.backend {self.config.rollout.backend}",
-            "it takes new weights between batches only, as vllm does, and hf where transformers' generate draws",
-        )
 
     def refresh(self) -> None:
         """Sample from the newest weights from now on."""
@@ -130,33 +119,28 @@ class Sampler:
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """Within it, newer weights get into completions in flight where the config asks for that."""
-        if not self.in_flight:
+        if not self.config.lag.in_flight or self.capabilities.in_trainer_ranks:  # there the backend calls refresh
             yield
-        elif self.in_flight == "between tokens":
-            self.backend.before_pass = self.refresh  # type: ignore[attr-defined]
-            try:
-                yield
-            finally:
-                self.backend.before_pass = None  # type: ignore[attr-defined]
-        else:
-            over, failed = threading.Event(), []
+            return
+        over = threading.Event()
+        failed: list[RunFailed] = []
 
-            def follow() -> None:
-                try:
-                    while not over.wait(POLL_S):
-                        self.refresh()
-                except RunFailed as error:
-                    failed.append(error)
-
-            thread = threading.Thread(target=follow)
-            thread.start()
+        def follow() -> None:
             try:
-                yield
-            finally:
-                over.set()
-                thread.join()
-            if failed:
-                raise failed[0]
+                while not over.wait(POLL_S):
+                    self.refresh()
+            except RunFailed as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+        if failed:
+            raise failed[0]
 
     def close(self) -> None:
         self.scorer.close()
@@ -201,7 +185,7 @@ def _serve(pipe: Connection, inbox: Inbox, sampler: Sampler) -> None:
         if kind == "stop":
             return
         if kind == "work_in":
-            if isinstance(sampler.backend, WorksInFolder):
+            if sampler.capabilities.needs_folder:
                 sampler.backend.work_in(*rest)
         elif kind == "evaluate":
             ticket, prompts, arguments = rest
