@@ -16,7 +16,7 @@ from kl_comedy.evaluation.scores import score_compared, score_generated
 from kl_comedy.kl import KLTerm
 from kl_comedy.models.logprobs import TokenPass
 from kl_comedy.records import Experience, Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.metrics import Tally, effective_sample_share, row_metrics, tally_tokens
+from kl_comedy.training.metrics import MetricAccumulator, accumulate_tokens, effective_sample_share, row_metrics
 from kl_comedy.training.prepare import MicroBatch
 
 ROOT = Path(__file__).parents[2]
@@ -156,9 +156,9 @@ def small_update():
         total_variation_BT=mask_BT * 0.2,
         hidden_NH=None,
     )
-    tally = Tally()
-    tally_tokens(tally, MicroBatch(experience=experience, references={}, baselines={}), seen, version=3)
-    return effective_sample_share(tally.values(), 2, 1)
+    metrics = MetricAccumulator()
+    accumulate_tokens(metrics, MicroBatch(experience=experience, references={}, baselines={}), seen, version=3)
+    return effective_sample_share(metrics.values(), 2, 1)
 
 
 def test_what_an_update_measures_is_documented_and_means_what_the_page_says():

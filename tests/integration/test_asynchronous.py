@@ -72,7 +72,7 @@ def watched(monkeypatch):
         version = iteration * self._shape.per_iteration
         seen["used"].append([self._positions[row.rollout.prompt.problem.id] for row in batch.rows][::4])
         seen["ages"].append(version - min(min(row.rollout.versions) for row in batch.rows))
-        seen["ledgers"].append(self.ledger)
+        seen["ledgers"].append(self.buffer)
         return batch
 
     def watched_start(self):
@@ -86,13 +86,13 @@ def watched(monkeypatch):
 
 def accounted(seen, *, prompts=256, batch=4):
     """Every prompt that was asked for is in exactly one place."""
-    ledger = seen["ledgers"][-1]
-    asked = ledger.snapshot(lambda rows: [])["asked_in_order"]
+    buffer = seen["ledgers"][-1]
+    asked = buffer.snapshot(lambda rows: [])["asked_in_order"]
     order = PromptOrder(prompts, batch, 0)
     expected = Counter([n for i in range(-(-asked // batch)) for n in order.indices(i)][:asked])
     places = Counter(n for used in seen["used"] for n in used)
-    places += Counter(ledger.returned) + Counter(group.index for group in ledger.ready)
-    places += Counter(n for request in ledger.pending.values() for n in request.indices)
+    places += Counter(buffer.returned) + Counter(group.index for group in buffer.ready)
+    places += Counter(n for request in buffer.pending.values() for n in request.indices)
     return places == expected
 
 
@@ -136,8 +136,8 @@ def test_dropping_returns_what_is_too_old(tmp_path, watched, monkeypatch):
         "train.steps=16",
         "train.eval_every=0",
     )
-    ledger = watched["ledgers"][-1]
-    assert ledger.dropped > 0 and sum(series(done.run.path, "stream/dropped_groups")) <= ledger.dropped
+    buffer = watched["ledgers"][-1]
+    assert buffer.dropped > 0 and sum(series(done.run.path, "stream/dropped_groups")) <= buffer.dropped
     assert max(watched["ages"]) <= 2
     assert accounted(watched)
 

@@ -175,7 +175,7 @@ def test_the_audit_knows_the_policy_term_of_the_run(module_of):
         betas=[0.05],
         references=module.references,
         policy_pass=module.policy_pass,
-        first_use=module.record(batch.rows),
+        old_policy=module.record(batch.rows),
     )
     passes = module.passes(micros[0], terms=[KLTerm("k1", placement="reward")])
     loss = channel_loss(Channel(name="policy", term=None), micros[0], None, passes, module.config.algorithm)

@@ -11,7 +11,7 @@ from kl_comedy.config.schema import AlgorithmConfig
 from kl_comedy.errors import UserError
 from kl_comedy.objective import PolicyTerm, check_policy_term, policy_term
 from kl_comedy.registry import POLICY_CORRECTIONS
-from kl_comedy.training.metrics import Tally, tally_policy
+from kl_comedy.training.metrics import MetricAccumulator, accumulate_policy
 
 SIZES = torch.tensor([4, 2, 3, 1])
 MASK_BT = torch.arange(4)[None] < SIZES[:, None]
@@ -130,20 +130,20 @@ def test_what_bounds_do_is_counted_in_tokens():
     logp_BT, mu_BT = log_probs([3.0, 0.0, -3.0, 0.0, *[9.0] * 4, *[0.0] * 8])
     term = PolicyTerm(loss="reinforce", corrections={"icepop": {}, "opsm": {}})
     _, parts = gradient(term, logp_BT, mu_BT)
-    tally = Tally()
-    tally_policy(tally, parts, MASK_BT)
-    values = tally.values()
+    metrics = MetricAccumulator()
+    accumulate_policy(metrics, parts, MASK_BT)
+    values = metrics.values()
     assert values["policy/correction/icepop/masked_share"] == pytest.approx(4 / 10)
     assert values["policy/correction/icepop/truncated_share"] == 0.0
     assert values["policy/correction/icepop/weight_mean"] == pytest.approx(6 / 10)
     assert values["policy/correction/opsm/masked_share"] == 0.0
     _, parts = gradient(PolicyTerm(corrections={"sequence_tis": {}}), logp_BT, mu_BT)
-    tally_policy(tally := Tally(), parts, MASK_BT)
-    assert tally.values()["policy/correction/sequence_tis/truncated_share"] == pytest.approx(2 / 10)
-    assert tally.values()["policy/correction/sequence_tis/weight_max"] == pytest.approx(2.0)
+    accumulate_policy(metrics := MetricAccumulator(), parts, MASK_BT)
+    assert metrics.values()["policy/correction/sequence_tis/truncated_share"] == pytest.approx(2 / 10)
+    assert metrics.values()["policy/correction/sequence_tis/weight_max"] == pytest.approx(2.0)
     _, parts = gradient(PolicyTerm(loss="ppo_clip"), logp_BT, mu_BT)
-    tally_policy(tally := Tally(), parts, MASK_BT)
-    assert tally.values() == {"policy/clip_fraction": pytest.approx(1 / 10)}  # row 1 has A < 0 and ratios above
+    accumulate_policy(metrics := MetricAccumulator(), parts, MASK_BT)
+    assert metrics.values() == {"policy/clip_fraction": pytest.approx(1 / 10)}  # row 1 has A < 0 and ratios above
 
 
 @pytest.mark.parametrize(

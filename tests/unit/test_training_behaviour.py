@@ -6,20 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.records import FOREIGN_VERSION, Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.metrics import Tally, VersionClock, age_metrics, tally_behaviour
+from kl_comedy.training.metrics import MetricAccumulator, VersionTimes, accumulate_behaviour, staleness_metrics
 
 
 def tallied(logp, behaviour, versions, mask, version):
-    tally = Tally()
-    tally_behaviour(
-        tally,
+    metrics = MetricAccumulator()
+    accumulate_behaviour(
+        metrics,
         logp_BT=torch.tensor(logp),
         behaviour_logp_BT=torch.tensor(behaviour),
         versions_BT=torch.tensor(versions),
         mask_BT=torch.tensor(mask),
         version=version,
     )
-    return tally.values()
+    return metrics.values()
 
 
 @settings(deadline=None, max_examples=30)
@@ -69,7 +69,7 @@ def test_another_runs_tokens_have_no_age():
 @settings(deadline=None)
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=60), st.integers(1, 5))
 def test_quantiles_do_not_depend_on_how_a_batch_is_cut(values, parts):
-    whole, cut = Tally(), Tally()
+    whole, cut = MetricAccumulator(), MetricAccumulator()
     whole.sample("x_p*", torch.tensor(values))
     for n in range(parts):
         cut.sample("x_p*", torch.tensor(values[n::parts]))
@@ -97,18 +97,18 @@ def row(versions):
 def test_ages_are_a_histogram_in_updates_and_seconds(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("kl_comedy.training.metrics.time.monotonic", lambda: now[0])
-    clock = VersionClock()
+    clock = VersionTimes()
     for version in range(3):
         clock.replaced(version)  # version n was replaced at 100 + 10 n
         now[0] += 10
-    got = age_metrics([row([0, 1, 1, 2, 3, 3, 3, 3, 3, 3])], 3, clock)
+    got = staleness_metrics([row([0, 1, 1, 2, 3, 3, 3, 3, 3, 3])], 3, clock)
     assert (got["policy/staleness_p50"], got["policy/staleness_p90"], got["policy/staleness_max"]) == (0, 2, 3)
     assert (got["time/staleness_p50"], got["time/staleness_p90"], got["time/staleness_max"]) == (0, 20, 30)
     assert got["time/staleness"] == pytest.approx((30 + 20 + 20 + 10) / 10)
-    resumed = VersionClock()
+    resumed = VersionTimes()
     ages = clock.ages()
     now[0] += 1000
     resumed.restore(ages)
-    assert age_metrics([row([2])], 3, resumed)["time/staleness"] == pytest.approx(10)
-    assert age_metrics([row([FOREIGN_VERSION])], 3, clock) == {}
-    assert "time/staleness" not in age_metrics([row([1])], 3, VersionClock()), "not known when it was replaced"
+    assert staleness_metrics([row([2])], 3, resumed)["time/staleness"] == pytest.approx(10)
+    assert staleness_metrics([row([FOREIGN_VERSION])], 3, clock) == {}
+    assert "time/staleness" not in staleness_metrics([row([1])], 3, VersionTimes()), "not known when it was replaced"

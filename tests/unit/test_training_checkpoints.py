@@ -19,14 +19,14 @@ from torch import nn
 from kl_comedy.training import checkpoint as checkpoints
 from kl_comedy.training.checkpoint import (
     MANIFEST,
-    PlainReader,
+    CheckpointManager,
+    SafeReader,
     SaveFailed,
-    Vault,
     best,
     damage,
     manifest,
-    read_parts,
-    write_parts,
+    read_checkpoint,
+    write_checkpoint,
 )
 from kl_comedy.training.distributed import ALONE
 from kl_comedy.training.run_folder import saved, step_of
@@ -55,20 +55,22 @@ def state_of(step):
 
 def writer(step=1, seed=0):
     module, optimizer = learner(seed)
-    return lambda folder: write_parts(folder, state_of(step), module, [optimizer], ALONE)
+    return lambda folder: write_checkpoint(folder, state_of(step), module, [optimizer], ALONE)
 
 
-def steps(vault):
-    return [step_of(path) for path in saved(vault.root)]
+def steps(manager):
+    return [step_of(path) for path in saved(manager.root)]
 
 
 def test_what_is_read_is_what_was_written(tmp_path):
     module, optimizer = learner()
-    Vault(root=tmp_path, keep=1).save(3, lambda f: write_parts(f, state_of(3), module, [optimizer], ALONE))
+    CheckpointManager(root=tmp_path, keep=1).save(
+        3, lambda f: write_checkpoint(f, state_of(3), module, [optimizer], ALONE)
+    )
     other, fresh = learner(seed=9)
     fresh.state.clear()
     fresh.param_groups[0]["lr"] = 0.5
-    state = read_parts(Vault(root=tmp_path, keep=1).newest(), other, [fresh], ALONE)
+    state = read_checkpoint(CheckpointManager(root=tmp_path, keep=1).newest(), other, [fresh], ALONE)
     assert state["loops"] == {"n": 3} and state["kl_comedy"]["version"] == 3
     torch.testing.assert_close(state["kl_comedy"]["moving"]["ema"]["weights"]["w"], torch.arange(5.0))
     assert state["kl_comedy"]["moving"]["ema"]["step"] == 3
@@ -81,13 +83,13 @@ def test_what_is_read_is_what_was_written(tmp_path):
 
 
 def test_the_newest_and_the_best_stay(tmp_path):
-    vault = Vault(root=tmp_path, keep=2)
+    manager = CheckpointManager(root=tmp_path, keep=2)
     for step, reward in [(1, 0.1), (2, 0.9), (3, None), (4, 0.3), (5, None), (6, 0.2)]:
-        vault.save(step, writer(step), reward=reward)
-    assert steps(vault) == [2, 5, 6]
+        manager.save(step, writer(step), reward=reward)
+    assert steps(manager) == [2, 5, 6]
     assert step_of(best(tmp_path)) == 2
-    vault.save(7, writer(7), reward=0.9)
-    assert steps(vault) == [6, 7], "of equals the newest is the best"
+    manager.save(7, writer(7), reward=0.9)
+    assert steps(manager) == [6, 7], "of equals the newest is the best"
 
 
 @settings(max_examples=25, deadline=None)
@@ -97,10 +99,10 @@ def test_the_newest_and_the_best_stay(tmp_path):
     place=st.floats(0, 1, exclude_max=True),
 )
 def test_any_damage_to_any_file_is_seen_and_the_one_before_is_used(tmp_path_factory, name, kind, place):
-    tmp_path = tmp_path_factory.mktemp("vault")
-    vault = Vault(root=tmp_path, keep=5)
+    tmp_path = tmp_path_factory.mktemp("manager")
+    manager = CheckpointManager(root=tmp_path, keep=5)
     for step in (1, 2):
-        vault.save(step, writer(step))
+        manager.save(step, writer(step))
     newest = saved(tmp_path)[-1]
     file = newest / name
     whole = file.read_bytes()
@@ -113,22 +115,22 @@ def test_any_damage_to_any_file_is_seen_and_the_one_before_is_used(tmp_path_fact
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
     if file.name == MANIFEST and kind == "byte" and damage(newest) is None:
         return  # a changed byte of white space or of what is not checked (reward): the files are as they were
-    assert step_of(vault.newest()) == 1
-    assert newest.with_suffix(".damaged").exists() and steps(vault) == [1]
+    assert step_of(manager.newest()) == 1
+    assert newest.with_suffix(".damaged").exists() and steps(manager) == [1]
 
 
 def test_without_a_whole_one_there_is_none(tmp_path, caplog):
-    vault = Vault(root=tmp_path, keep=5)
-    vault.save(1, writer())
+    manager = CheckpointManager(root=tmp_path, keep=5)
+    manager.save(1, writer())
     (saved(tmp_path)[0] / "state.pt").unlink()
-    assert vault.newest() is None
+    assert manager.newest() is None
     assert "damaged (state.pt is missing); going on from the beginning" in caplog.text
 
 
 def test_a_file_of_an_earlier_format_is_not_loaded(tmp_path, caplog):
-    Vault(root=tmp_path, keep=1).save(1, writer())
+    CheckpointManager(root=tmp_path, keep=1).save(1, writer())
     (tmp_path / "step-00000009.ckpt").write_bytes(b"old")
-    assert step_of(Vault(root=tmp_path, keep=1).newest()) == 1
+    assert step_of(CheckpointManager(root=tmp_path, keep=1).newest()) == 1
     assert "not a folder" in caplog.text
 
 
@@ -136,8 +138,8 @@ def test_a_file_of_an_earlier_format_is_not_loaded(tmp_path, caplog):
 @pytest.mark.parametrize("call", range(1, FSYNCS + 2))
 def test_an_error_at_any_write_leaves_what_was_complete(tmp_path, monkeypatch, code, call):
     """The n-th fsync of a save fails, as full disks, quotas and dying disks do: data, manifest or folder."""
-    vault = Vault(root=tmp_path, keep=1)
-    vault.save(1, writer(1))
+    manager = CheckpointManager(root=tmp_path, keep=1)
+    manager.save(1, writer(1))
     real, calls = os.fsync, []
 
     def fails(descriptor):
@@ -148,26 +150,26 @@ def test_an_error_at_any_write_leaves_what_was_complete(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(os, "fsync", fails)
     if call > FSYNCS:
-        vault.save(2, writer(2))
+        manager.save(2, writer(2))
         assert len(calls) == FSYNCS
     else:
         with pytest.raises(SaveFailed, match=os.strerror(code)):
-            vault.save(2, writer(2))
+            manager.save(2, writer(2))
         assert not list(tmp_path.glob("*.tmp"))
     monkeypatch.undo()
-    assert damage(vault.newest()) is None
-    vault.save(3, writer(3))
-    assert step_of(vault.newest()) == 3
+    assert damage(manager.newest()) is None
+    manager.save(3, writer(3))
+    assert step_of(manager.newest()) == 3
 
 
 def test_a_read_only_folder_is_told(tmp_path, monkeypatch):
-    vault = Vault(root=tmp_path, keep=1)
-    vault.save(1, writer(1))
+    manager = CheckpointManager(root=tmp_path, keep=1)
+    manager.save(1, writer(1))
     monkeypatch.setattr(checkpoints.Path, "mkdir", _refuses)
     with pytest.raises(SaveFailed, match="Read-only file system"):
-        vault.save(2, writer(2))
+        manager.save(2, writer(2))
     monkeypatch.undo()
-    assert step_of(vault.newest()) == 1
+    assert step_of(manager.newest()) == 1
 
 
 def _refuses(self, **options):
@@ -176,17 +178,17 @@ def _refuses(self, **options):
 
 def test_a_limit_on_file_size_is_an_error_not_a_loss(tmp_path):
     """The kernel itself refuses: RLIMIT_FSIZE, as a quota does."""
-    vault = Vault(root=tmp_path, keep=1)
-    vault.save(1, writer(1))
+    manager = CheckpointManager(root=tmp_path, keep=1)
+    manager.save(1, writer(1))
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
     try:
         with pytest.raises(SaveFailed, match="File too large"):
-            vault.save(2, writer(2))
+            manager.save(2, writer(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert step_of(vault.newest()) == 1
+    assert step_of(manager.newest()) == 1
 
 
 @pytest.fixture
@@ -196,29 +198,29 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_keeps_the_last_whole_checkpoint(small_disk):
-    vault = Vault(root=small_disk, keep=3)
-    vault.save(1, writer(1))
+    manager = CheckpointManager(root=small_disk, keep=3)
+    manager.save(1, writer(1))
     filler = small_disk / "filler"
     filler.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * 4096 - 12 * 1024))
     with pytest.raises(SaveFailed, match="No space left"):
-        vault.save(2, writer(2))
-    assert step_of(vault.newest()) == 1 and damage(saved(small_disk)[0]) is None
+        manager.save(2, writer(2))
+    assert step_of(manager.newest()) == 1 and damage(saved(small_disk)[0]) is None
     filler.unlink()
-    vault.save(3, writer(3))
-    assert steps(vault) == [1, 3]
+    manager.save(3, writer(3))
+    assert steps(manager) == [1, 3]
 
 
 def test_a_disk_that_turns_read_only_keeps_the_last_whole_checkpoint(small_disk):
     """As the kernel does with a file system that it no longer trusts."""
-    vault = Vault(root=small_disk, keep=3)
-    vault.save(1, writer(1))
+    manager = CheckpointManager(root=small_disk, keep=3)
+    manager.save(1, writer(1))
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(SaveFailed, match="Read-only file system"):
-        vault.save(2, writer(2))
-    assert step_of(vault.newest()) == 1
+        manager.save(2, writer(2))
+    assert step_of(manager.newest()) == 1
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-    vault.save(3, writer(3))
-    assert steps(vault) == [1, 3]
+    manager.save(3, writer(3))
+    assert steps(manager) == [1, 3]
 
 
 def test_ctrl_c_in_a_save_is_not_a_failed_save(tmp_path, monkeypatch):
@@ -227,7 +229,7 @@ def test_ctrl_c_in_a_save_is_not_a_failed_save(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints.dcp.FileSystemWriter, "write_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Vault(root=tmp_path, keep=1).save(1, writer())
+        CheckpointManager(root=tmp_path, keep=1).save(1, writer())
 
 
 class Evil:
@@ -239,11 +241,11 @@ def test_an_index_that_would_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(pickle.UnpicklingError, match="system"):
-        PlainReader(tmp_path).read_metadata()
+        SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "evil").exists()
 
 
 def test_the_manifest_names_every_file(tmp_path):
-    path = Vault(root=tmp_path, keep=1).save(4, writer(), reward=0.25)
+    path = CheckpointManager(root=tmp_path, keep=1).save(4, writer(), reward=0.25)
     assert set(manifest(path)["files"]) == {file.name for file in path.iterdir()} - {MANIFEST}
     assert json.loads((path / MANIFEST).read_text())["reward"] == 0.25

@@ -10,7 +10,7 @@ from ranks import spawn
 from test_models_sharding import config_of
 from test_training_sharded import Learner
 
-from kl_comedy.training.checkpoint import SaveFailed, Vault, damage
+from kl_comedy.training.checkpoint import CheckpointManager, SaveFailed, damage
 from kl_comedy.training.distributed import World
 from kl_comedy.training.run_folder import saved, step_of
 
@@ -24,18 +24,18 @@ def learner(rank, world, kind):
     return Learner(load_sharded(config_of("plain"), limit_bytes=0), World(rank=rank, size=world, sharded=True))
 
 
-def left(vault):
-    return [path.name for path in sorted(vault.root.iterdir())]
+def left(manager):
+    return [path.name for path in sorted(manager.root.iterdir())]
 
 
-def attempt(vault, run, step):
+def attempt(manager, run, step):
     """What a save says, and what is there when every process has gone on; the disk is looked at by all alike."""
     try:
-        said = str(vault.save(step, run.save).name)
+        said = str(manager.save(step, run.save).name)
     except SaveFailed as error:
         said = f"failed: {error}"
     run.world.gather(None)
-    return [said, left(vault)]
+    return [said, left(manager)]
 
 
 def failing_at(call, code):
@@ -53,18 +53,18 @@ def failing_at(call, code):
 
 def refused_on_rank_one(rank, world, folder, kind):
     run = learner(rank, world, kind)
-    vault = Vault(root=folder / "vault", keep=3, world=run.world)
+    manager = CheckpointManager(root=folder / "manager", keep=3, world=run.world)
     run.learn(1)
-    found = {"first": attempt(vault, run, 1), "hash": run.hashes()[0], "refused": []}
+    found = {"first": attempt(manager, run, 1), "hash": run.hashes()[0], "refused": []}
     run.learn(1)
     for call in range(1, FSYNCS + 1):
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             with failing_at(call if rank == 1 else 0, code):
-                found["refused"].append([os.strerror(code), *attempt(vault, run, 2)])
-    found["newest"] = step_of(vault.newest())
+                found["refused"].append([os.strerror(code), *attempt(manager, run, 2)])
+    found["newest"] = step_of(manager.newest())
     with failing_at(FSYNCS + 1 if rank == 1 else 0, errno.ENOSPC):
-        found["second"] = attempt(vault, run, 2)
-    run.restore(folder / "vault" / "step-00000001.ckpt")
+        found["second"] = attempt(manager, run, 2)
+    run.restore(folder / "manager" / "step-00000001.ckpt")
     return {**found, "restored": run.hashes()[0]}
 
 
@@ -87,19 +87,19 @@ def small_disk(tmp_path):
 
 def on_a_full_disk(rank, world, folder, kind, disk):
     run = learner(rank, world, kind)
-    vault = Vault(root=folder / disk / "vault", keep=3, world=run.world)
+    manager = CheckpointManager(root=folder / disk / "manager", keep=3, world=run.world)
     filler = folder / disk / "filler"
-    found = {"first": attempt(vault, run, 1)}
+    found = {"first": attempt(manager, run, 1)}
     for name, room in (("none", 0), ("little", 100_000)):
         if run.world.first:
             free = os.statvfs(filler.parent).f_bavail * os.statvfs(filler.parent).f_frsize
             filler.write_bytes(b"\0" * (free - room))
         run.world.gather(None)
-        found[name] = attempt(vault, run, 2)
+        found[name] = attempt(manager, run, 2)
         if run.world.first:
             filler.unlink()
         run.world.gather(None)
-    return {**found, "whole": damage(saved(vault.root)[-1]), "second": attempt(vault, run, 2)}
+    return {**found, "whole": damage(saved(manager.root)[-1]), "second": attempt(manager, run, 2)}
 
 
 @pytest.mark.parametrize("kind", ["fsdp"])

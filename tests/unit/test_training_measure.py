@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.models.logprobs import TokenPass
-from kl_comedy.training.metrics import Tally, tally_exact, tally_sampled
+from kl_comedy.training.metrics import MetricAccumulator, accumulate_estimates, accumulate_exact
 
 B, T, V = 5, 4, 7
 
@@ -45,12 +45,12 @@ def passed(logp_BTV, logq_BTV, ids_BT, mask_BT):
 
 
 def tallied(pieces):
-    tally = Tally()
+    metrics = MetricAccumulator()
     for dense_piece in pieces:
         seen, log_ratio_BT = passed(*dense_piece)
-        tally_exact(tally, dense_piece[3], seen)
-        tally_sampled(tally, dense_piece[3], log_ratio_BT, seen.kl_BT)
-    return tally.values()
+        accumulate_exact(metrics, dense_piece[3], seen)
+        accumulate_estimates(metrics, dense_piece[3], log_ratio_BT, seen.kl_BT)
+    return metrics.values()
 
 
 LEVELS = ("token", "sequence")
@@ -120,6 +120,6 @@ def test_equal_policies_differ_in_nothing_and_err_in_nothing():
 
 def test_without_exact_values_there_are_no_errors():
     whole = dense(5)
-    tally = Tally()
-    tally_sampled(tally, whole[3], passed(*whole)[1], None)
-    assert not [name for name in tally.values() if name.startswith("kl_error/")]
+    metrics = MetricAccumulator()
+    accumulate_estimates(metrics, whole[3], passed(*whole)[1], None)
+    assert not [name for name in metrics.values() if name.startswith("kl_error/")]

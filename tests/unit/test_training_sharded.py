@@ -10,7 +10,7 @@ from kl_comedy.config.schema import ReferenceConfig
 from kl_comedy.models import load_model, weights_hash
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import build_reference
-from kl_comedy.training.checkpoint import read_parts, write_parts
+from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
 from kl_comedy.training.distributed import ALONE, World
 from kl_comedy.training.strategies import clip_gradients
 
@@ -37,10 +37,10 @@ class Learner(nn.Module):
     def save(self, folder):
         moving = {"ema": self.references["ema"].state_dict()}
         state = {"kl_comedy": {"moving": moving, "torch_rng": torch.get_rng_state()}}
-        write_parts(folder, state, self, [self.optimizer], self.world)
+        write_checkpoint(folder, state, self, [self.optimizer], self.world)
 
     def restore(self, folder):
-        found = read_parts(folder, self, [self.optimizer], self.world)
+        found = read_checkpoint(folder, self, [self.optimizer], self.world)
         self.references["ema"].load_state_dict(found["kl_comedy"]["moving"]["ema"])
 
     def hashes(self):

@@ -42,7 +42,7 @@ from kl_comedy.records import Scored
 from kl_comedy.rollouts.recording import RecordingWriter
 from kl_comedy.tracking import Tracker
 from kl_comedy.training.build import Parts, eval_sampling
-from kl_comedy.training.checkpoint import SaveFailed, Vault
+from kl_comedy.training.checkpoint import CheckpointManager, SaveFailed
 from kl_comedy.training.distributed import World
 from kl_comedy.training.eval_metrics import completion_measure
 from kl_comedy.training.experience import derive_seed
@@ -323,9 +323,15 @@ class CheckpointCallback(Callback):
     """
 
     def __init__(
-        self, vault: Vault, tracker: Tracker, *, every: int, steps: int, reward_at: Callable[[int], float | None]
+        self,
+        manager: CheckpointManager,
+        tracker: Tracker,
+        *,
+        every: int,
+        steps: int,
+        reward_at: Callable[[int], float | None],
     ) -> None:
-        self._vault, self._tracker, self._reward_at = vault, tracker, reward_at
+        self._manager, self._tracker, self._reward_at = manager, tracker, reward_at
         self._every, self._steps = every, steps
         self._saved: int | None = None
 
@@ -343,12 +349,12 @@ class CheckpointCallback(Callback):
 
     def save(self, trainer: lightning.Trainer, version: int) -> None:
         try:
-            self._vault.save(version, trainer.save_checkpoint, reward=self._reward_at(version))
+            self._manager.save(version, trainer.save_checkpoint, reward=self._reward_at(version))
         except SaveFailed as error:  # a full disk, a quota, a file system that went away
-            there = saved(self._vault.root)
+            there = saved(self._manager.root)
             raise RunFailed(
                 f"the checkpoint of update {version} cannot be written ({error}); the run goes on from "
-                f"update {step_of(there[-1]) if there else 0} when {self._vault.root} can be written again"
+                f"update {step_of(there[-1]) if there else 0} when {self._manager.root} can be written again"
             ) from error
         self._saved = version
         self._tracker.commit(version)

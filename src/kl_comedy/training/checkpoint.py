@@ -112,7 +112,7 @@ class SaveFailed(Exception):
 # --- what a checkpoint holds ---------------------------------------------------------------------------------------
 
 
-def write_parts(folder: Path, state: dict[str, Any], module: Any, optimizers: list[Any], world: World) -> None:
+def write_checkpoint(folder: Path, state: dict[str, Any], module: Any, optimizers: list[Any], world: World) -> None:
     """Write everything but the manifest into ``folder``. Raises :class:`SaveFailed` on every process, or on none."""
     state = dict(state)
     tensors = {**_weight_tensors(module), **flat(kept_states(module, optimizers), module)}
@@ -140,14 +140,14 @@ def write_parts(folder: Path, state: dict[str, Any], module: Any, optimizers: li
         raise SaveFailed(reason(error)) from error
 
 
-def read_parts(folder: Path, module: Any, optimizers: list[Any], world: World) -> dict[str, Any]:
+def read_checkpoint(folder: Path, module: Any, optimizers: list[Any], world: World) -> dict[str, Any]:
     """Load weights, optimizer and moving references in place; the rest is returned as Lightning wants it."""
     state: dict[str, Any] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
     own_file = folder / f"rank-{world.rank}.pt"
     ranked = torch.load(own_file if own_file.exists() else folder / "rank-0.pt", weights_only=True, map_location="cpu")
     own = state["kl_comedy"]
     own["torch_rng"] = ranked["torch_rng"]
-    reader = PlainReader(folder)
+    reader = SafeReader(folder)
     known = reader.read_metadata().state_dict_metadata
     moving = {name: dict(module.references[name].state_dict()) for name in own["moving"]}
     states = blank_states(module, optimizers, known)
@@ -161,7 +161,7 @@ def read_parts(folder: Path, module: Any, optimizers: list[Any], world: World) -
     return state
 
 
-def load_tensors(wanted: Mapping[str, Any], reader: PlainReader) -> None:
+def load_tensors(wanted: Mapping[str, Any], reader: SafeReader) -> None:
     """Fill ``wanted`` in place, each process its shards."""
     read = dict(wanted)
     with warnings.catch_warnings():
@@ -232,7 +232,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a checkpoint's index holds {module}.{name}")
 
 
-class PlainReader(dcp.FileSystemReader):
+class SafeReader(dcp.FileSystemReader):
     """DCP's reader, but for the index, which is read without the power to call anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ class PlainReader(dcp.FileSystemReader):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vault:
+class CheckpointManager:
     """The checkpoints of a run: ``keep`` newest ones stay, and the one with the best evaluation."""
 
     root: Path

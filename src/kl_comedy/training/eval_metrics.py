@@ -37,7 +37,7 @@ from kl_comedy.records import Problem, Prompt, Scored
 from kl_comedy.rewards import RewardPool, RewardSum
 from kl_comedy.rollouts import Sampling
 from kl_comedy.training.distributed import ALONE, DividedScorer, World
-from kl_comedy.training.metrics import Tally, tally_exact, tally_sampled
+from kl_comedy.training.metrics import MetricAccumulator, accumulate_estimates, accumulate_exact
 from kl_comedy.training.packing import Packed, by_token_budget, pack, shortest
 
 
@@ -60,14 +60,16 @@ class CompletionMeasure:
 
     def __call__(self, rows: Sequence[Scored]) -> dict[str, float]:
         """``kl/...``, ``kl_error/...`` and ``policy/entropy...`` of the rows; without a reference entropy only."""
-        tally = Tally()
+        metrics = MetricAccumulator()
         where: Any = {"pad_id": int(self.loaded.tokenizer.pad_token_id), "device": self.loaded.device}
         for split in self.world.share(by_token_budget(rows, self.microbatch_tokens)):
-            self._add(tally if split else Tally(), pack([rows[n] for n in split or shortest(rows)], **where))
-        return tally.merged(self.world).values()
+            self._add(
+                metrics if split else MetricAccumulator(), pack([rows[n] for n in split or shortest(rows)], **where)
+            )
+        return metrics.merged(self.world).values()
 
     @torch.no_grad()
-    def _add(self, tally: Tally, packed: Packed) -> None:
+    def _add(self, metrics: MetricAccumulator, packed: Packed) -> None:
         inputs = packed.model_inputs()
         against = None if self.reference is None else self.reference.forward_pass(**inputs)
         seen = token_pass(
@@ -82,9 +84,9 @@ class CompletionMeasure:
             entropy=True,
             total_variation=against is not None,
         )
-        tally_exact(tally, packed.mask_BT, seen)
+        accumulate_exact(metrics, packed.mask_BT, seen)
         if against is not None and self.sampled:
-            tally_sampled(tally, packed.mask_BT, seen.logp_BT - against.logp_BT, seen.kl_BT)
+            accumulate_estimates(metrics, packed.mask_BT, seen.logp_BT - against.logp_BT, seen.kl_BT)
 
 
 def completion_measure(

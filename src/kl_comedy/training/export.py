@@ -25,7 +25,7 @@ from kl_comedy.models.load import adapter_settings, load_base, load_tokenizer, p
 from kl_comedy.models.sharding import skeleton
 from kl_comedy.models.weights import Bucket, merged_weights, stream_weights
 from kl_comedy.training.build import Parts
-from kl_comedy.training.checkpoint import PlainReader, best, damage, load_tensors
+from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors
 from kl_comedy.training.run_folder import RunDir, saved, step_of
 
 FILE_BYTES = 4 * 2**30
@@ -38,7 +38,7 @@ def save_policy(run: RunDir, parts: Parts) -> None:
     adapted = is_peft(loaded.model)
     if not parts.world.sharded and not adapted:
         if parts.world.first:
-            with written_beside(run.policy) as folder:
+            with atomic_folder(run.policy) as folder:
                 loaded.model.save_pretrained(folder)
                 loaded.tokenizer.save_pretrained(folder)
         return
@@ -48,7 +48,7 @@ def save_policy(run: RunDir, parts: Parts) -> None:
             pass
         return
     factors: dict[str, Tensor] = {}
-    with written_beside(run.policy) as folder:
+    with atomic_folder(run.policy) as folder:
         try:
             weights = merged_weights(_noting(buckets, factors), lora_scaling(config)) if adapted else _each(buckets)
             write_model(folder, loaded, weights)
@@ -56,7 +56,7 @@ def save_policy(run: RunDir, parts: Parts) -> None:
             for _ in buckets:  # a full disk here must not leave the others in the middle of a gather
                 pass
     if adapted:
-        with written_beside(run.adapter) as folder:
+        with atomic_folder(run.adapter) as folder:
             save_adapter(folder, config, factors)
 
 
@@ -147,7 +147,7 @@ def _noting(buckets: Iterable[Bucket], factors: dict[str, Tensor]) -> Iterator[B
         yield bucket
 
 
-class written_beside:
+class atomic_folder:
     """A folder to write into that takes its name only when it is whole; what was there before goes then."""
 
     def __init__(self, target: Path) -> None:
@@ -189,7 +189,7 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
     prepare_tokenizer(tokenizer)
     loaded = LoadedModel(model=model, tokenizer=tokenizer, device=torch.device("cpu"), source=config.model.source)
     try:
-        with written_beside(out) as folder:
+        with atomic_folder(out) as folder:
             if config.model.lora is None:
                 write_model(folder, loaded, (pair for bucket in _weights(checkpoint) for pair in bucket))
             else:
@@ -231,8 +231,8 @@ def choose(run: RunDir, which: str) -> Path:
 
 def _weights(checkpoint: Path) -> Iterator[Bucket]:
     """The policy's weights one by one, an adapter's factors after what they adapt."""
-    known = PlainReader(checkpoint).read_metadata().state_dict_metadata
+    known = SafeReader(checkpoint).read_metadata().state_dict_metadata
     for name in sorted(name for name in known if name.startswith(POLICY)):
         tensor = torch.empty(known[name].size, dtype=known[name].properties.dtype)
-        load_tensors({name: tensor}, PlainReader(checkpoint))
+        load_tensors({name: tensor}, SafeReader(checkpoint))
         yield [(name.removeprefix(POLICY), tensor)]

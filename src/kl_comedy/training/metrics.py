@@ -35,7 +35,7 @@ PERCENTS = (1, 10, 50, 90, 99)
 _SAMPLED = {"k1_reverse": k1, "k2_reverse": k2, "k3_reverse": k3}
 
 
-class Tally:
+class MetricAccumulator:
     """Running sums, sums of squares, maxima and samples; :meth:`values` divides each sum by its own count, then takes
     roots, and quantiles of the samples."""
 
@@ -62,11 +62,11 @@ class Tally:
         """Keep values for their quantiles; ``*`` in ``name`` becomes the percentage, as in ``01``."""
         self._samples[name].append(values_N.cpu())
 
-    def merged(self, world: World) -> Tally:
-        """The tally of all ranks together, on every rank; sums are taken in the order of the ranks."""
+    def merged(self, world: World) -> MetricAccumulator:
+        """The metrics of all ranks together, on every rank; sums are taken in the order of the ranks."""
         if world.size == 1:
             return self
-        whole = Tally()
+        whole = MetricAccumulator()
         own = (self._sums, self._squares, self._counts, self._maxima, dict(self._samples))
         for sums, squares, counts, maxima, samples in world.gather(own):
             for mine, theirs in ((whole._sums, sums), (whole._squares, squares), (whole._counts, counts)):
@@ -98,17 +98,17 @@ def _quantiles(values_N: Tensor) -> dict[int, float]:
     return {percent: float(ordered_N[math.ceil(percent / 100 * n) - 1]) for percent in PERCENTS}
 
 
-def tally_tokens(tally: Tally, micro: MicroBatch, seen: TokenPass, *, version: int) -> None:
+def accumulate_tokens(metrics: MetricAccumulator, micro: MicroBatch, seen: TokenPass, *, version: int) -> None:
     """Divergence from the initial reference, entropy, and the policy against its sampler."""
     experience = micro.experience
     mask_BT = experience.mask_BT
     with torch.no_grad():
         logp_BT = seen.logp_BT.detach()
         log_ratio_BT = torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0)
-        tally_exact(tally, mask_BT, seen)
-        tally_sampled(tally, mask_BT, log_ratio_BT, seen.kl_BT)
-    tally_behaviour(
-        tally,
+        accumulate_exact(metrics, mask_BT, seen)
+        accumulate_estimates(metrics, mask_BT, log_ratio_BT, seen.kl_BT)
+    accumulate_behaviour(
+        metrics,
         logp_BT=logp_BT,
         behaviour_logp_BT=experience.behaviour_logp_BT,
         versions_BT=experience.policy_version_BT,
@@ -118,21 +118,21 @@ def tally_tokens(tally: Tally, micro: MicroBatch, seen: TokenPass, *, version: i
 
 
 @torch.no_grad()
-def tally_policy(tally: Tally, parts: PolicyLossParts, mask_BT: Tensor) -> None:
+def accumulate_policy(metrics: MetricAccumulator, parts: PolicyLossParts, mask_BT: Tensor) -> None:
     """What the policy loss's bound and each policy correction did, as shares of tokens: nothing is bounded silently."""
     tokens = float(mask_BT.sum())
     if parts.clipped_BT is not None:
-        tally.add("policy/clip_fraction", parts.clipped_BT.sum(), tokens)
+        metrics.add("policy/clip_fraction", parts.clipped_BT.sum(), tokens)
     for name, found in parts.weights.items():
         weight_BT = torch.where(mask_BT, found.weight_BT, 0.0)
-        tally.add(f"policy/correction/{name}/truncated_share", (found.truncated_BT & mask_BT).sum(), tokens)
-        tally.add(f"policy/correction/{name}/masked_share", (found.masked_BT & mask_BT).sum(), tokens)
-        tally.add(f"policy/correction/{name}/weight_mean", weight_BT.double().sum(), tokens)
-        tally.maximum(f"policy/correction/{name}/weight_max", weight_BT.max())
+        metrics.add(f"policy/correction/{name}/truncated_share", (found.truncated_BT & mask_BT).sum(), tokens)
+        metrics.add(f"policy/correction/{name}/masked_share", (found.masked_BT & mask_BT).sum(), tokens)
+        metrics.add(f"policy/correction/{name}/weight_mean", weight_BT.double().sum(), tokens)
+        metrics.maximum(f"policy/correction/{name}/weight_max", weight_BT.max())
 
 
 @torch.no_grad()
-def tally_exact(tally: Tally, mask_BT: Tensor, seen: TokenPass) -> None:
+def accumulate_exact(metrics: MetricAccumulator, mask_BT: Tensor, seen: TokenPass) -> None:
     """Means of what a pass has from full distributions, per token and per completion."""
     tokens, rows = float(mask_BT.sum()), float(mask_BT.shape[0])
     for name, exact_BT in (
@@ -142,32 +142,34 @@ def tally_exact(tally: Tally, mask_BT: Tensor, seen: TokenPass) -> None:
     ):
         if exact_BT is not None:
             total = exact_BT.double().sum()
-            tally.add(f"kl/{name}_token", total, tokens)
-            tally.add(f"kl/{name}_sequence", total, rows)
+            metrics.add(f"kl/{name}_token", total, tokens)
+            metrics.add(f"kl/{name}_sequence", total, rows)
     if seen.entropy_BT is not None:
         total = seen.entropy_BT.double().sum()
-        tally.add("policy/entropy", total, tokens)
-        tally.add("policy/entropy_sequence", total, rows)
+        metrics.add("policy/entropy", total, tokens)
+        metrics.add("policy/entropy_sequence", total, rows)
 
 
 @torch.no_grad()
-def tally_sampled(tally: Tally, mask_BT: Tensor, log_ratio_BT: Tensor, exact_BT: Tensor | None) -> None:
+def accumulate_estimates(
+    metrics: MetricAccumulator, mask_BT: Tensor, log_ratio_BT: Tensor, exact_BT: Tensor | None
+) -> None:
     """k1, k2, k3 of the log-ratios, zero outside the mask; with the exact reverse KL, also what they miss it by.
 
     The error of a token is its estimate less the exact KL at its prefix; that of a completion is the sum.
     """
     tokens, rows = float(mask_BT.sum()), float(mask_BT.shape[0])
-    tally.maximum("kl/log_ratio_max", log_ratio_BT.abs().max())
+    metrics.maximum("kl/log_ratio_max", log_ratio_BT.abs().max())
     for name, estimator in _SAMPLED.items():
         value_BT = estimator(log_ratio_BT.double())
-        tally.add(f"kl/{name}_token", value_BT.sum(), tokens)
-        tally.add(f"kl/{name}_sequence", value_BT.sum(), rows)
+        metrics.add(f"kl/{name}_token", value_BT.sum(), tokens)
+        metrics.add(f"kl/{name}_sequence", value_BT.sum(), rows)
         if exact_BT is not None:
             error_BT = value_BT - exact_BT.double()
-            tally.add(f"kl_error/{name}_token", error_BT.sum(), tokens)
-            tally.add(f"kl_error/{name}_sequence", error_BT.sum(), rows)
-            tally.add_squares(f"kl_error/{name}_token_rms", error_BT.square().sum(), tokens)
-            tally.add_squares(f"kl_error/{name}_sequence_rms", error_BT.sum(1).square().sum(), rows)
+            metrics.add(f"kl_error/{name}_token", error_BT.sum(), tokens)
+            metrics.add(f"kl_error/{name}_sequence", error_BT.sum(), rows)
+            metrics.add_squares(f"kl_error/{name}_token_rms", error_BT.square().sum(), tokens)
+            metrics.add_squares(f"kl_error/{name}_sequence_rms", error_BT.sum(1).square().sum(), rows)
 
 
 def effective_sample_share(values: dict[str, float], rows: int, micro_batches: int) -> dict[str, float]:
@@ -207,8 +209,14 @@ VERSIONS_REMEMBERED = 1024
 
 
 @torch.no_grad()
-def tally_behaviour(
-    tally: Tally, *, logp_BT: Tensor, behaviour_logp_BT: Tensor, versions_BT: Tensor, mask_BT: Tensor, version: int
+def accumulate_behaviour(
+    metrics: MetricAccumulator,
+    *,
+    logp_BT: Tensor,
+    behaviour_logp_BT: Tensor,
+    versions_BT: Tensor,
+    mask_BT: Tensor,
+    version: int,
 ) -> None:
     """Both divergences from drawn tokens, ratio quantiles, effective sample size, staleness, mismatch.
 
@@ -222,26 +230,26 @@ def tally_behaviour(
     delta_BT = torch.where(mask_BT, logp_BT - behaviour_logp_BT, 0.0)
     delta_N = delta_BT[mask_BT].double()
     ratio_N = delta_N.exp()
-    tally.add("kl/k1_behaviour_token", -delta_N.sum(), tokens)
-    tally.add("kl/k3_behaviour_token", (torch.expm1(delta_N) - delta_N).sum(), tokens)
-    tally.add("kl/k1_policy_behaviour_token", (ratio_N * delta_N).sum(), tokens)
-    tally.add("kl/k3_policy_behaviour_token", (ratio_N * delta_N - torch.expm1(delta_N)).sum(), tokens)
-    tally.maximum("policy/behaviour_gap_max", delta_BT.abs().max())
-    tally.sample("policy/ratio_p*", ratio_N.float())
+    metrics.add("kl/k1_behaviour_token", -delta_N.sum(), tokens)
+    metrics.add("kl/k3_behaviour_token", (torch.expm1(delta_N) - delta_N).sum(), tokens)
+    metrics.add("kl/k1_policy_behaviour_token", (ratio_N * delta_N).sum(), tokens)
+    metrics.add("kl/k3_policy_behaviour_token", (ratio_N * delta_N - torch.expm1(delta_N)).sum(), tokens)
+    metrics.maximum("policy/behaviour_gap_max", delta_BT.abs().max())
+    metrics.sample("policy/ratio_p*", ratio_N.float())
     omega_B = delta_BT.double().sum(-1).exp()
-    tally.add("_omega", omega_B.sum(), 1.0)
-    tally.add("_omega_square", omega_B.square().sum(), 1.0)
+    metrics.add("_omega", omega_B.sum(), 1.0)
+    metrics.add("_omega_square", omega_B.square().sum(), 1.0)
     dated_BT = mask_BT & (versions_BT != FOREIGN_VERSION)
-    tally.add("policy/staleness", (version - versions_BT)[dated_BT].double().sum(), float(dated_BT.sum()))
+    metrics.add("policy/staleness", (version - versions_BT)[dated_BT].double().sum(), float(dated_BT.sum()))
     equal_BT = mask_BT & (versions_BT == version).long().cumprod(1).bool()
-    tally.add("policy/equal_weights_share", equal_BT.sum(), tokens)
+    metrics.add("policy/equal_weights_share", equal_BT.sum(), tokens)
     if bool(equal_BT.any()):
         gap_N = delta_BT[equal_BT].abs()
-        tally.add("policy/mismatch", gap_N.double().sum(), float(equal_BT.sum()))
-        tally.maximum("policy/mismatch_max", gap_N.max())
+        metrics.add("policy/mismatch", gap_N.double().sum(), float(equal_BT.sum()))
+        metrics.maximum("policy/mismatch_max", gap_N.max())
 
 
-class VersionClock:
+class VersionTimes:
     """When each version of the weights was replaced by the next."""
 
     def __init__(self) -> None:
@@ -263,7 +271,7 @@ class VersionClock:
         self._replaced = {int(version): now - age for version, age in ages.items()}
 
 
-def age_metrics(rows: Sequence[Scored], version: int, clock: VersionClock) -> dict[str, float]:
+def staleness_metrics(rows: Sequence[Scored], version: int, clock: VersionTimes) -> dict[str, float]:
     """The histogram of token ages as quantiles and maximum, in updates and in seconds out of date.
 
     Seconds count from when the weights that drew a token were replaced: 0 while they are the learner's own. Empty where

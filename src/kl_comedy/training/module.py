@@ -31,15 +31,15 @@ from kl_comedy.training.distributed import ALONE, World
 from kl_comedy.training.experience import ExperienceStream, UpdateBatch
 from kl_comedy.training.loss import micro_loss
 from kl_comedy.training.metrics import (
-    Tally,
-    VersionClock,
-    age_metrics,
+    MetricAccumulator,
+    VersionTimes,
+    accumulate_policy,
+    accumulate_tokens,
     effective_sample_share,
     row_metrics,
-    tally_policy,
-    tally_tokens,
+    staleness_metrics,
 )
-from kl_comedy.training.packing import FirstUse, from_plain, record_first_use, to_plain
+from kl_comedy.training.packing import OldPolicyValues, from_plain, record_old_policy, to_plain
 from kl_comedy.training.prepare import MicroBatch, Preparation, prepare
 from kl_comedy.training.strategies import clip_gradients, sum_gradients
 
@@ -87,10 +87,10 @@ class PolicyModule(lightning.LightningModule):
         self.terms = tuple(terms)
         self.betas = [BetaState(term.beta) for term in self.terms]
         self.version = 0
-        self.clock = VersionClock()
+        self.clock = VersionTimes()
         self.last_metrics: dict[str, float] = {}
         self.last_batch: UpdateBatch | None = None
-        self.first_use: list[FirstUse] | None = None
+        self.old_policy: list[OldPolicyValues] | None = None
         # None of these is an nn.Module, so none of them enters the module's state.
         self.references = dict(references)
         self.stream = stream
@@ -152,26 +152,26 @@ class PolicyModule(lightning.LightningModule):
         betas = [beta.value for beta in self.betas]
         try:
             if batch.first:
-                self.first_use = self.record(batch.batch)
+                self.old_policy = self.record(batch.batch)
             micro_batches = prepare(
                 batch.rows,
                 self.plan,
                 betas=betas,
                 references=self.references,
                 policy_pass=self.policy_pass,
-                first_use=self.first_use and self.first_use[batch.offset : batch.offset + len(batch.rows)],
+                old_policy=self.old_policy and self.old_policy[batch.offset : batch.offset + len(batch.rows)],
             )
-            tally, parts = Tally(), {}
+            metrics, parts = MetricAccumulator(), {}
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self._finite = True
             for micro in micro_batches:
-                for name, value in self._accumulate(micro, tally, betas, exact=self._measures_exactly(step)).items():
+                for name, value in self._accumulate(micro, metrics, betas, exact=self._measures_exactly(step)).items():
                     parts[name] = parts.get(name, 0.0) + float(value)
         except UserError as error:
             raise RunFailed(f"update {step}: {error}") from error
-        ages = age_metrics(batch.rows, step, self.clock)
-        tally, parts = self._over_all_ranks(tally, parts, step)
+        ages = staleness_metrics(batch.rows, step, self.clock)
+        metrics, parts = self._over_all_ranks(metrics, parts, step)
         norms = self._clip()
         for name, value in {**parts, **norms}.items():
             if not torch.isfinite(torch.tensor(value)):
@@ -182,7 +182,7 @@ class PolicyModule(lightning.LightningModule):
         self._publish()
         self.last_metrics = {
             **row_metrics(batch.rows),
-            **effective_sample_share(tally.values(), len(batch.rows), int(tally.count("_omega"))),
+            **effective_sample_share(metrics.values(), len(batch.rows), int(metrics.count("_omega"))),
             **{f"train/loss_{name}": value for name, value in parts.items()},
             **{f"beta/{position}": beta for position, beta in enumerate(betas)},
             "train/loss": sum(parts.values()),
@@ -198,7 +198,9 @@ class PolicyModule(lightning.LightningModule):
             self._check_start()
         self._advance(step)
 
-    def _accumulate(self, micro: MicroBatch, tally: Tally, betas: Sequence[float], *, exact: bool) -> dict[str, Tensor]:
+    def _accumulate(
+        self, micro: MicroBatch, metrics: MetricAccumulator, betas: Sequence[float], *, exact: bool
+    ) -> dict[str, Tensor]:
         """Pass, loss and backward of one micro-batch."""
         with in_place(not self.world.sharded):
             passes = self.passes(micro, measure=exact)
@@ -208,14 +210,14 @@ class PolicyModule(lightning.LightningModule):
         result = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm)
         loss, parts = result.loss, result.parts
         if self.value_head is not None:
-            parts["value"], loss = self._value(micro, seen, tally, loss)
+            parts["value"], loss = self._value(micro, seen, metrics, loss)
         # FSDP's reduction takes the mean over ranks; a micro-batch is this rank's part of a sum.
         self.manual_backward(loss * self.world.size if self.world.sharded else loss)
         self._release()
         if not micro.empty:
-            tally_tokens(tally, micro, seen, version=self.version)
-            self._tally_options(tally, micro, seen)
-            tally_policy(tally, result.policy, micro.experience.mask_BT)
+            accumulate_tokens(metrics, micro, seen, version=self.version)
+            self._tally_options(metrics, micro, seen)
+            accumulate_policy(metrics, result.policy, micro.experience.mask_BT)
         return parts
 
     def _release(self) -> None:
@@ -223,17 +225,21 @@ class PolicyModule(lightning.LightningModule):
         if self.config.model.gradient_checkpointing and self.plan.device.type == "cpu":
             release()
 
-    def _value(self, micro: MicroBatch, seen: TokenPass, tally: Tally, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def _value(
+        self, micro: MicroBatch, seen: TokenPass, metrics: MetricAccumulator, loss: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The detached value loss of a micro-batch, and ``loss`` with it."""
         assert self.value_head is not None and seen.hidden_NH is not None and micro.values is not None
         mask_BT, settings = micro.experience.mask_BT, self.config.algorithm.value
         value_BT = self.value_head(seen.hidden_NH, mask_BT)
         part, clipped_BT = value_part(settings, value_BT, micro.values, mask_BT, micro.experience.weight_B)
         if settings.clip is not None and not micro.empty:
-            tally.add("value/clip_fraction", clipped_BT.sum(), float(mask_BT.sum()))
+            metrics.add("value/clip_fraction", clipped_BT.sum(), float(mask_BT.sum()))
         return part.detach(), loss + part
 
-    def _over_all_ranks(self, tally: Tally, parts: Mapping[str, float], step: int) -> tuple[Tally, dict[str, float]]:
+    def _over_all_ranks(
+        self, metrics: MetricAccumulator, parts: Mapping[str, float], step: int
+    ) -> tuple[MetricAccumulator, dict[str, float]]:
         """Gradients, tallies and the parts of the loss, summed; raise on every rank what happened on one."""
         world = self.world
         found = world.gather((dict(parts), self._finite))
@@ -241,9 +247,9 @@ class PolicyModule(lightning.LightningModule):
             raise RunFailed(f"update {step}: the policy's log-probs are not finite")
         if world.size > 1 and not world.sharded:
             sum_gradients(self.policy.parameters(), world)
-        return tally.merged(world), {name: sum(own[name] for own, _ in found) for name in parts}
+        return metrics.merged(world), {name: sum(own[name] for own, _ in found) for name in parts}
 
-    def record(self, rows: Sequence[Scored]) -> list[FirstUse] | None:
+    def record(self, rows: Sequence[Scored]) -> list[OldPolicyValues] | None:
         """What is kept of a batch at its first use, where the algorithm has a critic or a recomputed policy."""
         algorithm = self.config.algorithm
         if self.value_head is None and algorithm.proximal != "recomputed":
@@ -256,7 +262,7 @@ class PolicyModule(lightning.LightningModule):
             assert seen.hidden_NH is not None
             return seen.logp_BT, self.value_head(seen.hidden_NH, inputs["mask_BT"])
 
-        return record_first_use(
+        return record_old_policy(
             rows,
             measure,
             microbatch_tokens=self.plan.microbatch_tokens,
@@ -302,7 +308,7 @@ class PolicyModule(lightning.LightningModule):
             detach_hidden=not self.config.algorithm.value.trunk,
         )
 
-    def _tally_options(self, tally: Tally, micro: MicroBatch, seen: TokenPass) -> None:
+    def _tally_options(self, metrics: MetricAccumulator, micro: MicroBatch, seen: TokenPass) -> None:
         """Count what options did: capped ratios, clipped tokens. Nothing is bounded silently."""
         experience = micro.experience
         arguments = {"logp_BT": seen.logp_BT.detach(), "behaviour_logp_BT": experience.behaviour_logp_BT}
@@ -311,9 +317,9 @@ class PolicyModule(lightning.LightningModule):
             ref_logp_BT = micro.reference_of(term).logp_BT
             found = kl_diagnostics(term, mask_BT=experience.mask_BT, ref_logp_BT=ref_logp_BT, **arguments)
             if "ratio_max" in found:
-                tally.maximum(f"kl_term/{position}/ratio_max", found.pop("ratio_max"))
+                metrics.maximum(f"kl_term/{position}/ratio_max", found.pop("ratio_max"))
             for name, share in found.items():
-                tally.add(f"kl_term/{position}/{name}", share * tokens, tokens)
+                metrics.add(f"kl_term/{position}/{name}", share * tokens, tokens)
 
     def _measures_exactly(self, step: int) -> bool:
         every = self.config.train.exact_kl_every
@@ -372,7 +378,7 @@ class PolicyModule(lightning.LightningModule):
             "references": {name: ref.hash for name, ref in self.references.items() if not ref.moving},
             "moving": {name: ref.state_dict() for name, ref in self.references.items() if ref.moving},
             "torch_rng": torch.get_rng_state(),
-            "first_use": None if self.first_use is None else to_plain(self.first_use),
+            "first_use": None if self.old_policy is None else to_plain(self.old_policy),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -391,7 +397,7 @@ class PolicyModule(lightning.LightningModule):
             beta.value = float(value)
         self.stream.restore(state["stream"])
         self.clock.restore(state.get("version_ages", {}))
-        self.first_use = None if state.get("first_use") is None else from_plain(state["first_use"])
+        self.old_policy = None if state.get("first_use") is None else from_plain(state["first_use"])
         torch.set_rng_state(state["torch_rng"])
 
 

@@ -115,7 +115,7 @@ def _parts(rows: Sequence[Scored], family: Sequence[int], budget: int) -> list[l
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstUse:
+class OldPolicyValues:
     """One row: log-probs (nats) and values of its tokens, and the value after the last; float32, on the CPU."""
 
     logp_T: Tensor
@@ -128,7 +128,7 @@ Measure = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
-def record_first_use(
+def record_old_policy(
     rows: Sequence[Scored],
     measure: Measure,
     *,
@@ -136,12 +136,12 @@ def record_first_use(
     pad_id: int,
     device: torch.device,
     bootstrap_truncated: bool,
-) -> list[FirstUse]:
+) -> list[OldPolicyValues]:
     """Pass the policy over ``rows`` once, in micro-batches.
 
     ``bootstrap_truncated``: a completion cut at the limit gets the value after its last token; every other's is 0.
     """
-    found: dict[int, FirstUse] = {}
+    found: dict[int, OldPolicyValues] = {}
     for split in by_token_budget(rows, microbatch_tokens):
         packed = pack([rows[n] for n in split], pad_id=pad_id, device=device)
         inputs = _one_longer(packed, pad_id) if bootstrap_truncated else packed.model_inputs()
@@ -149,7 +149,7 @@ def record_first_use(
         for place, n in enumerate(split):
             size = len(rows[n].rollout.completion_ids)
             truncated = bootstrap_truncated and rows[n].rollout.stop_reason == "length"
-            found[n] = FirstUse(
+            found[n] = OldPolicyValues(
                 logp_T=logp_BT[place, :size].clone(),
                 value_T=value_BT[place, :size].clone(),
                 last_value=float(value_BT[place, size]) if truncated else 0.0,
@@ -164,14 +164,14 @@ def _one_longer(packed: Packed, pad_id: int) -> dict[str, Tensor]:
     return {**packed.model_inputs(), "ids_BT": ids_BT, "mask_BT": mask_BT}
 
 
-def to_plain(rows: Sequence[FirstUse]) -> list[dict[str, Any]]:
+def to_plain(rows: Sequence[OldPolicyValues]) -> list[dict[str, Any]]:
     """As primitives and tensors, for a checkpoint."""
     return [{"logp": row.logp_T, "value": row.value_T, "last": row.last_value} for row in rows]
 
 
-def from_plain(rows: Sequence[Mapping[str, Any]]) -> list[FirstUse]:
+def from_plain(rows: Sequence[Mapping[str, Any]]) -> list[OldPolicyValues]:
     """The inverse of :func:`to_plain`."""
-    return [FirstUse(logp_T=row["logp"], value_T=row["value"], last_value=float(row["last"])) for row in rows]
+    return [OldPolicyValues(logp_T=row["logp"], value_T=row["value"], last_value=float(row["last"])) for row in rows]
 
 
 def padded(columns: Sequence[Tensor], length: int, device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ from kl_comedy.registry import ADVANTAGES
 from kl_comedy.training.critic import ValueTargets, uses_critic
 from kl_comedy.training.distributed import ALONE, World
 from kl_comedy.training.dpo import pair_metrics, pair_weights
-from kl_comedy.training.packing import FirstUse, Packed, by_token_budget, pack, padded, shortest
+from kl_comedy.training.packing import OldPolicyValues, Packed, by_token_budget, pack, padded, shortest
 
 if TYPE_CHECKING:
     from kl_comedy.models.logprobs import TokenPass
@@ -73,13 +73,13 @@ def prepare(
     betas: Sequence[float],
     references: Mapping[str, Reference],
     policy_pass: Callable[..., TokenPass],
-    first_use: Sequence[FirstUse] | None = None,
+    old_policy: Sequence[OldPolicyValues] | None = None,
 ) -> list[MicroBatch]:
     """Turn the rows of one update (whole groups) into this rank's micro-batches, as many as on every other rank.
 
     ``rows`` are those of all ranks: baselines and denominators are of the whole update, and so is the plan of
     micro-batches, which needs no agreement because every rank makes the same one.
-    ``first_use``, row by row, is needed with a proximal policy or a critic (:mod:`kl_comedy.training.packing`).
+    ``old_policy``, row by row, is needed with a proximal policy or a critic (:mod:`kl_comedy.training.packing`).
 
     ``policy_pass`` is called only where a term before the baseline (or with its own) needs the policy's log-probs.
     ``policy_pass(inputs, reference, terms)`` returns log-probs and, where a term asks, exact KLs.
@@ -99,10 +99,10 @@ def prepare(
     baselines = {position: own_baseline(parts, mask_BT, group_B) for position, parts in own.items()}
     returns_BT = returns_with_costs(reward_B, cost_BT, length)
     if pairs is None:
-        advantage_BT, values = _advantages(plan, returns_BT, mask_BT, group_B, first_use)
+        advantage_BT, values = _advantages(plan, returns_BT, mask_BT, group_B, old_policy)
     else:
         advantage_BT, values = pairs.coefficient_B.float()[:, None].expand(-1, length), None
-    proximal_BT = _proximal(plan, first_use, length)
+    proximal_BT = _proximal(plan, old_policy, length)
     weight_B = (
         sequence_weights(
             plan.algorithm.reduction, mask_BT, constant=plan.algorithm.reduction_constant, keep_B=_kept(rows, plan)
@@ -144,15 +144,19 @@ def prepare(
 
 
 def _advantages(
-    plan: Preparation, returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor, first_use: Sequence[FirstUse] | None
+    plan: Preparation,
+    returns_BT: Tensor,
+    mask_BT: Tensor,
+    group_B: Tensor,
+    old_policy: Sequence[OldPolicyValues] | None,
 ) -> tuple[Tensor, ValueTargets | None]:
     """Advantages ``[B, T]`` in float32 and, with a critic, what its values are trained towards."""
     fn = ADVANTAGES.get(plan.algorithm.advantage).fn
     if not uses_critic(plan.algorithm):
         return fn(returns_BT, mask_BT, group_B).float(), None
-    assert first_use is not None
+    assert old_policy is not None
     settings, length = plan.algorithm.value, mask_BT.shape[1]
-    value_BT = padded([row.value_T for row in first_use], length, plan.device)
+    value_BT = padded([row.value_T for row in old_policy], length, plan.device)
     advantage_BT = fn(
         returns_BT,
         mask_BT,
@@ -160,7 +164,7 @@ def _advantages(
         values_BT=value_BT,
         gamma=settings.gamma,
         lam=settings.lam,
-        last_value_B=torch.tensor([row.last_value for row in first_use], device=plan.device),
+        last_value_B=torch.tensor([row.last_value for row in old_policy], device=plan.device),
     ).float()
     targets = ValueTargets(old_value_BT=value_BT, target_BT=advantage_BT + value_BT)
     return (whiten(advantage_BT, mask_BT) if settings.normalize else advantage_BT), targets
@@ -189,11 +193,11 @@ def _preferences(
     )
 
 
-def _proximal(plan: Preparation, first_use: Sequence[FirstUse] | None, length: int) -> Tensor | None:
+def _proximal(plan: Preparation, old_policy: Sequence[OldPolicyValues] | None, length: int) -> Tensor | None:
     if plan.algorithm.proximal != "recomputed":
         return None
-    assert first_use is not None
-    return padded([row.logp_T for row in first_use], length, plan.device)
+    assert old_policy is not None
+    return padded([row.logp_T for row in old_policy], length, plan.device)
 
 
 def _packed(rows: Sequence[Scored], split: Sequence[int], plan: Preparation) -> Packed:

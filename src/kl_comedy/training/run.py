@@ -42,7 +42,7 @@ from kl_comedy.training.callbacks import (
     sample_rows,
     stop_requests,
 )
-from kl_comedy.training.checkpoint import Vault
+from kl_comedy.training.checkpoint import CheckpointManager
 from kl_comedy.training.distributed import RankFailed, World, joined
 from kl_comedy.training.export import save_policy
 from kl_comedy.training.module import PolicyModule
@@ -125,7 +125,7 @@ def _train_in(
     config = parts.config
     if capabilities_of(config.rollout.backend).needs_folder:
         parts.backend.work_in(run.path)
-    checkpoint = Vault(root=run.checkpoints, keep=1, world=parts.world).newest() if resume else None
+    checkpoint = CheckpointManager(root=run.checkpoints, keep=1, world=parts.world).newest() if resume else None
     step = None if checkpoint is None else step_of(checkpoint)
     tags = {**place_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)}
     start = Tracker.start if parts.world.first else Untracked.start
@@ -163,7 +163,7 @@ def _fit(
     progress = ProgressCallback(console, config.train.steps)
     evaluation = EvaluationCallback(parts, tracker, progress.show_evaluation)
     checkpoints = CheckpointCallback(
-        Vault(root=run.checkpoints, keep=config.train.keep_checkpoints, world=parts.world),
+        CheckpointManager(root=run.checkpoints, keep=config.train.keep_checkpoints, world=parts.world),
         tracker,
         every=config.train.checkpoint_every,
         steps=config.train.steps,

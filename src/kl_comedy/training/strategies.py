@@ -26,7 +26,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from kl_comedy.config import Config
 from kl_comedy.models.weights import whole
-from kl_comedy.training.checkpoint import read_parts, write_parts
+from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
 from kl_comedy.training.distributed import TIMEOUT, World, cluster_environment
 
 GRADIENT_BUCKET_BYTES = 64 * 2**20
@@ -54,11 +54,11 @@ class _OwnCheckpoints:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         this: Any = self
-        write_parts(Path(filepath), checkpoint, this.lightning_module, this.optimizers, self.world)
+        write_checkpoint(Path(filepath), checkpoint, this.lightning_module, this.optimizers, self.world)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         this: Any = self
-        return read_parts(Path(checkpoint_path), this.lightning_module, this.optimizers, self.world)
+        return read_checkpoint(Path(checkpoint_path), this.lightning_module, this.optimizers, self.world)
 
 
 class Single(_OwnCheckpoints, SingleDeviceStrategy):  # type: ignore[misc]

@@ -46,7 +46,7 @@ from kl_comedy.models.introspection import unwrap
 from kl_comedy.models.logprobs import TokenPass
 from kl_comedy.records import Scored
 from kl_comedy.training.loss import policy_parts
-from kl_comedy.training.metrics import Tally
+from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.prepare import MicroBatch, prepare
 
@@ -305,11 +305,15 @@ class BlockGradients:
 
 
 def block_gradients(
-    module: PolicyModule, rows: Sequence[Scored], channels: Sequence[Channel], layout: Layout, tally: Tally
+    module: PolicyModule,
+    rows: Sequence[Scored],
+    channels: Sequence[Channel],
+    layout: Layout,
+    metrics: MetricAccumulator,
 ) -> BlockGradients:
     """Gradients of the channels over ``rows`` (whole groups), as means over completions.
 
-    ``tally`` counts the tokens that each channel leaves without gradient, and the values of exact KL.
+    ``metrics`` counts the tokens that each channel leaves without gradient, and the values of exact KL.
     """
     seeing = [channel for channel in channels if channel.sees_the_update]
     once = _Once(
@@ -322,7 +326,7 @@ def block_gradients(
     total: list[list[Tensor]] = []
     for n, micro in enumerate(micros):
         with_term = {name: prepared[n] for name, prepared in alone.items()}
-        gradients = _micro_gradients(module, micro, with_term, channels, layout, tally)
+        gradients = _micro_gradients(module, micro, with_term, channels, layout, metrics)
         total = [_sum(t, g) for t, g in zip(total, gradients, strict=True)] if total else gradients
     scale = 1.0 / weight if weight > 0 else 0.0
     vectors = [torch.stack([channel[g] for channel in total]) * scale for g in range(len(layout.groups))]
@@ -350,7 +354,7 @@ def _prepared(module: PolicyModule, rows: Sequence[Scored], channel: Channel | N
         betas=[channel.beta] * len(terms) if channel else [],
         references=once.references,
         policy_pass=once.policy_pass,
-        first_use=module.record(rows),
+        old_policy=module.record(rows),
     )
 
 
@@ -360,19 +364,19 @@ def _micro_gradients(
     with_term: Mapping[str, MicroBatch],
     channels: Sequence[Channel],
     layout: Layout,
-    tally: Tally,
+    metrics: MetricAccumulator,
 ) -> list[list[Tensor]]:
     """Per channel, per layer group, the sketch of one micro-batch's gradient."""
     passes = module.passes(micro, terms=[c.term for c in channels if c.term is not None])
-    _tally_values(tally, micro, passes["initial"])
-    _tally_options(tally, module, micro, passes["initial"], channels)
+    _tally_values(metrics, micro, passes["initial"])
+    _tally_options(metrics, module, micro, passes["initial"], channels)
     tensors, leaves = _leaves(passes)
     cotangents = []
     for channel in channels:
         loss = channel_loss(channel, micro, with_term.get(channel.name), leaves.passes, module.config.algorithm)
         found = torch.autograd.grad(loss, leaves.tensors, allow_unused=True) if loss.requires_grad else ()
         cotangents.append(found or (None,) * len(tensors))
-        _tally_silent(tally, micro, channel, cotangents[-1])
+        _tally_silent(metrics, micro, channel, cotangents[-1])
     gradients = []
     for n, cotangent in enumerate(cotangents):
         chosen = [(t, c) for t, c in zip(tensors, cotangent, strict=True) if c is not None]
@@ -417,17 +421,21 @@ def _leaves(passes: Mapping[str, TokenPass]) -> tuple[list[Tensor], _Leaves]:
     return outputs, _Leaves(tensors=tensors, passes=replaced)
 
 
-def _tally_values(tally: Tally, micro: MicroBatch, seen: TokenPass) -> None:
+def _tally_values(metrics: MetricAccumulator, micro: MicroBatch, seen: TokenPass) -> None:
     experience = micro.experience
     tokens, rows = float(experience.mask_BT.sum()), float(len(experience.mask_BT))
     assert seen.kl_BT is not None
-    tally.add("exact_kl_token", seen.kl_BT.detach().double().sum(), tokens)
-    tally.add("exact_kl_sequence", seen.kl_BT.detach().double().sum(), rows)
-    tally.add("length", tokens, rows)
+    metrics.add("exact_kl_token", seen.kl_BT.detach().double().sum(), tokens)
+    metrics.add("exact_kl_sequence", seen.kl_BT.detach().double().sum(), rows)
+    metrics.add("length", tokens, rows)
 
 
 def _tally_options(
-    tally: Tally, module: PolicyModule, micro: MicroBatch, seen: TokenPass, channels: Sequence[Channel]
+    metrics: MetricAccumulator,
+    module: PolicyModule,
+    micro: MicroBatch,
+    seen: TokenPass,
+    channels: Sequence[Channel],
 ) -> None:
     """Count what clamps, caps and the policy loss's clip did."""
     experience, algorithm = micro.experience, module.config.algorithm
@@ -443,17 +451,19 @@ def _tally_options(
             )
             for name in ("clamped", "capped"):
                 if f"{name}_share" in shares:
-                    tally.add(f"{name}/{channel.name}", shares[f"{name}_share"] * tokens, tokens)
+                    metrics.add(f"{name}/{channel.name}", shares[f"{name}_share"] * tokens, tokens)
     clipped_BT = policy_parts(micro, logp_BT, algorithm).clipped_BT
     if clipped_BT is not None:
-        tally.add("clipped", clipped_BT.sum(), tokens)
+        metrics.add("clipped", clipped_BT.sum(), tokens)
 
 
-def _tally_silent(tally: Tally, micro: MicroBatch, channel: Channel, cotangent: Sequence[Tensor | None]) -> None:
+def _tally_silent(
+    metrics: MetricAccumulator, micro: MicroBatch, channel: Channel, cotangent: Sequence[Tensor | None]
+) -> None:
     """Count tokens whose log-prob and exact KLs all have gradient zero: clamped, capped, clipped, or of no cost."""
     mask_BT = micro.experience.mask_BT
     loud_BT = torch.zeros_like(mask_BT)
     for part in cotangent:
         if part is not None:
             loud_BT = loud_BT | (part != 0)
-    tally.add(f"silent/{channel.name}", (mask_BT & ~loud_BT).sum(), float(mask_BT.sum()))
+    metrics.add(f"silent/{channel.name}", (mask_BT & ~loud_BT).sum(), float(mask_BT.sum()))

@@ -62,7 +62,7 @@ from kl_comedy.rollouts import sampling_from
 from kl_comedy.training.build import Parts, build, is_off_policy, stream_for
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.loss import micro_loss
-from kl_comedy.training.metrics import Tally
+from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.prepare import prepare
 from kl_comedy.training.run_folder import RunDir
@@ -337,7 +337,7 @@ def training_gradient(
         betas=betas,
         references=module.references,
         policy_pass=module.policy_pass,
-        first_use=module.record(rows),
+        old_policy=module.record(rows),
     )
     total: list[Tensor] = []
     for micro in micros:
@@ -411,12 +411,12 @@ def audit_blocks(
     started = time.perf_counter()
     group_size = sum(row.rollout.group_id == blocks[0][0].rollout.group_id for row in blocks[0])
     channels = _channels(audited, on_policy=on_policy, group_size=group_size)
-    layout, tally = Layout.of(layer_groups(module.policy), sketch), Tally()
+    layout, metrics = Layout.of(layer_groups(module.policy), sketch), MetricAccumulator()
     found: list[BlockGradients] = []
     for rows in blocks:
-        found.append(block_gradients(module, rows, channels, layout, tally))
+        found.append(block_gradients(module, rows, channels, layout, metrics))
         progress()
-    values = tally.values()
+    values = metrics.values()
     if values["exact_kl_token"] == 0.0:
         raise UserError(
             "audit: the policy is its initial reference still, so every KL gradient is zero; train it first "

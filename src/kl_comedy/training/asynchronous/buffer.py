@@ -42,8 +42,8 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What the ledger goes by. ``updates``: optimizer updates made from one batch."""
+class BufferLimits:
+    """What the buffer goes by. ``updates``: optimizer updates made from one batch."""
 
     prompts_per_batch: int
     updates: int
@@ -57,10 +57,10 @@ class Terms:
         return self.prompts_per_batch * (1 + self.max_steps // self.updates)
 
 
-class Ledger:
+class RolloutBuffer:
     """See the module. ``indices(n)`` is the n-th batch of the prompts' order. Not thread-safe: the source locks."""
 
-    def __init__(self, terms: Terms, indices: Callable[[int], list[int]]) -> None:
+    def __init__(self, terms: BufferLimits, indices: Callable[[int], list[int]]) -> None:
         self.terms = terms
         self.pending: dict[int, Request] = {}
         self.ready: deque[Group] = deque()

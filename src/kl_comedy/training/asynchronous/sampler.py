@@ -9,7 +9,7 @@ stopped together and go on together, or the learner was busy elsewhere, nobody i
 The sampler process as its learner sees it: a backend that another process runs, restarted where it dies or hangs.
 
 What was asked and not answered is kept, and asked again of the next process. So a sampler that is killed costs time,
-and no prompt. One that hangs is killed (:mod:`patience` says when). One that is lost again and again without answering
+and no prompt. One that hangs is killed (:mod:`watchdog` says when). One that is lost again and again without answering
 anything ends the run.
 
 The stream's source while another process samples: gives out requests, takes in rows, hands on whole batches.
@@ -42,20 +42,20 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel
 from kl_comedy.records import Prompt, Rollout, Scored
 from kl_comedy.rollouts import Sampling
-from kl_comedy.training.asynchronous.buffer import Group, Ledger, Terms
-from kl_comedy.training.asynchronous.shared_weights import BlockHeld, WeightBlock
+from kl_comedy.training.asynchronous.buffer import BufferLimits, Group, RolloutBuffer
+from kl_comedy.training.asynchronous.shared_weights import SharedWeights, WeightsLocked
 from kl_comedy.training.experience import Batch, StreamShape, derive_seed, pack_scored, unpack_scored
 
 CLOSE_LIMIT_S = 5.0
 
 
-class Outbox:
+class MessageSender:
     """Sends what is posted, in order, over ``pipe``. What a dead process does not take is forgotten."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._queue: SimpleQueue[memoryview | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._send, daemon=True, name="outbox")
+        self._thread = threading.Thread(target=self._send, daemon=True, name="sender")
         self._thread.start()
 
     def post(self, message: Any) -> None:
@@ -83,7 +83,7 @@ STARTUP_S = 600.0
 """Until a new process's first sign of life: it imports before it can give one, on a busy machine for a while."""
 
 
-class Patience:
+class Watchdog:
     """Seconds of silence and seconds without an answer, against their limits. Counted while somebody waits.
 
     ``silence_s``: without a sign of life. ``answer_s``: with requests open and none answered.
@@ -127,7 +127,7 @@ class Patience:
         return None
 
 
-def beat_for_ever(beat: Callable[[], None]) -> None:
+def start_heartbeat(beat: Callable[[], None]) -> None:
     """Give a sign of life every :data:`BEAT_S`, from a thread that ends with the process."""
 
     def run() -> None:
@@ -164,13 +164,13 @@ class SamplerProcess:
         self.on_drawn: Drawn = lambda number, rows, stats: None
         self.on_version: Callable[[int], None] = lambda version: None
         self._config, self._loaded = config, loaded
-        self._block = WeightBlock(loaded.model)
+        self._block = SharedWeights(loaded.model)
         self._open: dict[Any, tuple[Any, ...]] = {}
         self._answers: dict[Any, list[Rollout]] = {}
         self._tickets = self._deaths = 0
         self._ready = self._lost = False
         self._failure: Exception | None = None
-        self._patience = Patience(silence_s=config.lag.silence_limit_s, answer_s=config.lag.answer_limit_s)
+        self._watchdog = Watchdog(silence_s=config.lag.silence_limit_s, answer_s=config.lag.answer_limit_s)
         self._killed_since: str | None = None
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (until close)
         try:
@@ -205,7 +205,7 @@ class SamplerProcess:
         """Publish the learner's weights; the sampler takes them before its next batch, or token."""
         try:
             self._block.publish(self._loaded.model, version, limit_s=self._config.lag.silence_limit_s)
-        except BlockHeld as held:
+        except WeightsLocked as held:
             with self.changed:
                 self._kill(f"hung ({held})")
             self._block.publish(self._loaded.model, version)  # the lock went with its holder
@@ -217,7 +217,7 @@ class SamplerProcess:
     def ask(self, key: Any, message: tuple[Any, ...]) -> None:
         """Send a request and keep it until its answer has come. Call with the lock held."""
         self._open[key] = message
-        self._outbox.post(message)
+        self._sender.post(message)
 
     def wait_for(self, there: Callable[[], bool]) -> None:
         """Until ``there()``, looked at with the lock held; signals are heard meanwhile.
@@ -225,7 +225,7 @@ class SamplerProcess:
         Raises :class:`RunFailed` for what the sampler failed on, or when it does not stay alive; :class:`UserError`
         for what it refused to begin with.
         """
-        self._patience.begin()
+        self._watchdog.begin()
         while True:
             with self.changed:
                 if self._failure is not None:
@@ -234,7 +234,7 @@ class SamplerProcess:
                     return
                 self._mend()
                 self.changed.wait(timeout=POLL_S)
-                fault = self._patience.look(self._block.beats(), asked=bool(self._open) or not self._ready)
+                fault = self._watchdog.look(self._block.beats(), asked=bool(self._open) or not self._ready)
                 if fault is not None and not self._lost:
                     self._kill(fault)
 
@@ -242,7 +242,7 @@ class SamplerProcess:
         """End the process, within :data:`STOP_LIMIT_S`, and free the shared weights."""
         process = getattr(self, "_process", None)
         if process is not None:
-            self._outbox.post(("stop",))
+            self._sender.post(("stop",))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_LIMIT_S)
             self._bury()
@@ -269,13 +269,13 @@ class SamplerProcess:
                 env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "PYTHONPATH": path},
             )
         self._pipe = Connection(ours.detach())
-        self._outbox = Outbox(self._pipe)
+        self._sender = MessageSender(self._pipe)
         self._ready = self._lost = False
         self._killed_since = None
-        self._patience.restarted()
-        self._outbox.post((self._config, torch.get_num_threads(), _plugin_files()))
+        self._watchdog.restarted()
+        self._sender.post((self._config, torch.get_num_threads(), _plugin_files()))
         for message in self._open.values():
-            self._outbox.post(message)
+            self._sender.post(message)
         threading.Thread(target=self._listen, args=(self._pipe,), daemon=True).start()
 
     def _listen(self, pipe: Connection) -> None:
@@ -292,7 +292,7 @@ class SamplerProcess:
                 self.changed.notify_all()
 
     def _hear(self, kind: str, *rest: Any) -> None:
-        self._patience.answered()
+        self._watchdog.answered()
         if kind == "ready":
             self._ready = True
         elif kind == "refused":
@@ -337,7 +337,7 @@ class SamplerProcess:
         if self._process.poll() is None:
             self._process.kill()
         status = self._process.wait()
-        self._outbox.close()
+        self._sender.close()
         self._pipe.close()
         return status
 
@@ -373,8 +373,8 @@ class Asynchronous:
     ) -> None:
         self._shape, self._prompts, self._sampler = shape, prompts, sampler
         self._positions = {prompt.problem.id: n for n, prompt in enumerate(prompts)}
-        self.ledger = Ledger(
-            Terms(
+        self.buffer = RolloutBuffer(
+            BufferLimits(
                 prompts_per_batch=config.rollout.prompts_per_batch,
                 updates=shape.per_iteration,
                 iterations=shape.iterations,
@@ -402,8 +402,8 @@ class Asynchronous:
             self._begun = True
             self._give(version)
             if depth is None:
-                depth = len(self.ledger.ready) / self.ledger.terms.prompts_per_batch
-            found.extend(self.ledger.take(version) or ())
+                depth = len(self.buffer.ready) / self.buffer.terms.prompts_per_batch
+            found.extend(self.buffer.take(version) or ())
             self._give(version)
             return bool(found)
 
@@ -418,7 +418,7 @@ class Asynchronous:
 
     def _batch(self, rows: Sequence[Scored], *, wait_s: float, depth: float) -> Batch:
         spent, self._spent = self._spent, defaultdict(float)
-        dropped, self._dropped_before = self.ledger.dropped - self._dropped_before, self.ledger.dropped
+        dropped, self._dropped_before = self.buffer.dropped - self._dropped_before, self.buffer.dropped
         notes = {
             "stream/queue_depth": depth,
             "stream/dropped_groups": float(dropped),
@@ -434,8 +434,8 @@ class Asynchronous:
         """Give out what is due, and after a restore what was pending. Called with the sampler's lock held."""
         if not self._begun:
             return
-        self.ledger.due(version)
-        for number, request in self.ledger.pending.items():
+        self.buffer.due(version)
+        for number, request in self.buffer.pending.items():
             if number not in self._given:
                 self._given.add(number)
                 prompts = [self._prompts[n] for n in request.indices]
@@ -447,7 +447,7 @@ class Asynchronous:
 
     def _drawn(self, number: int, rows: Sequence[Scored], stats: Mapping[str, float]) -> None:
         self._given.discard(number)
-        self.ledger.arrive(number, rows)
+        self.buffer.arrive(number, rows)
         for name, value in stats.items():
             self._spent[name] += value
         self._give(self._sampler.version)
@@ -455,10 +455,10 @@ class Asynchronous:
     def snapshot(self) -> dict[str, Any]:
         """See :class:`Source`. What is being drawn is asked again after a resume."""
         with self._sampler.changed:
-            return self.ledger.snapshot(lambda rows: pack_scored(rows, self._positions))
+            return self.buffer.snapshot(lambda rows: pack_scored(rows, self._positions))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See :class:`Source`."""
         with self._sampler.changed:
-            self.ledger.restore(state, lambda rows: unpack_scored(rows, self._prompts))
-            self._dropped_before = self.ledger.dropped
+            self.buffer.restore(state, lambda rows: unpack_scored(rows, self._prompts))
+            self._dropped_before = self.buffer.dropped

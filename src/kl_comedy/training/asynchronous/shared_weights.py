@@ -33,11 +33,11 @@ LOCK_LIMIT_S = 300.0
 """Wall seconds to wait for the other side to finish a copy; a stopped process must not stop this one for ever."""
 
 
-class BlockHeld(RunFailed):
+class WeightsLocked(RunFailed):
     """The other process holds the block, and has for longer than anybody waits."""
 
 
-class WeightBlock:
+class SharedWeights:
     """Shared memory for the weights of one model; both sides build it from a model of the same names and shapes."""
 
     def __init__(self, model: Any, fd: int | None = None) -> None:
@@ -56,7 +56,7 @@ class WeightBlock:
     def publish(self, model: Any, version: int, *, limit_s: float = LOCK_LIMIT_S) -> None:
         """Copy the weights in and say which version they are. What is not trained is copied the first time only.
 
-        Raises :class:`BlockHeld`, having changed nothing, when the reader does not let go within ``limit_s``.
+        Raises :class:`WeightsLocked`, having changed nothing, when the reader does not let go within ``limit_s``.
         """
         first = self._header()[1] != self._digest
         with self._locked(limit_s):
@@ -71,7 +71,7 @@ class WeightBlock:
         return self._header()[0]
 
     def beats(self) -> int:
-        """Signs of life of the reader so far (:class:`Beats`); neither side needs the lock for them."""
+        """Signs of life of the reader so far (:class:`Heartbeat`); neither side needs the lock for them."""
         return int(_BEATS.unpack_from(self._map, _BEATS_AT)[0])
 
     def buckets(self, *, everything: bool) -> Iterator[Bucket]:
@@ -114,7 +114,7 @@ class WeightBlock:
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise BlockHeld(f"the shared weights were held by another process for {limit_s:g} s") from error
+                    raise WeightsLocked(f"the shared weights were held by another process for {limit_s:g} s") from error
                 time.sleep(0.001)
         try:
             yield
@@ -122,7 +122,7 @@ class WeightBlock:
             fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
-class Beats:
+class Heartbeat:
     """The reader's signs of life, a count in the block that goes up; there before the model is."""
 
     def __init__(self, fd: int) -> None:
@@ -135,7 +135,7 @@ class Beats:
 
 
 @torch.no_grad()
-def load_from(block: WeightBlock, model: Any, *, everything: bool) -> int:
+def load_from(block: SharedWeights, model: Any, *, everything: bool) -> int:
     """Copy the block's weights into ``model``, one tensor at a time; the version they have."""
     own = dict(named_weights(model))
     with block.reading() as version:

@@ -31,8 +31,8 @@ from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.registry import ROLLOUTS, load_plugin_file
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, sampling_from
-from kl_comedy.training.asynchronous.sampler import beat_for_ever
-from kl_comedy.training.asynchronous.shared_weights import Beats, WeightBlock, load_from
+from kl_comedy.training.asynchronous.sampler import start_heartbeat
+from kl_comedy.training.asynchronous.shared_weights import Heartbeat, SharedWeights, load_from
 
 POLL_S = 0.02
 """Between looks for newer weights, for a backend that takes them from another thread."""
@@ -75,7 +75,7 @@ class Sampler:
     def __init__(self, config: Config, fd: int) -> None:
         self.config = config
         self.loaded: LoadedModel = load_model(config.model)
-        self.block = WeightBlock(self.loaded.model, fd)
+        self.block = SharedWeights(self.loaded.model, fd)
         version = load_from(self.block, self.loaded.model, everything=True)
         self.backend: RolloutBackend = ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=self.loaded)
         self.backend.update_weights(version)
@@ -152,7 +152,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     pipe, fd = Connection(int(sys.argv[1])), int(sys.argv[2])
-    beat_for_ever(Beats(fd).beat)
+    start_heartbeat(Heartbeat(fd).beat)
     config, threads, plugins = pipe.recv()
     inbox = Inbox(pipe)
     try:

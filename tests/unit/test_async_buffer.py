@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kl_comedy.data import PromptOrder
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.asynchronous.buffer import BEGUN_AHEAD, Ledger, Terms
+from kl_comedy.training.asynchronous.buffer import BEGUN_AHEAD, BufferLimits, RolloutBuffer
 
 GROUP = 2
 
@@ -48,12 +48,12 @@ class World:
     def __init__(self, terms, n_prompts, seed, in_flight):
         self.terms, self.in_flight = terms, in_flight
         self.order = PromptOrder(n_prompts, terms.prompts_per_batch, seed)
-        self.ledger = Ledger(terms, self.order.indices)
+        self.buffer = RolloutBuffer(terms, self.order.indices)
         self.iteration = self.version = 0
         self.given, self.begun, self.used, self.ages = [], None, [], []
 
     def give(self):
-        self.given += self.ledger.due(self.version)
+        self.given += self.buffer.due(self.version)
 
     def begin(self):
         if self.begun is None and self.given:
@@ -66,7 +66,7 @@ class World:
         self.begun = None
         end = self.version if self.in_flight else began
         rows = [scored(index, (began, end)) for index in request.indices for _ in range(GROUP)]
-        self.ledger.arrive(request.number, rows)
+        self.buffer.arrive(request.number, rows)
         self.give()
 
     def learn(self):
@@ -75,7 +75,7 @@ class World:
             return False
         if self.version % self.terms.updates == 0:
             self.give()
-            groups = self.ledger.take(self.version)
+            groups = self.buffer.take(self.version)
             self.give()
             if groups is None:
                 return False
@@ -90,24 +90,24 @@ class World:
         return True
 
     def resume(self):
-        """Kill everything; begin again from the ledger's state."""
-        state = self.ledger.snapshot(plain)
-        self.ledger = Ledger(self.terms, self.order.indices)
-        self.ledger.restore(state, rich)
-        self.given, self.begun = list(self.ledger.pending.values()), None
+        """Kill everything; begin again from the buffer's state."""
+        state = self.buffer.snapshot(plain)
+        self.buffer = RolloutBuffer(self.terms, self.order.indices)
+        self.buffer.restore(state, rich)
+        self.given, self.begun = list(self.buffer.pending.values()), None
 
     def accounted(self):
         """Each prompt that was taken from the order is in exactly one place."""
-        ledger = self.ledger
-        places = Counter(self.used) + Counter(ledger.returned) + Counter(group.index for group in ledger.ready)
-        places += Counter(index for request in ledger.pending.values() for index in request.indices)
-        return places, order_prefix(self.order, ledger.snapshot(plain)["asked_in_order"], self.terms.prompts_per_batch)
+        buffer = self.buffer
+        places = Counter(self.used) + Counter(buffer.returned) + Counter(group.index for group in buffer.ready)
+        places += Counter(index for request in buffer.pending.values() for index in request.indices)
+        return places, order_prefix(self.order, buffer.snapshot(plain)["asked_in_order"], self.terms.prompts_per_batch)
 
 
 @st.composite
 def worlds(draw, drop):
     updates = draw(st.integers(1, 3))
-    terms = Terms(
+    terms = BufferLimits(
         prompts_per_batch=draw(st.integers(1, 4)),
         updates=updates,
         iterations=draw(st.integers(1, 6)),
@@ -142,8 +142,8 @@ def run_to_the_end(world, moves):
 @given(worlds(drop=False), MOVES)
 def test_waiting_loses_no_prompt_and_keeps_the_order(world, moves):
     for _ in run_to_the_end(world, moves):
-        assert len(world.ledger.pending) <= 1 + world.terms.max_steps // world.terms.updates
-    assert world.ledger.dropped == 0 and not world.ledger.returned
+        assert len(world.buffer.pending) <= 1 + world.terms.max_steps // world.terms.updates
+    assert world.buffer.dropped == 0 and not world.buffer.returned
     assert world.used == [index for n in range(world.terms.iterations) for index in world.order.indices(n)]
 
 
@@ -151,38 +151,42 @@ def test_waiting_loses_no_prompt_and_keeps_the_order(world, moves):
 @given(worlds(drop=True), MOVES)
 def test_dropping_returns_prompts_and_bounds_the_queue(world, moves):
     for _ in run_to_the_end(world, moves):
-        assert len(world.ledger.pending) <= BEGUN_AHEAD
-        assert len(world.ledger.ready) <= world.terms.ready_groups
+        assert len(world.buffer.pending) <= BEGUN_AHEAD
+        assert len(world.buffer.ready) <= world.terms.ready_groups
 
 
 def test_a_dropped_prompt_is_asked_again_before_new_ones():
-    terms = Terms(prompts_per_batch=2, updates=1, iterations=4, max_steps=1, drop=True)
-    ledger = Ledger(terms, lambda n: [2 * n, 2 * n + 1])
-    first, second = ledger.due(0)
+    terms = BufferLimits(prompts_per_batch=2, updates=1, iterations=4, max_steps=1, drop=True)
+    buffer = RolloutBuffer(terms, lambda n: [2 * n, 2 * n + 1])
+    first, second = buffer.due(0)
     assert (first.indices, second.indices) == ((0, 1), (2, 3))
-    ledger.arrive(first.number, [scored(0, [0]), scored(1, [2])])
-    assert ledger.take(2) is None, "prompt 0 is two updates old"
-    assert (ledger.dropped, list(ledger.returned)) == (1, [0])
-    assert ledger.due(2)[0].indices == (0, 4)
+    buffer.arrive(first.number, [scored(0, [0]), scored(1, [2])])
+    assert buffer.take(2) is None, "prompt 0 is two updates old"
+    assert (buffer.dropped, list(buffer.returned)) == (1, [0])
+    assert buffer.due(2)[0].indices == (0, 4)
 
 
 def test_waiting_with_no_lag_is_on_policy():
-    ledger = Ledger(Terms(prompts_per_batch=1, updates=2, iterations=3, max_steps=0, drop=False), lambda n: [n])
-    assert [len(ledger.due(version)) for version in range(5)] == [1, 0, 1, 0, 1]
+    buffer = RolloutBuffer(
+        BufferLimits(prompts_per_batch=1, updates=2, iterations=3, max_steps=0, drop=False), lambda n: [n]
+    )
+    assert [len(buffer.due(version)) for version in range(5)] == [1, 0, 1, 0, 1]
 
 
 def test_a_prompt_is_not_twice_in_one_request():
-    terms = Terms(prompts_per_batch=2, updates=1, iterations=4, max_steps=1, drop=True)
-    ledger = Ledger(terms, lambda n: [7, 8])
-    ledger.returned.extend([5, 5, 6])
-    assert [request.indices for request in ledger.due(0)] == [(5, 6), (5, 7)]
+    terms = BufferLimits(prompts_per_batch=2, updates=1, iterations=4, max_steps=1, drop=True)
+    buffer = RolloutBuffer(terms, lambda n: [7, 8])
+    buffer.returned.extend([5, 5, 6])
+    assert [request.indices for request in buffer.due(0)] == [(5, 6), (5, 7)]
 
 
 @pytest.mark.parametrize("max_steps", [0, 1, 5])
 def test_a_group_that_is_too_old_is_never_silently_used(max_steps):
     """Waiting, it cannot happen; were it to, it must not pass."""
-    ledger = Ledger(Terms(prompts_per_batch=1, updates=1, iterations=9, max_steps=max_steps, drop=False), lambda n: [n])
-    (request, *_) = ledger.due(0)
-    ledger.arrive(request.number, [scored(0, [0])])
+    buffer = RolloutBuffer(
+        BufferLimits(prompts_per_batch=1, updates=1, iterations=9, max_steps=max_steps, drop=False), lambda n: [n]
+    )
+    (request, *_) = buffer.due(0)
+    buffer.arrive(request.number, [scored(0, [0])])
     with pytest.raises(AssertionError, match="older than"):
-        ledger.take(max_steps + 1)
+        buffer.take(max_steps + 1)
