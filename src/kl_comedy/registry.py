@@ -145,6 +145,7 @@ POLICY_CORRECTIONS: Registry[Any] = Registry("policy_corrections", "kl_comedy.ob
 REWARDS: Registry[Any] = Registry("rewards", "kl_comedy.rewards")
 ROLLOUTS: Registry[Any] = Registry("rollouts", "kl_comedy.rollouts")
 DATASETS: Registry[Any] = Registry("datasets", "kl_comedy.data")
+CALLBACKS: Registry[Any] = Registry("callbacks", "kl_comedy.training")
 RECIPES: Registry[Any] = Registry("recipes", "kl_comedy.kl")
 SUITES: Registry[Any] = Registry("suites", "kl_comedy.evaluation")
 
@@ -159,6 +160,7 @@ KINDS: dict[str, Registry[Any]] = {
         REWARDS,
         ROLLOUTS,
         DATASETS,
+        CALLBACKS,
         RECIPES,
         SUITES,
     )

@@ -279,6 +279,14 @@ class AuditConfig:
 
 
 @dataclass
+class CallbackConfig:
+    """One Lightning callback: a registered name and the keyword arguments of its constructor."""
+
+    name: str = _named("", "callbacks")
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class TrackingConfig:
     """MLflow. ``spool`` keeps everything in the run folder as well, and is what survives an outage."""
 
@@ -308,6 +316,8 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    callbacks: list[CallbackConfig] = field(default_factory=list)
+    trainer: dict[str, Any] = field(default_factory=dict)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 

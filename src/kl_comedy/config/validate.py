@@ -1,150 +1,184 @@
-"""Data beside a schema of dataclasses: unknown keys, values of the wrong kind, and what a field's metadata allows.
+"""The one validator: plain data (from YAML, JSON or an override) to a dataclass, with errors that name the key.
 
-Plain data (from a YAML file of its own) as a checked dataclass, with the errors that a run's config has.
+A schema is a dataclass. Its types are checked and converted; a field made by :func:`option` carries its documentation
+and further rules. Pure Python: no OmegaConf, no torch.
+
+    raw mapping --parse_record(schema)--> instance of schema, or UserError: key, value, what is allowed, nearest name
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from kl_comedy.errors import UserError, bad_value, unknown_key
 from kl_comedy.registry import KINDS
 
-_PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-
-
-def check_shape(raw: Any, expected: Any, key: str) -> None:
-    """Walk raw data beside the schema: unknown keys, and values of the wrong kind."""
-    inner = _not_none(expected)
-    if raw is None:
-        if inner is expected and expected is not Any:
-            raise bad_value(key, None, _describe(expected))
-        return
-    if isinstance(raw, str) and "${" in raw:
-        return
-    origin = typing.get_origin(inner)
-    if dataclasses.is_dataclass(inner):
-        if not isinstance(raw, Mapping):
-            raise bad_value(key, raw, _describe(inner))
-        hints = typing.get_type_hints(inner)
-        for name, item in raw.items():
-            full = f"{key}.{name}" if key else str(name)
-            if name not in hints:
-                raise unknown_key(full, item, hints)
-            check_shape(item, hints[name], full)
-    elif origin is dict:
-        if not isinstance(raw, Mapping):
-            raise bad_value(key, raw, "a mapping")
-        for name, item in raw.items():
-            check_shape(item, typing.get_args(inner)[1], f"{key}.{name}")
-    elif origin is list:
-        _check_list(raw, typing.get_args(inner)[0], key)
-    elif inner in _PLAIN and not _fits(raw, inner):
-        raise bad_value(key, raw, _PLAIN[inner])
-
-
-def _check_list(raw: Any, item_type: Any, key: str) -> None:
-    if isinstance(raw, Mapping):  # an override such as rewards.0.weight=2
-        for name, item in raw.items():
-            if not str(name).isdigit():
-                raise bad_value(f"{key}.{name}", item, "a position in the list, as in " + f"{key}.0")
-            check_shape(item, item_type, f"{key}.{name}")
-        return
-    if not isinstance(raw, list):
-        raise bad_value(key, raw, "a list")
-    for position, item in enumerate(raw):
-        check_shape(item, item_type, f"{key}.{position}")
-
-
-def _not_none(expected: Any) -> Any:
-    if isinstance(expected, types.UnionType) or typing.get_origin(expected) is typing.Union:
-        return next(arg for arg in typing.get_args(expected) if arg is not type(None))
-    return expected
-
-
-def _fits(raw: Any, wanted: type) -> bool:
-    if wanted is float:
-        if isinstance(raw, str):
-            try:
-                float(raw)
-            except ValueError:
-                return False
-            return True
-        return isinstance(raw, int | float) and not isinstance(raw, bool)
-    if wanted is int:
-        return isinstance(raw, int) and not isinstance(raw, bool)
-    if wanted is str:
-        return isinstance(raw, str | int | float) and not isinstance(raw, bool)
-    return isinstance(raw, wanted)
-
-
-def _describe(expected: Any) -> str:
-    inner = _not_none(expected)
-    if dataclasses.is_dataclass(inner):
-        return "a mapping with the keys " + ", ".join(typing.get_type_hints(inner))
-    if typing.get_origin(inner) in (dict, list):
-        return "a mapping" if typing.get_origin(inner) is dict else "a list"
-    return _PLAIN.get(inner, str(inner))
-
-
-def check_fields(node: Any, key: str) -> None:
-    """Check each field's declared choices, registry and bounds, all the way down."""
-    for item in dataclasses.fields(node):
-        value = getattr(node, item.name)
-        full = f"{key}.{item.name}" if key else item.name
-        if dataclasses.is_dataclass(value):
-            check_fields(value, full)
-        elif isinstance(value, list | dict):
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            for name, child in inner:
-                if dataclasses.is_dataclass(child):
-                    check_fields(child, f"{full}.{name}")
-        elif value is not None:
-            _check_value(value, item.metadata, full)
-
-
-def _check_value(value: Any, facts: Mapping[str, Any], key: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise bad_value(key, value, "a finite number")
-    if "choices" in facts and value not in facts["choices"]:
-        raise bad_value(key, value, facts["choices"])
-    if "registry" in facts:
-        KINDS[facts["registry"]].get(value, key=key)
-    if "minimum" in facts and value < facts["minimum"]:
-        raise bad_value(key, value, f"at least {facts['minimum']:g}")
-    if "maximum" in facts and value > facts["maximum"]:
-        raise bad_value(key, value, f"at most {facts['maximum']:g}")
-    if "above" in facts and value <= facts["above"]:
-        raise bad_value(key, value, f"above {facts['above']:g}")
-
-
 T = TypeVar("T")
 
+_SCALARS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
-def record_of(schema: type[T], raw: Mapping[str, Any], *, origin: str) -> T:
-    """``raw`` as ``schema``, defaults filled in and every field checked. ``origin`` begins each message."""
+
+def option(default: Any, doc: str = "", **rules: Any) -> Any:
+    """A dataclass field with its documentation and its rules. A callable ``default`` makes a new value each time.
+
+    Rules: ``choices`` (allowed values), ``registry`` (a kind whose names are allowed), ``minimum``, ``maximum`` and
+    ``above`` (bounds of a number), ``parse`` (a function of value and key that returns the value to store), ``check``
+    (``"module:function"`` of value and key that raises; imported when first needed). A value of None is not checked.
+    """
+    metadata = {"doc": doc, **rules}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse_record(schema: type[T], raw: Any, *, key: str = "", origin: str = "") -> T:
+    """The mapping ``raw`` as an instance of ``schema``: types converted, defaults filled in, every rule checked.
+
+    ``key`` is where ``raw`` stands in a larger config and begins the keys of messages; ``origin`` (the name of a file)
+    begins the messages. Raises :class:`UserError` for an unknown or missing key and for a value of a wrong kind.
+
+    >>> @dataclasses.dataclass
+    ... class Server:
+    ...     port: int = option(8000, minimum=1)
+    >>> parse_record(Server, {"port": 80}).port
+    80
+    >>> parse_record(Server, {"prt": 80}, key="servers.0")
+    Traceback (most recent call last):
+        ...
+    kl_comedy.errors.UserError: servers.0.prt: no such key (given 80); allowed: port; did you mean 'port'?
+    """
     try:
-        check_shape(raw, schema, "")
-        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(dict(raw)))
-        OmegaConf.resolve(merged)
-        found = OmegaConf.to_object(merged)
-        assert isinstance(found, schema)
-        check_fields(found, "")
-    except OmegaConfBaseException as error:
-        raise UserError(f"{origin}: {error.full_key or 'it'}: {first_line(error)}") from None
+        return _record(schema, raw, key)
     except UserError as error:
+        if not origin:
+            raise
         raise UserError(f"{origin}: {error}") from None
-    return found
 
 
-def first_line(error: OmegaConfBaseException) -> str:
-    """What OmegaConf says, without the object it prints below."""
-    return str(error).strip().split("\n")[0]
+def check_record(record: Any, key: str = "") -> None:
+    """Check types and rules of a dataclass that was built in Python. Raises :class:`UserError`."""
+    hints = field_types(type(record))
+    for item in dataclasses.fields(record):
+        _value(getattr(record, item.name), hints[item.name], _joined(key, item.name), item.metadata)
+
+
+@functools.cache
+def field_types(schema: type) -> dict[str, Any]:
+    """The resolved type of each field."""
+    return typing.get_type_hints(schema)
+
+
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """The type without None, and whether None is allowed; further alternatives stay a union."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint, False
+    args = typing.get_args(hint)
+    others = tuple(arg for arg in args if arg is not type(None))
+    return typing.Union[others], len(others) < len(args)  # noqa: UP007  (built from data)
+
+
+def _joined(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _record(schema: type[T], raw: Any, key: str) -> T:
+    hints = field_types(schema)
+    fields = {item.name: item for item in dataclasses.fields(typing.cast(Any, schema)) if item.init}
+    if not isinstance(raw, Mapping):
+        raise bad_value(key or "config", raw, _describe(schema))
+    values: dict[str, Any] = {}
+    for name, item in raw.items():
+        if name not in fields:
+            raise unknown_key(_joined(key, name), item, fields)
+        values[str(name)] = _value(item, hints[name], _joined(key, name), fields[name].metadata)
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            allowed = _allowed_names(field.metadata)
+            raise UserError(
+                f"{key or 'config'}: needs {name}" + (f"; allowed: {', '.join(allowed)}" if allowed else "")
+            )
+    try:
+        return schema(**values)
+    except UserError as error:  # of __post_init__, which knows the field and not where the record stands
+        text = str(error)
+        about_a_field = text.split(":")[0].split(".")[0] in fields
+        raise UserError(_joined(key, text) if about_a_field else f"{key}: {text}" if key else text) from None
+
+
+def _value(value: Any, hint: Any, key: str, rules: Mapping[str, Any]) -> Any:
+    if "parse" in rules:
+        return rules["parse"](value, key)
+    inner, optional = without_none(hint)
+    if value is None and (optional or inner is Any):
+        return None
+    value = _typed(value, inner, key)
+    _check_rules(value, rules, key)
+    return value
+
+
+def _typed(value: Any, hint: Any, key: str) -> Any:
+    """``value`` as ``hint``, which excludes None."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or (isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint)):
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _record(typing.cast(type, hint), value, key)
+    if origin in (types.UnionType, typing.Union):
+        return value  # the field's parse or check rule decides
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise bad_value(key, value, "a mapping")
+        return {str(name): _value(item, args[1], f"{key}.{name}", {}) for name, item in value.items()}
+    if origin in (list, tuple):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise bad_value(key, value, "a list")
+        return origin(_value(item, args[0], f"{key}.{position}", {}) for position, item in enumerate(value))
+    return _scalar(value, hint, key)
+
+
+def _scalar(value: Any, hint: Any, key: str) -> Any:
+    if hint is float and isinstance(value, str):  # YAML reads 1e-4 as text
+        try:
+            value = float(value)
+        except ValueError:
+            raise bad_value(key, value, _SCALARS[float]) from None
+    accepted = {float: int | float, str: str | int | float}.get(hint, hint)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
+        raise bad_value(key, value, _SCALARS.get(hint, str(hint)))
+    if hint is float and not math.isfinite(value):
+        raise bad_value(key, value, "a finite number")
+    return value if hint is bool else hint(value)
+
+
+def _check_rules(value: Any, rules: Mapping[str, Any], key: str) -> None:
+    if "choices" in rules and value not in rules["choices"]:
+        raise bad_value(key, value, rules["choices"])
+    if "registry" in rules:
+        KINDS[rules["registry"]].get(value, key=key)
+    if "minimum" in rules and value < rules["minimum"]:
+        raise bad_value(key, value, f"at least {rules['minimum']:g}")
+    if "maximum" in rules and value > rules["maximum"]:
+        raise bad_value(key, value, f"at most {rules['maximum']:g}")
+    if "above" in rules and value <= rules["above"]:
+        raise bad_value(key, value, f"above {rules['above']:g}")
+    if "check" in rules:
+        module, _, function = rules["check"].partition(":")
+        getattr(importlib.import_module(module), function)(value, key)
+
+
+def _allowed_names(rules: Mapping[str, Any]) -> Sequence[str]:
+    return KINDS[rules["registry"]].names() if "registry" in rules else rules.get("choices", ())
+
+
+def _describe(hint: Any) -> str:
+    if dataclasses.is_dataclass(hint):
+        return "a mapping with the keys " + ", ".join(item.name for item in dataclasses.fields(hint))
+    return _SCALARS.get(hint, str(hint))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import kl_comedy.data  # noqa: F401  (a suite may name any of its datasets)
 from kl_comedy.config.schema import TEMPLATES, DatasetConfig, SuiteConfig, SuiteFile
-from kl_comedy.config.validate import record_of
+from kl_comedy.config.validate import parse_record
 from kl_comedy.data import RenderReport, load_problems, render
 from kl_comedy.data.load import subset
 from kl_comedy.data.rows import LETTERS, read_choices
@@ -92,7 +92,7 @@ def _merged(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _built(raw: Mapping[str, Any], file: Path) -> SuiteConfig:
     """The suite of checked data; what a suite cannot be is refused here."""
-    suite = record_of(SuiteConfig, raw, origin=f"suite {file}")
+    suite = parse_record(SuiteConfig, raw, origin=f"suite {file}")
     suite.name = suite.name or file.stem
     if not suite.name.replace("_", "").replace("-", "").replace(".", "").isalnum():
         raise bad_value(f"suite {file}: name", suite.name, "letters, digits, '.', '_' and '-', since it names a folder")
