@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from decision_docs import noise, outcome, table
 
 from kl_comedy.lab.peers import SYSTEMS, Advice, Reading, System, advise, read, switched_on
-from kl_comedy.lab.peers.flags import written
+from kl_comedy.lab.peers.flags import format_value
 
 SETTINGS: tuple[str, ...] = (
     "trl:beta=0.04,use_bias_correction_kl=false",
@@ -51,17 +51,17 @@ def settings() -> str:
     return table(("system", "flags", "equivalent term", "on-policy", "off-policy"), rows)
 
 
-def _row(reading: Reading, what: str) -> tuple[str, ...]:
-    said = f"{what} {_flags(reading)}".strip() if reading.given else what
+def _row(reading: Reading, heading: str) -> tuple[str, ...]:
+    flags = f"{heading} {_flags(reading)}".strip() if reading.given else heading
     if reading.terms is None:
-        return reading.system, said, "none", f"see [{reading.system}](#{reading.system})", ""
+        return reading.system, flags, "none", f"see [{reading.system}](#{reading.system})", ""
     if not reading.terms:
-        return reading.system, said, "no KL", "-", "-"
+        return reading.system, flags, "no KL", "-", "-"
     label = " + ".join(f"`{term.label()}`" for term in reading.terms)
-    found = reading.certificates()
+    certificates = reading.certificates()
     if all(term.reference == "sampler" for term in reading.terms):
-        return reading.system, said, label, "zero", "towards the sampler"
-    return reading.system, said, label, *(outcome(found[regime]) for regime in ("on_policy", "off_policy"))
+        return reading.system, flags, label, "zero", "towards the sampler"
+    return reading.system, flags, label, *(outcome(certificates[regime]) for regime in ("on_policy", "off_policy"))
 
 
 def systems() -> str:
@@ -93,18 +93,18 @@ def _section(system: System) -> str:
 
 def _gather(readings: Iterable[Reading], lines: Callable[[Reading], tuple[str, ...]]) -> str:
     """Each line once, under the flags it was first met with."""
-    seen: set[str] = set()
-    found = []
+    listed: set[str] = set()
+    items = []
     for reading in readings:
-        new = [line for line in lines(reading) if line not in seen]
-        seen.update(new)
-        found += [f"- {_flags(reading)}:", *(f"  - {line}" for line in new)] if new else []
-    return "\n".join(found)
+        new = [line for line in lines(reading) if line not in listed]
+        listed.update(new)
+        items += [f"- {_flags(reading)}:", *(f"  - {line}" for line in new)] if new else []
+    return "\n".join(items)
 
 
 def _flags(reading: Reading) -> str:
     """What was given, by short names."""
-    given = ",".join(f"{name}={written(value)}" for name, value in reading.given.items())
+    given = ",".join(f"{name}={format_value(value)}" for name, value in reading.given.items())
     return f"`{given}`" if given else "the default"
 
 

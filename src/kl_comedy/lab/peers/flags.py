@@ -17,9 +17,10 @@ Value = bool | float | str | None
 Pair = tuple[str, str | None]
 """A key and its text; None for a lone switch."""
 
-_TRUE = ("true", "1", "yes", "on")
-_FALSE = ("false", "0", "no", "off")
-_NULL = ("none", "null")
+SWITCH = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +28,10 @@ class Flag:
     """One flag of a system that bears on its KL.
 
     Args:
-        name: how :mod:`kl_comedy.lab.peers` calls it; unique in its system.
+        name: the short name; unique in its system.
         meaning: one line.
         default: the system's own default; its type says whether the flag is a switch, a number or a name.
-        path: the dotted path it has in the system's config or command line; the name where empty.
+        path: the dotted path in the system's config or command line; the name where empty.
         choices: the names it takes, for a flag that takes names.
         nullable: whether ``none`` is a value.
         aliases: other names that users paste (older versions, other entry points).
@@ -50,43 +51,38 @@ class Flag:
         return self.path or self.name
 
     @property
-    def allowed(self) -> str:
-        """What the flag takes, in words."""
-        kind = ", ".join(self.choices)
-        if not kind:
-            kind = "true, false" if self._is_switch else "a number, at least 0"
-        return kind + (", none" if self.nullable else "")
-
-    @property
-    def _is_switch(self) -> bool:
+    def is_switch(self) -> bool:
         return isinstance(self.default, bool)
 
-    def answers_to(self, key: str) -> bool:
-        """Whether ``key`` (normalised) is the name, an alias, or a tail of the path, in whole components."""
-        path = _normal(self.where)
-        return key in (self.name, *self.aliases) or path == key or path.endswith(f".{key}")
+    @property
+    def allowed(self) -> str:
+        """What the flag takes, in words."""
+        kind = ", ".join(self.choices) or ("true, false" if self.is_switch else "a number, at least 0")
+        return kind + (", none" if self.nullable else "")
 
-    def read(self, text: str | None, key: str) -> Value:
+    def matches(self, key: str) -> bool:
+        """Whether a normalized key is the name, an alias, or a tail of the path, in whole components."""
+        return key in (self.name, *self.aliases) or f".{_normalize(self.where)}".endswith(f".{key}")
+
+    def parse(self, text: str | None, key: str) -> Value:
         """The value of a text; ``key`` is named in the error."""
         if text is None:
-            if self._is_switch:
+            if self.is_switch:
                 return True
             raise bad_value(key, "(nothing)", self.allowed, "only a switch may stand alone")
         plain = text.strip("\"'")
-        if self.nullable and plain.lower() in _NULL:
+        lower = plain.lower()
+        if self.nullable and lower in ("none", "null"):
             return None
         if self.choices:
-            found = {choice.lower(): choice for choice in self.choices}.get(plain.lower())
-            if found is None:
-                raise bad_value(key, plain, [*self.choices, *(["none"] if self.nullable else [])])
-            return found
-        if self._is_switch:
-            if plain.lower() in _TRUE + _FALSE:
-                return plain.lower() in _TRUE
-            raise bad_value(key, plain, self.allowed)
-        return self._number(plain, key)
-
-    def _number(self, plain: str, key: str) -> float:
+            for choice in self.choices:
+                if choice.lower() == lower:
+                    return choice
+            raise bad_value(key, plain, [*self.choices, *(["none"] if self.nullable else [])])
+        if self.is_switch:
+            if lower not in SWITCH:
+                raise bad_value(key, plain, self.allowed)
+            return SWITCH[lower]
         try:
             number = float(plain)
         except ValueError:
@@ -97,13 +93,18 @@ class Flag:
 
     def row(self) -> dict[str, str]:
         """The flag as one row of ``kl-comedy list peers``."""
-        return {"flag": self.where, "allowed": self.allowed, "default": written(self.default), "meaning": self.meaning}
+        return {
+            "flag": self.where,
+            "allowed": self.allowed,
+            "default": format_value(self.default),
+            "meaning": self.meaning,
+        }
 
 
-def written(value: Value) -> str:
+def format_value(value: Value) -> str:
     """A value as one types it.
 
-    >>> written(True), written(None), written(0.001)
+    >>> format_value(True), format_value(None), format_value(0.001)
     ('true', 'none', '0.001')
     """
     if value is None:
@@ -122,69 +123,62 @@ def split(text: str) -> tuple[str, list[Pair]]:
     ('openrlhf', [('algo.kl.use_loss', None), ('algo.kl.estimator', 'k3')])
     """
     system, _, rest = text.partition(":")
-    words = re.sub(r"\s*=\s*", "=", rest).replace(",", " ").split()
+    system = system.strip()
     pairs: list[Pair] = []
-    waiting: str | None = None
-    for word in words:
+    option = ""  # a --key whose value may be the next word
+    for word in re.sub(r"\s*=\s*", "=", rest).replace(",", " ").split():
         key, equals, value = word.partition("=")
+        if option and (equals or word.startswith("--")):
+            pairs.append((option, None))
+            option = ""
         if equals:
-            pairs += [(waiting, None)] if waiting else []
-            pairs.append((_normal(key), value))
-            waiting = None
+            pairs.append((_normalize(key), value))
         elif word.startswith("--"):
-            pairs += [(waiting, None)] if waiting else []
-            waiting = _normal(word)
-        elif waiting:
-            pairs.append((waiting, word))
-            waiting = None
+            option = _normalize(word)
+        elif option:
+            pairs.append((option, word))
+            option = ""
         else:
-            raise bad_value(
-                f"{system.strip()}:", word, "key=value, --key value or --switch, with commas or spaces between"
-            )
-    pairs += [(waiting, None)] if waiting else []
-    return system.strip(), pairs
+            raise bad_value(f"{system}:", word, "key=value, --key value or --switch, with commas or spaces between")
+    return system, pairs + ([(option, None)] if option else [])
 
 
 def resolve(system: str, flags: Sequence[Flag], pairs: Sequence[Pair]) -> dict[str, Value]:
     """The values of the flags that were given, by name.
 
     Raises:
-        UserError: a key no flag answers to, or several do; a key given twice; a value that is not allowed.
+        UserError: a key that matches no flag, or several; a flag given twice; a value that is not allowed.
     """
     given: dict[str, Value] = {}
     for key, text in pairs:
         flag = _find(system, flags, key, text)
         if flag.name in given:
             raise UserError(f"{system}.{key}: given twice (flag {flag.where})")
-        given[flag.name] = flag.read(text, f"{system}.{key}")
+        given[flag.name] = flag.parse(text, f"{system}.{key}")
     return given
-
-
-def defaults(flags: Sequence[Flag]) -> dict[str, Value]:
-    return {flag.name: flag.default for flag in flags}
 
 
 def render(system: str, flags: Sequence[Flag], given: Mapping[str, Value]) -> str:
     """Values back to the text that :func:`split` and :func:`resolve` read, with the system's own paths."""
     paths = {flag.name: flag.where for flag in flags}
-    return f"{system}:" + ",".join(f"{paths[name]}={written(value)}" for name, value in given.items())
+    return f"{system}:" + ",".join(f"{paths[name]}={format_value(value)}" for name, value in given.items())
 
 
 def _find(system: str, flags: Sequence[Flag], key: str, text: str | None) -> Flag:
     named = [flag for flag in flags if key == flag.name]
-    found = named or [flag for flag in flags if flag.answers_to(key)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        paths = ", ".join(flag.where for flag in found)
+    matching = named or [flag for flag in flags if flag.matches(key)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        paths = ", ".join(flag.where for flag in matching)
         raise bad_value(f"{system}.{key}", "the bare key", paths, "several flags end like this")
     tail = key.rsplit(".", 1)[-1]
-    misplaced = [flag.where for flag in flags if "." in key and flag.answers_to(tail)]
+    misplaced = [flag.where for flag in flags if "." in key and flag.matches(tail)]
     if misplaced:
         raise UserError(f"{system}.{key}: no such key (given {text!r}); the flag is at {' or '.join(misplaced)}")
     raise unknown_key(f"{system}.{key}", text if text is not None else "true", [flag.name for flag in flags])
 
 
-def _normal(key: str) -> str:
+def _normalize(key: str) -> str:
     """``--kl-loss-type`` and ``+kl_loss_type`` are ``kl_loss_type``."""
     return key.strip("\"' ").lstrip("-+").replace("-", "_")
