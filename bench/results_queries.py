@@ -24,11 +24,12 @@ EVAL, KL = "eval/heldout/reward", "kl/exact_reverse_sequence"
 def make_store(folder: Path, runs: int) -> str:
     """One tracked run, copied ``runs`` times with another beta, seed, reward and KL each. Returns the store's uri."""
     from kl_comedy.config import flatten, load_config, to_plain
-    from kl_comedy.tracking import Tracker, provenance_tags
+    from kl_comedy.tracking import provenance_tags
+    from kl_comedy.tracking.logger import RunLogger
 
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     config = load_config(ROOT / "configs/study/base/pocket.yaml", ["kl={recipe: comedy/k1_in_reward, beta: 0.1}"])
-    tracker = Tracker.start(
+    logger = RunLogger.start(
         SimpleNamespace(uri=uri, experiment="bench", flush_every=10, tags={}),
         run_dir=folder / "run",
         run_name="bench",
@@ -36,10 +37,10 @@ def make_store(folder: Path, runs: int) -> str:
         tags={**provenance_tags(), "kl.label": "0.1 k1_reverse_token in reward total before baseline"},
     )
     for step in CURVE_STEPS:
-        tracker.log({EVAL: 0.4, KL: 0.0, **{f"train/metric_{n}": float(n) for n in range(METRICS - 2)}}, step)
-    tracker.finish()
-    assert tracker.run_id
-    _copy(folder / "mlflow.db", tracker.run_id, runs)
+        logger.log_metrics({EVAL: 0.4, KL: 0.0, **{f"train/metric_{n}": float(n) for n in range(METRICS - 2)}}, step)
+    logger.finish()
+    assert logger.run_id
+    _copy(folder / "mlflow.db", logger.run_id, runs)
     return uri
 
 

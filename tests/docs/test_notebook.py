@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kl_comedy.tracking import Tracker
+from kl_comedy.tracking.logger import RunLogger
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "results.ipynb"
 nbclient = pytest.importorskip("nbclient")
@@ -39,15 +39,15 @@ def test_the_notebook_is_kept_as_it_runs(monkeypatch):
 def test_the_notebook_reads_a_store(tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     for seed, reward in enumerate((0.5, 0.6, 0.7)):
-        tracker = Tracker.start(
+        logger = RunLogger.start(
             SimpleNamespace(uri=uri, experiment="trial", flush_every=10, tags={}),
             run_dir=tmp_path / str(seed),
             run_name="r",
             params={"seed": seed, "optimizer.lr": 1e-4, "kl.beta": 0.1},
             tags={"kl.label": "0.1 k3_reverse_token in loss", "sweep": "study_core"},
         )
-        tracker.log({"eval/heldout/reward": reward, "eval/heldout/kl/exact_reverse_sequence": 0.25}, 1)
-        tracker.finish()
+        logger.log_metrics({"eval/heldout/reward": reward, "eval/heldout/kl/exact_reverse_sequence": 0.25}, 1)
+        logger.finish()
     monkeypatch.setenv("KL_COMEDY_STORE", uri)
     found = executed(nbformat.read(NOTEBOOK, as_version=4))
     assert "k3_reverse_token in loss" in found and "0.6 [0.3516, 0.8484]" in found

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from kl_comedy.tracking import Tracker
+from kl_comedy.tracking.logger import RunLogger
 
 EVAL, KL = "eval/heldout/reward", "eval/heldout/kl/exact_reverse_sequence"
 COMMIT = "a" * 40
@@ -18,7 +18,7 @@ FAMILIES = {
 def track(folder, uri, family, beta, seed, reward, kl, **tags):
     label = family if family == "no KL" else f"{beta} {family}"
     name = f"{family[:2]}-{beta}-{seed}".replace(" ", "")
-    tracker = Tracker.start(
+    logger = RunLogger.start(
         SimpleNamespace(uri=uri, experiment="study", flush_every=50, tags={}),
         run_dir=folder / name,
         run_name=name,
@@ -37,8 +37,8 @@ def track(folder, uri, family, beta, seed, reward, kl, **tags):
         },
     )
     for step, share in ((0, 0.0), (40, 0.5), (80, 1.0)):
-        tracker.log({EVAL: 0.4 + share * (reward - 0.4), KL: share * kl, "train/reward": reward}, step)
+        logger.log_metrics({EVAL: 0.4 + share * (reward - 0.4), KL: share * kl, "train/reward": reward}, step)
     rows = [{"problem": "1+1=", "answer": "2", "completion": HOSTILE, "reward": 1.0, "status": "ok"}]
-    tracker.table("eval/heldout", rows, 80)
-    tracker.finish()
-    return tracker.run_id
+    logger.log_table("eval/heldout", rows, 80)
+    logger.finish()
+    return logger.run_id

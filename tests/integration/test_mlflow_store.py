@@ -15,8 +15,9 @@ import pytest
 
 from kl_comedy.cli import main
 from kl_comedy.errors import UserError
-from kl_comedy.tracking import Tracker, mark_dead_runs, sync
+from kl_comedy.tracking import mark_dead_runs, sync
 from kl_comedy.tracking import provenance as process
+from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.tracking.runs import history, runs_frame
 from kl_comedy.tracking.spool import Spool
 from kl_comedy.tracking.store import connect
@@ -42,7 +43,7 @@ def uri(tmp_path, empty_store):
 def begin(tmp_path, uri):
     def start(folder="run", *, to=uri, flush_every=2, params=None, tags=None, **more):
         config = SimpleNamespace(uri=to, experiment="trial", flush_every=flush_every, tags={"team": "a"})
-        return Tracker.start(
+        return RunLogger.start(
             config,
             run_dir=tmp_path / folder,
             run_name=folder,
@@ -63,22 +64,22 @@ def steps(uri, run_id, metric="train/reward"):
     return [step for step, _ in points(uri, run_id, metric)]
 
 
-def log_steps(tracker, first, last, *, scale=1.0):
+def log_steps(logger, first, last, *, scale=1.0):
     for step in range(first, last + 1):
-        tracker.log({"train/reward": scale * step, "kl/k1_reverse_token": 0.1}, step)
+        logger.log_metrics({"train/reward": scale * step, "kl/k1_reverse_token": 0.1}, step)
 
 
 def test_a_run_arrives_whole(begin, uri, tmp_path):
     params = {"kl.0.beta": 0.05, "none": None, "empty": "", "long": "x" * 7000, "model.options.token": "hf_secret"}
     params |= {f"many.{at}": at for at in range(250)}
-    tracker = begin(params=params, tags={"note": "y" * 9000})
-    tracker.log({"train/reward": 1.0, "nan": math.nan, "inf": math.inf, "eval/x/pass@4": 0.5}, 1)
-    tracker.table("eval/x", [{"text": "a", "reward": 1.0}], 1)
+    logger = begin(params=params, tags={"note": "y" * 9000})
+    logger.log_metrics({"train/reward": 1.0, "nan": math.nan, "inf": math.inf, "eval/x/pass@4": 0.5}, 1)
+    logger.log_table("eval/x", [{"text": "a", "reward": 1.0}], 1)
     (tmp_path / "outside.txt").write_text("hello")
-    tracker.artifact(tmp_path / "outside.txt", "files")
-    tracker.finish()
+    logger.log_artifact(tmp_path / "outside.txt", "files")
+    logger.finish()
     client = connect(uri)
-    run = client.get_run(tracker.run_id)
+    run = client.get_run(logger.run_id)
     assert run.info.status == "FINISHED" and run.info.run_name == "run"
     assert {
         "seed": "0",
@@ -93,7 +94,7 @@ def test_a_run_arrives_whole(begin, uri, tmp_path):
     assert run.data.tags["process.pid"] == str(process.os.getpid())
     assert run.data.metrics["eval/x/pass_at_4"] == 0.5 and math.isnan(run.data.metrics["nan"])
     paths = {
-        item.path for folder in ("", "files", "tables/eval/x") for item in client.list_artifacts(tracker.run_id, folder)
+        item.path for folder in ("", "files", "tables/eval/x") for item in client.list_artifacts(logger.run_id, folder)
     }
     assert {"params.json", "files/outside.txt", "tables/eval/x/1.json"} <= paths
     assert run.info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
@@ -103,8 +104,8 @@ def test_a_run_arrives_whole(begin, uri, tmp_path):
 
 def test_points_wait_for_the_checkpoint_and_live_runs_do_not(begin, uri):
     waiting, live = begin("waiting"), begin("live", live=True)
-    for tracker in (waiting, live):
-        log_steps(tracker, 1, 4)
+    for logger in (waiting, live):
+        log_steps(logger, 1, 4)
     assert steps(uri, waiting.run_id) == [] and steps(uri, live.run_id) == [1, 2, 3, 4]
     waiting.commit(3)
     assert steps(uri, waiting.run_id) == [1, 2, 3]
@@ -146,20 +147,20 @@ def test_resume_behind_the_mirror_replaces_the_run(begin, uri, caplog):
 def test_a_second_resume_and_changed_params_keep_the_history_single(begin, uri):
     begin(params={"train.steps": 5}).commit(0)
     for last in (2, 4, 6):
-        tracker = begin(resume=True, resume_step=last - 2, params={"train.steps": 5 + last})
-        log_steps(tracker, last - 1, last)
-        tracker.commit(last)
-    tracker.finish()
-    assert steps(uri, tracker.run_id) == [1, 2, 3, 4, 5, 6]
-    run = connect(uri).get_run(tracker.run_id)
+        logger = begin(resume=True, resume_step=last - 2, params={"train.steps": 5 + last})
+        log_steps(logger, last - 1, last)
+        logger.commit(last)
+    logger.finish()
+    assert steps(uri, logger.run_id) == [1, 2, 3, 4, 5, 6]
+    run = connect(uri).get_run(logger.run_id)
     assert run.data.params["train.steps"] == "5"
     assert run.data.tags["resume.params_changed"] == "train.steps: 5 -> 11" and run.data.tags["resume.count"] == "3"
 
 
 def test_an_interrupted_upload_is_repeated_without_doubles(begin, uri, monkeypatch):
-    tracker = begin(flush_every=100)
-    log_steps(tracker, 1, 600)
-    real = tracker._client.log_batch
+    logger = begin(flush_every=100)
+    log_steps(logger, 1, 600)
+    real = logger._client.log_batch
     calls = []
 
     def fails_after_the_first(*args, **kwargs):
@@ -168,22 +169,22 @@ def test_an_interrupted_upload_is_repeated_without_doubles(begin, uri, monkeypat
             raise ConnectionError("gone")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(tracker._client, "log_batch", fails_after_the_first)
-    tracker.commit(600)
-    assert 0 < len(steps(uri, tracker.run_id)) < 600
-    tracker.finish()
-    assert Counter(steps(uri, tracker.run_id)) == Counter(range(1, 601))
+    monkeypatch.setattr(logger._client, "log_batch", fails_after_the_first)
+    logger.commit(600)
+    assert 0 < len(steps(uri, logger.run_id)) < 600
+    logger.finish()
+    assert Counter(steps(uri, logger.run_id)) == Counter(range(1, 601))
 
 
 def test_dead_server_costs_seconds_and_loses_nothing(begin, uri, tmp_path, caplog):
     began = time.monotonic()
-    tracker = begin(to=DEAD_URI)
-    log_steps(tracker, 1, 50)
-    tracker.commit(50)
-    tracker.table("samples", [{"text": "a"}], 50)
-    tracker.finish("FAILED", "boom")
+    logger = begin(to=DEAD_URI)
+    log_steps(logger, 1, 50)
+    logger.commit(50)
+    logger.log_table("samples", [{"text": "a"}], 50)
+    logger.finish("FAILED", "boom")
     assert time.monotonic() - began < 30
-    assert tracker.run_id is None
+    assert logger.run_id is None
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1 and "kl-comedy results sync" in warnings[0] and "\n" not in warnings[0]
     with pytest.raises(Exception, match="127"):
@@ -201,32 +202,32 @@ def test_mlflow_that_comes_back_gets_everything(begin, uri, monkeypatch, caplog)
     from kl_comedy.tracking import logger as module
 
     monkeypatch.setattr(module.store, "connect", lambda uri: (_ for _ in ()).throw(ConnectionError("down")))
-    tracker = begin()
-    log_steps(tracker, 1, 4)
-    tracker.commit(4)
-    assert tracker.run_id is None
+    logger = begin()
+    log_steps(logger, 1, 4)
+    logger.commit(4)
+    assert logger.run_id is None
     monkeypatch.undo()
-    tracker.finish()
-    assert steps(uri, tracker.run_id) == [1, 2, 3, 4] and "answers again" in caplog.text
+    logger.finish()
+    assert steps(uri, logger.run_id) == [1, 2, 3, 4] and "answers again" in caplog.text
 
 
 def test_without_mlflow_the_run_is_spooled_and_says_so(begin, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
-    tracker = begin()
-    log_steps(tracker, 1, 3)
-    tracker.finish()
-    assert "mlflow is not installed" in caplog.text and tracker.run_id is None
+    logger = begin()
+    log_steps(logger, 1, 3)
+    logger.finish()
+    assert "mlflow is not installed" in caplog.text and logger.run_id is None
     assert sum(event.kind == "metrics" for event in Spool(tmp_path / "run").events()) == 3
 
 
 def test_sync_is_idempotent_even_without_its_state(begin, uri, tmp_path):
-    tracker = begin()
-    log_steps(tracker, 1, 5)
-    tracker.finish()
+    logger = begin()
+    log_steps(logger, 1, 5)
+    logger.finish()
     (tmp_path / "run/tracking.json").unlink()
     done = sync(tmp_path / "run", uri, "trial")
-    assert done.state.run_id == tracker.run_id and done.events == 5
-    assert steps(uri, tracker.run_id) == [1, 2, 3, 4, 5]
+    assert done.state.run_id == logger.run_id and done.events == 5
+    assert steps(uri, logger.run_id) == [1, 2, 3, 4, 5]
     with pytest.raises(UserError, match="already in experiment 'trial'"):
         sync(tmp_path / "run", uri, "other")
     with pytest.raises(UserError, match=r"no spool\.jsonl"):
@@ -234,10 +235,10 @@ def test_sync_is_idempotent_even_without_its_state(begin, uri, tmp_path):
 
 
 def test_a_moved_run_folder_uploads_its_tables(begin, uri, tmp_path):
-    tracker = begin(to="none")
-    tracker.table("samples", [{"a": 1}], 1)
-    tracker.artifact(tmp_path / "nowhere.txt")
-    tracker.finish()
+    logger = begin(to="none")
+    logger.log_table("samples", [{"a": 1}], 1)
+    logger.log_artifact(tmp_path / "nowhere.txt")
+    logger.finish()
     (tmp_path / "run").rename(tmp_path / "moved")
     done = sync(tmp_path / "moved", uri)
     assert len(done.missing) == 1 and done.missing[0].endswith("nowhere.txt")
@@ -275,23 +276,23 @@ def test_a_killed_process_is_failed_in_the_next_table_and_running_again_after_re
     code = f"""
         import os
         from types import SimpleNamespace
-        from kl_comedy.tracking import Tracker
+        from kl_comedy.tracking.logger import RunLogger
         config = SimpleNamespace(uri={uri!r}, experiment="trial", flush_every=1, tags={{}})
-        tracker = Tracker.start(config, run_dir={str(tmp_path / "run")!r}, run_name="run", params={{}}, tags={{}})
-        tracker.log({{"train/reward": 1.0}}, 1)
-        tracker.commit(1)
-        tracker.log({{"train/reward": 2.0}}, 2)
+        logger = RunLogger.start(config, run_dir={str(tmp_path / "run")!r}, run_name="run", params={{}}, tags={{}})
+        logger.log_metrics({{"train/reward": 1.0}}, 1)
+        logger.commit(1)
+        logger.log_metrics({{"train/reward": 2.0}}, 2)
         os.kill(os.getpid(), 9)
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)]).returncode == -9
     (row,) = runs_frame(uri, mark_dead=True).to_dict("records")
     assert row["status"] == "FAILED" and row["tags.failure.reason"].startswith("process died (pid ")
-    tracker = begin(resume=True, resume_step=1)
+    logger = begin(resume=True, resume_step=1)
     (row,) = runs_frame(uri, mark_dead=True).to_dict("records")
-    assert (row["run_id"], row["status"]) == (tracker.run_id, "RUNNING") and "tags.failure.reason" not in row
-    log_steps(tracker, 2, 3)
-    tracker.finish()
-    assert steps(uri, tracker.run_id) == [1, 2, 3]
+    assert (row["run_id"], row["status"]) == (logger.run_id, "RUNNING") and "tags.failure.reason" not in row
+    log_steps(logger, 2, 3)
+    logger.finish()
+    assert steps(uri, logger.run_id) == [1, 2, 3]
 
 
 def test_processes_that_start_together_on_a_fresh_store_all_arrive(tmp_path):
@@ -299,15 +300,15 @@ def test_processes_that_start_together_on_a_fresh_store_all_arrive(tmp_path):
     code = f"""
         import sys
         from types import SimpleNamespace
-        from kl_comedy.tracking import Tracker
+        from kl_comedy.tracking.logger import RunLogger
         config = SimpleNamespace(uri={uri!r}, experiment="trial", flush_every=1, tags={{}})
         name = sys.argv[1]
         folder = {str(tmp_path)!r} + "/" + name
-        tracker = Tracker.start(config, run_dir=folder, run_name=name, params={{"seed": name}}, tags={{}})
+        logger = RunLogger.start(config, run_dir=folder, run_name=name, params={{"seed": name}}, tags={{}})
         for step in range(5):
-            tracker.log({{"x": float(step)}}, step)
-            tracker.commit(step)
-        tracker.finish()
+            logger.log_metrics({{"x": float(step)}}, step)
+            logger.commit(step)
+        logger.finish()
     """
     children = [
         subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(seed)], stderr=subprocess.PIPE, text=True)
@@ -321,14 +322,14 @@ def test_processes_that_start_together_on_a_fresh_store_all_arrive(tmp_path):
 
 
 def test_history_has_one_row_a_step_and_the_last_wins(begin, uri):
-    tracker = begin()
-    tracker.log({"x": 1.0}, 1)
+    logger = begin()
+    logger.log_metrics({"x": 1.0}, 1)
     time.sleep(0.005)
-    tracker.log({"x": 2.0}, 1)
-    tracker.log({"x": math.inf}, 2)
-    tracker.finish()
-    assert history(uri, [tracker.run_id], "x")[["step", "value"]].values.tolist() == [[1.0, 2.0], [2.0, math.inf]]
-    assert history(uri, [tracker.run_id], "nothing").empty
+    logger.log_metrics({"x": 2.0}, 1)
+    logger.log_metrics({"x": math.inf}, 2)
+    logger.finish()
+    assert history(uri, [logger.run_id], "x")[["step", "value"]].values.tolist() == [[1.0, 2.0], [2.0, math.inf]]
+    assert history(uri, [logger.run_id], "nothing").empty
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +341,7 @@ def filled(tmp_path_factory, empty_store):
     config = SimpleNamespace(uri=uri, experiment="trial", flush_every=10, tags={})
     for beta in (0.0, 0.1):
         for seed in range(3):
-            tracker = Tracker.start(
+            logger = RunLogger.start(
                 config,
                 run_dir=folder / f"{beta}-{seed}",
                 run_name="r",
@@ -348,8 +349,8 @@ def filled(tmp_path_factory, empty_store):
                 params={"name": "demo", "seed": seed, "kl.0.beta": beta},
             )
             for step in range(1, 4):
-                tracker.log({"train/reward": beta + step + 0.1 * seed, "eval/pocket/reward": float(seed)}, step)
-            tracker.finish(*(("FAILED", "lost") if (beta, seed) == (0.1, 2) else ("FINISHED",)))
+                logger.log_metrics({"train/reward": beta + step + 0.1 * seed, "eval/pocket/reward": float(seed)}, step)
+            logger.finish(*(("FAILED", "lost") if (beta, seed) == (0.1, 2) else ("FINISHED",)))
     return uri
 
 

@@ -8,9 +8,8 @@ import pandas as pd
 import pytest
 from study_runs import COMMIT, EVAL, track
 
-from kl_comedy.tracking import runs as bulk
 from kl_comedy.tracking.runs import history, runs_frame, tidy, with_values
-from kl_comedy.tracking.store import connect, sqlite_file
+from kl_comedy.tracking.store import sqlite_file
 
 K1, K3 = "k1_reverse_token in reward total", "k3_reverse_token in loss"
 
@@ -25,28 +24,15 @@ def table(kl_comedy, study):
 
 
 @pytest.mark.parametrize(
-    "where", ["", "params.`seed` = '1'", "metrics.`train/reward` > 0.5 AND tags.`kl.label` LIKE 'no%'"]
+    ("where", "runs"), [("", 21), ("seed = 1", 7), ("train/reward > 0.5 and tags.kl.label LIKE 'no%'", 3)]
 )
-def test_reading_the_database_is_what_the_api_says(study, where):
-    client = connect(study)
-    names = {item.experiment_id: item.name for item in client.search_experiments()}
-    fast, slow = bulk.read_runs(client, names, where), bulk._by_api(client, names, where)
-    assert len(fast) == {"": 21, "params.`seed` = '1'": 7}.get(where, 3)
-    order = sorted(fast.columns)
-    assert order == sorted(slow.columns)
-    pd.testing.assert_frame_equal(
-        fast[order].sort_values("run_id", ignore_index=True),
-        slow[order].sort_values("run_id", ignore_index=True),
-        check_dtype=False,
-    )
+def test_a_filter_selects_runs(study, where, runs):
+    assert len(runs_frame(study, where=where)) == runs
 
 
-def test_points_from_the_database_are_those_of_the_api(study, monkeypatch):
-    ids = runs_frame(study)["run_id"]
-    fast = history(study, ids, EVAL)
-    monkeypatch.setattr(bulk, "_database", lambda client: None)
-    pd.testing.assert_frame_equal(fast, history(study, ids, EVAL))
-    assert len(fast) == 63
+def test_curves_have_a_row_per_run_and_step(study):
+    curves = history(study, runs_frame(study)["run_id"], EVAL)
+    assert len(curves) == 63 and curves["step"].tolist() == [0, 40, 80] * 21
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,15 @@ WRITERS, STEPS, METRICS = 20, 40, 5
 WRITER = """
 import sys
 from types import SimpleNamespace
-from kl_comedy.tracking import Tracker
+from kl_comedy.tracking.logger import RunLogger
 uri, folder, name, steps, metrics = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 config = SimpleNamespace(uri=uri, experiment="many", flush_every=5, tags={"sweep": "many"})
-tracker = Tracker.start(config, run_dir=folder, run_name=name, params={"seed": name}, tags={})
+logger = RunLogger.start(config, run_dir=folder, run_name=name, params={"seed": name}, tags={})
 for step in range(1, steps + 1):
-    tracker.log({f"train/m{n}": float(step * n) for n in range(metrics)}, step)
+    logger.log_metrics({f"train/m{n}": float(step * n) for n in range(metrics)}, step)
     if step % 5 == 0:
-        tracker.commit(step)
-tracker.finish()
+        logger.commit(step)
+logger.finish()
 """
 
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
-from kl_comedy.tracking import Tracker
-from kl_comedy.tracking import mlflow_sync as mirror
-from kl_comedy.tracking.spool import Spool, plain
+from kl_comedy.tracking import mlflow_sync
+from kl_comedy.tracking.logger import RunLogger
+from kl_comedy.tracking.spool import Spool, json_safe
 
 
 def steps_of(spool, kind="metrics"):
@@ -94,9 +94,8 @@ def test_truncate_drops_later_steps_and_their_tables_only(tmp_path):
         spool.append("table", {"name": "t", "path": f"tables/{step}.json", "folder": "tables"}, step=step)
     spool.append("status", {"status": "FAILED", "reason": "x"})
     before = spool.path.read_bytes()
-    cut = spool.truncate_after(2)
-    assert cut.dropped == 2
-    assert spool.path.read_bytes()[: cut.unchanged] == before[: cut.unchanged]
+    unchanged = spool.truncate_after(2)
+    assert unchanged > 0 and spool.path.read_bytes()[:unchanged] == before[:unchanged]
     assert steps_of(spool) == [1, 2] and steps_of(spool, "table") == [1, 2]
     assert [event.kind for event in spool.events() if event.step is None] == ["params", "status"]
     assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["1.json", "2.json"]
@@ -108,27 +107,26 @@ def test_truncate_is_a_filter(tmp_path_factory, steps, last):
     spool = Spool(tmp_path_factory.mktemp("spool"))
     for step in steps:
         spool.append("metrics", {"x": 1.0}, step=step)
-    cut = spool.truncate_after(last)
+    unchanged = spool.truncate_after(last)
     assert steps_of(spool) == [step for step in steps if step <= last]
-    assert cut.dropped == sum(step > last for step in steps)
-    assert [event.step for event, at in spool.read().events if at < cut.unchanged] == steps[: _first(steps, last)]
+    assert [event.step for event, at in spool.read().events if at < unchanged] == steps[: _first(steps, last)]
 
 
 def _first(steps, last):
     return next((at for at, step in enumerate(steps) if step > last), len(steps))
 
 
-def test_collect_holds_back_what_no_checkpoint_has_made_final(tmp_path):
+def test_points_beyond_the_checkpoint_wait(tmp_path):
     spool = Spool(tmp_path)
     for step in range(1, 6):
         spool.append("metrics", {"x": 1.0}, step=step)
     spool.append("tags", {"a": "b"})
-    now = mirror.collect(spool, 0, up_to=3, everything=False)
-    assert [event.step for event in now.metrics] == [1, 2, 3] and now.tags == {"a": "b"} and now.last_step == 3
-    later = mirror.collect(spool, now.offset, up_to=5, everything=False)
-    assert [event.step for event in later.metrics] == [4, 5]
-    assert mirror.collect(spool, later.offset, up_to=None, everything=True).metrics == []
-    assert mirror.collect(spool, 0, up_to=None, everything=False).metrics == []
+    events, offset, _ = mlflow_sync._events_to_send(spool, 0, 3)
+    assert [event.step for event in events] == [1, 2, 3, None]
+    events, offset, _ = mlflow_sync._events_to_send(spool, offset, 5)
+    assert [event.step for event in events] == [4, 5, None]
+    assert mlflow_sync._events_to_send(spool, offset, math.inf)[0] == []
+    assert [event.step for event in mlflow_sync._events_to_send(spool, 0, -math.inf)[0]] == [None]
 
 
 json_like = st.recursive(
@@ -140,21 +138,21 @@ json_like = st.recursive(
 
 @given(json_like)
 def test_plain_is_always_strict_json(value):
-    json.loads(json.dumps(plain(value), allow_nan=False))
+    json.loads(json.dumps(json_safe(value), allow_nan=False))
 
 
 def files_only(tmp_path, **extra):
     config = SimpleNamespace(uri="none", experiment="e", flush_every=2, tags={})
     kwargs = {"run_dir": tmp_path / "run", "run_name": "r", "params": {"seed": 0}, "tags": {}}
-    return Tracker.start(config, **{**kwargs, **extra})
+    return RunLogger.start(config, **{**kwargs, **extra})
 
 
 def test_tracking_to_files_only_needs_no_mlflow(tmp_path):
-    tracker = files_only(tmp_path)
-    tracker.log({"eval/x/pass@4": 1.0}, 1)
-    tracker.table("samples", [{"text": "\ud800 [red]", "value": math.nan}], 1)
-    tracker.finish("FAILED", "the loss is NaN")
-    assert tracker.run_id is None
+    logger = files_only(tmp_path)
+    logger.log_metrics({"eval/x/pass@4": 1.0}, 1)
+    logger.log_table("samples", [{"text": "\ud800 [red]", "value": math.nan}], 1)
+    logger.finish("FAILED", "the loss is NaN")
+    assert logger.run_id is None
     events = Spool(tmp_path / "run").events()
     assert [event.data for event in events if event.kind == "metrics"] == [{"eval/x/pass_at_4": 1.0}]
     assert json.loads((tmp_path / "run/tables/samples/1.json").read_text())[0]["value"] == "nan"
@@ -173,11 +171,11 @@ def test_a_new_run_in_an_old_folder_keeps_the_old_spool(tmp_path, caplog):
 def test_resume_drops_the_replayed_steps_and_logs_the_checkpoint_step_once(tmp_path):
     first = files_only(tmp_path)
     for step in range(1, 8):
-        first.log({"x": float(step)}, step)
+        first.log_metrics({"x": float(step)}, step)
     second = files_only(tmp_path, resume=True, resume_step=4, params={"seed": 0, "train.steps": 9})
-    second.log({"x": -1.0, "eval": 2.0}, 4)
+    second.log_metrics({"x": -1.0, "eval": 2.0}, 4)
     for step in range(5, 10):
-        second.log({"x": float(step)}, step)
+        second.log_metrics({"x": float(step)}, step)
     second.finish()
     events = Spool(tmp_path / "run").events()
     points = [(event.step, event.data["x"]) for event in events if event.kind == "metrics" and "x" in event.data]
@@ -202,7 +200,7 @@ def test_changed_params_on_resume_are_said(tmp_path):
 def test_an_address_mlflow_cannot_use_is_refused_before_training(tmp_path, uri):
     config = SimpleNamespace(uri=uri, experiment="e", flush_every=2, tags={})
     with pytest.raises(UserError, match=r"tracking\.uri"):
-        Tracker.start(config, run_dir=tmp_path, run_name="r", params={}, tags={})
+        RunLogger.start(config, run_dir=tmp_path, run_name="r", params={}, tags={})
 
 
 def test_unknown_final_status_is_a_bug(tmp_path):

@@ -11,7 +11,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.tracking import provenance, store
 from kl_comedy.tracking import store as naming
 from kl_comedy.tracking.runs import translate
-from kl_comedy.tracking.store import redact, redact_argument, redact_pair
+from kl_comedy.tracking.store import redact
 
 
 @settings(deadline=None)
@@ -52,8 +52,8 @@ def test_shorten_keeps_the_limit_and_says_the_length(size):
     ],
 )
 def test_secrets_are_hidden_by_key(key, value, hidden):
-    assert redact_pair(key, value) == ("***" if hidden else value)
-    assert (value in redact_argument(f"{key}={value}").partition("=")[2]) is not hidden
+    assert redact(value, key) == ("***" if hidden else value)
+    assert (value in redact(f"{key}={value}").partition("=")[2]) is not hidden
 
 
 def test_secrets_are_hidden_by_shape():

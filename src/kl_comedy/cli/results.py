@@ -208,7 +208,7 @@ def sync(
 ) -> None:
     """Upload the spool of runs that could not reach MLflow. Doing it twice changes nothing."""
     from kl_comedy.tracking import sync as upload
-    from kl_comedy.tracking.store import brief
+    from kl_comedy.tracking.store import first_line
 
     for folder in run_dirs:
         try:
@@ -216,7 +216,7 @@ def sync(
         except UserError:
             raise
         except Exception as error:
-            raise RunFailed(f"{folder}: the upload failed: {brief(error)}") from error
+            raise RunFailed(f"{folder}: the upload failed: {first_line(error)}") from error
         say(f"{folder}: {done.events} events uploaded to experiment {done.state.experiment!r}")
         if done.unreadable:
             say(f"{folder}: {done.unreadable} unreadable lines of the spool were left out")

@@ -49,7 +49,8 @@ from kl_comedy.io import atomic_write, file_lock
 from kl_comedy.records import Problem, Prompt, Rollout, Scored
 from kl_comedy.rewards import RewardPool, RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling
-from kl_comedy.tracking import Tracker, provenance_tags
+from kl_comedy.tracking import provenance_tags
+from kl_comedy.tracking.logger import RunLogger
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import TrackingConfig
@@ -537,15 +538,15 @@ def track(
     The folder holds a spool as a run's does: ``kl-comedy results sync FOLDER`` uploads what a store missed.
     """
     plan = records.plan
-    tracker = Tracker.start(
+    tracker = RunLogger.start(
         replace(config, experiment=f"{config.experiment}-{EXPERIMENT}"),
         run_dir=records.path,
         run_name=records.path.name,
         params=flatten(plan.identity()),
         tags={**provenance_tags(), "kind": "evaluation", "suite": plan.suite.name, **tags},
     )
-    tracker.log(score.metrics(), step=step)
+    tracker.log_metrics(score.metrics(), step=step)
     for file in (records.items, records.table, records.summary):
-        tracker.artifact(file, folder="records")
+        tracker.log_artifact(file, folder="records")
     tracker.finish()
     return tracker.run_id

@@ -53,7 +53,7 @@ def create_stores(manifest: Manifest) -> None:
         try:
             store.ensure_experiment(store.connect(uri), uri, experiment)
         except Exception as error:
-            raise RunFailed(f"the results store cannot be created: {store.brief(error)}") from error
+            raise RunFailed(f"the results store cannot be created: {store.first_line(error)}") from error
 
 
 def adopt(sweep: Sweep) -> list[Submission]:

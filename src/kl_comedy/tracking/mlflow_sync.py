@@ -1,122 +1,101 @@
-"""Copy a spool into one MLflow run, any number of times, with the same result.
+"""Upload a run's spool into one MLflow run, any number of times, with the same result.
 
-MLflow cannot delete a metric point, but ignores one it already has (same name, step, time and value). So the
-mirror sends the times recorded in the spool, and repeats freely. Points that a resumed run will compute again
-must never reach MLflow in two versions: the tracker mirrors only up to the last checkpoint, and a run whose copy
-is ahead of the checkpoint it resumes from gets a new MLflow run (the old one is deleted, which MLflow can undo).
-A run is found again by the tag ``spool.id`` even where ``tracking.json`` is lost.
+MLflow cannot delete a metric point, but ignores one it already has (same name, step, time and value). So an upload
+sends the times recorded in the spool and can be repeated. Points that a resumed run will compute again must not reach
+MLflow: the logger uploads only up to the last checkpoint, and a run whose copy in MLflow is ahead of the checkpoint it
+resumes from gets a new MLflow run (the old one is deleted, which MLflow can undo). A run is identified by its tag
+``spool.id`` even where ``tracking.json`` is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kl_comedy.errors import UserError
-from kl_comedy.io import file_lock
+from kl_comedy.io import atomic_write, file_lock
 from kl_comedy.tracking import store
-from kl_comedy.tracking import store as naming
 from kl_comedy.tracking.provenance import mark_dead_runs
-from kl_comedy.tracking.spool import Event, MirrorState, Spool
-from kl_comedy.tracking.store import HIDDEN, redact
+from kl_comedy.tracking.spool import Event, Spool
 
 SPOOL_ID = "spool.id"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pending:
-    """The part of a spool to send now: merged params and tags, points, files, the last status."""
+class SyncState:
+    """Where a run is uploaded and how far; stored in ``RUN_DIR/tracking.json``.
 
-    params: dict[str, str] = field(default_factory=dict)
-    tags: dict[str, str | None] = field(default_factory=dict)
-    metrics: list[Event] = field(default_factory=list)
-    files: list[Event] = field(default_factory=list)
-    status: Event | None = None
+    ``uri`` is the store without credentials; ``run_id`` the MLflow run, None before it exists; ``mirrored_step``
+    the highest step that may already be in MLflow (written before the upload, so never too low);
+    ``offset`` the byte of the spool before which everything has been uploaded; ``replaced`` the ids of MLflow runs
+    to delete, because they hold points that a resumed run computes again.
+    """
+
+    uri: str
+    experiment: str
+    run_name: str
+    run_id: str | None = None
+    mirrored_step: int | None = None
     offset: int = 0
-    unreadable: int = 0
+    replaced: tuple[str, ...] = ()
 
-    @property
-    def last_step(self) -> int | None:
-        return max((event.step for event in [*self.metrics, *self.files] if event.step is not None), default=None)
+    @staticmethod
+    def load(run_dir: Path) -> SyncState | None:
+        """The stored state, or None where the folder has none. Raises :class:`UserError` for a damaged file."""
+        path = run_dir / "tracking.json"
+        if not path.is_file():
+            return None
+        try:
+            row = json.loads(path.read_text(encoding="utf-8"))
+            row["replaced"] = tuple(row.get("replaced", ()))
+            return SyncState(**{field.name: row[field.name] for field in fields(SyncState) if field.name in row})
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error}); remove it to upload the run again from its spool") from error
+
+    def save(self, run_dir: Path) -> None:
+        atomic_write(run_dir / "tracking.json", json.dumps(asdict(self), indent=2) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pushed:
-    """What a push did. ``missing`` are files the spool names that are gone."""
+class SyncResult:
+    """What an upload sent. ``missing`` are files that the spool names and that no longer exist."""
 
-    state: MirrorState
+    state: SyncState
     events: int
     unreadable: int
     missing: tuple[str, ...] = ()
 
 
-def collect(spool: Spool, offset: int, up_to: int | None, everything: bool) -> Pending:
-    """Events from byte ``offset`` with step at most ``up_to`` (``everything``: all), and where to go on next time."""
-    reading = spool.read(offset)
-    params: dict[str, str] = {}
-    tags: dict[str, str | None] = {}
-    metrics, files = [], []
-    status, held = None, None
-    for event, at in reading.events:
-        if event.step is not None and not everything and (up_to is None or event.step > up_to):
-            held = at if held is None else held
-        elif event.kind == "params":
-            params.update(event.data)
-        elif event.kind == "tags":
-            tags.update(event.data)
-        elif event.kind == "metrics":
-            metrics.append(event)
-        elif event.kind == "status":
-            status = event
-        else:
-            files.append(event)
-    return Pending(
-        params=params,
-        tags=tags,
-        metrics=metrics,
-        files=files,
-        status=status,
-        offset=reading.end if held is None else held,
-        unreadable=reading.unreadable,
-    )
+def push(client: Any, spool: Spool, state: SyncState, uri: str, *, up_to: float, save_state: bool = True) -> SyncResult:
+    """Upload the events that are not yet in MLflow, of steps at most ``up_to``; create the MLflow run if needed.
 
-
-def push(
-    client: Any,
-    spool: Spool,
-    state: MirrorState,
-    uri: str,
-    *,
-    up_to: int | None = None,
-    everything: bool = False,
-    keep_state: bool = True,
-) -> Pushed:
-    """Send what the MLflow run lacks; create the run where there is none. Returns the new state, saved in the folder.
-
-    Only one process at a time pushes a run folder. Raises whatever MLflow raises; a push that failed half-way is
-    repeated by the next.
+    Only one process at a time uploads a run folder. Raises whatever MLflow raises; the next call then repeats what
+    failed.
     """
     with file_lock(spool.run_dir / "tracking.lock"):
-        state = _latest(spool.run_dir, state) if keep_state else state
-        state = _attach(client, spool, state, uri)
-        todo = collect(spool, state.offset, up_to, everything)
-        steps = [step for step in (state.mirrored_step, todo.last_step) if step is not None]
-        state = replace(state, mirrored_step=max(steps, default=None))
-        if keep_state:
+        saved = SyncState.load(spool.run_dir) if save_state else None
+        if saved is not None and (saved.uri, saved.experiment) == (state.uri, state.experiment):
+            state = saved  # another process may have uploaded meanwhile
+        state = _with_run(client, spool, state, uri)
+        events, offset, unreadable = _events_to_send(spool, state.offset, up_to)
+        steps = [event.step for event in events if event.step is not None]
+        state = replace(state, mirrored_step=max([*steps, *_present(state.mirrored_step)], default=None))
+        if save_state:
             state.save(spool.run_dir)
-        missing = _send(client, str(state.run_id), todo, spool.run_dir)
-        state = replace(state, offset=todo.offset)
-        if keep_state:
+        missing = _send(client, str(state.run_id), events, spool.run_dir)
+        state = replace(state, offset=offset)
+        if save_state:
             state.save(spool.run_dir)
-    events = len(todo.metrics) + len(todo.files)
-    return Pushed(state=state, events=events, unreadable=todo.unreadable, missing=missing)
+    sent = sum(event.kind in ("metrics", "table", "artifact") for event in events)
+    return SyncResult(state=state, events=sent, unreadable=unreadable, missing=tuple(missing))
 
 
-def sync(run_dir: Path | str, uri: str | None = None, experiment: str | None = None) -> Pushed:
+def sync(run_dir: Path | str, uri: str | None = None, experiment: str | None = None) -> SyncResult:
     """Upload the whole spool of a run folder into MLflow; doing it twice changes nothing.
 
     ``uri`` and ``experiment`` default to where the run was to be tracked. Raises :class:`UserError` when the folder
@@ -126,56 +105,64 @@ def sync(run_dir: Path | str, uri: str | None = None, experiment: str | None = N
     spool = Spool(folder)
     if not spool.path.is_file():
         raise UserError(f"{folder}: no {spool.path.name} there; give the folder of a run")
-    known = MirrorState.load(folder)
-    target = store.check_uri(uri or (known.uri if known else store.NO_STORE), "--uri")
-    if target == store.NO_STORE or HIDDEN in target:
+    state = SyncState.load(folder)
+    target = store.check_uri(uri or (state.uri if state else store.NO_STORE), "--uri")
+    if target == store.NO_STORE or store.HIDDEN in target:
         raise UserError(f"{folder}: does not say which store to upload to; name it with --uri")
-    home = known is None or known.run_id is None or known.uri == redact(target)
-    if known is None or not home or known.uri != redact(target):
-        known = MirrorState(
-            uri=redact(target),
-            experiment=experiment or (known.experiment if known else "kl_comedy"),
-            run_name=known.run_name if known else folder.name,
+    same_store = state is not None and state.uri == store.redact(target)
+    if same_store and experiment not in (None, state.experiment):
+        raise UserError(f"{folder}: is already in experiment {state.experiment!r} of that store, not {experiment!r}")
+    # A run that lives in one store may be uploaded to a second one; its folder keeps the first one's state.
+    save_state = state is None or state.run_id is None or same_store
+    if state is None or not same_store:
+        state = SyncState(
+            uri=store.redact(target),
+            experiment=experiment or (state.experiment if state else "kl_comedy"),
+            run_name=state.run_name if state else folder.name,
         )
-    elif experiment and experiment != known.experiment:
-        raise UserError(f"{folder}: is already in experiment {known.experiment!r} of that store, not {experiment!r}")
     client = store.connect(target)
-    done = push(client, spool, known, target, everything=True, keep_state=home)
-    mark_dead_runs(client, known.experiment)
-    return done
+    result = push(client, spool, state, target, up_to=math.inf, save_state=save_state)
+    mark_dead_runs(client, state.experiment)
+    return result
 
 
-def _latest(run_dir: Path, state: MirrorState) -> MirrorState:
-    """The state on disk where it speaks of the same store: another process may have pushed meanwhile."""
-    found = MirrorState.load(run_dir)
-    return found if found is not None and found.uri == state.uri and found.experiment == state.experiment else state
+def _present(value: int | None) -> list[int]:
+    return [] if value is None else [value]
 
 
-def _attach(client: Any, spool: Spool, state: MirrorState, uri: str) -> MirrorState:
-    """``state`` with a run that exists: its own, the one with this spool's id, or a new one filled from the start."""
-    for old in state.replaced:
-        if _is_active(client, old):
-            client.delete_run(old)
+def _events_to_send(spool: Spool, start: int, up_to: float) -> tuple[list[Event], int, int]:
+    """Events from byte ``start`` with step at most ``up_to``, where to start next time, and unreadable lines."""
+    content = spool.read(start)
+    waiting = [at for event, at in content.events if event.step is not None and event.step > up_to]
+    ready = [event for event, _ in content.events if event.step is None or event.step <= up_to]
+    return ready, min(waiting, default=content.end), content.unreadable
+
+
+def _with_run(client: Any, spool: Spool, state: SyncState, uri: str) -> SyncState:
+    """``state`` with an MLflow run that exists: its own, the one with this spool's id, or a new one to be filled."""
+    for replaced_id in state.replaced:
+        if _is_active(client, replaced_id):
+            client.delete_run(replaced_id)
     state = replace(state, replaced=())
     if state.run_id is not None and _is_active(client, state.run_id):
         return state
-    first = spool.read().events
-    tags = collect(spool, 0, None, False).tags
+    events = spool.events()
+    tags = {key: text for event in events if event.kind == "tags" for key, text in event.data.items() if text}
     experiment_id = store.ensure_experiment(client, uri, state.experiment)
-    run_id = _find(client, experiment_id, tags.get(SPOOL_ID))
-    if run_id is None:
-        started = first[0][0].time if first else None
-        text = {key: naming.shorten(value, naming.TAG_VALUE_LIMIT) for key, value in tags.items() if value is not None}
-        run = client.create_run(experiment_id, start_time=started, tags=text, run_name=state.run_name)
-        run_id = str(run.info.run_id)
-    return replace(state, run_id=run_id, offset=0)
-
-
-def _find(client: Any, experiment_id: str, spool_id: str | None) -> str | None:
-    if not spool_id:
-        return None
-    found = client.search_runs([experiment_id], f"tags.`{SPOOL_ID}` = '{spool_id}'", max_results=1)
-    return str(found[0].info.run_id) if found else None
+    runs = []
+    if SPOOL_ID in tags:
+        runs = client.search_runs([experiment_id], f"tags.`{SPOOL_ID}` = '{tags[SPOOL_ID]}'", max_results=1)
+    run = (
+        runs[0]
+        if runs
+        else client.create_run(
+            experiment_id,
+            start_time=events[0].time if events else None,
+            tags={key: store.shorten(text, store.TAG_VALUE_LIMIT) for key, text in tags.items()},
+            run_name=state.run_name,
+        )
+    )
+    return replace(state, run_id=str(run.info.run_id), offset=0)
 
 
 def _is_active(client: Any, run_id: str) -> bool:
@@ -189,65 +176,51 @@ def _is_active(client: Any, run_id: str) -> bool:
         raise
 
 
-def _send(client: Any, run_id: str, todo: Pending, run_dir: Path) -> tuple[str, ...]:
-    """Upload ``todo``: params, tags, points, files, and the status last. Returns the files that are missing."""
-    from mlflow.entities import Metric
+def _send(client: Any, run_id: str, events: list[Event], run_dir: Path) -> list[str]:
+    """Upload params, tags (the last value counts), points, files, and the status last. Returns the missing files."""
+    from mlflow.entities import Metric, Param, RunTag
 
-    _send_params_and_tags(client, run_id, todo)
+    params = {key: text for event in events if event.kind == "params" for key, text in event.data.items()}
+    tags = {key: text for event in events if event.kind == "tags" for key, text in event.data.items()}
+    for items in _batches(params.items(), store.PARAMS_PER_BATCH):
+        client.log_batch(
+            run_id, params=[Param(key, store.shorten(text, store.PARAM_VALUE_LIMIT)) for key, text in items]
+        )
+    new_tags = [
+        RunTag(key, store.shorten(text, store.TAG_VALUE_LIMIT)) for key, text in tags.items() if text is not None
+    ]
+    for batch in _batches(new_tags, store.PARAMS_PER_BATCH):
+        client.log_batch(run_id, tags=batch)
+    if deleted := [key for key, text in tags.items() if text is None]:
+        present = client.get_run(run_id).data.tags
+        for key in deleted:
+            if key in present:
+                client.delete_tag(run_id, key)
     points = (
         Metric(key=name, value=value, timestamp=event.time, step=event.step or 0)
-        for event in todo.metrics
+        for event in events
+        if event.kind == "metrics"
         for name, value in event.data.items()
     )
-    for batch in _batches(points, naming.METRICS_PER_BATCH):
+    for batch in _batches(points, store.METRICS_PER_BATCH):
         client.log_batch(run_id, metrics=batch)
     missing = []
-    for event in todo.files:
-        file = run_dir / event.data["path"]
-        if file.exists():
-            client.log_artifact(run_id, str(file), event.data.get("folder") or None)
-        else:
-            missing.append(str(file))
-    if todo.status is not None:
-        _send_status(client, run_id, todo.status)
-    return tuple(missing)
-
-
-def _send_params_and_tags(client: Any, run_id: str, todo: Pending) -> None:
-    """Params that MLflow already has keep their first value (it allows no other); tags take the last."""
-    from mlflow.entities import Param, RunTag
-
-    if not todo.params and not todo.tags:
-        return
-    present = client.get_run(run_id).data
-    params = [
-        Param(key, naming.shorten(value, naming.PARAM_VALUE_LIMIT))
-        for key, value in todo.params.items()
-        if key not in present.params
-    ]
-    tags = [
-        RunTag(key, naming.shorten(value, naming.TAG_VALUE_LIMIT))
-        for key, value in todo.tags.items()
-        if value is not None
-    ]
-    for params_batch in _batches(params, naming.PARAMS_PER_BATCH):
-        client.log_batch(run_id, params=params_batch)
-    for tags_batch in _batches(tags, naming.PARAMS_PER_BATCH):
-        client.log_batch(run_id, tags=tags_batch)
-    for key, value in todo.tags.items():
-        if value is None and key in present.tags:
-            client.delete_tag(run_id, key)
-
-
-def _send_status(client: Any, run_id: str, event: Event) -> None:
-    status: Mapping[str, Any] = event.data
-    if status["status"] == "RUNNING":
+    for event in events:
+        if event.kind in ("table", "artifact"):
+            file = run_dir / event.data["path"]
+            if file.exists():
+                client.log_artifact(run_id, str(file), event.data.get("folder") or None)
+            else:
+                missing.append(str(file))
+    statuses = [event for event in events if event.kind == "status"]
+    if statuses and statuses[-1].data["status"] == "RUNNING":
         client.update_run(run_id, status="RUNNING")
-    else:
-        client.set_terminated(run_id, status=status["status"], end_time=event.time)
+    elif statuses:
+        client.set_terminated(run_id, status=statuses[-1].data["status"], end_time=statuses[-1].time)
+    return missing
 
 
-def _batches(items: Iterator[T] | Sequence[T], size: int) -> Iterator[list[T]]:
+def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
     source = iter(items)
     while batch := list(islice(source, size)):
         yield batch

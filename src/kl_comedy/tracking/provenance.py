@@ -1,6 +1,6 @@
-"""Which process a run belongs to, and whether it still lives.
+"""Where a run comes from: commit, changes, versions, machine, scheduler, command line; and whether its process lives.
 
-Where a number comes from: commit, dirtiness, versions, machine, scheduler, command line. Never secrets.
+Secrets are never recorded.
 """
 
 from __future__ import annotations
@@ -18,134 +18,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import kl_comedy
-from kl_comedy.tracking.store import redact, redact_argument
+from kl_comedy.tracking.store import redact
 
 HOST, PID, START, NAMESPACE = "process.host", "process.pid", "process.start", "process.namespace"
 START_TOLERANCE_S = 5.0
 """How far two readings of one process's start may differ; a pid is not reused this fast."""
 
-
-def process_tags() -> dict[str, str]:
-    """The tags that identify this process: host, pid, start (Unix seconds) and pid namespace (containers)."""
-    start = _start_of(os.getpid())
-    return {
-        HOST: socket.gethostname(),
-        PID: str(os.getpid()),
-        START: f"{start:.2f}" if start is not None else "",
-        NAMESPACE: _namespace(),
-    }
-
-
-def is_dead(tags: Mapping[str, str]) -> bool | None:
-    """Whether the process that ``tags`` names is gone; None where this host cannot tell (another host or container)."""
-    if tags.get(HOST) != socket.gethostname() or tags.get(NAMESPACE, "") != _namespace():
-        return None
-    try:
-        pid = int(tags[PID])
-    except (KeyError, ValueError):
-        return None
-    if not _exists(pid):
-        return True
-    try:
-        then, now = float(tags[START]), _start_of(pid)
-    except (KeyError, ValueError):
-        return False
-    return now is not None and abs(now - then) > START_TOLERANCE_S
-
-
-def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
-    """Mark RUNNING runs of this host whose process is gone as FAILED, with the tag ``failure.reason``.
-
-    ``client`` is an ``MlflowClient``; ``experiment`` a name, or None for every experiment of the store. Runs of
-    other hosts are left alone. Returns the ids marked.
-    """
-    ids = _experiment_ids(client, experiment)
-    if not ids:
-        return []
-    host = socket.gethostname().replace("'", "")
-    where = f"attributes.status = 'RUNNING' AND tags.`{HOST}` = '{host}'"
-    marked = []
-    for run in search_all(client, ids, where):
-        if is_dead(run.data.tags):
-            client.set_tag(run.info.run_id, "failure.reason", f"process died (pid {run.data.tags[PID]})")
-            client.set_terminated(run.info.run_id, status="FAILED")
-            marked.append(run.info.run_id)
-    return marked
-
-
-def search_all(client: Any, experiment_ids: list[str], where: str = "") -> list[Any]:
-    """All runs that match, through every page, newest first."""
-    found: list[Any] = []
-    token = None
-    while True:
-        page = client.search_runs(experiment_ids, where, max_results=1000, page_token=token)
-        found.extend(page)
-        token = page.token
-        if not token:
-            return found
-
-
-def _experiment_ids(client: Any, experiment: str | None) -> list[str]:
-    if experiment is None:
-        return [found.experiment_id for found in client.search_experiments()]
-    found = client.get_experiment_by_name(experiment)
-    return [] if found is None else [found.experiment_id]
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return not _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        import psutil
-    except ImportError:
-        return False
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
-
-
-def _start_of(pid: int) -> float | None:
-    """When the process started (Unix seconds), or None where psutil is missing or may not look."""
-    try:
-        import psutil
-    except ImportError:
-        return None
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return None
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
 PACKAGES = (
-    "kl_comedy",
-    "torch",
-    "transformers",
-    "lightning",
-    "mlflow",
-    "peft",
-    "datasets",
-    "math-verify",
-    "omegaconf",
-    "numpy",
-    "vllm",
-    "accelerate",
+    *("kl_comedy", "torch", "transformers", "lightning", "mlflow", "peft", "datasets", "math-verify", "omegaconf"),
+    *("numpy", "vllm", "accelerate"),
 )
 
 SLURM = {
@@ -159,8 +43,68 @@ SLURM = {
 """The only environment variables that are read."""
 
 GIT_TIMEOUT_S = 10
-MOST_DIFF_BYTES = 2_000_000
-"""A longer change is cut, and says so; its hash is of the whole."""
+MAX_DIFF_CHARACTERS = 2_000_000
+"""A longer diff is cut, with a note; its hash is of the whole."""
+
+
+def process_tags() -> dict[str, str]:
+    """The tags that identify this process: host, pid, start (Unix seconds) and pid namespace (containers)."""
+    start = psutil.Process().create_time()
+    return {HOST: socket.gethostname(), PID: str(os.getpid()), START: f"{start:.2f}", NAMESPACE: _pid_namespace()}
+
+
+def is_dead(tags: Mapping[str, str]) -> bool | None:
+    """Whether the process that ``tags`` names is gone; None where this host cannot tell (another host or container)."""
+    if tags.get(HOST) != socket.gethostname() or tags.get(NAMESPACE, "") != _pid_namespace():
+        return None
+    try:
+        pid = int(tags[PID])
+    except (KeyError, ValueError):
+        return None
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        return bool(tags.get(START)) and abs(process.create_time() - float(tags[START])) > START_TOLERANCE_S
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, ValueError):
+        return False
+
+
+def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
+    """Mark RUNNING runs of this host whose process is gone as FAILED, with the tag ``failure.reason``.
+
+    ``client`` is an ``MlflowClient``; ``experiment`` a name, or None for every experiment of the store. Runs of
+    other hosts are left alone. Returns the ids marked.
+    """
+    ids = [item.experiment_id for item in client.search_experiments() if experiment in (None, item.name)]
+    host = socket.gethostname().replace("'", "")
+    where = f"attributes.status = 'RUNNING' AND tags.`{HOST}` = '{host}'"
+    dead = [run for run in search_runs(client, ids, where) if is_dead(run.data.tags)]
+    for run in dead:
+        client.set_tag(run.info.run_id, "failure.reason", f"process died (pid {run.data.tags[PID]})")
+        client.set_terminated(run.info.run_id, status="FAILED")
+    return [run.info.run_id for run in dead]
+
+
+def search_runs(client: Any, experiment_ids: list[str], where: str = "") -> list[Any]:
+    """All active runs of the experiments that match MLflow's filter, through every page, newest first."""
+    runs: list[Any] = []
+    token = None
+    while experiment_ids:
+        page = client.search_runs(experiment_ids, where, max_results=1000, page_token=token)
+        runs += page
+        token = page.token
+        if not token:
+            break
+    return runs
+
+
+def _pid_namespace() -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 def provenance_tags(repo: Path | None = None) -> dict[str, str]:
@@ -173,12 +117,19 @@ def provenance_tags(repo: Path | None = None) -> dict[str, str]:
         "host.python": platform.python_version(),
         "host.platform": platform.platform(),
         "host.cpus": str(os.cpu_count()),
-        **_hardware(),
-        **_gpus(),
+        "host.cpu": _cpu_model(),
+        "host.memory_gib": f"{psutil.virtual_memory().total / 2**30:.1f}",
+        "host.gpus": _gpu_names(),
     }
     slurm = {tag: os.environ[name] for name, tag in SLURM.items() if os.environ.get(name)}
-    command = shlex.join([Path(sys.argv[0]).name, *map(redact_argument, sys.argv[1:])])
-    return {**_git_tags(repo), **_versions(), **host, **slurm, "command": command}
+    arguments = [argument.partition("=") for argument in sys.argv[1:]]
+    words = [f"{key}={redact(value, key)}" if equals else redact(key) for key, equals, value in arguments]
+    command = shlex.join([Path(sys.argv[0]).name, *words])
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[f"version.{name.replace('-', '_')}"] = importlib.metadata.version(name)
+    return {**_git_tags(repo), **versions, **host, **slurm, "command": command}
 
 
 def provenance_files(folder: Path, repo: Path | None = None) -> list[Path]:
@@ -190,11 +141,11 @@ def provenance_files(folder: Path, repo: Path | None = None) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     packages = sorted({f"{item.name}=={item.version}" for item in importlib.metadata.distributions()}, key=str.lower)
     files = {folder / "packages.txt": "\n".join(packages) + "\n"}
-    root = repo if repo is not None else _own_checkout()
+    root = repo if repo is not None else _package_checkout()
     change = _change(root) if root is not None else ""
     if change:
-        cut = "" if len(change) <= MOST_DIFF_BYTES else f"\n(cut; {len(change)} characters)\n"
-        files[folder / "code.diff"] = "\n".join(map(redact, change[:MOST_DIFF_BYTES].split("\n"))) + cut
+        cut = "" if len(change) <= MAX_DIFF_CHARACTERS else f"\n(cut; {len(change)} characters)\n"
+        files[folder / "code.diff"] = "\n".join(map(redact, change[:MAX_DIFF_CHARACTERS].split("\n"))) + cut
     for file, text in files.items():
         file.write_text(text, encoding="utf-8", errors="replace")
     return list(files)
@@ -214,7 +165,7 @@ def _change(root: Path) -> str:
 
 def _git_tags(repo: Path | None) -> dict[str, str]:
     """``git.commit``, ``git.dirty`` (true, false) and, where dirty, ``git.diff``: a hash of the change."""
-    root = repo if repo is not None else _own_checkout()
+    root = repo if repo is not None else _package_checkout()
     commit = _git(root, "rev-parse", "HEAD") if root else None
     if root is None or commit is None:
         return {"git.commit": "unknown", "git.dirty": "unknown"}
@@ -226,16 +177,16 @@ def _git_tags(repo: Path | None) -> dict[str, str]:
     return tags
 
 
-def _own_checkout() -> Path | None:
+def _package_checkout() -> Path | None:
     file = Path(kl_comedy.__file__ or "")
     return file.parent if _git(file.parent, "ls-files", "--error-unmatch", file.name) else None
 
 
-def _git(root: Path, *words: str, strip: bool = True, codes: tuple[int, ...] = (0,)) -> str | None:
+def _git(root: Path, *arguments: str, strip: bool = True, codes: tuple[int, ...] = (0,)) -> str | None:
     """The output of a git command, or None where git or the repository is missing."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *words],
+            ["git", "-C", str(root), *arguments],
             capture_output=True,
             timeout=GIT_TIMEOUT_S,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
@@ -248,33 +199,16 @@ def _git(root: Path, *words: str, strip: bool = True, codes: tuple[int, ...] = (
     return text.strip() if strip else text
 
 
-def _versions() -> dict[str, str]:
-    tags = {}
-    for name in PACKAGES:
-        try:
-            tags[f"version.{name.replace('-', '_')}"] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return tags
-
-
-def _hardware() -> dict[str, str]:
-    """``host.cpu``: its model. ``host.memory_gib``: of the machine. Absent where the system does not say."""
-    tags = {}
-    try:
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        tags["host.cpu"] = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        if platform.processor():
-            tags["host.cpu"] = platform.processor()
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        tags["host.memory_gib"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f}"
-    return tags
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor()
 
 
-def _gpus() -> dict[str, str]:
-    """``host.gpus``: their names, where torch is loaded and sees any. torch is not imported for this."""
+def _gpu_names() -> str:
+    """Names of the GPUs, where torch is loaded and sees any. torch is not imported for this."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
-        return {"host.gpus": "none"}
-    return {"host.gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))}
+        return "none"
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))

@@ -69,7 +69,7 @@ def stored_config(uri: str, run: Any, folder: Path) -> Path:
         return Path(client.download_artifacts(run.info.run_id, "config/config.yaml", str(folder)))
     except Exception as error:
         raise UserError(
-            f"run {run.info.run_id} has no config that can be fetched ({store.brief(error)}); "
+            f"run {run.info.run_id} has no config that can be fetched ({store.first_line(error)}); "
             "runs keep it when they end"
         ) from error
 

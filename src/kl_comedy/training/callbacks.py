@@ -40,7 +40,7 @@ from kl_comedy.evaluation.evaluate import ChoiceSet, compare
 from kl_comedy.evaluation.likelihood import choice_passes
 from kl_comedy.records import Scored
 from kl_comedy.rollouts.recording import RecordingWriter
-from kl_comedy.tracking import Tracker
+from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.training.build import Parts, eval_sampling
 from kl_comedy.training.checkpoint import CheckpointManager, SaveFailed
 from kl_comedy.training.distributed import World
@@ -228,16 +228,16 @@ def sample_rows(rows: tuple[Scored, ...]) -> list[dict[str, Any]]:
 class MetricsCallback(Callback):
     """Every update's metrics, and a table of sampled completions every ``samples_every`` updates."""
 
-    def __init__(self, tracker: Tracker, samples_every: int) -> None:
+    def __init__(self, tracker: RunLogger, samples_every: int) -> None:
         self._tracker, self._every = tracker, samples_every
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
-        self._tracker.log(pl_module.last_metrics, step=pl_module.version)
+        self._tracker.log_metrics(pl_module.last_metrics, step=pl_module.version)
         if self._every and (pl_module.version == 1 or pl_module.version % self._every == 0):
-            self._tracker.table("samples", sample_rows(batch.rows), step=pl_module.version)
+            self._tracker.log_table("samples", sample_rows(batch.rows), step=pl_module.version)
 
 
 class EvaluationCallback(Callback):
@@ -246,7 +246,7 @@ class EvaluationCallback(Callback):
     ``history``: mean rewards by set and update; ``accuracies``: those of suites by log-prob, which have no reward.
     """
 
-    def __init__(self, parts: Parts, tracker: Tracker, show: Callable[[Result, int], None]) -> None:
+    def __init__(self, parts: Parts, tracker: RunLogger, show: Callable[[Result, int], None]) -> None:
         self._parts, self._tracker, self._show = parts, tracker, show
         self._measure = completion_measure(
             parts.config, loaded=parts.loaded, reference=parts.references["initial"], world=parts.world
@@ -287,15 +287,15 @@ class EvaluationCallback(Callback):
             measure=self._measure,
         )
         self._keep(result, version, result.reward, self.history)
-        self._tracker.table(f"eval/{result.name}", sample_rows(result.rows), step=version)
+        self._tracker.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
 
     def _compare(self, asked: ChoiceSet, version: int) -> None:
         result = compare(self._passes, asked)
         self._keep(result, version, result.accuracy, self.accuracies)
-        self._tracker.table(f"choices/{result.name}", list(result.rows[:SAMPLE_ROWS]), step=version)
+        self._tracker.log_table(f"choices/{result.name}", list(result.rows[:SAMPLE_ROWS]), step=version)
 
     def _keep(self, result: Result, version: int, value: float, history: dict[str, dict[int, float]]) -> None:
-        self._tracker.log(result.metrics(), step=version)
+        self._tracker.log_metrics(result.metrics(), step=version)
         history.setdefault(result.name, {})[version] = value
         self._show(result, version)
 
@@ -325,7 +325,7 @@ class CheckpointCallback(Callback):
     def __init__(
         self,
         manager: CheckpointManager,
-        tracker: Tracker,
+        tracker: RunLogger,
         *,
         every: int,
         steps: int,

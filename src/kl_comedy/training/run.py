@@ -28,8 +28,8 @@ from kl_comedy.kl import resolve_terms
 from kl_comedy.lab.audit.callback import AuditCallback, check_audit
 from kl_comedy.models import onednn_linear as products
 from kl_comedy.records import Scored
-from kl_comedy.tracking import Tracker, provenance_files, provenance_tags
-from kl_comedy.tracking.logger import Untracked
+from kl_comedy.tracking import provenance_files, provenance_tags
+from kl_comedy.tracking.logger import NullLogger, RunLogger
 from kl_comedy.training.build import Parts, build, kl_label, policy_tags, stream_for, term_tags
 from kl_comedy.training.callbacks import (
     CheckpointCallback,
@@ -128,21 +128,21 @@ def _train_in(
     checkpoint = CheckpointManager(root=run.checkpoints, keep=1, world=parts.world).newest() if resume else None
     step = None if checkpoint is None else step_of(checkpoint)
     tags = {**place_tags(), **_identity(parts), "run.command": command, "run.dir": str(run.path)}
-    start = Tracker.start if parts.world.first else Untracked.start
-    tracker = start(
-        config.tracking,
-        run_dir=run.path,
-        run_name=run.path.name,
-        params=flatten(to_plain(config)),
-        tags=tags,
-        resume=resume,
-        resume_step=step,
-        live=config.train.checkpoint_every == 0,
-    )
+    tracker: RunLogger | NullLogger = NullLogger()
     if parts.world.first:
+        tracker = RunLogger.start(
+            config.tracking,
+            run_dir=run.path,
+            run_name=run.path.name,
+            params=flatten(to_plain(config)),
+            tags=tags,
+            resume=resume,
+            resume_step=step,
+            live=config.train.checkpoint_every == 0,
+        )
         place = "provenance" if not resume else f"provenance/resumed-at-{step or 0}"
         for file in provenance_files(run.path / place):
-            tracker.artifact(file, folder=place)
+            tracker.log_artifact(file, folder=place)
     words = f"resuming at update {step or 0} of" if resume else "training for"
     console.print(f"{words} {config.train.steps} updates in {run.path}", soft_wrap=True, highlight=False)
     return _fit(run, parts, tracker, console, command, request, checkpoint=checkpoint, started=started)
@@ -151,7 +151,7 @@ def _train_in(
 def _fit(
     run: RunDir,
     parts: Parts,
-    tracker: Tracker,
+    tracker: RunLogger | NullLogger,
     console: Console,
     command: str,
     request: StopRequest,
@@ -195,7 +195,7 @@ def _fit(
 def _fit_and_write(
     run: RunDir,
     parts: Parts,
-    tracker: Tracker,
+    tracker: RunLogger | NullLogger,
     command: str,
     request: StopRequest,
     trainer: lightning.Trainer,
@@ -327,10 +327,16 @@ def _evaluate_command(run: RunDir, config: Config) -> str:
 
 
 def _end(
-    run: RunDir, tracker: Tracker, status: str, reason: str | None, config: Config, command: str, **found: Any
+    run: RunDir,
+    tracker: RunLogger | NullLogger,
+    status: str,
+    reason: str | None,
+    config: Config,
+    command: str,
+    **found: Any,
 ) -> dict[str, Any]:
     """Close the tracker and write the summary."""
-    tracker.artifact(run.path / "config.yaml", folder="config")
+    tracker.log_artifact(run.path / "config.yaml", folder="config")
     tracker.finish(status, reason)
     summary = {
         "status": status,
@@ -346,7 +352,7 @@ def _end(
         "run_id": tracker.run_id,
         **found,
     }
-    if isinstance(tracker, Untracked):
+    if isinstance(tracker, NullLogger):
         return summary
     try:
         run.write_summary(summary)

@@ -17,7 +17,7 @@ from kl_comedy.lab.audit.measure import audit_blocks, equal_blocks, select
 from kl_comedy.lab.audit.report import AuditReport
 from kl_comedy.lab.audit.statistics import MINIMUM_BLOCKS
 from kl_comedy.records import Scored
-from kl_comedy.tracking import Tracker
+from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.module import PolicyModule
 
@@ -57,7 +57,7 @@ class AuditCallback(Callback):
     The check of beta is made at the first audit of the process; a term that fails it is warned about.
     """
 
-    def __init__(self, config: AuditConfig, tracker: Tracker) -> None:
+    def __init__(self, config: AuditConfig, tracker: RunLogger) -> None:
         self._config, self._tracker = config, tracker
         self._found: dict[str, float] = {}
         self._checked = False
@@ -82,7 +82,7 @@ class AuditCallback(Callback):
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._found:
-            self._tracker.log(self._found, step=pl_module.version)
+            self._tracker.log_metrics(self._found, step=pl_module.version)
 
     def _audit(self, module: PolicyModule, rows: Sequence[Scored]) -> AuditReport:
         on_policy = not is_off_policy(module.config)
