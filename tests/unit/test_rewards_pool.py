@@ -18,13 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.processes import BrokenChannel
 from kl_comedy.registry import REWARDS, load_plugin_file
 from kl_comedy.rewards import Job, RewardPool, score
 from kl_comedy.rewards import pool as batch
-from kl_comedy.rewards.pool import HEADER, MAX_REPLY, WorkerLost, WorkerProcess
+from kl_comedy.rewards.pool import parse_reply
 
 PLUGIN = """
 import os, signal, sys, time
+from kl_comedy.processes import BrokenChannel
 from kl_comedy.registry import REWARDS
 
 def busy(seconds):
@@ -293,15 +295,10 @@ def test_a_reward_of_the_script_itself_is_refused_with_the_way_out() -> None:
         del REWARDS._entries["of_main"]
 
 
-def test_frames_that_are_not_ours_are_the_end_of_a_worker() -> None:
-    worker = WorkerProcess(memory_bytes=2 << 30)
-    try:
-        for frame in (HEADER.pack(MAX_REPLY + 1), HEADER.pack(2) + b"{x", HEADER.pack(2) + b"[]"):
-            worker._incoming = bytearray(frame)
-            with pytest.raises(WorkerLost):
-                worker._frame()
-    finally:
-        worker.kill()
+def test_a_reply_that_is_no_frame_or_no_json_object_breaks_the_channel() -> None:
+    for body in (b"{x", b"[]", b"\xff"):
+        with pytest.raises(BrokenChannel):
+            parse_reply(body)
 
 
 SCRIPT = """

@@ -193,5 +193,5 @@ def test_clean_text_can_be_encoded_and_has_no_controls(text: str) -> None:
 @given(st.integers(0, 40), st.sampled_from(["{}", "()", "[]"]))
 def test_depth_counts_nesting_from_either_side(levels: int, pair: str) -> None:
     nested = pair[0] * levels + "x" + pair[1] * levels
-    assert guards.depth(nested) == guards.depth(nested[levels:]) == levels
-    assert guards.depth((pair + " ") * 50) == 1
+    assert guards.nesting_depth(nested) == guards.nesting_depth(nested[levels:]) == levels
+    assert guards.nesting_depth((pair + " ") * 50) == 1

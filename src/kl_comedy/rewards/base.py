@@ -1,13 +1,12 @@
 """What a reward function is, and how its options are checked before a run begins.
 
-A reward function reads one completion and says how good it is. It is pure: the same text, answer, meta
-and options give the same verdict. Options are keyword-only parameters with defaults; their annotations
-are what :func:`check_options` checks. Facts a registration declares beside ``source``:
+A reward function is pure: the same text, answer, meta and options give the same verdict. Options are keyword-only
+parameters with defaults; :func:`check_options` checks their annotations. Facts declared beside ``source``:
 
 - ``isolated``: the completion can make it slow or large, so it runs in the worker pool, on a clock;
 - ``imports``: modules the worker imports before the clock starts;
-- ``examples``: cases ``{completion, answer, value, meta?, options?, status?}`` that hold for it. They warm
-  a worker up, validate the options of cheap functions, and are run by the tests.
+- ``examples``: cases ``{completion, answer, value, meta?, options?, status?}`` that hold for it. A new worker runs
+  them first, they validate the options of cheap functions, and the tests run them.
 """
 
 from __future__ import annotations
@@ -74,7 +73,14 @@ def check_options(name: str, options: Mapping[str, Any], *, key: str = "rewards"
     contradictions between options surface before a run. Raises :class:`UserError`.
     """
     entry = REWARDS.get(name, key=f"{key}.name")
-    allowed = _parameters(entry)
+    hints = typing.get_type_hints(entry.fn)
+    allowed = {
+        parameter.name: hints.get(parameter.name, Any)
+        for parameter in inspect.signature(entry.fn).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    if entry.facts.get("isolated"):
+        allowed[TIMEOUT_OPTION] = float
     for option, value in options.items():
         if option not in allowed:
             raise bad_value(f"{key}.options", option, sorted(allowed), f"options of reward {name}")
@@ -87,17 +93,6 @@ def check_options(name: str, options: Mapping[str, Any], *, key: str = "rewards"
             except UserError as error:
                 raise UserError(f"{key}: reward {name}: {error}") from error
     return entry
-
-
-def _parameters(entry: Entry[Callable[..., Any]]) -> dict[str, Any]:
-    """The options of an entry by name, with their type hints."""
-    hints = typing.get_type_hints(entry.fn)
-    allowed = {
-        parameter.name: hints.get(parameter.name, Any)
-        for parameter in inspect.signature(entry.fn).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    return {**allowed, TIMEOUT_OPTION: float} if entry.facts.get("isolated") else allowed
 
 
 def _check_type(key: str, value: Any, hint: Any) -> None:
@@ -135,7 +130,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _readable(hint: Any) -> list[str] | str:
-    """A hint as an error message names it."""
+    """How an error message names a hint."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return [str(arg) for arg in args]

@@ -13,8 +13,8 @@ from typing import Any
 
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
-from kl_comedy.rewards import text as guards
 from kl_comedy.rewards.base import BadGold
+from kl_comedy.rewards.text import clean, nesting_depth, tail
 
 
 @REWARDS.register(
@@ -44,21 +44,20 @@ def math_verify(
     """1 where the completion's final answer equals the gold mathematically, else 0.
 
     The gold is always wrapped before parsing (:func:`wrapped`). ``unparseable``: no answer found.
-    ``refused``: a guard tripped (nesting above ``max_depth``, a number of more than ``max_digits`` digits).
-    Text before the last ``max_chars`` characters is not read. Among several formulas the last counts, and
+    ``refused``: nesting above ``max_depth``, or a number of more than ``max_digits`` digits. Text before the last ``max_chars`` characters is not read. Among several formulas the last counts, and
     several boxes outside formulas are one answer together, a set (math-verify's defaults).
     Raises :class:`BadGold` where the gold itself cannot be parsed.
     """
-    text = guards.clean(guards.tail(completion, max_chars))
-    if guards.depth(text) > max_depth or guards.has_long_number(text, max_digits):
+    text = clean(tail(completion, max_chars))
+    if nesting_depth(text) > max_depth or re.search(rf"\d{{{max_digits + 1}}}", text):
         return Reward(value=0.0, status="refused")
-    gold = _parsed_gold(answer)
-    found = _parse(text)
-    if not found:
-        return Reward(value=0.0, status="unparseable")
-    from math_verify import verify
+    from math_verify import parse, verify
 
-    equal = verify(gold, found, float_rounding=float_rounding, timeout_seconds=None)
+    gold = _parsed_gold(answer)
+    given = parse(text, parsing_timeout=None)
+    if not given:
+        return Reward(value=0.0, status="unparseable")
+    equal = verify(gold, given, float_rounding=float_rounding, timeout_seconds=None)
     return Reward(value=float(bool(equal)))
 
 
@@ -83,13 +82,9 @@ def wrapped(gold: str) -> str:
 @lru_cache(maxsize=4096)
 def _parsed_gold(answer: str) -> list[Any]:
     """The parsed gold. Failures raise, so that they are not cached."""
-    gold = _parse(wrapped(answer))
+    from math_verify import parse
+
+    gold = list(parse(wrapped(answer), parsing_timeout=None))
     if not gold:
         raise BadGold(f"math_verify cannot parse the gold answer {answer!r}")
     return gold
-
-
-def _parse(text: str) -> list[Any]:
-    from math_verify import parse
-
-    return list(parse(text, parsing_timeout=None))

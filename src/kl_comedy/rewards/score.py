@@ -1,4 +1,4 @@
-"""Scores: one reward over a batch of texts, or the weighted sum of several over rollouts, parts kept."""
+"""Scores: one reward over a batch of texts, or the weighted sum of several over rollouts."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ def score(
     """
     entry = check_options(name, options, key=f"score({name!r})")
     metas = [{}] * len(completions) if metas is None else metas
-    _check_texts(completions, answers, metas)
-    return _run(entry, options, completions, answers, metas, pool)
-
-
-def _check_texts(completions: Sequence[str], answers: Sequence[str], metas: Sequence[Mapping[str, Any]]) -> None:
     for key, texts in (("completions", completions), ("answers", answers)):
         if isinstance(texts, str):
             raise bad_value(key, texts[:40], "a list of strings")
@@ -47,6 +42,7 @@ def _check_texts(completions: Sequence[str], answers: Sequence[str], metas: Sequ
         raise UserError(
             f"score: {len(completions)} completions, {len(answers)} answers and {len(metas)} metas do not pair up"
         )
+    return _run(entry, options, completions, answers, metas, pool)
 
 
 def _run(
@@ -57,27 +53,27 @@ def _run(
     metas: Sequence[Mapping[str, Any]],
     pool: RewardPool | None,
 ) -> list[Reward]:
-    own = {key: value for key, value in options.items() if key != TIMEOUT_OPTION}
+    passed = {key: value for key, value in options.items() if key != TIMEOUT_OPTION}
     items = zip(completions, answers, metas, strict=True)
+    pool = pool or shared_pool()
     if entry.facts.get("isolated"):
         timeout_s = float(options.get(TIMEOUT_OPTION, TIMEOUT_S))
-        jobs = [
-            Job(name=entry.name, completion=text, answer=answer, meta=meta, options=own, timeout_s=timeout_s)
-            for text, answer, meta in items
-        ]
-        return (pool or shared_pool()).run(jobs)
-    return [_in_process(entry, own, *item, pool or shared_pool()) for item in items]
-
-
-def _in_process(
-    entry: Entry[Any], own: Mapping[str, Any], text: str, answer: str, meta: Mapping[str, Any], pool: RewardPool
-) -> Reward:
-    try:
-        reward = normalized(entry.fn(text, answer, meta, **own), name=entry.name)
-    except BadGold as error:
-        pool.warn_bad_gold(str(error))
-        reward = Reward(value=0.0, status="refused")
-    return Reward(value=reward.value, status=reward.status, parts={entry.name: reward.value, **reward.parts})
+        return pool.run(
+            [
+                Job(name=entry.name, completion=text, answer=answer, meta=meta, options=passed, timeout_s=timeout_s)
+                for text, answer, meta in items
+            ]
+        )
+    rewards = []
+    for text, answer, meta in items:
+        try:
+            reward = normalized(entry.fn(text, answer, meta, **passed), name=entry.name)
+        except BadGold as error:
+            pool.warn_bad_gold(str(error))
+            reward = Reward(value=0.0, status="refused")
+        parts = {entry.name: reward.value, **reward.parts}
+        rewards.append(Reward(value=reward.value, status=reward.status, parts=parts))
+    return rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +98,19 @@ class RewardSum:
     def __init__(self, configs: Sequence[RewardConfig], *, pool: RewardPool | None = None) -> None:
         if not configs:
             raise UserError("rewards: needs at least one reward, as in [{name: math_verify}]")
-        self.parts = _parts(configs)
-        self._owned = None if pool else RewardPool()
-        self.pool = pool or self._owned
+        self.parts: list[_Part] = []
+        for index, config in enumerate(configs):
+            key = f"rewards.{index}"
+            entry = check_options(config.name, config.options, key=key)
+            if isinstance(config.weight, bool) or not math.isfinite(config.weight):
+                raise bad_value(f"{key}.weight", config.weight, "a finite number")
+            earlier = sum(part.entry.name == config.name for part in self.parts)
+            label = f"{config.name}_{earlier + 1}" if earlier else config.name
+            self.parts.append(
+                _Part(label=label, weight=float(config.weight), entry=entry, options=dict(config.options))
+            )
+        self._closes_pool = pool is None
+        self.pool = pool or RewardPool()
 
     def __enter__(self) -> RewardSum:
         return self
@@ -113,9 +119,9 @@ class RewardSum:
         self.close()
 
     def close(self) -> None:
-        """End the workers of a pool of its own; a pool that was given stays open."""
-        if self._owned is not None:
-            self._owned.close()
+        """End the workers, unless the pool was given."""
+        if self._closes_pool:
+            self.pool.close()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """Each rollout with its reward, in order."""
@@ -157,17 +163,3 @@ class RewardSum:
             status=max((reward.status for reward in row), key=STATUSES.index),
             parts=parts,
         )
-
-
-def _parts(configs: Sequence[RewardConfig]) -> list[_Part]:
-    """The summands, checked. Raises :class:`UserError` naming ``rewards.<index>`` and the key at fault."""
-    parts: list[_Part] = []
-    for index, config in enumerate(configs):
-        key = f"rewards.{index}"
-        entry = check_options(config.name, config.options, key=key)
-        if isinstance(config.weight, bool) or not math.isfinite(config.weight):
-            raise bad_value(f"{key}.weight", config.weight, "a finite number")
-        earlier = sum(part.entry.name == config.name for part in parts)
-        label = f"{config.name}_{earlier + 1}" if earlier else config.name
-        parts.append(_Part(label=label, weight=float(config.weight), entry=entry, options=dict(config.options)))
-    return parts

@@ -1,11 +1,7 @@
-"""Cheap, linear checks on hostile text before anything that can be slow looks at it.
+"""Rewards that read text by plain rules (final answer, chosen letter, length, form), and cheap checks on hostile text.
 
-They do not decide how long an item may take (the pool's clock does); they make the common attacks cost
-microseconds instead of the whole limit.
-
-Rewards that read a final answer by plain string rules: fast, linear in the text, run in process.
-
-Whether a completion has the asked form, whatever it answers.
+All but ``format`` are linear in the text and run in process. The checks do not decide how long an item may take (the
+pool's clock does); they make common attacks cost microseconds instead of the whole limit.
 """
 
 from __future__ import annotations
@@ -50,39 +46,27 @@ def tail(text: str, max_chars: int) -> str:
     return rest if newline and rest.strip() else end
 
 
-def depth(text: str) -> int:
+def nesting_depth(text: str) -> int:
     """The deepest nesting of ``{([`` in ``text``; braces count across lines, the others within one line.
 
     Closers without openers count as well: the openers may lie before the part of the text that was kept.
 
-    >>> depth("{{(x)}}"), depth("a) {"), depth("}" * 9)
+    >>> nesting_depth("{{(x)}}"), nesting_depth("a) {"), nesting_depth("}" * 9)
     (3, 1, 9)
     """
     brackets = re.findall(r"[{}()\[\]\n]", text)
-    mirrored = [_MIRROR.get(char, char) for char in reversed(brackets)]
-    return max(_depth(brackets), _depth(mirrored))
-
-
-def _depth(brackets: list[str]) -> int:
-    deepest = braces = others = 0
-    for char in brackets:
-        if char == "\n":
-            others = 0
-        elif char == "{":
-            braces += 1
-        elif char == "}":
-            braces = max(braces - 1, 0)
-        elif char in "([":
-            others += 1
-        else:
-            others = max(others - 1, 0)
-        deepest = max(deepest, braces + others)
+    deepest = 0
+    for direction in (brackets, [_MIRROR.get(char, char) for char in reversed(brackets)]):
+        braces = others = 0
+        for char in direction:
+            if char == "\n":
+                others = 0
+            elif char in "{}":
+                braces = max(braces + (1 if char == "{" else -1), 0)
+            else:
+                others = max(others + (1 if char in "([" else -1), 0)
+            deepest = max(deepest, braces + others)
     return deepest
-
-
-def has_long_number(text: str, max_digits: int) -> bool:
-    """Whether ``text`` holds a run of more than ``max_digits`` digits."""
-    return re.search(rf"\d{{{max_digits + 1}}}", text) is not None
 
 
 MARKERS = ("####", "A:", "=")
@@ -129,7 +113,9 @@ def exact_answer(
     if gold is None:
         given = _plain(segment)
         return Reward(value=float(given == _plain(answer)), status="ok" if given else "unparseable")
-    numbers = numbers_in(_without_arithmetic(segment))
+    # Calculations that are not carried out are no answers: "2 + 3 is 5" leaves " is 5".
+    segment = _ARITHMETIC.sub(lambda match: match.group() if _FRACTION.fullmatch(match.group()) else " ", segment)
+    numbers = numbers_in(segment)
     if not numbers:
         return Reward(value=0.0, status="unparseable")
     return Reward(value=float(numbers[0 if marked else -1] == gold))
@@ -141,22 +127,13 @@ def final_segment(text: str, markers: tuple[str, ...] = MARKERS) -> tuple[str, b
     >>> final_segment("1 + 2 = 3 apples\\nDone")
     ('3 apples', True)
     """
-    ends = [match.end() for marker in markers for match in re.finditer(_word(marker), text)]
+    # A marker that begins with a letter does not match inside a word.
+    patterns = [(r"(?<!\w)" if marker[:1].isalnum() else "") + re.escape(marker) for marker in markers]
+    ends = [match.end() for pattern in patterns for match in re.finditer(pattern, text)]
     after = text[max(ends) :].strip() if ends else ""
     if after:
         return after.split("\n", 1)[0].strip(), True
-    lines = text.strip().split("\n")
-    return lines[-1].strip(), False
-
-
-def _word(marker: str) -> str:
-    """The pattern of a marker; one that begins with a letter does not match inside a word."""
-    return (r"(?<!\w)" if marker[:1].isalnum() else "") + re.escape(marker)
-
-
-def _without_arithmetic(text: str) -> str:
-    """``text`` without calculations that are not carried out: ``2 + 3 is 5`` leaves `` is 5``."""
-    return _ARITHMETIC.sub(lambda match: match.group() if _FRACTION.fullmatch(match.group()) else " ", text)
+    return text.strip().split("\n")[-1].strip(), False
 
 
 def number(text: str) -> Fraction | None:
@@ -241,8 +218,8 @@ def chosen_letter(text: str, letters: str) -> str | None:
     text = "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())  # keeps the patterns linear
     forms = ((_BOXED, 0), (_STATED, re.IGNORECASE), (_BRACKETED, 0), (_LINE, re.MULTILINE), (_LONE, 0))
     for form, flags in forms:
-        found = re.findall(form.format(letters=letters), text, flags)
-        capitals = [letter for letter in found if letter.isupper() or form is not _STATED]
+        matches = re.findall(form.format(letters=letters), text, flags)
+        capitals = [letter for letter in matches if letter.isupper() or form is not _STATED]
         if capitals:
             return str(capitals[-1]).upper()
     return None

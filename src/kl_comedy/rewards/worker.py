@@ -20,14 +20,14 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import psutil
 
 from kl_comedy.errors import UserError
+from kl_comedy.processes import read_frame, write_frame
 from kl_comedy.registry import REWARDS, load_plugin_file
 from kl_comedy.rewards.base import BadGold, example_call, normalized
-from kl_comedy.rewards.pool import HEADER
 
 ORPHAN_MARGIN = 2.0
 """The kernel's timer fires at this multiple of the limit: the parent decides first, while there is one."""
@@ -35,31 +35,23 @@ ORPHAN_MARGIN = 2.0
 
 def main(memory_bytes: int, parent: int) -> None:
     """Serve until the input ends, within ``memory_bytes`` of address space, as long as process ``parent`` lives."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent closes us
     if sys.platform != "darwin":  # which refuses RLIMIT_AS
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)  # what a library prints must not look like a verdict
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    while (message := _read(jobs)) is not None:
-        reply = _warm(*message[1:]) if message[0] == "warm" else _judge(*message[1:])
-        body = json.dumps({**reply, "cpu_s": time.process_time(), "rss_bytes": _memory()}).encode()
-        replies.write(HEADER.pack(len(body)) + body)
+    while (frame := read_frame(jobs)) is not None:
+        kind, *arguments = pickle.loads(frame)
+        reply = _warm(*arguments) if kind == "warm" else _judge(*arguments)
+        # Resident bytes now, not the peak of getrusage: Linux hands the parent's peak on to its children, so a worker
+        # of a trainer with gigabytes in memory would look too large from the start.
+        usage = {"cpu_s": time.process_time(), "rss_bytes": int(psutil.Process().memory_info().rss)}
+        write_frame(replies, json.dumps({**reply, **usage}).encode())
     os._exit(0)  # nothing to clean up, and tearing sympy down takes half a second
-
-
-def _read(jobs: BinaryIO) -> tuple[Any, ...] | None:
-    header = jobs.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    body = jobs.read(size)
-    return pickle.loads(body) if len(body) == size else None
 
 
 def _warm(name: str, origin: str, plugin: str | None) -> dict[str, Any]:
@@ -87,12 +79,12 @@ def _warm(name: str, origin: str, plugin: str | None) -> dict[str, Any]:
 def _judge(
     name: str, completion: str, answer: str, meta: Mapping[str, Any], options: dict[str, Any], limit: float
 ) -> dict[str, Any]:
-    """The verdict on one item. A worker that ran out of memory says so and leaves, as its heap is suspect."""
+    """The verdict on one item. After running out of memory the parent replaces this worker: its heap is suspect."""
     signal.setitimer(signal.ITIMER_PROF, ORPHAN_MARGIN * limit + 1.0)  # SIGPROF's default action is to terminate
     try:
         reward = normalized(REWARDS.get(name).fn(completion, answer, meta, **options), name=name)
     except MemoryError:
-        return {"value": 0.0, "status": "refused", "parts": {}, "spent": True}
+        return {"value": 0.0, "status": "refused", "parts": {}, "out_of_memory": True}
     except BadGold as error:
         return {"value": 0.0, "status": "refused", "parts": {}, "bad_gold": str(error)}
     except UserError as error:
@@ -104,13 +96,7 @@ def _judge(
     return {"value": reward.value, "status": reward.status, "parts": dict(reward.parts)}
 
 
-def _memory() -> int:
-    """Bytes resident now. Not the peak of ``getrusage``: Linux hands that of the parent on to its children, so
-    a worker of a trainer with gigabytes in memory would look bloated from birth."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def _leave_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End this process soon after its parent has ended, for functions that wait rather than compute."""
     while os.getppid() == parent:
         time.sleep(1.0)

@@ -1,0 +1,281 @@
+"""Child processes: started in a session of their own, talked to in frames, ended with everything they started.
+
+Run as a script (``python -P processes.py COMMAND ...``), this file runs the command until its standard input closes,
+then kills the process group, so the command cannot outlive its parent however the parent ends
+(``ChildProcess(ends_with_parent=True)``). Therefore only the standard library is imported at the top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+LOOPBACK = "127.0.0.1"
+GROUP_END_S = 20.0
+"""How long :meth:`ChildProcess.kill` waits for the other processes of the group to disappear."""
+LINE_LIMIT = 400
+"""Characters of a log line that go into an error message."""
+
+
+class ChildProcess:
+    """A command in a session of its own: a Ctrl-C in the terminal does not reach it, and its group can be killed.
+
+    Output goes to the end of the file ``log``, or is inherited. ``pipes`` makes ``stdin`` and ``stdout`` available
+    (stderr is then inherited).
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path | None = None,
+        pipes: bool = False,
+        ends_with_parent: bool = False,
+        pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+    ) -> None:
+        self.log = log
+        supervisor = [sys.executable, "-P", __file__] if ends_with_parent else []
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log or os.devnull, "ab") as output:
+            self._process = subprocess.Popen(
+                [*supervisor, *command],
+                stdin=subprocess.PIPE if pipes or ends_with_parent else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if pipes else (output if log is not None else None),
+                stderr=subprocess.STDOUT if log is not None else None,
+                bufsize=0,
+                pass_fds=pass_fds,
+                env=None if env is None else dict(env),
+                cwd=cwd,
+                start_new_session=True,
+            )
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        """Of the command (of its supervisor with ``ends_with_parent``); also the number of the process group."""
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, minus the number of the signal that ended it; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def alive(self) -> bool:
+        return self.status is None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended within ``timeout_s`` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return not self.alive
+
+    def terminate(self, grace_s: float) -> int:
+        """SIGTERM to the group, SIGKILL after ``grace_s`` seconds; the exit status."""
+        self._signal(signal.SIGTERM)
+        self.wait(grace_s)
+        return self.kill()
+
+    def kill(self) -> int:
+        """SIGKILL the whole group, wait until it is gone (at most :data:`GROUP_END_S`), close the pipes; the status."""
+        self._signal(signal.SIGKILL)
+        status = self._process.wait()
+        deadline = time.monotonic() + GROUP_END_S
+        while _group_exists(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._close_pipes()
+        return status
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited pipe ends; the process itself belongs to the parent."""
+        self._close_pipes()
+        self._process.returncode = 0  # else Popen warns that the process still runs
+
+    def last_error(self) -> str:
+        """What the log says went wrong; see :func:`last_error_line`."""
+        if self.log is None:
+            return "(it has no log)"
+        return last_error_line(self.log.read_text(errors="replace").splitlines())
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError where all are zombies
+            os.killpg(self.pid, number)
+
+    def _close_pipes(self) -> None:
+        for pipe in (self.stdin, self.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+def describe_status(status: int) -> str:
+    """An exit status in words.
+
+    >>> describe_status(-9), describe_status(3)
+    ('was killed by signal 9 (out of memory?)', 'ended with status 3')
+    """
+    if status < 0:
+        return f"was killed by signal {-status}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+    return f"ended with status {status}"
+
+
+def last_error_line(lines: Sequence[str]) -> str:
+    """The last line of a log that names an error, else the last line that is not empty.
+
+    >>> last_error_line(["ValueError: no such model", "goodbye", ""])
+    'ValueError: no such model'
+    """
+    texts = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in texts if "Error:" in line and "Traceback" not in line]
+    causes = [line for line in errors if "See root cause above" not in line and "initialization failed" not in line]
+    return (causes or errors or texts or ["(its log is empty)"])[-1][-LINE_LIMIT:]
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port of ``host`` on which nothing listens at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _group_exists(group: int) -> bool:
+    """Whether a process of the group still runs; one that has ended and is not reaped yet does not count."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+@dataclass
+class RestartLimit:
+    """Counts failures in a row; :meth:`fail` returns whether another start is allowed."""
+
+    limit: int
+    failures: int = 0
+
+    def fail(self) -> bool:
+        self.failures += 1
+        return self.failures <= self.limit
+
+    def reset(self) -> None:
+        self.failures = 0
+
+
+FRAME_HEADER = struct.Struct(">Q")
+"""A frame is its length in eight bytes, then its bytes."""
+_CHUNK_BYTES = 1 << 16
+
+
+class BrokenChannel(Exception):
+    """The other end is gone, or what it sends is no frame."""
+
+
+class FrameChannel:
+    """Frames to and from another process. No call blocks, so a stopped process cannot stop this one."""
+
+    def __init__(self, read_fd: int, write_fd: int, *, max_bytes: int) -> None:
+        self.read_fd, self.write_fd, self._max_bytes = read_fd, write_fd, max_bytes
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
+        self._outgoing = memoryview(b"")
+        self._incoming = bytearray()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether :meth:`flush` must be called again."""
+        return len(self._outgoing) > 0
+
+    def send(self, body: bytes) -> None:
+        """Queue one frame (after the previous one has left) and write as much of it as the pipe takes."""
+        self._outgoing = memoryview(FRAME_HEADER.pack(len(body)) + body)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the pipe takes. Raises :class:`BrokenChannel`."""
+        try:
+            while self._outgoing:
+                self._outgoing = self._outgoing[os.write(self.write_fd, self._outgoing[:_CHUNK_BYTES]) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise BrokenChannel(str(error)) from error
+
+    def receive(self) -> bytes | None:
+        """The next whole frame, or None while it has not all arrived. Raises :class:`BrokenChannel`."""
+        try:
+            while data := os.read(self.read_fd, _CHUNK_BYTES):
+                self._incoming += data
+                if len(data) < _CHUNK_BYTES:
+                    break
+            else:
+                raise BrokenChannel("end of file")
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise BrokenChannel(str(error)) from error
+        if len(self._incoming) < FRAME_HEADER.size:
+            return None
+        (size,) = FRAME_HEADER.unpack_from(self._incoming)
+        if size > self._max_bytes:
+            raise BrokenChannel(f"a frame of {size} bytes")
+        end = FRAME_HEADER.size + size
+        if len(self._incoming) < end:
+            return None
+        body = bytes(self._incoming[FRAME_HEADER.size : end])
+        del self._incoming[:end]
+        return body
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The next frame of a blocking stream; None at its end."""
+    header = stream.read(FRAME_HEADER.size)
+    if len(header) < FRAME_HEADER.size:
+        return None
+    (size,) = FRAME_HEADER.unpack(header)
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def write_frame(stream: BinaryIO, body: bytes) -> None:
+    """Write one frame to a blocking stream."""
+    stream.write(FRAME_HEADER.pack(len(body)) + body)
+
+
+def _supervise(command: Sequence[str]) -> None:
+    """Run ``command`` in this process's group; kill the group when it ends or when standard input closes."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # the command decides; exec resets its handler
+
+    def kill_when_input_closes() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    threading.Thread(target=kill_when_input_closes, daemon=True).start()
+    child.wait()
+    os.killpg(0, signal.SIGKILL)  # processes the command left behind, and this one
+
+
+if __name__ == "__main__":
+    _supervise(sys.argv[1:])
