@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError
 from kl_comedy.kl import BetaSchedule, BetaState, BetaTarget, KLTerm, kl_diagnostics, kl_surrogate, resolve_terms
 from kl_comedy.kl.corrections import weights_of
@@ -83,7 +84,7 @@ def test_low_precision_is_promoted():
 )
 def test_impossible_cells_give_their_reason(fields, reason):
     with pytest.raises(UserError, match="impossible KL term") as error:
-        KLTerm.from_mapping(fields, "kl.0")
+        parse_record(KLTerm, fields, key="kl.0")
     assert reason in str(error.value) and str(error.value).startswith("kl.0")
 
 
@@ -95,9 +96,9 @@ def test_impossible_cells_give_their_reason(fields, reason):
         ([{"estimator": "k1", "beta": "big"}], ["kl.0.beta", "'big'"]),
         ([{"estimator": "k1", "beta": float("nan")}], ["kl.0.beta", "finite"]),
         ([{"estimator": "k1", "beta": {"target": -1}}], ["kl.0.beta.target", "above 0"]),
-        ([{"estimator": "k1", "beta": {"start": 1}}], ["kl.0.beta", "missing: end, steps"]),
+        ([{"estimator": "k1", "beta": {"start": 1}}], ["kl.0.beta", "needs end"]),
         ([{"estimator": "k_lambda", "options": {"lambda": 1}}], ["kl.0.options.lambda", "allowed: lam"]),
-        ([{"beta": 1}], ["kl.0", "needs an estimator"]),
+        ([{"beta": 1}], ["kl.0", "needs estimator"]),
         ("grppo", ["kl", "'grpo'"]),
         (3, ["kl", "recipe"]),
         ({"estimator": "k1"}, ["kl", "a list of terms"]),
@@ -115,9 +116,9 @@ def test_bad_terms_name_the_key_and_the_nearest(value, says):
 def test_terms_read_back_from_what_they_write():
     for entry in RECIPES:
         for term in entry.fn():
-            assert KLTerm.from_mapping(term.to_mapping(), "kl.0") == term
+            assert parse_record(KLTerm, term.to_mapping()) == term
     scheduled = KLTerm("k3", placement="loss", beta=BetaSchedule(start=1.0, end=0.0, steps=10))
-    assert KLTerm.from_mapping(scheduled.to_mapping(), "kl.0") == scheduled
+    assert parse_record(KLTerm, scheduled.to_mapping()) == scheduled
 
 
 @given(st.floats(0.01, 10.0), st.floats(0.0, 50.0))
@@ -169,8 +170,8 @@ def test_a_cap_on_each_ratio_bounds_the_product():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"input_clamp": -1.0}, "input_clamp must be a number above 0"),
-        ({"output_clamp": True}, "output_clamp must be a number above 0"),
+        ({"input_clamp": -1.0}, "input_clamp: .* above 0"),
+        ({"output_clamp": True}, "output_clamp: .* a number"),
         ({"window": 2}, "has no prefix"),
         ({"window": 0, "correction": "prefix"}, "at least 1"),
         ({"estimator": "exact", "input_clamp": 1.0}, "reads none"),

@@ -253,6 +253,7 @@ def _asked(
     names: list[str], terms: list[str], estimators: list[str], matrix: bool, plugins: list[Path]
 ) -> tuple[_Asked, list[str]]:
     """What the command line asks for, and the claims of plugin estimators that are broken already."""
+    from kl_comedy.config.validate import parse_record
     from kl_comedy.kl.claims import cells
     from kl_comedy.kl.oracle.estimator_claims import broken_claims
     from kl_comedy.kl.term import KLTerm
@@ -267,7 +268,7 @@ def _asked(
     for name in names:
         _add_name(asked, name)
     for text in terms:
-        term = KLTerm.from_mapping(_mapping(text), "--term")
+        term = parse_record(KLTerm, _mapping(text), key="--term")
         asked.add(term.label(), [term])
     if not (names or terms or estimators or matrix):
         estimators = new

@@ -17,10 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from kl_comedy.config.combinations import check_combinations
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, parse_record, without_none
@@ -63,6 +59,9 @@ def config_reader(path: str | Path | None) -> Callable[[Sequence[str]], Config]:
 
 
 def _finish(plain: dict[str, Any], overrides: Sequence[str]) -> Config:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     for text in overrides:
         _override(plain, text)
     try:
@@ -82,6 +81,8 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """The resolved config as YAML that :func:`load_config` reads back."""
+    from omegaconf import OmegaConf
+
     return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
@@ -117,6 +118,10 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
 
 
 def _override(plain: dict[str, Any], text: str) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:

@@ -26,13 +26,17 @@ _SCALARS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text
 
 
 def option(default: Any, doc: str = "", **rules: Any) -> Any:
-    """A dataclass field with its documentation and its rules. A callable ``default`` makes a new value each time.
+    """A dataclass field with its documentation and its rules.
+
+    A callable ``default`` makes a new value each time; ``...`` makes the field required.
 
     Rules: ``choices`` (allowed values), ``registry`` (a kind whose names are allowed), ``minimum``, ``maximum`` and
     ``above`` (bounds of a number), ``parse`` (a function of value and key that returns the value to store), ``check``
     (``"module:function"`` of value and key that raises; imported when first needed). A value of None is not checked.
     """
     metadata = {"doc": doc, **rules}
+    if default is ...:
+        return dataclasses.field(metadata=metadata)
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -150,6 +154,8 @@ def _scalar(value: Any, hint: Any, key: str) -> Any:
             value = float(value)
         except ValueError:
             raise bad_value(key, value, _SCALARS[float]) from None
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
     accepted = {float: int | float, str: str | int | float}.get(hint, hint)
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
         raise bad_value(key, value, _SCALARS.get(hint, str(hint)))

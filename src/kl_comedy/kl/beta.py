@@ -1,6 +1,6 @@
-"""The coefficient of a term: a number, a schedule, or a target in nats held by a controller.
+"""The coefficient of a term: a number, a schedule, or a controller that aims at a KL in nats.
 
-Data and pure functions; :class:`BetaState` is what a checkpoint keeps.
+:class:`BetaState` is the only state; it is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.config.validate import option, parse_record
+from kl_comedy.errors import bad_value
 
 SHAPES = ("linear", "cosine")
 
@@ -19,10 +20,10 @@ SHAPES = ("linear", "cosine")
 class BetaSchedule:
     """From ``start`` to ``end`` over ``steps`` updates, then constant."""
 
-    start: float
-    end: float
-    steps: int
-    shape: str = "linear"
+    start: float = option(..., "Coefficient of the first update.")
+    end: float = option(..., "Coefficient from update `steps` on.")
+    steps: int = option(..., "Updates between the two.", minimum=1)
+    shape: str = option("linear", "How it moves between the two.", choices=SHAPES)
 
     def at(self, step: int) -> float:
         """The coefficient at an update count.
@@ -38,17 +39,17 @@ class BetaSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class BetaTarget:
-    """Hold the measured sequence KL near ``target`` nats by a proportional controller in log space.
+    """Keep the measured sequence KL near ``target`` nats by a proportional controller in log space.
 
     After each update ``beta *= 1 + gain * clip(kl / target - 1, -0.2, 0.2)`` (Ziegler et al. 2019,
-    Sec. 2.2), kept within ``[minimum, maximum]``.
+    Sec. 2.2), clamped to ``[minimum, maximum]``.
     """
 
-    target: float
-    init: float = 0.1
-    gain: float = 0.1
-    minimum: float = 1e-6
-    maximum: float = 1e3
+    target: float = option(..., "Nats of a completion.", above=0)
+    init: float = option(0.1, "Coefficient of the first update.")
+    gain: float = option(0.1, "Gain of the controller.")
+    minimum: float = option(1e-6, "Smallest coefficient.")
+    maximum: float = option(1e3, "Largest coefficient.")
 
     def next(self, beta: float, measured_kl: float) -> float:
         """The coefficient after an update that measured ``measured_kl`` (nats a completion).
@@ -66,38 +67,15 @@ Beta = float | BetaSchedule | BetaTarget
 def parse_beta(value: Any, key: str) -> Beta:
     """Read ``beta`` from config: a number, ``{start, end, steps, shape}`` or ``{target, ...}``.
 
-    Raises :class:`UserError` naming the key for anything else, and for numbers that are not finite.
+    Raises :class:`UserError` that names the key for anything else, and for numbers that are not finite.
     """
     if isinstance(value, BetaSchedule | BetaTarget):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
+    if isinstance(value, Mapping):
+        return parse_record(BetaTarget if "target" in value else BetaSchedule, value, key=key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise bad_value(key, value, "a number, {start, end, steps} or {target: nats}")
-    if not isinstance(value, Mapping):
-        return _number(value, key)
-    kind = BetaTarget if "target" in value else BetaSchedule
-    allowed = list(kind.__dataclass_fields__)
-    for name in value:
-        if name not in allowed:
-            raise unknown_key(f"{key}.{name}", value[name], allowed)
-    numbers: dict[str, Any] = {
-        name: item if name == "shape" else _number(item, f"{key}.{name}") for name, item in value.items()
-    }
-    if kind is BetaTarget:
-        if numbers["target"] <= 0:
-            raise bad_value(f"{key}.target", numbers["target"], "nats above 0")
-        return BetaTarget(**numbers)
-    missing = [name for name in ("start", "end", "steps") if name not in value]
-    if missing:
-        raise UserError(f"{key}: a schedule needs start, end and steps; missing: {', '.join(missing)}")
-    if numbers.get("shape", "linear") not in SHAPES:
-        raise bad_value(f"{key}.shape", numbers["shape"], SHAPES)
-    if numbers["steps"] < 1:
-        raise bad_value(f"{key}.steps", numbers["steps"], "at least 1")
-    return BetaSchedule(**{**numbers, "steps": int(numbers["steps"])})
-
-
-def _number(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not math.isfinite(value):
         raise bad_value(key, value, "a finite number")
     return float(value)
 
@@ -107,9 +85,10 @@ class BetaState:
 
     def __init__(self, beta: Beta) -> None:
         self.spec = beta
-        self.value = (
-            beta.init if isinstance(beta, BetaTarget) else (beta.at(0) if isinstance(beta, BetaSchedule) else beta)
-        )
+        if isinstance(beta, BetaTarget):
+            self.value = beta.init
+        else:
+            self.value = beta.at(0) if isinstance(beta, BetaSchedule) else beta
 
     def advance(self, step: int, measured_kl: float) -> None:
         """Move to the coefficient of update ``step``, given the sequence KL (nats) just measured."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kl_comedy.errors import bad_value, unknown_key
-from kl_comedy.kl.beta import parse_beta
+from kl_comedy.config.validate import option, parse_record
+from kl_comedy.errors import bad_value
+from kl_comedy.kl.beta import Beta, parse_beta
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.registry import RECIPES
 
@@ -200,6 +202,10 @@ _recipe(
 )
 
 
+def _optional_beta(value: Any, key: str) -> Beta | None:
+    return None if value is None else parse_beta(value, key)
+
+
 def recipe(name: str, *, beta: Any = None, key: str = "kl") -> tuple[KLTerm, ...]:
     """The terms of a recipe, all with ``beta`` where it is given. A miss names the nearest recipe."""
     terms: tuple[KLTerm, ...] = RECIPES.get(name, key=key).fn()
@@ -208,25 +214,32 @@ def recipe(name: str, *, beta: Any = None, key: str = "kl") -> tuple[KLTerm, ...
     return tuple(dataclasses.replace(term, beta=parse_beta(beta, f"{key}.beta")) for term in terms)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecipeUse:
+    """A recipe in a config: ``{recipe: NAME, beta: ...}``."""
+
+    recipe: str = option(..., "Name of the recipe.", registry="recipes")
+    beta: Beta | None = option(None, "Replaces the beta of each of its terms.", parse=_optional_beta)
+
+
 def resolve_terms(value: Any, key: str = "kl") -> tuple[KLTerm, ...]:
-    """Config data to terms: a list of mappings, a recipe's name, or ``{recipe: NAME, beta: ...}``."""
+    """Config data to terms: a list of mappings, a recipe's name, or ``{recipe: NAME, beta: ...}``.
+
+    Raises :class:`UserError` that names the full key (``kl.0.estimator``).
+    """
     if value is None:
         return ()
     if isinstance(value, str):
         return recipe(value, key=key)
-    if isinstance(value, Mapping):
-        if "recipe" not in value:
-            raise bad_value(key, dict(value), "a list of terms, the name of a recipe, or {recipe: NAME, beta: ...}")
-        for name in value:
-            if name not in ("recipe", "beta"):
-                raise unknown_key(f"{key}.{name}", value[name], ("recipe", "beta"))
-        return recipe(value["recipe"], beta=value.get("beta"), key=f"{key}.recipe")
-    if not isinstance(value, Sequence):
+    if isinstance(value, Mapping) and "recipe" in value:
+        use = parse_record(RecipeUse, value, key=key)
+        return recipe(use.recipe, beta=use.beta)
+    if isinstance(value, Mapping) or not isinstance(value, Sequence):
         raise bad_value(key, value, "a list of terms, the name of a recipe, or {recipe: NAME, beta: ...}")
     terms: list[KLTerm] = []
     for position, item in enumerate(value):
         if isinstance(item, str) or (isinstance(item, Mapping) and "recipe" in item):
             terms += resolve_terms(item, f"{key}.{position}")
         else:
-            terms.append(KLTerm.from_mapping(item, f"{key}.{position}"))
+            terms.append(parse_record(KLTerm, item, key=f"{key}.{position}"))
     return tuple(terms)

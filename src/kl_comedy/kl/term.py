@@ -1,24 +1,23 @@
 """KLTerm: one KL penalty, written down as data.
 
-The same object drives training, the exact oracle and the results table. Cells that cannot mean anything
-are rejected here with the reason; cells that mean something else than regularization are allowed, and
-:mod:`kl_comedy.kl.claims` says what they do.
+The same object drives training, the exact oracle and the results table. Combinations without a meaning raise with the
+reason; combinations that do something other than regularize are allowed, and :mod:`kl_comedy.kl.claims` says what.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.config.validate import check_record, option
+from kl_comedy.errors import UserError, unknown_key
 from kl_comedy.kl import corrections as _corrections  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl import estimators as _estimators  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl.beta import Beta, BetaSchedule, BetaTarget, parse_beta
-from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
 LEVELS = ("token", "sequence")
 PLACEMENTS = ("reward", "loss")
@@ -29,79 +28,101 @@ REFERENCES = ("initial", "ema", "periodic", "sampler")
 BASELINES = ("before", "after", "own")
 CAP_MODES = ("truncate", "mask", "each")
 
-_CHOICES = {
-    "level": LEVELS,
-    "placement": PLACEMENTS,
-    "gradient": GRADIENTS,
-    "anchor": ANCHORS,
-    "reference": REFERENCES,
-    "cap_mode": CAP_MODES,
-}
-
 
 @dataclass(frozen=True)
 class KLTerm:
-    """One KL penalty (DESIGN: the KL term).
+    """One KL penalty; also the schema of an item of ``kl`` in a config.
 
-    Args:
-        estimator: registered name; ``k1 k2 k3 abs k_lambda exact exact_forward`` are built in.
-        level: ``token`` (each token's ratio) or ``sequence`` (the ratio of the whole completion).
-        placement: ``reward`` (detached cost that weights the score function) or ``loss`` (differentiated).
-        credit: for ``reward``: the costs that weight the score of token t: ``total``, ``to_go`` (u >= t,
-            the default at token level) or ``own``. Empty for ``loss``.
-        correction: registered importance ratio pi/mu on the KL part; with ``cap`` and ``cap_mode``.
-        gradient: for ``loss``: ``natural``, or ``k2`` (the value of the estimate, the gradient of k2).
-        anchor: log-probs the estimate is evaluated at: ``current``, or ``behaviour`` (frozen at rollout).
-        reference: ``initial``, ``ema``, ``periodic`` or ``sampler`` (the behaviour policy).
-        beta: a number, a :class:`BetaSchedule` or a :class:`BetaTarget`.
-        baseline: for ``reward``: whether the cost enters ``before`` or ``after`` (default) the advantage
-            baseline and normalization; ``own`` is after it, less the term's own leave-one-out mean over
-            the group, weighted so that it stays unbiased off-policy. Empty for ``loss``.
-        cap, cap_mode: bound the ratio of the correction: ``truncate`` it at the cap, ``mask`` it to zero
-            beyond, or truncate ``each`` token's ratio before the product (V-trace, 1802.01561).
-        window: for prefix ratios: the product of the last ``window`` ratios instead of all.
-        input_clamp: clamp of the log-ratio to ``+-input_clamp`` nats before the estimator.
-        output_clamp: clamp of the estimate to ``+-output_clamp`` nats. Neither has a gradient beyond.
-        options: keyword arguments of the estimator (``{"lam": 0.5}`` for ``k_lambda``).
-
-    Raises:
-        UserError: an unknown name, or a cell that cannot mean anything, with the reason.
+    ``credit`` defaults to ``to_go`` at level token and ``total`` at level sequence, ``baseline`` to ``after``; both are
+    None for ``placement: loss``. Raises :class:`UserError` for an unknown name, a value out of range, or a combination
+    without a meaning, with the reason.
 
     >>> KLTerm("k1", placement="reward", beta=0.1).credit
     'to_go'
     """
 
-    estimator: str
-    level: str = "token"
-    placement: str = "reward"
-    credit: str | None = None
-    correction: str = "none"
-    gradient: str = "natural"
-    anchor: str = "current"
-    reference: str = "initial"
-    beta: Beta = 1.0
-    baseline: str | None = None
-    cap: float | None = None
-    cap_mode: str = "truncate"
-    window: int | None = None
-    input_clamp: float | None = None
-    output_clamp: float | None = None
-    options: Mapping[str, float] = field(default_factory=dict, hash=False)
+    estimator: str = option(
+        ...,
+        "From the log-ratio `l = logp - ref_logp` to nats. `exact*`: the KL over the whole vocabulary.",
+        registry="estimators",
+    )
+    level: str = option("token", "Estimate each token's ratio, or the ratio of the whole completion.", choices=LEVELS)
+    placement: str = option(
+        "reward",
+        "`reward`: a detached cost that weights the score function. `loss`: differentiated.",
+        choices=PLACEMENTS,
+    )
+    credit: str | None = option(
+        None,
+        "In reward, the costs that weight the score of token t: all, those at u >= t, or its own.",
+        choices=CREDITS,
+    )
+    correction: str = option(
+        "none", "Ratio of policy to behaviour policy on the KL part (see [names](#names)).", registry="corrections"
+    )
+    gradient: str = option(
+        "natural",
+        "In loss: the estimate's gradient, or its value with the gradient of k2 (straight-through).",
+        choices=GRADIENTS,
+    )
+    anchor: str = option(
+        "current", "The log-probs the estimate is evaluated at: current, or recorded at rollout.", choices=ANCHORS
+    )
+    reference: str = option(
+        "initial",
+        "What KL is measured against: the initial policy, a moving average, a periodic copy, the sampler.",
+        choices=REFERENCES,
+    )
+    beta: Beta = option(
+        1.0,
+        "A number; a schedule `{start, end, steps, shape: linear or cosine}` in updates; or `{target: nats}`: adapted "
+        "to keep the KL of a completion near it, exact where measured, else k1 "
+        "(`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000).",
+        parse=parse_beta,
+    )
+    baseline: str | None = option(
+        None,
+        "In reward: the cost enters before or after the advantage's baseline and normalization; `own`: after it, less "
+        "the leave-one-out mean of the term's returns over the group, weighted so that it stays unbiased off-policy.",
+        choices=BASELINES,
+    )
+    cap: float | None = option(
+        None, "The bound of the correction's ratio. Biased, so capped ratios are counted and logged.", above=0
+    )
+    cap_mode: str = option(
+        "truncate",
+        "`truncate`: min(ratio, cap). `mask`: ratios beyond it become 0. `each`: every token's ratio is truncated "
+        "before the product (V-trace).",
+        choices=CAP_MODES,
+    )
+    window: int | None = option(
+        None, "For prefix ratios: the product of the last so many ratios instead of all.", minimum=1
+    )
+    input_clamp: float | None = option(
+        None, "Bound of the log-ratio (nats, both sides) before the estimator: no gradient beyond. Logged.", above=0
+    )
+    output_clamp: float | None = option(
+        None, "Bound of the estimate (nats, both sides): no gradient beyond. Counted and logged.", above=0
+    )
+    options: Mapping[str, float] = dataclasses.field(
+        default_factory=dict,
+        hash=False,
+        metadata={"doc": "Keyword arguments of the estimator, as `{lam: 0.5}` of `k_lambda`."},
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "beta", parse_beta(self.beta, "beta"))
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise bad_value(name, getattr(self, name), allowed)
-        estimator = ESTIMATORS.get(self.estimator, key="estimator")
-        CORRECTIONS.get(self.correction, key="correction")
-        _check_options(self, estimator)
+        check_record(self)
+        allowed = list(inspect.signature(ESTIMATORS.get(self.estimator).fn).parameters)[1:]
+        for name, value in self.options.items():
+            if name not in allowed:
+                raise unknown_key(f"options.{name}", value, allowed, f"{self.estimator} takes no such option")
         if self.placement == "reward":
             if self.credit is None:
                 object.__setattr__(self, "credit", "to_go" if self.level == "token" else "total")
             if self.baseline is None:
                 object.__setattr__(self, "baseline", "after")
-        reason = _impossible(self)
+        reason = _why_impossible(self)
         if reason:
             raise UserError(f"impossible KL term {self.label()}: {reason}")
 
@@ -141,7 +162,7 @@ class KLTerm:
         return " ".join(words)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain data that :meth:`from_mapping` reads back; fields at their defaults are left out."""
+        """Plain data that :func:`~kl_comedy.kl.resolve_terms` reads back; fields at their defaults are left out."""
         plain: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
@@ -152,70 +173,21 @@ class KLTerm:
                 plain[item.name] = dict(value) if isinstance(value, Mapping) else value
         return plain
 
-    @classmethod
-    def from_mapping(cls, value: Any, key: str) -> KLTerm:
-        """Build a term from config data; every error names the full config key under ``key``."""
-        if not isinstance(value, Mapping):
-            raise bad_value(key, value, f"a mapping with the fields {', '.join(cls.__dataclass_fields__)}")
-        allowed = list(cls.__dataclass_fields__)
-        for name in value:
-            if name not in allowed:
-                raise unknown_key(f"{key}.{name}", value[name], allowed)
-        if "estimator" not in value:
-            raise UserError(f"{key}: needs an estimator; allowed: {', '.join(ESTIMATORS.names())}")
-        plain = dict(value)
-        if "beta" in plain:
-            plain["beta"] = parse_beta(plain["beta"], f"{key}.beta")
-        try:
-            return cls(**plain)
-        except UserError as error:
-            text = str(error)
-            raise UserError(f"{key}: {text}" if text.startswith("impossible") else f"{key}.{text}") from None
 
-
-def _check_options(term: KLTerm, estimator: Entry[Any]) -> None:
-    if not isinstance(term.options, Mapping):
-        raise bad_value("options", term.options, "a mapping of the estimator's keyword arguments")
-    allowed = [p.name for p in list(inspect.signature(estimator.fn).parameters.values())[1:]]
-    for name, value in term.options.items():
-        if name not in allowed:
-            raise unknown_key(f"options.{name}", value, allowed, f"{term.estimator} takes no such option")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise bad_value(f"options.{name}", value, "a finite number")
-
-
-def _impossible_bounds(term: KLTerm, *, scope: object) -> str | None:
-    """The reason why a cap, a window or a clamp cannot mean anything, or None."""
-    for name in ("cap", "input_clamp", "output_clamp"):
-        bound = getattr(term, name)
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
-            return f"{name} must be a number above 0, got {bound!r}"
+def _why_impossible(term: KLTerm) -> str | None:
+    """The reason why a combination has no meaning, or None."""
+    exact = term.needs != "log_ratio"
+    correction = CORRECTIONS.get(term.correction).facts
     if term.cap is not None and term.correction == "none":
         return "cap bounds the ratio of a correction, and correction is none"
-    if term.input_clamp is not None and term.needs != "log_ratio":
+    if term.input_clamp is not None and exact:
         return f"input_clamp bounds a log-ratio, and {term.estimator} reads none"
-    if term.window is not None:
-        if isinstance(term.window, bool) or not isinstance(term.window, int) or term.window < 1:
-            return f"window must be a whole number of at least 1, got {term.window!r}"
-        if scope != "prefix":
-            return f"window keeps the last ratios of a prefix, and correction {term.correction} has no prefix"
-    return None
-
-
-def _impossible(term: KLTerm) -> str | None:
-    """The reason why a cell cannot mean anything, or None."""
-    exact = term.needs != "log_ratio"
-    correction = CORRECTIONS.get(term.correction)
-    per_decision = correction.facts.get("weights") == "cost"
-    reason = _impossible_bounds(term, scope=correction.facts.get("scope"))
-    if reason:
-        return reason
+    if term.window is not None and correction.get("scope") != "prefix":
+        return f"window limits the ratios of a prefix, and correction {term.correction} has no prefix"
     if exact and term.level == "sequence":
         return f"{term.estimator} sums over the vocabulary at each prefix, and level sequence has none"
     if exact and term.anchor == "behaviour":
-        return (
-            f"{term.estimator} needs the full distribution, and only sampled log-probs of the behaviour policy are kept"
-        )
+        return f"{term.estimator} needs the full distribution, and rollouts record sampled log-probs only"
     if exact and term.reference == "sampler":
         return f"{term.estimator} needs the sampler's full distribution, which rollouts do not carry"
     if exact and term.gradient == "k2":
@@ -225,26 +197,26 @@ def _impossible(term: KLTerm) -> str | None:
     if term.anchor == "behaviour" and term.reference == "sampler":
         return "the log-ratio of the sampler to itself is zero everywhere"
     if term.placement == "loss":
-        if term.credit is not None:
-            return "credit says which costs weight a score, and a term in loss has no score; leave credit out"
-        if term.baseline is not None:
-            return "baseline is about rewards; a term in loss never meets it"
-        if term.anchor == "behaviour":
-            return "log-probs frozen at rollout carry no gradient, so a term in loss would do nothing"
-        if term.level == "sequence" and term.correction in ("token", "token_detached"):
-            return f"correction {term.correction} is per token, and level sequence has one ratio; use sequence"
-        return None
+        return _why_impossible_in_loss(term)
     if term.gradient != "natural":
         return "gradient is for terms in loss; in reward the estimate is a detached cost"
-    if term.credit not in CREDITS:
-        return f"credit must be one of {', '.join(CREDITS)}, got {term.credit!r}"
     if term.level == "sequence" and term.credit != "total":
         return f"level sequence has one cost for the whole completion, so credit must be total, not {term.credit}"
-    if term.baseline not in BASELINES:
-        return f"baseline must be one of {', '.join(BASELINES)}, got {term.baseline!r}"
-    if term.baseline == "before" and term.correction != "none" and not per_decision:
+    if term.baseline == "before" and term.correction != "none" and correction.get("weights") != "cost":
         return (
             f"before the baseline the cost is part of the reward, and the policy loss weights its score; "
             f"correction {term.correction} would weight it twice (use baseline: after)"
         )
+    return None
+
+
+def _why_impossible_in_loss(term: KLTerm) -> str | None:
+    if term.credit is not None:
+        return "credit says which costs weight a score, and a term in loss has no score; leave credit out"
+    if term.baseline is not None:
+        return "baseline is about costs in the reward; leave baseline out"
+    if term.anchor == "behaviour":
+        return "log-probs frozen at rollout carry no gradient, so a term in loss would do nothing"
+    if term.level == "sequence" and term.correction in ("token", "token_detached"):
+        return f"correction {term.correction} is per token, and level sequence has one ratio; use sequence"
     return None
