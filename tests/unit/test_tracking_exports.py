@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 
 from kl_comedy.errors import UserError
-from kl_comedy.tracking.runs import read_runs_exports as read_runs
-from kl_comedy.tracking.runs import without
+from kl_comedy.tracking.runs import drop_columns, read_runs
 
 FRAME = pd.DataFrame(
     {
@@ -36,15 +35,15 @@ def test_an_export_reads_back_as_it_was(tmp_path, suffix):
 
 
 def test_columns_are_left_out_by_name_or_pattern():
-    kept = list(without(FRAME, ["run.*", "output", "metrics.kl/*"]).columns)
+    kept = list(drop_columns(FRAME, ["run.*", "output", "metrics.kl/*"]).columns)
     assert kept == [name for name in FRAME if name not in ("tags.run.dir", "params.output", "metrics.kl/x")]
-    assert list(without(FRAME, []).columns) == list(FRAME.columns)
+    assert list(drop_columns(FRAME, []).columns) == list(FRAME.columns)
 
 
 @pytest.mark.parametrize(("pattern", "said"), [("outputs", "did you mean 'output'"), ("run_*", "run_id stays")])
 def test_a_pattern_for_nothing_or_for_the_run_says_so(pattern, said):
     with pytest.raises(UserError, match=said):
-        without(FRAME, [pattern])
+        drop_columns(FRAME, [pattern])
 
 
 def test_what_is_no_export_says_so(tmp_path):

@@ -22,7 +22,7 @@ from kl_comedy.tracking.plots import (
     panels_of,
     smoothed,
 )
-from kl_comedy.tracking.runs import in_order, rank, with_derived
+from kl_comedy.tracking.runs import sort_by_groups, sort_key, with_derived
 
 LABEL, FAMILY, BETA, LR = "tags.kl.label", "tags.kl.family", "tags.kl.betas", "params.optimizer.lr"
 FAMILIES = ("k1_reverse_token in loss", "k1_reverse_token in reward total", "k3_reverse_token in loss")
@@ -91,16 +91,16 @@ def test_what_lines_are_called_and_how_they_look():
 
 def test_groups_are_ordered_by_what_they_say():
     shuffled = study().sample(frac=1.0, random_state=1)
-    labels = list(dict.fromkeys(in_order(shuffled, [LR, LABEL])[LABEL]))
+    labels = list(dict.fromkeys(sort_by_groups(shuffled, [LR, LABEL])[LABEL]))
     assert labels == ["no KL", *(f"{beta} {family}" for family in sorted(FAMILIES) for beta in ("0.05", "0.1", "1.0"))]
-    kept = in_order(shuffled, [LABEL])
+    kept = sort_by_groups(shuffled, [LABEL])
     for label in labels:
         assert list(kept[kept[LABEL] == label]["run_id"]) == list(shuffled[shuffled[LABEL] == label]["run_id"])
 
 
 @given(st.lists(st.text(max_size=8)))
 def test_any_texts_can_be_ordered(texts):
-    assert sorted(sorted(texts, key=lambda text: rank("params.name", text))) == sorted(texts)
+    assert sorted(sorted(texts, key=lambda text: sort_key("params.name", text))) == sorted(texts)
 
 
 @settings(deadline=None)  # the first call imports scipy
@@ -119,7 +119,7 @@ def test_a_band_is_the_t_interval_of_each_step(pairs):
 
 
 def test_panels_of_curves_share_scales_names_and_one_legend():
-    frame = in_order(study(), [LR, BETA, FAMILY])
+    frame = sort_by_groups(study(), [LR, BETA, FAMILY])
     points = pd.DataFrame(
         [(run, step, step / 10) for run in frame["run_id"] for step in (0, 5)], columns=["run_id", "step", "value"]
     )
@@ -152,7 +152,7 @@ def test_smoothing_takes_each_runs_own_last_points():
 def test_the_axes_of_a_frontier_hold_the_runs_and_not_the_widest_bar():
     frame = study(betas=("0.1", "1.0"), rates=("0.1",))
     frame = frame.assign(**{"metrics.r": [0.4 + at / 100 for at in range(len(frame))], "metrics.kl": range(len(frame))})
-    figure = frontier(in_order(frame, [FAMILY]), [FAMILY], ["r"], "metrics.kl")
+    figure = frontier(sort_by_groups(frame, [FAMILY]), [FAMILY], ["r"], "metrics.kl")
     (axes,) = figure.axes
     low, high = axes.get_ylim()
     assert low < 0.4 and high > 0.53 and high - low == pytest.approx(1.5 * 0.13), "two seeds: t has 12.7 deviations"
@@ -164,7 +164,7 @@ def test_the_axes_of_a_frontier_hold_the_runs_and_not_the_widest_bar():
 @pytest.mark.parametrize("log", [(), ("r",)])
 def test_bands_of_two_seeds_are_cut_and_no_curve_is(log):
     """Panels share the axis, and the first has the smallest values: what is cut must not be the others' means."""
-    frame = in_order(study(families=FAMILIES[:1], rates=("0.1",), free=False), [BETA])
+    frame = sort_by_groups(study(families=FAMILIES[:1], rates=("0.1",), free=False), [BETA])
     points = pd.DataFrame(
         [(run, step, 10.0 ** (at // 2) * (1 + at % 2)) for at, run in enumerate(frame["run_id"]) for step in (0, 5)],
         columns=["run_id", "step", "value"],

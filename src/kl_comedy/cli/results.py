@@ -138,7 +138,7 @@ def plot(
     from kl_comedy.tracking import plots as pictures
     from kl_comedy.tracking.plots import check_suffix
     from kl_comedy.tracking.plots import plot as draw_curves
-    from kl_comedy.tracking.runs import in_order
+    from kl_comedy.tracking.runs import sort_by_groups
 
     check_suffix(out)
     check("--kind", kind, KINDS)
@@ -166,7 +166,7 @@ def plot(
         raise RunFailed(f"no run with status {status}; --status all draws every run")
     names = [column.removeprefix("metrics.") for column in metrics]
     lines, parts = lines_and_panels(frame, groups, panels, kind)
-    frame = in_order(frame, [*parts, *lines])
+    frame = sort_by_groups(frame, [*parts, *lines])
     if kind == "curves":
         logarithmic = split(log or [])
         for name in logarithmic:
@@ -195,7 +195,7 @@ def export(
     check("--format" if format else "--out", chosen, EXPORT_FORMATS)
     if chosen == "parquet" and out is None:
         raise UserError("--out: parquet is binary; name a file")
-    frame = exports.without(runs(uri, experiment, where), split(without or []))
+    frame = exports.drop_columns(runs(uri, experiment, where), split(without or []))
     say(f"{len(frame)} runs, {len(frame.columns)} columns")
     write(frame, chosen, out)
 

@@ -151,11 +151,11 @@ def select(
     """The runs with their values under ``of``, the group columns and the metric columns, after saying to stderr what
     is pooled, left out, mixed, and by which rule a run has a value and counts as collapsed. ``families``: groups hold
     several betas on purpose. ``panels`` (of ``panels_option``) part the runs as groups do. ``notes`` collects what is
-    said. The runs stand in the order of panels and groups (:func:`kl_comedy.tracking.runs.in_order`).
+    said. The runs stand in the order of panels and groups (:func:`kl_comedy.tracking.runs.sort_by_groups`).
 
     Raises :class:`UserError` for a key, metric or rule that fits no run.
     """
-    from kl_comedy.tracking.runs import CODE, LABEL, check_rule, in_order, meaning, with_values
+    from kl_comedy.tracking.runs import CODE, LABEL, check_rule, rule_description, sort_by_groups, with_values
 
     statuses = statuses_of(status)
     check_rule(of)
@@ -171,8 +171,8 @@ def select(
     tell_mixed(frame, parted, notes)
     frame = judged(uri, frame, collapse, notes)
     if of != "last":
-        say(f"value of a run: {meaning(of)}", notes)
-    return with_values(uri, in_order(frame, parted), metrics, of), groups, metrics
+        say(f"value of a run: {rule_description(of)}", notes)
+    return with_values(uri, sort_by_groups(frame, parted), metrics, of), groups, metrics
 
 
 def panel_columns(frame: pd.DataFrame, panels: list[str] | None, option: str = "--panels") -> list[str]:
