@@ -41,7 +41,7 @@ class ValueHead(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueTargets:
-    """What a micro-batch's values are trained towards: the values at the batch's first use, and the lambda returns."""
+    """The values at the batch's first use, and the lambda returns that values are trained towards."""
 
     old_value_BT: Tensor
     target_BT: Tensor
@@ -74,7 +74,7 @@ def check_algorithm(algorithm: AlgorithmConfig, terms: Sequence[KLTerm]) -> None
 
 
 def value_head_for(loaded: LoadedModel) -> ValueHead:
-    """A fresh head on the model's output embedding's width."""
+    """A new value head as wide as the model's hidden states."""
     settings: Any = loaded.model.config
     return ValueHead(int(settings.get_text_config().hidden_size), loaded.device)
 
@@ -82,14 +82,14 @@ def value_head_for(loaded: LoadedModel) -> ValueHead:
 def value_part(
     settings: ValueConfig, value_BT: Tensor, targets: ValueTargets, mask_BT: Tensor, weight_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The micro-batch's share of the value loss, under the update's sequence weights, and the clipped tokens (bool)."""
+    """The micro-batch's share of the value loss, and which tokens were clipped (bool, ``[B, T]``)."""
     loss_BT, clipped_BT = value_loss(value_BT, targets.old_value_BT, targets.target_BT, settings.clip)
-    inside_BT = torch.where(mask_BT, loss_BT, torch.zeros_like(loss_BT))
-    return settings.coefficient * (weight_B * inside_BT.sum(-1)).sum(), clipped_BT & mask_BT
+    total = (weight_B * torch.where(mask_BT, loss_BT, 0.0).sum(-1)).sum()
+    return settings.coefficient * total, clipped_BT & mask_BT
 
 
 def critic_metrics(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """Of an update's values at the batch's first use: mean, mean target, explained variance. Empty without a critic."""
+    """Mean, mean target and explained variance of the old values of an update. Empty without a critic."""
     pairs = [
         (micro.values.old_value_BT[micro.experience.mask_BT], micro.values.target_BT[micro.experience.mask_BT])
         for micro in micro_batches

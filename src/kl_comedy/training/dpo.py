@@ -1,4 +1,4 @@
-"""DPO in training: what its config may be combined with, and from the rows of an update to their weights."""
+"""DPO in training: the check of its config, and the weights of an update's rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from kl_comedy.config.schema import AlgorithmConfig, DpoConfig
+from kl_comedy.config.schema import AlgorithmConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
 from kl_comedy.objective.preferences import Preferences, preferences
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 WITHOUT_VERDICT = ("timeout", "refused")
-"""A verifier that gave up says nothing about the completion, so it enters no pair."""
+"""Statuses of completions that were not judged; these enter no pair."""
 
 _UNUSED = (
     "advantage",
@@ -36,7 +35,7 @@ _UNUSED = (
 
 
 def check_dpo(algorithm: AlgorithmConfig, terms: Sequence[KLTerm], group_size: int) -> None:
-    """Raise :class:`UserError` for settings that would do nothing beside ``algorithm.dpo``, or cannot go with it."""
+    """Raise :class:`UserError` for settings that have no effect or no meaning with ``algorithm.dpo``."""
     if algorithm.dpo is None:
         return
     neutral = AlgorithmConfig()
@@ -63,44 +62,40 @@ def pair_weights(
     passes: Sequence[Mapping[str, Any]],
     policy_pass: Callable[..., TokenPass],
     *,
-    dpo: DpoConfig,
-    mask_truncated: bool,
+    algorithm: AlgorithmConfig,
     world: World,
 ) -> Preferences:
-    """The preferences of an update under the policy as it is now. Call without gradient, on all ranks.
+    """The preferences of an update under the current policy. Every rank must call, without gradient.
 
-    ``rows`` are those of all ranks, ``splits`` this rank's share of them (None: filled up, not to be counted).
-
+    ``rows`` are those of all ranks, ``splits`` this rank's share of them (None: a micro-batch that does not count).
     Log-ratios of tokens are in float32 or wider; their sum over a completion is in float64.
     """
+    assert algorithm.dpo is not None
     device = packs[0].ids_BT.device
     log_ratio_B = torch.zeros(len(rows), dtype=torch.float64, device=device)
-    for split, packed, seen in zip(splits, packs, passes, strict=True):
+    for split, packed, reference_passes in zip(splits, packs, passes, strict=True):
         logp_BT = policy_pass(packed.model_inputs(), None, ()).logp_BT
-        ratio_BT = torch.where(packed.mask_BT, logp_BT - seen["initial"].logp_BT, 0.0)
         if split:
-            log_ratio_B[torch.tensor(split, device=device)] = ratio_BT.double().sum(-1)
+            log_ratio_BT = torch.where(packed.mask_BT, logp_BT - reference_passes["initial"].logp_BT, 0.0)
+            log_ratio_B[split] = log_ratio_BT.double().sum(-1)
     world.sum(log_ratio_B)
-
-    def column(values: list[Any]) -> Tensor:
-        return torch.tensor(values, device=device)
-
     judged = [
-        row.reward.status not in WITHOUT_VERDICT and not (mask_truncated and row.rollout.stop_reason == "length")
+        row.reward.status not in WITHOUT_VERDICT
+        and not (algorithm.mask_truncated and row.rollout.stop_reason == "length")
         for row in rows
     ]
     return preferences(
         log_ratio_B,
         torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=device),
-        column([row.rollout.group_id for row in rows]),
-        column(judged),
-        beta=dpo.beta,
+        torch.tensor([row.rollout.group_id for row in rows], device=device),
+        torch.tensor(judged, device=device),
+        beta=algorithm.dpo.beta,
     )
 
 
-def pair_metrics(found: Preferences) -> dict[str, float]:
-    """The metrics of an update's pairs; of the values nothing but the counts where there is no pair."""
-    counts = {"dpo/pairs": float(found.pairs), "dpo/prompts": float(found.prompts)}
-    if not found.pairs:
+def pair_metrics(pairs: Preferences) -> dict[str, float]:
+    """The metrics of an update's pairs; only the counts where there is no pair."""
+    counts = {"dpo/pairs": float(pairs.pairs), "dpo/prompts": float(pairs.prompts)}
+    if not pairs.pairs:
         return counts
-    return {**counts, "dpo/loss": found.loss, "dpo/accuracy": found.accuracy, "dpo/margin": found.margin}
+    return {**counts, "dpo/loss": pairs.loss, "dpo/accuracy": pairs.accuracy, "dpo/margin": pairs.margin}

@@ -35,7 +35,6 @@ from kl_comedy.training.metrics import (
     VersionTimes,
     accumulate_policy,
     accumulate_tokens,
-    effective_sample_share,
     row_metrics,
     staleness_metrics,
 )
@@ -182,7 +181,7 @@ class PolicyModule(lightning.LightningModule):
         self._publish()
         self.last_metrics = {
             **row_metrics(batch.rows),
-            **effective_sample_share(metrics.values(), len(batch.rows), int(metrics.count("_omega"))),
+            **metrics.values(),
             **{f"train/loss_{name}": value for name, value in parts.items()},
             **{f"beta/{position}": beta for position, beta in enumerate(betas)},
             "train/loss": sum(parts.values()),

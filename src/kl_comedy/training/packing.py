@@ -1,15 +1,14 @@
 """From scored rollouts to padded tensors, and from an update's rows to micro-batches by token budget.
 
+Also the old policy's log-probs and values: several updates may use one batch, and decoupled PPO and GAE compare all of
+them with the policy and the value function before the first. They are recorded row by row and saved in checkpoints.
+
 Legend: ``B`` rows, ``P`` longest prompt (left-padded), ``T`` longest completion (right-padded).
-
-What is recorded of a batch when it is first used: the policy's log-probs (proximal policy) and the values.
-
-Several updates may be made of one batch. Decoupled PPO and GAE compare all of them with the policy and the value
-function as they were before the first, so these are recorded once, row by row, and travel in the checkpoint.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ class Packed:
     policy_version_BT: Tensor
 
     def model_inputs(self) -> dict[str, Tensor]:
-        """What a forward pass over these rows takes."""
+        """The arguments of a forward pass over these rows."""
         return {
             "prompt_ids_BP": self.prompt_ids_BP,
             "prompt_mask_BP": self.prompt_mask_BP,
@@ -42,76 +41,71 @@ class Packed:
 
 
 def pack(rows: Sequence[Scored], *, pad_id: int, device: torch.device) -> Packed:
-    """Pad rows to tensors. ``pad_id`` only fills; masks say what counts, so pad may equal the end token."""
-    prompts = [row.rollout.prompt.token_ids for row in rows]
-    completions = [row.rollout.completion_ids for row in rows]
-    p, t = max(map(len, prompts)), max(map(len, completions))
+    """Pad rows to tensors. The masks say which tokens count, so ``pad_id`` may equal the end token."""
+    rollouts = [row.rollout for row in rows]
+    prompts = [rollout.prompt.token_ids for rollout in rollouts]
+    p, t = max(map(len, prompts)), max(len(rollout.completion_ids) for rollout in rollouts)
+
+    def right_padded(columns: Sequence[Sequence[Any]], fill: Any) -> Tensor:
+        return torch.tensor([[*column, *[fill] * (t - len(column))] for column in columns], device=device)
+
     return Packed(
-        prompt_ids_BP=torch.tensor([[pad_id] * (p - len(x)) + list(x) for x in prompts], device=device),
+        prompt_ids_BP=torch.tensor([[*[pad_id] * (p - len(x)), *x] for x in prompts], device=device),
         prompt_mask_BP=torch.tensor([[False] * (p - len(x)) + [True] * len(x) for x in prompts], device=device),
-        ids_BT=torch.tensor([list(x) + [pad_id] * (t - len(x)) for x in completions], device=device),
-        mask_BT=torch.tensor([[True] * len(x) + [False] * (t - len(x)) for x in completions], device=device),
-        behaviour_logp_BT=torch.tensor(
-            [list(row.rollout.logps) + [0.0] * (t - len(row.rollout.logps)) for row in rows],
-            dtype=torch.float32,
-            device=device,
-        ),
-        policy_version_BT=torch.tensor(
-            [list(row.rollout.versions) + [0] * (t - len(row.rollout.versions)) for row in rows], device=device
-        ),
+        ids_BT=right_padded([rollout.completion_ids for rollout in rollouts], pad_id),
+        mask_BT=right_padded([[True] * len(rollout.completion_ids) for rollout in rollouts], False),
+        behaviour_logp_BT=right_padded([rollout.logps for rollout in rollouts], 0.0).float(),
+        policy_version_BT=right_padded([rollout.versions for rollout in rollouts], 0),
     )
 
 
+def pad_columns(columns: Sequence[Tensor], length: int, device: torch.device) -> Tensor:
+    """Vectors of different lengths as ``[B, length]``, with zeros after them."""
+    padded = torch.zeros(len(columns), length)
+    for position, column in enumerate(columns):
+        padded[position, : len(column)] = column
+    return padded.to(device)
+
+
 def shortest(rows: Sequence[Scored]) -> list[int]:
-    """The position of the smallest row, in a list: what a rank passes without weight while others have more to do."""
+    """The position of the smallest row, in a list: the pass without weight of a rank that has fewer micro-batches."""
     return [min(range(len(rows)), key=lambda position: (_tokens(rows, [position]), position))]
 
 
 def by_token_budget(rows: Sequence[Scored], budget: int) -> list[list[int]]:
     """Split row positions into micro-batches of at most ``budget`` padded tokens. Deterministic.
 
-    Completions of one prompt stay together, as they may share its computation, and prompts of similar size
-    meet. A prompt counts once for its completions; a family larger than the budget is split, and a row
-    larger than it is a micro-batch of its own.
+    Completions of one prompt stay together, because they may share its computation, and count it once; prompts of
+    similar size are combined. A prompt's completions that exceed the budget are split, and a row that exceeds it is a
+    micro-batch by itself.
     """
-    families = [part for family in _families(rows) for part in _parts(rows, family, budget)]
-    families.sort(key=lambda part: (_tokens(rows, part), part[0]))
+    by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for position, row in enumerate(rows):
+        by_prompt[tuple(row.rollout.prompt.token_ids)].append(position)
+    groups: list[list[int]] = []
+    for positions in by_prompt.values():
+        groups.append([])
+        for position in positions:
+            if groups[-1] and _tokens(rows, [*groups[-1], position]) > budget:
+                groups.append([])
+            groups[-1].append(position)
+    groups.sort(key=lambda group: (_tokens(rows, group), group[0]))
     batches: list[list[int]] = []
-    widest = members = 0
-    for part in families:
-        size = _tokens(rows, part)
-        if batches and max(widest, size) * (members + 1) <= budget:
-            batches[-1] += part
-            widest, members = max(widest, size), members + 1
+    members = 0
+    for group in groups:  # in ascending order, so the last group of a micro-batch is its widest
+        if batches and _tokens(rows, group) * (members + 1) <= budget:
+            batches[-1] += group
+            members += 1
         else:
-            batches.append(list(part))
-            widest, members = size, 1
+            batches.append(list(group))
+            members = 1
     return batches
 
 
-def _families(rows: Sequence[Scored]) -> list[list[int]]:
-    """Positions of the rows with the same prompt, in the order of their first."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for position, row in enumerate(rows):
-        found.setdefault(tuple(row.rollout.prompt.token_ids), []).append(position)
-    return list(found.values())
-
-
-def _tokens(rows: Sequence[Scored], part: Sequence[int]) -> int:
-    """Tokens of a prompt and all of its completions."""
-    prompt = len(rows[part[0]].rollout.prompt.token_ids)
-    return prompt + sum(len(rows[position].rollout.completion_ids) for position in part)
-
-
-def _parts(rows: Sequence[Scored], family: Sequence[int], budget: int) -> list[list[int]]:
-    """A family cut so that each part fits the budget, in order."""
-    parts: list[list[int]] = []
-    for position in family:
-        if parts and _tokens(rows, [*parts[-1], position]) <= budget:
-            parts[-1].append(position)
-        else:
-            parts.append([position])
-    return parts
+def _tokens(rows: Sequence[Scored], group: Sequence[int]) -> int:
+    """Tokens of a prompt and of its completions at the positions ``group``."""
+    prompt = len(rows[group[0]].rollout.prompt.token_ids)
+    return prompt + sum(len(rows[position].rollout.completion_ids) for position in group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +117,10 @@ class OldPolicyValues:
     last_value: float
 
 
-Measure = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
-"""Model inputs of a pack -> the policy's log-probs and values, ``[B, T]`` each."""
-
-
 @torch.no_grad()
 def record_old_policy(
     rows: Sequence[Scored],
-    measure: Measure,
+    evaluate: Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]],
     *,
     microbatch_tokens: int,
     pad_id: int,
@@ -139,29 +129,25 @@ def record_old_policy(
 ) -> list[OldPolicyValues]:
     """Pass the policy over ``rows`` once, in micro-batches.
 
+    ``evaluate``: from the model inputs of a pack to the policy's log-probs and values, ``[B, T]`` each.
     ``bootstrap_truncated``: a completion cut at the limit gets the value after its last token; every other's is 0.
     """
-    found: dict[int, OldPolicyValues] = {}
+    recorded: dict[int, OldPolicyValues] = {}
     for split in by_token_budget(rows, microbatch_tokens):
-        packed = pack([rows[n] for n in split], pad_id=pad_id, device=device)
-        inputs = _one_longer(packed, pad_id) if bootstrap_truncated else packed.model_inputs()
-        logp_BT, value_BT = (tensor.float().cpu() for tensor in measure(inputs))
-        for place, n in enumerate(split):
+        inputs = pack([rows[n] for n in split], pad_id=pad_id, device=device).model_inputs()
+        if bootstrap_truncated:  # with one token more, the value before it is the one after the last real token
+            inputs["mask_BT"] = torch.nn.functional.pad(inputs["mask_BT"], (1, 0), value=True)
+            inputs["ids_BT"] = torch.nn.functional.pad(inputs["ids_BT"], (0, 1), value=pad_id)
+        logp_BT, value_BT = (tensor.float().cpu() for tensor in evaluate(inputs))
+        for position, n in enumerate(split):
             size = len(rows[n].rollout.completion_ids)
             truncated = bootstrap_truncated and rows[n].rollout.stop_reason == "length"
-            found[n] = OldPolicyValues(
-                logp_T=logp_BT[place, :size].clone(),
-                value_T=value_BT[place, :size].clone(),
-                last_value=float(value_BT[place, size]) if truncated else 0.0,
+            recorded[n] = OldPolicyValues(
+                logp_T=logp_BT[position, :size].clone(),
+                value_T=value_BT[position, :size].clone(),
+                last_value=float(value_BT[position, size]) if truncated else 0.0,
             )
-    return [found[n] for n in range(len(rows))]
-
-
-def _one_longer(packed: Packed, pad_id: int) -> dict[str, Tensor]:
-    """The pack with one token more in every row: the hidden state before it is the one after the last real token."""
-    mask_BT = torch.nn.functional.pad(packed.mask_BT, (1, 0), value=True)
-    ids_BT = torch.nn.functional.pad(packed.ids_BT, (0, 1), value=pad_id)
-    return {**packed.model_inputs(), "ids_BT": ids_BT, "mask_BT": mask_BT}
+    return [recorded[n] for n in range(len(rows))]
 
 
 def to_plain(rows: Sequence[OldPolicyValues]) -> list[dict[str, Any]]:
@@ -172,11 +158,3 @@ def to_plain(rows: Sequence[OldPolicyValues]) -> list[dict[str, Any]]:
 def from_plain(rows: Sequence[Mapping[str, Any]]) -> list[OldPolicyValues]:
     """The inverse of :func:`to_plain`."""
     return [OldPolicyValues(logp_T=row["logp"], value_T=row["value"], last_value=float(row["last"])) for row in rows]
-
-
-def padded(columns: Sequence[Tensor], length: int, device: torch.device) -> Tensor:
-    """Rows of different lengths as ``[B, length]``, zeros after them."""
-    whole = torch.zeros(len(columns), length)
-    for place, column in enumerate(columns):
-        whole[place, : len(column)] = column
-    return whole.to(device)

@@ -1,13 +1,13 @@
 """From the rows of an update to its micro-batches: reference pass, KL costs, advantages, weights.
 
-Everything that must see the whole update (baselines, normalization, denominators) happens here, without
-gradient; what follows can go micro-batch by micro-batch and add up.
+Everything that needs the whole update (baselines, normalization, denominators) is computed here, without gradient.
+The losses of the micro-batches then add up to that of the update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +17,12 @@ from kl_comedy.config import AlgorithmConfig
 from kl_comedy.kl import KLTerm, TermParts, kl_parts, own_baseline
 from kl_comedy.objective import returns_with_costs, sequence_weights
 from kl_comedy.objective.advantages import whiten
-from kl_comedy.objective.preferences import Preferences
 from kl_comedy.records import Experience, Scored
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.training.critic import ValueTargets, uses_critic
 from kl_comedy.training.distributed import ALONE, World
 from kl_comedy.training.dpo import pair_metrics, pair_weights
-from kl_comedy.training.packing import OldPolicyValues, Packed, by_token_budget, pack, padded, shortest
+from kl_comedy.training.packing import OldPolicyValues, Packed, by_token_budget, pack, pad_columns, shortest
 
 if TYPE_CHECKING:
     from kl_comedy.models.logprobs import TokenPass
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Rows that fit one backward: their experience, and the pass of each reference over them.
+    """Rows of one forward and backward: their experience, and the pass of each reference over them.
 
-    ``empty``: it has no weight, and keeps this rank in step with ranks that have more to do.
+    ``empty``: its weight is zero; it keeps the collectives of this rank in step with ranks that have more rows.
     """
 
     experience: Experience
@@ -42,21 +41,21 @@ class MicroBatch:
     baselines: Mapping[int, Tensor]
     """By position, the ``[B, T]`` baselines of terms with ``baseline: own``."""
     proximal_logp_BT: Tensor | None = None
-    """Log-probs of the policy at the batch's first use; None: the policy loss is held against the sampler."""
+    """Log-probs of the policy at the batch's first use; None: the policy loss uses the sampler's."""
     values: ValueTargets | None = None
-    """What the value head is trained towards; None: there is no critic."""
+    """The targets of the value head; None without a critic."""
     empty: bool = False
     notes: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the whole update that preparing it found; the same on each of its micro-batches."""
+    """Metrics of the whole update; the same on each of its micro-batches."""
 
     def reference_of(self, term: KLTerm) -> ReferencePass:
-        """The pass a term is measured against; ``sampler`` terms read the behaviour log-probs instead."""
+        """The reference pass of a term. Terms against the ``sampler`` read the behaviour log-probs instead."""
         return self.references["initial" if term.reference == "sampler" else term.reference]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What preparing an update needs to know."""
+    """The settings of :func:`prepare`, constant over a run."""
 
     terms: Sequence[KLTerm]
     algorithm: AlgorithmConfig
@@ -77,70 +76,72 @@ def prepare(
 ) -> list[MicroBatch]:
     """Turn the rows of one update (whole groups) into this rank's micro-batches, as many as on every other rank.
 
-    ``rows`` are those of all ranks: baselines and denominators are of the whole update, and so is the plan of
-    micro-batches, which needs no agreement because every rank makes the same one.
-    ``old_policy``, row by row, is needed with a proximal policy or a critic (:mod:`kl_comedy.training.packing`).
+    ``rows`` are those of all ranks: baselines and denominators are of the whole update, and every rank computes the
+    same split into micro-batches. ``old_policy``, row by row, is needed with a recomputed proximal policy or a critic.
 
-    ``policy_pass`` is called only where a term before the baseline (or with its own) needs the policy's log-probs.
-    ``policy_pass(inputs, reference, terms)`` returns log-probs and, where a term asks, exact KLs.
+    ``policy_pass(inputs, reference, terms)`` returns log-probs and the exact KLs that the terms need. It is called
+    only for terms with ``baseline: before`` or ``own``, and for DPO.
     """
+    algorithm, device = plan.algorithm, plan.device
     splits = plan.world.share(by_token_budget(rows, plan.microbatch_tokens))
-    packs = [_packed(rows, split or shortest(rows), plan) for split in splits]
+    shortest_row = shortest(rows)
+    packs = [pack([rows[n] for n in split or shortest_row], pad_id=plan.pad_id, device=device) for split in splits]
+    length = max(len(row.rollout.completion_ids) for row in rows)
     with torch.no_grad():
         passes = [{name: ref.forward_pass(**p.model_inputs()) for name, ref in references.items()} for p in packs]
-        length = max(len(row.rollout.completion_ids) for row in rows)
-        before, own = _parts_ahead(splits, packs, passes, plan, policy_pass, rows=len(rows), length=length)
-        cost_BT = _sum_of([(betas[position], parts.cost_BT) for position, parts in before.items()])
-        pairs = _preferences(rows, splits, packs, passes, plan, policy_pass)
-    reward_B = torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=plan.device)
-    group_B = torch.tensor([row.rollout.group_id for row in rows], device=plan.device)
-    sizes = torch.tensor([len(row.rollout.completion_ids) for row in rows], device=plan.device)
-    mask_BT = torch.arange(length, device=plan.device)[None] < sizes[:, None]
-    baselines = {position: own_baseline(parts, mask_BT, group_B) for position, parts in own.items()}
-    returns_BT = returns_with_costs(reward_B, cost_BT, length)
-    if pairs is None:
-        advantage_BT, values = _advantages(plan, returns_BT, mask_BT, group_B, old_policy)
+        parts = _update_parts(splits, packs, passes, plan, policy_pass, rows=len(rows), length=length)
+    reward_B = torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=device)
+    group_B = torch.tensor([row.rollout.group_id for row in rows], device=device)
+    sizes_B = torch.tensor([len(row.rollout.completion_ids) for row in rows], device=device)
+    mask_BT = torch.arange(length, device=device)[None] < sizes_B[:, None]
+    costs = [
+        betas[position] * cost.cost_BT for position, cost in parts.items() if plan.terms[position].baseline == "before"
+    ]
+    returns_BT = returns_with_costs(reward_B, torch.stack(costs).sum(0) if costs else None, length)
+    baselines = {
+        position: own_baseline(own, mask_BT, group_B)
+        for position, own in parts.items()
+        if plan.terms[position].baseline == "own"
+    }
+    values, notes = None, {}
+    if algorithm.dpo is not None:
+        with torch.no_grad():
+            pairs = pair_weights(rows, splits, packs, passes, policy_pass, algorithm=algorithm, world=plan.world)
+        advantage_BT = pairs.coefficient_B.float()[:, None].expand(-1, length)
+        weight_B, notes = torch.ones(len(rows), device=device), pair_metrics(pairs)
     else:
-        advantage_BT, values = pairs.coefficient_B.float()[:, None].expand(-1, length), None
-    proximal_BT = _proximal(plan, old_policy, length)
-    weight_B = (
-        sequence_weights(
-            plan.algorithm.reduction, mask_BT, constant=plan.algorithm.reduction_constant, keep_B=_kept(rows, plan)
-        )
-        if pairs is None
-        else torch.ones(len(rows), device=plan.device)
-    )
-    micro: list[MicroBatch] = []
-    for split, packed, seen in zip(splits, packs, passes, strict=True):
-        index = torch.tensor(split or shortest(rows), device=plan.device)
-        advantage = advantage_BT[index, : packed.ids_BT.shape[1]]
+        advantage_BT, values = _advantages(plan, returns_BT, mask_BT, group_B, old_policy)
+        keep_B = None
+        if algorithm.mask_truncated:
+            keep_B = torch.tensor([row.rollout.stop_reason != "length" for row in rows], device=device)
+        weight_B = sequence_weights(algorithm.reduction, mask_BT, constant=algorithm.reduction_constant, keep_B=keep_B)
+    proximal_BT = None
+    if algorithm.proximal == "recomputed":
+        assert old_policy is not None
+        proximal_BT = pad_columns([row.logp_T for row in old_policy], length, device)
+    micro_batches: list[MicroBatch] = []
+    for split, packed, reference_passes in zip(splits, packs, passes, strict=True):
+        index_B, width = torch.tensor(split or shortest_row, device=device), packed.ids_BT.shape[1]
         experience = Experience(
-            prompt_ids_BP=packed.prompt_ids_BP,
-            prompt_mask_BP=packed.prompt_mask_BP,
-            ids_BT=packed.ids_BT,
-            mask_BT=packed.mask_BT,
-            behaviour_logp_BT=packed.behaviour_logp_BT,
-            ref_logp_BT=seen["initial"].logp_BT,
-            advantage_BT=torch.where(packed.mask_BT, advantage, torch.zeros_like(advantage)),
-            reward_B=reward_B[index].float(),
-            weight_B=weight_B[index] if split else torch.zeros_like(weight_B[index]),
-            policy_version_BT=packed.policy_version_BT,
-            group_B=group_B[index],
+            **{item.name: getattr(packed, item.name) for item in fields(packed)},
+            ref_logp_BT=reference_passes["initial"].logp_BT,
+            advantage_BT=torch.where(packed.mask_BT, advantage_BT[index_B, :width], 0.0),
+            reward_B=reward_B[index_B].float(),
+            weight_B=weight_B[index_B] if split else torch.zeros_like(weight_B[index_B]),
+            group_B=group_B[index_B],
         )
-        width = packed.ids_BT.shape[1]
-        own_BT = {position: baseline_BT[index, :width] for position, baseline_BT in baselines.items()}
-        micro.append(
+        micro_batches.append(
             MicroBatch(
                 experience=experience,
-                references=seen,
-                baselines=own_BT,
-                proximal_logp_BT=None if proximal_BT is None else proximal_BT[index, :width],
-                values=None if values is None else values.part(index, width),
+                references=reference_passes,
+                baselines={position: own_BT[index_B, :width] for position, own_BT in baselines.items()},
+                proximal_logp_BT=None if proximal_BT is None else proximal_BT[index_B, :width],
+                values=None if values is None else values.part(index_B, width),
                 empty=not split,
-                notes={} if pairs is None else pair_metrics(pairs),
+                notes=notes,
             )
         )
-    return micro
+    return micro_batches
 
 
 def _advantages(
@@ -150,14 +151,14 @@ def _advantages(
     group_B: Tensor,
     old_policy: Sequence[OldPolicyValues] | None,
 ) -> tuple[Tensor, ValueTargets | None]:
-    """Advantages ``[B, T]`` in float32 and, with a critic, what its values are trained towards."""
-    fn = ADVANTAGES.get(plan.algorithm.advantage).fn
+    """Advantages ``[B, T]`` in float32 and, with a critic, the targets of its values."""
+    estimator = ADVANTAGES.get(plan.algorithm.advantage).fn
     if not uses_critic(plan.algorithm):
-        return fn(returns_BT, mask_BT, group_B).float(), None
+        return estimator(returns_BT, mask_BT, group_B).float(), None
     assert old_policy is not None
-    settings, length = plan.algorithm.value, mask_BT.shape[1]
-    value_BT = padded([row.value_T for row in old_policy], length, plan.device)
-    advantage_BT = fn(
+    settings = plan.algorithm.value
+    value_BT = pad_columns([row.value_T for row in old_policy], mask_BT.shape[1], plan.device)
+    advantage_BT = estimator(
         returns_BT,
         mask_BT,
         group_B,
@@ -170,48 +171,7 @@ def _advantages(
     return (whiten(advantage_BT, mask_BT) if settings.normalize else advantage_BT), targets
 
 
-def _preferences(
-    rows: Sequence[Scored],
-    splits: Sequence[Sequence[int] | None],
-    packs: Sequence[Packed],
-    passes: Sequence[Mapping[str, Any]],
-    plan: Preparation,
-    policy_pass: Callable[..., TokenPass],
-) -> Preferences | None:
-    """The pairs of the update where ``algorithm.dpo`` asks for them; they take the advantages' place."""
-    if plan.algorithm.dpo is None:
-        return None
-    return pair_weights(
-        rows,
-        splits,
-        packs,
-        passes,
-        policy_pass,
-        dpo=plan.algorithm.dpo,
-        mask_truncated=plan.algorithm.mask_truncated,
-        world=plan.world,
-    )
-
-
-def _proximal(plan: Preparation, old_policy: Sequence[OldPolicyValues] | None, length: int) -> Tensor | None:
-    if plan.algorithm.proximal != "recomputed":
-        return None
-    assert old_policy is not None
-    return padded([row.logp_T for row in old_policy], length, plan.device)
-
-
-def _packed(rows: Sequence[Scored], split: Sequence[int], plan: Preparation) -> Packed:
-    return pack([rows[n] for n in split], pad_id=plan.pad_id, device=plan.device)
-
-
-def _kept(rows: Sequence[Scored], plan: Preparation) -> Tensor | None:
-    """With ``mask_truncated``, completions cut at the limit take no part in the loss."""
-    if not plan.algorithm.mask_truncated:
-        return None
-    return torch.tensor([row.rollout.stop_reason != "length" for row in rows], device=plan.device)
-
-
-def _parts_ahead(
+def _update_parts(
     splits: Sequence[Sequence[int] | None],
     packs: Sequence[Packed],
     passes: Sequence[Mapping[str, Any]],
@@ -220,53 +180,41 @@ def _parts_ahead(
     *,
     rows: int,
     length: int,
-) -> tuple[dict[int, TermParts], dict[int, TermParts]]:
-    """By position, the parts over the whole update of terms ``before`` the baseline, and of those with their ``own``.
+) -> dict[int, TermParts]:
+    """By position, the parts over the whole update, in float64, of terms with ``baseline: before`` or ``own``.
 
-    Beyond the end of a completion the cost is what the credit leaves there (the total, or zero).
+    Past the end of a completion the cost is what the credit gives there: the total, or zero. ``pathwise_BT`` is zero.
     """
-    chosen = {position: term for position, term in enumerate(plan.terms) if term.baseline in ("before", "own")}
-    device = packs[0].ids_BT.device
-    found = {position: _blank_parts(rows, length, device) for position in chosen}
-    for split, packed, seen in zip(splits, packs, passes, strict=True):
-        index = torch.tensor(split or [], dtype=torch.long, device=device)
-        for name in sorted({term.reference for term in chosen.values()}):
-            wanted = {position: term for position, term in chosen.items() if term.reference == name}
-            reference = seen["initial" if name == "sampler" else name]
-            now = policy_pass(packed.model_inputs(), reference, list(wanted.values()))
-            for position, term in wanted.items():
+    terms = {position: term for position, term in enumerate(plan.terms) if term.baseline in ("before", "own")}
+    names = ("cost_BT", "weight_BT", "baseline_weight_BT", "pathwise_BT")
+    update = {
+        position: TermParts(
+            **{name: torch.zeros(rows, length, dtype=torch.float64, device=plan.device) for name in names}
+        )
+        for position in terms
+    }
+    for split, packed, reference_passes in zip(splits, packs, passes, strict=True):
+        for name in sorted({term.reference for term in terms.values()}):
+            of_reference = {position: term for position, term in terms.items() if term.reference == name}
+            reference = reference_passes["initial" if name == "sampler" else name]
+            policy = policy_pass(packed.model_inputs(), reference, list(of_reference.values()))
+            for position, term in of_reference.items():
                 parts = kl_parts(
                     term,
-                    logp_BT=now.logp_BT,
+                    logp_BT=policy.logp_BT,
                     ref_logp_BT=reference.logp_BT,
                     behaviour_logp_BT=packed.behaviour_logp_BT,
                     mask_BT=packed.mask_BT,
-                    exact_kl_BT=now.forward_kl_BT if term.needs == "exact_forward" else now.kl_BT,
+                    exact_kl_BT=policy.forward_kl_BT if term.needs == "exact_forward" else policy.kl_BT,
                 )
-                if split:
-                    _fill(found[position], parts, index, fill_end=term.credit == "total")
-    for parts in found.values():
-        for whole in (parts.cost_BT, parts.weight_BT, parts.baseline_weight_BT):
-            plan.world.sum(whole)
-    before = {position: parts for position, parts in found.items() if chosen[position].baseline == "before"}
-    return before, {position: parts for position, parts in found.items() if position not in before}
-
-
-def _blank_parts(rows: int, length: int, device: torch.device) -> TermParts:
-    def blank() -> Tensor:
-        return torch.zeros(rows, length, dtype=torch.float64, device=device)
-
-    return TermParts(cost_BT=blank(), weight_BT=blank(), baseline_weight_BT=blank(), pathwise_BT=blank())
-
-
-def _fill(whole: TermParts, parts: TermParts, index: Tensor, *, fill_end: bool) -> None:
-    """Write the rows of one pack into the parts of the update."""
-    width = parts.cost_BT.shape[1]
-    for name in ("cost_BT", "weight_BT", "baseline_weight_BT"):
-        getattr(whole, name)[index, :width] = getattr(parts, name).double()
-    if fill_end:
-        whole.cost_BT[index, width:] = parts.cost_BT[:, -1:].double()
-
-
-def _sum_of(weighted: Sequence[tuple[float, Tensor]]) -> Tensor | None:
-    return torch.stack([beta * cost_BT for beta, cost_BT in weighted]).sum(0) if weighted else None
+                if not split:
+                    continue
+                width = packed.ids_BT.shape[1]
+                for part in names[:3]:
+                    getattr(update[position], part)[split, :width] = getattr(parts, part).double()
+                if term.credit == "total":
+                    update[position].cost_BT[split, width:] = parts.cost_BT[:, -1:].double()
+    for parts in update.values():
+        for name in names[:3]:
+            plan.world.sum(getattr(parts, name))
+    return update
