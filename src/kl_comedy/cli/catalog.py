@@ -1,4 +1,4 @@
-"""``list`` and ``doctor``: what there is, what is missing here."""
+"""``list`` and ``doctor``: the registered parts, and what is missing on this machine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kl_comedy.errors import bad_value
+from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load_plugins
 
-FORMATS = ("table", "json")
-PEERS = "peers"
-FormatOption = Annotated[str, typer.Option(help="table or json")]
+PACKAGES = {
+    "torch": "everything",
+    "lightning": "training",
+    "transformers": "models",
+    "mlflow": "tracking (else files only)",
+    "math-verify": "reward math_verify",
+    "datasets": "datasets by hub name",
+    "peft": "model.lora",
+    "gguf": "model.gguf_file",
+    "reasoning-gym": "dataset and reward reasoning_gym (extra gym)",
+}
 
 
 def mount(app: typer.Typer) -> None:
@@ -27,50 +35,44 @@ def mount(app: typer.Typer) -> None:
 
 def list_parts(
     kind: Annotated[str, typer.Argument(help="estimators, corrections, recipes, rewards, ..., or peers")],
-    format: FormatOption = "table",
-    plugin: Annotated[list[str] | None, typer.Option("--plugin", help="A Python file that registers parts")] = None,
+    format: TableOrJson = "table",
+    plugin: Plugins = None,
 ) -> None:
     """List the registered parts of KIND with their claims and sources; peers: the systems and flags `explain` reads.
 
     Example: `kl-comedy list estimators --format json`
     """
-    from kl_comedy.registry import KINDS, load_plugin_file
+    from kl_comedy.registry import KINDS
 
-    if kind not in (*KINDS, PEERS):
-        raise bad_value("KIND", kind, (*KINDS, PEERS))
-    check_format(format)
-    if kind == PEERS:
-        _list_peers(format)
-        return
-
-    for file in plugin or []:
-        load_plugin_file(file)
-    rows = [entry.row() for entry in KINDS[kind]]
+    check_choice("KIND", kind, (*KINDS, "peers"))
+    check_choice("--format", format)
+    load_plugins(plugin)
+    rows = _peer_rows() if kind == "peers" else [entry.row() for entry in KINDS[kind]]
     if format == "json":
         print(json.dumps(rows, indent=1, default=str))
         return
-    table = Table("name", "summary", "claims", "source", title=kind)
-    for row in rows:
-        claims = row.get("terms") or ", ".join(row["claims"])
-        table.add_row(row["name"], row["summary"], str(claims), row["source"])
+    if kind == "peers":
+        table = Table("system", "flag", "allowed", "default", "meaning", title=kind)
+        systems = [None, *(row["system"] for row in rows)]
+        for row, system_above in zip(rows, systems, strict=False):
+            name = f"{row['system']} {row['version']}" if row["system"] != system_above else ""
+            table.add_row(name, row["flag"], row["allowed"], row["default"], row["meaning"])
+    else:
+        table = Table("name", "summary", "claims", "source", title=kind)
+        for row in rows:
+            claims = row.get("terms") or ", ".join(row["claims"])
+            table.add_row(row["name"], row["summary"], str(claims), row["source"])
     Console().print(table)
 
 
-def _list_peers(format: str) -> None:
-    from kl_comedy.cli.explain import peer_rows
+def _peer_rows() -> list[dict[str, str]]:
+    from kl_comedy.lab.peers import SYSTEMS
 
-    rows = peer_rows()
-    if format == "json":
-        print(json.dumps(rows, indent=1))
-        return
-    table = Table("system", "flag", "allowed", "default", "meaning", title=PEERS)
-    last = ""
-    for row in rows:
-        first = row["system"] != last
-        last = row["system"]
-        name = f"{last} {row['version']}" if first else ""
-        table.add_row(name, row["flag"], row["allowed"], row["default"], row["meaning"])
-    Console().print(table)
+    return [
+        {"system": system.name, "version": system.version, **flag.row()}
+        for system in SYSTEMS.values()
+        for flag in system.flags
+    ]
 
 
 def doctor() -> None:
@@ -78,42 +80,21 @@ def doctor() -> None:
 
     Example: `kl-comedy doctor`
     """
-    needs = {
-        "torch": "everything",
-        "lightning": "training",
-        "transformers": "models",
-        "mlflow": "tracking (else files only)",
-        "math-verify": "reward math_verify",
-        "datasets": "datasets by hub name",
-        "peft": "model.lora",
-        "gguf": "model.gguf_file",
-        "reasoning-gym": "dataset and reward reasoning_gym (extra gym)",
-    }
+    import torch
+
+    from kl_comedy.rollouts.vllm.options import missing, vllm_version
+
     table = Table("what", "version", "needed for")
-    for name, purpose in needs.items():
+    for name, purpose in PACKAGES.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             version = "missing"
         table.add_row(name, version, purpose)
     for backend in ("vllm", "vllm_server"):
-        table.add_row(f"rollout {backend}", *_vllm_row(backend))
+        state = "; ".join(missing(backend)) or "ready"
+        table.add_row(f"rollout {backend}", vllm_version() or "missing", escape(f"rollout.backend: {backend}; {state}"))
     table.add_row("sbatch", shutil.which("sbatch") or "missing", "SLURM")
-    import torch
-
     gpus = ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
     table.add_row("GPU", gpus or "none (CPU works)", "speed")
     Console().print(table)
-
-
-def _vllm_row(backend: str) -> tuple[str, str]:
-    from kl_comedy.rollouts.vllm.options import missing, vllm_version
-
-    state = "; ".join(missing(backend)) or "ready"
-    return vllm_version() or "missing", escape(f"rollout.backend: {backend}; {state}")
-
-
-def check_format(format: str) -> None:
-    """Refuse a format that is neither a table nor json."""
-    if format not in FORMATS:
-        raise bad_value("--format", format, FORMATS)

@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kl_comedy.cli.catalog import FormatOption, check_format
+from kl_comedy.cli.common import TableOrJson, check_choice
+from kl_comedy.errors import bad_value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kl_comedy.kl import KLTerm
     from kl_comedy.kl.oracle.certificate import Certificate
@@ -28,15 +29,15 @@ def explain(
     what: Annotated[
         list[str], typer.Argument(help="A recipe (kl-comedy list recipes) or SYSTEM:FLAGS (kl-comedy list peers)")
     ],
-    format: FormatOption = "table",
+    format: TableOrJson = "table",
 ) -> None:
-    """Say what a recipe, or the KL flags of another system, descend, on- and off-policy; and which flags would.
+    """Say what a recipe, or the KL flags of another system, optimize, on- and off-policy; and which flags would.
 
     Example: `kl-comedy explain grpo`
 
     Example: `kl-comedy explain "verl:use_kl_loss=true,kl_loss_type=low_var_kl"`
     """
-    check_format(format)
+    check_choice("--format", format)
     from kl_comedy.lab.peers import is_peer
 
     text = " ".join(what)
@@ -46,9 +47,7 @@ def explain(
         _explain_recipe(text, format)
 
 
-# --- a recipe -------------------------------------------------------------------------------------------------
 def _explain_recipe(name: str, format: str) -> None:
-    from kl_comedy.errors import bad_value
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.certificate import certify
     from kl_comedy.registry import RECIPES
@@ -56,13 +55,13 @@ def _explain_recipe(name: str, format: str) -> None:
     if name not in RECIPES:
         raise bad_value("RECIPE", name, sorted(RECIPES.names()), "or flags, as verl:use_kl_loss=true (list peers)")
     terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
-    found = certify(name, terms) if terms else []
+    certificates = certify(name, terms) if terms else []
     rows = [
         {"term": term.label(), "beta": str(term.beta), **{r: verdict(term, r) for r in ("on_policy", "off_policy")}}
         for term in terms
     ]
     if format == "json":
-        print(json.dumps({"recipe": name, "terms": rows, "certificates": [c.row() for c in found]}, indent=1))
+        print(json.dumps({"recipe": name, "terms": rows, "certificates": [c.row() for c in certificates]}, indent=1))
         return
     console = Console()
     if not terms:
@@ -72,84 +71,66 @@ def _explain_recipe(name: str, format: str) -> None:
     for row in rows:
         table.add_row(*row.values())
     console.print(table)
-    console.print(_numbers(found))
+    console.print(_numbers(certificates))
 
 
-# --- another system's flags -------------------------------------------------------------------------------------
 def _explain_peer(text: str, format: str) -> None:
     from kl_comedy.lab.peers import advise, find_system, read, switched_on
 
     reading = read(text)
-    other = switched_on(reading)
+    acting = switched_on(reading)
     advice = advise(find_system(reading.system))
     if format == "json":
-        plain = {**_plain(reading), "switched_on": _plain(other) if other else None, "advice": _advice_rows(advice)}
+        rows = [_advice_row(each) for each in advice]
+        plain = {**_plain(reading), "switched_on": _plain(acting) if acting else None, "advice": rows}
         print(json.dumps(plain, indent=1))
         return
     console = Console()
+    _say(console, f"{reading.text}  ({reading.system} {reading.version})", style="bold")
     _show(reading, console)
-    if other is not None:
-        _say(console, f"\nSwitched on, as {other.text}:")
-        _show(other, console, head=False)
-    _show_advice(advice, console)
+    if acting is not None:
+        _say(console, f"\nSwitched on, as {acting.text}:")
+        _show(acting, console)
+    _say(console, "\nIf you want")
+    for each in advice:  # whole lines, so that flags can be copied
+        flags = f"set   {each.flags}   (noise {_advised_noise(each)})" if each.flags else f"-     {each.why_not}"
+        _say(console, f"  {each.goal.words}:\n    {flags}\n    ours  kl: {each.goal.recipe}")
 
 
-def _show(reading: Reading, console: Console, *, head: bool = True) -> None:
-    if head:
-        _say(console, f"{reading.text}  ({reading.system} {reading.version})", style="bold")
+def _show(reading: Reading, console: Console) -> None:
+    from kl_comedy.kl import REGIMES
+
     if reading.terms is None:
         _say(console, f"No term of ours says it. What it does: {reading.instead}.")
     elif not reading.terms:
         _say(console, "No KL: nothing holds the policy to a reference.")
     else:
-        words = " + ".join(f"{term.label()}, beta {term.beta:g}" for term in reading.terms)
-        _say(console, f"It is: {words}")
+        _say(console, "It is: " + " + ".join(f"{term.label()}, beta {term.beta:g}" for term in reading.terms))
         certificates = list(reading.certificates().values())
         console.print(_numbers(certificates))
-        for found in certificates:
-            _say(console, f"{_dashed(found.regime)}: {found.verdict}")
-        missing = _not_certified(reading)
+        for certificate in certificates:
+            _say(console, f"{_dashed(certificate.regime)}: {certificate.verdict}")
+        missing = [_dashed(regime) for regime in REGIMES if regime not in reading.holds_in]
         if missing:
-            _say(console, f"{missing}: no term of ours says what happens there")
-    _list(console, "Notes", reading.notes)
-    _list(console, "Does nothing", reading.no_ops)
+            _say(console, f"{', '.join(missing)}: no term of ours says what happens there")
+    for title, lines in (("Notes", reading.notes), ("Does nothing", reading.no_ops)):
+        if lines:
+            _say(console, "\n".join([f"{title}:", *(f"  - {line}" for line in lines)]))
     if reading.terms:
-        _say(console, "In our config:")
-        _say(console, _yaml(reading.terms))
-
-
-def _show_advice(advice: Iterable[Advice], console: Console) -> None:
-    """Whole lines, so that flags can be copied."""
-    _say(console, "\nIf you want")
-    for each in advice:
-        _say(console, f"  {each.goal.words}:")
-        _say(
-            console,
-            f"    set   {each.flags}   (noise {_advised_noise(each)})" if each.flags else f"    -     {each.why_not}",
-        )
-        _say(console, f"    ours  kl: {each.goal.recipe}")
+        _say(console, f"In our config:\n{_yaml(reading.terms)}")
 
 
 def _numbers(certificates: Sequence[Certificate]) -> Table:
     """Regime by regime: the target, and how far the expected gradient is from that of the whole completion's KL."""
-    table = Table("regime", "descends", "off the sequence-level reverse KL", "cosine", "noise")
-    for found in certificates:
-        table.add_row(_dashed(found.regime), *_cells(found))
+    table = Table("regime", "optimizes", "off the sequence-level reverse KL", "cosine", "noise")
+    for c in certificates:
+        if all(term.reference == "sampler" for term in c.terms):
+            table.add_row(_dashed(c.regime), "towards the sampler", "-", "-", "-")
+            continue
+        target = c.target or (f"{c.near_target}, while no bound acts" if c.near_target else "no KL exactly")
+        bias, cosine = c.relative_bias["sequence_reverse"], c.cosine["sequence_reverse"]
+        table.add_row(_dashed(c.regime), target, f"{bias:.0%}", "-" if cosine != cosine else f"{cosine:.2f}", _noise(c))
     return table
-
-
-def _cells(found: Certificate) -> tuple[str, str, str, str]:
-    if all(term.reference == "sampler" for term in found.terms):
-        return "towards the sampler", "-", "-", "-"
-    words = found.target or (f"{found.near_target}, while no bound acts" if found.near_target else "no KL exactly")
-    bias, cosine = found.relative_bias["sequence_reverse"], found.cosine["sequence_reverse"]
-    return words, f"{bias:.0%}", "-" if cosine != cosine else f"{cosine:.2f}", _noise(found)
-
-
-def _not_certified(reading: Reading) -> str:
-    from kl_comedy.kl import REGIMES
-
-    return ", ".join(_dashed(regime) for regime in REGIMES if regime not in reading.holds_in)
 
 
 def _plain(reading: Reading) -> dict[str, Any]:
@@ -168,7 +149,21 @@ def _plain(reading: Reading) -> dict[str, Any]:
         "no_ops": list(reading.no_ops),
         "holds_in": list(reading.holds_in),
         "policy_ratio": reading.policy_ratio,
-        "certificates": [found.row() for found in reading.certificates().values()],
+        "certificates": [c.row() for c in reading.certificates().values()],
+    }
+
+
+def _advice_row(advice: Advice) -> dict[str, Any]:
+    goal = advice.goal
+    return {
+        "goal": goal.name,
+        "words": goal.words,
+        "target": goal.target,
+        "regime": goal.regime,
+        "flags": advice.flags,
+        "why_not": advice.why_not,
+        "noise": _advised_noise(advice),
+        "recipe": goal.recipe,
     }
 
 
@@ -179,25 +174,9 @@ def _advised_noise(advice: Advice) -> str:
     return "-" if advice.flags is None else _noise(read(advice.flags).certificates([regime])[regime])
 
 
-def _noise(found: Certificate) -> str:
+def _noise(certificate: Certificate) -> str:
     """The variance over that of the least noisy term for the same target."""
-    return "-" if found.variance_ratio is None else f"{found.variance_ratio:.2g}x"
-
-
-def _advice_rows(advice: Iterable[Advice]) -> list[dict[str, Any]]:
-    return [
-        {
-            "goal": each.goal.name,
-            "words": each.goal.words,
-            "target": each.goal.target,
-            "regime": each.goal.regime,
-            "flags": each.flags,
-            "why_not": each.why_not,
-            "noise": _advised_noise(each),
-            "recipe": each.goal.recipe,
-        }
-        for each in advice
-    ]
+    return "-" if certificate.variance_ratio is None else f"{certificate.variance_ratio:.2g}x"
 
 
 def _yaml(terms: Sequence[KLTerm]) -> str:
@@ -206,29 +185,10 @@ def _yaml(terms: Sequence[KLTerm]) -> str:
     return OmegaConf.to_yaml({"kl": [term.to_mapping() for term in terms]}).rstrip()
 
 
-def _list(console: Console, title: str, lines: Sequence[str]) -> None:
-    if lines:
-        _say(console, f"{title}:")
-    for line in lines:
-        _say(console, f"  - {line}")
-
-
 def _say(console: Console, text: str, style: str | None = None) -> None:
-    """Text as it is, whole lines: what looks like markup is not."""
+    """Print whole lines; what looks like markup is not."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _dashed(regime: str) -> str:
     return regime.replace("_", "-")
-
-
-# --- what there is ------------------------------------------------------------------------------------------------
-def peer_rows() -> list[dict[str, str]]:
-    """Every flag of every system that ``explain`` reads, for ``kl-comedy list peers``."""
-    from kl_comedy.lab.peers import SYSTEMS
-
-    return [
-        {"system": system.name, "version": system.version, **flag.row()}
-        for system in SYSTEMS.values()
-        for flag in system.flags
-    ]

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.errors import RunFailed, bad_value
+from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load
+from kl_comedy.errors import RunFailed
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
     from kl_comedy.lab.planning import Plan
 
 
-FORMATS = ("table", "json")
 GIB = 2**30
 
 
@@ -38,8 +38,8 @@ def plan(
     fail_if_too_big: Annotated[bool, typer.Option("--fail-if-too-big", help="Exit code 1 where it does not fit")] = (
         False
     ),
-    format: Annotated[str, typer.Option(help="table or json")] = "table",
-    plugin: Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file that registers parts")] = None,
+    format: TableOrJson = "table",
+    plugin: Plugins = None,
 ) -> None:
     """Estimate memory per device by component, tokens per second, time per update and device hours of a run.
 
@@ -47,78 +47,76 @@ def plan(
 
     Example: `kl-comedy plan configs/paper/on_policy_math_qwen.yaml --gpu h100-80 --gpus 8 train.strategy=fsdp`
     """
-    if format not in FORMATS:
-        raise bad_value("--format", format, FORMATS)
-    from kl_comedy.config import load_config
+    check_choice("--format", format)
     from kl_comedy.lab.planning import Lengths, device_named, plan_run
-    from kl_comedy.registry import load_plugin_file
 
-    for file in plugin or []:
-        load_plugin_file(file)
-    places = [("train.devices", gpus), ("train.nodes", nodes)]
-    words = [*(overrides or []), *(f"{key}={count}" for key, count in places if count is not None)]
-    loaded = load_config(config, words)
-    found = plan_run(loaded, device_named(gpu), lengths=Lengths(prompt=prompt_tokens, completion=completion_tokens))
+    counts = {"train.devices": gpus, "train.nodes": nodes}
+    given = [f"{key}={count}" for key, count in counts.items() if count is not None]
+    loaded = load(config, [*(overrides or []), *given], plugin)
+    planned = plan_run(loaded, device_named(gpu), lengths=Lengths(prompt=prompt_tokens, completion=completion_tokens))
     if format == "json":
-        print(json.dumps(as_json(found), indent=1))
+        print(json.dumps(_as_json(planned), indent=1))
     else:
-        _show(found, loaded)
-    for line in found.warnings:
+        _show(planned, loaded)
+    for line in planned.warnings:
         print(f"warning: {line}", file=sys.stderr)
-    for remedy in found.remedies:
+    for remedy in planned.remedies:
         print(f"fits, with {remedy.peak_bytes / GIB:.1f} GiB: {' '.join(remedy.overrides)}", file=sys.stderr)
-    if not found.fits and not found.remedies:
+    if not planned.fits and not planned.remedies:
         print("no setting was found that makes it fit", file=sys.stderr)
-    if fail_if_too_big and not found.fits:
-        raise RunFailed(
-            f"{found.peak_bytes / GIB:.1f} GiB in one process, {found.limit_bytes / GIB:.1f} GiB on {found.device.name}"
-        )
+    if fail_if_too_big and not planned.fits:
+        peak, limit = f"{planned.peak_bytes / GIB:.1f} GiB", f"{planned.limit_bytes / GIB:.1f} GiB"
+        raise RunFailed(f"{peak} in one process, {limit} on {planned.device.name}")
 
 
-def as_json(found: Plan) -> dict[str, Any]:
+def _as_json(planned: Plan) -> dict[str, Any]:
     """A plan as plain data; bytes, seconds, counts."""
     from dataclasses import asdict
 
-    shape = {name: value for name, value in vars(found.shape).items() if name != "config"}
+    shape = {name: value for name, value in vars(planned.shape).items() if name != "config"}
     return {
         "model": shape,
-        "device": asdict(found.device),
-        "load": asdict(found.load),
+        "device": asdict(planned.device),
+        "load": asdict(planned.load),
         "memory": {
-            "components": [asdict(item) for item in found.components],
-            "peak_bytes": found.peak_bytes,
-            "limit_bytes": found.limit_bytes,
-            "fits": found.fits,
+            "components": [asdict(item) for item in planned.components],
+            "peak_bytes": planned.peak_bytes,
+            "limit_bytes": planned.limit_bytes,
+            "fits": planned.fits,
         },
-        "time": asdict(found.timing),
-        "assumed": asdict(found.assumed),
-        "warnings": list(found.warnings),
-        "remedies": [{"overrides": list(one.overrides), "peak_bytes": one.peak_bytes} for one in found.remedies],
+        "time": asdict(planned.timing),
+        "assumed": asdict(planned.assumed),
+        "warnings": list(planned.warnings),
+        "remedies": [
+            {"overrides": list(remedy.overrides), "peak_bytes": remedy.peak_bytes} for remedy in planned.remedies
+        ],
     }
 
 
-def _show(found: Plan, config: Config) -> None:
+def _show(planned: Plan, config: Config) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console = Console(width=120, markup=False, highlight=False)
-    load, device = found.load, found.device
+    load, device = planned.load, planned.device
     strategy = f"{config.train.strategy}, {load.processes} x {device.name}"
     console.print(
-        f"{found.shape.source}: {_million(found.shape.parameters)} parameters, {_million(found.shape.trainable)} "
+        f"{planned.shape.source}: {_million(planned.shape.parameters)} parameters, {_million(planned.shape.trainable)} "
         f"trained; {strategy}; {config.model.dtype} weights, {config.train.precision}"
     )
     table = Table("memory of one process", "GiB", "when", "what")
     table.columns[1].justify = "right"
-    for item in found.components:
+    for item in planned.components:
         table.add_row(item.name, f"{item.bytes / GIB:.2f}", item.phase, item.what)
-    verdict = "fits" if found.fits else "does not fit"
+    verdict = "fits" if planned.fits else "does not fit"
     table.add_section()
-    table.add_row("peak", f"{found.peak_bytes / GIB:.2f}", verdict, f"{found.limit_bytes / GIB:.1f} GiB a process")
+    table.add_row(
+        "peak", f"{planned.peak_bytes / GIB:.2f}", verdict, f"{planned.limit_bytes / GIB:.1f} GiB a process"
+    )
     console.print(table)
-    console.print(_times(found, config))
+    console.print(_times(planned, config))
 
 
 def _million(count: int) -> str:
@@ -130,21 +128,23 @@ def _million(count: int) -> str:
     return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
 
 
-def _times(found: Plan, config: Config) -> Any:
+def _times(planned: Plan, config: Config) -> Any:
     from rich.table import Table
 
-    times, assumed = found.timing, found.assumed
+    times, assumed = planned.timing, planned.assumed
     table = Table("time", "", "of")
     table.columns[1].justify = "right"
-    table.add_row("generate", f"{times.generate_s:.3g} s", f"an update; {found.load.drawn_rows} completions a process")
-    table.add_row("learn", f"{times.learn_s:.3g} s", f"an update; {found.load.update_micro} micro-batches a process")
+    table.add_row(
+        "generate", f"{times.generate_s:.3g} s", f"an update; {planned.load.drawn_rows} completions a process"
+    )
+    table.add_row("learn", f"{times.learn_s:.3g} s", f"an update; {planned.load.update_micro} micro-batches a process")
     table.add_row("update", f"{times.update_s:.3g} s", "without verification, evaluation and checkpoints")
     table.add_row("generated", f"{times.generated_tokens_per_s:,.0f} tokens/s", "all processes, while generating")
     table.add_row("trained", f"{times.trained_tokens_per_s:,.0f} tokens/s", "all processes, while learning")
     table.add_row("run", f"{times.run_hours:.3g} h", f"{config.train.steps} updates")
-    table.add_row("device hours", f"{times.device_hours:.3g}", f"{found.load.processes} devices")
+    table.add_row("device hours", f"{times.device_hours:.3g}", f"{planned.load.processes} devices")
     table.caption = (
-        f"prompts of {found.load.prompt} and completions of {found.load.completion} tokens; assumed: "
-        f"{assumed.flops:.0%} of peak products, {assumed.bandwidth:.0%} of bandwidth; {found.device.source}"
+        f"prompts of {planned.load.prompt} and completions of {planned.load.completion} tokens; assumed: "
+        f"{assumed.flops:.0%} of peak products, {assumed.bandwidth:.0%} of bandwidth; {planned.device.source}"
     )
     return table

@@ -1,9 +1,4 @@
-"""``synthetic``: length and distance curves, the closed-form optimum, lost modes; data, figures and tables.
-
-``open-problem``: the off-policy study of the sequence-level reverse-KL gradient, data, figures and tables.
-
-``policy-corrections``: bias and variance of the policy term on stale samples, data, figure and tables.
-"""
+"""``synthetic``, ``open-problem``, ``policy-corrections``: the studies with the oracle; data, figures and tables."""
 
 from __future__ import annotations
 
@@ -12,11 +7,19 @@ from typing import Annotated
 
 import typer
 
-ALL = "all"
+Quick = Annotated[bool, typer.Option("--quick", help="Two lengths, three degrees of staleness, two seeds")]
+QUICK_LENGTHS, QUICK_STALENESS, QUICK_SEEDS = (4, 8), (0.0, 0.3, 1.0), 2
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command()(synthetic)
+    app.command("open-problem")(open_problem)
+    app.command("policy-corrections")(policy_corrections)
 
 
 def synthetic(
-    part: Annotated[str, typer.Argument(help="length, distance, optimum, modes or all")] = ALL,
+    part: Annotated[str, typer.Argument(help="length, distance, optimum, modes or all")] = "all",
     out: Annotated[Path, typer.Option(help="Folder for data, figures and README")] = Path("results/synthetic"),
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths, a tenth of the updates, two seeds")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Policies or games (default: 5; distance 20)")] = None,
@@ -33,16 +36,15 @@ def synthetic(
     from rich.console import Console
     from rich.progress import Progress
 
-    from kl_comedy.errors import bad_value
+    from kl_comedy.cli.common import check_choice
     from kl_comedy.lab.synthetic import PARTS, Size, run_part
 
-    if part not in (*PARTS, ALL):
-        raise bad_value("PART", part, (*PARTS, ALL))
+    check_choice("PART", part, (*PARTS, "all"))
     size = Size(quick=quick, seeds=seeds)
     options = [*(["--quick"] if quick else []), *([f"--seeds {seeds}"] if seeds is not None else [])]
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        for each in PARTS if part == ALL else (part,):
+        for each in PARTS if part == "all" else (part,):
             task = progress.add_task(each, total=size.steps(each))
             command = " ".join(["kl-comedy synthetic", each, *options])
             run_part(each, out, size, command=command, done=lambda task=task: progress.advance(task))  # type: ignore[misc]
@@ -51,8 +53,8 @@ def synthetic(
 
 def open_problem(
     out: Annotated[Path, typer.Option(help="Folder for data, figures and README")] = Path("results/open_problem"),
-    seeds: Annotated[int, typer.Option(min=1, help="Instances per length and staleness")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="Two lengths, three degrees of staleness, two seeds")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Random problems per length and staleness")] = 5,
+    quick: Quick = False,
 ) -> None:
     """Measure bias, variance and error of every off-policy KL gradient we know, by length and staleness.
 
@@ -65,10 +67,10 @@ def open_problem(
 
     from kl_comedy.lab.open_problem import LENGTHS, STALENESS, lambda_study, study, write_report
 
-    lengths, staleness, seeds = ((4, 8), (0.0, 0.3, 1.0), 2) if quick else (LENGTHS, STALENESS, seeds)
+    lengths, staleness, seeds = (QUICK_LENGTHS, QUICK_STALENESS, QUICK_SEEDS) if quick else (LENGTHS, STALENESS, seeds)
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("instances", total=len(lengths) * len(staleness) * seeds)
+        task = progress.add_task("random problems", total=len(lengths) * len(staleness) * seeds)
         frame = study(
             lengths=lengths,
             staleness=staleness,
@@ -78,15 +80,14 @@ def open_problem(
             done=lambda: progress.advance(task),
         )
     lambdas = lambda_study(lengths=lengths, staleness=staleness, seeds=seeds)
-    words = "--quick" if quick else f"--seeds {seeds}"
-    write_report(frame, lambdas, out, command=f"kl-comedy open-problem {words}")
+    write_report(frame, lambdas, out, command=f"kl-comedy open-problem {'--quick' if quick else f'--seeds {seeds}'}")
     console.print(f"{out / 'README.md'}")
 
 
 def policy_corrections(
     out: Annotated[Path, typer.Option(help="Folder for data, figure and README")] = Path("results/policy_corrections"),
-    seeds: Annotated[int, typer.Option(min=1, help="Instances per length and staleness")] = 20,
-    quick: Annotated[bool, typer.Option("--quick", help="Two lengths, three degrees of staleness, two seeds")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Random problems per length and staleness")] = 20,
+    quick: Quick = False,
 ) -> None:
     """Measure what every off-policy correction of the policy term leaves of the reward gradient.
 
@@ -99,17 +100,10 @@ def policy_corrections(
 
     from kl_comedy.lab.policy_corrections import LENGTHS, STALENESS, study, write_report
 
-    lengths, staleness, seeds = ((4, 8), (0.0, 0.3, 1.0), 2) if quick else (LENGTHS, STALENESS, seeds)
+    lengths, staleness, seeds = (QUICK_LENGTHS, QUICK_STALENESS, QUICK_SEEDS) if quick else (LENGTHS, STALENESS, seeds)
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("instances", total=len(lengths) * len(staleness) * seeds)
+        task = progress.add_task("random problems", total=len(lengths) * len(staleness) * seeds)
         frame = study(lengths=lengths, staleness=staleness, seeds=seeds, done=lambda: progress.advance(task))
     write_report(frame, out, command=f"kl-comedy policy-corrections {'--quick' if quick else f'--seeds {seeds}'}")
     console.print(f"{out / 'README.md'}")
-
-
-def mount(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command()(synthetic)
-    app.command("open-problem")(open_problem)
-    app.command("policy-corrections")(policy_corrections)
