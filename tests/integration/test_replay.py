@@ -181,7 +181,7 @@ def test_a_recording_that_does_not_fit_is_refused_before_anything_is_written(fau
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("{}", r"rollout\.options\.path: got None; allowed: a folder of parts"),
+        ("{}", r"rollout\.options: needs path"),
         ("{pth: a}", r"rollout\.options\.pth: no such key .*did you mean 'path'"),
         ("{path: a, rewards: agian}", r"rollout\.options\.rewards: got 'agian'; .*did you mean 'again'"),
         ("{path: nowhere}", "no such file or folder: nowhere"),
@@ -346,6 +346,6 @@ def test_a_recording_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kl_comedy.rollouts.recording._write_jsonl", refuse)
+    monkeypatch.setattr("kl_comedy.rollouts.recording.atomic_write", refuse)
     with pytest.raises(RunFailed, match="the rollouts of batch 0 cannot be written"):
         go(tmp_path, "train.record_rollouts=jsonl")

@@ -109,7 +109,7 @@ def test_a_batch_written_again_is_replaced_and_later_ones_can_be_forgotten(tmp_p
     writer = write(tmp_path / "r", plain_batches(4), "jsonl")
     writer.write(1, plain_batches()[0] * 2)
     assert [len(opened(tmp_path / "r").read(n)) for n in range(4)] == [1, 2, 1, 1]
-    writer.forget_from(2)
+    writer.remove_from(2)
     assert len(opened(tmp_path / "r")) == 2 and len(list((tmp_path / "r").iterdir())) == 2
 
 
@@ -117,7 +117,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kl_comedy.rollouts.recording._write_jsonl", refuse)
+    monkeypatch.setattr("kl_comedy.rollouts.recording.atomic_write", refuse)
     with pytest.raises(RunFailed, match=r"the rollouts of batch 0 cannot be written to .*No space left"):
         write(tmp_path / "r", plain_batches(1), "jsonl")
 
@@ -170,9 +170,11 @@ def test_files_that_are_no_recording_are_told_apart(tmp_path):
         opened(both)
 
 
-def test_a_recording_that_changes_under_a_run_ends_it(tmp_path):
+def test_a_recording_that_changes_during_a_run_ends_it(tmp_path):
     write(tmp_path / "r", plain_batches(), "jsonl")
     recording = opened(tmp_path / "r")
-    (tmp_path / "r" / "batch-00000001.jsonl").write_text("")
-    with pytest.raises(RunFailed, match="batch 1 of the recording cannot be read any more"):
-        recording.read(1)
+    part = tmp_path / "r" / "batch-00000001.jsonl"
+    for content, message in (("", "has changed since this run began"), ("{}", "batch 1 .* cannot be read any more")):
+        part.write_text(content)
+        with pytest.raises(RunFailed, match=message):
+            recording.read(1)

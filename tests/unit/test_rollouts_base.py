@@ -10,7 +10,8 @@ from kl_comedy.errors import UserError
 from kl_comedy.records import STOP_REASONS
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts import Sampling, check_training_sampling, sampling_from
-from kl_comedy.rollouts.decoding import LogpRecorder, StopOnText, StopStrings, ending
+from kl_comedy.rollouts.decoding import StopStrings, ending
+from kl_comedy.rollouts.hf import LogpRecorder, StopOnText
 
 
 def test_plain_temperature_sampling_is_what_training_needs():

@@ -43,10 +43,10 @@ def math_verify(
 ) -> Reward:
     """1 where the completion's final answer equals the gold mathematically, else 0.
 
-    The gold is always wrapped before parsing (:func:`wrapped`). ``unparseable``: no answer found.
-    ``refused``: nesting above ``max_depth``, or a number of more than ``max_digits`` digits. Text before the last ``max_chars`` characters is not read. Among several formulas the last counts, and
-    several boxes outside formulas are one answer together, a set (math-verify's defaults).
-    Raises :class:`BadGold` where the gold itself cannot be parsed.
+    The gold is always wrapped before parsing (:func:`wrapped`). ``unparseable``: there is no answer. ``refused``:
+    nesting above ``max_depth``, or a number of more than ``max_digits`` digits. Text before the last ``max_chars``
+    characters is not read. Among several formulas the last counts, and several boxes outside formulas are one answer
+    together, a set (math-verify's defaults). Raises :class:`BadGold` where the gold itself cannot be parsed.
     """
     text = clean(tail(completion, max_chars))
     if nesting_depth(text) > max_depth or re.search(rf"\d{{{max_digits + 1}}}", text):

@@ -46,19 +46,19 @@ class Sampling:
 
     def training_mismatches(self) -> list[str]:
         """Which settings make the sampler another policy than ``softmax(logits / temperature)``; empty if none."""
-        found = []
+        mismatches = []
         if self.temperature == 0:
-            found.append(
+            mismatches.append(
                 "temperature: got 0.0; training needs a value above 0 (a greedy sampler has no score to weight)"
             )
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             value = getattr(self, name)
             if value != off:
-                found.append(
+                mismatches.append(
                     f"{name}: got {value}; training needs {off} (the sampler would draw from a truncated "
                     "distribution, while the learner differentiates the full one)"
                 )
-        return found
+        return mismatches
 
 
 def sampling_from(config: RolloutConfig) -> Sampling:
@@ -78,9 +78,9 @@ def sampling_from(config: RolloutConfig) -> Sampling:
 
 def check_training_sampling(config: RolloutConfig) -> None:
     """Raise :class:`UserError` when training would differentiate another policy than the one that samples."""
-    found = sampling_from(config).training_mismatches()
-    if found:
-        raise UserError("\n".join(f"rollout.{line}" for line in found))
+    mismatches = sampling_from(config).training_mismatches()
+    if mismatches:
+        raise UserError("\n".join(f"rollout.{line}" for line in mismatches))
 
 
 class Policy(Protocol):
@@ -125,5 +125,5 @@ class RolloutBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the backend holds; it is not used afterwards."""
+        """Free memory and processes; the backend is not used afterwards."""
         ...

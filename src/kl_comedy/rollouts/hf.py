@@ -1,34 +1,85 @@
-"""Sampling by transformers' own ``generate``: for architectures our loop does not take, and to compare with.
-
-Sampling from the very module that is trained, in the trainer's process.
+"""The ``hf`` backend: sampling from the very module that is trained, in the trainer's process.
 
     prompts x group -> sorted by length -> batches of at most ``batch_sequences`` -> rollouts in order
 
 Our own loop (:mod:`kl_comedy.rollouts.decoding`) draws where the model takes our attention, transformers'
-``generate`` (:mod:`kl_comedy.rollouts.hf`) where it does not, or where asked.
-
-Defaults that a checkpoint ships (``top_k``, penalties, suppressed tokens, ...) would make the sampler another
-policy than the learner's; a neutral generation config stands in for them during the call.
+``generate`` where it does not, or where asked. Defaults that a checkpoint ships (``top_k``, penalties, suppressed
+tokens, ...) would make the sampler another policy than the learner's; a neutral generation config replaces them during
+the call.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from kl_comedy.errors import RunFailed, UserError, bad_value, unknown_key
+from kl_comedy.config.validate import option, parse_record
+from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.models.attention import adopt
 from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
-from kl_comedy.rollouts.decoding import Drawn, LogpRecorder, StopOnText, StopStrings, decode, ending, warpers
+from kl_comedy.rollouts.decoding import Completion, StopStrings, decode, ending, warpers
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
+
+
+class LogpRecorder:
+    """The last logits processor: sees the scores that are sampled from, changes nothing.
+
+    The token drawn from the scores of one step is known at the next, as the last column of the ids; so one
+    ``[B, V]`` is stored from step to step, and of each step ``[B]``.
+    """
+
+    supports_continuous_batching = False
+
+    def __init__(self) -> None:
+        self._logps_TB: list[Tensor] = []
+        self._pending_BV: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Take the log-probs of the token that ended ``input_ids [B, L]``; remember ``scores [B, V]``."""
+        self._record(input_ids[:, -1])
+        self._pending_BV = scores
+        return scores
+
+    def finish(self, ids_BT: Tensor) -> Tensor:
+        """Log-probs ``[B, T]`` (nats, float32) of the completions, whose last column is still pending."""
+        if len(self._logps_TB) < ids_BT.shape[1]:
+            self._record(ids_BT[:, -1])
+        self._pending_BV = None
+        return torch.stack(self._logps_TB[: ids_BT.shape[1]], dim=1)
+
+    def _record(self, chosen_B: Tensor) -> None:
+        if self._pending_BV is not None:
+            logp_BV = self._pending_BV.float().log_softmax(-1)
+            self._logps_TB.append(logp_BV.gather(1, chosen_B[:, None])[:, 0])
+
+
+class StopOnText:
+    """Stopping criterion of transformers' ``generate``: a sequence ends with the token that completes a stop string.
+
+    Only the completion is searched, never the prompt. ``length_B`` is the number of completion tokens up to
+    and including that token, 0 without one.
+    """
+
+    def __init__(self, stops: StopStrings, *, prompt_length: int, rows: int) -> None:
+        self._stops, self._start = stops, prompt_length
+        self.length_B = [0] * rows
+
+    def __call__(self, input_ids: Tensor, scores: Any, **unused: Any) -> Tensor:
+        """Whether each sequence of ``input_ids [B, L]`` has ended, ``[B]`` bool."""
+        for row, ids in enumerate(input_ids[:, self._start :].tolist()):
+            if not self.length_B[row] and self._stops.completed_by(ids):
+                self.length_B[row] = len(ids)
+        return torch.tensor([length > 0 for length in self.length_B], device=input_ids.device)
 
 
 def generate(
@@ -41,14 +92,16 @@ def generate(
     pad_id: int,
     device: torch.device,
     version: int,
-) -> list[Drawn]:
+) -> list[Completion]:
     """Draw one completion per prompt, left-padded, every setting ours. Random numbers are torch's global ones.
 
     Raises :class:`RunFailed` where the distribution is not finite.
     """
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-    ids_BP, mask_BP = left_pad(prompts, pad_id=pad_id, device=device)
+    ids = [torch.tensor(prompt.token_ids) for prompt in prompts]
+    ids_BP = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left").to(device)
+    mask_BP = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(device)
     width = ids_BP.shape[1]
     neutral = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     settings = GenerationConfig(
@@ -72,31 +125,25 @@ def generate(
         if "probability tensor" in str(error):
             raise RunFailed("the policy's next-token distribution is not finite; nothing can be sampled") from error
         raise
-    new = ids_BS[:, width:].tolist()
-    logps = recorder.finish(ids_BS[:, width:]).tolist()
-    drawn = []
-    for row, ids in enumerate(new):
-        length, reason = ending(ids, ends, stopper.length_B[row])
-        drawn.append(
-            Drawn(ids=ids[:length], logps=logps[row][:length], versions=[version] * length, stop_reason=reason)
+    ids_BT = ids_BS[:, width:]
+    completions = []
+    for tokens, logps, stop_length in zip(
+        ids_BT.tolist(), recorder.finish(ids_BT).tolist(), stopper.length_B, strict=True
+    ):
+        length, reason = ending(tokens, ends, stop_length)
+        completions.append(
+            Completion(ids=tokens[:length], logps=logps[:length], versions=[version] * length, stop_reason=reason)
         )
-    return drawn
+    return completions
 
 
-def left_pad(prompts: Sequence[Prompt], *, pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and mask ``[B, P]`` (int64), padded on the left to the longest prompt."""
-    width = max(len(prompt.token_ids) for prompt in prompts)
-    ids_BP = torch.full((len(prompts), width), pad_id, dtype=torch.long)
-    mask_BP = torch.zeros_like(ids_BP)
-    for row, prompt in enumerate(prompts):
-        size = len(prompt.token_ids)
-        ids_BP[row, width - size :] = torch.tensor(prompt.token_ids)
-        mask_BP[row, width - size :] = 1
-    return ids_BP.to(device), mask_BP.to(device)
-
-
-LOOPS = ("auto", "library")
-"""Option ``loop``: ours wherever the model takes it, or transformers' ``generate`` whatever the model."""
+@dataclass(frozen=True, kw_only=True)
+class HFOptions:
+    loop: str = option(
+        "auto",
+        "ours wherever the model takes it, or transformers' `generate` for every model",
+        choices=("auto", "library"),
+    )
 
 
 @ROLLOUTS.register(
@@ -107,13 +154,8 @@ LOOPS = ("auto", "library")
 )
 def build_hf(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend:
     """Build the in-process backend. Raises :class:`UserError` for an unknown option."""
-    for name, value in config.options.items():
-        if name != "loop":
-            raise unknown_key(f"rollout.options.{name}", value, ["loop"], "the hf backend has no such option")
-        if value not in LOOPS:
-            raise bad_value("rollout.options.loop", value, LOOPS)
-    loop = config.options.get("loop", "auto")
-    return HFRollouts(loaded, batch_sequences=config.batch_sequences, use_library=loop == "library")
+    options = parse_record(HFOptions, config.options, key="rollout.options")
+    return HFRollouts(loaded, batch_sequences=config.batch_sequences, use_library=options.loop == "library")
 
 
 class HFRollouts:
@@ -158,7 +200,7 @@ class HFRollouts:
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
         """See :class:`RolloutBackend`.
 
-        A completion keeps every token up to and including the end token (``eos``) or the token that completes
+        A completion has every token up to and including the end token (``eos``) or the token that completes
         a stop string (``stop``); ids, log-probs and text are all of exactly these tokens, so that a text may
         end with the stop string and what else its last token spells.
 
@@ -178,19 +220,21 @@ class HFRollouts:
             raise bad_value("rollout.group_size", group_size, "1 or more")
         check_lengths(self._loaded, prompts, sampling)
         first, end = (prompt * group_size for prompt in part)
-        places = sorted(range(first, end), key=lambda n: len(prompts[n // group_size].token_ids))
-        found: dict[int, Rollout] = {}
-        with torch.no_grad(), _seeded(self._loaded.device, seed), _ready_to_sample(self._loaded) as causal:
+        order = sorted(range(first, end), key=lambda n: len(prompts[n // group_size].token_ids))
+        rollouts: dict[int, Rollout] = {}
+        device = self._loaded.device
+        with torch.no_grad(), _local_random_state(device), _ready_to_sample(self._loaded) as causal:
+            _seed(device, seed)
             uniform_BT = torch.rand(len(prompts) * group_size, sampling.max_new_tokens, dtype=torch.float64)
             if first:
-                _go_on_from(self._loaded.device, seed, first)
-            for start in range(0, len(places), self._batch):
-                batch = places[start : start + self._batch]
-                groups = [place // group_size for place in batch]
-                drawn = self._draw(causal, prompts, groups, sampling, uniform_BT[batch].to(self._loaded.device))
-                for place, group, row in zip(batch, groups, drawn, strict=True):
-                    found[place] = self._rollout(prompts[group], group, row)
-        return [found[place] for place in range(first, end)]
+                _seed(device, seed + first)  # what transformers' generate draws differs from part to part
+            for start in range(0, len(order), self._batch):
+                batch = order[start : start + self._batch]
+                groups = [n // group_size for n in batch]
+                completions = self._draw(causal, prompts, groups, sampling, uniform_BT[batch].to(device))
+                for n, group, completion in zip(batch, groups, completions, strict=True):
+                    rollouts[n] = self._rollout(prompts[group], group, completion)
+        return [rollouts[n] for n in range(first, end)]
 
     def _draw(
         self,
@@ -199,7 +243,7 @@ class HFRollouts:
         groups: Sequence[int],
         sampling: Sampling,
         uniform_BT: torch.Tensor,
-    ) -> list[Drawn]:
+    ) -> list[Completion]:
         tokenizer = self._loaded.tokenizer
         ends = end_tokens(causal, tokenizer)
         stops = StopStrings(tokenizer, sampling.stop)
@@ -231,26 +275,26 @@ class HFRollouts:
             self._before_pass()
         return self.version
 
-    def _rollout(self, prompt: Prompt, group: int, drawn: Drawn) -> Rollout:
-        if not all(value > float("-inf") for value in drawn.logps):
+    def _rollout(self, prompt: Prompt, group: int, completion: Completion) -> Rollout:
+        if not all(value > float("-inf") for value in completion.logps):
             raise RunFailed(f"a sampled token of group {group} has no finite log-prob; the weights are not finite")
-        text = self._loaded.tokenizer.decode(drawn.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokenizer = self._loaded.tokenizer
         return Rollout(
             prompt=prompt,
             group_id=group,
-            completion_ids=tuple(drawn.ids),
-            logps=tuple(drawn.logps),
-            versions=tuple(drawn.versions),
-            stop_reason=drawn.stop_reason,
-            text=text,
+            completion_ids=tuple(completion.ids),
+            logps=tuple(completion.logps),
+            versions=tuple(completion.versions),
+            stop_reason=completion.stop_reason,
+            text=tokenizer.decode(completion.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         )
 
 
 def end_tokens(causal: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion: those of the model's generation config and the tokenizer's own."""
+    """Every id that ends a completion: those of the model's generation config and the tokenizer's."""
     configured = causal.generation_config.eos_token_id
-    found = configured if isinstance(configured, list) else [configured]
-    return sorted({int(token) for token in [*found, tokenizer.eos_token_id] if token is not None})
+    tokens = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
+    return sorted({int(token) for token in tokens if token is not None})
 
 
 def check_lengths(loaded: Policy, prompts: Sequence[Prompt], sampling: Sampling, *, limit: int | None = None) -> None:
@@ -270,37 +314,31 @@ def check_lengths(loaded: Policy, prompts: Sequence[Prompt], sampling: Sampling,
         )
 
 
-def _go_on_from(device: torch.device, seed: int, place: int) -> None:
-    """Random numbers of their own for a loop that draws from the global generators, within :func:`_seeded`."""
-    torch.default_generator.manual_seed(seed + place)
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed the global generators, within :func:`_local_random_state`."""
+    torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed + place)
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
-@contextlib.contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Random numbers from ``seed`` alone; the states outside are as before afterwards."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        for cuda in devices:
-            torch.cuda.default_generators[cuda.index or 0].manual_seed(seed)
-        yield
+def _local_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """The states of the global generators are afterwards as before."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @contextlib.contextmanager
 def _ready_to_sample(loaded: Policy) -> Iterator[Any]:
-    """The causal LM under its wrappers, in eval mode and with neutral generation defaults; all restored after."""
+    """The causal LM under its wrappers, in eval mode and with neutral generation defaults; both restored after."""
     from transformers import GenerationConfig
 
     model, causal = loaded.model, loaded.causal
     modes = [(module, module.training) for module in model.modules()]
-    own = causal.generation_config
-    causal.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+    shipped = causal.generation_config
+    causal.generation_config = GenerationConfig(eos_token_id=shipped.eos_token_id)
     model.eval()
     try:
         yield causal
     finally:
-        causal.generation_config = own
+        causal.generation_config = shipped
         for module, training in modes:
             module.training = training

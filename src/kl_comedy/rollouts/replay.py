@@ -1,17 +1,19 @@
-"""Training on recorded rollouts: the batches of another run, the same for every configuration that replays them.
+"""The ``replay`` backend: training on the recorded batches of another run, the same for every configuration.
 
-What must hold for the recorded log-probs to be of the tokens that the learner sees is checked before a run begins:
-the tokenizer, the prompts, the temperature, the groups, the rewards. Evaluation samples afresh, in process.
+The recorded log-probs must be of the tokens that the learner sees, so tokenizer, prompts, temperature, groups and
+rewards are checked before a run begins. Evaluation samples afresh, in process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.config.validate import option, parse_record
+from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Capabilities, Prompt, Rollout, Scored
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, Sampling
@@ -22,8 +24,15 @@ if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
 
 KEY = "rollout.options.path"
-REWARDS = ("recorded", "again")
-"""Option ``rewards``: as they were judged then, or judged anew by this run's ``rewards``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    path: str = option(MISSING, "what is replayed: a folder of parts, a .jsonl or a .parquet file")
+    rewards: str = option(
+        "recorded", "as they were judged then, or judged anew by this run's `rewards`", choices=("recorded", "again")
+    )
+    repeat: bool = option(False, "start over after the last batch")
 
 
 @ROLLOUTS.register(
@@ -33,30 +42,20 @@ REWARDS = ("recorded", "again")
     capabilities=Capabilities(recorded=True),
 )
 def build_replay(config: RolloutConfig, *, loaded: Policy) -> ReplayRollouts:
-    """Build the backend. Raises :class:`UserError` for options that cannot be."""
-    options = dict(config.options)
-    allowed = {"path": "a folder of parts, a .jsonl or a .parquet file", "rewards": REWARDS, "repeat": "true or false"}
-    for name, value in options.items():
-        if name not in allowed:
-            raise unknown_key(f"rollout.options.{name}", value, allowed)
-    if not isinstance(options.get("path"), str):
-        raise bad_value(KEY, options.get("path"), allowed["path"], "what rollout.backend=replay reads")
-    if options.get("rewards", "recorded") not in REWARDS:
-        raise bad_value("rollout.options.rewards", options["rewards"], REWARDS)
-    if not isinstance(options.get("repeat", False), bool):
-        raise bad_value("rollout.options.repeat", options["repeat"], "true or false")
-    return ReplayRollouts(config, loaded=loaded)
+    """Build the backend. Raises :class:`UserError` for an unknown or missing option, or a wrong value."""
+    options = parse_record(ReplayOptions, config.options, key="rollout.options")
+    return ReplayRollouts(config, options, loaded=loaded)
 
 
 class ReplayRollouts:
     """A backend whose training batches come from a recording; ``generate`` (evaluation) samples from the policy."""
 
-    def __init__(self, config: RolloutConfig, *, loaded: Policy) -> None:
-        self._config, self._loaded = config, loaded
+    def __init__(self, config: RolloutConfig, options: ReplayOptions, *, loaded: Policy) -> None:
+        self._config, self._options, self._loaded = config, options, loaded
         self._sampler = HFRollouts(loaded, batch_sequences=config.batch_sequences)
         self._recording: Recording | None = None
         self._prompts: Mapping[str, Prompt] = {}
-        self.judges_again = config.options.get("rewards") == "again"
+        self.judges_again = options.rewards == "again"
 
     @property
     def version(self) -> int:
@@ -80,19 +79,21 @@ class ReplayRollouts:
         from each batch. Raises :class:`UserError` for the first thing that does not fit.
         """
         self._prompts = {prompt.problem.id: prompt for prompt in prompts}
-        checks: list[Callable[[Sequence[Row]], None]] = [self._check_groups, self._check_tokens]
-        if not self.judges_again:
-            checks.append(lambda batch: _check_rewards(batch, weights))
-        self._recording = Recording(
-            Path(self._config.options["path"]), key=KEY, check=lambda batch: [check(batch) for check in checks] and None
-        )
-        held, needed = len(self._recording), -(-updates // per_batch)
-        if needed > held and not self._config.options.get("repeat", False):
+
+        def check(batch: Sequence[Row]) -> None:
+            self._check_groups(batch)
+            self._check_tokens(batch)
+            if not self.judges_again:
+                _check_rewards(batch, weights)
+
+        self._recording = Recording(Path(self._options.path), key=KEY, check=check)
+        batches = len(self._recording)
+        if batches * per_batch < updates and not self._options.repeat:
             raise bad_value(
                 "train.steps",
                 updates,
-                f"at most {held * per_batch}",
-                f"the recording holds {held} batches, and {per_batch} updates are made from each; "
+                f"at most {batches * per_batch}",
+                f"the recording holds {batches} batches, and {per_batch} updates are made from each; "
                 "rollout.options.repeat=true goes through it again",
             )
 

@@ -137,7 +137,7 @@ class RecordCallback(Callback):
         self._per_batch = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        self._first_does(lambda: self._writer.forget_from(-(-pl_module.version // self._per_batch)))
+        self._first_does(lambda: self._writer.remove_from(-(-pl_module.version // self._per_batch)))
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch.first:

@@ -35,7 +35,7 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
 from kl_comedy.models.introspection import activation_values, head_chunk, open_microbatch_tokens
 from kl_comedy.models.sharding import decoder_layers, skeleton
-from kl_comedy.rollouts.decoding import FIRST_ROOM
+from kl_comedy.rollouts.decoding import INITIAL_CAPACITY
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import ModelConfig
@@ -558,7 +558,7 @@ def _sampling(config: Config, shape: Shape, load: Workload, device: Device) -> I
         return
     if backend != "hf":
         return
-    size, room = compute_bytes(config), FIRST_ROOM
+    size, room = compute_bytes(config), INITIAL_CAPACITY
     while room < load.completion:
         room *= 2
     families = -(-load.wave_rows // config.rollout.group_size)

@@ -1,6 +1,6 @@
 """vLLM as sampler: in this process (``vllm``) or as servers (``vllm_server``). vLLM is imported when one is built.
 
-prompts -> sampling_fields -> engine or servers -> Completion -> Reader -> rollouts
+prompts -> sampling_fields -> engine or servers -> Completion -> Converter -> rollouts
 learner's weights -> full_weights -> the engine's own reload -> caches reset -> probe -> next version
 """
 

