@@ -11,7 +11,7 @@ from test_training import go, metrics_of, weights_of
 from kl_comedy.config import load_config
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.slurm.manifest import Sweep
-from kl_comedy.slurm.status import CellStatus, _measured
+from kl_comedy.slurm.status import CellStatus, cell_metrics
 from kl_comedy.training import callbacks
 from kl_comedy.training.build import load_raw
 from kl_comedy.training.checkpoint import best, manifest
@@ -165,4 +165,4 @@ def test_a_sweep_s_report_has_the_accuracy(tmp_path):
         run=str(tmp_path),
     )
     sweep = Sweep(path=tmp_path, manifest=None)
-    assert _measured(sweep, row) == {"eval/heldout/reward": 0.7, "eval/pick/accuracy": 0.3}
+    assert cell_metrics(sweep, row) == {"eval/heldout/reward": 0.7, "eval/pick/accuracy": 0.3}

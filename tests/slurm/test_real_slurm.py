@@ -218,7 +218,7 @@ def test_a_thousand_cells_are_submitted_queried_and_cancelled(site):
     assert "nothing to submit: 1000 pending" in site.kl_comedy("resubmit", "thousand").stderr
     (site.folder / "sweeps/thousand/submissions.jsonl").unlink()
     again = site.kl_comedy("resubmit", "thousand", "--slurm", "held.yaml")
-    assert "by an earlier submission that did not hear of it" in again.stderr and "nothing to submit" in again.stderr
+    assert "from a submission that was not recorded" in again.stderr and "nothing to submit" in again.stderr
     site.kl_comedy("cancel", "thousand")
     site.wait(site.idle)
     assert {row["state"] for row in site.status("thousand")} == {"CANCELLED"}

@@ -104,10 +104,10 @@ def test_a_signal_before_the_process_listens_requeues_the_job(site, alone):
 
 def test_a_task_that_saved_first_does_not_take_the_others_with_it(site):
     """Two tasks save and exit with 75, one three seconds later; srun waits for it and says 75."""
-    from kl_comedy.slurm.render import Shape, worker_step
+    from kl_comedy.slurm.render import Resources, worker_step
 
     script = "sleep $((3 * SLURM_PROCID)); touch saved.$SLURM_PROCID; exit 75"
-    step = worker_step(Shape(nodes=2, tasks=1, cpus=1, gpus=0), None).split()
+    step = worker_step(Resources(nodes=2, tasks=1, cpus=1, gpus=0), None).split()
     site.run("srun", "--nodes=2", "--ntasks-per-node=1", *step, "bash", "-c", script, code=75)
     assert sorted(path.name for path in site.folder.glob("saved.*")) == ["saved.0", "saved.1"]
 

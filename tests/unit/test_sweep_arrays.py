@@ -16,7 +16,7 @@ from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.manifest import plan, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Profile, read_profile
 from kl_comedy.slurm.render import scripts, share_out
-from kl_comedy.slurm.status import board
+from kl_comedy.slurm.status import read_status
 
 BASE = "model: {options: {preset: tiny}}\n"
 GRID = """
@@ -48,7 +48,7 @@ def made(tmp_path):
 
 def test_each_size_is_an_array_of_its_own_and_the_report_waits_for_all(made, monkeypatch, tmp_path):
     slurm = FakeSlurm(monkeypatch)
-    work = submit.Todo(train=(0, 1, 2, 3, 4), evaluate=())
+    work = submit.Work(train=(0, 1, 2, 3, 4), evaluate=())
     submit.submit(made, read_profile(str(tmp_path / "site.yaml")), tmp_path / "site.yaml", work)
     shown = [" ".join(words[3:]).replace(f"{made.path}/", "") for words in slurm.calls]
     dep = "--kill-on-invalid-dep=yes"
@@ -71,9 +71,9 @@ def test_each_size_is_an_array_of_its_own_and_the_report_waits_for_all(made, mon
     assert {"nodes=1", "ntasks-per-node=1", "mem=64G"} <= set(asked["evaluate-2x4.sbatch"])
 
     slurm.queue = "".join(f"{job}|{task}|RUNNING|n1||None\n" for job, task in ((1, 0), (1, 1), (1, 2), (3, 3), (5, 4)))
-    seen = board(made)
+    seen = read_status(made)
     assert [row.job for row in seen.rows] == ["1_0", "1_1", "1_2", "3_3", "5_4"]
-    assert seen.counts() == {"RUNNING": 5} and not submit.todo(made, seen)
+    assert seen.counts() == {"RUNNING": 5} and not submit.missing_work(made, seen)
     assert submit.active_jobs(made) == ["1_0", "1_1", "1_2", "3_3", "5_4"]
     submit.cancel(made, submit.active_jobs(made))
     assert slurm.calls[-1] == ["scancel", "1", "3", "5"]
@@ -89,24 +89,24 @@ def test_scripts_are_those_of_the_sizes_that_are_asked_for(made, tmp_path):
 
 def test_a_cell_without_a_shape_is_refused_before_anything_is_submitted(made, monkeypatch):
     slurm = FakeSlurm(monkeypatch)
-    profile = Profile(name="p", time="1", shapes=(Profile(name="p", time="1", nodes=2, tasks_per_node=4),))
+    profile = Profile(name="p", time="1", shapes=[Profile(name="p", time="1", nodes=2, tasks_per_node=4)])
     words = (
         r"cell 4 \(copies\): .* is 1 x 2, .* takes .* 1 x 1, 2 x 4 only; add shapes: \[\{nodes: 1, tasks_per_node: 2"
     )
     with pytest.raises(UserError, match=words):
-        submit.submit(made, profile, Path("p.yaml"), submit.Todo(train=(0, 4), evaluate=()))
+        submit.submit(made, profile, Path("p.yaml"), submit.Work(train=(0, 4), evaluate=()))
     assert slurm.calls == [] and not list(made.path.glob("*.sbatch"))
-    submit.submit(made, profile, Path("p.yaml"), submit.Todo(train=(0, 3), evaluate=()))
+    submit.submit(made, profile, Path("p.yaml"), submit.Work(train=(0, 3), evaluate=()))
     assert len(slurm.calls) == 5
 
 
 MISTAKES = {
     "shapes: {nodes: 2}": r"shapes: got \{'nodes': 2\}; allowed: a list of mappings",
-    "shapes: [{node: 2}]": r"shapes\.0: node: no such key .* did you mean 'nodes'\?",
+    "shapes: [{node: 2}]": r"shapes\.0\.node: no such key .* did you mean 'nodes'\?",
     "shapes: [{nodes: 2}, {nodes: 2}]": r"shapes\.1: got '2 nodes with 1 tasks on each'; allowed: another size",
     "shapes: [{memory: 1G}]": r"shapes\.0: got '1 nodes with 1 tasks on each'; allowed: another size",
-    "shapes: [{nodes: 2, max_parallel: 3}]": r"shapes\.0\.max_parallel: no such key .*\(it is the whole profile's\)",
-    "shapes: [{nodes: 0}]": r"shapes\.0: nodes: got 0; allowed: a whole number of at least 1",
+    "shapes: [{nodes: 2, max_parallel: 3}]": r"shapes\.0\.max_parallel: no such key .*\(it belongs to the whole profile\)",
+    "shapes: [{nodes: 0}]": r"shapes\.0: nodes: got 0; allowed: at least 1",
     "servers: {command: 'x {port}'}\nshapes: [{nodes: 2}]": r"shapes\.0: servers\.nodes: .* nodes of their own",
 }
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from kl_comedy.errors import UserError
-from kl_comedy.slurm.grid import expand, override, read_grid, values_of
+from kl_comedy.slurm.grid import expand, override, parse_values, read_grid
 from kl_comedy.slurm.manifest import plan
 
 BASE = "model: {options: {preset: tiny}}\nkl: [{estimator: k1, placement: reward, beta: 0.05}]\n"
@@ -22,8 +22,8 @@ def planned(tmp_path, text, **options):
     return plan(grid(tmp_path, text), directory=tmp_path, **options)
 
 
-def raws(given):
-    return [value.raw for value in values_of("key", given)]
+def raws(item):
+    return [value.raw for value in parse_values("key", item)]
 
 
 def test_lists_and_ranges():
@@ -44,10 +44,10 @@ def test_lists_and_ranges():
 def test_a_range_of_points_has_that_many_between_its_ends(first, last, points, how):
     if abs(last - first) < 1e-3 * max(first, last):
         return
-    found = raws({"from": first, "to": last, how: points})
-    assert len(found) == points
-    assert found[0] == pytest.approx(first) and found[-1] == pytest.approx(last)
-    assert sorted(found, reverse=last < first) == found
+    numbers = raws({"from": first, "to": last, how: points})
+    assert len(numbers) == points
+    assert numbers[0] == pytest.approx(first) and numbers[-1] == pytest.approx(last)
+    assert sorted(numbers, reverse=last < first) == numbers
 
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
@@ -132,7 +132,7 @@ MISTAKES = {
     "grid: {kl.0.estimator: [k1, k33]}": r"cell 1 \(k33\).*estimator.*'k33'.*did you mean 'k3'",
     "grid: {kl.0.level: [token, sequence]}\noverrides: {kl.0.estimator: exact}": r"cell 1 \(sequence\).*impossible",
     "grid: {kl: [[{estimator: k1}], grpo]}": r"a name for it",
-    "grid: {output: [a, b]}": r"grid.output: is not yours to set",
+    "grid: {output: [a, b]}": r"grid.output: cannot be set in a sweep",
     "grid: {seed: [1]}\nseeds: 2": r"seed: is set twice",
     "seeds: 0": r"how many \(at least 1\)",
     "rows: {a: {optimizer.lr: 0.1}, b: {optimizer.lr: 0.1}}": r"cells 0 \(a\) and 1 \(b\) are the same run",

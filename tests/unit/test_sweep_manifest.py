@@ -13,11 +13,12 @@ from fake_slurm import FakeSlurm
 from kl_comedy.errors import UserError
 from kl_comedy.slurm import scheduler, submit
 from kl_comedy.slurm.grid import read_grid
+from kl_comedy.slurm.journal import Submission, read_attempts, record_end, record_start, record_submission
 from kl_comedy.slurm.local import by_seed
-from kl_comedy.slurm.manifest import Sweep, plan, read_sweep, write_sweep
+from kl_comedy.slurm.manifest import STAGES, Sweep, plan, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Container, Profile, read_profile
-from kl_comedy.slurm.render import STAGES, array_ranges, render
-from kl_comedy.slurm.status import Submission, attempts, board, record_end, record_start, record_submission
+from kl_comedy.slurm.render import array_ranges, render
+from kl_comedy.slurm.status import read_status
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
@@ -89,7 +90,7 @@ def _golden_sweep(made):
 def test_scripts_are_the_golden_ones(made, name, stage):
     """KL_COMEDY_GOLDEN=write renews them; read the diff."""
     if name == "pyxis":
-        container = Container(image="nvcr.io#site/kl:1", runtime="pyxis", mounts=("/data", "/a:/b"))
+        container = Container(image="nvcr.io#site/kl:1", runtime="pyxis", mounts=["/data", "/a:/b"])
         profile = Profile(
             name=name,
             time="30",
@@ -99,7 +100,7 @@ def test_scripts_are_the_golden_ones(made, name, stage):
             gpu_type="h100",
             container=container,
             python="python",
-            extra=("--exclusive",),
+            extra=["--exclusive"],
             qos="high",
             environment={"A": 'say "hi" `x` $(y) $HOME'},
         )
@@ -119,8 +120,8 @@ PROFILE_MISTAKES = {
     "partition: gpu": "needs time",
     "time: 4:00:00": "quoted text",
     "time: '1'\npartitoin: gpu": "did you mean 'partition'",
-    "time: '1'\nnodes: 0": "whole number of at least 1",
-    "time: '1'\nsetup: source x": "a list of lines",
+    "time: '1'\nnodes: 0": "nodes: got 0; allowed: at least 1",
+    "time: '1'\nsetup: source x": "setup: got 'source x'; allowed: a list",
     "time: '1'\npartition: \"a\\n#SBATCH --uid=0\"": "one line",
     "time: '1'\nenvironment: {'A B': 1}": "names of variables",
     "time: '1'\ncontainer: {image: x, runtime: docker}": "apptainer, pyxis",
@@ -153,7 +154,7 @@ def test_a_profile_that_is_not_there_names_the_nearest(monkeypatch):
 def test_submission_chains_arrays_and_cuts_them_where_the_site_bounds_indices(made, monkeypatch):
     slurm = FakeSlurm(monkeypatch)
     profile = Profile(name="p", time="1", max_array=4, max_parallel=6)
-    submit.submit(made, profile, Path("p.yaml"), submit.Todo(train=(0, 1, 3, 5, 9), evaluate=(2,)))
+    submit.submit(made, profile, Path("p.yaml"), submit.Work(train=(0, 1, 3, 5, 9), evaluate=(2,)))
     shown = [" ".join(words[3:]).replace(str(made.path), "S") for words in slurm.calls]
     dep = "--kill-on-invalid-dep=yes"
     assert shown == [
@@ -170,7 +171,7 @@ def test_submission_chains_arrays_and_cuts_them_where_the_site_bounds_indices(ma
 
 def test_states_from_queue_attempts_and_folders(made, monkeypatch):
     slurm = FakeSlurm(monkeypatch)
-    submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), submit.Todo(train=tuple(range(9)), evaluate=()))
+    submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), submit.Work(train=tuple(range(9)), evaluate=()))
     slurm.queue = (
         "\n".join(
             [
@@ -192,18 +193,18 @@ def test_states_from_queue_attempts_and_folders(made, monkeypatch):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
         record_start(made, index, "train", process)
         if code is not None:
-            record_end(made, index, process, code, reason)
+            record_end(made, index, process["process.pid"], code, reason)
     run = made.runs / f"{made.manifest.cells[7].name}-{made.manifest.cells[7].config_hash}-1"
     run.mkdir(parents=True)
     (run / "summary.json").write_text('{"status": "FINISHED"}')
     (run / "spool.jsonl").write_text('{"kind": "metrics", "step": 5, "data": {"train/reward": 0.5}}\n{"kind": "met')
-    seen = board(made)
+    seen = read_status(made)
     assert [(row.state, row.why) for row in seen.rows] == [
         ("RUNNING", ""),
         ("PENDING", "Resources"),
         ("FAILED", "no such file"),
-        ("DIED", "ended without a word: TimeLimit"),
-        ("DIED", "ended without a word: OutOfMemory"),
+        ("DIED", "ended without a message: TimeLimit"),
+        ("DIED", "ended without a message: OutOfMemory"),
         ("CANCELLED", "CANCELLED"),
         ("PENDING", "started again at update 0 (BeginTime)"),
         ("FINISHED", ""),
@@ -212,13 +213,13 @@ def test_states_from_queue_attempts_and_folders(made, monkeypatch):
     ]
     assert (seen.rows[7].step, seen.rows[7].reward) == (5, 0.5)
     assert "accounting storage is disabled" in seen.notes[0]
-    assert submit.todo(made, seen) == submit.Todo(train=(2, 3, 4, 5, 8, 9), evaluate=(7,))
+    assert submit.missing_work(made, seen) == submit.Work(train=(2, 3, 4, 5, 8, 9), evaluate=(7,))
 
 
 def test_an_attempt_belongs_to_its_job_whatever_the_clocks_say(made, monkeypatch):
     """A node whose clock is an hour behind began its cell before it was submitted, by the numbers alone."""
     slurm = FakeSlurm(monkeypatch)
-    submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), submit.Todo(train=(0, 1), evaluate=()))
+    submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), submit.Work(train=(0, 1), evaluate=()))
     slurm.queue = "1|0|FAILED|n1||NonZeroExitCode\n1|1|FAILED|n1||NonZeroExitCode\n"
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 3600)
@@ -227,8 +228,8 @@ def test_an_attempt_belongs_to_its_job_whatever_the_clocks_say(made, monkeypatch
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
         process = {"process.pid": str(index), "process.host": "n1"}
         record_start(made, index, "train", process)
-        record_end(made, index, process, 2, "no such file")
-    assert [(row.state, row.why) for row in board(made).rows[:2]] == [
+        record_end(made, index, process["process.pid"], 2, "no such file")
+    assert [(row.state, row.why) for row in read_status(made).rows[:2]] == [
         ("FAILED", "no such file"),
         ("DIED", "NonZeroExitCode"),
     ]
@@ -236,33 +237,33 @@ def test_an_attempt_belongs_to_its_job_whatever_the_clocks_say(made, monkeypatch
 
 def test_where_slurm_does_not_answer_nothing_is_taken_for_lost(made, monkeypatch):
     FakeSlurm(monkeypatch)
-    submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), submit.Todo(train=(0, 1), evaluate=()))
+    submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), submit.Work(train=(0, 1), evaluate=()))
     record_start(made, 0, "train", {"process.pid": "1", "process.host": "elsewhere"})
 
     def absent(words):
         raise UserError("squeue: no such command here")
 
     monkeypatch.setattr(scheduler, "_call", absent)
-    seen = board(made)
+    seen = read_status(made)
     assert [row.state for row in seen.rows[:3]] == ["RUNNING", "PENDING", "PLANNED"]
-    assert 0 not in submit.todo(made, seen).train and "squeue" in seen.notes[0]
+    assert 0 not in submit.missing_work(made, seen).train and "squeue" in seen.notes[0]
 
 
 def test_a_job_whose_submitter_never_heard_of_it_is_found_and_not_submitted_again(made, monkeypatch):
     """sbatch was accepted, and its caller was killed before it could write down the id."""
     slurm = FakeSlurm(monkeypatch)
-    work = submit.Todo(train=(0, 1, 2), evaluate=())
+    work = submit.Work(train=(0, 1, 2), evaluate=())
     submit.submit(made, Profile(name="p", time="1"), Path("p.yaml"), work)
     (made.path / "submissions.jsonl").unlink()
-    assert {row.state for row in board(made).rows} == {"PLANNED"}
+    assert {row.state for row in read_status(made).rows} == {"PLANNED"}
     comment = next(word for word in slurm.calls[0] if word.startswith("--comment=")).removeprefix("--comment=")
     other = comment.replace("-", "-0", 1)
     slurm.queue = "".join(f"1|{n}|PENDING||{comment}|Resources\n9|{n}|PENDING||{other}|Resources\n" for n in range(3))
     monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
-    (found,) = submit.adopt(made)
+    (found,) = submit.adopt_unrecorded_jobs(made)
     assert (found.job, found.stage, found.indices) == ("1", "train", (0, 1, 2))
-    assert submit.adopt(made) == []
-    assert submit.todo(made, board(made)).train == tuple(range(3, len(made.manifest.cells)))
+    assert submit.adopt_unrecorded_jobs(made) == []
+    assert submit.missing_work(made, read_status(made)).train == tuple(range(3, len(made.manifest.cells)))
 
 
 def test_without_sbatch_the_error_says_so(monkeypatch, tmp_path):
@@ -276,7 +277,7 @@ def test_an_attempt_without_a_last_word_and_a_torn_line(made):
     record_start(made, 0, "train", process)
     with (made.path / "cells/00000.jsonl").open("a") as file:
         file.write('{"pid": "5", "en')
-    assert [attempt.code for attempt in attempts(made, 0)] == [None]
+    assert [attempt.code for attempt in read_attempts(made, 0)] == [None]
 
 
 def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, monkeypatch):
@@ -290,12 +291,12 @@ def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, monke
     manifest = plan(read_grid(tmp_path / "grid.yaml"), directory=tmp_path)
     made = write_sweep(tmp_path / "s", manifest, "")
     slurm = FakeSlurm(monkeypatch)
-    submit.submit(made, Profile(name="p", time="1"), Path("p"), submit.Todo(train=tuple(range(1000)), evaluate=()))
+    submit.submit(made, Profile(name="p", time="1"), Path("p"), submit.Work(train=tuple(range(1000)), evaluate=()))
     slurm.queue = "".join(f"1|{index}|RUNNING|n1||None\n" for index in range(1000))
     for index in range(1000):
         record_start(made, index, "train", {"process.pid": str(index)})
     assert read_sweep(made.path) == made
-    assert board(made).counts() == {"RUNNING": 1000}
+    assert read_status(made).counts() == {"RUNNING": 1000}
     assert time.process_time() - start < 60
     assert [words[3] for words in slurm.calls[:1]] == ["--array=0-999"]
 
@@ -322,4 +323,4 @@ def test_a_local_submission_whose_manager_is_gone_is_planned_again(made):
     record_submission(made, Submission(stage="train", indices=(0,), time=0.0, process=gone, workers=1))
     alive = Submission(stage="train", indices=(1,), time=0.0, process=process_tags(), workers=1)
     record_submission(made, alive)
-    assert [row.state for row in board(made).rows[:3]] == ["PLANNED", "PENDING", "PLANNED"]
+    assert [row.state for row in read_status(made).rows[:3]] == ["PLANNED", "PENDING", "PLANNED"]

@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kl_comedy.config import Config
-    from kl_comedy.slurm.manifest import Manifest
     from kl_comedy.training.run_folder import RunDir
 
 
@@ -447,23 +446,6 @@ def evaluate_run(
         asked = Asked(suites=config.eval.suites, out=records, shard=Shard(), root=_root(config))
         rows += evaluate_suites(target, asked, console)
     return rows
-
-
-def check_suites(manifest: Manifest, base: Path) -> None:
-    """Raise :class:`UserError` for suites of the evaluation that do not exist, or whose local files are not theirs.
-
-    Suites without a local file are checked by name only: nothing is downloaded to submit a sweep.
-    """
-    if manifest.evaluate is None:
-        return
-    from kl_comedy.config import load_config
-    from kl_comedy.evaluation.suites import get_suite, suite_problems
-
-    config = load_config(base, [*manifest.cells[0].overrides, *manifest.evaluate])
-    for name in config.eval.suites:
-        suite = get_suite(name, key="evaluate: eval.suites")
-        if suite.file is not None and (config.eval.data_root is not None or Path(suite.file.path).is_file()):
-            suite_problems(suite, root=_root(config))
 
 
 def _root(config: Config) -> Path | None:

@@ -1,9 +1,7 @@
-"""The values a grid key takes: lists, ranges, named values; how each is called and written on a command line.
-
-A grid file: which cells a sweep has. Pure: YAML data in, points out; configs are checked by the plan.
+"""A grid file: which configurations a sweep runs. YAML in, points out; configs are checked in manifest.py.
 
 name: pocket_beta
-base: ../quickstart.yaml            # beside this file
+base: ../quickstart.yaml            # relative to this file
 overrides: {train.steps: 60}        # in every cell
 grid:                               # the product of all of these
   kl: {k1-reward: [{estimator: k1, placement: reward, beta: 0.05}], grpo: grpo}
@@ -22,16 +20,23 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kl_comedy.config.validate import check_fields, check_shape
 from kl_comedy.errors import UserError, bad_value, unknown_key
 from kl_comedy.io import read_yaml
 
 RANGE_KEYS = ("from", "to", "step", "num", "log")
-MOST_VALUES = 100_000
-"""A range with more values than this is a slip of the pen."""
+MAX_VALUES = 100_000
+"""A range with more values than this is a typing mistake."""
+MAX_CELLS = 100_000
+RESERVED = {
+    "name": "the sweep names its cells",
+    "output": "the sweep keeps its runs together",
+    "resume": "a cell always resumes",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,153 +47,6 @@ class Value:
     label: str | None = None
 
 
-def values_of(key: str, given: Any) -> tuple[Value, ...]:
-    """The values of ``key``: a list, a range ``{from, to, step | num | log}``, or a mapping of names to values.
-
-    Raises :class:`UserError` for an empty or impossible range, no values, or a value twice.
-
-    >>> [value.raw for value in values_of("lr", {"from": 0.01, "to": 1, "log": 3})]
-    [0.01, 0.1, 1.0]
-    """
-    if isinstance(given, Mapping):
-        if "from" in given or "to" in given:
-            found = tuple(Value(raw=raw) for raw in _range(key, given))
-        else:
-            found = tuple(Value(raw=raw, label=_name(key, name)) for name, raw in given.items())
-    elif isinstance(given, list):
-        found = tuple(Value(raw=raw) for raw in given)
-    else:
-        raise bad_value(f"grid.{key}", given, "a list, a range {from, to, step|num|log}, or {name: value, ...}")
-    if not found:
-        raise UserError(f"grid.{key}: is empty; give it at least one value, or leave the key out")
-    texts = [json.dumps(value.raw, sort_keys=True, default=str) for value in found]
-    for position, text in enumerate(texts):
-        if text in texts[:position]:
-            raise bad_value(f"grid.{key}", found[position].raw, "each value once")
-    return found
-
-
-def _range(key: str, given: Mapping[str, Any]) -> list[float | int]:
-    for name, item in given.items():
-        if name not in RANGE_KEYS:
-            raise unknown_key(f"grid.{key}.{name}", item, RANGE_KEYS)
-        if isinstance(item, bool) or not isinstance(item, int | float) or not math.isfinite(item):
-            raise bad_value(f"grid.{key}.{name}", item, "a finite number")
-    kinds = [name for name in ("step", "num", "log") if name in given]
-    if "from" not in given or "to" not in given or len(kinds) != 1:
-        raise bad_value(f"grid.{key}", dict(given), "from, to and one of step, num (points) or log (points)")
-    first, last, how = given["from"], given["to"], given[kinds[0]]
-    if kinds == ["step"]:
-        return _stepped(key, first, last, how)
-    if not isinstance(how, int) or not 1 <= how <= MOST_VALUES:
-        raise bad_value(f"grid.{key}.{kinds[0]}", how, f"a whole number of points from 1 to {MOST_VALUES}")
-    if kinds == ["log"] and (first <= 0 or last <= 0):
-        raise bad_value(f"grid.{key}", dict(given), "from and to above 0, since the points are spaced by logarithm")
-    if how == 1 and first != last:
-        raise bad_value(f"grid.{key}.{kinds[0]}", how, "at least 2 points, since from and to differ")
-    shares = [position / (how - 1) for position in range(how)] if how > 1 else [0.0]
-    if kinds == ["log"]:
-        return [_round(first ** (1 - share) * last**share) for share in shares]
-    return [_round(first * (1 - share) + last * share) for share in shares]
-
-
-def _stepped(key: str, first: float, last: float, step: float) -> list[float | int]:
-    """From ``first`` in steps up to and including ``last``."""
-    if step == 0 or (last - first) * step < 0:
-        raise UserError(f"grid.{key}: the range from {first:g} to {last:g} by {step:g} is empty")
-    count = math.floor((last - first) / step + 1e-9) + 1
-    if count > MOST_VALUES:
-        raise bad_value(f"grid.{key}.step", step, f"a step that makes at most {MOST_VALUES} values, not {count}")
-    if all(isinstance(number, int) for number in (first, last, step)):
-        return [first + position * step for position in range(count)]
-    return [_round(first + position * step) for position in range(count)]
-
-
-def _round(number: float) -> float:
-    """Twelve significant digits: 0.1 + 2 * 0.1 is written 0.3."""
-    return float(f"{number:.12g}")
-
-
-def _name(key: str, name: Any) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)):
-        raise bad_value(f"grid.{key}", name, "names of letters, digits, '.', '_' and '-'")
-    return str(name)
-
-
-def label_of(key: str, value: Value, short: str) -> str:
-    """How a value is called in a cell's name: its name, its text, or the short key with the number.
-
-    Raises :class:`UserError` for a value too long to read that has no name.
-    """
-    if value.label is not None:
-        return value.label
-    if isinstance(value.raw, str):
-        return clean(value.raw)
-    if isinstance(value.raw, list) and value.raw and not any(isinstance(item, list | Mapping) for item in value.raw):
-        return clean(short + "_".join(text_of(item) for item in value.raw))
-    if isinstance(value.raw, list | Mapping):
-        raise bad_value(f"grid.{key}", value.raw, f"a name for it, as in grid: {{{key}: {{my-name: ...}}}}")
-    return clean(short + text_of(value.raw))
-
-
-def text_of(item: Any) -> str:
-    """A value as a table shows it."""
-    if isinstance(item, bool) or item is None:
-        return str(item).lower()
-    return f"{item:g}" if isinstance(item, float) else str(item)
-
-
-def clean(text: str) -> str:
-    """Text as part of a folder's name: other characters become '-'.
-
-    >>> clean("comedy/k1 in reward")
-    'comedy-k1-in-reward'
-    """
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "x"
-
-
-def short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Each dotted key by its last parts, as few as tell the keys apart.
-
-    >>> short_keys(["kl.0.beta", "kl.1.beta", "optimizer.lr"])
-    {'kl.0.beta': '0.beta', 'kl.1.beta': '1.beta', 'optimizer.lr': 'lr'}
-    """
-    found = {}
-    for key in keys:
-        parts = key.split(".")
-        for length in range(1, len(parts) + 1):
-            tail = ".".join(parts[-length:])
-            if sum(other == tail or other.endswith(f".{tail}") for other in keys) == 1:
-                break
-        found[key] = tail
-    return found
-
-
-def override(key: str, raw: Any) -> str:
-    """``key=value`` as ``kl-comedy train`` reads it back to the same value.
-
-    >>> override("kl.0.estimator", "k1"), override("seed", 3), override("name", "1e-4")
-    ('kl.0.estimator=k1', 'seed=3', 'name="1e-4"')
-    """
-    from omegaconf import OmegaConf
-
-    text = raw if isinstance(raw, str) else json.dumps(raw, ensure_ascii=False)
-    if isinstance(raw, str):
-        plain = re.fullmatch(r"[A-Za-z_/.][\w./:@+-]*", raw) is not None
-        if not plain or OmegaConf.from_dotlist([f"value={raw}"]).value != raw:
-            text = json.dumps(raw, ensure_ascii=False)
-    return f"{key}={text}"
-
-
-KEYS = ("name", "base", "overrides", "grid", "seeds", "exclude", "rows", "evaluate", "max_parallel")
-RESERVED = {
-    "name": "a cell is named by the sweep",
-    "output": "the sweep keeps its runs together",
-    "resume": "a cell always goes on where it was",
-}
-MOST_CELLS = 100_000
-
-
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """One configuration to run with one seed (None: the base's). ``values``: key to the value's label."""
@@ -197,6 +55,21 @@ class Point:
     seed: int | None
     settings: Mapping[str, Any]
     values: Mapping[str, str]
+
+
+@dataclass
+class GridFile:
+    """The keys of a grid file; ``seeds`` and ``exclude`` are checked further in :func:`read_grid`."""
+
+    base: str
+    name: str | None = None
+    overrides: dict[str, Any] | None = None
+    grid: dict[str, Any] | None = None
+    seeds: Any = None
+    exclude: Any = None
+    rows: dict[str, Any] | None = None
+    evaluate: dict[str, Any] | None = None
+    max_parallel: int | None = field(default=None, metadata={"minimum": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,31 +90,194 @@ class Grid:
 def read_grid(path: Path) -> Grid:
     """Read a grid file. Raises :class:`UserError` naming the key at fault and the nearest right name."""
     raw = read_yaml(path, "grid")
-    for key, item in raw.items():
-        if key not in KEYS:
-            raise unknown_key(str(key), item, KEYS)
     if "base" not in raw:
         raise UserError(f"{path}: needs base, the config that every cell starts from")
-    if not isinstance(raw["base"], str):
-        raise bad_value("base", raw["base"], "the path of one config file")
-    name = str(raw.get("name", path.stem))
-    if clean(name) != name:
+    check_shape(raw, GridFile, "")
+    file = GridFile(**raw)
+    check_fields(file, "")
+    name = path.stem if file.name is None else file.name
+    if slug(name) != name:
         raise bad_value("name", name, "letters, digits, '.', '_' and '-', since it names a folder")
-    axes = {str(key): values_of(str(key), item) for key, item in _mapping(raw, "grid").items()}
-    rows = {str(key): dict(_mapping(_mapping(raw, "rows"), key, "rows.")) for key in _mapping(raw, "rows")}
-    grid = Grid(
+    axes = {key: parse_values(key, item) for key, item in (file.grid or {}).items()}
+    rows = {key: settings or {} for key, settings in (file.rows or {}).items()}
+    for key, settings in rows.items():
+        if not isinstance(settings, dict):
+            raise bad_value(f"rows.{key}", settings, "a mapping of config keys to values")
+        if slug(key) != key:
+            raise bad_value("rows", key, "names of letters, digits, '.', '_' and '-'")
+    overrides = file.overrides or {}
+    for place, keys in {"overrides": overrides, "grid": axes, **{f"rows.{key}": rows[key] for key in rows}}.items():
+        for key in keys:
+            if key in RESERVED:
+                raise UserError(f"{place}.{key}: cannot be set in a sweep: {RESERVED[key]}")
+    seeds = _parse_seeds(file.seeds)
+    if seeds is not None and ("seed" in axes or "seed" in overrides):
+        raise UserError("seed: is set twice, by seeds and as a key; keep one")
+    return Grid(
         name=name,
-        base=(path.parent / str(raw["base"])).resolve(),
-        overrides=_mapping(raw, "overrides"),
+        base=(path.parent / file.base).resolve(),
+        overrides=overrides,
         axes=axes,
-        seeds=_seeds(raw.get("seeds")),
-        exclude=_exclusions(raw.get("exclude"), axes),
+        seeds=seeds,
+        exclude=_parse_exclusions(file.exclude, axes),
         rows=rows,
-        evaluate=_mapping(raw, "evaluate") if "evaluate" in raw else None,
-        max_parallel=raw.get("max_parallel"),
+        evaluate=file.evaluate,
+        max_parallel=file.max_parallel,
     )
-    _check(grid)
-    return grid
+
+
+def _parse_seeds(seeds: Any) -> tuple[int, ...] | None:
+    if seeds is None:
+        return None
+    if type(seeds) is int and seeds >= 1:
+        return tuple(range(seeds))
+    if isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds) and len(set(seeds)) == len(seeds):
+        return tuple(seeds)
+    raise bad_value("seeds", seeds, "how many (at least 1), or a list of different whole numbers")
+
+
+def _parse_exclusions(rules: Any, axes: Mapping[str, tuple[Value, ...]]) -> tuple[Mapping[str, Any], ...]:
+    if rules is None:
+        return ()
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) and rule for rule in rules):
+        raise bad_value("exclude", rules, "a list of mappings, as in [{kl: grpo, optimizer.lr: 1e-4}]")
+    for position, rule in enumerate(rules):
+        for key in rule:
+            if key not in axes and key != "seed":
+                raise bad_value(f"exclude.{position}", key, [*axes, "seed"], "an exclusion names keys of the grid")
+    return tuple(rules)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def parse_values(key: str, item: Any) -> tuple[Value, ...]:
+    """The values of ``key``: a list, a range ``{from, to, step | num | log}``, or a mapping of names to values.
+
+    Raises :class:`UserError` for an empty or impossible range, no values, or a value twice.
+
+    >>> [value.raw for value in parse_values("lr", {"from": 0.01, "to": 1, "log": 3})]
+    [0.01, 0.1, 1.0]
+    """
+    if isinstance(item, Mapping) and ("from" in item or "to" in item):
+        values = tuple(Value(raw=number) for number in _parse_range(key, item))
+    elif isinstance(item, Mapping):
+        for name in item:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)):
+                raise bad_value(f"grid.{key}", name, "names of letters, digits, '.', '_' and '-'")
+        values = tuple(Value(raw=raw, label=str(name)) for name, raw in item.items())
+    elif isinstance(item, list):
+        values = tuple(Value(raw=raw) for raw in item)
+    else:
+        raise bad_value(f"grid.{key}", item, "a list, a range {from, to, step|num|log}, or {name: value, ...}")
+    if not values:
+        raise UserError(f"grid.{key}: is empty; give it at least one value, or leave the key out")
+    texts = [json.dumps(value.raw, sort_keys=True, default=str) for value in values]
+    for position, text in enumerate(texts):
+        if text in texts[:position]:
+            raise bad_value(f"grid.{key}", values[position].raw, "each value once")
+    return values
+
+
+def _parse_range(key: str, item: Mapping[str, Any]) -> list[float | int]:
+    for name, number in item.items():
+        if name not in RANGE_KEYS:
+            raise unknown_key(f"grid.{key}.{name}", number, RANGE_KEYS)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise bad_value(f"grid.{key}.{name}", number, "a finite number")
+    kinds = [name for name in ("step", "num", "log") if name in item]
+    if "from" not in item or "to" not in item or len(kinds) != 1:
+        raise bad_value(f"grid.{key}", dict(item), "from, to and one of step, num (points) or log (points)")
+    (kind,) = kinds
+    first, last, amount = item["from"], item["to"], item[kind]
+    if kind == "step":
+        if amount == 0 or (last - first) * amount < 0:
+            raise UserError(f"grid.{key}: the range from {first:g} to {last:g} by {amount:g} is empty")
+        count = math.floor((last - first) / amount + 1e-9) + 1
+        if count > MAX_VALUES:
+            raise bad_value(f"grid.{key}.step", amount, f"a step that makes at most {MAX_VALUES} values, not {count}")
+        whole = all(isinstance(number, int) for number in (first, last, amount))
+        steps = (first + position * amount for position in range(count))
+        return list(steps) if whole else [_round(number) for number in steps]
+    if not isinstance(amount, int) or not 1 <= amount <= MAX_VALUES:
+        raise bad_value(f"grid.{key}.{kind}", amount, f"a whole number of points from 1 to {MAX_VALUES}")
+    if kind == "log" and (first <= 0 or last <= 0):
+        raise bad_value(f"grid.{key}", dict(item), "from and to above 0, since the points are spaced by logarithm")
+    if amount == 1 and first != last:
+        raise bad_value(f"grid.{key}.{kind}", amount, "at least 2 points, since from and to differ")
+    shares = [position / max(amount - 1, 1) for position in range(amount)]
+    if kind == "log":
+        return [_round(first ** (1 - share) * last**share) for share in shares]
+    return [_round(first * (1 - share) + last * share) for share in shares]
+
+
+def _round(number: float) -> float:
+    """Twelve significant digits: 0.1 + 2 * 0.1 is written 0.3."""
+    return float(f"{number:.12g}")
+
+
+def value_label(key: str, value: Value, short_key: str) -> str:
+    """The value's part of a cell's name: its label, its text, or the short key with the number.
+
+    Raises :class:`UserError` for a mapping or a nested list without a label.
+    """
+    raw = value.raw
+    if value.label is not None:
+        return value.label
+    if isinstance(raw, str):
+        return slug(raw)
+    if isinstance(raw, list) and raw and not any(isinstance(item, list | Mapping) for item in raw):
+        return slug(short_key + "_".join(value_text(item) for item in raw))
+    if isinstance(raw, list | Mapping):
+        raise bad_value(f"grid.{key}", raw, f"a name for it, as in grid: {{{key}: {{my-name: ...}}}}")
+    return slug(short_key + value_text(raw))
+
+
+def value_text(raw: Any) -> str:
+    """A value as a table shows it."""
+    if isinstance(raw, bool) or raw is None:
+        return str(raw).lower()
+    return f"{raw:g}" if isinstance(raw, float) else str(raw)
+
+
+def slug(text: str) -> str:
+    """Text as part of a folder's name: other characters become '-'.
+
+    >>> slug("comedy/k1 in reward")
+    'comedy-k1-in-reward'
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "x"
+
+
+def shorten_keys(keys: Sequence[str]) -> dict[str, str]:
+    """Each dotted key by its last parts, as few as tell the keys apart.
+
+    >>> shorten_keys(["kl.0.beta", "kl.1.beta", "optimizer.lr"])
+    {'kl.0.beta': '0.beta', 'kl.1.beta': '1.beta', 'optimizer.lr': 'lr'}
+    """
+    short = {}
+    for key in keys:
+        parts = key.split(".")
+        tails = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+        short[key] = next(t for t in tails if t == key or sum(k == t or k.endswith(f".{t}") for k in keys) == 1)
+    return short
+
+
+def override(key: str, raw: Any) -> str:
+    """``key=value`` as ``kl-comedy train`` reads it back to the same value.
+
+    >>> override("kl.0.estimator", "k1"), override("seed", 3), override("name", "1e-4")
+    ('kl.0.estimator=k1', 'seed=3', 'name="1e-4"')
+    """
+    from omegaconf import OmegaConf
+
+    plain = isinstance(raw, str) and re.fullmatch(r"[A-Za-z_/.][\w./:@+-]*", raw) is not None
+    if plain and OmegaConf.from_dotlist([f"value={raw}"]).value == raw:
+        return f"{key}={raw}"
+    return f"{key}={json.dumps(raw, ensure_ascii=False)}"
+
+
+# --- expansion -------------------------------------------------------------------------------------------------------
 
 
 def expand(grid: Grid) -> list[Point]:
@@ -250,116 +286,60 @@ def expand(grid: Grid) -> list[Point]:
     Raises :class:`UserError` for an exclusion that excludes nothing and for a grid without points.
     """
     count = math.prod(len(values) for values in grid.axes.values()) * len(grid.seeds or (0,))
-    if count > MOST_CELLS:
-        raise bad_value("grid", f"{count} cells", f"at most {MOST_CELLS} cells")
-    used = [0] * len(grid.exclude)
-    points = []
-    for chosen, seed in itertools.product(_product(grid), grid.seeds or (None,)):
-        hits = [n for n, rule in enumerate(grid.exclude) if _matches(rule, chosen, seed)]
-        for position in hits:
-            used[position] += 1
-        if not hits:
-            points.append((chosen, seed))
-    for rule, times in zip(grid.exclude, used, strict=True):
-        if not times:
-            raise UserError(f"exclude: {dict(rule)} matches no cell of the grid")
-    named = _named(grid, points)
-    for name in grid.rows:
-        if any(point.label == name for point in named):
-            raise UserError(f"rows.{name}: a cell of the grid is called {name} too; choose another name")
-    named += _row_points(grid)
-    if not named:
-        raise UserError("the grid has no cells: everything is excluded")
-    return named
-
-
-def _product(grid: Grid) -> Iterator[dict[str, Value]]:
+    if count > MAX_CELLS:
+        raise bad_value("grid", f"{count} cells", f"at most {MAX_CELLS} cells")
+    combinations: Iterator[dict[str, Value]] = (
+        dict(zip(grid.axes, values, strict=True)) for values in itertools.product(*grid.axes.values())
+    )
     if not grid.axes and grid.rows:
-        return
-    for combination in itertools.product(*grid.axes.values()):
-        yield dict(zip(grid.axes, combination, strict=True))
-
-
-def _named(grid: Grid, points: list[tuple[dict[str, Value], int | None]]) -> list[Point]:
-    """Points with labels: equal settings share one, different settings never do."""
-    short = short_keys(list(grid.axes))
-    taken: dict[str, dict[str, Value]] = {}
-    found = []
-    for chosen, seed in points:
-        labels = [label_of(key, value, short[key]) for key, value in chosen.items() if len(grid.axes[key]) > 1]
-        values = {key: value.label or text_of(value.raw) for key, value in chosen.items()}
-        base = "-".join(labels) or grid.name
-        label, number = base, 1
-        while taken.setdefault(label, chosen) != chosen:
-            number += 1
-            label = f"{base}-{number}"
-        settings = {key: value.raw for key, value in chosen.items()}
-        found.append(Point(label=label, seed=seed, settings=settings, values=values))
-    return found
-
-
-def _row_points(grid: Grid) -> Iterator[Point]:
+        combinations = iter(())
+    used = [False] * len(grid.exclude)
+    chosen = []
+    for combination, seed in itertools.product(combinations, grid.seeds or (None,)):
+        excluded = [_matches(rule, combination, seed) for rule in grid.exclude]
+        used = [before or now for before, now in zip(used, excluded, strict=True)]
+        if not any(excluded):
+            chosen.append((combination, seed))
+    for rule, matched in zip(grid.exclude, used, strict=True):
+        if not matched:
+            raise UserError(f"exclude: {dict(rule)} matches no cell of the grid")
+    points = _label_points(grid, chosen)
+    for name in grid.rows:
+        if any(point.label == name for point in points):
+            raise UserError(f"rows.{name}: a cell of the grid is called {name} too; choose another name")
     for name, settings in grid.rows.items():
         seeds = (None,) if "seed" in settings or grid.seeds is None else grid.seeds
-        for seed in seeds:
-            yield Point(label=name, seed=seed, settings=settings, values={"row": name})
+        points += [Point(label=name, seed=seed, settings=settings, values={"row": name}) for seed in seeds]
+    if not points:
+        raise UserError("the grid has no cells: everything is excluded")
+    return points
 
 
-def _matches(rule: Mapping[str, Any], chosen: Mapping[str, Value], seed: int | None) -> bool:
+def _matches(rule: Mapping[str, Any], combination: Mapping[str, Value], seed: int | None) -> bool:
     for key, wanted in rule.items():
-        value = chosen[key] if key in chosen else Value(raw=seed)
+        value = combination.get(key, Value(raw=seed))
         options = wanted if isinstance(wanted, list) else [wanted]
-        if not any(value.label == option or value.raw == option for option in options) and value.raw != wanted:
+        if value.raw != wanted and not any(option in (value.label, value.raw) for option in options):
             return False
     return True
 
 
-def _seeds(given: Any) -> tuple[int, ...] | None:
-    if given is None:
-        return None
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
-        return tuple(range(given))
-    whole = isinstance(given, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in given)
-    if whole and given and len(set(given)) == len(given):
-        return tuple(given)
-    raise bad_value("seeds", given, "how many (at least 1), or a list of different whole numbers")
-
-
-def _exclusions(given: Any, axes: Mapping[str, tuple[Value, ...]]) -> tuple[Mapping[str, Any], ...]:
-    if given is None:
-        return ()
-    if not isinstance(given, list) or not all(isinstance(rule, dict) and rule for rule in given):
-        raise bad_value("exclude", given, "a list of mappings, as in [{kl: grpo, optimizer.lr: 1e-4}]")
-    for position, rule in enumerate(given):
-        for key in rule:
-            if key not in axes and key != "seed":
-                raise bad_value(f"exclude.{position}", key, [*axes, "seed"], "an exclusion names keys of the grid")
-    return tuple(given)
-
-
-def _mapping(raw: Mapping[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
-    item = raw.get(key)
-    if item is None:
-        return {}
-    if not isinstance(item, dict):
-        raise bad_value(f"{prefix}{key}", item, "a mapping of config keys to values")
-    return {str(name): value for name, value in item.items()}
-
-
-def _check(grid: Grid) -> None:
-    for place, keys in (
-        ("overrides", grid.overrides),
-        ("grid", grid.axes),
-        *((f"rows.{n}", r) for n, r in grid.rows.items()),
-    ):
-        for key in keys:
-            if key in RESERVED:
-                raise UserError(f"{place}.{key}: is not yours to set in a sweep: {RESERVED[key]}")
-    if grid.seeds is not None and ("seed" in grid.axes or "seed" in grid.overrides):
-        raise UserError("seed: is set twice, by seeds and as a key; keep one")
-    for name in grid.rows:
-        if clean(name) != name:
-            raise bad_value("rows", name, "names of letters, digits, '.', '_' and '-'")
-    limit = grid.max_parallel
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise bad_value("max_parallel", limit, "a whole number of at least 1")
+def _label_points(grid: Grid, chosen: list[tuple[dict[str, Value], int | None]]) -> list[Point]:
+    """Points with labels: equal settings share one, different settings never do."""
+    short = shorten_keys(list(grid.axes))
+    taken: dict[str, dict[str, Value]] = {}
+    points = []
+    for combination, seed in chosen:
+        parts = [value_label(key, value, short[key]) for key, value in combination.items() if len(grid.axes[key]) > 1]
+        base = "-".join(parts) or grid.name
+        labels = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+        label = next(label for label in labels if taken.setdefault(label, combination) == combination)
+        points.append(
+            Point(
+                label=label,
+                seed=seed,
+                settings={key: value.raw for key, value in combination.items()},
+                values={key: value.label or value_text(value.raw) for key, value in combination.items()},
+            )
+        )
+    return points

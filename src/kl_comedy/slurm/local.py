@@ -1,4 +1,4 @@
-"""The same manifest on this machine: so many workers, each the very command an array task runs."""
+"""Run a sweep on this machine: N workers at a time, each the same command that an array task runs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from contextlib import contextmanager
 from types import FrameType
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE
+from kl_comedy.slurm.journal import Submission, read_attempts, read_submissions, record_end, record_submission
 from kl_comedy.slurm.manifest import Sweep
 from kl_comedy.slurm.render import stage_command
-from kl_comedy.slurm.status import Submission, attempts, record_death, record_submission, submissions
-from kl_comedy.slurm.submit import Todo
+from kl_comedy.slurm.submit import Work
 
 POLL_S = 0.2
 GRACE_S = 60.0
 """How long workers may take to finish an update and save when this process is told to stop."""
 
-WANTS_TO_GO_ON = (REQUEUE_EXIT_CODE, -signal.SIGUSR1)
-"""Saved and asks to go on; or asked to make room before it could listen, when there was nothing to save."""
+RESUMABLE_EXIT_CODES = (REQUEUE_EXIT_CODE, -signal.SIGUSR1)
+"""Saved and asks to resume; or signalled before it had a handler, when there was nothing to save."""
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def enlist(sweep: Sweep, work: Todo, workers: int) -> None:
-    """Record that this process is about to run ``work``, so that nobody else does."""
+def record_local_submission(sweep: Sweep, work: Work, workers: int) -> None:
+    """Record that this process is about to run ``work``, so that no other process does."""
     from kl_comedy.tracking.provenance import process_tags
 
     process = process_tags()
@@ -40,24 +40,27 @@ def enlist(sweep: Sweep, work: Todo, workers: int) -> None:
             )
 
 
-def run_local(sweep: Sweep, work: Todo, workers: int, say: Say) -> None:
-    """Train, then evaluate what was trained, then report; ``workers`` at a time. Told to stop, it stops its workers.
+def run_local(sweep: Sweep, work: Work, workers: int, report: Report) -> None:
+    """Train, then evaluate what was trained, then write the report; ``workers`` cells at a time.
 
-    A cell that fails is recorded and said, and does not end the others. Raises KeyboardInterrupt when stopped.
+    A cell that fails is recorded and reported, and does not stop the others. SIGTERM and Ctrl-C stop the workers and
+    raise KeyboardInterrupt.
     """
-    with _stop_on_term():
-        done = _run_stage(sweep, "train", work.train, workers, say)
+    with _sigterm_as_interrupt():
+        trained = _run_stage(sweep, "train", work.train, workers, report)
         if sweep.manifest.evaluate is not None:
-            _run_stage(sweep, "evaluate", (*work.evaluate, *done), workers, say)
+            _run_stage(sweep, "evaluate", (*work.evaluate, *trained), workers, report)
         _run_report(sweep)
 
 
 def local_managers(sweep: Sweep) -> list[int]:
-    """Process ids of the managers of this sweep that live on this machine."""
+    """Process ids of the managers of this sweep that are alive on this machine."""
     from kl_comedy.tracking.provenance import is_dead
 
     alive = {
-        int(one.process["process.pid"]) for one in submissions(sweep) if one.local and is_dead(one.process) is False
+        int(item.process["process.pid"])
+        for item in read_submissions(sweep)
+        if item.local and is_dead(item.process) is False
     }
     return sorted(alive)
 
@@ -70,14 +73,14 @@ def stop_local(sweep: Sweep) -> list[int]:
     return pids
 
 
-def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, say: Say) -> tuple[int, ...]:
-    """Run a stage over ``indices``, the first seed of all before the second of any; those that ended well, in order.
+def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, report: Report) -> tuple[int, ...]:
+    """Run a stage over ``indices`` seed by seed, so that a stopped sweep leaves every configuration with as many seeds.
 
-    So a sweep that is stopped half-way leaves every configuration with as many seeds.
+    Returns the indices that succeeded, in order.
     """
     waiting = deque(by_seed(sweep, indices))
     running: dict[int, subprocess.Popen[bytes]] = {}
-    good = []
+    succeeded = []
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -88,15 +91,15 @@ def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int,
                 if process.poll() is None:
                     continue
                 del running[index]
-                if process.returncode in WANTS_TO_GO_ON:
+                if process.returncode in RESUMABLE_EXIT_CODES:
                     waiting.append(index)
                 elif process.returncode == 0:
-                    good.append(index)
-                say(_word(sweep, stage, index, process))
+                    succeeded.append(index)
+                report(_outcome(sweep, stage, index, process))
     except BaseException:
         _stop(running)
         raise
-    return tuple(sorted(good))
+    return tuple(sorted(succeeded))
 
 
 def by_seed(sweep: Sweep, indices: tuple[int, ...]) -> list[int]:
@@ -120,18 +123,18 @@ def _start(sweep: Sweep, stage: str, index: int, workers: int) -> subprocess.Pop
         )
 
 
-def _word(sweep: Sweep, stage: str, index: int, process: subprocess.Popen[bytes]) -> str:
-    """One line about a worker that ended; a death by signal is recorded for it."""
+def _outcome(sweep: Sweep, stage: str, index: int, process: subprocess.Popen[bytes]) -> str:
+    """One line about a worker that ended; its death by a signal is recorded, which it could not do itself."""
     code = process.returncode
     if code < 0:
-        record_death(sweep, index, process.pid, -code)
-    tries = attempts(sweep, index, stage)
-    reason = tries[-1].reason if tries and tries[-1].process.get("process.pid") == str(process.pid) else None
+        record_end(sweep, index, str(process.pid), code, None)
+    attempts = read_attempts(sweep, index, stage)
+    reason = attempts[-1].reason if attempts and attempts[-1].process.get("process.pid") == str(process.pid) else None
     cell = sweep.cell(index)
-    what = {0: "done", **dict.fromkeys(WANTS_TO_GO_ON, "stopped, goes on later")}.get(
-        code, f"failed: {reason or f'exit code {code}'}"
-    )
-    return f"{stage} cell {index} {cell.name} seed {cell.seed}: {what}"
+    outcome = f"failed: {reason or f'exit code {code}'}"
+    if code == 0 or code in RESUMABLE_EXIT_CODES:
+        outcome = "done" if code == 0 else "stopped, resumes later"
+    return f"{stage} cell {index} {cell.name} seed {cell.seed}: {outcome}"
 
 
 def _run_report(sweep: Sweep) -> None:
@@ -146,7 +149,7 @@ def _run_report(sweep: Sweep) -> None:
 
 
 def _stop(running: dict[int, subprocess.Popen[bytes]]) -> None:
-    """TERM for everyone, then KILL for whoever does not end in time."""
+    """SIGTERM to all, then SIGKILL to those that do not end in time."""
     for process in running.values():
         process.terminate()
     deadline = time.monotonic() + GRACE_S
@@ -159,8 +162,8 @@ def _stop(running: dict[int, subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _stop_on_term() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, while cells run."""
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt inside."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -2,10 +2,9 @@
 
     sweeps/NAME/  manifest.json  base.yaml  *.sbatch  submissions.jsonl  cells/  logs/  runs/  evaluations/  report/
 
-Every cell is the base file plus overrides, and its config hash. It is written once: planning the same grid again
-finds it unchanged, planning another one under its name is refused.
-
-From a grid to a manifest: every cell's config is loaded and checked now, so that no job dies of a typo.
+Every cell is the base file plus overrides, and its config hash. Every config is loaded and checked when the sweep is
+planned, so that no job dies of a typo. The manifest is written once: planning the same grid again leaves it unchanged,
+planning another one under its name is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +22,13 @@ from typing import Any
 import kl_comedy
 from kl_comedy.config import Config, config_hash, config_reader
 from kl_comedy.errors import UserError, bad_value, nearest
+from kl_comedy.io import atomic_write, sha256_file
 from kl_comedy.kl import resolve_terms
 from kl_comedy.objective import PolicyTerm, check_policy_term
-from kl_comedy.slurm.grid import RESERVED, Grid, Point, expand, override
+from kl_comedy.slurm.grid import RESERVED, Grid, expand, override
 
 VERSION = 1
+STAGES = ("train", "evaluate", "report")
 FILE = "manifest.json"
 
 
@@ -53,6 +54,11 @@ class Cell:
         """Nodes, and processes on each."""
         return self.nodes, self.devices
 
+    @property
+    def run_stem(self) -> str:
+        """The name of its run's folder without the number at the end."""
+        return f"{self.name}-{self.config_hash}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -75,13 +81,13 @@ class Manifest:
         return hashlib.sha256(json.dumps(self.data(), sort_keys=True).encode()).hexdigest()[:12]
 
     def data(self) -> dict[str, Any]:
-        """As it is written. A cell of one process says nothing of its size, as before there were others."""
-        whole = asdict(self)
-        for cell in whole["cells"]:
+        """As written to the file. Sizes of 1 are left out, as in manifests written before cells had sizes."""
+        data = asdict(self)
+        for cell in data["cells"]:
             for key in ("nodes", "devices"):
                 if cell[key] == 1:
                     del cell[key]
-        return whole
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +109,17 @@ class Sweep:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def job_names(self) -> list[str]:
+        """The names of its SLURM jobs."""
+        return [f"{self.manifest.name}-{stage}" for stage in STAGES]
+
     def evaluation(self, index: int) -> Path:
+        """The scores of a cell's evaluation job."""
         return self.path / "evaluations" / f"{index:05d}.json"
 
     def records(self, index: int) -> Path:
-        """What suites drew of a cell, sample by sample."""
+        """The folder of every sample that suites drew of a cell."""
         return self.path / "evaluations" / f"{index:05d}"
 
     def cell(self, index: int) -> Cell:
@@ -116,9 +128,7 @@ class Sweep:
         return self.manifest.cells[index]
 
     def overrides(self, cell: Cell) -> list[str]:
-        """The cell's overrides and where the sweep keeps it; the latter is no part of the config hash."""
-        from kl_comedy.slurm.grid import override
-
+        """The cell's overrides, with its output folder and tags, which are not part of the config hash."""
         return [
             *cell.overrides,
             override("output", str(self.runs)),
@@ -128,7 +138,7 @@ class Sweep:
         ]
 
     def command(self, cell: Cell) -> str:
-        """What a person types to train this cell alone."""
+        """The command that trains this cell alone."""
         plugins = [word for file in self.manifest.plugins for word in ("--plugin", file)]
         return shlex.join(["kl-comedy", "train", str(self.base), *self.overrides(cell), *plugins])
 
@@ -149,9 +159,7 @@ def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
             (sweep.path / name).mkdir(parents=True, exist_ok=True)
         sweep.base.write_text(base_text)
         text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
-        draft = sweep.path / f".{FILE}.tmp"
-        draft.write_text(text + "\n")
-        draft.replace(sweep.path / FILE)
+        atomic_write(sweep.path / FILE, text + "\n")
     except OSError as error:
         raise UserError(f"--output: cannot write {folder}: {error.strerror}") from None
     return sweep
@@ -198,25 +206,19 @@ def _manifest(data: dict[str, Any]) -> Manifest:
 def _difference(old: Manifest, new: Manifest) -> str:
     if len(old.cells) != len(new.cells):
         return f"{len(old.cells)} cells there, {len(new.cells)} planned now"
-    for one, other in zip(old.cells, new.cells, strict=True):
-        if one != other:
-            return (
-                f"cell {one.index} is {one.name} seed {one.seed} there and {other.name} seed {other.seed} now"
-                if (one.name, one.seed) != (other.name, other.seed)
-                else f"cell {one.index} has other settings"
-            )
-    keys = [key for key in asdict(old) if getattr(old, key) != getattr(new, key)]
-    return f"another {', '.join(keys)}"
-
-
-Reader = Callable[[Sequence[str]], Config]
+    for before, now in zip(old.cells, new.cells, strict=True):
+        if (before.name, before.seed) != (now.name, now.seed):
+            return f"cell {now.index} is {before.name} seed {before.seed} there and {now.name} seed {now.seed} now"
+        if before != now:
+            return f"cell {now.index} has other settings"
+    return f"another {', '.join(key for key in asdict(old) if getattr(old, key) != getattr(new, key))}"
 
 
 def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Sequence[str] = ()) -> Manifest:
-    """Check every cell and freeze them. ``extra``: ``key=value`` for every cell, from the command line.
+    """Check every cell and write them down. ``extra``: ``key=value`` for every cell, from the command line.
 
-    The rooms must have been imported and the plugins loaded, since configs name their parts. Raises
-    :class:`UserError` naming the cell for any mistake, and for two cells that are the same run.
+    Plugins must have been loaded. Raises :class:`UserError` naming the cell for any mistake, and for two cells that
+    are the same run.
     """
     from kl_comedy.tracking.store import check_uri
 
@@ -224,11 +226,21 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         if (key := text.partition("=")[0]) in {*grid.axes, *RESERVED, *(["seed"] if grid.seeds else [])}:
             raise UserError(f"{text}: {key} is set by the sweep, cell by cell")
     read = config_reader(grid.base)
-    common = [*_overrides(grid.overrides.items()), *extra]
+    common = [*_overrides(grid.overrides), *extra]
     cells: list[Cell] = []
-    seen: dict[str, Cell] = {}
+    by_hash: dict[str, Cell] = {}
     stores: dict[tuple[str, str], None] = {}
-    for point, overrides, config in _configs(expand(grid), common, read):
+    loaded: dict[tuple[str, ...], Config] = {}
+    for point in expand(grid):
+        settings = dict(sorted(point.settings.items(), key=lambda item: item[0].count(".")))
+        overrides = [*common, override("name", point.label), *_overrides(settings)]
+        key_of_config = tuple(overrides)
+        if key_of_config not in loaded:  # points that differ in the seed alone are loaded once
+            loaded[key_of_config] = _load(read, overrides, f"cell {len(cells)} ({point.label})")
+        config = loaded[key_of_config]
+        if point.seed is not None:
+            overrides.append(override("seed", point.seed))
+            config = dataclasses.replace(config, seed=point.seed)
         cell = Cell(
             index=len(cells),
             name=config.name,
@@ -240,23 +252,22 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
             nodes=config.train.nodes,
             devices=config.train.devices,
         )
-        twin = seen.setdefault(config_hash(dataclasses.replace(config, name="")), cell)
-        if twin is not cell:
+        same = by_hash.setdefault(config_hash(dataclasses.replace(config, name="")), cell)
+        if same is not cell:
             raise UserError(
-                f"cells {twin.index} ({twin.name}) and {cell.index} ({cell.name}) are the same run, seed {cell.seed}"
+                f"cells {same.index} ({same.name}) and {cell.index} ({cell.name}) are the same run, seed {cell.seed}"
             )
         cells.append(cell)
         stores[(check_uri(config.tracking.uri), config.tracking.experiment)] = None
     if grid.evaluate is not None:
-        _try(read, [*cells[0].overrides, *_overrides(grid.evaluate.items())], "evaluate")
-    content = grid.base.read_bytes()
+        _load(read, [*cells[0].overrides, *_overrides(grid.evaluate)], "evaluate")
     return Manifest(
         name=grid.name,
         directory=str(directory.resolve()),
         base=str(grid.base),
-        base_sha256=hashlib.sha256(content).hexdigest(),
+        base_sha256=sha256_file(grid.base),
         plugins=tuple(str(file.resolve()) for file in plugins),
-        evaluate=None if grid.evaluate is None else tuple(_overrides(grid.evaluate.items())),
+        evaluate=None if grid.evaluate is None else tuple(_overrides(grid.evaluate)),
         max_parallel=grid.max_parallel,
         stores=tuple(stores),
         package_version=kl_comedy.__version__,
@@ -264,23 +275,7 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
     )
 
 
-def _configs(points: Sequence[Point], common: Sequence[str], read: Reader) -> Iterator[tuple[Point, list[str], Config]]:
-    """Each point with its overrides and checked config; points that differ in the seed alone are loaded once."""
-    loaded: dict[tuple[str, ...], Config] = {}
-    for index, point in enumerate(points):
-        settings = sorted(point.settings.items(), key=lambda item: item[0].count("."))
-        overrides = [*common, override("name", point.label), *_overrides(settings)]
-        key = tuple(overrides)
-        if key not in loaded:
-            loaded[key] = _try(read, overrides, f"cell {index} ({point.label})")
-        config = loaded[key]
-        if point.seed is not None:
-            overrides.append(override("seed", point.seed))
-            config = dataclasses.replace(config, seed=point.seed)
-        yield point, overrides, config
-
-
-def _try(read: Reader, overrides: Sequence[str], where: str) -> Config:
+def _load(read: Callable[[Sequence[str]], Config], overrides: Sequence[str], where: str) -> Config:
     try:
         config = read(overrides)
         resolve_terms(config.kl)
@@ -290,5 +285,5 @@ def _try(read: Reader, overrides: Sequence[str], where: str) -> Config:
     return config
 
 
-def _overrides(settings: Iterable[tuple[str, object]]) -> list[str]:
-    return [override(key, raw) for key, raw in settings]
+def _overrides(settings: Mapping[str, Any]) -> list[str]:
+    return [override(key, raw) for key, raw in settings.items()]

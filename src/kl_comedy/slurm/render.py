@@ -1,8 +1,7 @@
-"""Which arrays cells become. SLURM gives every task of an array the same nodes and tasks, and bounds its indices.
+"""From manifest and profile to arrays and the text of batch scripts. Nothing is written, SLURM is not asked.
 
-So cells of one size, and of one block of numbers, share an array; a batch script belongs to a size. Pure.
-
-From manifest and profile to the text of a batch script. Pure: nothing is written, nothing is asked of SLURM.
+SLURM gives every task of an array the same nodes and tasks, and bounds its indices. So cells of one size, and of one
+block of numbers, share an array; a batch script belongs to a size.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def arrays(cells: Iterable[Cell], profile: Profile, limit: int | None) -> list[A
     Raises :class:`UserError` for a cell whose size the profile has no shape for.
     """
     blocks: dict[tuple[int, int], list[Cell]] = {}
-    shapes = (profile, *profile.shapes)
+    shapes = profile.all_shapes
     for cell in cells:
-        number = shapes.index(shape_of(cell, profile))
+        number = shapes.index(shape_for(cell, profile))
         blocks.setdefault((number, cell.index // profile.max_array * profile.max_array), []).append(cell)
     ordered = sorted(blocks)
     shares = share_out(limit, [len(blocks[key]) for key in ordered])
@@ -57,15 +56,15 @@ def arrays(cells: Iterable[Cell], profile: Profile, limit: int | None) -> list[A
     ]
 
 
-def shape_of(cell: Cell, profile: Profile) -> Profile:
-    """The profile, or the one of its shapes, whose nodes and tasks are those of the cell's config."""
-    found = [shape for shape in (profile, *profile.shapes) if shape.size == cell.size]
-    if found:
-        return found[0]
-    there = ", ".join("{} x {}".format(*shape.size) for shape in (profile, *profile.shapes))
+def shape_for(cell: Cell, profile: Profile) -> Profile:
+    """The shape of ``profile`` whose nodes and tasks are those of the cell's config; a :class:`UserError` without."""
+    for shape in profile.all_shapes:
+        if shape.size == cell.size:
+            return shape
+    sizes = ", ".join("{} x {}".format(*shape.size) for shape in profile.all_shapes)
     raise UserError(
         f"cell {cell.index} ({cell.name}): train.nodes x train.devices is {cell.nodes} x {cell.devices}, and profile "
-        f"{profile.name} takes nodes x tasks_per_node of {there} only; add "
+        f"{profile.name} takes nodes x tasks_per_node of {sizes} only; add "
         f"shapes: [{{nodes: {cell.nodes}, tasks_per_node: {cell.devices}}}] to it, or set its own"
     )
 
@@ -76,10 +75,10 @@ def suffix_of(shape: Profile, profile: Profile) -> str:
 
 def scripts(sweep: Sweep, profile: Profile, cells: Sequence[Cell]) -> dict[str, str]:
     """The batch scripts of ``cells`` by name: training and, where asked for, evaluation of each size; the report."""
-    shapes = {suffix_of(shape, profile): shape for shape in (shape_of(cell, profile) for cell in cells)}
-    stages = ("train", *(["evaluate"] if sweep.manifest.evaluate is not None else []))
-    found = {stage + suffix: render(sweep, shapes[suffix], stage) for stage in stages for suffix in sorted(shapes)}
-    return {**found, "report": render(sweep, profile, "report")}
+    shapes = {suffix_of(shape, profile): shape for shape in (shape_for(cell, profile) for cell in cells)}
+    stages = ("train",) if sweep.manifest.evaluate is None else ("train", "evaluate")
+    texts = {stage + suffix: render(sweep, shapes[suffix], stage) for stage in stages for suffix in sorted(shapes)}
+    return {**texts, "report": render(sweep, profile, "report")}
 
 
 def share_out(limit: int | None, lengths: Sequence[int]) -> list[int | None]:
@@ -100,15 +99,14 @@ def share_out(limit: int | None, lengths: Sequence[int]) -> list[int | None]:
     return list(shares)
 
 
-STAGES = ("train", "evaluate", "report")
-UNHEARD_EXIT_CODE = 128 + signal.SIGUSR1
-"""What srun exits with where SIGUSR1 ended a process that was not listening yet."""
+SIGUSR1_EXIT_CODE = 128 + signal.SIGUSR1
+"""srun's exit code where SIGUSR1 ended a process before it had installed its handler."""
 LAST_TASKS_S = 60
 """How long the other tasks of a step may take after the first has ended: all of them save before they exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Resources:
     """What a job asks for: nodes; tasks, CPUs of a task and GPUs on each node."""
 
     nodes: int
@@ -155,13 +153,13 @@ def render(sweep: Sweep, profile: Profile, stage: str) -> str:
         server_step="" if servers is None else server_step(worker, servers),
         server_command="" if servers is None else server_command(worker, servers),
         requeue_code=REQUEUE_EXIT_CODE,
-        unheard_code=UNHEARD_EXIT_CODE,
+        unheard_code=SIGUSR1_EXIT_CODE,
     )
 
 
-def _worker(profile: Profile, stage: str) -> Shape:
+def _worker(profile: Profile, stage: str) -> Resources:
     whole = stage == "train"
-    return Shape(
+    return Resources(
         nodes=profile.nodes if whole else 1,
         tasks=profile.tasks_per_node if whole else 1,
         cpus=profile.cpus_per_task,
@@ -169,14 +167,14 @@ def _worker(profile: Profile, stage: str) -> Shape:
     )
 
 
-def with_servers(worker: Shape, servers: Servers) -> Shape:
+def with_servers(worker: Resources, servers: Servers) -> Resources:
     """The allocation that holds both: servers on nodes of their own, or beside the worker on its one node."""
     cpus = max(worker.cpus, servers.cpus)
     if not servers.nodes:
         gpus = worker.gpus + servers.count * servers.gpus
-        return Shape(nodes=worker.nodes, tasks=worker.tasks + servers.count, cpus=cpus, gpus=gpus)
+        return Resources(nodes=worker.nodes, tasks=worker.tasks + servers.count, cpus=cpus, gpus=gpus)
     share = -(-servers.count // servers.nodes)
-    return Shape(
+    return Resources(
         nodes=worker.nodes + servers.nodes,
         tasks=max(worker.tasks, share),
         cpus=cpus,
@@ -184,7 +182,7 @@ def with_servers(worker: Shape, servers: Servers) -> Shape:
     )
 
 
-def worker_step(worker: Shape, servers: Servers | None) -> str:
+def worker_step(worker: Resources, servers: Servers | None) -> str:
     """srun's options for the worker: the whole job, or its own part of it.
 
     A step of one task ends with it. One of several lets the others finish saving: srun's ``--kill-on-bad-exit`` would
@@ -202,7 +200,7 @@ def worker_step(worker: Shape, servers: Servers | None) -> str:
     )
 
 
-def server_step(worker: Shape, servers: Servers) -> str:
+def server_step(worker: Resources, servers: Servers) -> str:
     """srun's options for the servers: one task each; one that ends does not take the others with it."""
     place = f" --relative={worker.nodes}" if servers.nodes else ""
     gpus = f" --gpus-per-task={servers.gpus}" if servers.gpus else ""
@@ -212,7 +210,7 @@ def server_step(worker: Shape, servers: Servers) -> str:
     )
 
 
-def server_command(worker: Shape, servers: Servers) -> str:
+def server_command(worker: Resources, servers: Servers) -> str:
     """What each server task runs. Beside the worker it binds to loopback; from another node it must be reached."""
     where = ["--reachable"] if servers.nodes else []
     words = ["-m", "kl_comedy.slurm.servers", *where, "--ready", servers.ready, "--wait", str(servers.wait_seconds)]
@@ -260,7 +258,7 @@ def doublequoted(text: str) -> str:
 
 
 def array_ranges(indices: Iterable[int]) -> str:
-    """Indices as sbatch writes them.
+    """Indices as sbatch's --array takes them.
 
     >>> array_ranges([7, 0, 1, 2, 9, 10])
     '0-2,7,9-10'

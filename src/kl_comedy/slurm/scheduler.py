@@ -29,10 +29,7 @@ ACTIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What SLURM says of one job or array task. ``node`` and ``why`` are empty where it says nothing.
-
-    ``comment`` is what it was submitted with.
-    """
+    """SLURM's state of one job or array task. ``node`` and ``why`` may be empty; ``comment`` is sbatch's."""
 
     state: str
     node: str = ""
@@ -44,44 +41,34 @@ class JobState:
         return self.state in ACTIVE
 
 
-def sbatch_words(script: str, *, array: str, comment: str, dependency: str | None = None, offset: int = 0) -> list[str]:
-    """The command line that submits a script. ``array`` may be empty for a single job, which has no ``offset``."""
-    words = ["sbatch", "--parsable", f"--comment={comment}"]
-    if array:
-        words.append(f"--array={array}")
-    if dependency:
-        words += [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
-    return [*words, script, *([str(offset)] if array else [])]
-
-
 def sbatch(words: Sequence[str]) -> str:
-    """Submit; the job's id. Raises :class:`RunFailed` with sbatch's words."""
+    """Submit and return the job's id. Raises :class:`RunFailed` with sbatch's message."""
     return _call(list(words)).strip().split(";")[0]
 
 
 def queue(job_names: Sequence[str]) -> dict[str, JobState]:
-    """Jobs of these names that SLURM still remembers, by ``JOB`` or ``ARRAY_TASK``; pending array tasks one by one."""
+    """Jobs of these names in squeue, by ``JOB`` or ``ARRAY_TASK``; pending array tasks are listed singly."""
     words = ["squeue", "--noheader", "--array", "--states=all", f"--name={','.join(job_names)}"]
-    found = {}
+    jobs = {}
     for line in _call([*words, "--format=%F|%K|%T|%N|%k|%r"]).splitlines():
         job, task, state, node, comment, reason = (part.strip() for part in line.split("|", 5))
         key = f"{job}_{task}" if task and task != "N/A" else job
         why = "" if reason in ("None", "") else reason
-        found[key] = JobState(state=state, node=node, why=why, comment="" if comment == "(null)" else comment)
-    return found
+        jobs[key] = JobState(state=state, node=node, why=why, comment="" if comment == "(null)" else comment)
+    return jobs
 
 
 def accounting(jobs: Sequence[str]) -> dict[str, JobState]:
-    """What the accounting database remembers. Raises :class:`RunFailed` where accounting is off."""
+    """States from the accounting database. Raises :class:`RunFailed` where accounting is off."""
     if not jobs:
         return {}
     words = ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={','.join(jobs)}"]
-    found = {}
+    states = {}
     for line in _call([*words, "--format=JobID,State,ExitCode,NodeList"]).splitlines():
         job, state, code, node = line.split("|")[:4]
         why = state if code in ("0:0", "") else f"{state}, exit code {code}"
-        found[job] = JobState(state=state.split()[0], node="" if node == "None assigned" else node, why=why)
-    return found
+        states[job] = JobState(state=state.split()[0], node="" if node == "None assigned" else node, why=why)
+    return states
 
 
 def scancel(jobs: Sequence[str]) -> None:
@@ -90,7 +77,7 @@ def scancel(jobs: Sequence[str]) -> None:
 
 
 def _call(words: list[str]) -> str:
-    """Standard output of a command. A missing command is the user's; a refusal is SLURM's, in its own words."""
+    """Standard output of a command. Raises :class:`UserError` if it is missing, :class:`RunFailed` if it fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
     except FileNotFoundError:
@@ -100,6 +87,6 @@ def _call(words: list[str]) -> str:
     except subprocess.TimeoutExpired:
         raise RunFailed(f"{words[0]} did not answer within {TIMEOUT_S} s; ask again when SLURM is less busy") from None
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise RunFailed(f"{words[0]}: {said or f'exit code {done.returncode}'}")
+        message = " ".join((done.stderr or done.stdout).split())
+        raise RunFailed(f"{words[0]}: {message or f'exit code {done.returncode}'}")
     return done.stdout

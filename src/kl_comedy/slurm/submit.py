@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kl_comedy.slurm import scheduler
+from kl_comedy.slurm.journal import Submission, read_submissions, record_cancel, record_submission
 from kl_comedy.slurm.manifest import Manifest, Sweep
 from kl_comedy.slurm.profile import Profile
-from kl_comedy.slurm.render import STAGES, Array, array_ranges, arrays, script_path, scripts
-from kl_comedy.slurm.status import MISSING, Board, Submission, record_cancel, record_submission, submissions
+from kl_comedy.slurm.render import Array, array_ranges, arrays, script_path, scripts
+from kl_comedy.slurm.status import MISSING, SweepStatus
 
 
 @dataclass(frozen=True, kw_only=True)
-class Todo:
-    """The cells to train, and those that are trained and still to be evaluated."""
+class Work:
+    """The cells to train, and the trained cells still to be evaluated."""
 
     train: tuple[int, ...]
     evaluate: tuple[int, ...]
@@ -28,15 +29,15 @@ class Todo:
         return bool(self.train or self.evaluate)
 
 
-def todo(sweep: Sweep, seen: Board) -> Todo:
+def missing_work(sweep: Sweep, status: SweepStatus) -> Work:
     """What is missing or failed. Cells that run, wait or are finished are left alone."""
-    train = tuple(row.cell for row in seen.rows if row.state in MISSING)
+    train = tuple(row.cell for row in status.rows if row.state in MISSING)
     evaluate = tuple(
         row.cell
-        for row in seen.rows
-        if row.state == "FINISHED" and not row.evaluated and row.cell not in seen.evaluating
+        for row in status.rows
+        if row.state == "FINISHED" and not row.evaluated and row.cell not in status.evaluating
     )
-    return Todo(train=train, evaluate=evaluate if sweep.manifest.evaluate is not None else ())
+    return Work(train=train, evaluate=() if sweep.manifest.evaluate is None else evaluate)
 
 
 def create_stores(manifest: Manifest) -> None:
@@ -56,39 +57,39 @@ def create_stores(manifest: Manifest) -> None:
             raise RunFailed(f"the results store cannot be created: {store.first_line(error)}") from error
 
 
-def adopt(sweep: Sweep) -> list[Submission]:
-    """Record the jobs of this sweep that SLURM has and the folder does not know of.
+def adopt_unrecorded_jobs(sweep: Sweep) -> list[Submission]:
+    """Record jobs of this sweep that are in SLURM's queue and not in the folder; return them.
 
-    So it is when sbatch was too slow to answer, or its caller was killed before it could take a note. The comment says
-    whose they are; without this they would be submitted again.
+    Happens when sbatch timed out, or the submitter died before recording the job id. Without this the cells would be
+    submitted again. Jobs are recognized by their comment.
     """
     if shutil.which("squeue") is None:
         return []
-    known = {one.job for one in submissions(sweep)}
-    mark = _mark(sweep)
-    found: dict[tuple[str, str, int], list[int]] = {}
-    for name, state in scheduler.queue([f"{sweep.manifest.name}-{stage}" for stage in STAGES]).items():
+    recorded = {item.job for item in read_submissions(sweep)}
+    mark = _comment_mark(sweep)
+    indices: dict[tuple[str, str, int], list[int]] = {}
+    for name, state in scheduler.queue(sweep.job_names).items():
         job, _, task = name.partition("_")
-        whose, _, rest = state.comment.partition(":")
-        if whose == mark and job not in known:
+        job_mark, _, rest = state.comment.partition(":")
+        if job_mark == mark and job not in recorded:
             stage, _, offset = rest.partition(":")
-            found.setdefault((job, stage, int(offset)), []).extend([int(task) + int(offset)] if task else [])
-    made = [
-        Submission(stage=stage, indices=tuple(sorted(indices)), time=time.time(), job=job, offset=offset)
-        for (job, stage, offset), indices in found.items()
+            indices.setdefault((job, stage, int(offset)), []).extend([int(task) + int(offset)] if task else [])
+    adopted = [
+        Submission(stage=stage, indices=tuple(sorted(numbers)), time=time.time(), job=job, offset=offset)
+        for (job, stage, offset), numbers in indices.items()
     ]
-    for one in made:
-        record_submission(sweep, one)
-    return made
+    for submission in adopted:
+        record_submission(sweep, submission)
+    return adopted
 
 
-def _mark(sweep: Sweep) -> str:
+def _comment_mark(sweep: Sweep) -> str:
     """Which manifest in which folder a job belongs to."""
     return f"{sweep.manifest.digest}-{hashlib.sha256(str(sweep.path).encode()).hexdigest()[:8]}"
 
 
-def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Todo) -> list[Submission]:
-    """Write the scripts and submit what is to be done; the submissions, which are also recorded.
+def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Work) -> list[Submission]:
+    """Write the scripts and submit ``work``; return the submissions, which are also recorded.
 
     Raises :class:`UserError`, before anything is submitted, for a cell that the profile has no shape for.
     """
@@ -99,71 +100,68 @@ def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Todo) -> li
     cells = [sweep.cell(index) for index in (*work.train, *work.evaluate)]
     for name, text in scripts(sweep, profile, cells).items():
         script_path(sweep, name).write_text(text)
-    made: list[Submission] = []
+    submissions: list[Submission] = []
 
-    def give(stage: str, array: Array | None, dependency: str | None) -> Submission:
-        job = scheduler.sbatch(_words(sweep, stage, array, dependency))
+    def submit_stage(stage: str, array: Array | None, dependency: str | None) -> str:
+        job = scheduler.sbatch(_sbatch_words(sweep, stage, array, dependency))
         indices, offset = ((), 0) if array is None else (array.indices, array.offset)
-        one = Submission(
+        submission = Submission(
             stage=stage, indices=indices, time=time.time(), job=job, offset=offset, profile=str(profile_file)
         )
-        record_submission(sweep, one)
-        made.append(one)
-        return one
+        record_submission(sweep, submission)
+        submissions.append(submission)
+        return job
 
     for array in training:
-        trained = give("train", array, None)
+        job = submit_stage("train", array, None)
         if sweep.manifest.evaluate is not None:
-            give("evaluate", array, f"aftercorr:{trained.job}")
+            submit_stage("evaluate", array, f"aftercorr:{job}")
     for array in evaluating:
-        give("evaluate", array, None)
-    give("report", None, "afterany:" + ":".join(str(one.job) for one in made))
-    return made
+        submit_stage("evaluate", array, None)
+    submit_stage("report", None, "afterany:" + ":".join(str(item.job) for item in submissions))
+    return submissions
 
 
 def planned_commands(sweep: Sweep, profile: Profile) -> list[str]:
     """The sbatch lines of a first submission, with words where job ids will be."""
-    last, lines = "train", []
+    lines = []
     for array in arrays(sweep.manifest.cells, profile, _limit(sweep.manifest, profile)):
-        lines.append(_words(sweep, "train", array, None))
+        lines.append(_sbatch_words(sweep, "train", array, None))
         if sweep.manifest.evaluate is not None:
-            last = "evaluate"
-            lines.append(_words(sweep, "evaluate", array, "aftercorr:TRAIN_JOB"))
-    lines.append(_words(sweep, "report", None, f"afterany:{last.upper()}_JOBS"))
+            lines.append(_sbatch_words(sweep, "evaluate", array, "aftercorr:TRAIN_JOB"))
+    last = "TRAIN" if sweep.manifest.evaluate is None else "EVALUATE"
+    lines.append(_sbatch_words(sweep, "report", None, f"afterany:{last}_JOBS"))
     return [shlex.join(words) for words in lines]
 
 
-def _words(sweep: Sweep, stage: str, array: Array | None, dependency: str | None) -> list[str]:
-    """sbatch's command line for a stage of an array; without one, for the report."""
-    if array is None:
-        return scheduler.sbatch_words(
-            str(script_path(sweep, stage)), array="", comment=f"{_mark(sweep)}:{stage}:0", dependency=dependency
-        )
-    ranges = array_ranges(index - array.offset for index in array.indices)
-    return scheduler.sbatch_words(
-        str(script_path(sweep, array.script(stage))),
-        array=ranges + (f"%{array.share}" if array.share else ""),
-        comment=f"{_mark(sweep)}:{stage}:{array.offset}",
-        dependency=dependency,
-        offset=array.offset,
-    )
+def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, dependency: str | None) -> list[str]:
+    """sbatch's command line for a stage of an array; without an array, for the report."""
+    offset = 0 if array is None else array.offset
+    words = ["sbatch", "--parsable", f"--comment={_comment_mark(sweep)}:{stage}:{offset}"]
+    if array is not None:
+        ranges = array_ranges(index - offset for index in array.indices)
+        words.append(f"--array={ranges}" + (f"%{array.share}" if array.share else ""))
+    if dependency:
+        words += [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
+    script = script_path(sweep, stage if array is None else array.script(stage))
+    return [*words, str(script), *([] if array is None else [str(offset)])]
 
 
-def cancel(sweep: Sweep, active: Sequence[str]) -> None:
-    """Take every job of the sweep out of the queue, running or not, and remember it."""
+def cancel(sweep: Sweep, jobs: Sequence[str]) -> None:
+    """Cancel ``jobs`` of the sweep, running or not, and record it."""
     record_cancel(sweep)
-    scheduler.scancel(sorted({job.split("_")[0] for job in active}))
+    scheduler.scancel(sorted({job.split("_")[0] for job in jobs}))
 
 
 def active_jobs(sweep: Sweep) -> list[str]:
     """The jobs of the sweep that are not over, as SLURM says."""
-    mine = {one.job for one in submissions(sweep) if one.job is not None}
-    if not mine:
+    own = {item.job for item in read_submissions(sweep) if item.job is not None}
+    if not own:
         return []
-    found = scheduler.queue([f"{sweep.manifest.name}-{stage}" for stage in STAGES])
-    return [job for job, state in found.items() if job.split("_")[0] in mine and state.active]
+    queue = scheduler.queue(sweep.job_names)
+    return [job for job, state in queue.items() if job.split("_")[0] in own and state.active]
 
 
 def _limit(manifest: Manifest, profile: Profile) -> int | None:
     limits = [limit for limit in (manifest.max_parallel, profile.max_parallel) if limit is not None]
-    return min(limits) if limits else None
+    return min(limits, default=None)
