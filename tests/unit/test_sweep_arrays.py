@@ -105,7 +105,7 @@ MISTAKES = {
     "shapes: [{node: 2}]": r"shapes\.0\.node: no such key .* did you mean 'nodes'\?",
     "shapes: [{nodes: 2}, {nodes: 2}]": r"shapes\.1: got '2 nodes with 1 tasks on each'; allowed: another size",
     "shapes: [{memory: 1G}]": r"shapes\.0: got '1 nodes with 1 tasks on each'; allowed: another size",
-    "shapes: [{nodes: 2, max_parallel: 3}]": r"shapes\.0\.max_parallel: no such key .*\(it belongs to the whole profile\)",
+    "shapes: [{nodes: 2, max_parallel: 3}]": r"shapes\.0\.max_parallel: no such key .*belongs to the whole profile",
     "shapes: [{nodes: 0}]": r"shapes\.0: nodes: got 0; allowed: at least 1",
     "servers: {command: 'x {port}'}\nshapes: [{nodes: 2}]": r"shapes\.0: servers\.nodes: .* nodes of their own",
 }

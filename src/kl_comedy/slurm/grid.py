@@ -20,11 +20,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.config.validate import check_fields, check_shape
+from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError, bad_value, unknown_key
 from kl_comedy.io import read_yaml
 
@@ -69,7 +69,7 @@ class GridFile:
     exclude: Any = None
     rows: dict[str, Any] | None = None
     evaluate: dict[str, Any] | None = None
-    max_parallel: int | None = field(default=None, metadata={"minimum": 1})
+    max_parallel: int | None = option(None, minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,7 @@ def read_grid(path: Path) -> Grid:
     raw = read_yaml(path, "grid")
     if "base" not in raw:
         raise UserError(f"{path}: needs base, the config that every cell starts from")
-    check_shape(raw, GridFile, "")
-    file = GridFile(**raw)
-    check_fields(file, "")
+    file = parse_record(GridFile, raw)
     name = path.stem if file.name is None else file.name
     if slug(name) != name:
         raise bad_value("name", name, "letters, digits, '.', '_' and '-', since it names a folder")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.config.validate import check_fields, check_shape
+from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError, bad_value, nearest, unknown_key
 from kl_comedy.io import read_yaml
 
@@ -19,16 +19,12 @@ FOLDER = Path("slurm/profiles")
 TIME = re.compile(r"(\d+-)?\d{1,3}(:\d{2}){0,2}")
 
 
-def _at_least(default: Any, minimum: int) -> Any:
-    return field(default=default, metadata={"minimum": minimum})
-
-
 @dataclass(kw_only=True)
 class Container:
     """An image to run in: by ``apptainer exec``, or by srun's pyxis plugin. ``mounts``: HOST or HOST:INSIDE."""
 
     image: str
-    runtime: str = field(default="apptainer", metadata={"choices": ("apptainer", "pyxis")})
+    runtime: str = option("apptainer", choices=("apptainer", "pyxis"))
     mounts: list[str] = field(default_factory=list)
 
 
@@ -42,12 +38,12 @@ class Servers:
     """
 
     command: str
-    count: int = _at_least(1, 1)
-    nodes: int = _at_least(0, 0)
-    gpus: int = _at_least(0, 0)
-    cpus: int = _at_least(1, 1)
+    count: int = option(1, minimum=1)
+    nodes: int = option(0, minimum=0)
+    gpus: int = option(0, minimum=0)
+    cpus: int = option(1, minimum=1)
     ready: str = "/health"
-    wait_seconds: int = _at_least(600, 1)
+    wait_seconds: int = option(600, minimum=1)
 
 
 @dataclass(kw_only=True)
@@ -65,13 +61,13 @@ class Shape:
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
-    nodes: int = _at_least(1, 1)
-    tasks_per_node: int = _at_least(1, 1)
-    cpus_per_task: int = _at_least(1, 1)
-    gpus_per_node: int = _at_least(0, 0)
+    nodes: int = option(1, minimum=1)
+    tasks_per_node: int = option(1, minimum=1)
+    cpus_per_task: int = option(1, minimum=1)
+    gpus_per_node: int = option(0, minimum=0)
     gpu_type: str | None = None
     memory: str | None = None
-    signal_seconds: int = _at_least(120, 0)
+    signal_seconds: int = option(120, minimum=0)
     modules: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -94,8 +90,8 @@ class Profile(Shape):
     """
 
     name: str
-    max_parallel: int | None = _at_least(None, 1)
-    max_array: int = _at_least(1000, 1)
+    max_parallel: int | None = option(None, minimum=1)
+    max_array: int = option(1000, minimum=1)
     python: str = sys.executable
     shapes: list[Profile] = field(default_factory=list)
 
@@ -142,21 +138,17 @@ def _parse(where: str, name: str, raw: Mapping[str, Any]) -> Profile:
     if not isinstance(settings["time"], str) or not TIME.fullmatch(settings["time"]):
         # YAML reads 4:00:00 as a number in base 60
         raise bad_value(f"{where}: time", raw["time"], "quoted text, as in '30', '04:00:00' or '1-00:00:00'")
-    for key, required in (("container", "image"), ("servers", "command")):
-        if key in settings and not (isinstance(settings[key], Mapping) and required in settings[key]):
-            raise bad_value(f"{where}: {key}", settings[key], f"a mapping with {required}")
-    try:
-        check_shape(settings, Profile, "")
-        if "container" in settings:
-            settings = {"python": "python", **settings, "container": Container(**settings["container"])}
-        if "servers" in settings:
-            settings["servers"] = Servers(**settings["servers"])
+    for key, default in (("environment", {}), ("container", None)):
+        settings.setdefault(key, default)
+    if isinstance(settings["environment"], dict):
         settings["environment"] = {
-            key: "" if value is None else str(value).lower() if isinstance(value, bool) else value
-            for key, value in settings.get("environment", {}).items()
+            name: "" if value is None else str(value).lower() if isinstance(value, bool) else value
+            for name, value in settings["environment"].items()
         }
-        profile = Profile(name=name, **settings)
-        check_fields(profile, "")
+    if settings["container"] is not None:
+        settings.setdefault("python", "python")
+    try:
+        profile = parse_record(Profile, {**settings, "name": name})
         _check(profile)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
