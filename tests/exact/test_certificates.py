@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from test_claims_matrix import TREE
+from test_claims import TREE
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, recipe, resolve_terms

@@ -1,84 +1,99 @@
-"""Imports point one way, and the light rooms stay light."""
+"""Imports point to lower layers, modules have no import cycle, and light packages stay light."""
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2] / "src" / "kl_comedy"
-LAYERS = {
-    **dict.fromkeys(["errors", "registry", "records", "io", "processes", "config"], 0),
-    **dict.fromkeys(["kl", "objective", "statistics"], 1),
-    **dict.fromkeys(["models", "rewards", "data", "rollouts", "tracking"], 2),
-    **dict.fromkeys(["evaluation", "training", "slurm", "lab"], 3),
-    "cli": 4,
-}
-SAME_LAYER = {
-    ("config", "errors"),
-    ("config", "registry"),
-    ("config", "records"),
+FILES = sorted(ROOT.rglob("*.py"))
+LAYERS = [
+    ["errors", "registry", "records", "io", "processes", "config"],
+    ["kl", "objective", "statistics"],
+    ["models", "rewards", "data", "rollouts", "tracking"],
+    ["evaluation", "training", "slurm", "lab"],
+    ["cli"],
+]
+WITHIN_A_LAYER = {
     ("registry", "errors"),
     ("io", "errors"),
     ("processes", "errors"),
     ("processes", "io"),
+    ("config", "errors"),
+    ("config", "registry"),
+    ("config", "records"),
     ("config", "io"),
     ("kl", "objective"),  # the oracle puts the algorithm around the terms
-    ("models", "data"),  # the pocket policy is warm-started on demonstrations of its own problems
-    ("rollouts", "models"),  # the sampler runs the policy with the models' own attention
+    ("models", "data"),  # the pocket policy is pretrained on demonstrations of its own problems
+    ("rollouts", "models"),  # the sampler runs the policy with the models' attention
     ("training", "evaluation"),  # a run evaluates between updates
     ("lab", "training"),  # audits train and load policies
     ("training", "lab"),  # the audit callback
 }
+LIGHT = {
+    "kl_comedy.kl": ["omegaconf", "transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"],
+    "kl_comedy.objective": ["omegaconf", "transformers", "lightning", "mlflow", "vllm"],
+    "kl_comedy.lab.peers": ["transformers", "lightning", "mlflow", "vllm", "pandas", "omegaconf"],
+    "kl_comedy.cli.main": ["torch", "transformers", "lightning", "mlflow", "pandas"],
+    "kl_comedy.config": ["torch", "transformers", "lightning", "mlflow"],
+    "kl_comedy.data": ["datasets", "reasoning_gym", "transformers"],
+    "kl_comedy.rewards": ["math_verify", "reasoning_gym", "transformers"],
+    "kl_comedy.statistics": ["mlflow", "pandas", "scipy", "numpy", "torch"],
+    "kl_comedy.tracking": ["mlflow", "pandas", "matplotlib", "torch"],
+}
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
-
-
-def imported_rooms(tree: ast.AST, *, top_level_only: bool) -> set[str]:
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    names = []
+def imported_names(nodes):
+    """Dotted names of ours that the nodes import: modules, and names within modules."""
     for node in nodes:
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return {name.split(".")[1] for name in names if name.startswith("kl_comedy.")}
+            yield from (alias.name for alias in node.names if alias.name.startswith("kl_comedy."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kl_comedy":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_room_imports_lower_layers_only(path):
-    room = room_of(path)
-    if room == "__init__":
-        return
-    for other in imported_rooms(ast.parse(path.read_text()), top_level_only=False) - {room}:
-        assert other in LAYERS, f"{path}: unknown room {other}"
-        allowed = LAYERS[other] < LAYERS[room] or (room, other) in SAME_LAYER
-        assert allowed, f"{path} (layer {LAYERS[room]}) imports {other} (layer {LAYERS[other]})"
+def executed_on_import(nodes):
+    """Import statements that run when the module is imported: not those in functions or under TYPE_CHECKING."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If | ast.Try | ast.With) and "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]:
+            yield from executed_on_import(ast.iter_child_nodes(node))
 
 
-def test_every_room_has_a_layer():
-    rooms = {room_of(path) for path in ROOT.rglob("*.py")} - {"__init__", "__main__"}
-    assert rooms <= set(LAYERS)
+def test_packages_import_lower_layers_only():
+    layer_of = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+    wrong = []
+    for file in FILES:
+        package = file.relative_to(ROOT).parts[0].removesuffix(".py")
+        if package in ("__init__", "__main__"):
+            continue
+        for other in {name.split(".")[1] for name in imported_names(ast.walk(ast.parse(file.read_text())))} - {package}:
+            assert {package, other} <= set(layer_of), f"{file}: {package} or {other} has no layer"
+            if layer_of[other] >= layer_of[package] and (package, other) not in WITHIN_A_LAYER:
+                wrong.append(f"{file.relative_to(ROOT)} imports {other}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("module", "heavy"),
-    [
-        ("kl_comedy.kl", ["transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"]),
-        ("kl_comedy.lab.peers", ["transformers", "lightning", "mlflow", "vllm", "pandas", "omegaconf"]),
-        ("kl_comedy.objective", ["transformers", "lightning", "mlflow", "vllm"]),
-        ("kl_comedy.cli.main", ["torch", "transformers", "lightning", "mlflow", "pandas"]),
-        ("kl_comedy.config", ["torch", "transformers", "lightning", "mlflow"]),
-        ("kl_comedy.data", ["datasets", "reasoning_gym", "transformers"]),
-        ("kl_comedy.rewards", ["math_verify", "reasoning_gym", "transformers"]),
-        ("kl_comedy.statistics", ["mlflow", "pandas", "scipy", "numpy", "torch"]),
-        ("kl_comedy.tracking", ["mlflow", "pandas", "matplotlib", "torch"]),
-    ],
-)
-def test_importing_a_room_is_light(module, heavy):
-    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_modules_have_no_import_cycle():
+    modules = {".".join(["kl_comedy", *file.relative_to(ROOT).with_suffix("").parts]): file for file in FILES}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    graph = {}
+    for name, file in modules.items():
+        imports = imported_names(executed_on_import(ast.parse(file.read_text()).body))
+        targets = {target if target in modules else target.rpartition(".")[0] for target in imports}
+        graph[name] = targets & set(modules) - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"import cycle: {' -> '.join(error.args[1])}") from None
+
+
+def test_importing_a_package_imports_nothing_heavy():
+    heavy = {}
+    for module, forbidden in LIGHT.items():
+        code = f"import sys, {module}; print(*[name for name in {forbidden!r} if name in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        heavy[module] = done.stdout.split()
+    assert {module: names for module, names in heavy.items() if names} == {}

@@ -1,7 +1,7 @@
-"""Write the generated parts of docs/: `python tests/docs/generate_docs.py`. The tests assert that they are current.
+"""Write the generated parts of docs/: `python scripts/generate_docs.py`; `--check` fails where they are stale.
 
-A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a page is
-written by hand.
+A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a page is written
+by hand. Pages of docs/estimators/ are generated whole.
 """
 
 from __future__ import annotations
@@ -11,68 +11,48 @@ import dataclasses
 import inspect
 import itertools
 import re
-import types
+import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import algorithm_docs
-import decision_docs
-import evaluation_docs
-import peers_docs
-from open_problem_block import open_problem
+from doc_tables import kl_terms, peers, policy_terms, suites
+from doc_tables.common import ROOT, built_in, table
 
 from kl_comedy.config.schema import Config
+from kl_comedy.config.validate import field_types, without_none
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
 from kl_comedy.kl.claims import TARGETS
 from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, target_gradient
-from kl_comedy.kl.term import ANCHORS, BASELINES, CAP_MODES, CREDITS, GRADIENTS, LEVELS, PLACEMENTS, REFERENCES
-from kl_comedy.registry import CORRECTIONS, ESTIMATORS, KINDS, RECIPES, Entry, Registry
+from kl_comedy.kl.term import ANCHORS, BASELINES, CREDITS, GRADIENTS, LEVELS, PLACEMENTS
+from kl_comedy.registry import ESTIMATORS, KINDS, RECIPES, Entry
 
-ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kl_comedy"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; ``|`` and line breaks in a cell are escaped."""
-    cells = [[cell.replace("\n", " ").replace("|", "\\|") for cell in row] for row in rows]
-    lines = [list(head), ["---"] * len(head), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def built_in(registry: Registry[Any]) -> list[Entry[Any]]:
-    """The entries of the package itself: a plugin loaded in this process is not part of the pages."""
-    return [entry for entry in registry if entry.origin.startswith("kl_comedy.")]
-
-
 # --- configuration: keys ------------------------------------------------------------------------------------
-def config_keys(node: type = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """``(key, type, default, allowed)`` of every key under ``node``, in the order of the schema."""
-    hints = typing.get_type_hints(node)
-    for item in dataclasses.fields(node):
-        key, hint = f"{prefix}{item.name}", hints[item.name]
-        inner, optional = _inner(hint)
-        args = typing.get_args(inner)
-        if dataclasses.is_dataclass(inner):
+def config_keys(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str, str]]:
+    """``(key, type, default, allowed, meaning)`` of every key under ``schema``, in its order."""
+    hints = field_types(schema)
+    for item in dataclasses.fields(schema):
+        key, doc = f"{prefix}{item.name}", item.metadata.get("doc", "")
+        hint, optional = without_none(hints[item.name])
+        args = typing.get_args(hint)
+        default = _shown(_default(item))
+        if dataclasses.is_dataclass(hint):
             if optional:
-                yield key, "mapping or null", _shown(_default(item)), ""
-            yield from config_keys(typing.cast(type, inner), f"{key}.")
-        elif typing.get_origin(inner) is list and dataclasses.is_dataclass(args[0]):
-            yield key, "list", _shown(_default(item)), ""
+                yield key, "mapping or null", default, "", doc
+            yield from config_keys(typing.cast(type, hint), f"{key}.")
+        elif typing.get_origin(hint) is list and dataclasses.is_dataclass(args[0]):
+            yield key, "list", default, "", doc
             yield from config_keys(args[0], f"{key}.N.")
-        elif typing.get_origin(inner) is dict and dataclasses.is_dataclass(args[1]):
-            yield key, "mapping of names", _shown(_default(item)), "names of letters, digits, `.`, `_`, `-`"
-            yield f"{key}.NAME", "mapping", "", ""
+        elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(args[1]):
+            yield key, "mapping of names", default, "names of letters, digits, `.`, `_`, `-`", doc
+            yield f"{key}.NAME", "mapping", "", "", "One set: the keys of `data.train`."
         else:
-            yield key, _type_name(inner) + (" or null" if optional else ""), _shown(_default(item)), _allowed(item)
-
-
-def _inner(hint: Any) -> tuple[Any, bool]:
-    if isinstance(hint, types.UnionType):
-        return next(arg for arg in typing.get_args(hint) if arg is not type(None)), True
-    return hint, False
+            yield key, _type_name(hint) + (" or null" if optional else ""), default, _allowed(item), doc
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:
@@ -82,82 +62,58 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 
 def _shown(value: Any) -> str:
+    """A default as YAML writes it."""
     if dataclasses.is_dataclass(value):
-        value = value.name if hasattr(value, "name") else dataclasses.asdict(typing.cast(Any, value))
+        value = getattr(value, "name", None) or dataclasses.asdict(typing.cast(Any, value))
     if isinstance(value, list):
         return "`[" + ", ".join(_shown(item).strip("`") for item in value) + "]`"
-    if isinstance(value, bool) or value is None or value in ("", {}):
-        return (
-            {True: "`true`", False: "`false`", None: "`null`", "": '`""`'}.get(value, "`{}`") if value != {} else "`{}`"
-        )
-    return f"`{value}`"
+    if isinstance(value, bool) or value is None:
+        return {True: "`true`", False: "`false`", None: "`null`"}[value]
+    return '`""`' if value == "" else f"`{value}`"
 
 
 def _type_name(hint: Any) -> str:
-    names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "list or text"}
+    names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
     args = typing.get_args(hint)
     if typing.get_origin(hint) is list:
         return f"list of {names[args[0]]}"
     if typing.get_origin(hint) is dict:
         return "mapping" if args[1] is Any else f"mapping to {names[args[1]]}"
-    return names[hint]
+    return names.get(hint, "list, mapping or text")
 
 
 def _allowed(item: dataclasses.Field[Any]) -> str:
-    facts = item.metadata
-    if "choices" in facts:
-        return ", ".join(f"`{choice}`" for choice in facts["choices"])
-    if "registry" in facts:
-        return ", ".join(f"`{entry.name}`" for entry in built_in(KINDS[facts["registry"]])) + " + registered"
+    rules = item.metadata
+    if "choices" in rules:
+        return ", ".join(f"`{choice}`" for choice in rules["choices"])
+    if "registry" in rules:
+        return ", ".join([*(f"`{entry.name}`" for entry in built_in(KINDS[rules["registry"]])), "registered names"])
     bounds = [("minimum", "at least"), ("above", "above"), ("maximum", "at most")]
-    return ", ".join(f"{words} {facts[name]:g}" for name, words in bounds if name in facts)
+    return ", ".join(f"{words} {rules[name]:g}" for name, words in bounds if name in rules)
 
 
 def configuration_keys() -> str:
     """One table per top-level key; scalars of the run itself first."""
-    from meanings import MEANINGS
-
-    rows = list(config_keys())
-    missing = {row[0] for row in rows} ^ set(MEANINGS)
-    if missing:
-        raise SystemExit(f"meanings.py and the schema differ in: {', '.join(sorted(missing))}")
     sections: dict[str, list[Sequence[str]]] = {}
-    for key, kind, default, allowed in rows:
-        room = key.split(".")[0]
-        section = room if "." in key or room in ("rewards",) else "the run"
-        sections.setdefault(section, []).append((f"`{key}`", kind, default, allowed, MEANINGS[key]))
+    for key, *columns in config_keys():
+        if not columns[-1]:
+            raise SystemExit(f"config/schema.py: {key} has no documentation")
+        top = key.split(".")[0]
+        section = top if "." in key or top in ("rewards", "callbacks") else "the run"
+        sections.setdefault(section, []).append((f"`{key}`", *columns))
     head = ("key", "type", "default", "allowed", "meaning")
     return "\n\n".join(f"### {name}\n\n{table(head, lines)}" for name, lines in sections.items())
 
 
 # --- configuration: KL terms ----------------------------------------------------------------------------------
 def term_fields() -> str:
-    from meanings import TERM_MEANINGS
-
-    choices: dict[str, Sequence[str]] = {
-        "estimator": [entry.name for entry in built_in(ESTIMATORS)],
-        "correction": [entry.name for entry in built_in(CORRECTIONS)],
-        "level": LEVELS,
-        "placement": PLACEMENTS,
-        "credit": CREDITS,
-        "gradient": GRADIENTS,
-        "anchor": ANCHORS,
-        "reference": REFERENCES,
-        "baseline": BASELINES,
-        "cap_mode": CAP_MODES,
-    }
-    defaults = {
-        item.name: "required" if item.name == "estimator" else _shown(_default(item))
-        for item in dataclasses.fields(KLTerm)
-    }
     in_reward = KLTerm("k1", placement="reward")
-    for name in ("credit", "baseline"):
-        defaults[name] = f"`{getattr(in_reward, name)}` in reward"
-    rows = [
-        (f"`{name}`", ", ".join(f"`{c}`" for c in choices.get(name, ())) or "see right", default, TERM_MEANINGS[name])
-        for name, default in defaults.items()
-    ]
-    assert set(TERM_MEANINGS) == set(defaults)
+    rows = []
+    for item in dataclasses.fields(KLTerm):
+        default = "required" if item.default is item.default_factory else _shown(_default(item))
+        if item.name in ("credit", "baseline"):
+            default = f"`{getattr(in_reward, item.name)}` in reward"
+        rows.append((f"`{item.name}`", _allowed(item) or "see right", default, item.metadata["doc"]))
     return table(("field", "values", "default", "meaning"), rows)
 
 
@@ -171,13 +127,13 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "anchor": ANCHORS,
     "reference": ("initial", "sampler"),
     "baseline": (None, *BASELINES),
-    "cap": (None, 2.0, 0.0),
+    "cap": (None, 2.0),
 }
-"""Every field that :func:`_impossible` reads, one value of each kind."""
+"""Every field that decides whether a combination is possible, one value of each kind."""
 
 
-def impossible_cells() -> dict[str, dict[str, Any]]:
-    """Each reason for which a cell is refused, with the shortest cell it is given for. By trying every cell."""
+def impossible_combinations() -> dict[str, dict[str, Any]]:
+    """Each reason for which a combination is refused, with the shortest combination; by trying all."""
     plain = {"estimator": "k1", "placement": "reward", **{f.name: f.default for f in dataclasses.fields(KLTerm)[1:]}}
     found: dict[str, dict[str, Any]] = {}
     cells = [dict(zip(SPACE, values, strict=True)) for values in itertools.product(*SPACE.values())]
@@ -202,7 +158,7 @@ def impossible() -> str:
     def written(cell: dict[str, Any]) -> str:
         return "`{" + ", ".join(f"{name}: {value}" for name, value in cell.items()) + "}`"
 
-    return table(("for example", "why not"), [(written(cell), why) for why, cell in impossible_cells().items()])
+    return table(("for example", "why not"), [(written(cell), why) for why, cell in impossible_combinations().items()])
 
 
 # --- configuration: names and recipes ---------------------------------------------------------------------------
@@ -287,50 +243,64 @@ def options_of(entry: Entry[Any]) -> str:
     return ", ".join(options)
 
 
-# --- architecture: rooms ----------------------------------------------------------------------------------------
+# --- architecture: packages --------------------------------------------------------------------------------------
 def layers() -> dict[str, int]:
     """The layer table of the import test, read without running it."""
     tree = ast.parse((ROOT / "tests/unit/test_imports.py").read_text())
-    assigned = {
-        node.targets[0].id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    return {
+        name: layer
+        for layer, names in enumerate(ast.literal_eval(assigned["LAYERS"]))
+        for name in names
+        if files_of(name)
     }
-    found: dict[str, int] = ast.literal_eval(assigned["LAYERS"])
-    return found
 
 
-def files_of(room: str) -> list[Path]:
-    file = SOURCE / f"{room}.py"
-    return [file] if file.is_file() else sorted((SOURCE / room).rglob("*.py"))
+def files_of(package: str) -> list[Path]:
+    file = SOURCE / f"{package}.py"
+    return [file] if file.is_file() else sorted((SOURCE / package).rglob("*.py"))
 
 
-def imports_of(room: str) -> list[str]:
-    """The other rooms whose modules ``room`` imports, anywhere in its files."""
-    found: set[str] = set()
-    for node in itertools.chain.from_iterable(ast.walk(ast.parse(file.read_text())) for file in files_of(room)):
+def imports_of(package: str) -> list[str]:
+    """The other packages whose modules ``package`` imports, anywhere in its files."""
+    imported: set[str] = set()
+    for node in itertools.chain.from_iterable(ast.walk(ast.parse(file.read_text())) for file in files_of(package)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kl_comedy"):
-            found |= {f"{node.module}.{alias.name}".split(".")[1] for alias in node.names}
+            imported |= {f"{node.module}.{alias.name}".split(".")[1] for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("kl_comedy.")}
-    return sorted(found - {room})
+            imported |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("kl_comedy.")}
+    return sorted(imported - {package})
 
 
-def rooms() -> str:
-    from meanings import ROOMS
+def summary_of(package: str) -> str:
+    """The first sentence of the docstring of a package or module."""
+    file = SOURCE / f"{package}.py"
+    doc = ast.get_docstring(ast.parse((file if file.is_file() else SOURCE / package / "__init__.py").read_text()))
+    return re.split(r"(?<=\w)\.\s|\n\n", (doc or "").strip())[0].replace("\n", " ").rstrip(".").replace("``", "`")
 
-    order = layers()
-    there = {room: layer for room, layer in order.items() if files_of(room)}
-    assert set(there) <= set(ROOMS), set(there) - set(ROOMS)
-    rows = []
-    for room, layer in sorted(there.items(), key=lambda item: item[1]):
-        others = [f"**{other}**" if order[other] == layer else other for other in imports_of(room)]
-        rows.append((str(layer), f"`{room}`", ROOMS[room], ", ".join(others) or "nothing of ours"))
-    return table(("layer", "room", "what it is for", "imports"), rows)
+
+def packages() -> str:
+    layer_of, rows = layers(), []
+    for package, layer in layer_of.items():
+        others = [f"**{other}**" if layer_of[other] == layer else other for other in imports_of(package)]
+        rows.append((str(layer), f"`{package}`", summary_of(package), ", ".join(others) or "nothing"))
+    return table(("layer", "package", "what it is for", "imports"), rows)
+
+
+def open_problem() -> str:
+    """The table of docs/open_problem.md, from the data of the study as it is committed."""
+    import pandas as pd
+
+    from kl_comedy.lab.open_problem import error_table
+    from kl_comedy.lab.synthetic import markdown
+
+    frame = pd.read_csv(ROOT / "results" / "open_problem" / "open_problem.csv")
+    shown = frame[frame.length.isin((8, 16)) & frame.staleness.isin((0.0, 0.3, 0.6, 1.0))]
+    return markdown(error_table(shown, 1024))
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "architecture.md": {"rooms": rooms},
+    "architecture.md": {"packages": packages},
     "configuration.md": {
         "keys": configuration_keys,
         "term fields": term_fields,
@@ -339,18 +309,18 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "verdicts": verdicts,
         "names": names,
     },
-    "evaluation.md": evaluation_docs.PARTS,
+    "evaluation.md": suites.PARTS,
     "open_problem.md": {"open_problem": open_problem},
-    "decision.md": {**decision_docs.PARTS, **algorithm_docs.DECISION},
-    "algorithms.md": algorithm_docs.PARTS,
-    "peers.md": peers_docs.PARTS,
+    "decision.md": {**kl_terms.PARTS, **policy_terms.DECISION},
+    "algorithms.md": policy_terms.PARTS,
+    "peers.md": peers.PARTS,
 }
 
 
 def render(page: str) -> str:
     """The page with its generated parts made anew, or all of it."""
-    if page in decision_docs.WHOLE:
-        return decision_docs.WHOLE[page]()
+    if page in kl_terms.WHOLE:
+        return kl_terms.WHOLE[page]()
     text = (ROOT / "docs" / page).read_text()
     for name, make in PAGES[page].items():
         begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
@@ -361,8 +331,15 @@ def render(page: str) -> str:
     return text
 
 
+def stale_pages() -> list[str]:
+    """The pages whose generated parts differ from what the code says now."""
+    return [page for page in (*PAGES, *kl_terms.WHOLE) if (ROOT / "docs" / page).read_text() != render(page)]
+
+
 if __name__ == "__main__":
-    for name in (*PAGES, *decision_docs.WHOLE):
-        (ROOT / "docs" / name).parent.mkdir(exist_ok=True)
+    if "--check" in sys.argv[1:]:
+        stale = stale_pages()
+        sys.exit(f"stale: {', '.join(stale)}; run python scripts/generate_docs.py" if stale else 0)
+    for name in (*PAGES, *kl_terms.WHOLE):
         (ROOT / "docs" / name).write_text(render(name))
         print(f"wrote docs/{name}")

@@ -1,11 +1,12 @@
-"""Tables of docs/peers.md, made from readings and their certificates. Used by generate_docs.py."""
+"""Tables of docs/peers.md, made from readings and their certificates."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
 
-from decision_docs import noise, outcome, table
+from doc_tables.common import table
+from doc_tables.kl_terms import noise, outcome
 
 from kl_comedy.lab.peers import SYSTEMS, Advice, Reading, System, advise, read, switched_on
 from kl_comedy.lab.peers.flags import format_value

@@ -1,4 +1,4 @@
-"""Tables of docs/decision.md and the pages of docs/estimators/, made from certificates. Used by generate_docs.py."""
+"""Tables of docs/decision.md and the pages of docs/estimators/, made from certificates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 
+from doc_tables.common import ROOT, built_in, table
+
 from kl_comedy.kl import KLTerm, recipe
 from kl_comedy.kl.claims import cells
 from kl_comedy.kl.oracle import Surroundings
@@ -15,17 +17,10 @@ from kl_comedy.kl.oracle.algorithm_context import effects
 from kl_comedy.kl.oracle.certificate import Certificate, certify
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
 
-ROOT = Path(__file__).parents[2]
-MATRIX_TEST = "tests/exact/test_claims_matrix.py::test_cell_hits_exactly_the_target_it_claims"
+MATRIX_TEST = "tests/exact/test_claims.py::test_every_term_hits_exactly_the_target_it_claims"
 REGIMES = ("on_policy", "off_policy")
-ESTIMATOR_NAMES = tuple(entry.name for entry in ESTIMATORS if entry.origin.startswith("kl_comedy."))
-CORRECTION_NAMES = tuple(entry.name for entry in CORRECTIONS if entry.origin.startswith("kl_comedy."))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; ``|`` in a cell is escaped."""
-    lines = [list(head), ["---"] * len(head), *[[cell.replace("|", "\\|") for cell in row] for row in rows]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+ESTIMATOR_NAMES = tuple(entry.name for entry in built_in(ESTIMATORS))
+CORRECTION_NAMES = tuple(entry.name for entry in built_in(CORRECTIONS))
 
 
 @cache
@@ -218,7 +213,7 @@ def estimator_page(name: str) -> str:
     corrected = [term for term in matrix() if term.estimator == name and term.correction != "none"]
     return f"""# {name}
 
-<!-- This page is made by tests/docs/generate_docs.py. -->
+<!-- This page is made by scripts/generate_docs.py. -->
 
 {_prose(entry)}
 
@@ -228,8 +223,8 @@ Source: {entry.source}. Code: [{file}](../../{file}).{_options(entry)}
 
 {claims}
 
-Checked near the reference and far from it by `tests/exact/test_estimator_claims.py` and
-`tests/exact/test_certificates.py::test_the_same_check_holds_for_every_built_in_estimator[{name}]`.
+Checked near the reference and far from it by
+`tests/exact/test_certificates.py::test_built_in_estimators_keep_their_claims`.
 
 ## Without a correction
 
@@ -241,9 +236,8 @@ Checked near the reference and far from it by `tests/exact/test_estimator_claims
 
 A target is named where the enumerated gradient equals it; otherwise the distance from the sequence-level reverse KL
 and the cosine with it. Noise is the variance over that of the least noisy term for the same target (for
-`sequence_reverse` where none is hit). The test of a cell is
-`{MATRIX_TEST}[INSTANCE-{name}_...]`, its
-label the last part. [All estimators](README.md) · [which one to use](../decision.md)
+`sequence_reverse` where none is hit). The test is
+`{MATRIX_TEST}`. [All estimators](README.md) · [which one to use](../decision.md)
 """
 
 
@@ -281,7 +275,7 @@ def estimator_index() -> str:
     An estimate that is right as a number can be wrong as a gradient: compare the two columns. Figures are of small
     random policies enumerated in float64: read the order, not the size.
     """
-    comment = "<!-- This page is made by tests/docs/generate_docs.py. -->"
+    comment = "<!-- This page is made by scripts/generate_docs.py. -->"
     return f"# Estimators\n\n{comment}\n{textwrap.dedent(words)}\n{table(head, rows)}\n"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from doc_tables.common import built_in, table
 
 from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.evaluation import get_suite
@@ -12,13 +12,8 @@ GROUPS = {"in_domain": "mathematics", "out_of_domain": "out of domain", "procedu
 
 
 def _suites() -> list[SuiteConfig]:
-    found = [get_suite(entry.name) for entry in SUITES if entry.origin.startswith("kl_comedy.")]
+    found = [get_suite(entry.name) for entry in built_in(SUITES)]
     return sorted(found, key=lambda suite: (list(GROUPS).index(suite.group), suite.name))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(head), ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def suites() -> str:
@@ -33,7 +28,7 @@ def suites() -> str:
             (f"`{suite.name}`", suite.summary, str(suite.items), judged, published, file, suite.source, suite.licence)
         )
     head = ("suite", "what", "problems", "judged by", "published as", "file in `--data-root`", "source", "licence")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def prompts() -> str:

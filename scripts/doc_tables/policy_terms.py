@@ -1,21 +1,14 @@
-"""Tables of docs/algorithms.md from registries and certificates. Used by generate_docs.py."""
+"""Tables of docs/algorithms.md from registries and certificates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+
+from doc_tables.common import ROOT, built_in, is_built_in, table
 
 from kl_comedy.kl.oracle.policy_certificate import UPDATES, PolicyCertificate, certify_policy, named_policy_terms
 from kl_comedy.registry import ADVANTAGES, POLICY_CORRECTIONS, POLICY_LOSSES
-
-ROOT = Path(__file__).parents[2]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; ``|`` in a cell is escaped."""
-    lines = [list(head), ["---"] * len(head), *[[cell.replace("|", "\\|") for cell in row] for row in rows]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 @cache
@@ -23,8 +16,8 @@ def certificates() -> tuple[tuple[str, dict[str, PolicyCertificate]], ...]:
     """Every built-in policy term with its certificate per regime; the page is not made of claims that fail."""
     found = []
     for name, term in named_policy_terms():
-        origin = next((t.get(name).origin for t in (POLICY_LOSSES, POLICY_CORRECTIONS) if name in t), "kl_comedy.")
-        if origin.startswith("kl_comedy."):
+        entry = next((t.get(name) for t in (POLICY_LOSSES, POLICY_CORRECTIONS) if name in t), None)
+        if entry is None or is_built_in(entry):
             each = {_regime(c): c for c in certify_policy(name, term, updates=UPDATES)}
             assert all(c.kept for c in each.values()) and each["on_policy"].exact, name
             found.append((name, each))
@@ -72,9 +65,7 @@ def _figure(value: float) -> str:
 
 
 def advantages() -> str:
-    rows = [
-        (f"`{e.name}`", e.summary.replace("``", "`"), e.source) for e in ADVANTAGES if e.origin.startswith("kl_comedy.")
-    ]
+    rows = [(f"`{e.name}`", e.summary.replace("``", "`"), e.source) for e in built_in(ADVANTAGES)]
     return table(("name", "formula", "source"), rows)
 
 
