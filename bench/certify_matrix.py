@@ -21,13 +21,13 @@ REGIMES = ("on_policy", "off_policy")
 def enumerate_matrix() -> str:
     """Every cell on- and off-policy, tabular and with shared parameters; raises where a claim does not hold."""
     from kl_comedy.kl import TARGETS, claimed_target
-    from kl_comedy.kl.claims import cells
-    from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, target_gradient
+    from kl_comedy.kl.claims import all_terms
+    from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
 
-    tree, terms = Tree.build(vocabulary=VOCABULARY, length=LENGTH), cells()
+    tree, terms = Tree.build(vocabulary=VOCABULARY, length=LENGTH), all_terms()
     for regime in REGIMES:
         for parameters in (None, PARAMETERS):
-            setting = Setting.random(tree, regime=regime, seed=0, parameters=parameters)
+            setting = Instance.random(tree, regime=regime, seed=0, parameters=parameters)
             targets = {name: target_gradient(setting, name) for name in TARGETS}
             for term in terms:
                 moments = expected_gradient(setting, [term])

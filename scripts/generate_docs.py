@@ -25,7 +25,7 @@ from kl_comedy.config.validate import field_types, without_none
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
 from kl_comedy.kl.claims import TARGETS
-from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, target_gradient
+from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
 from kl_comedy.kl.term import ANCHORS, BASELINES, CREDITS, GRADIENTS, LEVELS, PLACEMENTS
 from kl_comedy.registry import ESTIMATORS, KINDS, RECIPES, Entry
 
@@ -166,7 +166,7 @@ def enumerated(terms: Sequence[KLTerm], regime: str) -> str:
     """The target that a whole list hits by exact enumeration, or ``none``. Every term at beta 1."""
     if not terms:
         return "zero"
-    setting = Setting.random(Tree.build(vocabulary=3, length=3), regime=regime, seed=3)
+    setting = Instance.random(Tree.build(vocabulary=3, length=3), regime=regime, seed=3)
     gradient = expected_gradient(setting, [dataclasses.replace(term, beta=1.0) for term in terms])
     hits = [name for name in TARGETS if gradient.relative_bias(target_gradient(setting, name)) < 1e-10]
     return hits[0] if hits else "none"

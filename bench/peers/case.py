@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm
-from kl_comedy.kl.oracle import Loss, Rows, Surroundings
+from kl_comedy.kl.oracle import AlgorithmContext, Loss, Rows
 from peers.wheels import Pin
 
 FLOAT64 = 1e-9
@@ -46,7 +46,7 @@ class Case:
     function: str
     loaded: Callable[[], dict[str, Any]]
     ours: tuple[KLTerm, ...] | None
-    around: Surroundings | None = None
+    around: AlgorithmContext | None = None
     equal_in: tuple[str, ...] = ("on_policy", "off_policy")
     beta: float = 1.0
     group_size: int = 1

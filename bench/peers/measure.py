@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl.claims import TARGETS
-from kl_comedy.kl.oracle import Completions, Moments, Rows, Setting, Tree, exact_moments, target_gradient
-from kl_comedy.kl.oracle.certificate import FAR_DISTANCE, FAR_STALENESS, SHARED, TREE, Instance, battery
+from kl_comedy.kl.oracle import Completions, Instance, Moments, Rows, Tree, exact_moments, target_gradient
+from kl_comedy.kl.oracle.certificate import FAR_DISTANCE, FAR_STALENESS, SHARED, TREE, BatteryInstance, battery
 from peers.case import Case
 
 SMALL = Tree.build(vocabulary=3, length=3)
@@ -22,15 +22,15 @@ REGIMES = ("on_policy", "off_policy")
 
 
 @lru_cache(maxsize=8)
-def instances(regime: str, group_size: int) -> tuple[Instance, ...]:
+def instances(regime: str, group_size: int) -> tuple[BatteryInstance, ...]:
     """The certificates' battery; for groups a smaller one, without a far instance."""
     if group_size == 1:
         return battery(regime)
-    settings = [Setting.random(SMALL, regime=regime, seed=seed, parameters=SHARED) for seed in (0, 1)]
-    settings.append(Setting.random(SMALL, regime=regime, seed=2))
+    settings = [Instance.random(SMALL, regime=regime, seed=seed, parameters=SHARED) for seed in (0, 1)]
+    settings.append(Instance.random(SMALL, regime=regime, seed=2))
     return tuple(
-        Instance(
-            setting=each,
+        BatteryInstance(
+            instance=each,
             targets={name: target_gradient(each, name) for name in TARGETS},
             near=True,
             shown=each.features_NVD is not None,
@@ -42,7 +42,7 @@ def instances(regime: str, group_size: int) -> tuple[Instance, ...]:
 def measure(case: Case, regime: str) -> dict[str, Any]:
     """The figures of one row; biases and cosines are means over the instances with shared parameters."""
     found = [
-        (each, exact_moments(each.setting, case.loss, group_size=case.group_size))
+        (each, exact_moments(each.instance, case.loss, group_size=case.group_size))
         for each in instances(regime, case.group_size)
     ]
     shown = [pair for pair in found if pair[0].shown]
@@ -72,7 +72,7 @@ def dead_share(case: Case, regime: str) -> float:
     completions, which compare with themselves, are left out.
     """
     tree = TREE if case.group_size == 1 else SMALL
-    setting = Setting.random(
+    setting = Instance.random(
         tree, regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS
     )
     count = tree.completions
@@ -97,7 +97,7 @@ def gradient(case: Case, rows: Rows) -> tuple[Tensor, Rows]:
     return (torch.zeros_like(grouped.ref_logp_BT) if found_BT is None else found_BT), grouped
 
 
-def _hit(found: Sequence[tuple[Instance, Moments]], tolerance: float) -> str | None:
+def _hit(found: Sequence[tuple[BatteryInstance, Moments]], tolerance: float) -> str | None:
     """The target whose gradient the expected one equals on every instance, up to the rounding of their code."""
     for name in TARGETS:
         if all(_equal(m, i.targets[name], tolerance) for i, m in found):
@@ -110,7 +110,7 @@ def _equal(moments: Moments, target_D: Tensor, tolerance: float) -> bool:
     return float((moments.gradient_D - target_D).norm()) <= tolerance * max(scale, 1e-3)
 
 
-def _square(instance: Instance) -> float:
+def _square(instance: BatteryInstance) -> float:
     return float(instance.targets["sequence_reverse"].square().sum())
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from doc_tables.common import ROOT, built_in, table
 
 from kl_comedy.kl import KLTerm, recipe
-from kl_comedy.kl.claims import cells
-from kl_comedy.kl.oracle import Surroundings
+from kl_comedy.kl.claims import all_terms
+from kl_comedy.kl.oracle import AlgorithmContext
 from kl_comedy.kl.oracle.algorithm_context import effects
 from kl_comedy.kl.oracle.certificate import Certificate, certify
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
@@ -25,16 +25,17 @@ CORRECTION_NAMES = tuple(entry.name for entry in built_in(CORRECTIONS))
 
 @cache
 def certificates(label: str, terms: tuple[KLTerm, ...]) -> dict[str, Certificate]:
-    """By regime. Mixed policy versions obey the off-policy claims; where they do not, the page is not made."""
-    found = {c.regime: c for c in certify(label, terms)}
-    assert found["mixed"].target == found["off_policy"].target, label
-    return found
+    """By regime. Mixed policy versions obey the off-policy claims, and claims hold; else the page is not written."""
+    by_regime = {c.regime: c for c in certify(label, terms)}
+    assert by_regime["mixed"].target == by_regime["off_policy"].target, label
+    assert all(c.claim_holds for c in by_regime.values()), label
+    return by_regime
 
 
 @lru_cache(maxsize=1)
 def matrix() -> tuple[KLTerm, ...]:
     """Every built-in cell whose log-ratio is taken at the current weights."""
-    return tuple(c for c in cells(ESTIMATOR_NAMES, CORRECTION_NAMES) if c.anchor == "current")
+    return tuple(c for c in all_terms(ESTIMATOR_NAMES, CORRECTION_NAMES) if c.anchor == "current")
 
 
 def of(term: KLTerm) -> dict[str, Certificate]:
@@ -91,7 +92,7 @@ SITUATIONS: tuple[tuple[str, str, str, str], ...] = (
         "rho k3 = PARTIAL on the sampler's prefixes",
     ),
 )
-"""What one is in, the recipe, the regime it is for, and its row in tests/exact/test_master_table.py (a test id)."""
+"""What one is in, the recipe, the regime it is for, and its row of the master table in tests/exact/test_claims.py."""
 
 NEVER: tuple[tuple[str, str, str], ...] = (
     ("comedy/k1_in_loss", "on_policy", "its gradient is the score: zero in the mean, and the largest noise of all"),
@@ -110,7 +111,7 @@ def decision() -> str:
         assert found.target is not None, name
         terms = " + ".join(f"`{term.label()}`" for term in recipe(name))
         rows.append((situation, f"`{name}`", terms, f"`{found.target}`", noise(found), f"`{test}`"))
-    return table(("you are", "recipe", "term", "descends", "noise", "test"), rows)
+    return table(("you are", "recipe", "term", "optimizes", "noise", "test"), rows)
 
 
 def never() -> str:
@@ -152,7 +153,7 @@ def inside_advantages() -> str:
     for words, shape in shapes.items():
         cells_of_row = []
         for advantage, beta in (("rloo", 0.01), ("dr_grpo", 0.01), ("grpo", 0.1), ("grpo", 0.01)):
-            around = Surroundings(advantage=advantage, group_size=3)
+            around = AlgorithmContext(advantage=advantage, group_size=3)
             (effect,) = effects(words, [shape(beta)], around, regimes=("on_policy",))
             cells_of_row.append(f"{effect.strength:.2g} (cosine {effect.cosine:.2f})")
         rows.append((words, *cells_of_row))
@@ -161,7 +162,7 @@ def inside_advantages() -> str:
 
 
 def every_cell() -> str:
-    """All cells, by what they descend, least noise first."""
+    """All terms, by what they optimize, least noise first."""
     parts = []
     for regime in REGIMES:
         hits: dict[str, list[Certificate]] = {}
@@ -271,7 +272,7 @@ def estimator_index() -> str:
         rows.append((f"[{name}]({name}.md)", entry.summary.replace("``", "`"), *shown))
     head = ("estimator", "what it is", "in reward, to go, on-policy", "in loss, on-policy")
     words = """
-    Every estimator of the per-token log-ratio `l = log pi - log ref` to nats, with what it descends where it is put.
+    Every estimator of the per-token log-ratio `l = log pi - log ref` to nats, with what it optimizes in each place.
     An estimate that is right as a number can be wrong as a gradient: compare the two columns. Figures are of small
     random policies enumerated in float64: read the order, not the size.
     """

@@ -19,7 +19,7 @@ def certificates() -> tuple[tuple[str, dict[str, PolicyCertificate]], ...]:
         entry = next((t.get(name) for t in (POLICY_LOSSES, POLICY_CORRECTIONS) if name in t), None)
         if entry is None or is_built_in(entry):
             each = {_regime(c): c for c in certify_policy(name, term, updates=UPDATES)}
-            assert all(c.kept for c in each.values()) and each["on_policy"].exact, name
+            assert all(c.claim_holds for c in each.values()) and each["on_policy"].exact, name
             found.append((name, each))
     return tuple(found)
 

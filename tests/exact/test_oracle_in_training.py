@@ -10,8 +10,8 @@ from kl_comedy.config import AlgorithmConfig
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_parts, own_baseline
 from kl_comedy.kl.oracle import (
-    Setting,
-    Surroundings,
+    AlgorithmContext,
+    Instance,
     Tree,
     exact_moments,
     expected_gradient,
@@ -36,7 +36,7 @@ OWN = KLTerm("exact", correction="prefix_previous", baseline="own")
 
 
 def setting(regime="off_policy", parameters=None, tree=TREE, **options):
-    return Setting.random(
+    return Instance.random(
         tree, regime=regime, seed=2, parameters=parameters, **{"distance": 0.8, "staleness": 0.5, **options}
     )
 
@@ -84,15 +84,17 @@ def test_a_loss_that_ignores_its_group_has_the_moments_of_one_completion(group_s
 
 
 AROUND = [
-    Surroundings(advantage="rloo", group_size=2),
-    Surroundings(advantage="grpo", group_size=3),
-    Surroundings(advantage="dr_grpo", group_size=2, policy_loss="ppo_clip"),
-    Surroundings(advantage="reinforce_pp", group_size=2, reward_scale=2.0),
-    Surroundings(advantage="reinforce_pp_baseline", group_size=2),
-    Surroundings(advantage="batch_mean", group_size=2, drop_truncated=True),
-    Surroundings(advantage="rloo", group_size=2, reduction="token_mean"),
-    Surroundings(advantage="rloo", group_size=2, reduction="sequence_mean_token_mean", drop_truncated=True),
-    Surroundings(advantage="none", policy_loss="ppo_clip", policy_loss_options={"clip_low": 0.01, "clip_high": 0.3}),
+    AlgorithmContext(advantage="rloo", group_size=2),
+    AlgorithmContext(advantage="grpo", group_size=3),
+    AlgorithmContext(advantage="dr_grpo", group_size=2, policy_loss="ppo_clip"),
+    AlgorithmContext(advantage="reinforce_pp", group_size=2, reward_scale=2.0),
+    AlgorithmContext(advantage="reinforce_pp_baseline", group_size=2),
+    AlgorithmContext(advantage="batch_mean", group_size=2, drop_truncated=True),
+    AlgorithmContext(advantage="rloo", group_size=2, reduction="token_mean"),
+    AlgorithmContext(advantage="rloo", group_size=2, reduction="sequence_mean_token_mean", drop_truncated=True),
+    AlgorithmContext(
+        advantage="none", policy_loss="ppo_clip", policy_loss_options={"clip_low": 0.01, "clip_high": 0.3}
+    ),
 ]
 
 
@@ -204,7 +206,7 @@ def test_the_oracle_enumerates_the_loss_that_training_computes(around, terms):
 )
 def test_a_group_mean_shrinks_a_cost_before_it_by_one_minus_one_over_the_group(advantage, group_size, factor):
     where = setting("on_policy", parameters=4)
-    left = kl_effect(where, [BEFORE], Surroundings(advantage=advantage, group_size=group_size))
+    left = kl_effect(where, [BEFORE], AlgorithmContext(advantage=advantage, group_size=group_size))
     same(left.gradient_D, factor * target_gradient(where, "sequence_reverse"), 1e-9)
 
 
@@ -223,7 +225,7 @@ def test_a_group_standard_deviation_blows_the_kl_up_where_rewards_are_equal():
 
     def strength(beta, advantage):
         term = KLTerm("k1", credit="total", baseline="before", beta=beta)
-        left_D = kl_effect(where, [term], Surroundings(advantage=advantage, group_size=2)).gradient_D
+        left_D = kl_effect(where, [term], AlgorithmContext(advantage=advantage, group_size=2)).gradient_D
         return float(left_D @ target_D) / float(target_D.square().sum())
 
     assert strength(1e-3, "rloo") == pytest.approx(1.0) == strength(1e-2, "rloo")
@@ -233,8 +235,8 @@ def test_a_group_standard_deviation_blows_the_kl_up_where_rewards_are_equal():
 
 def test_clipping_takes_a_part_of_a_cost_inside_the_advantage_and_none_of_a_term_in_loss():
     where = setting("off_policy", staleness=1.0)
-    narrow = Surroundings(policy_loss="ppo_clip", policy_loss_options={"clip_low": 0.05, "clip_high": 0.05})
-    wide = Surroundings(policy_loss="ppo_clip", policy_loss_options={"clip_low": 1.0, "clip_high": 1e6})
+    narrow = AlgorithmContext(policy_loss="ppo_clip", policy_loss_options={"clip_low": 0.05, "clip_high": 0.05})
+    wide = AlgorithmContext(policy_loss="ppo_clip", policy_loss_options={"clip_low": 1.0, "clip_high": 1e6})
     inside, outside = (
         [
             float((kl_effect(where, [t], narrow).gradient_D - kl_effect(where, [t], wide).gradient_D).norm())
@@ -248,17 +250,17 @@ def test_clipping_takes_a_part_of_a_cost_inside_the_advantage_and_none_of_a_term
 def test_dropping_truncated_completions_drops_their_kl():
     """Every truncated completion out: what is left is the gradient over the ended ones, each with its own weight."""
     where = setting("on_policy")
-    dropped = kl_effect(where, [IN_LOSS], Surroundings(drop_truncated=True)).gradient_D
+    dropped = kl_effect(where, [IN_LOSS], AlgorithmContext(drop_truncated=True)).gradient_D
     kept = exact_moments(
         where, lambda rows: (~rows.truncated_B)[:, None] * terms_loss([IN_LOSS])(rows) / float(IN_LOSS.beta)
     ).gradient_D
     same(dropped, kept, 1e-7)
-    whole = kl_effect(where, [IN_LOSS], Surroundings()).gradient_D
+    whole = kl_effect(where, [IN_LOSS], AlgorithmContext()).gradient_D
     assert float((dropped - whole).norm()) > 0.05 * float(whole.norm())
 
 
 def test_effects_of_a_config_are_one_row_per_regime():
-    found = effects("mine", [BEFORE], Surroundings(advantage="dr_grpo", group_size=2))
+    found = effects("mine", [BEFORE], AlgorithmContext(advantage="dr_grpo", group_size=2))
     assert [e.regime for e in found] == ["on_policy", "off_policy"]
     assert found[0].strength == pytest.approx(0.5, rel=1e-9) and found[0].cosine == pytest.approx(1.0)
     assert found[1].relative_bias > found[0].relative_bias

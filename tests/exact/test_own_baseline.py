@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kl_comedy.kl import KLTerm, TermParts, own_baseline
-from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, sampled_moments, target_gradient, terms_loss
+from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, sampled_moments, target_gradient, terms_loss
 
 TREE = Tree.build(vocabulary=2, length=4, ends=False)
 UNBIASED = [
@@ -15,7 +15,7 @@ UNBIASED = [
 
 
 def setting(regime, seed=0, distance=1.0):
-    return Setting.random(TREE, regime=regime, seed=seed, parameters=4, distance=distance, staleness=0.6)
+    return Instance.random(TREE, regime=regime, seed=seed, parameters=4, distance=distance, staleness=0.6)
 
 
 @pytest.mark.parametrize("term", UNBIASED, ids=lambda term: term.label())
@@ -38,7 +38,7 @@ def test_it_lowers_the_variance_of_exact_returns_in_groups_of_8(regime):
     bare, centred = (KLTerm("exact", correction="prefix_previous", baseline=baseline) for baseline in ("after", "own"))
     gains = []
     for seed in range(4):
-        where = Setting.random(tree, regime=regime, seed=seed, parameters=8, staleness=0.6)
+        where = Instance.random(tree, regime=regime, seed=seed, parameters=8, staleness=0.6)
         own = sampled_moments(
             where, terms_loss([centred]), samples=16_000, group_size=8, generator=torch.Generator().manual_seed(seed)
         )
@@ -48,11 +48,11 @@ def test_it_lowers_the_variance_of_exact_returns_in_groups_of_8(regime):
 
 def test_before_the_baseline_is_biased_off_policy_where_own_is_not():
     """The advantage's baseline multiplies the plain score, whose mean is not zero under the sampler."""
-    from kl_comedy.kl.oracle import Surroundings, kl_effect
+    from kl_comedy.kl.oracle import AlgorithmContext, kl_effect
 
     where = setting("off_policy")
     target_D = target_gradient(where, "sequence_reverse")
-    around = Surroundings(advantage="rloo", group_size=2)
+    around = AlgorithmContext(advantage="rloo", group_size=2)
     found = {
         baseline: kl_effect(
             where, [KLTerm("exact", credit="to_go", correction="prefix_previous", baseline=baseline)], around

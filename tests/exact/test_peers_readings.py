@@ -12,7 +12,7 @@ import torch
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES
-from kl_comedy.kl.oracle import Setting, Tree, exact_moments, terms_loss
+from kl_comedy.kl.oracle import Instance, Tree, exact_moments, terms_loss
 from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, read, switched_on, target_of
 from kl_comedy.lab.peers.flags import render
 
@@ -21,7 +21,7 @@ NEAR, FAR = 0.5, 8.0
 
 
 def setting(regime, distance=NEAR):
-    return Setting.random(TREE, regime=regime, seed=7, parameters=5, distance=distance, staleness=0.4)
+    return Instance.random(TREE, regime=regime, seed=7, parameters=5, distance=distance, staleness=0.4)
 
 
 def delta(rows):
@@ -383,7 +383,7 @@ def test_defaults_have_certificates_or_words():
         acting = switched_on(reading) or reading
         assert acting.certificates() or (acting.terms is None and acting.instead)
         assert reading.terms or reading.instead or reading.notes or reading.no_ops or reading.switch_on
-        assert all(c.kept for c in acting.certificates().values())
+        assert all(c.claim_holds for c in acting.certificates().values())
 
     check_all([(name,) for name in SYSTEMS], check)
 

@@ -8,8 +8,8 @@ import torch
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import (
-    Setting,
-    Surroundings,
+    AlgorithmContext,
+    Instance,
     Tree,
     exact_moments,
     expected_gradient,
@@ -20,7 +20,6 @@ from kl_comedy.kl.oracle.policy_certificate import (
     UPDATES,
     certify_policy,
     claims_exact,
-    hits,
     named_policy_terms,
     reward_gradient,
     reward_loss,
@@ -34,7 +33,7 @@ TREE = Tree.build(vocabulary=3, length=3)
 
 
 def setting(regime="off_policy", seed=0, tree=TREE, **more):
-    return Setting.random(tree, regime=regime, seed=seed, **{"parameters": 5, **more})
+    return Instance.random(tree, regime=regime, seed=seed, **{"parameters": 5, **more})
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -70,7 +69,7 @@ def test_bounded_sequence_ratios_are_exact_once_the_bounds_are_away(name, regime
 def test_at_a_later_update_nothing_with_a_recomputed_policy_is_exact_and_nothing_claims_it(name, regime):
     term = dataclasses.replace(NAMED[name], proximal="recomputed")
     first, later = certify_policy(name, term, regimes=[regime], updates=UPDATES)
-    assert (first.update, later.update) == UPDATES and later.kept
+    assert (first.update, later.update) == UPDATES and later.claim_holds
     assert not later.claimed and not later.exact and later.relative_bias > 0.01
     assert first.exact == (name == "sequence"), "once the ratio to the sampler is whole, the first update is exact"
 
@@ -135,7 +134,7 @@ def test_what_the_sampler_records_is_what_corrects():
     for records, exact in (("drawn", True), ("raw", False)):
         where = setting(temperature=0.7, records=records)
         moments = exact_moments(where, reward_loss(PolicyTerm(corrections={"sequence": {}}), where))
-        assert hits(moments, reward_gradient(where)) == exact
+        assert moments.equals(reward_gradient(where)) == exact
 
 
 def test_bias_and_variance_are_those_of_the_definition():
@@ -159,7 +158,7 @@ def test_a_claim_that_does_not_hold_is_not_kept(monkeypatch):
     monkeypatch.setitem(POLICY_CORRECTIONS._entries, "optimist", entries.get("optimist"))
     term = PolicyTerm(corrections={"optimist": {}})
     on, off = certify_policy("optimist", term, regimes=["on_policy", "off_policy"])
-    assert on.kept and off.claimed and not off.kept
+    assert on.claim_holds and off.claimed and not off.claim_holds
 
 
 # --- the policy's ratio and the KL terms' never mix -----------------------------------------------------------------
@@ -182,7 +181,7 @@ AROUND = {
 def test_a_kl_term_keeps_its_own_ratio_under_every_policy_correction(name, term):
     where = setting(seed=3, staleness=0.8)
     alone = expected_gradient(where, [dataclasses.replace(term, beta=1.0)])
-    effect = kl_effect(where, [dataclasses.replace(term, beta=1.0)], Surroundings(**AROUND[name]))
+    effect = kl_effect(where, [dataclasses.replace(term, beta=1.0)], AlgorithmContext(**AROUND[name]))
     assert torch.allclose(effect.gradient_D, alone.gradient_D, atol=1e-10)
 
 
@@ -191,7 +190,7 @@ def test_a_kl_terms_ratio_does_not_reach_the_policy_term(correction):
     """The reward part of the whole loss is the same whichever ratio the KL term has."""
     where = setting(seed=4, staleness=0.8)
     term = KLTerm("k1", placement="reward", credit="to_go", correction=correction, beta=0.0)
-    around = Surroundings(correction={"tis": {}})
+    around = AlgorithmContext(correction={"tis": {}})
     from kl_comedy.kl.oracle import training_loss
 
     found = exact_moments(where, training_loss([term], around))
@@ -203,7 +202,7 @@ def test_a_kl_terms_ratio_does_not_reach_the_policy_term(correction):
 def test_a_cost_before_the_baseline_is_reward_so_the_policys_ratio_corrects_it(name, exact):
     where = setting(seed=5, staleness=0.8)
     term = KLTerm("k1", placement="reward", credit="total", baseline="before", beta=1.0)
-    effect = kl_effect(where, [term], Surroundings(correction={name: {}}))
+    effect = kl_effect(where, [term], AlgorithmContext(correction={name: {}}))
     bias = effect.relative_bias(target_gradient(where, "sequence_reverse"))
     assert (bias < 1e-9) == exact
 

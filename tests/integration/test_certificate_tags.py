@@ -26,7 +26,7 @@ def test_the_whole_list_and_each_term_are_certified():
     assert found["kl.target"] == "sequence_reverse" and found["kl.relative_bias"] == "0"
     assert found["kl.strength"] == found["kl.cosine"] == "1"
     assert found["kl.0.target"] == "none" and float(found["kl.0.relative_bias"]) > 0.5
-    assert found["kl.1.target"] == "token_forward" and found["kl.1.verdict"].startswith("token_forward: descends")
+    assert found["kl.1.target"] == "token_forward" and found["kl.1.verdict"].startswith("token_forward: optimizes")
     assert found["kl.regime"] == "on_policy"
 
 
@@ -80,7 +80,7 @@ def test_a_claim_that_does_not_hold_is_a_warning(monkeypatch, caplog):
         tags("kl=[{estimator: exact, placement: loss, correction: forgetful}]", *LAGGED)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert all("claims sequence_reverse off-policy, and the enumeration says: descends the" in line for line in said)
+    assert all("claims sequence_reverse off-policy, and the enumeration says: optimizes the" in line for line in said)
 
 
 @pytest.mark.parametrize("kl", ["comedy/k1_in_loss"])

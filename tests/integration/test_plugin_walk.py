@@ -69,7 +69,7 @@ def test_every_cell_is_certified_and_a_single_term(walked):
     assert len(rows) > 60 and all(row["kept"] for row in rows)
     assert {term["estimator"] for row in rows for term in row["terms"]} == {"log_cosh"}
     straight = [row for row in rows if row["terms"][0].get("gradient") == "k2" and row["target"] == "token_reverse"]
-    assert straight, "its value with the gradient of k2 descends the reverse KL of each prefix"
+    assert straight, "its value with the gradient of k2 optimizes the reverse KL of each prefix"
     assert [row["regime"] for row in single] == ["on_policy", "off_policy", "mixed"]
     assert single[0]["terms"][0]["options"] == {"width": 0.5} and single[0]["target"] is None
 

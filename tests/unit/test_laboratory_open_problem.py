@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from kl_comedy.kl.oracle import Setting, Tree, exact_moments, target_gradient, terms_loss
+from kl_comedy.kl.oracle import Instance, Tree, exact_moments, target_gradient, terms_loss
 from kl_comedy.lab import open_problem
 from kl_comedy.lab.open_problem import doubly_robust_moments, regret_table, write_report
 
@@ -19,7 +19,7 @@ UNBIASED = (
 
 @pytest.fixture(scope="module")
 def setting():
-    return Setting.random(TREE, regime="off_policy", seed=1, parameters=6, staleness=0.8)
+    return Instance.random(TREE, regime="off_policy", seed=1, parameters=6, staleness=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_the_sampled_bias_of_an_unbiased_candidate_is_zero_within_its_bounds(fra
 
 
 def test_on_policy_every_ratio_is_one(setting):
-    where = Setting.random(TREE, regime="on_policy", seed=1, parameters=6)
+    where = Instance.random(TREE, regime="on_policy", seed=1, parameters=6)
     rb = open_problem.exact_candidates()["RB per decision"]
     wanted = exact_moments(where, terms_loss([rb]), group_size=2)
     got = exact_moments(where, open_problem.self_normalized(None), group_size=2)

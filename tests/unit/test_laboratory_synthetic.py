@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import (
-    Setting,
+    Instance,
     Tree,
     exact_moments,
     expected_gradient,
@@ -95,7 +95,7 @@ def test_many_losses_agree_with_the_oracle(tree):
 
 def test_a_tabular_setting_is_refused():
     with pytest.raises(UserError, match="shared parameters"):
-        Tables(Setting.random(BINARY, regime="on_policy", seed=0))
+        Tables(Instance.random(BINARY, regime="on_policy", seed=0))
 
 
 def test_no_terms_have_no_gradient():
@@ -231,7 +231,7 @@ def test_one_step_of_descent_is_the_oracles_gradient(name):
     terms = DESCENDED[name]
     path = descend(games, terms, Descent(steps=1, rate=1.0, rule="gd", sampler="reference"))
     step_D = (games.start_SNV - path.logits_SNV).flatten()
-    setting = Setting(
+    setting = Instance(
         tree=SMALL,
         features_NVD=None,
         theta_D=games.start_SNV.flatten(),

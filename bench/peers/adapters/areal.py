@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm
-from kl_comedy.kl.oracle import Rows, Surroundings
+from kl_comedy.kl.oracle import AlgorithmContext, Rows
 from peers.case import FLOAT32, Adapter, Case, kl_part, spread
 from peers.loading import Peer
 
@@ -78,7 +78,7 @@ def _function(name: str, term: KLTerm) -> Case:
 
 def _reward(name: str, clip: float, *, reference: bool = True) -> Case:
     term = KLTerm(name, placement="reward", credit="to_go", baseline="before", anchor="behaviour", output_clamp=10.0)
-    around = Surroundings(policy_loss="ppo_clip", policy_loss_options={"clip_low": clip, "clip_high": clip})
+    around = AlgorithmContext(policy_loss="ppo_clip", policy_loss_options={"clip_low": clip, "clip_high": clip})
 
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _in_reward(rows, beta, name, clip, reference)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm
-from kl_comedy.kl.oracle import Rows, Surroundings
+from kl_comedy.kl.oracle import AlgorithmContext, Rows
 from peers.case import FLOAT32, Adapter, Case, batch_by_batch, kl_part, spread
 from peers.loading import Peer
 
@@ -182,7 +182,7 @@ def _reward(
     note: str = "",
 ) -> Case:
     term = KLTerm(name, placement="reward", credit="to_go", baseline="before", anchor="behaviour", output_clamp=10.0)
-    around = Surroundings(
+    around = AlgorithmContext(
         advantage="reinforce_pp" if estimator == "reinforce" else "none",
         policy_loss="ppo_clip",
         group_size=GROUP,

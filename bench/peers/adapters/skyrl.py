@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm
-from kl_comedy.kl.oracle import Rows, Surroundings
+from kl_comedy.kl.oracle import AlgorithmContext, Rows
 from peers.case import FLOAT32, Adapter, Case, Skipped, kl_part, spread
 from peers.loading import Peer
 
@@ -78,7 +78,7 @@ def _reward(name: str, clip: float) -> Case:
         input_clamp=form.input_clamp,
         output_clamp=form.output_clamp,
     )
-    around = Surroundings(
+    around = AlgorithmContext(
         advantage="rloo",
         policy_loss="ppo_clip",
         group_size=GROUP,

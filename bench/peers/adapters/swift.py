@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm
-from kl_comedy.kl.oracle import Rows, Surroundings
+from kl_comedy.kl.oracle import AlgorithmContext, Rows
 from peers.case import FLOAT32, FLOAT64, Adapter, Case, Skipped, batch_by_batch, kl_part, spread
 from peers.loading import Peer
 
@@ -52,9 +52,9 @@ def _case(loss_type: str, *, level: str = "token", mean: bool = False, batch: bo
 
     around, reduction = None, "token sum (theirs divided out)"
     if mean:
-        around, reduction = Surroundings(reduction="sequence_mean_token_mean"), "mean over the completion's tokens"
+        around, reduction = AlgorithmContext(reduction="sequence_mean_token_mean"), "mean over the completion's tokens"
     if batch:
-        around = Surroundings(reduction="token_mean", group_size=GROUP)
+        around = AlgorithmContext(reduction="token_mean", group_size=GROUP)
         reduction = "token mean over the batch, here one group"
     loss = kl_part(loss_at)
     return Case(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm
-from kl_comedy.kl.oracle import Rows, Surroundings
+from kl_comedy.kl.oracle import AlgorithmContext, Rows
 from peers.case import FLOAT32, Adapter, Case, batch_by_batch, kl_part, spread
 from peers.loading import Peer
 
@@ -51,14 +51,14 @@ def build() -> Adapter:
             loss_type="grpo",
             reduction="mean over the completion's tokens",
             ours=RHO_K3,
-            around=Surroundings(reduction="sequence_mean_token_mean"),
+            around=AlgorithmContext(reduction="sequence_mean_token_mean"),
         ),
         _grpo(
             "grpo/sapo",
             loss_type="sapo",
             reduction="mean over the completion's tokens",
             ours=RHO_K3,
-            around=Surroundings(reduction="sequence_mean_token_mean"),
+            around=AlgorithmContext(reduction="sequence_mean_token_mean"),
         ),
         _rloo("rloo", epsilon=NO_CLIP, note="clipping off"),
         _rloo("rloo/clipped", epsilon=0.2, note="the default clip of the completion's ratio at 0.2"),
@@ -82,7 +82,7 @@ def _grpo(
     ours: KLTerm | None = None,
     note: str = "",
     reduction: str = "token sum (theirs divided out)",
-    around: Surroundings | None = None,
+    around: AlgorithmContext | None = None,
 ) -> Case:
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _grpo_loss(rows, beta, loss_type, bias_correction, level)
@@ -203,7 +203,7 @@ def _rloo(name: str, *, epsilon: float, normalize: bool = False, beta: float = 1
         return batch_by_batch(whole, group)(rows) if normalize else whole(rows)
 
     term = KLTerm("k1", placement="reward", credit="total", baseline="before")
-    around = Surroundings(advantage="rloo", policy_loss="reinforce", group_size=group)
+    around = AlgorithmContext(advantage="rloo", policy_loss="reinforce", group_size=group)
     return Case(
         system="trl",
         version=PEER.version,

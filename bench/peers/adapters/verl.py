@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm
-from kl_comedy.kl.oracle import Loss, Rows, Surroundings
+from kl_comedy.kl.oracle import AlgorithmContext, Loss, Rows
 from peers.case import FLOAT32, FLOAT64, Adapter, Case, Skipped, batch_by_batch, kl_part, spread
 from peers.loading import Peer
 
@@ -122,7 +122,7 @@ def _function(name: str, term: KLTerm | None) -> Case:
 
 
 def _actor(name: str, term: KLTerm, *, mode: str = "seq-mean-token-sum", suffix: str = "") -> Case:
-    around = None if mode == "seq-mean-token-sum" else Surroundings(reduction="token_mean", group_size=GROUP)
+    around = None if mode == "seq-mean-token-sum" else AlgorithmContext(reduction="token_mean", group_size=GROUP)
 
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _ppo_loss(rows, beta, name, mode)
@@ -211,7 +211,7 @@ def _reward(
         input_clamp=form.input_clamp,
         output_clamp=form.output_clamp,
     )
-    around = Surroundings(
+    around = AlgorithmContext(
         advantage=advantage or "none",
         policy_loss="ppo_clip",
         group_size=GROUP,

@@ -17,7 +17,7 @@ from kl_comedy.errors import RunFailed, UserError, bad_value, nearest, unknown_k
 if TYPE_CHECKING:
     from kl_comedy.config import Config
     from kl_comedy.kl import KLTerm
-    from kl_comedy.kl.oracle.algorithm_context import Surroundings
+    from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext
     from kl_comedy.kl.oracle.certificate import Certificate
     from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
     from kl_comedy.objective import PolicyTerm
@@ -102,7 +102,7 @@ class _Request:
     """What is to be certified: lists of terms by name, and the algorithms around some of them."""
 
     lists: dict[str, tuple[KLTerm, ...]] = field(default_factory=dict)
-    around: dict[str, Surroundings] = field(default_factory=dict)
+    around: dict[str, AlgorithmContext] = field(default_factory=dict)
 
     def add(self, name: str, terms: Iterable[KLTerm]) -> None:
         self.lists[name] = tuple(terms)
@@ -144,7 +144,7 @@ def _certify_terms(request: _Request, regimes: Sequence[str], format: str, plot:
         f"{c.name}, {c.regime}: claims {c.claimed}, and the enumerated gradient "
         f"is {c.relative_bias[str(c.claimed)]:.3g} off it (relative)"
         for c in certificates
-        if not c.kept
+        if not c.claim_holds
     ]
 
 
@@ -153,7 +153,7 @@ def _request(
 ) -> tuple[_Request, list[str]]:
     """What the command line asks for, and the claims of estimators that are false before any enumeration."""
     from kl_comedy.config.validate import parse_record
-    from kl_comedy.kl.claims import cells
+    from kl_comedy.kl.claims import all_terms
     from kl_comedy.kl.oracle.estimator_claims import broken_claims
     from kl_comedy.kl.term import KLTerm
     from kl_comedy.registry import CORRECTIONS, ESTIMATORS, RECIPES
@@ -172,9 +172,9 @@ def _request(
         estimators = new
         for entry in () if new or new_corrections else RECIPES:
             request.add(entry.name, entry.fn())
-        request.add_single(cells(None, new_corrections) if new_corrections else ())
+        request.add_single(all_terms(None, new_corrections) if new_corrections else ())
     if matrix or estimators:
-        request.add_single(cells(None if matrix else estimators), frozen=matrix)
+        request.add_single(all_terms(None if matrix else estimators), frozen=matrix)
     checked = ESTIMATORS.names() if matrix else dict.fromkeys([*new, *estimators])
     return request, [line for name in checked for line in broken_claims(ESTIMATORS.get(name))]
 
@@ -201,7 +201,7 @@ def _add_name(request: _Request, name: str) -> None:
     refuse_dpo(name, config)
     request.add(name, resolve_terms(config.kl))
     if not ADVANTAGES.get(config.algorithm.advantage).facts.get("critic"):  # a critic's values exist in training only
-        request.around[name] = _surroundings(config)
+        request.around[name] = _algorithm_context(config)
 
 
 def _bare_list(path: Path) -> list[Any] | None:
@@ -215,11 +215,11 @@ def _bare_list(path: Path) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _surroundings(config: Config) -> Surroundings:
-    from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, Surroundings
+def _algorithm_context(config: Config) -> AlgorithmContext:
+    from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, AlgorithmContext
 
     algorithm = config.algorithm
-    return Surroundings(
+    return AlgorithmContext(
         advantage=algorithm.advantage,
         policy_loss=algorithm.policy_loss,
         policy_loss_options=dict(algorithm.policy_loss_options),
@@ -268,7 +268,7 @@ def _certify_policies(requested: Sequence[str], regimes: Sequence[str], format: 
     return [
         f"{c.name}, {c.regime}: claims the reward gradient, and the enumerated one is {c.relative_bias:.3g} off it"
         for c in certificates
-        if not c.kept
+        if not c.claim_holds
     ]
 
 

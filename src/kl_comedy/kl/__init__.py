@@ -1,7 +1,7 @@
-"""The heart: KL estimators, placements, corrections, and the one object that composes them. Pure torch."""
+"""KL terms: estimators, corrections, placements, claims, recipes, and the exact oracle; pure torch."""
 
 from kl_comedy.kl.beta import BetaSchedule, BetaState, BetaTarget
-from kl_comedy.kl.claims import REGIMES, TARGETS, claimed_target, verdict, warnings
+from kl_comedy.kl.claims import REGIMES, TARGETS, claimed_target, term_warnings, verdict
 from kl_comedy.kl.recipes import recipe, resolve_terms
 from kl_comedy.kl.surrogate import TermParts, kl_diagnostics, kl_parts, kl_surrogate, own_baseline
 from kl_comedy.kl.term import KLTerm
@@ -21,6 +21,6 @@ __all__ = [
     "own_baseline",
     "recipe",
     "resolve_terms",
+    "term_warnings",
     "verdict",
-    "warnings",
 ]

@@ -1,12 +1,10 @@
-"""What a term claims to descend, composed from the facts its estimator and correction declare.
+"""What a term claims to optimize, composed from the facts its estimator and correction declare.
 
 Targets (gradients of): ``sequence_reverse`` KL(pi || ref) over completions; ``token_reverse`` and
 ``token_forward`` the KL per prefix summed over the prefixes the behaviour policy visits, their
 distribution held fixed; ``sequence_forward`` KL(ref || pi) over completions; ``zero``. tests/exact
-enumerates every cell of the matrix and fails both when a claim here does not hold and when a target is
-hit that nothing here claims.
-
-Every cell of the KL space that can mean something, generated from the registry.
+enumerates every possible term and fails both when a claim here does not hold and when a target is hit
+that nothing here claims.
 """
 
 from __future__ import annotations
@@ -111,11 +109,11 @@ def _in_reward(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | No
     return None
 
 
-SAYS = {
-    "sequence_reverse": "descends the sequence-level reverse KL, what the objective states",
-    "token_reverse": "descends the reverse KL of each visited prefix; ignores how a token changes later prefixes",
-    "token_forward": "descends the forward KL of each visited prefix, not the reverse KL its value estimates",
-    "sequence_forward": "descends the sequence-level forward KL: another objective, exploding variance",
+TARGET_MEANINGS = {
+    "sequence_reverse": "optimizes the sequence-level reverse KL, what the objective states",
+    "token_reverse": "optimizes the reverse KL of each visited prefix; ignores how a token changes later prefixes",
+    "token_forward": "optimizes the forward KL of each visited prefix, not the reverse KL its value estimates",
+    "sequence_forward": "optimizes the sequence-level forward KL: another objective, exploding variance",
     "zero": "zero expected gradient: no regularization, only noise that grows with beta and length",
 }
 
@@ -129,11 +127,11 @@ def verdict(term: KLTerm, regime: str) -> str:
     target = claimed_target(term, regime)
     if target is None:
         return "none: a biased gradient that equals no target"
-    return f"{target}: {SAYS[target]}"
+    return f"{target}: {TARGET_MEANINGS[target]}"
 
 
-def warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
-    """What to tell a user who trains with this term: empty where it regularizes as its value suggests."""
+def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
+    """Warnings for a user who trains with this term; empty where it regularizes as its value suggests."""
     if term.reference == "sampler":
         return []
     regime = "off_policy" if off_policy else "on_policy"
@@ -143,7 +141,7 @@ def warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
     return [f"{term.label()}: {regime.replace('_', '-')} it has {verdict(term, regime)}"]
 
 
-def cells(estimators: Iterable[str] | None = None, corrections: Iterable[str] | None = None) -> list[KLTerm]:
+def all_terms(estimators: Iterable[str] | None = None, corrections: Iterable[str] | None = None) -> list[KLTerm]:
     """All terms at beta 1 without caps, clamps and windows: estimator x level x correction x anchor x placement.
 
     ``None`` takes every registered name, so a new part is in the matrix the day it registers.
@@ -152,10 +150,10 @@ def cells(estimators: Iterable[str] | None = None, corrections: Iterable[str] | 
     ratios = CORRECTIONS.names() if corrections is None else [CORRECTIONS.get(name).name for name in corrections]
     shapes: list[dict[str, Any]] = [{"placement": "reward", "credit": credit} for credit in CREDITS]
     shapes += [{"placement": "loss", "gradient": gradient} for gradient in GRADIENTS]
-    found = []
+    terms = []
     for estimator, level, ratio, anchor, shape in itertools.product(chosen, LEVELS, ratios, ANCHORS, shapes):
         try:
-            found.append(KLTerm(estimator, level=level, correction=ratio, anchor=anchor, **shape))
+            terms.append(KLTerm(estimator, level=level, correction=ratio, anchor=anchor, **shape))
         except UserError:
             continue
-    return found
+    return terms

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.errors import UserError
-from kl_comedy.kl.oracle import Completions, Loss, Moments, Rows, Setting
+from kl_comedy.kl.oracle import Completions, Instance, Loss, Moments, Rows
 
 CHUNK = 2**14
 """Completions held at once."""
@@ -38,7 +38,7 @@ class Rounds:
 class Tables:
     """What every completion looks up: log-probs, exact KLs and their gradients, scores."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Instance) -> None:
         if setting.features_NVD is None:
             raise UserError("many losses at once need a policy with shared parameters")
         logp_NV = setting.policy_logp()

@@ -27,8 +27,8 @@ from torch import Tensor
 from kl_comedy.errors import bad_value
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import (
+    Instance,
     Moments,
-    Setting,
     Tree,
     effective_sample_share,
     expected_gradient,
@@ -56,7 +56,7 @@ def shared_setting(
     staleness: float = 0.0,
     parameters: int = PARAMETERS,
     persistence: float = PERSISTENCE,
-) -> Setting:
+) -> Instance:
     """Policy, reference and sampler as three parameter vectors over the same features of the prefix.
 
     Logits are ``features[h, v] @ theta``; the reference has ``theta + distance * u``, the sampler
@@ -82,7 +82,7 @@ def shared_setting(
         return prefix_log_probs(features_NVD @ parameters_D)
 
     sampler_logp_NV = logp(theta_D + staleness * stale_D)
-    return Setting(
+    return Instance(
         tree=tree,
         features_NVD=features_NVD,
         theta_D=theta_D,
@@ -108,7 +108,7 @@ def _features(tree: Tree, parameters: int, persistence: float, generator: torch.
             tree.width(depth), tree.vocabulary, parameters, generator=generator, dtype=torch.float64
         ) / math.sqrt(parameters)
         if levels:
-            inherited = levels[-1].repeat_interleave(tree.goes_on, 0)
+            inherited = levels[-1].repeat_interleave(tree.branching, 0)
             fresh = persistence * inherited + math.sqrt(1 - persistence**2) * fresh
         levels.append(fresh)
     return torch.cat(levels)
@@ -257,7 +257,7 @@ def memory_study(
 
 
 def one_policy(
-    setting: Setting,
+    setting: Instance,
     configurations: Mapping[str, Terms],
     facts: Mapping[str, Any],
     *,
@@ -400,7 +400,7 @@ def gap_study(*, distances: Sequence[float] = REPORTED_DISTANCES, seeds: int = 1
     rows = []
     for distance in distances:
         for seed in range(seeds):
-            setting = Setting.random(tree, regime="on_policy", seed=seed, distance=distance)
+            setting = Instance.random(tree, regime="on_policy", seed=seed, distance=distance)
             for name, (terms, target) in _GAPS.items():
                 bias = expected_gradient(setting, terms).relative_bias(target_gradient(setting, target))
                 rows.append({"gap": name, "distance": distance, "seed": seed, "percent": 100 * bias})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError
-from kl_comedy.kl.oracle import Setting, Tree, expected_gradient, target_gradient
+from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
 
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate import Certificate
@@ -73,7 +73,7 @@ def _curves(axes: Any, certificates: Sequence[Certificate]) -> None:
     """Relative bias on-policy against the length of the completion, binary policies, exact."""
     lists = {c.name: c.terms for c in certificates if c.terms}
     settings = [
-        Setting.random(
+        Instance.random(
             Tree.build(vocabulary=2, length=length, ends=False), regime="on_policy", seed=0, parameters=6, distance=0.5
         )
         for length in LENGTHS
@@ -99,6 +99,6 @@ def _curves(axes: Any, certificates: Sequence[Certificate]) -> None:
 
 
 def _beta(term: Any) -> float:
-    from kl_comedy.kl.oracle.gradients import number
+    from kl_comedy.kl.oracle.gradients import initial_beta
 
-    return number(term)
+    return initial_beta(term)

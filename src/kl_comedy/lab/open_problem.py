@@ -33,9 +33,9 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.corrections import weights_of
 from kl_comedy.kl.oracle import (
+    Instance,
     Loss,
     Rows,
-    Setting,
     Tree,
     effective_sample_share,
     exact_moments,
@@ -53,7 +53,7 @@ VALUE_ERROR = 0.5
 """Relative noise of the imperfect value."""
 
 
-def doubly_robust_moments(setting: Setting, target_D: Tensor) -> dict[str, tuple[float, float]]:
+def doubly_robust_moments(setting: Instance, target_D: Tensor) -> dict[str, tuple[float, float]]:
     """By candidate: relative bias and relative trace variance, enumerated. For shared parameters."""
     tables = _Tables(setting)
     generator = torch.Generator().manual_seed(77)
@@ -79,7 +79,7 @@ def _moments(probability_B: Tensor, gradient_BD: Tensor, target_D: Tensor) -> tu
 class _Tables:
     """Scores, exact KLs and the exact value of what is still to come, over prefixes and completions."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Instance) -> None:
         if setting.features_NVD is None:
             raise UserError("doubly robust forms are enumerated for shared parameters only")
         rows = setting.tree.all
@@ -96,7 +96,7 @@ class _Tables:
         self.delta_BT = torch.where(rows.mask_BT, delta_NV[rows.prefix_BT, rows.token_BT], 0.0)
         self.value_NV = self._value(setting)
 
-    def _value(self, setting: Setting) -> Tensor:
+    def _value(self, setting: Instance) -> Tensor:
         """``Q[h, v]``: expected KL (nats) of the prefixes after token v, by recursion from the leaves."""
         tree = setting.tree
         value_NV = torch.zeros_like(self.p_NV)
@@ -105,7 +105,7 @@ class _Tables:
         for depth in reversed(range(tree.length - 1)):
             here = slice(tree.first(depth), tree.first(depth + 1))
             below = slice(tree.first(depth + 1), tree.first(depth + 2))
-            value_NV[here, onward] = after_N[below].reshape(-1, tree.goes_on)
+            value_NV[here, onward] = after_N[below].reshape(-1, tree.branching)
             after_N[here] = self.kl_N[here] + (self.p_NV[here] * value_NV[here]).sum(-1)
         return value_NV
 
@@ -204,12 +204,12 @@ def self_normalized(cap: float | None) -> Loss:
 
 def instances(
     lengths: Sequence[int], staleness: Sequence[float], seeds: int
-) -> Iterator[tuple[Setting, dict[str, Any]]]:
+) -> Iterator[tuple[Instance, dict[str, Any]]]:
     """Seeded binary instances with what describes them: length, staleness, seed, ESS share, KL in nats."""
     for length in lengths:
         for stale in staleness:
             for seed in range(seeds):
-                setting = Setting.random(
+                setting = Instance.random(
                     Tree.build(vocabulary=2, length=length, ends=False),
                     regime="off_policy",
                     seed=seed,
@@ -267,7 +267,7 @@ def _row(bias: float, low: float, high: float, variance: float) -> dict[str, flo
 
 
 def _sampled(
-    setting: Setting, loss: Loss, target_D: Tensor, *, batches: int, batch: int, seed: int
+    setting: Instance, loss: Loss, target_D: Tensor, *, batches: int, batch: int, seed: int
 ) -> tuple[float, float, float, float]:
     """Relative bias with its bounds, and relative variance, from independent batches of groups.
 
@@ -308,7 +308,7 @@ def lambda_study(
     for setting, facts in instances(lengths, staleness, seeds):
         size = float(target_gradient(setting, "sequence_reverse").square().sum())
 
-        def variance(lam: float, setting: Setting = setting, size: float = size) -> float:
+        def variance(lam: float, setting: Instance = setting, size: float = size) -> float:
             term = KLTerm("k_lambda", placement="loss", correction="prefix", options={"lam": lam})
             return exact_moments(setting, terms_loss([term])).variance / size
 

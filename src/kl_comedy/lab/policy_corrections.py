@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.kl.oracle import Setting, Tree, effective_sample_share, exact_moments
+from kl_comedy.kl.oracle import Instance, Tree, effective_sample_share, exact_moments
 from kl_comedy.kl.oracle.policy_certificate import DECOUPLED, reward_gradient, reward_loss
 from kl_comedy.objective import PolicyTerm
 
@@ -74,13 +74,13 @@ def study(
         tree = Tree.build(vocabulary=2, length=length, ends=False)
         for value in staleness:
             for seed in range(seeds):
-                where = Setting.random(tree, regime="off_policy", seed=seed, parameters=PARAMETERS, staleness=value)
+                where = Instance.random(tree, regime="off_policy", seed=seed, parameters=PARAMETERS, staleness=value)
                 rows += _instance(where, {"length": length, "staleness": value, "seed": seed})
                 done()
     return pd.DataFrame(rows)
 
 
-def _instance(where: Setting, known: dict[str, Any]) -> list[dict[str, Any]]:
+def _instance(where: Instance, known: dict[str, Any]) -> list[dict[str, Any]]:
     target_D = reward_gradient(where)
     size, ess = float(target_D.square().sum()), effective_sample_share(where)
     rows = []

@@ -17,7 +17,7 @@ from kl_comedy.data import PromptOrder, data_hash, decontaminate, load_problems,
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet
 from kl_comedy.evaluation.evaluate import ChoiceSet
-from kl_comedy.kl import KLTerm, resolve_terms, warnings
+from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import head_chunk
 from kl_comedy.models.reference import Reference, build_reference
@@ -78,7 +78,7 @@ def check_terms(config: Config) -> tuple[KLTerm, ...]:
             raise bad_value(
                 f"kl.{position}.baseline", "own", "before or after with rollout.group_size 1 (own compares a group)"
             )
-        for line in warnings(term, off_policy=is_off_policy(config)):
+        for line in term_warnings(term, off_policy=is_off_policy(config)):
             log.warning(line)
     return terms
 
@@ -109,7 +109,7 @@ def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
     for name, listed in lists.items():
         (found,) = certify(name, listed, regimes=(regime,))
         tags |= {f"{name}.{fact}": value for fact, value in _certified(found).items()}
-        if not found.kept:
+        if not found.claim_holds:
             log.warning(
                 f"{name}: {kl_label(listed)} claims {found.claimed} {regime.replace('_', '-')}, and the enumeration "
                 f"says: {found.verdict}"

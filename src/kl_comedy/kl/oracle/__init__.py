@@ -1,11 +1,11 @@
 """Exact expectations over policies whose completions can be enumerated, in float64.
 
-Setting (policy, reference, sampler over a Tree) + Loss (terms, a training loss, other people's code)
+Instance (policy, reference, sampler over a Tree) + Loss (terms, a training loss, other people's code)
     -> Moments (expected gradient, trace variance) -> compared with target gradients -> Certificate
 """
 
-from kl_comedy.kl.oracle.algorithm_context import Surroundings, kl_effect, training_loss
-from kl_comedy.kl.oracle.enumeration import Completions, Loss, Rows, Setting, Tree, log_probs, prefix_log_probs
+from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext, kl_effect, training_loss
+from kl_comedy.kl.oracle.enumeration import Completions, Instance, Loss, Rows, Tree, log_probs, prefix_log_probs
 from kl_comedy.kl.oracle.gradients import (
     Moments,
     effective_sample_share,
@@ -18,12 +18,12 @@ from kl_comedy.kl.oracle.gradients import (
 )
 
 __all__ = [
+    "AlgorithmContext",
     "Completions",
+    "Instance",
     "Loss",
     "Moments",
     "Rows",
-    "Setting",
-    "Surroundings",
     "Tree",
     "effective_sample_share",
     "exact_moments",

@@ -1,14 +1,12 @@
-"""What sits around a KL term in training: rewards, group baselines, normalization, clipping, dropped rows.
+"""What is left of the KL terms within an algorithm: rewards, group baselines, normalization, clipping, dropped rows.
 
-The policy loss and the terms are put together as training does it, so that the oracle can say what is
-left of the KL gradient once a baseline, a standard deviation or a clip has been at it. Because these
-are not linear in beta, the KL part is a difference quotient: ``(gradient(beta) - gradient(0)) / beta``.
-
-What is left of the terms once an algorithm is around them: baselines, normalization, clipping, dropped rows.
+The policy loss and the terms are combined as in training. The result is not linear in beta, so the KL part is a
+difference quotient: ``(gradient(beta) - gradient(0)) / beta``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +15,11 @@ import torch
 from torch import Tensor
 
 import kl_comedy.objective  # noqa: F401  (registers the built-ins)
-from kl_comedy.kl.oracle.enumeration import Loss, Rows, Setting, Tree
+from kl_comedy.kl.oracle.enumeration import Instance, Loss, Rows, Tree
 from kl_comedy.kl.oracle.gradients import (
     Moments,
     exact_moments,
-    number,
+    initial_beta,
     target_gradient,
     term_arguments,
     term_surrogate,
@@ -34,7 +32,7 @@ from kl_comedy.registry import ADVANTAGES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class AlgorithmContext:
     """The algorithm around the terms; the defaults are a plain REINFORCE without a baseline.
 
     ``group_size`` completions share a prompt, and every group is enumerated. ``drop_truncated`` gives
@@ -52,29 +50,31 @@ class Surroundings:
     reward_scale: float = 1.0
 
 
-def training_loss(terms: Sequence[KLTerm], around: Surroundings, *, scale: float = 1.0) -> Loss:
+def training_loss(terms: Sequence[KLTerm], context: AlgorithmContext, *, scale: float = 1.0) -> Loss:
     """The loss of one update as training computes it, with every beta times ``scale``."""
     spec = PolicyTerm(
-        loss=around.policy_loss,
-        options=around.policy_loss_options,
-        corrections=around.correction,
-        proximal=around.proximal,
+        loss=context.policy_loss,
+        options=context.policy_loss_options,
+        corrections=context.correction,
+        proximal=context.proximal,
     )
 
     def loss(rows: Rows, /) -> Tensor:
-        betas = [scale * number(term) for term in terms]
+        betas = [scale * initial_beta(term) for term in terms]
         cost_BT = torch.zeros_like(rows.ref_logp_BT)
         for term, beta in zip(terms, betas, strict=True):
             if term.baseline == "before":
                 cost_BT = cost_BT + beta * kl_parts(term, **term_arguments(term, rows)).cost_BT.detach()
-        returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
-        advantage_BT = _advantage(around, returns_BT, rows).detach()
+        returns_BT = returns_with_costs(context.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
+        advantage_BT = _advantage(context, returns_BT, rows).detach()
         total_BT = policy_loss(spec, rows, advantage_BT)
         for term, beta in zip(terms, betas, strict=True):
             inside = term.baseline == "before"
-            left_BT = kl_parts(term, **term_arguments(term, rows)).pathwise_BT if inside else term_surrogate(term, rows)
-            total_BT = total_BT + beta * left_BT
-        return _reduced(torch.where(rows.mask_BT, total_BT, 0.0), rows, around)
+            remaining_BT = (
+                kl_parts(term, **term_arguments(term, rows)).pathwise_BT if inside else term_surrogate(term, rows)
+            )
+            total_BT = total_BT + beta * remaining_BT
+        return _reduced(torch.where(rows.mask_BT, total_BT, 0.0), rows, context)
 
     return loss
 
@@ -92,39 +92,39 @@ def policy_loss(spec: PolicyTerm, rows: Rows, advantage_BT: Tensor) -> Tensor:
     ).loss_BT
 
 
-def kl_effect(setting: Setting, terms: Sequence[KLTerm], around: Surroundings) -> Moments:
+def kl_effect(instance: Instance, terms: Sequence[KLTerm], context: AlgorithmContext) -> Moments:
     """What the terms add to the expected gradient of the whole loss, per unit of their betas.
 
     The variance is that of the whole loss's gradient, reward part included, over the square of beta.
     """
-    beta = max((abs(number(term)) for term in terms), default=1.0) or 1.0
-    with_terms = exact_moments(setting, training_loss(terms, around), group_size=around.group_size)
-    without = exact_moments(setting, training_loss(terms, around, scale=0.0), group_size=around.group_size)
+    beta = max((abs(initial_beta(term)) for term in terms), default=1.0) or 1.0
+    with_terms = exact_moments(instance, training_loss(terms, context), group_size=context.group_size)
+    without = exact_moments(instance, training_loss(terms, context, scale=0.0), group_size=context.group_size)
     return Moments(
         gradient_D=(with_terms.gradient_D - without.gradient_D) / beta, variance=with_terms.variance / beta**2
     )
 
 
-def _advantage(around: Surroundings, returns_BT: Tensor, rows: Rows) -> Tensor:
+def _advantage(context: AlgorithmContext, returns_BT: Tensor, rows: Rows) -> Tensor:
     """Advantages; one that normalizes over the batch sees each group as a batch of its own."""
-    entry = ADVANTAGES.get(around.advantage)
+    entry = ADVANTAGES.get(context.advantage)
     if not entry.facts.get("batch"):
         return torch.as_tensor(entry.fn(returns_BT, rows.mask_BT, rows.group_B))
-    size = around.group_size
+    size = context.group_size
     columns = (returns_BT, rows.mask_BT, rows.group_B)
     pieces = zip(*(torch.split(column, size) for column in columns), strict=True)
     return torch.cat([entry.fn(*piece) for piece in pieces])
 
 
-def _reduced(loss_BT: Tensor, rows: Rows, around: Surroundings) -> Tensor:
+def _reduced(loss_BT: Tensor, rows: Rows, context: AlgorithmContext) -> Tensor:
     """Each group reduced on its own, as a batch of one group would be; the group's mean is taken later."""
-    size = around.group_size
-    kept_B = ~rows.truncated_B if around.drop_truncated else torch.ones_like(rows.truncated_B)
-    if around.reduction == "sequence_sum" and not around.drop_truncated:
+    size = context.group_size
+    keep_B = ~rows.truncated_B if context.drop_truncated else torch.ones_like(rows.truncated_B)
+    if context.reduction == "sequence_sum" and not context.drop_truncated:
         return loss_BT
     weights = [
-        sequence_weights(around.reduction, mask_GT, keep_B=kept_G)
-        for mask_GT, kept_G in zip(torch.split(rows.mask_BT, size), torch.split(kept_B, size), strict=True)
+        sequence_weights(context.reduction, mask_GT, keep_B=keep_GT)
+        for mask_GT, keep_GT in zip(torch.split(rows.mask_BT, size), torch.split(keep_B, size), strict=True)
     ]
     return loss_BT * (torch.cat(weights).double() * size)[:, None]
 
@@ -152,26 +152,30 @@ class Effect:
     cosine: float
 
     def row(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return dataclasses.asdict(self)
 
 
 def effects(
-    name: str, terms: Sequence[KLTerm], around: Surroundings, *, regimes: Sequence[str] = ("on_policy", "off_policy")
+    name: str,
+    terms: Sequence[KLTerm],
+    context: AlgorithmContext,
+    *,
+    regimes: Sequence[str] = ("on_policy", "off_policy"),
 ) -> list[Effect]:
-    """One row per regime; every group of ``around.group_size`` completions of a small tree is enumerated."""
-    return [_effect(name, terms, around, regime) for regime in regimes]
+    """One row per regime; every group of ``context.group_size`` completions of a small tree is enumerated."""
+    return [_effect(name, terms, context, regime) for regime in regimes]
 
 
-def _effect(name: str, terms: Sequence[KLTerm], around: Surroundings, regime: str) -> Effect:
+def _effect(name: str, terms: Sequence[KLTerm], context: AlgorithmContext, regime: str) -> Effect:
     strength = bias = cosine = 0.0
     for seed in SEEDS:
-        setting = Setting.random(TREE, regime=regime, seed=seed, parameters=SHARED)
-        target_D = target_gradient(setting, "sequence_reverse")
-        moments = kl_effect(setting, terms, around)
+        instance = Instance.random(TREE, regime=regime, seed=seed, parameters=SHARED)
+        target_D = target_gradient(instance, "sequence_reverse")
+        moments = kl_effect(instance, terms, context)
         strength += float(moments.gradient_D @ target_D) / float(target_D.square().sum()) / len(SEEDS)
         bias += moments.relative_bias(target_D) / len(SEEDS)
         cosine += moments.cosine(target_D) / len(SEEDS)
-    words = f"{around.advantage}, {around.policy_loss}, {around.reduction}, groups of {around.group_size}"
-    if around.drop_truncated:
+    words = f"{context.advantage}, {context.policy_loss}, {context.reduction}, groups of {context.group_size}"
+    if context.drop_truncated:
         words += ", truncated dropped"
     return Effect(name=name, around=words, regime=regime, strength=strength, relative_bias=bias, cosine=cosine)

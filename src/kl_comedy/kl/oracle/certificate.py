@@ -1,4 +1,4 @@
-"""Certificates: what a list of terms descends in each regime, by enumeration, in a sentence a user can act on.
+"""Certificates: what a list of terms optimizes in each regime, by enumeration, in a sentence a user can act on.
 
 A target is *hit* when the exact expected gradient equals it on every instance of the battery: tabular and
 shared parameters, several seeds, near the reference and far from it (where clamps and caps act). The
@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kl_comedy.kl.claims import SAYS, TARGETS, claimed_target
-from kl_comedy.kl.oracle.enumeration import REGIMES, Setting, Tree
+from kl_comedy.kl.claims import TARGET_MEANINGS, TARGETS, claimed_target
+from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, Tree
 from kl_comedy.kl.oracle.gradients import (
     Moments,
     against_the_sampler,
     exact_moments,
-    number,
+    initial_beta,
     target_gradient,
     terms_loss,
 )
@@ -35,9 +35,9 @@ SHARED = 6
 DISTANCE, STALENESS = 0.5, 0.3
 FAR_DISTANCE, FAR_STALENESS = 4.0, 1.5
 """Logit noise of the far instance: log-ratios of several nats, ratios of a hundred."""
+BOUNDS = ("cap", "window", "input_clamp", "output_clamp")
 LONG = Tree.build(vocabulary=2, length=8, ends=False)
 """A longer tree, where a window of the last ratios leaves some out."""
-TOLERANCE = 1e-9
 
 YARDSTICKS: dict[str, tuple[KLTerm, ...]] = {
     "sequence_reverse": (
@@ -48,7 +48,7 @@ YARDSTICKS: dict[str, tuple[KLTerm, ...]] = {
     "token_forward": (KLTerm("exact_forward", placement="loss"),),
     "sequence_forward": (KLTerm("k3", level="sequence", placement="loss"),),
 }
-"""Per target, the terms among which the least noisy unbiased one is found (tests search the whole matrix)."""
+"""Per target, the terms among which the least noisy unbiased one is chosen (tests search the whole matrix)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Certificate:
     variance: float
     variance_ratio: float | None
     strength: float
-    kept: bool
+    claim_holds: bool
     verdict: str
 
     def row(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Certificate:
             "target": self.target,
             "near_target": self.near_target,
             "claimed": self.claimed,
-            "kept": self.kept,
+            "kept": self.claim_holds,
             "relative_bias": {name: _plain(value) for name, value in self.relative_bias.items()},
             "cosine": {name: _plain(value) for name, value in self.cosine.items()},
             "variance": self.variance,
@@ -97,52 +97,31 @@ class Certificate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Instance:
-    """A setting of the battery with the gradients of its targets."""
+class BatteryInstance:
+    """An instance with the gradients of its targets. ``near``: no bound acts; ``shown``: figures average over it."""
 
-    setting: Setting
+    instance: Instance
     targets: dict[str, Tensor]
     near: bool
     shown: bool
 
 
 @lru_cache(maxsize=8)
-def battery(regime: str, *, sampler_is_reference: bool = False) -> tuple[Instance, ...]:
+def battery(regime: str, *, sampler_is_reference: bool = False) -> tuple[BatteryInstance, ...]:
     """The instances on which a certificate of ``regime`` rests."""
-    found = []
-    near = [(seed, shared) for seed in SEEDS for shared in (None, SHARED)]
-    for seed, shared in near:
-        found.append(
-            (
-                Setting.random(
-                    TREE, regime=regime, seed=seed, parameters=shared, distance=DISTANCE, staleness=STALENESS
-                ),
-                True,
-                shared is not None,
-            )
+
+    def build(tree: Tree, seed: int, parameters: int | None, *, near: bool, far_away: bool = False) -> BatteryInstance:
+        distance, staleness = (FAR_DISTANCE, FAR_STALENESS) if far_away else (DISTANCE, STALENESS)
+        instance = Instance.random(
+            tree, regime=regime, seed=seed, parameters=parameters, distance=distance, staleness=staleness
         )
-    found.append(
-        (
-            Setting.random(
-                TREE, regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS
-            ),
-            False,
-            False,
-        )
-    )
-    found.append(
-        (
-            Setting.random(LONG, regime=regime, seed=0, parameters=SHARED, distance=DISTANCE, staleness=STALENESS),
-            False,
-            False,
-        )
-    )
-    instances = []
-    for setting, is_near, shown in found:
-        measured = against_the_sampler(setting) if sampler_is_reference else setting
+        measured = against_the_sampler(instance) if sampler_is_reference else instance
         targets = {name: target_gradient(measured, name) for name in TARGETS}
-        instances.append(Instance(setting=setting, targets=targets, near=is_near, shown=shown))
-    return tuple(instances)
+        return BatteryInstance(instance=instance, targets=targets, near=near, shown=near and parameters is not None)
+
+    near = [build(TREE, seed, parameters, near=True) for seed in SEEDS for parameters in (None, SHARED)]
+    far = build(TREE, 0, SHARED, near=False, far_away=True)
+    return (*near, far, build(LONG, 0, SHARED, near=False))
 
 
 def certify(name: str, terms: Sequence[KLTerm], *, regimes: Sequence[str] = REGIMES) -> list[Certificate]:
@@ -153,32 +132,25 @@ def certify(name: str, terms: Sequence[KLTerm], *, regimes: Sequence[str] = REGI
 def _certificate(name: str, terms: tuple[KLTerm, ...], regime: str) -> Certificate:
     to_sampler = bool(terms) and all(term.reference == "sampler" for term in terms)
     instances = battery(regime, sampler_is_reference=to_sampler)
-    scale = max((abs(number(term)) for term in terms), default=1.0) or 1.0
-    unit = [dataclasses.replace(term, beta=number(term) / scale) for term in terms]
-    moments = [exact_moments(each.setting, terms_loss(unit)) for each in instances]
+    scale = max((abs(initial_beta(term)) for term in terms), default=1.0) or 1.0
+    unit = [dataclasses.replace(term, beta=initial_beta(term) / scale) for term in terms]
+    pairs = [(each, exact_moments(each.instance, terms_loss(unit))) for each in instances]
     claimed = claimed_target(terms[0], regime) if len(terms) == 1 else None
-    near_target = _hit([pair for pair in zip(instances, moments, strict=True) if pair[0].near], claimed)
-    target = _hit(list(zip(instances, moments, strict=True)), near_target)
+    near_target = _target_hit([pair for pair in pairs if pair[0].near], claimed)
+    target = _target_hit(pairs, near_target)
     if any(term.window is not None and term.window >= LONG.length - 1 for term in terms):
         target = None  # no instance is longer than the window, so none shows what it leaves out
-    shown = [pair for pair in zip(instances, moments, strict=True) if pair[0].shown]
-    bias = {t: _mean([m.relative_bias(i.targets[t]) for i, m in shown]) for t in TARGETS}
-    cosine = {t: _mean([m.cosine(i.targets[t]) for i, m in shown]) for t in TARGETS}
-    sizes = [float(i.targets["sequence_reverse"].square().sum()) for i, _ in shown]
-    variance = _mean([m.variance / size if size > 0 else m.variance for (_, m), size in zip(shown, sizes, strict=True)])
-    strength = _mean(
-        [
-            float(m.gradient_D @ i.targets["sequence_reverse"]) / size if size > 0 else 0.0
-            for (i, m), size in zip(shown, sizes, strict=True)
-        ]
-    )
-    inert = target == "zero"
-    best = None if inert or to_sampler else _least_variance(target or near_target or "sequence_reverse", regime)
-    ratio = None if best is None or best == 0 else variance / best
-    # A zero cosine of a zero gradient is rounding noise, not a direction.
-    cosine = {t: float("nan") for t in TARGETS} if inert else cosine
-    kept = claimed is None or claimed in (target, near_target if _bounded(terms) else target)
-    words = _sentence(terms, to_sampler, target, near_target, bias, cosine, ratio)
+    shown = [(each.targets, moments) for each, moments in pairs if each.shown]
+    bias = {t: _mean([moments.relative_bias(targets[t]) for targets, moments in shown]) for t in TARGETS}
+    cosine = {t: _mean([moments.cosine(targets[t]) for targets, moments in shown]) for t in TARGETS}
+    if target == "zero":  # the cosine of a gradient of rounding errors is no direction
+        cosine = dict.fromkeys(TARGETS, math.nan)
+    variance = _mean([moments.variance / (_square(targets) or 1.0) for targets, moments in shown])
+    strength = _mean([_along(moments, targets) for targets, moments in shown])
+    compared_with = target or near_target or "sequence_reverse"
+    best = None if target == "zero" or to_sampler else _least_variance(compared_with, regime)
+    ratio = variance / best if best else None
+    bounded = any(getattr(term, name) is not None for term in terms for name in BOUNDS)
     return Certificate(
         name=name,
         terms=terms,
@@ -191,46 +163,37 @@ def _certificate(name: str, terms: tuple[KLTerm, ...], regime: str) -> Certifica
         variance=variance,
         variance_ratio=ratio,
         strength=strength,
-        kept=kept,
-        verdict=words,
+        claim_holds=claimed is None or claimed == target or (bounded and claimed == near_target),
+        verdict=_sentence(terms, to_sampler, target, near_target, bias, cosine, ratio),
     )
 
 
-def _hit(pairs: Sequence[tuple[Instance, Moments]], preferred: str | None) -> str | None:
+def _square(targets: dict[str, Tensor]) -> float:
+    """The squared norm of the sequence-level reverse-KL gradient, the unit of variances."""
+    return float(targets["sequence_reverse"].square().sum())
+
+
+def _along(moments: Moments, targets: dict[str, Tensor]) -> float:
+    """The multiple of the sequence-level reverse-KL gradient that a gradient contains."""
+    square = _square(targets)
+    return float(moments.gradient_D @ targets["sequence_reverse"]) / square if square > 0 else 0.0
+
+
+def _target_hit(pairs: Sequence[tuple[BatteryInstance, Moments]], preferred: str | None) -> str | None:
     """The target hit on every instance; where several coincide, the preferred one."""
-    hits = [name for name in TARGETS if all(_equal(m, i.targets[name]) for i, m in pairs)]
+    hits = [name for name in TARGETS if all(moments.equals(each.targets[name]) for each, moments in pairs)]
     return preferred if preferred in hits else next(iter(hits), None)
-
-
-def _equal(moments: Moments, target_D: Tensor) -> bool:
-    """Equal up to rounding, which grows with the noise that was summed over."""
-    scale = float(target_D.norm()) + math.sqrt(moments.variance) + float(moments.gradient_D.norm())
-    return float((moments.gradient_D - target_D).norm()) <= TOLERANCE * max(scale, 1e-3)
 
 
 @lru_cache(maxsize=64)
 def _least_variance(target: str, regime: str) -> float | None:
     """The variance of the least noisy yardstick that hits a target in a regime, in the certificate's unit."""
-    found = []
+    variances = []
     for term in YARDSTICKS.get(target, ()):
-        instances = battery(regime)
-        moments = [exact_moments(each.setting, terms_loss((term,))) for each in instances]
-        if _hit(list(zip(instances, moments, strict=True)), target) == target:
-            found.append(
-                _mean(
-                    [
-                        m.variance / float(i.targets["sequence_reverse"].square().sum())
-                        for i, m in zip(instances, moments, strict=True)
-                        if i.shown
-                    ]
-                )
-            )
-    return min(found, default=None)
-
-
-def _bounded(terms: Sequence[KLTerm]) -> bool:
-    bounds = ("cap", "window", "input_clamp", "output_clamp")
-    return any(getattr(term, name) is not None for term in terms for name in bounds)
+        pairs = [(each, exact_moments(each.instance, terms_loss((term,)))) for each in battery(regime)]
+        if _target_hit(pairs, target) == target:
+            variances.append(_mean([moments.variance / _square(each.targets) for each, moments in pairs if each.shown]))
+    return min(variances, default=None)
 
 
 def _sentence(
@@ -252,7 +215,7 @@ def _sentence(
     if any(term.baseline == "own" for term in terms):
         noise += " (its own baseline, which needs a group, is not counted)"
     if target is not None:
-        return f"{SAYS[target]}{noise if target != 'zero' else ''}"
+        return f"{TARGET_MEANINGS[target]}{noise if target != 'zero' else ''}"
     off, along = bias["sequence_reverse"], cosine["sequence_reverse"]
     nearest = min((t for t in TARGETS if t != "zero"), key=lambda t: bias[t])
     size = "less than 1%" if off < 0.01 else f"{off:.0%}" if off < 10 else f"{off:.0f}x"

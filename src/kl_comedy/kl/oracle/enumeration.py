@@ -1,15 +1,9 @@
-"""What a loss sees, and what a loss is: the one door through which our terms and other people's code pass.
+"""Enumerable autoregressive policies: a tree of completions; policy, reference and sampler over it; inputs of a loss.
 
-Legend: ``B`` completions, ``T`` tokens of the longest one. Log-probs in nats.
-
-Enumerable autoregressive policies: a tree of prefixes, walked in chunks so that memory stays bounded.
-
-Legend: ``N`` prefixes of the tree, ``V`` tokens, ``B`` completions, ``T`` longest completion, ``K``
-tokens that do not end a completion (``V - 1`` where token 0 ends it, else ``V``). Prefixes are numbered
-by depth, then by their digits in base ``K``: the children of prefix ``i`` at depth ``d`` are
-``first(d + 1) + K * (i - first(d)) + digit``.
-
-A policy, a reference and a sampler over one tree: the instance on which a loss is judged.
+Legend: ``N`` prefixes of the tree, ``V`` tokens, ``B`` completions, ``T`` longest completion, ``K`` tokens that do not
+end a completion (``V - 1`` where token 0 ends it, else ``V``). Log-probs in nats. Prefixes are numbered by depth, then
+by their digits in base ``K``: the children of prefix ``i`` at depth ``d`` are ``first(d + 1) + K * (i - first(d)) +
+digit``. Completions are walked in chunks, so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -96,13 +90,13 @@ class Tree:
         return cls(vocabulary=vocabulary, length=length, ends=ends)
 
     @property
-    def goes_on(self) -> int:
+    def branching(self) -> int:
         """``K``: how many tokens lead to a further prefix."""
         return self.vocabulary - 1 if self.ends else self.vocabulary
 
     def width(self, depth: int) -> int:
         """How many prefixes have ``depth`` tokens."""
-        return int(self.goes_on**depth)
+        return int(self.branching**depth)
 
     def first(self, depth: int) -> int:
         """The number of the first prefix of ``depth`` tokens."""
@@ -138,9 +132,9 @@ class Tree:
         """Read digits most significant first; a completion that ends has token 0 after its digits."""
         prefix, token, mask = [], [], []
         for t in range(self.length):
-            before_B = torch.div(digits_B, self.goes_on ** (depth_B - t).clamp(min=0), rounding_mode="floor")
-            digit_B = torch.div(digits_B, self.goes_on ** (depth_B - t - 1).clamp(min=0), rounding_mode="floor")
-            digit_B = digit_B % self.goes_on + (1 if self.ends else 0)
+            before_B = torch.div(digits_B, self.branching ** (depth_B - t).clamp(min=0), rounding_mode="floor")
+            digit_B = torch.div(digits_B, self.branching ** (depth_B - t - 1).clamp(min=0), rounding_mode="floor")
+            digit_B = digit_B % self.branching + (1 if self.ends else 0)
             inside_B, ends_B = depth_B >= t, depth_B == t
             prefix.append(torch.where(inside_B, firsts[t] + before_B, 0))
             token.append(torch.where(inside_B & ~ends_B, digit_B, 0))
@@ -192,7 +186,7 @@ class Tree:
             alive_B = alive_B & ~ended_B
             if t + 1 < self.length:
                 digit_B = token_B - 1 if self.ends else token_B
-                child_B = self.first(t + 1) + self.goes_on * (prefix_B - self.first(t)) + digit_B
+                child_B = self.first(t + 1) + self.branching * (prefix_B - self.first(t)) + digit_B
                 prefix_B = torch.where(alive_B, child_B, 0)
         truncated_B = alive_B if self.ends else torch.zeros_like(alive_B)
         return Completions(
@@ -207,8 +201,8 @@ class Tree:
         levels = [logp_NV.new_ones(1)]
         for depth in range(self.length - 1):
             here = slice(self.first(depth), self.first(depth + 1))
-            going_NK = logp_NV[here, 1:] if self.ends else logp_NV[here]
-            levels.append((levels[-1][:, None] * going_NK.exp()).reshape(-1))
+            continuing_NK = logp_NV[here, 1:] if self.ends else logp_NV[here]
+            levels.append((levels[-1][:, None] * continuing_NK.exp()).reshape(-1))
         return torch.cat(levels)
 
 
@@ -230,7 +224,7 @@ IMPOSSIBLE = -1e4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Setting:
+class Instance:
     """Float64 tables over the prefixes of a tree, in nats.
 
     The policy's logits are linear in the parameters: ``features_NVD @ theta_D``, so that prefixes share
@@ -264,7 +258,7 @@ class Setting:
         temperature: float = 1.0,
         top_p: float = 1.0,
         records: str = "drawn",
-    ) -> Setting:
+    ) -> Instance:
         """A seeded random instance. ``parameters=None`` is tabular.
 
         Args:
@@ -317,7 +311,7 @@ class Setting:
         theta = self.theta_D if theta_D is None else theta_D
         return prefix_log_probs(_logits(self.features_NVD, theta, self.tree.prefixes, self.tree.vocabulary))
 
-    def at_a_later_update(self, share: float) -> Setting:
+    def at_a_later_update(self, share: float) -> Instance:
         """The same batch, some updates on: its first use was at the policy whose logits lie ``share`` of the way from
         the sampler to the policy (0: the sampler, 1: the policy)."""
         between_NV = (1 - share) * self.recorded_logp_NV + share * self.policy_logp().detach()
@@ -336,7 +330,7 @@ class Setting:
         return (logp_NV.exp() * ratio_NV).sum(-1), -(self.ref_logp_NV.exp() * ratio_NV).sum(-1)
 
     def rows(self, completions: Completions) -> Rows:
-        """What a loss sees of these completions; log-probs and exact KLs are leaves that ask for gradient."""
+        """What a loss reads of these completions; log-probs and exact KLs are leaves that ask for gradient."""
         mask_BT, prefix_BT = completions.mask_BT, completions.prefix_BT
         reverse_N, forward_N = self.kl_N
         proximal_NV = self.proximal_logp_NV
@@ -368,9 +362,9 @@ def nucleus(logp_NV: Tensor, top_p: float) -> Tensor:
         return logp_NV
     sorted_NV, order_NV = logp_NV.sort(-1, descending=True)
     before_NV = sorted_NV.exp().cumsum(-1) - sorted_NV.exp()
-    kept_NV = torch.zeros_like(logp_NV, dtype=torch.bool).scatter(-1, order_NV, before_NV < top_p)
-    inside_NV = torch.where(kept_NV, logp_NV, -torch.inf).log_softmax(-1)
-    return torch.where(kept_NV, inside_NV, IMPOSSIBLE)
+    keep_NV = torch.zeros_like(logp_NV, dtype=torch.bool).scatter(-1, order_NV, before_NV < top_p)
+    inside_NV = torch.where(keep_NV, logp_NV, -torch.inf).log_softmax(-1)
+    return torch.where(keep_NV, inside_NV, IMPOSSIBLE)
 
 
 def _logits(features_NVD: Tensor | None, theta_D: Tensor, n: int, v: int) -> Tensor:

@@ -7,12 +7,13 @@ loss is never differentiated per sample, and completions are walked in chunks.
 
 Legend: ``N`` prefixes, ``V`` tokens, ``D`` parameters, ``B`` completions, ``C`` groups of ``G`` completions.
 
-What a list of terms descends, and what it is compared with, at one setting.
+What a list of terms optimizes, and what it is compared with, at one instance.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -23,12 +24,15 @@ from torch import Tensor
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.beta import BetaState
 from kl_comedy.kl.claims import TARGETS
-from kl_comedy.kl.oracle.enumeration import Completions, Loss, Rows, Setting
+from kl_comedy.kl.oracle.enumeration import Completions, Instance, Loss, Rows
 from kl_comedy.kl.surrogate import kl_parts, kl_surrogate, own_baseline
 from kl_comedy.kl.term import KLTerm
 
 CHUNK = 8192
-"""Completions held at once."""
+"""Completions in memory at once."""
+
+TOLERANCE = 1e-9
+"""Relative difference up to which an enumerated gradient equals a target."""
 
 MAX_GROUPS = 4_000_000
 """Groups that are still enumerated; beyond, ask for smaller groups or a smaller tree."""
@@ -55,17 +59,22 @@ class Moments:
         sizes = float(self.gradient_D.norm()) * float(target_D.norm())
         return float(self.gradient_D @ target_D) / sizes if sizes > 0 else float("nan")
 
+    def equals(self, target_D: Tensor) -> bool:
+        """Whether the gradient is the target up to rounding, which grows with the noise that was summed over."""
+        scale = float(target_D.norm()) + math.sqrt(self.variance) + float(self.gradient_D.norm())
+        return float((self.gradient_D - target_D).norm()) <= TOLERANCE * max(scale, 1e-3)
 
-def exact_moments(setting: Setting, loss: Loss, *, group_size: int = 1, chunk: int = CHUNK) -> Moments:
+
+def exact_moments(instance: Instance, loss: Loss, *, group_size: int = 1, chunk: int = CHUNK) -> Moments:
     """Sum over every completion (every group of ``group_size`` independent ones) the sampler can draw.
 
     Raises :class:`UserError` where there are more than :data:`MAX_GROUPS` groups, or a loss of a wrong shape.
     """
-    scores = _scores(setting)
-    gradient_D = torch.zeros_like(setting.theta_D)
+    scores = _scores(instance)
+    gradient_D = torch.zeros_like(instance.theta_D)
     second = 0.0
-    for completions, weight_C in _groups(setting, group_size, chunk):
-        gradients = scores.of(completions, *_derivatives(setting, loss, completions, group_size), group_size)
+    for completions, weight_C in _groups(instance, group_size, chunk):
+        gradients = scores.of(completions, *_derivatives(instance, loss, completions, group_size), group_size)
         gradient_D += gradients.mean(weight_C)
         second += gradients.square(weight_C)
     variance = (second - float(gradient_D.square().sum())) * group_size
@@ -73,27 +82,30 @@ def exact_moments(setting: Setting, loss: Loss, *, group_size: int = 1, chunk: i
 
 
 def sampled_moments(
-    setting: Setting, loss: Loss, *, samples: int, generator: torch.Generator, group_size: int = 1
+    instance: Instance, loss: Loss, *, samples: int, generator: torch.Generator, group_size: int = 1
 ) -> Moments:
     """The same from ``samples`` completions the sampler draws; the mean has variance ``variance / samples``."""
-    scores = _scores(setting)
+    scores = _scores(instance)
     groups = samples // group_size
-    completions = setting.tree.sample(setting.sampler_logp_NV, groups * group_size, generator)
-    gradients = scores.of(completions, *_derivatives(setting, loss, completions, group_size), group_size)
+    completions = instance.tree.sample(instance.sampler_logp_NV, groups * group_size, generator)
+    gradients = scores.of(completions, *_derivatives(instance, loss, completions, group_size), group_size)
     weight_C = torch.full((groups,), 1.0 / groups, dtype=torch.float64)
     gradient_D = gradients.mean(weight_C)
     spread = gradients.square(weight_C) - float(gradient_D.square().sum())
     return Moments(gradient_D=gradient_D, variance=max(spread * groups / (groups - 1), 0.0) * group_size)
 
 
-def _groups(setting: Setting, group_size: int, chunk: int) -> Iterator[tuple[Completions, Tensor]]:
-    """Every group of completions, flat, with its probability ``[C]``; improbable rows nobody draws are left out."""
-    tree = setting.tree
+def _groups(instance: Instance, group_size: int, chunk: int) -> Iterator[tuple[Completions, Tensor]]:
+    """Every group of completions, flat, with its probability ``[C]``; completions of probability zero are left out."""
+    tree = instance.tree
     if group_size == 1:
         for completions in tree.chunks(chunk):
-            weight_C = setting.probability(completions)
-            kept = weight_C > 0
-            yield (completions, weight_C) if bool(kept.all()) else (_rows_of(completions, kept), weight_C[kept])
+            weight_C = instance.probability(completions)
+            possible = weight_C > 0
+            if bool(possible.all()):
+                yield completions, weight_C
+            else:
+                yield _rows_of(completions, possible), weight_C[possible]
         return
     count = int(tree.completions**group_size)
     if count > MAX_GROUPS:
@@ -101,14 +113,14 @@ def _groups(setting: Setting, group_size: int, chunk: int) -> Iterator[tuple[Com
             f"{tree.completions} completions make {count} groups of {group_size}; at most {MAX_GROUPS} are enumerated "
             "(use a smaller group, vocabulary or length)"
         )
-    probability_B = setting.probability(tree.all)
+    probability_B = instance.probability(tree.all)
     per = max(1, chunk // group_size)
     for start in range(0, count, per):
         number_C = torch.arange(start, min(start + per, count))
         member_CG = torch.stack([number_C // tree.completions**g % tree.completions for g in range(group_size)], 1)
         weight_C = probability_B[member_CG].prod(-1)
-        kept = weight_C > 0
-        yield _rows_of(tree.all, member_CG[kept].flatten()), weight_C[kept]
+        possible = weight_C > 0
+        yield _rows_of(tree.all, member_CG[possible].flatten()), weight_C[possible]
 
 
 def _rows_of(completions: Completions, index: Tensor) -> Completions:
@@ -121,10 +133,10 @@ def _rows_of(completions: Completions, index: Tensor) -> Completions:
 
 
 def _derivatives(
-    setting: Setting, loss: Loss, completions: Completions, group_size: int
+    instance: Instance, loss: Loss, completions: Completions, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives ``[B, T]`` of the summed loss by log-prob, exact reverse KL and exact forward KL."""
-    rows = setting.rows(completions)
+    rows = instance.rows(completions)
     if group_size > 1:
         groups = torch.arange(len(rows.group_B)) // group_size
         rows = Rows(**{**rows.__dict__, "group_B": groups})
@@ -135,29 +147,25 @@ def _derivatives(
         )
     leaves = (rows.logp_BT, rows.reverse_kl_BT, rows.forward_kl_BT)
     if not value.requires_grad:
-        zero, *others = (torch.zeros_like(leaf) for leaf in leaves)
-        return zero, others[0], others[1]
-    found = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
-    one, two, three = (
-        torch.zeros_like(leaf) if grad is None else torch.where(rows.mask_BT, grad, 0.0)
-        for leaf, grad in zip(leaves, found, strict=True)
-    )
-    if not all(bool(torch.isfinite(each).all()) for each in (one, two, three)):
+        return torch.zeros_like(leaves[0]), torch.zeros_like(leaves[1]), torch.zeros_like(leaves[2])
+    gradients = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
+    score_BT, reverse_BT, forward_BT = (torch.where(rows.mask_BT, gradient, 0.0) for gradient in gradients)
+    if not all(bool(torch.isfinite(gradient).all()) for gradient in (score_BT, reverse_BT, forward_BT)):
         raise UserError("the loss has a gradient that is not finite on some completion")
-    return one, two, three
+    return score_BT, reverse_BT, forward_BT
 
 
 class _Tabular:
     """One logit per prefix and token: a completion's gradient lives on the prefixes it visits."""
 
-    def __init__(self, setting: Setting) -> None:
-        logp_NV = setting.policy_logp()
+    def __init__(self, instance: Instance) -> None:
+        logp_NV = instance.policy_logp()
         self.p_NV = logp_NV.exp()
-        ratio_NV = logp_NV - setting.ref_logp_NV
-        reverse_N, _ = setting.kl_N
+        ratio_NV = logp_NV - instance.ref_logp_NV
+        reverse_N, _ = instance.kl_N
         self.reverse_NV = self.p_NV * (ratio_NV - reverse_N[:, None])
-        self.forward_NV = self.p_NV - setting.ref_logp_NV.exp()
-        self.prefixes = setting.tree.prefixes
+        self.forward_NV = self.p_NV - instance.ref_logp_NV.exp()
+        self.prefixes = instance.tree.prefixes
 
     def of(
         self, completions: Completions, score_BT: Tensor, reverse_BT: Tensor, forward_BT: Tensor, group_size: int
@@ -194,15 +202,15 @@ class _TabularGradients:
 class _Shared:
     """Logits linear in shared parameters: score tables ``[N, V, D]``."""
 
-    def __init__(self, setting: Setting) -> None:
-        assert setting.features_NVD is not None
-        logp_NV = setting.policy_logp()
+    def __init__(self, instance: Instance) -> None:
+        assert instance.features_NVD is not None
+        logp_NV = instance.policy_logp()
         p_NV = logp_NV.exp()
-        features_NVD = setting.features_NVD
+        features_NVD = instance.features_NVD
         self.score_NVD = features_NVD - torch.einsum("nv,nvd->nd", p_NV, features_NVD)[:, None]
-        ratio_NV = logp_NV - setting.ref_logp_NV
+        ratio_NV = logp_NV - instance.ref_logp_NV
         self.reverse_ND = torch.einsum("nv,nvd->nd", p_NV * ratio_NV, self.score_NVD)
-        self.forward_ND = -torch.einsum("nv,nvd->nd", setting.ref_logp_NV.exp(), self.score_NVD)
+        self.forward_ND = -torch.einsum("nv,nvd->nd", instance.ref_logp_NV.exp(), self.score_NVD)
 
     def of(
         self, completions: Completions, score_BT: Tensor, reverse_BT: Tensor, forward_BT: Tensor, group_size: int
@@ -226,14 +234,14 @@ class _DenseGradients:
         return float(weight_C @ self.gradient_CD.square().sum(-1))
 
 
-_TABLES: WeakKeyDictionary[Setting, _Tabular | _Shared] = WeakKeyDictionary()
+_TABLES: WeakKeyDictionary[Instance, _Tabular | _Shared] = WeakKeyDictionary()
 
 
-def _scores(setting: Setting) -> _Tabular | _Shared:
-    """The score tables of a setting, made once."""
-    if setting not in _TABLES:
-        _TABLES[setting] = _Tabular(setting) if setting.features_NVD is None else _Shared(setting)
-    return _TABLES[setting]
+def _scores(instance: Instance) -> _Tabular | _Shared:
+    """The score tables of an instance, made once."""
+    if instance not in _TABLES:
+        _TABLES[instance] = _Tabular(instance) if instance.features_NVD is None else _Shared(instance)
+    return _TABLES[instance]
 
 
 def terms_loss(terms: Sequence[KLTerm]) -> Loss:
@@ -242,7 +250,7 @@ def terms_loss(terms: Sequence[KLTerm]) -> Loss:
     def loss(rows: Rows, /) -> Tensor:
         total_BT = torch.zeros_like(rows.ref_logp_BT)
         for term in terms:
-            total_BT = total_BT + number(term) * term_surrogate(term, rows)
+            total_BT = total_BT + initial_beta(term) * term_surrogate(term, rows)
         return total_BT
 
     return loss
@@ -268,64 +276,66 @@ def term_arguments(term: KLTerm, rows: Rows) -> dict[str, Tensor]:
     }
 
 
-def number(term: KLTerm) -> float:
-    """The coefficient of a term as a number."""
+def initial_beta(term: KLTerm) -> float:
+    """The coefficient of a term at its first update."""
     return BetaState(term.beta).value
 
 
-def expected_gradient(setting: Setting, terms: Sequence[KLTerm], *, group_size: int = 1, chunk: int = CHUNK) -> Moments:
+def expected_gradient(
+    instance: Instance, terms: Sequence[KLTerm], *, group_size: int = 1, chunk: int = CHUNK
+) -> Moments:
     """The exact mean and variance of the gradient of ``sum_k beta_k surrogate_k`` over the sampler's completions.
 
     A group matters to terms with a baseline of their own only.
     """
-    return exact_moments(setting, terms_loss(terms), group_size=group_size, chunk=chunk)
+    return exact_moments(instance, terms_loss(terms), group_size=group_size, chunk=chunk)
 
 
-def target_gradient(setting: Setting, target: str) -> Tensor:
-    """The gradient ``[D]`` of a target (see :mod:`kl_comedy.kl.claims`) at the setting's policy.
+def target_gradient(instance: Instance, target: str) -> Tensor:
+    """The gradient ``[D]`` of a target (see :mod:`kl_comedy.kl.claims`) at the instance's policy.
 
     By the chain rule over prefixes, ``KL = sum_h P(h) KL_h``: no completion is enumerated. Prefixes are
     weighted by the policy's own visits (differentiated), the reference's, or the sampler's (held fixed).
     """
-    theta_D = setting.theta_D.clone().requires_grad_(True)
-    logp_NV = setting.policy_logp(theta_D)
-    ratio_NV = logp_NV - setting.ref_logp_NV
+    theta_D = instance.theta_D.clone().requires_grad_(True)
+    logp_NV = instance.policy_logp(theta_D)
+    ratio_NV = logp_NV - instance.ref_logp_NV
     reverse_N = (logp_NV.exp() * ratio_NV).sum(-1)
-    forward_N = -(setting.ref_logp_NV.exp() * ratio_NV).sum(-1)
-    reach = setting.tree.reach
+    forward_N = -(instance.ref_logp_NV.exp() * ratio_NV).sum(-1)
+    reach = instance.tree.reach
     if target == "zero":
         return torch.zeros_like(theta_D)
     if target == "sequence_reverse":
         scalar = reach(logp_NV) @ reverse_N
     elif target == "sequence_forward":
-        scalar = reach(setting.ref_logp_NV) @ forward_N
+        scalar = reach(instance.ref_logp_NV) @ forward_N
     elif target == "token_reverse":
-        scalar = reach(setting.sampler_logp_NV) @ reverse_N
+        scalar = reach(instance.sampler_logp_NV) @ reverse_N
     elif target == "token_forward":
-        scalar = reach(setting.sampler_logp_NV) @ forward_N
+        scalar = reach(instance.sampler_logp_NV) @ forward_N
     else:
         raise bad_value("target", target, TARGETS)
     return torch.autograd.grad(scalar, theta_D)[0]
 
 
-def sequence_kl(setting: Setting) -> float:
+def sequence_kl(instance: Instance) -> float:
     """``KL(pi || ref)`` over completions, nats."""
-    return float(setting.tree.reach(setting.policy_logp()) @ setting.kl_N[0])
+    return float(instance.tree.reach(instance.policy_logp()) @ instance.kl_N[0])
 
 
-def effective_sample_share(setting: Setting) -> float:
+def effective_sample_share(instance: Instance) -> float:
     """``1 / E_mu[(pi / mu)^2]`` over completions: Kish's effective sample size over the number of samples."""
     square = 0.0
-    policy_NV = setting.policy_logp()
-    for completions in setting.tree.chunks(CHUNK):
+    policy_NV = instance.policy_logp()
+    for completions in instance.tree.chunks(CHUNK):
         at, token = completions.prefix_BT, completions.token_BT
-        drawn_BT = torch.where(completions.mask_BT, setting.sampler_logp_NV[at, token], 0.0)
-        own_BT = torch.where(completions.mask_BT, policy_NV[at, token], 0.0)
+        drawn_BT = torch.where(completions.mask_BT, instance.sampler_logp_NV[at, token], 0.0)
+        policy_BT = torch.where(completions.mask_BT, policy_NV[at, token], 0.0)
         drawn_B = drawn_BT.sum(-1)
-        square += float(torch.where(drawn_B > -1e3, (2 * own_BT.sum(-1) - drawn_B).exp(), 0.0).sum())
+        square += float(torch.where(drawn_B > -1e3, (2 * policy_BT.sum(-1) - drawn_B).exp(), 0.0).sum())
     return 1.0 / square
 
 
-def against_the_sampler(setting: Setting) -> Setting:
-    """The same setting with the sampler as the reference, for terms that pull towards it."""
-    return dataclasses.replace(setting, ref_logp_NV=setting.recorded_logp_NV)
+def against_the_sampler(instance: Instance) -> Instance:
+    """The same instance with the sampler as the reference, for terms that pull towards it."""
+    return dataclasses.replace(instance, ref_logp_NV=instance.recorded_logp_NV)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl.oracle.algorithm_context import policy_loss
-from kl_comedy.kl.oracle.certificate import TOLERANCE, battery
-from kl_comedy.kl.oracle.enumeration import REGIMES, Loss, Rows, Setting
-from kl_comedy.kl.oracle.gradients import Moments, exact_moments
+from kl_comedy.kl.oracle.certificate import battery
+from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, Loss, Rows
+from kl_comedy.kl.oracle.gradients import exact_moments
 from kl_comedy.objective.policy_term import PolicyTerm
 from kl_comedy.registry import POLICY_CORRECTIONS, POLICY_LOSSES
 
@@ -38,7 +38,7 @@ class PolicyCertificate:
 
     ``relative_bias`` and ``cosine`` are against the reward gradient; ``variance`` is the trace variance of one
     completion's gradient over its squared norm; ``strength`` the multiple of it that the term contains. ``claimed``
-    says whether the term's parts claim exactness, ``exact`` whether it is, ``kept`` that no claim is broken.
+    says whether the term's parts claim exactness, ``exact`` whether it is, ``claim_holds`` that no claim is broken.
     ``update``: of the batch, the first one or a later one, where a recomputed proximal policy is not the current one.
     """
 
@@ -55,7 +55,7 @@ class PolicyCertificate:
     update: str = "first"
 
     @property
-    def kept(self) -> bool:
+    def claim_holds(self) -> bool:
         return self.exact or not self.claimed
 
     def row(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class PolicyCertificate:
             "update": self.update,
             "target": "reward" if self.exact else None,
             "claimed": "reward" if self.claimed else None,
-            "kept": self.kept,
+            "kept": self.claim_holds,
             "relative_bias": {"reward": self.relative_bias},
             "cosine": {"reward": self.cosine if math.isfinite(self.cosine) else None},
             "variance": self.variance,
@@ -92,7 +92,7 @@ def claims_exact(term: PolicyTerm, regime: str, update: str = "first") -> bool:
 
     On-policy every ratio is one, so it is enough that each part claims it. Off-policy the one ratio must be that of the
     whole completion, nothing may be dropped, and the loss must not bring a ratio of its own. At a later update of a
-    recomputed proximal policy nothing is exact: the weight ends at that policy, and the loss's ratio goes on per token.
+    recomputed proximal policy nothing is exact: the weight ends at that policy, and the rest of the ratio is per token.
     """
     if update == "later" and term.proximal == "recomputed":
         return False
@@ -115,31 +115,31 @@ def _unbounded(options: Any, facts: Any) -> bool:
     return all((options or {}).get(name) == value for name, value in facts["unbounded"].items())
 
 
-def reward_gradient(setting: Setting) -> Tensor:
+def reward_gradient(instance: Instance) -> Tensor:
     """The gradient ``[D]`` of ``-E_pi[R]``, by the chain over prefixes: no completion is enumerated."""
-    theta_D = setting.theta_D.clone().requires_grad_(True)
-    scalar = -expected_reward(setting, setting.policy_logp(theta_D))
+    theta_D = instance.theta_D.clone().requires_grad_(True)
+    scalar = -expected_reward(instance, instance.policy_logp(theta_D))
     return torch.autograd.grad(scalar, theta_D)[0]
 
 
-def expected_reward(setting: Setting, logp_NV: Tensor) -> Tensor:
+def expected_reward(instance: Instance, logp_NV: Tensor) -> Tensor:
     """``E[R]`` over completions drawn from next-token log-probs; differentiable."""
-    tree = setting.tree
+    tree = instance.tree
     reach_N = tree.reach(logp_NV)
     last_N = tree.depth_N == tree.length - 1
     if not tree.ends:
-        return (reach_N * setting.reward_N2[:, 0])[last_N].sum()
-    ended = (reach_N * logp_NV[:, 0].exp()) @ setting.reward_N2[:, 0]
-    cut = (reach_N * logp_NV[:, 1:].exp().sum(-1) * setting.reward_N2[:, 1])[last_N].sum()
+        return (reach_N * instance.reward_N2[:, 0])[last_N].sum()
+    ended = (reach_N * logp_NV[:, 0].exp()) @ instance.reward_N2[:, 0]
+    cut = (reach_N * logp_NV[:, 1:].exp().sum(-1) * instance.reward_N2[:, 1])[last_N].sum()
     return ended + cut
 
 
-def reward_loss(term: PolicyTerm, setting: Setting, *, baseline: float | None = None) -> Loss:
+def reward_loss(term: PolicyTerm, instance: Instance, *, baseline: float | None = None) -> Loss:
     """The policy term with the reward less ``baseline`` (None: the sampler's expected reward) as advantage."""
-    less = float(expected_reward(setting, setting.sampler_logp_NV)) if baseline is None else baseline
+    baseline_value = float(expected_reward(instance, instance.sampler_logp_NV)) if baseline is None else baseline
 
     def loss(rows: Rows, /) -> Tensor:
-        advantage_BT = torch.where(rows.mask_BT, (rows.reward_B - less)[:, None], 0.0)
+        advantage_BT = torch.where(rows.mask_BT, (rows.reward_B - baseline_value)[:, None], 0.0)
         return policy_loss(term, rows, advantage_BT)
 
     return loss
@@ -150,32 +150,32 @@ def certify_policy(
 ) -> list[PolicyCertificate]:
     """One certificate per regime and update of a batch.
 
-    Later updates say something new only of a term whose proximal policy is recomputed, and off-policy; the others have
+    Later updates say something new only off-policy and of a term whose proximal policy is recomputed; other terms have
     none. (On-policy the sampler is that policy: the term is then what it is off-policy with ``proximal: behaviour``.)
     """
-    pairs = [(regime, update) for regime in regimes for update in updates]
-    own = term.proximal == "recomputed"
+    recomputed = term.proximal == "recomputed"
     return [
         _certificate(name, term, regime, update)
-        for regime, update in pairs
-        if update == "first" or (own and regime != "on_policy")
+        for regime in regimes
+        for update in updates
+        if update == "first" or (recomputed and regime != "on_policy")
     ]
 
 
 def _certificate(name: str, term: PolicyTerm, regime: str, update: str) -> PolicyCertificate:
-    found = [(each, reward_gradient(each.setting)) for each in battery(regime)]
-    if update == "later":
-        found = [
-            (dataclasses.replace(each, setting=each.setting.at_a_later_update(HALFWAY)), target_D)
-            for each, target_D in found
-        ]
-    moments = [exact_moments(each.setting, reward_loss(term, each.setting)) for each, _ in found]
-    exact = all(hits(m, target_D) for m, (_, target_D) in zip(moments, found, strict=True))
-    shown = [(m, target_D) for m, (each, target_D) in zip(moments, found, strict=True) if each.shown]
-    bias = _mean([m.relative_bias(target_D) for m, target_D in shown])
-    cosine = _mean([m.cosine(target_D) for m, target_D in shown])
-    strength = _mean([float(m.gradient_D @ t) / float(t.square().sum()) for m, t in shown])
-    variance = _mean([m.variance / float(t.square().sum()) for m, t in shown])
+    exact, figures = True, []
+    for each in battery(regime):
+        target_D = reward_gradient(each.instance)
+        instance = each.instance.at_a_later_update(HALFWAY) if update == "later" else each.instance
+        moments = exact_moments(instance, reward_loss(term, instance))
+        exact = exact and moments.equals(target_D)
+        if each.shown:
+            square = float(target_D.square().sum())
+            strength = float(moments.gradient_D @ target_D) / square
+            figures.append(
+                (moments.relative_bias(target_D), moments.cosine(target_D), strength, moments.variance / square)
+            )
+    bias, cosine, strength, variance = (sum(column) / len(column) for column in zip(*figures, strict=True))
     return PolicyCertificate(
         name=name,
         term=term,
@@ -191,12 +191,6 @@ def _certificate(name: str, term: PolicyTerm, regime: str, update: str) -> Polic
     )
 
 
-def hits(moments: Moments, target_D: Tensor) -> bool:
-    """Equal up to rounding, which grows with the noise that was summed over."""
-    scale = float(target_D.norm()) + math.sqrt(moments.variance) + float(moments.gradient_D.norm())
-    return float((moments.gradient_D - target_D).norm()) <= TOLERANCE * max(scale, 1e-3)
-
-
 def _sentence(exact: bool, bias: float, cosine: float, strength: float) -> str:
     if exact:
         return "the reward gradient of the current policy"
@@ -208,7 +202,3 @@ def _json(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _json(each) for name, each in value.items()}
     return str(value) if isinstance(value, float) and math.isinf(value) else value
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
