@@ -98,7 +98,7 @@ ROOTS = "train|stream|kl|kl_error|kl_term|policy|grad|value|beta|time|eval|audit
 
 
 def logged_patterns() -> set[str]:
-    """Every string in training/, evaluation/ and lab/audit/ that is a metric's name, ``*`` where a value is filled in."""
+    """Every string in training, evaluation and lab/audit that is a metric's name, ``*`` where a value is filled in."""
     found = set()
     for file in [
         *(generate_docs.SOURCE / "training").rglob("*.py"),
