@@ -1,0 +1,76 @@
+"""Filters, exports, and the columns of a frame of runs."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from kl_comedy.errors import UserError
+from kl_comedy.tracking.runs import drop_columns, read_runs, translate
+
+FRAME = pd.DataFrame(
+    {
+        "run_id": ["a1", "02"],
+        "status": ["FINISHED", "RUNNING"],
+        "params.seed": ["0", "1"],
+        "params.optimizer.lr": ["0.0001", "1e-05"],
+        "params.output": ["/somewhere", "/else"],
+        "params.lora": ["null", None],
+        "tags.run.dir": ["x", "y"],
+        "tags.kl.label": ["no KL", "0.10 k3_reverse_token in loss"],
+        "metrics.train/reward": [0.1 + 0.2, math.nan],
+        "metrics.kl/x": [math.inf, 1e-300],
+        "duration_s": [1.5, math.nan],
+    }
+)
+
+
+def test_filters_with_short_names():
+    for where, mlflow in {
+        "seed = 0": "params.`seed` = '0'",
+        "seed='0' and optimizer.lr = 1e-06": "params.`seed` = '0' AND params.`optimizer.lr` = '1e-06'",
+        "train/reward > 0.5": "metrics.`train/reward` > 0.5",
+        "metrics.kl_x >= 1": "metrics.`kl_x` >= 1",
+        "tags.kl.label LIKE 'k3%'": "tags.`kl.label` LIKE 'k3%'",
+        'tags.`kl.label` = "it\'s"': 'tags.`kl.label` = "it\'s"',
+        "status = 'FINISHED'": "attributes.status = 'FINISHED'",
+        "attributes.run_id IN ('a','b')": "attributes.run_id IN ('a', 'b')",
+        "": "",
+    }.items():
+        assert translate(where).text == mlflow
+    assert translate("seed = 0 and train/reward > 0.5 and status = 'x'").keys == (
+        "params.seed",
+        "metrics.train/reward",
+        "attributes.status",
+    )
+    for where in ("seed = 0 OR seed = 1", "seed = 0; drop table", "seed = 'open", "= &"):
+        with pytest.raises(UserError, match="--where"):
+            translate(where)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_an_export_reads_back_as_it_was(tmp_path, suffix):
+    file = tmp_path / f"runs.{suffix}"
+    FRAME.to_csv(file, index=False) if suffix == "csv" else FRAME.to_parquet(file, index=False)
+    runs = read_runs(file)
+    pd.testing.assert_frame_equal(runs, FRAME, check_exact=True, check_dtype=False)
+    assert runs["params.optimizer.lr"].tolist() == ["0.0001", "1e-05"], "texts stay texts"
+
+
+def test_a_file_that_is_no_export_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("name,mean\nx,1\n")
+    (tmp_path / "a.parquet").write_text("no")
+    for name, message in (("a.csv", "lacks run_id"), ("a.parquet", "cannot be read"), ("b.csv", "no such export")):
+        with pytest.raises(UserError, match=message):
+            read_runs(tmp_path / name)
+    with pytest.raises(UserError):
+        read_runs(f"sqlite:///{tmp_path}/absent.db")
+
+
+def test_columns_are_dropped_by_name_or_pattern():
+    columns = list(drop_columns(FRAME, ["run.*", "output", "metrics.kl/*"]).columns)
+    assert columns == [name for name in FRAME if name not in ("tags.run.dir", "params.output", "metrics.kl/x")]
+    assert list(drop_columns(FRAME, []).columns) == list(FRAME.columns)
+    for pattern, message in (("outputs", "did you mean 'output'"), ("run_*", "run_id stays")):
+        with pytest.raises(UserError, match=message):
+            drop_columns(FRAME, [pattern])

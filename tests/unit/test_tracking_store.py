@@ -1,0 +1,117 @@
+"""What is recorded of a run's origin; names, secrets and addresses; whether a process is dead."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kl_comedy.errors import UserError
+from kl_comedy.tracking import provenance, store
+from kl_comedy.tracking.provenance import HOST, NAMESPACE, PID, START, is_dead, process_tags
+from kl_comedy.tracking.store import redact
+
+
+@settings(deadline=None)
+@given(st.text(max_size=300))
+def test_clean_names_are_names_mlflow_accepts(name):
+    from mlflow.utils.validation import _validate_metric_name
+
+    clean = store.clean_name(name)
+    _validate_metric_name(clean)
+    assert store.clean_name(clean) == clean
+    path = store.clean_path(name)
+    assert path and not path.startswith("/") and ".." not in path.split("/")
+
+
+@pytest.mark.parametrize("size", [10, 100, 101, 6001])
+def test_a_shortened_text_keeps_the_limit_and_names_its_length(size):
+    text = store.shorten("x" * size, 100)
+    assert len(text) <= 100 and (text == "x" * size) == (size <= 100)
+    assert size <= 100 or str(size) in text
+
+
+def test_secrets_are_hidden_by_key_and_by_shape():
+    for key in ("model.options.token", "HF_TOKEN", "rollout.options.api_key", "db.password"):
+        assert redact("abc", key) == "***" and "abc" not in redact(f"{key}=abc")
+    for key, value in {"kl.0.level": "token", "data.max_tokens": "512", "model.tokenizer": "gpt2"}.items():
+        assert redact(value, key) == value and redact(f"{key}={value}") == f"{key}={value}"
+    assert redact("http://user:pw@host:5000/x") == "http://***@host:5000/x"
+    assert "hf_" not in redact("--token hf_abcdefghijklmnopqrstuvwxyz")
+
+
+def test_addresses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert store.check_uri("sqlite:///a b/mlflow.db") == f"sqlite:///{tmp_path}/a b/mlflow.db"
+    assert store.check_uri("http://host:5000") == "http://host:5000"
+    assert store.check_uri("postgresql+psycopg://u:p@h/db") == "postgresql+psycopg://u:p@h/db"
+    with pytest.raises(UserError) as caught:
+        store.check_uri("ftp://me:pw@host")
+    assert "pw" not in str(caught.value)
+
+
+def git(folder, *arguments):
+    words = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_provenance_names_the_commit_and_no_secret(tmp_path, monkeypatch):
+    assert provenance.provenance_tags(tmp_path)["git.commit"] == "unknown"
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("1")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "x")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("MY_PASSWORD", "hunter2")
+    arguments = ["train", "model.options.token=hunter2 2", "x=a b", "https://me:hunter2@host"]
+    monkeypatch.setattr(sys, "argv", ["/bin/kl-comedy", *arguments])
+    tags = provenance.provenance_tags(tmp_path)
+    assert tags["git.commit"] == git(tmp_path, "rev-parse", "HEAD")
+    assert tags["git.dirty"] == "false" and "git.diff" not in tags
+    assert tags["slurm.job_id"] == "77" and tags["version.torch"] and float(tags["host.memory_gib"]) > 0
+    assert tags["command"] == "kl-comedy train 'model.options.token=***' 'x=a b' 'https://***@host'"
+    assert "hunter2" not in "".join(tags.values())
+    (tmp_path / "file").write_text("2")
+    dirty = provenance.provenance_tags(tmp_path)
+    assert dirty["git.dirty"] == "true"
+    (tmp_path / "file").write_text("3")
+    assert provenance.provenance_tags(tmp_path)["git.diff"] != dirty["git.diff"]
+
+
+def test_a_dirty_checkout_leaves_a_diff_that_applies_and_hides_secrets(tmp_path):
+    repo, out = tmp_path / "repo", tmp_path / "out"
+    (repo / "src" / "kl_comedy").mkdir(parents=True)
+    git(repo, "init", "-q")
+    (repo / "file").write_text("one\n")
+    git(repo, "add", "file")
+    git(repo, "commit", "-q", "-m", "x")
+    (packages,) = provenance.provenance_files(out / "clean", repo)
+    assert packages.name == "packages.txt" and "\ntorch==" in packages.read_text()
+    (repo / "file").write_text("two\n")
+    (repo / "src" / "kl_comedy" / "new.py").write_text("x = 1\n")
+    (repo / "private.txt").write_text("not of the package\n")
+    _, diff = provenance.provenance_files(out / "dirty", repo)
+    assert "private" not in diff.read_text()
+    git(repo, "stash", "-q", "-u")
+    git(repo, "apply", str(diff))
+    assert (repo / "file").read_text() == "two\n" and (repo / "src/kl_comedy/new.py").read_text() == "x = 1\n"
+    (repo / "file").write_text("uri: postgresql://me:hunter2@host/db\n")
+    assert "hunter2" not in provenance.provenance_files(out / "secret", repo)[1].read_text()
+
+
+def test_which_processes_are_dead():
+    tags = process_tags()
+    assert is_dead(tags) is False
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead({**tags, PID: str(child.pid), START: ""}) is True, "a zombie"
+    child.wait()
+    assert is_dead({**tags, PID: str(child.pid)}) is True
+    assert is_dead({**tags, START: str(float(tags[START]) - 100)}) is True, "its process id was used again"
+    assert is_dead({**tags, START: ""}) is False
+    gone = {**tags, PID: "999999999"}
+    assert is_dead(gone) is True
+    for unknown in ({**gone, HOST: "elsewhere"}, {**gone, NAMESPACE: "pid:[1]"}, {**tags, PID: "?"}, {}):
+        assert is_dead(unknown) is None
