@@ -1,9 +1,10 @@
-"""The documented store of a cluster: PostgreSQL behind an MLflow server; twenty writers at once lose nothing.
+"""Twenty runs that log into one store at the same time lose nothing: SQLite, and PostgreSQL behind an MLflow server.
 
-Skipped where there is no PostgreSQL (Debian: apt-get install postgresql) or no psycopg2 (pip install psycopg2-binary).
+PostgreSQL is skipped where it is missing (Debian: apt-get install postgresql) or psycopg2 is (psycopg2-binary).
 """
 
 import importlib.util
+import multiprocessing
 import os
 import pwd
 import shutil
@@ -12,21 +13,82 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from test_sweep_store import METRICS, STEPS, WRITER, WRITERS
 
+from kl_comedy.errors import RunFailed
 from kl_comedy.slurm.manifest import Manifest
 from kl_comedy.slurm.submit import create_stores
+from kl_comedy.tracking.logger import RunLogger
+from kl_comedy.tracking.runs import history, runs_frame
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+WRITERS, STEPS, METRICS = 20, 40, 5
+
+
+def manifest(folder, *stores):
+    texts = dict.fromkeys(("base", "base_sha256", "package_version"), "")
+    return Manifest(
+        name="many",
+        directory=str(folder),
+        plugins=(),
+        evaluate=None,
+        max_parallel=None,
+        stores=stores,
+        cells=(),
+        **texts,
+    )
+
+
+def write_runs(uri, folder):
+    """Log twenty runs from twenty processes at once."""
+    create_stores(manifest(folder, (uri, "many"), ("none", "many")))
+    create_stores(manifest(folder, (uri, "many")))  # a second time changes nothing
+
+    def write(name):
+        config = SimpleNamespace(uri=uri, experiment="many", flush_every=5, tags={"sweep": "many"})
+        logger = RunLogger.start(config, run_dir=folder / name, run_name=name, params={"seed": name}, tags={})
+        for step in range(1, STEPS + 1):
+            logger.log_metrics({f"train/m{n}": float(step * n) for n in range(METRICS)}, step)
+            if step % 5 == 0:
+                logger.commit(step)
+        logger.finish()
+        assert not logger._warned
+
+    children = [multiprocessing.get_context("fork").Process(target=write, args=(str(n),)) for n in range(WRITERS)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(550)
+    assert [child.exitcode for child in children] == [0] * WRITERS
+
+
+@pytest.mark.slow
+def test_twenty_writers_on_sqlite_lose_no_metric(tmp_path):
+    uri = f"sqlite:///{tmp_path}/store.db"
+    write_runs(uri, tmp_path)
+    frame = runs_frame(uri, "many")
+    assert sorted(frame["params.seed"], key=int) == [str(n) for n in range(WRITERS)]
+    for n in range(METRICS):
+        curves = history(uri, frame["run_id"], f"train/m{n}")
+        assert curves["step"].tolist() == list(range(1, STEPS + 1)) * WRITERS
+        assert (curves["value"] == curves["step"] * n).all()
+
+
+def test_a_store_that_cannot_be_created_is_one_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    sweep = manifest(tmp_path, (f"sqlite:///{tmp_path}/file/store.db", "many"))
+    with pytest.raises(RunFailed, match="the results store cannot be created"):
+        create_stores(sweep)
+    create_stores(replace(sweep, stores=()))
 
 
 def program(name):
     """A PostgreSQL program; Debian keeps them off the PATH, by version."""
-    found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
-    return str(found[-1]) if found else shutil.which(name)
+    paths = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return str(paths[-1]) if paths else shutil.which(name)
 
 
 def free_port():
@@ -40,9 +102,9 @@ def as_postgres(*words):
     return ["runuser", "-u", "postgres", "--", *words] if os.getuid() == 0 else list(words)
 
 
-def wait_for(what, seconds):
+def wait_for(condition, seconds):
     deadline = time.monotonic() + seconds
-    while not what():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
@@ -88,22 +150,8 @@ def tracking(postgres, tmp_path_factory):
     """An MLflow server over it, as docs/clusters.md starts it."""
     folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
     store = postgres.replace("postgresql:", "postgresql+psycopg2:")
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--backend-store-uri",
-        store,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--workers",
-        "2",
-        "--artifacts-destination",
-        str(folder / "artifacts"),
-    ]
+    options = f"--backend-store-uri {store} --host 127.0.0.1 --port {port} --workers 2 --artifacts-destination"
+    command = [sys.executable, "-m", "mlflow", "server", *options.split(), str(folder / "artifacts")]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     uri = f"http://127.0.0.1:{port}"
@@ -123,31 +171,10 @@ def tracking(postgres, tmp_path_factory):
         server.wait(timeout=60)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_twenty_writers_through_a_server_on_postgres_lose_no_metric(tracking, postgres, tmp_path):
-    planned = Manifest(
-        name="many",
-        directory=str(tmp_path),
-        base="",
-        base_sha256="",
-        plugins=(),
-        evaluate=None,
-        max_parallel=None,
-        stores=((tracking, "many"),),
-        package_version="",
-        cells=(),
-    )
-    create_stores(planned)
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, tracking, str(tmp_path / str(n)), str(n), str(STEPS), str(METRICS)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for n in range(WRITERS)
-    ]
-    said = [child.communicate(timeout=800)[1] for child in children]
-    assert [child.returncode for child in children] == [0] * WRITERS, said
-    assert said == [""] * WRITERS
+    write_runs(tracking, tmp_path)
     import psycopg2
 
     with psycopg2.connect(postgres) as connection, connection.cursor() as cursor:
