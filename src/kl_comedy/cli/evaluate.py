@@ -56,7 +56,7 @@ from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling
 from kl_comedy.tracking.store import clean_path
-from kl_comedy.training.build import eval_sampling, load_raw, render_all
+from kl_comedy.training.build import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.eval_metrics import completion_measure, load_eval_reference
 from kl_comedy.training.experience import derive_seed
 
@@ -145,10 +145,10 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
 def _evaluated(config: Config, console: Console) -> list[EvalResult]:
     if not config.data.eval:
         raise UserError("data.eval: names no set to evaluate on")
-    raw = load_raw(config, train=False)
+    raw = load_problem_sets(config, train=False)
     loaded = load_model(config.model)
     measure = completion_measure(config, loaded=loaded, reference=load_eval_reference(config, loaded))
-    problems = render_all(config, raw, loaded)
+    problems = render_prompts(config, raw, loaded)
     backend = ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=loaded)
     results = []
     with RewardSum(config.rewards) as scorer:

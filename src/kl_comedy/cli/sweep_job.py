@@ -29,7 +29,7 @@ def cell(
     """
     from kl_comedy.slurm.manifest import read_sweep
     from kl_comedy.slurm.servers import await_servers
-    from kl_comedy.training.callbacks import stop_requests
+    from kl_comedy.training.stop_signals import stop_requests
 
     with stop_requests():  # before the heavy imports, so that an early signal is not lost
         loaded = read_sweep(sweep)
@@ -71,7 +71,7 @@ def _recorded_attempt(sweep: Sweep, cell: Cell, stage: str) -> Iterator[None]:
         code, reason = 0, ""
     except (UserError, RunFailed) as error:
         code = 2 if isinstance(error, UserError) else REQUEUE_EXIT_CODE if isinstance(error, RunStopped) else 1
-        reason = str(error).split("; resume with: ")[0].split("; go on with: ")[0]
+        reason = str(error).split("; resume with: ")[0].split("; resume with: ")[0]
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"

@@ -1,15 +1,12 @@
-"""The processes of one run: how they start, who is who, and what they tell each other.
+"""The processes of one run: who is who, exchanges between them, and sampling and scoring spread over them.
 
-Lightning's launcher starts ``train.devices`` processes on one node; srun and torchrun start their own. The group is
-there before anything is built, so that weights can be streamed into their shards. Whatever one process alone may
-stumble over goes through :meth:`World.together`: then all fail alike, and none waits for one that is gone.
-
-Sampling and scoring divided over the processes of a run, seen by everyone as if one had done them.
+Lightning's Trainer starts the processes (or srun and torchrun do). What may fail on one rank alone goes through
+:meth:`Ranks.raise_on_all_ranks`, so that no rank waits for another that has stopped.
 
     prompts -> each rank draws its part -> all rows on every rank -> each rank scores its part -> all rewards
 
-Rows are text and ids, so every rank holding all of them costs little and keeps the rest simple: baselines,
-denominators, the plan of micro-batches and the stream's state are the same everywhere, whatever the number of ranks.
+Every rank holds all rows (text and ids), so baselines, denominators, micro-batch plans and the stream's state are the
+same on all of them.
 """
 
 from __future__ import annotations
@@ -26,13 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from kl_comedy.config import SHARDED, Config
+from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.models import LoadedModel, load_model
-from kl_comedy.models.load import DTYPES
 from kl_comedy.models.sharding import whole_skeleton
 from kl_comedy.models.weights import copy_into, stream_weights, weight_bytes
-from kl_comedy.records import Prompt, Reward, Rollout, Scored
+from kl_comedy.records import Prompt, Rollout, Scored
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts import RolloutBackend, Sampling
 from kl_comedy.training.experience import Scorer
@@ -43,20 +39,23 @@ TIMEOUT = timedelta(hours=2)
 """How long a process waits for the others in one exchange: longer than the longest evaluation of a slow rank."""
 
 LAUNCHED = "KL_COMEDY_LAUNCHED"
-"""Set for processes that a run started itself: their outcome is the first one's, and they end with exit code 0."""
+"""Set in processes that a run started: rank 0 reports the outcome, and they exit with code 0."""
 
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", LAUNCHED, "OMP_NUM_THREADS")
 
 
 class RankFailed(RuntimeError):
-    """Something outside our errors failed on one process; raised on all."""
+    """An error other than :class:`UserError` and :class:`RunFailed` on one rank; raised on all."""
+
+
+_RAISED_AS_IS = {"UserError": UserError, "RunFailed": RunFailed}
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class Ranks:
     """``size`` processes, this one being ``rank``. ``sharded``: the policy is split over them (FSDP).
 
-    With one process every exchange is the identity.
+    With one process every exchange is the identity. All ranks must call the exchanging methods, in the same order.
     """
 
     rank: int = 0
@@ -64,37 +63,37 @@ class World:
     sharded: bool = False
 
     @property
-    def first(self) -> bool:
-        """The process that prints, logs and writes."""
+    def is_rank_zero(self) -> bool:
+        """Rank 0 prints, logs and writes."""
         return self.rank == 0
 
-    def share(self, items: Sequence[T]) -> list[T | None]:
-        """Every ``size``-th item from this rank on, filled up with None: equally many on all ranks.
+    def split(self, items: Sequence[T]) -> list[T | None]:
+        """Every ``size``-th item from this rank on, padded with None to the same length on all ranks.
 
-        >>> World(rank=1, size=2).share("abc")
+        >>> Ranks(rank=1, size=2).split("abc")
         ['b', None]
         """
-        own: list[T | None] = list(items[self.rank :: self.size])
-        return own + [None] * (-(-len(items) // self.size) - len(own))
+        mine: list[T | None] = list(items[self.rank :: self.size])
+        return mine + [None] * (-(-len(items) // self.size) - len(mine))
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """This rank's part of ``count`` things in order: contiguous, as even as possible.
+        """This rank's contiguous part of ``count`` items, as even as possible.
 
-        >>> [World(rank=rank, size=2).bounds(5) for rank in range(2)]
+        >>> [Ranks(rank=rank, size=2).bounds(5) for rank in range(2)]
         [(0, 2), (2, 5)]
         """
         return count * self.rank // self.size, count * (self.rank + 1) // self.size
 
     def gather(self, item: T) -> list[T]:
-        """What every rank gave, in order, on every rank."""
+        """The items of all ranks, in the order of ranks, on every rank."""
         if self.size == 1:
             return [item]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, item)
-        return found
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item)
+        return items
 
     def broadcast(self, item: T) -> T:
-        """What the first rank gave."""
+        """The item of rank 0."""
         if self.size == 1:
             return item
         box = [item]
@@ -107,11 +106,10 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def together(self, action: Callable[[], T]) -> T:
-        """Do ``action`` on every rank; where it fails on one, raise on all.
+    def raise_on_all_ranks(self, action: Callable[[], T]) -> T:
+        """Call ``action`` on every rank; where it fails on one, raise on all.
 
-        A :class:`UserError` or :class:`RunFailed` stays one; what else a machine can do to a process (no memory, no
-        disk) becomes :class:`RankFailed`.
+        :class:`UserError` and :class:`RunFailed` keep their type, any other exception becomes :class:`RankFailed`.
         """
         if self.size == 1:
             return action()
@@ -121,87 +119,67 @@ class World:
             result = action()
         except (Exception, CheckpointException) as error:
             failure = error
-        told = self.gather(None if failure is None else (_kind(failure), str(failure)))
-        for rank, said in enumerate(told):
-            if said is not None:
-                kind, text = said
+        kind = next((name for name, cls in _RAISED_AS_IS.items() if isinstance(failure, cls)), "RankFailed")
+        for rank, report in enumerate(self.gather(None if failure is None else (kind, str(failure)))):
+            if report is not None:
                 where = "" if rank == 0 else f" (on rank {rank})"
-                raise {"UserError": UserError, "RunFailed": RunFailed}.get(kind, RankFailed)(text + where) from failure
+                raise _RAISED_AS_IS.get(report[0], RankFailed)(report[1] + where) from failure
         done: T = result
         return done
 
+    def on_rank_zero(self, action: Callable[[], T]) -> T | None:
+        """Call ``action`` on rank 0 only, and raise on all ranks where it fails. None on the other ranks."""
+        return self.raise_on_all_ranks(lambda: action() if self.is_rank_zero else None)
 
-ALONE = World()
 
-
-def _kind(error: BaseException) -> str:
-    return next((kind.__name__ for kind in (UserError, RunFailed) if isinstance(error, kind)), "other")
+SINGLE_PROCESS = Ranks()
 
 
 @contextlib.contextmanager
-def joined(config: Config) -> Iterator[World]:
-    """Start the processes of a run and connect them; with ``train.strategy: single`` nothing happens.
-
-    Raises :class:`UserError` where what started this process (srun, torchrun) started another number.
-    """
-    train = config.train
-    if train.strategy == "single":
-        yield ALONE
-        return
-    import lightning
-    from lightning.fabric.strategies import DDPStrategy
-
-    on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
+def process_state_restored(threads: int | None = None) -> Iterator[None]:
+    """Compute with ``threads`` threads inside; afterwards threads, environment and process group are as before."""
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    threads = torch.get_num_threads()  # the launcher divides the cores by the processes
-    os.environ[LAUNCHED] = "1"
+    threads_before = torch.get_num_threads()  # Lightning's launcher divides the cores by the processes
     try:
-        environment = cluster_environment(train.nodes)
-        strategy = DDPStrategy(
-            cluster_environment=environment,
-            process_group_backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            timeout=TIMEOUT,
-        )
-        fabric = lightning.Fabric(
-            accelerator="gpu" if on_gpu else "cpu", devices=train.devices, num_nodes=train.nodes, strategy=strategy
-        )
-        try:
-            fabric.launch()
-        except ValueError as error:  # srun with other numbers than the config's
-            raise UserError(f"train.devices, train.nodes: {error}") from error
-        size = fabric.world_size
-        if size != dist.get_world_size():
-            raise bad_value("train.devices", train.devices, f"{dist.get_world_size()} processes in all")
-        yield World(rank=fabric.global_rank, size=size, sharded=train.strategy in SHARDED)
+        torch.set_num_threads(threads or threads_before)
+        yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads_before)
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
 
 
-def cluster_environment(nodes: int = 1) -> Any:
-    """Who starts the processes: SLURM, torchrun, or Lightning's launcher. SLURM's handlers stay off: we have ours.
+def cluster_environment(config: Config) -> Any:
+    """Who starts the processes: SLURM, torchrun, or Lightning's launcher. SLURM's own signal handlers stay off.
 
-    Raises :class:`UserError` where ``nodes`` are several and nobody starts the others, which would be waited for.
+    Raises :class:`UserError` where several nodes are asked for and nothing starts processes on the others, and where
+    srun or torchrun started another number of processes than the config says.
     """
-    from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+    from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
+    devices, nodes = config.train.devices, config.train.nodes
     if TorchElasticEnvironment.detect():
-        return TorchElasticEnvironment()
-    if SLURMEnvironment.detect():
-        return SLURMEnvironment(auto_requeue=False)
-    if nodes > 1 and "NODE_RANK" not in os.environ:
-        raise bad_value(
-            "train.nodes",
-            nodes,
-            "1 where nothing starts processes on other nodes",
-            "start it by srun, by torchrun on each node, or as a sweep's cell",
-        )
-    return LightningEnvironment()
+        environment: Any = TorchElasticEnvironment()
+    elif SLURMEnvironment.detect():
+        environment = SLURMEnvironment(auto_requeue=False)
+    else:
+        environment = LightningEnvironment()
+        if nodes > 1 and "NODE_RANK" not in os.environ:
+            raise bad_value(
+                "train.nodes",
+                nodes,
+                "1 where nothing starts processes on other nodes",
+                "start it by srun, by torchrun on each node, or as a sweep's cell",
+            )
+    try:
+        environment.validate_settings(num_devices=devices, num_nodes=nodes)
+    except ValueError as error:
+        raise UserError(f"train.devices, train.nodes: {error}") from error
+    return environment
 
 
 class PartialBackend(RolloutBackend, Protocol):
@@ -214,15 +192,15 @@ class PartialBackend(RolloutBackend, Protocol):
         ...
 
 
-class DividedBackend:
+class ShardedRollouts:
     """A :class:`RolloutBackend` of which each rank draws the completions of its own prompts, whole groups.
 
-    ``inner`` is this rank's sampler; it draws a part of a batch as it would draw it among the whole, so completions do
-    not depend on the number of ranks.
+    ``inner`` draws a part of a batch as it would draw it among the whole, so completions do not depend on the number
+    of ranks. ``refresh`` brings its weights up to date.
     """
 
-    def __init__(self, inner: PartialBackend, world: World, *, refresh: Callable[[], None] | None = None) -> None:
-        self._inner, self._world, self._refresh = inner, world, refresh
+    def __init__(self, inner: PartialBackend, ranks: Ranks, *, refresh: Callable[[], None] | None = None) -> None:
+        self._inner, self._ranks, self._refresh = inner, ranks, refresh
 
     @property
     def version(self) -> int:
@@ -238,107 +216,77 @@ class DividedBackend:
 
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
         """See :class:`RolloutBackend`; what fails on one rank is raised on all."""
-        part = self._world.bounds(len(prompts))
-
-        def draw() -> list[Rollout]:
-            return self._inner.generate_part(prompts, part, group_size=group_size, sampling=sampling, seed=seed)
-
-        own = [_to_plain(rollout) for rollout in self._world.together(draw)]
-        return [_from_plain(row, prompts) for rows in self._world.gather(own) for row in rows]
-
-
-def _to_plain(rollout: Rollout) -> tuple[Any, ...]:
-    return (
-        rollout.group_id,
-        rollout.completion_ids,
-        rollout.logps,
-        rollout.versions,
-        rollout.stop_reason,
-        rollout.text,
-    )
+        part = self._ranks.bounds(len(prompts))
+        mine = self._ranks.raise_on_all_ranks(
+            lambda: self._inner.generate_part(prompts, part, group_size=group_size, sampling=sampling, seed=seed)
+        )
+        # Prompts are on every rank already, so they are left out of the exchange.
+        gathered = self._ranks.gather([replace(rollout, prompt=None) for rollout in mine])  # type: ignore[arg-type]
+        return [replace(rollout, prompt=prompts[rollout.group_id]) for rows in gathered for rollout in rows]
 
 
-def _from_plain(row: tuple[Any, ...], prompts: Sequence[Prompt]) -> Rollout:
-    group, ids, logps, versions, reason, text = row
-    return Rollout(
-        prompt=prompts[group],
-        group_id=group,
-        completion_ids=ids,
-        logps=logps,
-        versions=versions,
-        stop_reason=reason,
-        text=text,
-    )
-
-
-class DividedScorer:
+class ShardedScorer:
     """A scorer of which each rank judges its part of the completions."""
 
-    def __init__(self, inner: Scorer, world: World) -> None:
-        self._inner, self._world = inner, world
+    def __init__(self, inner: Scorer, ranks: Ranks) -> None:
+        self._inner, self._ranks = inner, ranks
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
-        start, end = self._world.bounds(len(rollouts))
-        own = self._world.together(lambda: self._inner.score(rollouts[start:end]))
-        rewards: list[Reward] = [
-            reward for found in self._world.gather([row.reward for row in own]) for reward in found
-        ]
+        start, end = self._ranks.bounds(len(rollouts))
+        mine = self._ranks.raise_on_all_ranks(lambda: self._inner.score(rollouts[start:end]))
+        rewards = [reward for part in self._ranks.gather([row.reward for row in mine]) for reward in part]
         return [Scored(rollout=rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
 
 
-def load_policy(config: Config, world: World) -> LoadedModel:
-    """The policy: whole in every process, or in shards. Raises :class:`UserError` on every process alike."""
-    if not world.sharded:
-        return world.together(lambda: load_model(config.model))
+def load_policy(config: Config, ranks: Ranks) -> LoadedModel:
+    """The policy: whole in every process, or in shards. Raises :class:`UserError` on all ranks."""
+    if not ranks.sharded:
+        return ranks.raise_on_all_ranks(lambda: load_model(config.model))
     from kl_comedy.models.sharding import load_sharded
 
-    return load_sharded(config.model, limit_bytes=_limit_bytes(config))
+    return load_sharded(config.model, limit_bytes=_replica_limit_bytes(config))
 
 
-def build_backend(config: Config, loaded: LoadedModel, world: World) -> RolloutBackend:
-    """This rank's sampler, and around it what divides the work where the run has several processes."""
-    entry = ROLLOUTS.get(config.rollout.backend)
+def build_backend(config: Config, loaded: LoadedModel, ranks: Ranks) -> RolloutBackend:
+    """This rank's sampler and, with several processes, what spreads the prompts over the ranks."""
+    build: Callable[..., Any] = ROLLOUTS.get(config.rollout.backend).fn
     if config.train.strategy == "single":
-        single: RolloutBackend = entry.fn(config.rollout, loaded=loaded)
+        single: RolloutBackend = build(config.rollout, loaded=loaded)
         return single
-    if not world.sharded:
-        return DividedBackend(entry.fn(config.rollout, loaded=loaded), world)
-    replica = world.together(
-        lambda: make_replica(
-            loaded,
-            lambda: whole_skeleton(config.model),
-            limit_bytes=_limit_bytes(config),
-            bucket_bytes=config.rollout.bucket_mib * 2**20,
-        )
-    )
+    if not ranks.sharded:
+        return ShardedRollouts(build(config.rollout, loaded=loaded), ranks)
+    replica = ranks.raise_on_all_ranks(lambda: Replica.build(config, loaded))
     replica.refresh()
-    return DividedBackend(entry.fn(config.rollout, loaded=replica.loaded), world, refresh=replica.refresh)
+    return ShardedRollouts(build(config.rollout, loaded=replica.loaded), ranks, refresh=replica.refresh)
 
 
-def _limit_bytes(config: Config) -> int:
+def _replica_limit_bytes(config: Config) -> int:
     return int(config.rollout.replica_gib * 2**30)
 
 
-def make_replica(loaded: LoadedModel, build: Callable[[], Any], *, limit_bytes: int, bucket_bytes: int) -> Replica:
-    """A whole copy of a sharded policy to sample from, where it fits ``limit_bytes``; else a :class:`UserError`."""
-    size = weight_bytes(loaded.model)
-    if size > limit_bytes:
-        raise UserError(
-            f"rollout.replica_gib: got {limit_bytes / 2**30:g}; this policy takes {size / 2**30:.1f} GiB, and the hf "
-            "backend samples from a whole copy of it on every rank; raise the limit where that fits"
-        )
-    return Replica(loaded, build(), bucket_bytes)
-
-
 class Replica:
-    """Holds a whole copy of a sharded policy; :meth:`refresh` streams the weights into it, bucket by bucket."""
+    """A whole copy of a sharded policy to sample from; :meth:`refresh` streams the weights into it."""
 
     def __init__(self, loaded: LoadedModel, model: Any, bucket_bytes: int) -> None:
         self._source, self._bucket_bytes = loaded.model, bucket_bytes
         dtype = next(iter(loaded.model.parameters())).dtype
-        assert dtype in DTYPES.values()
         self.loaded = replace(loaded, model=model.to(dtype).to(loaded.device).requires_grad_(False).eval())
 
+    @classmethod
+    def build(cls, config: Config, loaded: LoadedModel) -> Replica:
+        """Raises :class:`UserError` where the copy does not fit ``rollout.replica_gib``."""
+        size, limit = weight_bytes(loaded.model), _replica_limit_bytes(config)
+        if size > limit:
+            raise UserError(
+                f"rollout.replica_gib: got {limit / 2**30:g}; this policy takes {size / 2**30:.1f} GiB, and the hf "
+                "backend samples from a whole copy of it on every rank; raise the limit where that fits"
+            )
+        return cls(loaded, whole_skeleton(config.model), config.rollout.bucket_mib * 2**20)
+
     def refresh(self) -> None:
-        """Take over the policy's weights; all ranks must call."""
+        """Copy the policy's weights; all ranks must call."""
         copy_into(self.loaded.model, stream_weights(self._source, self._bucket_bytes))
+
+
+World, ALONE, DividedScorer = Ranks, SINGLE_PROCESS, ShardedScorer  # names before the rename
+Ranks.first, Ranks.share, Ranks.together = Ranks.is_rank_zero, Ranks.split, Ranks.raise_on_all_ranks  # type: ignore

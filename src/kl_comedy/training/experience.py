@@ -1,19 +1,11 @@
-"""Seeds derived from what is being drawn, so that nothing depends on how often a generator was used.
-
-A resumed run draws the same numbers because every draw has a name: ``(seed, purpose, index)``.
-
-Scored rollouts as primitives and tensors, so that a checkpoint loads with ``weights_only=True``.
-
-The experience stream: what the trainer iterates over, one item per optimizer update.
+"""The experience stream: what the trainer iterates over, one item per optimizer update.
 
     source -> batch of whole groups -> epochs x parts -> one :class:`UpdateBatch` per update
 
-A source says where batches come from: drawn here (:class:`DrawnHere`: on-policy, or replayed lag), by another process
-while learning goes on (:mod:`kl_comedy.training.asynchronous`), or read from a recording
-(:mod:`kl_comedy.training.experience`). The *age* of a batch is the number of updates between the weights that drew it
-and the weights at its first use; the later updates made from one batch see it that much older, in every mode.
-
-Batches read from a recording instead of drawn: the source of a run with ``rollout.backend: replay``.
+Batches are drawn in this process (:class:`DrawnHere`: on-policy, or replayed lag), by another process while the learner
+learns (:mod:`kl_comedy.training.asynchronous`), or read from a recording (:class:`Recorded`). The *age* of a batch is
+the number of updates between the weights that drew it and the weights at its first use; later updates from the same
+batch see it that much older.
 """
 
 from __future__ import annotations
@@ -22,7 +14,6 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,7 +24,7 @@ from kl_comedy.rollouts import ReplayRollouts
 
 
 def derive_seed(seed: int, purpose: str, index: int) -> int:
-    """A 62-bit seed for one draw.
+    """A 62-bit seed for one draw, named by what is drawn, so that a resumed run draws the same numbers.
 
     >>> derive_seed(0, "rollout", 1) == derive_seed(0, "rollout", 1) != derive_seed(0, "rollout", 2)
     True
@@ -43,7 +34,7 @@ def derive_seed(seed: int, purpose: str, index: int) -> int:
 
 
 def pack_scored(rows: Sequence[Scored], positions: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Rows as plain data; a prompt is stored as its position among the training prompts."""
+    """Rows as primitives and tensors (for a checkpoint); a prompt is its position among the training prompts."""
     return [
         {
             "prompt": positions[row.rollout.prompt.problem.id],
@@ -90,10 +81,9 @@ class Generate(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Whole groups, and what it took to have them, in seconds.
+    """Whole groups. ``wait_s``: seconds the learner waited; ``generate_s``, ``score_s``: seconds that sampling took.
 
-    ``wait_s`` is what the learner waited; ``generate_s`` and ``score_s`` what sampling took, wherever it ran. ``notes``
-    are metrics of the source.
+    ``notes`` are metrics of the source.
     """
 
     rows: Sequence[Scored]
@@ -111,20 +101,20 @@ class Source(Protocol):
         ...
 
     def snapshot(self) -> dict[str, Any]:
-        """What is drawn and not yet taken, as plain data and tensors."""
+        """Batches drawn and not yet taken, as primitives and tensors."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`snapshot` was taken."""
+        """Continue from :meth:`snapshot`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateBatch:
-    """The rows of one optimizer update: whole groups. ``first`` marks the first use of fresh samples.
+    """The rows of one optimizer update: whole groups. ``first``: the first update from its batch.
 
     ``batch`` is the whole batch that the rows are part of, from position ``offset`` on. Seconds and ``notes`` are those
-    of :class:`Batch` at its first use, and nothing after.
+    of :class:`Batch` at its first use, 0 and empty after.
     """
 
     rows: tuple[Scored, ...]
@@ -204,7 +194,7 @@ class ExperienceStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`snapshot` was taken."""
+        """Continue from :meth:`snapshot`."""
         self._handed_out = int(state["handed_out"])
         self._current = unpack_scored(state["current"], self._prompts)
         self.source.restore(state["source"])
@@ -215,7 +205,7 @@ class DrawnHere:
 
     ``lag`` k batches is replay: the batch of iteration n is drawn at iteration ``max(0, n - k)``, so that with u
     updates a batch it is exactly ``k u`` updates old at its first use once n >= k (before, no older policy exists).
-    Every draw is seeded by its batch number, so the state is what was drawn and not yet taken.
+    Every draw is seeded by its batch number, so the state is the batches drawn and not yet taken.
     """
 
     def __init__(
@@ -227,11 +217,10 @@ class DrawnHere:
         indices: Callable[[int], list[int]],
         generate: Generate,
         scorer: Scorer,
-        context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._shape, self._lag = shape, lag
         self._prompts, self._indices = prompts, indices
-        self._generate, self._scorer, self._context = generate, scorer, context
+        self._generate, self._scorer = generate, scorer
         self._positions = {prompt.problem.id: n for n, prompt in enumerate(prompts)}
         self._drawn = 0
         self._queue: deque[list[Scored]] = deque()
@@ -242,8 +231,7 @@ class DrawnHere:
         while self._drawn <= min(iteration + self._lag, self._shape.iterations - 1):
             prompts = [self._prompts[n] for n in self._indices(self._drawn)]
             start = time.perf_counter()
-            with self._context():
-                rollouts = self._generate(prompts, seed=derive_seed(self._shape.seed, "rollout", self._drawn))
+            rollouts = self._generate(prompts, seed=derive_seed(self._shape.seed, "rollout", self._drawn))
             middle = time.perf_counter()
             self._queue.append(self._scorer.score(rollouts))
             generate_s += middle - start
@@ -262,7 +250,7 @@ class DrawnHere:
 
 
 class Recorded:
-    """See :class:`kl_comedy.training.experience.Source`: the batch of an iteration is the recording's."""
+    """Batches read from a recording (``rollout.backend: replay``); see :class:`Source`."""
 
     def __init__(self, backend: ReplayRollouts, scorer: Scorer) -> None:
         self._backend, self._scorer = backend, scorer
@@ -278,8 +266,8 @@ class Recorded:
         return Batch(rows=rows, generate_s=middle - start, score_s=end - middle, wait_s=end - start)
 
     def snapshot(self) -> dict[str, Any]:
-        """The iteration says it all."""
+        """Nothing: the iteration says which batch is next."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing is held."""
+        """Nothing to restore."""

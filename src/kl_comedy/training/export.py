@@ -23,8 +23,8 @@ from kl_comedy.models.introspection import unwrap
 from kl_comedy.models.load import adapter_settings, load_base, load_tokenizer, prepare_tokenizer
 from kl_comedy.models.sharding import skeleton
 from kl_comedy.models.weights import merged_weights, stream_weights
-from kl_comedy.training.build import Parts
 from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors
+from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run_folder import RunDir, saved, step_of
 
 log = logging.getLogger("kl_comedy")
@@ -32,17 +32,17 @@ log = logging.getLogger("kl_comedy")
 _CHECKPOINT_PREFIX = "model.policy."
 
 
-def save_policy(run: RunDir, parts: Parts) -> None:
+def save_policy(run: RunDir, module: PolicyModule) -> None:
     """Write RUN/policy, and RUN/adapter of a LoRA run, from the weights in memory. Every process must call.
 
     A sharded policy is gathered into the host memory of the first process.
     """
-    loaded, config = parts.loaded, parts.config
+    loaded, config, ranks = module.loaded, module.config, module.ranks
     weights: dict[str, Tensor] = {}
     for bucket in stream_weights(loaded.model, config.rollout.bucket_mib * 2**20):
-        if parts.world.first:
+        if ranks.is_rank_zero:
             weights |= {name: tensor.cpu() for name, tensor in bucket}
-    if not parts.world.first:
+    if not ranks.is_rank_zero:
         return
     with atomic_folder(run.policy) as folder:
         write_policy(folder, loaded, config, weights)

@@ -1,16 +1,16 @@
 """The LightningModule: one training step is one optimizer update over one :class:`UpdateBatch`.
 
-The rows of an update are prepared (reference pass, advantages, weights), split by token budget, and
-each micro-batch is passed, differentiated and forgotten. Optimization is manual because the number of
-micro-batches varies from update to update.
+The rows of an update are prepared (reference pass, advantages, weights) and split by token budget; each micro-batch is
+passed, differentiated and freed. Optimization is manual because the number of micro-batches varies.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning
 import torch
@@ -23,12 +23,13 @@ from kl_comedy.models import LoadedModel
 from kl_comedy.models.in_place_gradients import in_place
 from kl_comedy.models.introspection import head_chunk, microbatch_tokens, release
 from kl_comedy.models.logprobs import TokenPass, token_pass
-from kl_comedy.models.reference import Reference, ReferencePass
+from kl_comedy.models.reference import Reference, ReferencePass, build_reference
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
+from kl_comedy.training.build import check_training
 from kl_comedy.training.critic import critic_metrics, uses_critic, value_head_for, value_part
-from kl_comedy.training.distributed import ALONE, World
-from kl_comedy.training.experience import ExperienceStream, UpdateBatch
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks, load_policy
+from kl_comedy.training.experience import UpdateBatch
 from kl_comedy.training.loss import micro_loss
 from kl_comedy.training.metrics import (
     MetricAccumulator,
@@ -42,8 +43,10 @@ from kl_comedy.training.packing import OldPolicyValues, from_plain, record_old_p
 from kl_comedy.training.prepare import MicroBatch, Preparation, prepare
 from kl_comedy.training.strategies import clip_gradients, sum_gradients
 
-if TYPE_CHECKING:
-    from kl_comedy.models.logprobs import TokenPass
+KL_AT_START_TOLERANCE = 1e-5
+"""Exact KL (nats a token) tolerated before the first update; bitwise zero is expected and reported."""
+
+_INPUTS = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")
 
 
 def lr_factor(settings: OptimizerConfig, step: int, steps: int) -> float:
@@ -60,41 +63,53 @@ def lr_factor(settings: OptimizerConfig, step: int, steps: int) -> float:
     return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-KL_AT_START_TOLERANCE = 1e-5
-"""Exact KL (nats a token) tolerated before the first update; bitwise zero is expected and reported."""
-
-
 class PolicyModule(lightning.LightningModule):
-    """Owns the policy and its optimizer; calls the rooms. References and sampler stay outside its state."""
+    """Owns the policy and its optimizer. Sampler and frozen references are not part of its state.
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        loaded: LoadedModel,
-        references: Mapping[str, Reference],
-        terms: Sequence[KLTerm],
-        stream: ExperienceStream,
-        backend: RolloutBackend,
-        world: World = ALONE,
-    ) -> None:
+    ``version`` counts optimizer updates; ``last_metrics`` are those of the last update. The policy is there after
+    :meth:`load`, which :class:`ExperienceModule` calls once the processes are connected. Raises :class:`UserError` for
+    KL terms and algorithms that cannot train.
+    """
+
+    loaded: LoadedModel
+    references: dict[str, Reference]
+    plan: Preparation
+    backend: RolloutBackend
+
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.policy = loaded.model
-        self.value_head = value_head_for(loaded) if uses_critic(config.algorithm) else None
         self.config = config
-        self.terms = tuple(terms)
+        self.terms = check_training(config)
         self.betas = [BetaState(term.beta) for term in self.terms]
+        self.ranks = SINGLE_PROCESS
         self.version = 0
         self.clock = VersionTimes()
         self.last_metrics: dict[str, float] = {}
         self.last_batch: UpdateBatch | None = None
         self.old_policy: list[OldPolicyValues] | None = None
-        # None of these is an nn.Module, so none of them enters the module's state.
-        self.references = dict(references)
-        self.stream = stream
-        self.backend = backend
-        self.world = world
+        self._finite = True
+
+    def load(self, ranks: Ranks = SINGLE_PROCESS) -> None:
+        """Load the policy, its value head and its references; all ranks call. Raises :class:`UserError` on all."""
+        config, self.ranks = self.config, ranks
+        self.loaded = loaded = load_policy(config, ranks)
+        self.policy = loaded.model
+        self.value_head = value_head_for(loaded) if uses_critic(config.algorithm) else None
+        # The initial reference always: KL is reported against it. Moving ones where a term names them.
+        names = ["initial", *sorted({term.reference for term in self.terms} - {"initial", "sampler"})]
+        self.references = {
+            name: build_reference(
+                name,
+                loaded,
+                config.reference,
+                temperature=config.rollout.temperature,
+                chunk_elements=head_chunk(config.model.head_chunk_elements, loaded.device),
+                keep_hidden=True,
+                share_prompt=config.model.share_prompt,
+            )
+            for name in names
+        }
         self.plan = Preparation(
             terms=self.terms,
             algorithm=config.algorithm,
@@ -106,28 +121,20 @@ class PolicyModule(lightning.LightningModule):
             ),
             pad_id=int(loaded.tokenizer.pad_token_id),
             device=loaded.device,
-            world=world,
+            world=ranks,
         )
 
     def configure_model(self) -> None:
-        """The policy was sharded, where it is to be, when it was loaded."""
-
-    def train_dataloader(self) -> ExperienceStream:
-        return self.stream
+        """Lightning's FSDP2 strategy asks for this hook; :meth:`load` sharded the policy while it was loaded."""
 
     def on_train_start(self) -> None:
-        """Here the weights of a resumed run are restored; when its checkpoint was read they were not yet."""
+        """The weights of a resumed run are restored by now; they were not when its checkpoint was read."""
         if self.version:
             self.backend.update_weights(self.version)
 
-    def transfer_batch_to_device(self, batch: UpdateBatch, device: torch.device, dataloader_idx: int) -> UpdateBatch:
-        """Rows are text and ids; tensors are made on the device when they are packed."""
-        return batch
-
     def configure_optimizers(self) -> Any:
         settings = self.config.optimizer
-        trainable = [p for p in self.policy.parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [{"params": trainable}]
+        groups: list[dict[str, Any]] = [{"params": self._trainable()}]
         if self.value_head is not None:
             rate = self.config.algorithm.value.lr or settings.lr
             groups.append({"params": list(self.value_head.parameters()), "lr": rate})
@@ -145,35 +152,24 @@ class PolicyModule(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def training_step(self, batch: UpdateBatch, batch_idx: int) -> None:
-        start = time.perf_counter()
-        self.last_batch = batch
-        step = self.version
+        """One optimizer update. Raises :class:`RunFailed` where a loss, a log-prob or a gradient is not finite."""
+        start, step, optimizer = time.perf_counter(), self.version, self.optimizers()
+        self.last_batch, self._finite = batch, True
         betas = [beta.value for beta in self.betas]
+        metrics, losses = MetricAccumulator(), defaultdict[str, float](float)
+        optimizer.zero_grad()
         try:
-            if batch.first:
-                self.old_policy = self.record(batch.batch)
-            micro_batches = prepare(
-                batch.rows,
-                self.plan,
-                betas=betas,
-                references=self.references,
-                policy_pass=self.policy_pass,
-                old_policy=self.old_policy and self.old_policy[batch.offset : batch.offset + len(batch.rows)],
-            )
-            metrics, parts = MetricAccumulator(), {}
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self._finite = True
+            micro_batches = self._prepare(batch, betas)
             for micro in micro_batches:
-                for name, value in self._accumulate(micro, metrics, betas, exact=self._measures_exactly(step)).items():
-                    parts[name] = parts.get(name, 0.0) + float(value)
+                for name, value in self._accumulate(micro, metrics, betas).items():
+                    losses[name] += float(value)
         except UserError as error:
             raise RunFailed(f"update {step}: {error}") from error
         ages = staleness_metrics(batch.rows, step, self.clock)
-        metrics, parts = self._over_all_ranks(metrics, parts, step)
-        norms = self._clip()
-        for name, value in {**parts, **norms}.items():
-            if not torch.isfinite(torch.tensor(value)):
+        metrics, losses = self._sum_over_ranks(metrics, losses)
+        norms = self._clip_gradients()
+        for name, value in {**losses, **norms}.items():
+            if not math.isfinite(value):
                 raise RunFailed(f"update {step}: {name} is {value}")
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
@@ -182,84 +178,95 @@ class PolicyModule(lightning.LightningModule):
         self.last_metrics = {
             **row_metrics(batch.rows),
             **metrics.values(),
-            **{f"train/loss_{name}": value for name, value in parts.items()},
+            **{f"train/loss_{name}": value for name, value in losses.items()},
             **{f"beta/{position}": beta for position, beta in enumerate(betas)},
-            "train/loss": sum(parts.values()),
+            "train/loss": sum(losses.values()),
             **norms,
             **critic_metrics(micro_batches),
             **ages,
             **batch.notes,
             **micro_batches[0].notes,
             "train/lr": rate,
-            **self._times(batch, time.perf_counter() - start),
+            **_times(batch, time.perf_counter() - start),
         }
         if step == 0:
             self._check_start()
-        self._advance(step)
+        measured = self.last_metrics.get("kl/exact_reverse_sequence", self.last_metrics["kl/k1_reverse_sequence"])
+        for state in self.betas:
+            state.advance(step + 1, measured)
 
-    def _accumulate(
-        self, micro: MicroBatch, metrics: MetricAccumulator, betas: Sequence[float], *, exact: bool
-    ) -> dict[str, Tensor]:
-        """Pass, loss and backward of one micro-batch."""
-        with in_place(not self.world.sharded):
-            passes = self.passes(micro, measure=exact)
-        self._release()
-        seen = passes["initial"]
-        self._finite = self._finite and bool(torch.isfinite(seen.logp_BT).all())
+    def _prepare(self, batch: UpdateBatch, betas: Sequence[float]) -> list[MicroBatch]:
+        """This rank's micro-batches of an update."""
+        if batch.first:
+            self.old_policy = self.record(batch.batch)
+        return prepare(
+            batch.rows,
+            self.plan,
+            betas=betas,
+            references=self.references,
+            policy_pass=self.policy_pass,
+            old_policy=self.old_policy and self.old_policy[batch.offset : batch.offset + len(batch.rows)],
+        )
+
+    def _accumulate(self, micro: MicroBatch, metrics: MetricAccumulator, betas: Sequence[float]) -> dict[str, Tensor]:
+        """Pass, loss and backward of one micro-batch; the detached parts of its loss."""
+        every = self.config.train.exact_kl_every
+        measure = self.version == 0 or (every > 0 and self.version % every == 0)
+        with in_place(not self.ranks.sharded):
+            passes = self.passes(micro, measure=measure)
+        self._release_memory()
+        policy = passes["initial"]
+        self._finite = self._finite and bool(torch.isfinite(policy.logp_BT).all())
         result = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=self.config.algorithm)
         loss, parts = result.loss, result.parts
         if self.value_head is not None:
-            parts["value"], loss = self._value(micro, seen, metrics, loss)
+            value_loss = self._value_loss(micro, policy, metrics)
+            parts["value"], loss = value_loss.detach(), loss + value_loss
         # FSDP's reduction takes the mean over ranks; a micro-batch is this rank's part of a sum.
-        self.manual_backward(loss * self.world.size if self.world.sharded else loss)
-        self._release()
+        self.manual_backward(loss * self.ranks.size if self.ranks.sharded else loss)
+        self._release_memory()
         if not micro.empty:
-            accumulate_tokens(metrics, micro, seen, version=self.version)
-            self._tally_options(metrics, micro, seen)
+            accumulate_tokens(metrics, micro, policy, version=self.version)
+            self._accumulate_ratio_caps(metrics, micro, policy.logp_BT.detach())
             accumulate_policy(metrics, result.policy, micro.experience.mask_BT)
         return parts
 
-    def _release(self) -> None:
-        """Where memory counts more than time, a CPU's free pages go back at once."""
+    def _release_memory(self) -> None:
+        """With activation checkpointing memory counts more than time: a CPU's free pages are returned at once."""
         if self.config.model.gradient_checkpointing and self.plan.device.type == "cpu":
             release()
 
-    def _value(
-        self, micro: MicroBatch, seen: TokenPass, metrics: MetricAccumulator, loss: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The detached value loss of a micro-batch, and ``loss`` with it."""
-        assert self.value_head is not None and seen.hidden_NH is not None and micro.values is not None
+    def _value_loss(self, micro: MicroBatch, policy: TokenPass, metrics: MetricAccumulator) -> Tensor:
+        """The micro-batch's share of the value loss."""
+        assert self.value_head is not None and policy.hidden_NH is not None and micro.values is not None
         mask_BT, settings = micro.experience.mask_BT, self.config.algorithm.value
-        value_BT = self.value_head(seen.hidden_NH, mask_BT)
-        part, clipped_BT = value_part(settings, value_BT, micro.values, mask_BT, micro.experience.weight_B)
+        value_BT = self.value_head(policy.hidden_NH, mask_BT)
+        loss, clipped_BT = value_part(settings, value_BT, micro.values, mask_BT, micro.experience.weight_B)
         if settings.clip is not None and not micro.empty:
             metrics.add("value/clip_fraction", clipped_BT.sum(), float(mask_BT.sum()))
-        return part.detach(), loss + part
+        return loss
 
-    def _over_all_ranks(
-        self, metrics: MetricAccumulator, parts: Mapping[str, float], step: int
-    ) -> tuple[MetricAccumulator, dict[str, float]]:
-        """Gradients, tallies and the parts of the loss, summed; raise on every rank what happened on one."""
-        world = self.world
-        found = world.gather((dict(parts), self._finite))
-        if not all(finite for _, finite in found):
-            raise RunFailed(f"update {step}: the policy's log-probs are not finite")
-        if world.size > 1 and not world.sharded:
-            sum_gradients(self.policy.parameters(), world)
-        return metrics.merged(world), {name: sum(own[name] for own, _ in found) for name in parts}
+    def _sum_over_ranks(self, metrics: MetricAccumulator, losses: Mapping[str, float]) -> tuple[MetricAccumulator, dict[str, float]]:
+        """Gradients, tallies and losses, summed. Raises :class:`RunFailed` on all ranks for a log-prob of any."""
+        gathered = self.ranks.gather((dict(losses), self._finite))
+        if not all(finite for _, finite in gathered):
+            raise RunFailed(f"update {self.version}: the policy's log-probs are not finite")
+        if self.ranks.size > 1 and not self.ranks.sharded:
+            sum_gradients(self.policy.parameters(), self.ranks)
+        return metrics.merged(self.ranks), {name: sum(each[name] for each, _ in gathered) for name in losses}
 
     def record(self, rows: Sequence[Scored]) -> list[OldPolicyValues] | None:
-        """What is kept of a batch at its first use, where the algorithm has a critic or a recomputed policy."""
+        """Log-probs and values of a batch before its first update; None where the algorithm needs neither."""
         algorithm = self.config.algorithm
         if self.value_head is None and algorithm.proximal != "recomputed":
             return None
 
         def measure(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            seen = self.policy_pass(inputs, None, ())
+            policy = self.policy_pass(inputs, None, ())
             if self.value_head is None:
-                return seen.logp_BT, torch.zeros_like(seen.logp_BT)
-            assert seen.hidden_NH is not None
-            return seen.logp_BT, self.value_head(seen.hidden_NH, inputs["mask_BT"])
+                return policy.logp_BT, torch.zeros_like(policy.logp_BT)
+            assert policy.hidden_NH is not None
+            return policy.logp_BT, self.value_head(policy.hidden_NH, inputs["mask_BT"])
 
         return record_old_policy(
             rows,
@@ -275,12 +282,12 @@ class PolicyModule(lightning.LightningModule):
     ) -> dict[str, TokenPass]:
         """The policy pass per reference: the initial one always, others where one of ``terms`` needs their exact KL."""
         inputs = {name: getattr(micro.experience, name) for name in _INPUTS}
-        found: dict[str, TokenPass] = {}
+        passes: dict[str, TokenPass] = {}
         for name, reference in micro.references.items():
             wanted = [term for term in (self.terms if terms is None else terms) if term.reference == name]
             if name == "initial" or any(term.needs != "log_ratio" for term in wanted):
-                found[name] = self.policy_pass(inputs, reference, wanted, measure=measure and name == "initial")
-        return found
+                passes[name] = self.policy_pass(inputs, reference, wanted, measure=measure and name == "initial")
+        return passes
 
     def policy_pass(
         self,
@@ -307,33 +314,32 @@ class PolicyModule(lightning.LightningModule):
             detach_hidden=not self.config.algorithm.value.trunk,
         )
 
-    def _tally_options(self, metrics: MetricAccumulator, micro: MicroBatch, seen: TokenPass) -> None:
-        """Count what options did: capped ratios, clipped tokens. Nothing is bounded silently."""
+    def _accumulate_ratio_caps(self, metrics: MetricAccumulator, micro: MicroBatch, logp_BT: Tensor) -> None:
+        """The largest ratio of each KL term and the share of tokens whose ratio was capped."""
         experience = micro.experience
-        arguments = {"logp_BT": seen.logp_BT.detach(), "behaviour_logp_BT": experience.behaviour_logp_BT}
+        arguments = {"logp_BT": logp_BT, "behaviour_logp_BT": experience.behaviour_logp_BT}
         tokens = float(experience.mask_BT.sum())
         for position, term in enumerate(self.terms):
             ref_logp_BT = micro.reference_of(term).logp_BT
-            found = kl_diagnostics(term, mask_BT=experience.mask_BT, ref_logp_BT=ref_logp_BT, **arguments)
-            if "ratio_max" in found:
-                metrics.maximum(f"kl_term/{position}/ratio_max", found.pop("ratio_max"))
-            for name, share in found.items():
+            shares = kl_diagnostics(term, mask_BT=experience.mask_BT, ref_logp_BT=ref_logp_BT, **arguments)
+            if "ratio_max" in shares:
+                metrics.maximum(f"kl_term/{position}/ratio_max", shares.pop("ratio_max"))
+            for name, share in shares.items():
                 metrics.add(f"kl_term/{position}/{name}", share * tokens, tokens)
 
-    def _measures_exactly(self, step: int) -> bool:
-        every = self.config.train.exact_kl_every
-        return step == 0 or (every > 0 and step % every == 0)
+    def _trainable(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
 
-    def _clip(self) -> dict[str, float]:
-        """Clip the gradient where asked, the value head's on its own; the norms before clipping."""
+    def _clip_gradients(self) -> dict[str, float]:
+        """Clip to ``optimizer.clip_norm``, the value head's gradient apart; the norms before clipping."""
         bound = self.config.optimizer.clip_norm or float("inf")
-        parts = {"grad/norm": [p for p in self.policy.parameters() if p.requires_grad]}
+        norms = {"grad/norm": clip_gradients(self._trainable(), bound)}
         if self.value_head is not None:
-            parts["grad/value_norm"] = list(self.value_head.parameters())
-        return {name: clip_gradients(chosen, bound, self.world) for name, chosen in parts.items()}
+            norms["grad/value_norm"] = clip_gradients(self.value_head.parameters(), bound)
+        return norms
 
     def _publish(self) -> None:
-        """New weights: the version counts optimizer updates; moving references follow."""
+        """Hand the new weights to the sampler; moving references follow."""
         self.clock.replaced(self.version)
         self.version += 1
         self.backend.update_weights(self.version)
@@ -350,29 +356,10 @@ class PolicyModule(lightning.LightningModule):
                 "the reference is not the policy's starting point"
             )
 
-    def _advance(self, step: int) -> None:
-        measured = self.last_metrics.get("kl/exact_reverse_sequence", self.last_metrics["kl/k1_reverse_sequence"])
-        for beta in self.betas:
-            beta.advance(step + 1, measured)
-
-    def _times(self, batch: UpdateBatch, learn_s: float) -> dict[str, float]:
-        total = batch.wait_s + learn_s
-        tokens = sum(len(row.rollout.completion_ids) for row in batch.rows)
-        return {
-            "time/generate": batch.generate_s,
-            "time/score": batch.score_s,
-            "time/wait": batch.wait_s,
-            "time/learn": learn_s,
-            "time/step": total,
-            "time/tokens_per_second": tokens / total if total > 0 else 0.0,
-            "time/trainer_idle_share": batch.wait_s / total if total > 0 else 0.0,
-        }
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["kl_comedy"] = {
             "version": self.version,
             "betas": [beta.value for beta in self.betas],
-            "stream": self.stream.snapshot(),
             "version_ages": self.clock.ages(),
             "references": {name: ref.hash for name, ref in self.references.items() if not ref.moving},
             "moving": {name: ref.state_dict() for name, ref in self.references.items() if ref.moving},
@@ -381,23 +368,37 @@ class PolicyModule(lightning.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["kl_comedy"]
-        for name, kept in state["references"].items():
+        state = checkpoint.get("kl_comedy")
+        if state is None:  # there was no checkpoint to resume from
+            return
+        for name, saved in state["references"].items():
             now = self.references[name].hash
-            if now != kept:
+            if now != saved:
                 raise RunFailed(
                     f"the {name} reference is not the one this run began with: its weights hash to {now[:16]}, the "
-                    f"checkpoint says {kept[:16]}; a resumed run must keep its reference"
+                    f"checkpoint says {saved[:16]}; a resumed run must keep its reference"
                 )
         for name, moving in state["moving"].items():
             self.references[name].load_state_dict(moving)
         self.version = int(state["version"])
         for beta, value in zip(self.betas, state["betas"], strict=True):
             beta.value = float(value)
-        self.stream.restore(state["stream"])
         self.clock.restore(state.get("version_ages", {}))
         self.old_policy = None if state.get("first_use") is None else from_plain(state["first_use"])
         torch.set_rng_state(state["torch_rng"])
+        if "stream" in state:  # checkpoints of version 0.1.0 hold the state of the data module here
+            checkpoint["ExperienceModule"] = state["stream"]
 
 
-_INPUTS = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")
+def _times(batch: UpdateBatch, learn_s: float) -> dict[str, float]:
+    total = batch.wait_s + learn_s
+    tokens = sum(len(row.rollout.completion_ids) for row in batch.rows)
+    return {
+        "time/generate": batch.generate_s,
+        "time/score": batch.score_s,
+        "time/wait": batch.wait_s,
+        "time/learn": learn_s,
+        "time/step": total,
+        "time/tokens_per_second": tokens / total if total > 0 else 0.0,
+        "time/trainer_idle_share": batch.wait_s / total if total > 0 else 0.0,
+    }

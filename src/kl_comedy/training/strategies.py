@@ -3,7 +3,7 @@
 | train.strategy | class | gradients |
 |---|---|---|
 | `single` | SingleDeviceStrategy | are there |
-| `ddp` | DDPStrategy, unwrapped: accumulation differs from update to update | summed after the last micro-batch |
+| `ddp` | DDPStrategy without DDP's wrapper | summed once, after the last micro-batch |
 | `fsdp` | ModelParallelStrategy, FSDP2 | reduced into shards by every backward |
 """
 
@@ -13,32 +13,37 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from kl_comedy.config import Config
+from kl_comedy.models.load import pick_device
 from kl_comedy.models.weights import whole
-from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
-from kl_comedy.training.distributed import TIMEOUT, World, cluster_environment
+from kl_comedy.training.checkpoint import read_parts, write_parts
+from kl_comedy.training.distributed import TIMEOUT, Ranks, cluster_environment
+
+NEWEST = "newest"
+"""As ``ckpt_path`` of ``Trainer.fit``: resume from ``strategy.newest_checkpoint``, or start anew where that is None."""
 
 GRADIENT_BUCKET_BYTES = 64 * 2**20
 """Gradients summed in one exchange under `ddp`: large enough to fill a network, small beside a model."""
 
 
-class _OwnCheckpoints:
-    """Weights, optimizer and loop go to the folder format of :mod:`kl_comedy.training.checkpoint`."""
+class _FolderCheckpoints:
+    """Weights, optimizer and loops are saved in the folder format of :mod:`kl_comedy.training.checkpoint`."""
 
-    world: World
-    restore_checkpoint_after_setup = True
+    restore_checkpoint_after_setup = True  # which checkpoint is the newest is decided once the processes are connected
     lightning_restore_optimizer = False
+    sharded = False
+    newest_checkpoint: Path | None = None
+
+    @property
+    def ranks(self: Any) -> Ranks:
+        """The processes of the run; call once they are connected."""
+        return Ranks(rank=self.global_rank, size=getattr(self, "world_size", 1), sharded=self.sharded)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
@@ -47,89 +52,92 @@ class _OwnCheckpoints:
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loaded already, with the rest."""
+        """:meth:`load_checkpoint` loaded it."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loaded already, with the rest."""
+        """:meth:`load_checkpoint` loaded it."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        this: Any = self
-        write_checkpoint(Path(filepath), checkpoint, this.lightning_module, this.optimizers, self.world)
+    def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        write_parts(Path(filepath), checkpoint, self.lightning_module, self.optimizers, self.ranks)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        this: Any = self
-        return read_checkpoint(Path(checkpoint_path), this.lightning_module, this.optimizers, self.world)
+    def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self.newest_checkpoint if checkpoint_path == NEWEST else Path(checkpoint_path)
+        if path is None:
+            return {"pytorch-lightning_version": lightning.__version__, "lr_schedulers": []}
+        return read_parts(path, self.lightning_module, self.optimizers, self.ranks)
 
 
-class Single(_OwnCheckpoints, SingleDeviceStrategy):  # type: ignore[misc]
+class SingleProcess(_FolderCheckpoints, SingleDeviceStrategy):  # type: ignore[misc]
     """One process."""
 
 
-class Replicated(_OwnCheckpoints, DDPStrategy):  # type: ignore[misc]
-    """A whole policy in every process. Weights begin as the first's; gradients are summed by :func:`sum_gradients`."""
+class Replicated(_FolderCheckpoints, DDPStrategy):  # type: ignore[misc]
+    """A whole policy in every process.
 
-    def _setup_model(self, model: nn.Module) -> Any:
+    DDP's wrapper averages over a fixed number of backwards, and updates have different numbers of micro-batches, on
+    each rank too. So gradients are summed once, by :func:`sum_gradients`.
+    """
+
+    def configure_ddp(self) -> None:
+        """Start from rank 0's weights; no wrapper."""
+        assert self.model is not None
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
-        return model
-
-    def _register_ddp_hooks(self) -> None:
-        """No wrapper, no hooks."""
 
 
-class Sharded(_OwnCheckpoints, ModelParallelStrategy):  # type: ignore[misc]
-    """FSDP2: the policy was sharded when it was loaded."""
+class Sharded(_FolderCheckpoints, ModelParallelStrategy):  # type: ignore[misc]
+    """FSDP2: the policy is sharded when it is loaded."""
+
+    sharded = True
 
 
-def strategy_for(config: Config, world: World, device: torch.device) -> Strategy:
-    """The strategy that ``train.strategy`` names, of processes that are connected already."""
-    found: Any
+def strategy_for(config: Config) -> Strategy:
+    """The strategy that ``train.strategy`` names."""
+    device = pick_device(config.model.device)
+    strategy: Any
     if config.train.strategy == "single":
-        found = Single(device=device)
-    elif config.train.strategy == "ddp":
-        found = Replicated(cluster_environment=cluster_environment(), timeout=TIMEOUT)
+        strategy = SingleProcess(device=device)
+        return strategy  # type: ignore[no-any-return]
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    groups: dict[str, Any] = {"process_group_backend": backend, "timeout": TIMEOUT}
+    if config.train.strategy == "ddp":
+        strategy = Replicated(**groups)
     else:
-        found = Sharded(data_parallel_size=world.size, tensor_parallel_size=1, timeout=TIMEOUT)
-        found.cluster_environment = cluster_environment()
-    found.world = world
-    strategy: Strategy = found
-    return strategy
+        processes = config.train.devices * config.train.nodes
+        strategy = Sharded(data_parallel_size=processes, tensor_parallel_size=1, **groups)
+    strategy.cluster_environment = cluster_environment(config)
+    return strategy  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def sum_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """Add up over all ranks the gradients of parameters that are whole on each, in buckets.
 
     A parameter without gradient on some ranks counts as zero there; without one on any it stays without.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    has = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-    world.sum(has)
-    bucket: list[Tensor] = []
-    held = 0
-    for parameter, ranks in zip(trained, has.tolist(), strict=True):
-        if not ranks:
+    with_gradient = ranks.sum(torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32))
+    buckets: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, count in zip(trained, with_gradient.tolist(), strict=True):
+        if not count:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        bucket = buckets.setdefault(parameter.grad.dtype, [])
         bucket.append(parameter.grad)
-        held += parameter.grad.numel() * parameter.grad.element_size()
-        if held >= GRADIENT_BUCKET_BYTES:
-            _sum_bucket(bucket, world)
-            bucket, held = [], 0
-    _sum_bucket(bucket, world)
+        if sum(gradient.nbytes for gradient in bucket) >= GRADIENT_BUCKET_BYTES:
+            _sum_bucket(buckets.pop(parameter.grad.dtype), ranks)
+    for bucket in buckets.values():
+        _sum_bucket(bucket, ranks)
 
 
-def _sum_bucket(bucket: list[Tensor], world: World) -> None:
-    for dtype in {tensor.dtype for tensor in bucket}:
-        alike = [tensor for tensor in bucket if tensor.dtype == dtype]
-        flat = world.sum(_flatten_dense_tensors(alike))
-        for tensor, summed in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
-            tensor.copy_(summed)
+def _sum_bucket(bucket: list[Tensor], ranks: Ranks) -> None:
+    flat = ranks.sum(torch.cat([gradient.flatten() for gradient in bucket]))
+    for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], bound: float, world: World) -> float:
-    """Clip the norm of all gradients together to ``bound``; the norm before. All processes must call."""
-    chosen = list(parameters)
-    return float(whole(nn.utils.clip_grad_norm_(chosen, bound)))
+def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> float:
+    """Clip the norm of all gradients together to ``bound``; the norm before. All ranks must call."""
+    return float(whole(nn.utils.clip_grad_norm_(list(parameters), bound)))
