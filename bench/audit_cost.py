@@ -63,7 +63,6 @@ def measure(path: str, overrides: list[str], terms: str, every: int, audits: int
     """One run of ``audits`` audits and their share, after a warm-up: the first update, and the first audit, which
     makes the check of beta as well (once a process)."""
     from kl_comedy.config import load_config
-    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     with tempfile.TemporaryDirectory(prefix="audit_cost_") as folder:
         config = load_config(

@@ -37,24 +37,6 @@ REPEATS = 7
 OUT = Path(__file__).parents[1] / "results" / "speed" / "configurations.md"
 
 
-def prepared(config: Any, folder: Path) -> Any:
-    """The module of a run, as training makes it."""
-    from kl_comedy.training.build import build, stream_for
-    from kl_comedy.training.module import PolicyModule
-    from kl_comedy.training.run import trainer_for
-
-    parts = build(config)
-    stream = stream_for(parts, trainer_for(parts, [], folder).precision_plugin.forward_context)
-    return PolicyModule(
-        config,
-        loaded=parts.loaded,
-        references=parts.references,
-        terms=parts.terms,
-        stream=stream,
-        backend=parts.backend,
-    )
-
-
 def learn(module: Any, rows: Any, *, measure: bool) -> float:
     """CPU seconds of everything but sampling, scoring and the optimizer's step."""
     from kl_comedy.training.loss import micro_loss
@@ -73,17 +55,17 @@ def learn(module: Any, rows: Any, *, measure: bool) -> float:
 
 def main(path: str) -> None:
     from kl_comedy.config import load_config
-    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
+    from kl_comedy.training.experience_module import build_in_process
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         modules: dict[str, Any] = {}
         for name, terms in SETTINGS.items():
             config = load_config(path, [f"kl={terms}", f"output={folder}", "tracking.uri=none"])
-            modules[name] = prepared(config, Path(folder))
+            modules[name], data = build_in_process(config)
             if name == "no KL":
                 began = time.process_time()
-                rows = next(iter(modules[name].stream)).rows
+                rows = next(data.stream).rows
                 sampling = time.process_time() - began
         found: dict[str, list[float]] = {name: [] for name in modules}
         for repeat in range(REPEATS + 1):

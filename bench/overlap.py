@@ -29,7 +29,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -60,9 +59,9 @@ def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
     from lightning.pytorch.callbacks import Callback
 
     from kl_comedy.config import load_config
-    from kl_comedy.training.build import build, stream_for
+    from kl_comedy.training.experience_module import ExperienceModule
     from kl_comedy.training.module import PolicyModule
-    from kl_comedy.training.run import trainer_for
+    from kl_comedy.training.run import make_trainer
 
     rows: list[dict[str, float]] = []
 
@@ -72,23 +71,11 @@ def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
 
     config = load_config(CONFIG, [*BASE, *overrides, f"train.steps={updates}", *MODES[mode]])
     torch.set_num_threads(1)
-    parts = build(config)
+    module, data = PolicyModule(config), ExperienceModule(config)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = trainer_for(parts, [Clock()], Path(folder))
-            stream = stream_for(parts, trainer.precision_plugin.forward_context)
-            module = PolicyModule(
-                config,
-                loaded=parts.loaded,
-                references=parts.references,
-                terms=parts.terms,
-                stream=stream,
-                backend=parts.backend,
-            )
-            parts.loaded.model.train(False)
-            trainer.fit(module)
+        make_trainer(config, [Clock()]).fit(module, datamodule=data)
     finally:
-        parts.close()
+        data.close()
     return per_update(rows)
 
 

@@ -85,7 +85,6 @@ def measure(name: str) -> dict[str, Any]:
 
     from kl_comedy.config import load_config
     from kl_comedy.tracking import provenance_tags
-    from kl_comedy.training import builtins as rooms  # noqa: F401  (fills the registries)
     from kl_comedy.training.experience import ExperienceStream
     from kl_comedy.training.module import PolicyModule
     from kl_comedy.training.run import train
@@ -133,7 +132,6 @@ def planned(row: dict[str, Any]) -> dict[str, Any]:
     """The row with the plan for its cell and lengths."""
     from kl_comedy.config import load_config
     from kl_comedy.lab.planning import GPUS, Lengths, plan_run
-    from kl_comedy.training import builtins as rooms  # noqa: F401  (fills the registries)
 
     config = load_config(None, CELLS[row["cell"]])
     lengths = Lengths(prompt=row["prompt_tokens"], completion=row["completion_tokens"])

@@ -78,7 +78,6 @@ def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     from kl_comedy.records import Problem, Prompt
     from kl_comedy.rollouts import Sampling
     from kl_comedy.rollouts.hf import HFRollouts
-    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     loaded = load_model(load_config(None, [f"model.source={model_name}", f"output={folder}"]).model)
     ids = torch.randint(10, 4000, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(0))

@@ -92,21 +92,19 @@ def against_trl(task: str, algorithm: str, model: Path, folder: Path) -> bool:
     from speed import trl_side
 
     other = VARIANTS[f"trl-{algorithm}-whole"]
-    parts = our_parts(task, VARIANTS[f"ours-{algorithm}-default"], model, folder)
+    module, data = built(task, VARIANTS[f"ours-{algorithm}-default"], model, folder)
     trainer = trl_side.build(task, other, model=model, updates=1, seed=0, output=folder)
-    for policy in (parts.loaded.model, trainer.model):
+    for policy in (module.policy, trainer.model):
         perturb(policy, seed=1)
-    rows = sampled(parts)
+    rows = sampled(data)
     theirs = trl_step(trainer, rows, grpo=algorithm == "grpo")
-    ours = our_step(parts, rows, folder)
+    ours = our_step(module, rows)
     if algorithm == "rloo":
-        parts.close()
+        data.close()
         return show("TRL, rloo", ours, theirs, {name: bound for name, bound in TOLERANCE.items() if name != LOSS})
     own = show("TRL, grpo, own advantages", ours, theirs, LOOSE)
-    given = dataclasses.replace(
-        our_step(parts, rows, folder, advantage_B=theirs.advantage_B), advantage_B=theirs.advantage_B
-    )
-    parts.close()
+    given = dataclasses.replace(our_step(module, rows, advantage_B=theirs.advantage_B), advantage_B=theirs.advantage_B)
+    data.close()
     return show("TRL, grpo, TRL's advantages", given, theirs, TOLERANCE) and own
 
 
@@ -116,25 +114,24 @@ def against_torchrl(task: str, model: Path, folder: Path) -> bool:
 
     k3 = f"[{{estimator: k3, placement: loss, correction: none, beta: {BETA['grpo']}}}]"
     mine = dataclasses.replace(VARIANTS["ours-grpo-default"], options={"kl": k3})
-    parts = our_parts(task, mine, model, folder)
+    module, data = built(task, mine, model, folder)
     system = torchrl_side.build(task, VARIANTS["torchrl-grpo-default"], model=model, updates=1, seed=0, output=folder)
-    for policy in (parts.loaded.model, system.policy):
+    for policy in (module.policy, system.policy):
         perturb(policy, seed=1)
-    rows = sampled(parts)
+    rows = sampled(data)
     theirs, scale = torchrl_step(system, rows)
-    ours = our_step(parts, rows, folder, beta_scale=scale)
-    parts.close()
+    ours = our_step(module, rows, beta_scale=scale)
+    data.close()
     print(f"TorchRL's KL term is divided by padded positions: {scale:.3f} of the coefficient over completion tokens")
     return show("TorchRL, grpo", ours, theirs, CLAMPED)
 
 
-def our_parts(task: str, variant: Variant, model: Path, folder: Path) -> Any:
-    """Our model, reference, prompts and sampler."""
+def built(task: str, variant: Variant, model: Path, folder: Path) -> Any:
+    """Our module (model, reference) and data (prompts, sampler)."""
     from kl_comedy.config import load_config
-    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
-    from kl_comedy.training.build import build
+    from kl_comedy.training.experience_module import build_in_process
 
-    return build(load_config(None, overrides(task, variant, model=model, updates=1, seed=0, output=folder)))
+    return build_in_process(load_config(None, overrides(task, variant, model=model, updates=1, seed=0, output=folder)))
 
 
 def main() -> int:

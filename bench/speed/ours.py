@@ -17,7 +17,6 @@ def run(task: str, variant: Variant, *, model: Path, updates: int, seed: int, ou
     from rich.console import Console
 
     from kl_comedy.config import load_config
-    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
     from kl_comedy.training.run import train
 
     ledger = Ledger(PhaseClock())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from speed.workload import GROUP_SIZE
@@ -42,7 +41,7 @@ def gradients(model: Any) -> dict[str, Any]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def sampled(parts: Any) -> list[Any]:
+def sampled(data: Any) -> list[Any]:
     """Rows of the first update: completions of our sampler, rewards drawn at random so that no group is all equal."""
     import random
 
@@ -50,10 +49,10 @@ def sampled(parts: Any) -> list[Any]:
     from kl_comedy.records import Reward, Scored
     from kl_comedy.rollouts import sampling_from
 
-    config = parts.config
-    order = PromptOrder(len(parts.problems.train), config.rollout.prompts_per_batch, config.seed)
-    prompts = [parts.problems.train[n] for n in order.indices(0)]
-    rollouts = parts.backend.generate(
+    config = data.config
+    order = PromptOrder(len(data.prompts.train), config.rollout.prompts_per_batch, config.seed)
+    prompts = [data.prompts.train[n] for n in order.indices(0)]
+    rollouts = data.backend.generate(
         prompts, group_size=GROUP_SIZE, sampling=sampling_from(config.rollout), seed=config.seed
     )
     draw = random.Random(config.seed)
@@ -63,38 +62,24 @@ def sampled(parts: Any) -> list[Any]:
     ]
 
 
-def our_step(
-    parts: Any, rows: Sequence[Any], folder: Path, *, advantage_B: Any = None, beta_scale: float = 1.0
-) -> Step:
+def our_step(module: Any, rows: Sequence[Any], *, advantage_B: Any = None, beta_scale: float = 1.0) -> Step:
     """Ours: prepare, loss and backward of every micro-batch, as a training step does.
 
     ``advantage_B``: taken instead of ours; ``beta_scale``: what the KL terms' coefficients are multiplied by.
     """
     import torch
 
-    from kl_comedy.training.build import stream_for
     from kl_comedy.training.loss import micro_loss
-    from kl_comedy.training.module import PolicyModule
     from kl_comedy.training.packing import by_token_budget
     from kl_comedy.training.prepare import prepare
-    from kl_comedy.training.run import trainer_for
 
-    stream = stream_for(parts, trainer_for(parts, [], folder).precision_plugin.forward_context)
-    module = PolicyModule(
-        parts.config,
-        loaded=parts.loaded,
-        references=parts.references,
-        terms=parts.terms,
-        stream=stream,
-        backend=parts.backend,
-    )
     betas = [beta_scale * beta.value for beta in module.betas]
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
     splits = by_token_budget(rows, module.plan.microbatch_tokens)
     width = max(len(row.rollout.completion_ids) for row in rows)
     ref_BT, own_B = torch.zeros(len(rows), width), torch.zeros(len(rows))
     total = kl = 0.0
-    parts.loaded.model.zero_grad()
+    module.policy.zero_grad()
     for split, micro in zip(splits, micros, strict=True):
         experience = micro.experience
         ref_BT[split, : experience.ids_BT.shape[1]] = experience.ref_logp_BT * experience.mask_BT
@@ -103,12 +88,12 @@ def our_step(
             given_BT = advantage_B[split][:, None] * experience.mask_BT
             micro = dataclasses.replace(micro, experience=dataclasses.replace(experience, advantage_BT=given_BT))
         result = micro_loss(
-            micro, module.passes(micro), terms=module.terms, betas=betas, algorithm=parts.config.algorithm
+            micro, module.passes(micro), terms=module.terms, betas=betas, algorithm=module.config.algorithm
         )
         result.loss.backward()
         total += float(result.loss)
         kl += sum(float(part) for name, part in result.parts.items() if name.startswith("kl_"))
-    return Step(ref_logp_BT=ref_BT, advantage_B=own_B, loss=total, gradients=gradients(parts.loaded.model), kl=kl)
+    return Step(ref_logp_BT=ref_BT, advantage_B=own_B, loss=total, gradients=gradients(module.policy), kl=kl)
 
 
 def trl_step(trainer: Any, rows: Sequence[Any], *, grpo: bool) -> Step:

@@ -52,7 +52,6 @@ def build(task: str, variant: Variant, *, model: Path, updates: int, seed: int, 
     import torch
 
     from kl_comedy.config import load_config
-    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     add_to_path("torchrl")
     from tensordict import set_list_to_stack

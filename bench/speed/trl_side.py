@@ -51,7 +51,6 @@ def build(
 
     from kl_comedy.config import load_config
     from kl_comedy.rewards import score
-    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     trl = import_trl()
     config = load_config(None, overrides(task, variant, model=model, updates=updates, seed=seed, output=output))

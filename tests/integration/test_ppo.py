@@ -7,10 +7,9 @@ from test_training import TINY, go, killed_then_resumed, metrics_of, quiet, weig
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
-from kl_comedy.training.build import build, stream_for
-from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.experience_module import build_in_process
 from kl_comedy.training.packing import from_plain, to_plain
-from kl_comedy.training.run import train, trainer_for
+from kl_comedy.training.run import train
 
 GAE = ["algorithm.advantage=gae", "algorithm.policy_loss=ppo_clip", "kl.0.baseline=before"]
 DECOUPLED = [
@@ -30,21 +29,14 @@ def module_of(tmp_path):
 
     def make(*overrides):
         config = load_config(TINY, [f"output={tmp_path}", *overrides])
-        parts = build(config)
-        opened.append(parts)
-        stream = stream_for(parts, trainer_for(parts, [], tmp_path).precision_plugin.forward_context)
-        return PolicyModule(
-            config,
-            loaded=parts.loaded,
-            references=parts.references,
-            terms=parts.terms,
-            stream=stream,
-            backend=parts.backend,
-        )
+        module, data = build_in_process(config)
+        opened.append(data)
+        module.stream = data.stream
+        return module
 
     yield make
-    for parts in opened:
-        parts.close()
+    for data in opened:
+        data.close()
 
 
 def test_a_critic_learns_and_says_how_well(tmp_path):

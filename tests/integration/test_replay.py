@@ -17,13 +17,12 @@ from kl_comedy.cli.evaluate import resolved
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model, weights_hash
-from kl_comedy.training.build import build, stream_for
-from kl_comedy.training.distributed import ALONE, build_backend
+from kl_comedy.training.distributed import SINGLE_PROCESS, build_backend
 from kl_comedy.training.experience import Recorded
+from kl_comedy.training.experience_module import build_in_process
 from kl_comedy.training.loss import micro_loss
-from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.prepare import prepare
-from kl_comedy.training.run import train, trainer_for
+from kl_comedy.training.run import train
 
 TINY = Path(__file__).with_name("tiny.yaml")
 DPO = ["algorithm.dpo={beta: 0.5}", "kl=[]"]
@@ -86,7 +85,7 @@ def test_the_recorders_own_configuration_replays_to_the_same_bits(recorded, edit
         assert weights_of(again) == weights_of(recorded)
         assert not [key for key in metrics_of(again) if "staleness" in key[1] or key[1] == "policy/mismatch"]
     with resolved(str(again.path), []) as found:  # its policy is evaluated, by a sampler that has no recording
-        assert build_backend(found.config, load_model(found.config.model), ALONE).version == 0
+        assert build_backend(found.config, load_model(found.config.model), SINGLE_PROCESS).version == 0
 
 
 def test_two_configurations_see_the_same_rows(recorded, tmp_path, monkeypatch):
@@ -241,22 +240,13 @@ def test_the_gradient_of_a_dpo_update_is_autograds_of_the_closed_form(recorded, 
     config = load_config(
         TINY, [f"output={tmp_path}", *replaying(recorded.path / "rollouts", *DPO, "train.microbatch_tokens=40")]
     )
-    parts = build(config)
+    module, data = build_in_process(config)
     try:
-        trainer = trainer_for(parts, [], tmp_path)
-        module = PolicyModule(
-            config,
-            loaded=parts.loaded,
-            references=parts.references,
-            terms=parts.terms,
-            stream=stream_for(parts, trainer.precision_plugin.forward_context),
-            backend=parts.backend,
-        )
         with torch.no_grad():
             g = torch.Generator().manual_seed(0)
             for p in module.policy.parameters():
                 p.add_(0.01 * torch.randn(p.shape, generator=g))
-        batch = next(batch for batch in module.stream if with_pairs(batch.rows) > 1)
+        batch = next(batch for batch in data.stream if with_pairs(batch.rows) > 1)
         micros = prepare(
             batch.rows, module.plan, betas=[], references=module.references, policy_pass=module.policy_pass
         )
@@ -266,13 +256,13 @@ def test_the_gradient_of_a_dpo_update_is_autograds_of_the_closed_form(recorded, 
             micro_loss(micro, module.passes(micro), terms=(), betas=(), algorithm=config.algorithm).loss.backward()
         got = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
         module.zero_grad()
-        loss = closed_form(parts, batch.rows, beta=0.5)
+        loss = closed_form(module, batch.rows, beta=0.5)
         loss.backward()
         wanted = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
         assert micros[0].notes["dpo/loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert float((got - wanted).norm() / wanted.norm()) < 1e-4
     finally:
-        parts.close()
+        data.close()
 
 
 def batch_groups(rows):
@@ -287,7 +277,7 @@ def with_pairs(rows):
     return sum(len(values) > 1 for values in rewards.values())
 
 
-def closed_form(parts, rows, *, beta):
+def closed_form(module, rows, *, beta):
     """-log sigmoid of the margin, from plain forward passes of transformers, row by row."""
 
     def logp(model, row):
@@ -300,7 +290,7 @@ def closed_form(parts, rows, *, beta):
     reference = load_model(parts.config.model).model
     with torch.no_grad():
         ref = [logp(reference, row) for row in rows]
-    h = [logp(parts.loaded.model, row) - r for row, r in zip(rows, ref, strict=True)]
+    h = [logp(module.policy, row) - r for row, r in zip(rows, ref, strict=True)]
     of_prompts = []
     for group in sorted({row.rollout.group_id for row in rows}):
         own = [n for n, row in enumerate(rows) if row.rollout.group_id == group]

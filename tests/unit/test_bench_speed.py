@@ -126,7 +126,6 @@ def test_a_requirement_may_be_met_by_the_environment_or_the_folder(tmp_path):
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.system == "ours"])
 def test_every_setting_of_ours_is_a_config(task, name, tmp_path):
     from kl_comedy.config import load_config
-    from kl_comedy.training import builtins as rooms  # noqa: F401  registers every name a config may use
 
     config = load_config(None, overrides(task, VARIANTS[name], model=tmp_path, updates=2, seed=0, output=tmp_path))
     assert config.rollout.max_new_tokens == TASKS[task].max_new_tokens and config.rollout.group_size == 8

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 

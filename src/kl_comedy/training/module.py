@@ -246,7 +246,9 @@ class PolicyModule(lightning.LightningModule):
             metrics.add("value/clip_fraction", clipped_BT.sum(), float(mask_BT.sum()))
         return loss
 
-    def _sum_over_ranks(self, metrics: MetricAccumulator, losses: Mapping[str, float]) -> tuple[MetricAccumulator, dict[str, float]]:
+    def _sum_over_ranks(
+        self, metrics: MetricAccumulator, losses: Mapping[str, float]
+    ) -> tuple[MetricAccumulator, dict[str, float]]:
         """Gradients, tallies and losses, summed. Raises :class:`RunFailed` on all ranks for a log-prob of any."""
         gathered = self.ranks.gather((dict(losses), self._finite))
         if not all(finite for _, finite in gathered):

@@ -211,7 +211,8 @@ class RunRecord(Callback):
         trainer.logger = self._logger
         self.run, pl_module.run_folder = run, run.path
         action = f"resuming at update {step or 0} of" if resume else "training for"
-        self._console.print(f"{action} {self._config.train.steps} updates in {run.path}", soft_wrap=True, highlight=False)
+        steps = self._config.train.steps
+        self._console.print(f"{action} {steps} updates in {run.path}", soft_wrap=True, highlight=False)
 
     def _find_or_create(self) -> tuple[RunDir, bool]:
         run = find_run(self._config)

@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 @dataclass
 class StopRequest:
-    """The signal received. While ``finishing`` is false there is no update to finish, and SIGTERM interrupts at once."""
+    """The signal received. While ``finishing`` is false no update is under way, and SIGTERM interrupts at once."""
 
     signal: signal.Signals | None = None
     finishing: bool = False

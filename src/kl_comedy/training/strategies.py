@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kl_comedy.config import Config
 from kl_comedy.models.load import pick_device
 from kl_comedy.models.weights import whole
-from kl_comedy.training.checkpoint import read_parts, write_parts
+from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
 from kl_comedy.training.distributed import TIMEOUT, Ranks, cluster_environment
 
 NEWEST = "newest"
@@ -58,13 +58,13 @@ class _FolderCheckpoints:
         """:meth:`load_checkpoint` loaded it."""
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        write_parts(Path(filepath), checkpoint, self.lightning_module, self.optimizers, self.ranks)
+        write_checkpoint(Path(filepath), checkpoint, self.lightning_module, self.optimizers, self.ranks)
 
     def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.newest_checkpoint if checkpoint_path == NEWEST else Path(checkpoint_path)
         if path is None:
             return {"pytorch-lightning_version": lightning.__version__, "lr_schedulers": []}
-        return read_parts(path, self.lightning_module, self.optimizers, self.ranks)
+        return read_checkpoint(path, self.lightning_module, self.optimizers, self.ranks)
 
 
 class SingleProcess(_FolderCheckpoints, SingleDeviceStrategy):  # type: ignore[misc]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import lightning
 from lightning.pytorch.callbacks import Callback
 
 from kl_comedy.config import AuditConfig, Config
@@ -17,7 +17,6 @@ from kl_comedy.lab.audit.measure import audit_blocks, equal_blocks, select
 from kl_comedy.lab.audit.report import AuditReport
 from kl_comedy.lab.audit.statistics import MINIMUM_BLOCKS
 from kl_comedy.records import Scored
-from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.module import PolicyModule
 
@@ -26,8 +25,6 @@ log = logging.getLogger("kl_comedy")
 
 def check_audit(config: Config, terms: Sequence[KLTerm]) -> None:
     """Raise :class:`UserError` for an audit that could not run, before anything is trained."""
-    if not config.audit.every:
-        return
     betas = [BetaState(term.beta).value for term in terms]
     select(config.audit.terms, terms, betas, on_policy=not is_off_policy(config), key="audit.terms")
     groups = groups_of_an_audit(config)
@@ -54,18 +51,24 @@ def groups_of_an_audit(config: Config) -> int:
 class AuditCallback(Callback):
     """Audits the update of every version that is a multiple of ``every`` (never the first: its KL is zero).
 
-    The check of beta is made at the first audit of the process; a term that fails it is warned about.
+    The check of beta is made at the first audit of the process; a term that fails it is warned about. Raises
+    :class:`UserError` in ``setup`` for an audit that could not run.
     """
 
-    def __init__(self, config: AuditConfig, tracker: RunLogger) -> None:
-        self._config, self._tracker = config, tracker
-        self._found: dict[str, float] = {}
+    def __init__(self, config: AuditConfig) -> None:
+        self._config = config
+        self._metrics: dict[str, float] = {}
         self._checked = False
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        every, version = self._config.every, pl_module.version
-        self._found = {}
-        if not every or version == 0 or version % every:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        config = dataclasses.replace(pl_module.config, audit=self._config)
+        pl_module.ranks.raise_on_all_ranks(lambda: check_audit(config, pl_module.terms))
+        self._groups = groups_of_an_audit(config)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        version = pl_module.version
+        self._metrics = {}
+        if version == 0 or version % self._config.every:
             return
         try:
             with trainer.precision_plugin.forward_context():
@@ -76,13 +79,11 @@ class AuditCallback(Callback):
         for line in report.failures:
             log.warning(f"audit at update {version + 1}: {line}")
         self._checked = True
-        self._found = audit_metrics(report)
+        self._metrics = audit_metrics(report)
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._found:
-            self._tracker.log_metrics(self._found, step=pl_module.version)
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        if self._metrics:
+            trainer.logger.log_metrics(self._metrics, step=pl_module.version)
 
     def _audit(self, module: PolicyModule, rows: Sequence[Scored]) -> AuditReport:
         on_policy = not is_off_policy(module.config)
@@ -93,10 +94,9 @@ class AuditCallback(Callback):
             on_policy=on_policy,
             key="audit.terms",
         )
-        kept = rows[: groups_of_an_audit(module.config) * module.config.rollout.group_size]
         return audit_blocks(
             module,
-            equal_blocks(kept, self._config.blocks),
+            equal_blocks(rows[: self._groups * module.config.rollout.group_size], self._config.blocks),
             audited,
             on_policy=on_policy,
             sketch=self._config.sketch,

@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,8 +58,9 @@ from kl_comedy.lab.audit.statistics import (
 from kl_comedy.records import Scored
 from kl_comedy.registry import RECIPES
 from kl_comedy.rollouts import sampling_from
-from kl_comedy.training.build import Parts, build, is_off_policy, stream_for
+from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.experience import derive_seed
+from kl_comedy.training.experience_module import ExperienceModule
 from kl_comedy.training.loss import micro_loss
 from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
@@ -152,36 +152,25 @@ def subject(origin: Origin, *, updates: int, samples: int, tell: Callable[[str, 
     stop = origin.step + lag if origin.checkpoint is not None else updates
     steps = max(config.train.steps, stop)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
-    parts = build(config)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            walk = _Walk(parts, samples=samples, draw_at=stop - lag, stop_at=stop, tell=tell)
-            from kl_comedy.training.run import trainer_for
+    from kl_comedy.training.run import make_trainer
 
-            trainer = trainer_for(parts, [walk], Path(folder))
-            module = PolicyModule(
-                config,
-                loaded=parts.loaded,
-                references=parts.references,
-                terms=parts.terms,
-                stream=stream_for(parts, trainer.precision_plugin.forward_context),
-                backend=parts.backend,
-            )
-            trainer.fit(module, ckpt_path=origin.checkpoint, weights_only=True)
+    module, data = PolicyModule(config), ExperienceModule(config)
+    try:
+        walk = _Walk(samples=samples, draw_at=stop - lag, stop_at=stop, tell=tell)
+        trainer = make_trainer(config, [walk])
+        trainer.fit(module, datamodule=data, ckpt_path=origin.checkpoint, weights_only=True)
         if module.version != stop or not walk.rows:
             raise UserError(f"audit: training stopped at update {module.version}, before update {stop}")
         yield Subject(module=module, trainer=trainer, rows=walk.rows, lag=lag)
     finally:
-        parts.close()
+        data.close()
 
 
 class _Walk(Callback):
     """Stops training at a version, and draws the audited completions at another."""
 
-    def __init__(
-        self, parts: Parts, *, samples: int, draw_at: int, stop_at: int, tell: Callable[[str, int, int], None]
-    ) -> None:
-        self._parts, self._samples, self._tell = parts, samples, tell
+    def __init__(self, *, samples: int, draw_at: int, stop_at: int, tell: Callable[[str, int, int], None]) -> None:
+        self._samples, self._tell = samples, tell
         self._draw_at, self._stop_at = draw_at, stop_at
         self.rows: list[Scored] = []
 
@@ -197,32 +186,32 @@ class _Walk(Callback):
     ) -> None:
         self._at(trainer, pl_module)
 
-    def _at(self, trainer: lightning.Trainer, module: PolicyModule) -> None:
+    def _at(self, trainer: Any, module: PolicyModule) -> None:
         if self._draw_at > 0 or self._stop_at > module.version:
             self._tell("training", module.version, self._stop_at)
         if module.version == self._draw_at and not self.rows:
             with trainer.precision_plugin.forward_context():
-                self.rows = self._draw()
+                self.rows = self._draw(trainer.datamodule)
         if module.version >= self._stop_at:
             trainer.should_stop = True
 
-    def _draw(self) -> list[Scored]:
+    def _draw(self, data: ExperienceModule) -> list[Scored]:
         """Fresh completions, a batch of the run's size at a time, of prompts in an order of their own."""
-        config, parts = self._parts.config, self._parts
+        config = data.config
         rollout = config.rollout
         prompts = -(-self._samples // rollout.group_size)
         batch = min(rollout.prompts_per_batch, prompts)
-        order = PromptOrder(len(parts.problems.train), batch, derive_seed(config.seed, "audit", 0))
+        order = PromptOrder(len(data.prompts.train), batch, derive_seed(config.seed, "audit", 0))
         found: list[Scored] = []
         for n in range(-(-prompts // batch)):
-            asked = [parts.problems.train[i] for i in order.indices(n)][: prompts - n * batch]
-            rollouts = parts.backend.generate(
+            asked = [data.prompts.train[i] for i in order.indices(n)][: prompts - n * batch]
+            rollouts = data.backend.generate(
                 asked,
                 group_size=rollout.group_size,
                 sampling=sampling_from(rollout),
                 seed=derive_seed(config.seed, "audit", n + 1),
             )
-            found += parts.scorer.score([_numbered(r, n * batch) for r in rollouts])
+            found += data.scorer.score([_numbered(r, n * batch) for r in rollouts])
             self._tell("sampling", len(found), prompts * rollout.group_size)
         return found
 
