@@ -13,7 +13,7 @@ from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.slurm.manifest import Sweep
 from kl_comedy.slurm.status import CellStatus, cell_metrics
 from kl_comedy.training import callbacks
-from kl_comedy.training.build import load_raw
+from kl_comedy.training.build import load_problem_sets
 from kl_comedy.training.checkpoint import best, manifest
 
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -140,9 +140,9 @@ def test_a_folder_without_the_suite_s_file_is_said(kl_comedy, pick, tmp_path):
 
 def test_what_a_suite_asks_too_is_taken_out_of_training(tmp_path, pick):
     rows = [problem(n, problem=f"{1 + n // 9}+{1 + n % 9}+1=") for n in range(81)]
-    raw = load_raw(load_config(TINY, [f"eval.suites=[{write_suite(tmp_path, rows, name='asked')}]"]))
-    assert raw.counts["decontaminated.asked"] > 0
-    assert not {found.text for found in raw.train} & {row["problem"] for row in rows}
+    problems = load_problem_sets(load_config(TINY, [f"eval.suites=[{write_suite(tmp_path, rows, name='asked')}]"]))
+    assert problems.counts["decontaminated.asked"] > 0
+    assert not {found.text for found in problems.train} & {row["problem"] for row in rows}
 
 
 def test_a_sweep_s_report_has_the_accuracy(tmp_path):

@@ -287,7 +287,7 @@ def closed_form(module, rows, *, beta):
 
     from kl_comedy.models import load_model
 
-    reference = load_model(parts.config.model).model
+    reference = load_model(module.config.model).model
     with torch.no_grad():
         ref = [logp(reference, row) for row in rows]
     h = [logp(module.policy, row) - r for row, r in zip(rows, ref, strict=True)]

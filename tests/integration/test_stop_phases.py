@@ -16,10 +16,11 @@ from rich.console import Console
 
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, RunStopped
-from kl_comedy.training import callbacks, module, run
+from kl_comedy.training import callbacks, module
 from kl_comedy.training import distributed as divided
 from kl_comedy.training import experience as stream
 from kl_comedy.training.run import train
+from kl_comedy.training.run_folder import RunDir
 
 TINY = Path(__file__).with_name("tiny.yaml")
 STEPS = 4
@@ -96,7 +97,7 @@ def test_asked_to_make_room(tmp_path, monkeypatch, undisturbed, phase):
     step = int(checkpoint.stem.split("-")[1])
     assert f"at update {step} of {STEPS}" in str(stopped.value) and 0 < step < STEPS
     assert saved in (None, step)
-    first = run.RunDir(path=folder).summary()
+    first = RunDir(path=folder).summary()
     assert first["status"] == "KILLED"
     monkeypatch.undo()
     done = go(tmp_path, *saving)

@@ -11,16 +11,16 @@ from kl_comedy.models import load_model, weights_hash
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import build_reference
 from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
-from kl_comedy.training.distributed import ALONE, World
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.strategies import clip_gradients
 
 
 class Learner(nn.Module):
     """As much of a run as a checkpoint holds."""
 
-    def __init__(self, loaded, world):
+    def __init__(self, loaded, ranks):
         super().__init__()
-        self.policy, self.world = loaded.model, world
+        self.policy, self.ranks = loaded.model, ranks
         self.references = {"ema": build_reference("ema", loaded, ReferenceConfig(ema_decay=0.5), **OPTIONS)}
         self.optimizer = torch.optim.AdamW(
             [p for p in self.policy.parameters() if p.requires_grad], lr=0.01, fused=True
@@ -30,17 +30,17 @@ class Learner(nn.Module):
         for _ in range(updates):
             self.optimizer.zero_grad()
             token_pass(self.policy, **batch(), **OPTIONS).logp_BT.sum().backward()
-            self.norm = clip_gradients([p for p in self.policy.parameters() if p.requires_grad], 1.0, self.world)
+            self.norm = clip_gradients([p for p in self.policy.parameters() if p.requires_grad], 1.0)
             self.optimizer.step()
             self.references["ema"].update(self.policy, 1)
 
     def save(self, folder):
         moving = {"ema": self.references["ema"].state_dict()}
         state = {"kl_comedy": {"moving": moving, "torch_rng": torch.get_rng_state()}}
-        write_checkpoint(folder, state, self, [self.optimizer], self.world)
+        write_checkpoint(folder, state, self, [self.optimizer], self.ranks)
 
     def restore(self, folder):
-        found = read_checkpoint(folder, self, [self.optimizer], self.world)
+        found = read_checkpoint(folder, self, [self.optimizer], self.ranks)
         self.references["ema"].load_state_dict(found["kl_comedy"]["moving"]["ema"])
 
     def hashes(self):
@@ -50,7 +50,7 @@ class Learner(nn.Module):
 def saved_and_resumed(rank, world, folder, kind):
     from kl_comedy.models.sharding import load_sharded
 
-    run = Learner(load_sharded(config_of(kind), limit_bytes=0), World(rank=rank, size=world, sharded=True))
+    run = Learner(load_sharded(config_of(kind), limit_bytes=0), Ranks(rank=rank, size=world, sharded=True))
     run.learn(2)
     run.save(folder / "ckpt")
     found = {"saved": run.hashes(), "norm": run.norm}
@@ -64,7 +64,7 @@ def saved_and_resumed(rank, world, folder, kind):
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])
 def test_a_checkpoint_of_shards_is_read_by_many_and_by_one(tmp_path, kind):
-    alone = Learner(load_model(config_of(kind)), ALONE)
+    alone = Learner(load_model(config_of(kind)), SINGLE_PROCESS)
     alone.learn(2)
     for found in spawn(saved_and_resumed, tmp_path, kind):
         assert found["norm"] == pytest.approx(alone.norm, rel=1e-5)
