@@ -229,7 +229,7 @@ def fast_pass(policy, path):
 INPUTS = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")
 
 
-def learn(models, terms, path=None, *, autocast=False, spoil=None):
+def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, algorithm=ALGORITHM):
     """The update's loss and its gradient in one vector; ``path`` None is the slow one.
 
     ``spoil`` may change each micro-batch before it is learned from.
@@ -239,8 +239,8 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None):
     if path is not None:
         options = PassOptions(temperature=TEMPERATURE, chunk_elements=path.chunk, share_prompt=path.share)
         policy_pass, reference, budget = fast_pass(policy, path), FrozenReference(start, options), path.budget
-    plan = Preparation(terms=terms, algorithm=ALGORITHM, microbatch_tokens=budget, pad_id=0, device=torch.device("cpu"))
-    betas, total = [BETA] * len(terms), 0.0
+    plan = Preparation(terms=terms, algorithm=algorithm, microbatch_tokens=budget, pad_id=0, device=torch.device("cpu"))
+    betas, total = [beta] * len(terms), 0.0
     context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         micros = prepare(rows(), plan, betas=betas, references={"initial": reference}, policy_pass=policy_pass)
@@ -250,7 +250,7 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None):
             micro = micro if spoil is None else spoil(micro)
             inputs = {name: getattr(micro.experience, name) for name in INPUTS}
             passes = {"initial": policy_pass(inputs, micro.references["initial"], terms)}
-            loss = micro_loss(micro, passes, terms=terms, betas=betas, algorithm=ALGORITHM).loss
+            loss = micro_loss(micro, passes, terms=terms, betas=betas, algorithm=algorithm).loss
             loss.backward()
             total += float(loss.detach())
     gradient = torch.cat([p.grad.flatten().double() for p in policy.parameters() if p.grad is not None])
@@ -290,6 +290,18 @@ def test_the_trained_path_in_bfloat16_is_no_further_from_the_truth_than_the_slow
     fast = learn(pair(llama, dtype), TERMS[name], TRAINED, autocast=autocast)
     truth = learn(pair(llama, dtype, widened=True), TERMS[name])
     assert 0.0 < far(fast, truth) < 1.5 * far(slow(llama, dtype, name, autocast), truth) + 0.01
+
+
+def test_beta_enters_once():
+    """With advantages linear in the reward, the update is linear in beta: half the beta is half the KL gradient."""
+    linear = AlgorithmConfig(advantage="rloo", policy_loss="reinforce")
+    for name in MIXED:
+        without, half, full = (
+            learn(pair(gpt2, torch.float64), TERMS[name], TRAINED, beta=beta, algorithm=linear).gradient
+            for beta in (0.0, 0.5, 1.0)
+        )
+        assert float((full - without).norm()) > 1e-3
+        assert torch.allclose(half - without, 0.5 * (full - without), atol=1e-6), name
 
 
 def garbage(micro):

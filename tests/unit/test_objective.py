@@ -121,10 +121,35 @@ def test_ppo_clip_equals_reinforce_gradient_at_ratio_one():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "sign", "flows"), [(1.5, 1, False), (1.5, -1, True), (0.5, -1, False), (0.5, 1, True)]
+    ("name", "options", "weight_of"),
+    [
+        # ratio and advantage -> weight of the score; bounds differ, so that swapped bounds fail
+        (
+            "ppo_clip",
+            {"clip_low": 0.1, "clip_high": 0.4},
+            {(1.3, 1): 1.3, (1.5, 1): 0.0, (1.5, -1): 1.5, (0.8, 1): 0.8, (0.8, -1): 0.0, (0.95, -1): 0.95},
+        ),
+        (
+            "gspo",
+            {"clip_low": 0.1, "clip_high": 0.4},
+            {(1.3, 1): 1.3, (1.5, 1): 0.0, (1.5, -1): 1.5, (0.8, 1): 0.8, (0.8, -1): 0.0, (0.95, -1): 0.95},
+        ),
+        (
+            "cispo",
+            {"clip_low": 0.1, "clip_high": 0.4},
+            {(1.3, 1): 1.3, (1.5, 1): 1.4, (1.5, -1): 1.4, (0.8, 1): 0.9, (0.95, -1): 0.95},
+        ),
+        ("aipo", {"cap": 1.4}, {(1.3, 1): 1.3, (1.5, 1): 1.4, (1.5, -1): 1.4, (0.2, 1): 0.2}),
+    ],
 )
-def test_ppo_clip_stops_the_gradient_on_the_clipped_side_only(ratio, sign, flows):
-    logp_BT = torch.tensor([[0.0]], requires_grad=True)
-    behaviour_BT = -torch.tensor([[ratio]]).log()
-    POLICY_LOSSES.get("ppo_clip").fn(logp_BT, behaviour_BT, torch.tensor([[float(sign)]])).sum().backward()
-    assert bool(logp_BT.grad.abs() > 0) is flows
+def test_bounds_act_on_their_side_of_the_ratio(name, options, weight_of):
+    entry = POLICY_LOSSES.get(name)
+    mask = {"mask_BT": torch.ones(1, 1, dtype=torch.bool)} if entry.facts["scope"] == "sequence" else {}
+    bounded = {}
+    for (ratio, sign), weight in weight_of.items():
+        logp_BT = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+        arguments = (logp_BT, -torch.tensor([[ratio]], dtype=torch.float64).log(), torch.tensor([[float(sign)]]))
+        entry.fn(*arguments, **options, **mask).sum().backward()
+        assert float(logp_BT.grad) == pytest.approx(-sign * weight), (ratio, sign)
+        bounded[ratio, sign] = bool(entry.facts["bounded"](*arguments, **options, **mask))
+    assert bounded == {key: weight_of[key] != key[0] for key in weight_of}
