@@ -1,4 +1,4 @@
-"""Tables against golden files. KL_COMEDY_UPDATE_GOLDEN=1 writes the golden files anew."""
+"""Means over groups of runs; tables against golden files (KL_COMEDY_UPDATE_GOLDEN=1 writes them anew)."""
 
 import csv
 import io
@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 
 from kl_comedy.errors import UserError
+from kl_comedy.statistics import t_interval
 from kl_comedy.tracking.compare import band, summarize
-from kl_comedy.tracking.plots import draw
-from kl_comedy.tracking.tables import FORMATS, MACHINE_FORMATS, readable, render
+from kl_comedy.tracking.runs import drop_repeats, resolve, varying
+from kl_comedy.tracking.tables import FORMATS, MACHINE_FORMATS, markdown, readable, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SUFFIX = {"text": "txt", "markdown": "md", "csv": "csv", "json": "json", "latex": "tex"}
@@ -54,42 +55,88 @@ def test_csv_and_json_keep_full_precision(summary):
     assert len(rows) == len(same) == 6
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_hostile_names_stay_data(format):
+def test_hostile_names_stay_data_and_wide_tables_are_not_cut():
     name = "[red]x[/red]\n| evil | \\input{/etc/passwd} ${a}$"
-    text = render(pd.DataFrame({"name": [name], "n": [1]}), format)
-    if format == "json":
-        assert json.loads(text)[0]["name"] == name
-    elif format == "csv":
-        assert next(csv.DictReader(io.StringIO(text)))["name"] == name
-    elif format == "latex":
-        assert r"\input" not in text and r"\textbackslash{}input\{" in text
-    elif format == "markdown":
-        assert len(text.splitlines()) == 3 and r"\| evil \|" in text
-    else:
-        assert "[red]x[/red] | evil" in text and len(text.splitlines()) == 3
-
-
-def test_wide_tables_are_not_cut():
-    frame = pd.DataFrame({f"column {at}": ["x" * 60] for at in range(20)})
-    assert render(frame, "text").count("x" * 60) == 20
-
-
-def test_unknown_format_names_the_nearest():
+    texts = {format: render(pd.DataFrame({"name": [name], "n": [1]}), format) for format in FORMATS}
+    assert json.loads(texts["json"])[0]["name"] == name
+    assert next(csv.DictReader(io.StringIO(texts["csv"])))["name"] == name
+    assert r"\input" not in texts["latex"] and r"\textbackslash{}input\{" in texts["latex"]
+    assert len(texts["markdown"].splitlines()) == 3 and r"\| evil \| \\input" in texts["markdown"]
+    assert markdown(["a\nb"], [["x | y"]]) == "| a b |\n|---|\n| x \\| y |"
+    assert "[red]x[/red] | evil" in texts["text"] == texts["table"] and len(texts["text"].splitlines()) == 3
+    wide = pd.DataFrame({f"column {at}": ["x" * 60] for at in range(20)})
+    assert render(wide, "text").count("x" * 60) == 20
+    for format in FORMATS:
+        assert "name" in render(pd.DataFrame(columns=["name", "n"]), format) or format == "json"
     with pytest.raises(UserError, match="did you mean 'markdown'"):
         render(pd.DataFrame(), "markdwn")
 
 
-def test_figure_has_a_line_and_a_band_a_group():
-    both = band(pd.DataFrame({"step": [1, 1, 2, 2], "value": [0.0, 1.0, 1.0, 2.0]}))
-    one = band(pd.DataFrame({"step": [1, 2], "value": [0.0, 1.0]}))
-    figure = draw({"train/reward": {"k3 $x": both, "_k1": one}})
-    (axes,) = figure.axes
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.5, 1.5], [0.0, 1.0]]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [r"k3 \$x (n=2)", " _k1 (n=1)"]
-    assert axes.get_xlabel() == "step (optimizer updates)" and axes.get_ylabel() == "train/reward"
-    filled, empty = axes.collections
-    low, high = both["low"].min(), both["high"].max()
-    bounds = filled.get_datalim(axes.transData)
-    assert (bounds.y0, bounds.y1) == pytest.approx((low, high))
-    assert len(empty.get_paths()) == 0 or math.isnan(empty.get_paths()[0].vertices).all()
+def runs(*rows):
+    base = {"status": "FINISHED", "start_time": 0}
+    return pd.DataFrame([{**base, "run_id": str(at), **row} for at, row in enumerate(rows)])
+
+
+def test_summarize_counts_finished_runs_and_shows_the_lost():
+    frame = runs(
+        {"params.name": "b", "metrics.x": 1.0},
+        {"params.name": "a", "metrics.x": 5.0},
+        {"params.name": "b", "metrics.x": 3.0},
+        {"params.name": "b", "metrics.x": 100.0, "status": "FAILED"},
+        {"params.name": "b", "metrics.x": math.nan},
+        {"params.name": "b", "metrics.x": 100.0, "status": "RUNNING"},
+    )
+    first, second = summarize(frame, ["params.name"], ["metrics.x"], run_ids=True).to_dict("records")
+    assert (first["params.name"], first["n"], first["mean"], first["runs"], first["failed"]) == ("b", 2, 2.0, 5, 1)
+    assert first["low"] == pytest.approx(2 - 12.7062047) and first["run_ids"] == "0 2"
+    assert (second["n"], second["mean"], math.isnan(second["low"])) == (1, 5.0, True)
+    everything = summarize(frame, [], ["metrics.x"], statuses=("FINISHED", "RUNNING", "FAILED"))
+    assert everything["n"].tolist() == [5]
+    assert summarize(frame, ["params.name"], ["metrics.x"], statuses=("KILLED",))["n"].tolist() == [0, 0]
+    lacking = runs({"params.a": "1", "metrics.x": 1.0}, {"metrics.x": 2.0})
+    assert summarize(lacking, ["params.a"], ["metrics.x"])["params.a"].tolist() == ["1", ""]
+
+
+def test_a_band_is_the_t_interval_of_each_step_without_what_is_not_finite():
+    values = {1: [1.0, 3.0, 4.5], 2: [math.nan, 2.0], 3: [math.inf], 7: [0.5, 0.25]}
+    curve = band(pd.DataFrame([(step, value) for step in values for value in values[step]], columns=["step", "value"]))
+    assert curve["step"].tolist() == [1, 2, 7] and curve["n"].tolist() == [3, 1, 2]
+    for row, sample in zip(curve.to_dict("records"), ([1.0, 3.0, 4.5], [2.0], [0.5, 0.25]), strict=True):
+        expected = t_interval(sample)
+        assert row["mean"] == expected.mean and math.isnan(row["low"]) == (expected.low is None)
+        assert expected.low is None or (row["low"], row["high"]) == (expected.low, expected.high)
+    assert band(pd.DataFrame(columns=["step", "value"])).empty
+
+
+def test_a_repeat_of_config_and_seed_counts_once():
+    frame = runs(
+        {"params.seed": "0", "params.lr": "1", "params.output": "a", "start_time": 1},
+        {"params.seed": "0", "params.lr": "1", "params.output": "b", "start_time": 2},
+        {"params.seed": "0", "params.lr": "1", "params.output": "c", "start_time": 3, "status": "FAILED"},
+        {"params.seed": "1", "params.lr": "1", "params.output": "b", "start_time": 2},
+    )
+    assert drop_repeats(frame)["run_id"].tolist() == ["1", "3"]
+
+
+def test_varying_names_what_a_group_pools():
+    frame = runs(
+        {"params.name": "a", "params.seed": "0", "params.lr": "1", "params.b": "x"},
+        {"params.name": "a", "params.seed": "1", "params.lr": "2", "params.b": "x"},
+        {"params.name": "b", "params.seed": "0", "params.lr": "1", "params.b": "y"},
+    )
+    assert varying(frame, ["params.name"]) == ["params.lr"]
+    assert varying(frame, ["params.name", "params.lr"]) == []
+    assert varying(frame, []) == ["params.lr", "params.b"]
+
+
+def test_keys_resolve_to_columns_and_misses_name_the_nearest():
+    frame = runs({"params.algorithm.advantage": "rloo", "tags.kl.label": "k3", "metrics.train/reward": 1.0})
+    assert resolve(frame, "algorithm.advantage", "--group") == "params.algorithm.advantage"
+    assert resolve(frame, "kl", "--group") == resolve(frame, "kl.label", "--group") == "tags.kl.label"
+    assert resolve(frame, "status", "--group") == "status"
+    with pytest.raises(UserError, match=r"did you mean 'algorithm\.advantage'"):
+        resolve(frame, "algorithm.advantag", "--group")
+    with pytest.raises(UserError, match="train/reward"):
+        resolve(frame, "loss", "--metric")
+    with pytest.raises(UserError, match=r"group of keys: algorithm\.advantage"):
+        resolve(frame, "algorithm", "--group")

@@ -1,9 +1,7 @@
-"""Means and intervals over seeds, of frames of runs. The formulas are in :mod:`kl_comedy.statistics`.
+"""Frames of runs compared: over seeds, at equal beta, at equal KL, over several tasks. Frames in, frames out.
 
-Configurations compared: at the same beta, at the same KL, and over several tasks. Frames in, frames out.
-
-A *family* is a KL configuration without its coefficient (column ``kl.family``). ``no KL`` is beta 0 of every family, so
-its runs are points of every family's frontier.
+A *family* is a KL configuration without its coefficient (column ``tags.kl.family``). ``no KL`` is beta 0 of every
+family, so its runs are points of every family's frontier. The formulas are in :mod:`kl_comedy.statistics`.
 """
 
 from __future__ import annotations
@@ -12,18 +10,29 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.errors import bad_value
-from kl_comedy.statistics import Paired, Point, compare_at, frontier_at, interval, paired_difference
-from kl_comedy.statistics.comparisons import iqm_interval, probability_of_improvement
-from kl_comedy.statistics.intervals import LEVEL, METHODS, generator
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.statistics import (
+    Interval,
+    Paired,
+    Point,
+    compare_at_kl,
+    family_at_kl,
+    generator,
+    interval,
+    iqm,
+    paired_difference,
+    probability_of_improvement,
+    t_interval,
+)
 from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, short
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
-
-__all__ = ["METHODS", "band", "groups_of", "summarize"]
+SEED = "params.seed"
+COUNTS = ("runs", "collapsed", "outside", "gap")
+DIFFERENCE = ("minus_baseline", "difference_low", "difference_high", "p", "pairs", "unpaired")
 
 
 def summarize(
@@ -36,145 +45,169 @@ def summarize(
     *,
     run_ids: bool = False,
 ) -> pd.DataFrame:
-    """Mean and 95% interval of each metric's final value in each group of runs.
+    """Mean and 95% interval of each metric's value in each group of runs, one row per group and metric.
 
-    One row per group and metric: the group columns, ``metric``, ``n``, ``mean``, ``low``, ``high``, ``runs``,
-    ``failed``. Only runs of ``statuses`` with a finite value enter the mean, ``n`` of them; ``runs`` counts all
-    runs of the group and ``failed`` those that FAILED or were KILLED, so that what was lost stays in sight. Where the
-    frame has a column ``collapsed`` (see :mod:`kl_comedy.tracking.collapses`), ``collapsed`` counts its true values
-    among the group's runs; they stay in the mean. Groups keep the order of their first run; a missing group value is
-    an empty text. ``rng`` feeds the bootstrap. ``run_ids`` adds the ids of the ``n`` runs, parted by spaces.
+    Columns: the group columns, ``metric``, ``n``, ``mean``, ``low``, ``high``, ``runs``, ``failed``. Only the ``n``
+    runs of ``statuses`` with a finite value enter the mean; ``runs`` counts all runs of the group, ``failed`` those
+    that FAILED or were KILLED. Where the frame has a column ``collapsed``, its true values are counted too; these runs
+    stay in the mean. Groups keep the order of their first run; a missing group value is an empty text. ``rng`` feeds
+    the bootstrap. ``run_ids`` adds the ids of the ``n`` runs, separated by spaces.
     """
+    import numpy as np
     import pandas as pd
 
     rng = generator() if rng is None else rng
-
-    rows: list[dict[str, Any]] = []
+    counted = ["runs", "failed", *(["collapsed"] if "collapsed" in frame else []), *(["run_ids"] if run_ids else [])]
+    rows = []
     for keys, members in groups_of(frame, group):
-        counted = members[members["status"].isin(list(statuses))]
-        failed = int(members["status"].isin(["FAILED", "KILLED"]).sum())
+        chosen = members[members["status"].isin(list(statuses))]
+        counts = {"runs": len(members), "failed": int(members["status"].isin(["FAILED", "KILLED"]).sum())}
+        counts["collapsed"] = collapsed_runs(members)
         for metric in metrics:
-            finite = [math.isfinite(value) for value in counted[metric]]
-            values = [float(value) for value in counted[metric][finite]]
-            found = interval(values, method, rng=rng)
-            rows.append(
-                dict(zip(group, keys, strict=True))
-                | {"metric": metric, "n": found.n, "mean": found.mean, "low": found.low, "high": found.high}
-                | {"runs": len(members), "failed": failed}
-                | ({"run_ids": " ".join(counted["run_id"][finite])} if run_ids else {})
-                | ({"collapsed": int(members["collapsed"].eq(True).sum())} if "collapsed" in members else {})
-            )
-    lost = ["failed", "collapsed"] if "collapsed" in frame else ["failed"]
-    columns = [*group, "metric", "n", "mean", "low", "high", "runs", *lost, *(["run_ids"] if run_ids else [])]
-    return pd.DataFrame(rows, columns=columns).astype({"mean": float, "low": float, "high": float})
+            finite = chosen[np.isfinite(chosen[metric].astype(float))]
+            bounds = _bounds(interval([float(value) for value in finite[metric]], method, rng=rng))
+            row = dict(zip(group, keys, strict=True)) | {"metric": metric} | bounds | counts
+            rows.append(row | {"run_ids": " ".join(finite["run_id"]) if run_ids else ""})
+    summary = pd.DataFrame(rows, columns=[*group, "metric", "n", "mean", "low", "high", *counted])
+    return summary.astype({"mean": float, "low": float, "high": float})
 
 
 def band(points: pd.DataFrame) -> pd.DataFrame:
-    """Curves of several runs -> one with a band: columns step, n, mean, low, high.
+    """Curves of several runs as their mean with Student's 95% interval: columns step, n, mean, low, high.
 
-    The bounds are Student's, as :func:`kl_comedy.statistics.t_interval` has them, for all steps at once.
-    ``points`` has columns step and value, one row a run and step. Non-finite values are left out of a step's
-    mean; the bounds are NaN at steps that only one run has.
+    ``points`` has columns step and value, one row a run and step. Values that are not finite are left out; the bounds
+    are NaN at steps that a single run has.
     """
     import numpy as np
-    from scipy.special import stdtrit
+    import pandas as pd
 
     finite = points[np.isfinite(points["value"].astype(float))]
-    found = finite.astype({"value": float}).groupby("step")["value"].agg(["count", "mean", "std"]).reset_index()
-    n = found["count"].to_numpy()
-    half = np.where(n > 1, stdtrit(np.maximum(n - 1, 1), 0.5 + LEVEL / 2) * found["std"] / np.sqrt(n), np.nan)
-    found = found.assign(low=found["mean"] - half, high=found["mean"] + half).rename(columns={"count": "n"})
-    return found[["step", "n", "mean", "low", "high"]]
+    rows = [{"step": step} | _bounds(t_interval(list(values))) for step, values in finite.groupby("step")["value"]]
+    return pd.DataFrame(rows, columns=["step", "n", "mean", "low", "high"]).astype({"low": float, "high": float})
 
 
-def groups_of(frame: pd.DataFrame, group: list[str]) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
+def groups_of(frame: pd.DataFrame, group: Sequence[str]) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
     """The groups in the order of their first run; a missing group value is an empty text."""
     if frame.empty:
         return []
     if not group:
         return [((), frame)]
     keyed = frame.assign(**{key: frame[key].fillna("").astype(str) for key in group})
-    return [(tuple(map(str, keys)), members) for keys, members in keyed.groupby(group, sort=False)]
+    return [(tuple(map(str, keys)), members) for keys, members in keyed.groupby(list(group), sort=False)]
 
 
-SEED = "params.seed"
-HEAD = ("at", "n", "mean", "low", "high", "runs", "collapsed", "outside", "gap")
-AGAINST = ("minus_baseline", "difference_low", "difference_high", "p", "pairs", "unpaired")
+def collapsed_runs(members: pd.DataFrame) -> int | None:
+    """How many of the runs collapsed; None where no rule was applied."""
+    return int(members["collapsed"].eq(True).sum()) if "collapsed" in members else None
 
 
-def matched_beta(
+def compare_families(
     frame: pd.DataFrame,
     groups: Sequence[str],
     metric: str,
     baseline: str | None,
     method: str,
     rng: np.random.Generator,
+    *,
+    kl: str = "",
+    at_kl: Sequence[float] | None = None,
 ) -> pd.DataFrame:
-    """A row a family and beta: mean over seeds, and the difference to the baseline at that beta, paired over seeds.
+    """Mean of ``metric`` over seeds and its difference to the ``baseline`` family, paired over seeds.
 
-    A baseline without coefficient (``no KL``) is compared with every beta. Collapsed runs are in the means and counted.
+    One row per family and beta; where ``at_kl`` has values of the metric ``kl``, one per family and KL: the reward is
+    read off each seed's frontier (:func:`kl_comedy.statistics.reward_at_kl`). At equal beta, the baseline ``no KL`` is
+    compared with every beta. Collapsed runs are in the means and counted. Raises :class:`UserError` where runs lack
+    family or seed, and for an unknown baseline.
     """
+    import pandas as pd
+
+    for column, name in ((FAMILY, "the tag kl.label"), (SEED, "the param seed")):
+        if column not in frame:
+            raise UserError(f"these runs lack {name}, by which families are compared; they were not trained by us")
+    families = list(dict.fromkeys(frame[FAMILY].astype(str)))
+    if baseline is not None and baseline not in families:
+        raise bad_value("--baseline", baseline, families)
     rows = []
-    for keys, members in groups_of(frame, list(groups)):
-        sides = {key: _values(side, metric) for key, side in groups_of(members, [FAMILY, BETA])}
-        for (family, beta), side in groups_of(members, [FAMILY, BETA]):
-            found = interval(list(sides[family, beta].values()), method, rng=rng)
-            row = _head(groups, keys, family) | {"at": f"beta {beta}", **_bounds(found), "runs": len(side)}
-            row |= {"collapsed": _collapsed(side), "outside": 0, "gap": 0}
-            other = sides.get((baseline or "", "0" if baseline == NO_KL else beta))
-            if baseline and family != baseline and other:
-                row |= _against(paired_difference(sides[family, beta], other, method=method, rng=rng))
-            rows.append(row)
-    return _frame(rows, groups, baseline)
+    for keys, members in groups_of(frame, groups):
+        found = (
+            _at_beta(members, metric, baseline, method, rng)
+            if at_kl is None
+            else _at_kl(members, metric, kl, at_kl, baseline, method, rng)
+        )
+        rows += [dict(zip(map(short, groups), keys, strict=True)) | row for row in found]
+    columns = [*map(short, groups), "kl.family", "at", "n", "mean", "low", "high", *COUNTS]
+    table = pd.DataFrame(rows, columns=columns + [*DIFFERENCE] * (baseline is not None))
+    numbers = ("mean", "low", "high", *DIFFERENCE[:4])
+    return table.astype({name: float for name in numbers if name in table})
 
 
-def matched_kl(
-    frame: pd.DataFrame,
-    groups: Sequence[str],
+def _at_beta(
+    members: pd.DataFrame, metric: str, baseline: str | None, method: str, rng: np.random.Generator
+) -> list[dict[str, Any]]:
+    cells = groups_of(members, [FAMILY, BETA])
+    values = {}
+    for key, side in cells:
+        finite = side[side[metric].abs() < math.inf]
+        values[key] = dict(finite.groupby(SEED)[metric].mean())  # a seed that ran more than once is averaged
+    rows = []
+    for (family, beta), side in cells:
+        row: dict[str, Any] = {"kl.family": family, "at": f"beta {beta}", "runs": len(side)}
+        row |= _bounds(interval(list(values[family, beta].values()), method, rng=rng))
+        row |= {"collapsed": collapsed_runs(side), "outside": 0, "gap": 0}
+        other = values.get((baseline or "", "0" if baseline == NO_KL else beta))
+        if other and family != baseline:
+            row |= _difference(paired_difference(values[family, beta], other, method=method, rng=rng))
+        rows.append(row)
+    return rows
+
+
+def _at_kl(
+    members: pd.DataFrame,
     metric: str,
     kl: str,
-    at: Sequence[float],
+    at_kl: Sequence[float],
     baseline: str | None,
     method: str,
     rng: np.random.Generator,
-) -> pd.DataFrame:
-    """A row a family and KL: the reward read off each seed's frontier there, and the difference to the baseline's.
-
-    See :mod:`kl_comedy.statistics.comparisons` for what is interpolated and what is not.
-    """
+) -> list[dict[str, Any]]:
+    points = {key[0]: _points(side, metric, kl) for key, side in groups_of(members, [FAMILY])}
+    without_kl = points.get(NO_KL, {})
+    frontiers = {
+        family: seeds if family == NO_KL else {seed: [*ends, *without_kl.get(seed, [])] for seed, ends in seeds.items()}
+        for family, seeds in points.items()
+    }
     rows = []
-    for keys, members in groups_of(frame, list(groups)):
-        points = {key[0]: _points(side, metric, kl) for key, side in groups_of(members, [FAMILY])}
-        free = points.get(NO_KL, {})
-        fronts = {family: _joined(own, {} if family == NO_KL else free) for family, own in points.items()}
-        for family, own in fronts.items():
-            for where in at:
-                found = frontier_at(own, where, method=method, rng=rng)
-                row = _head(groups, keys, family) | {"at": f"KL {where:g}", **_bounds(found.reward)}
-                row |= {"runs": sum(map(len, own.values())), "collapsed": found.collapsed}
-                row |= {"outside": found.outside, "gap": found.gap}
-                if baseline and family != baseline and baseline in fronts:
-                    row |= _against(compare_at(own, fronts[baseline], where, method=method, rng=rng))
-                rows.append(row)
-    return _frame(rows, groups, baseline)
+    for family, seeds in frontiers.items():
+        for nats in at_kl:
+            read = family_at_kl(seeds, nats, method=method, rng=rng)
+            row = {"kl.family": family, "at": f"KL {nats:g}", **_bounds(read.reward)}
+            row |= {"runs": sum(map(len, seeds.values())), "collapsed": read.collapsed}
+            row |= {"outside": read.outside, "gap": read.gap}
+            if family != baseline and baseline in frontiers:
+                row |= _difference(compare_at_kl(seeds, frontiers[baseline], nats, method=method, rng=rng))
+            rows.append(row)
+    return rows
 
 
 def aggregate(
     frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str], baseline: str | None, rng: np.random.Generator
 ) -> pd.DataFrame:
-    """A row a group: the interquartile mean over runs and tasks (a metric each), and P(better than the baseline)."""
+    """A row per group: the interquartile mean over runs and tasks (a metric each), and P(better than the baseline)."""
     import pandas as pd
 
-    scores = {keys: _tasks(members, metrics) for keys, members in groups_of(frame, list(groups))}
-    scores = {keys: tasks for keys, tasks in scores.items() if tasks}
+    scores: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for keys, members in groups_of(frame, groups):
+        finite = {name: [float(value) for value in members[name] if math.isfinite(value)] for name in metrics}
+        if any(finite.values()):
+            scores[keys] = {name: values for name, values in finite.items() if values}
     labels = {", ".join(keys): keys for keys in scores}
     if baseline is not None and baseline not in labels:
         raise bad_value("--baseline", baseline, list(labels))
     rows = []
     for keys, tasks in scores.items():
-        found = iqm_interval(tasks, rng)
-        row: dict[str, Any] = dict(zip((short(group) for group in groups), keys, strict=True))
-        row |= {"iqm": found.value, "low": found.low, "high": found.high, "tasks": found.tasks, "scores": found.runs}
+        mean = iqm(tasks, rng)
+        row: dict[str, Any] = dict(zip(map(short, groups), keys, strict=True))
+        row |= {"iqm": mean.value, "low": mean.low, "high": mean.high, "tasks": mean.tasks, "scores": mean.runs}
         if baseline is not None and keys != labels[baseline]:
             better = probability_of_improvement(tasks, scores[labels[baseline]], rng)
             row |= {"p_better": better.value, "p_low": better.low, "p_high": better.high}
@@ -182,57 +215,20 @@ def aggregate(
     return pd.DataFrame(rows)
 
 
-def families_of(frame: pd.DataFrame) -> list[str]:
-    return list(dict.fromkeys(frame[FAMILY].astype(str)))
-
-
-def _tasks(members: pd.DataFrame, metrics: Sequence[str]) -> dict[str, list[float]]:
-    import math
-
-    found = {name: [float(x) for x in members[name] if math.isfinite(x)] for name in metrics}
-    return {name: values for name, values in found.items() if values}
-
-
-def _values(side: pd.DataFrame, metric: str) -> dict[Any, float]:
-    """Seed to value; a seed that ran more than once is averaged."""
-    finite = side[side[metric].abs() < float("inf")]
-    return dict(finite.groupby(SEED)[metric].mean())
-
-
 def _points(side: pd.DataFrame, metric: str, kl: str) -> dict[Any, list[Point]]:
-    found: dict[Any, list[Point]] = {}
-    judged = side["collapsed"] if "collapsed" in side else [None] * len(side)
-    for seed, x, y, collapsed in zip(side[SEED], side[kl], side[metric], judged, strict=True):
-        found.setdefault(seed, []).append(Point(kl=float(x), reward=float(y), collapsed=collapsed is True))
-    return found
+    """Seed to its runs."""
+    points: dict[Any, list[Point]] = {}
+    for row in side.to_dict("records"):
+        end = Point(kl=float(row[kl]), reward=float(row[metric]), collapsed=row.get("collapsed") is True)
+        points.setdefault(row[SEED], []).append(end)
+    return points
 
 
-def _joined(own: dict[Any, list[Point]], free: dict[Any, list[Point]]) -> dict[Any, list[Point]]:
-    return {seed: [*points, *free.get(seed, [])] for seed, points in own.items()}
+def _bounds(mean: Interval) -> dict[str, Any]:
+    return {"n": mean.n, "mean": mean.mean, "low": mean.low, "high": mean.high}
 
 
-def _collapsed(side: pd.DataFrame) -> int | None:
-    return int(side["collapsed"].eq(True).sum()) if "collapsed" in side else None
-
-
-def _head(groups: Sequence[str], keys: tuple[str, ...], family: str) -> dict[str, Any]:
-    return dict(zip((short(group) for group in groups), keys, strict=True)) | {"kl.family": family}
-
-
-def _bounds(found: Any) -> dict[str, Any]:
-    return {"n": found.n, "mean": found.mean, "low": found.low, "high": found.high}
-
-
-def _against(found: Paired) -> dict[str, Any]:
-    difference = found.difference
-    values = (difference.mean, difference.low, difference.high, found.p, difference.n, found.only_a + found.only_b)
-    return dict(zip(AGAINST, values, strict=True))
-
-
-def _frame(rows: list[dict[str, Any]], groups: Sequence[str], baseline: str | None) -> pd.DataFrame:
-    import pandas as pd
-
-    columns = [*(short(group) for group in groups), "kl.family", *HEAD, *(AGAINST if baseline else ())]
-    frame = pd.DataFrame(rows, columns=columns)
-    numbers = ("mean", "low", "high", *AGAINST[:4])
-    return frame.astype({name: float for name in numbers if name in frame})
+def _difference(paired: Paired) -> dict[str, Any]:
+    minus = paired.difference
+    values = (minus.mean, minus.low, minus.high, paired.p, minus.n, paired.only_a + paired.only_b)
+    return dict(zip(DIFFERENCE, values, strict=True))

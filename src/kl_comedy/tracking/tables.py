@@ -1,11 +1,10 @@
-"""A frame as text, Markdown, CSV, JSON or LaTeX. Cell contents are data: markup in them is escaped, never obeyed."""
+"""The one table of the project: text, Markdown, CSV, JSON or LaTeX. Markup in a cell is escaped, never interpreted."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import bad_value
@@ -20,21 +19,6 @@ FORMATS = ("text", "table", "markdown", "csv", "json", "latex")
 MACHINE_FORMATS = ("csv", "json")
 """Formats that keep full precision and one number a field; the others are for reading."""
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "{": r"\{",
-    "}": r"\}",
-    "$": r"\$",
-    "&": r"\&",
-    "#": r"\#",
-    "%": r"\%",
-    "_": r"\_",
-    "^": r"\textasciicircum{}",
-    "~": r"\textasciitilde{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-}
-
 
 def render(frame: pd.DataFrame, format: str) -> str:
     """``frame`` in ``format``, without a final newline. Raises :class:`UserError` for an unknown format."""
@@ -46,13 +30,34 @@ def render(frame: pd.DataFrame, format: str) -> str:
         return json.dumps([dict(zip(names, map(_json, row), strict=True)) for row in rows], indent=1)
     if format == "csv":
         return str(frame.to_csv(index=False, lineterminator="\n")).rstrip("\n")
-    numeric = [_is_numeric([row[at] for row in rows]) for at in range(len(names))]
+    numeric = [bool(rows) and all(_is_number(row[column]) for row in rows) for column in range(len(names))]
     cells = [[_text(value) for value in row] for row in rows]
     if format == "markdown":
-        return _markdown(names, cells, numeric)
-    if format == "latex":
-        return _latex(names, cells, numeric)
-    return _rich(names, cells, numeric)
+        return markdown(names, cells, numeric)
+    from tabulate import tabulate
+
+    align = ["right" if right else "left" for right in numeric]
+    style = "latex_booktabs" if format == "latex" else "simple"  # the former escapes the cells
+    options = {"colalign": align} if rows else {}
+    text = tabulate(cells, headers=names, tablefmt=style, disable_numparse=True, **options)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[bool] = ()) -> str:
+    """A Markdown table of texts, without padding, so that a changed cell changes one line. ``numeric``: stands right.
+
+    >>> print(markdown(["a", "b"], [["x|y", "1"]], [False, True]))
+    | a | b |
+    |---|---:|
+    | x\\|y | 1 |
+    """
+
+    def line(cells: Iterable[str]) -> str:
+        escaped = (" ".join(cell.split()).replace("\\", "\\\\").replace("|", "\\|") for cell in cells)
+        return f"| {' | '.join(escaped)} |"
+
+    rule = "|".join("---:" if right else "---" for right in (*numeric, *[False] * (len(names) - len(numeric))))
+    return "\n".join([line(names), f"|{rule}|", *map(line, rows)])
 
 
 def readable(summary: pd.DataFrame, group: list[str]) -> pd.DataFrame:
@@ -62,14 +67,16 @@ def readable(summary: pd.DataFrame, group: list[str]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in summary.to_dict("records"):
+    lines = summary.to_dict("records")
+    counts: dict[tuple[Any, ...], int] = {}
+    for line in lines:
         key = tuple(line[name] for name in group)
-        row = rows.setdefault(key, {short(name): line[name] for name in group} | {"n": 0})
-        row["n"] = max(row["n"], line["n"])
-    for line in summary.to_dict("records"):
-        row = rows[tuple(line[name] for name in group)]
-        row[short(line["metric"])] = _cell(line, row["n"])
+        counts[key] = max(counts.get(key, 0), line["n"])
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        key = tuple(line[name] for name in group)
+        row = rows.setdefault(key, {short(name): line[name] for name in group} | {"n": counts[key]})
+        row[short(line["metric"])] = f"{number(line['mean'])}{bounds(line, counts[key])}" if line["n"] else "-"
         row |= {name: row.pop(name, line[name]) for name in ("runs", "failed", "collapsed") if name in line}
     return pd.DataFrame(list(rows.values()))
 
@@ -83,19 +90,16 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _cell(line: Mapping[Any, Any], n: int) -> str:
-    if not line["n"]:
-        return "-"
-    bounds = "" if math.isnan(line["low"]) else f" [{number(line['low'])}, {number(line['high'])}]"
-    count = f" (n={line['n']})" if line["n"] != n else ""
-    return f"{number(line['mean'])}{bounds}{count}"
+def bounds(line: Mapping[Any, Any], runs: int) -> str:
+    """`` [low, high]`` of a row of a summary where it has them, and its n where that is not ``runs``."""
+    ends = "" if math.isnan(line["low"]) else f" [{number(line['low'])}, {number(line['high'])}]"
+    return ends + (f" (n={line['n']})" if line["n"] != runs else "")
 
 
 def _text(value: Any) -> str:
     if _missing(value):
         return ""
-    text = number(value) if isinstance(value, float) else str(value)
-    return " ".join(text.split())
+    return " ".join((number(value) if isinstance(value, float) else str(value)).split())
 
 
 def _json(value: Any) -> Any:
@@ -110,38 +114,5 @@ def _missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _is_numeric(values: list[Any]) -> bool:
-    return bool(values) and all(isinstance(value, int | float) or hasattr(value, "item") for value in values)
-
-
-def _markdown(names: list[str], cells: list[list[str]], numeric: list[bool]) -> str:
-    def line(values: list[str]) -> str:
-        return "| " + " | ".join(value.replace("\\", "\\\\").replace("|", "\\|") for value in values) + " |"
-
-    rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
-    return "\n".join([line(names), rule, *map(line, cells)])
-
-
-def _latex(names: list[str], cells: list[list[str]], numeric: list[bool]) -> str:
-    def line(values: list[str]) -> str:
-        return "  " + " & ".join("".join(_LATEX.get(char, char) for char in value) for value in values) + r" \\"
-
-    spec = "".join("r" if right else "l" for right in numeric)
-    begin = [rf"\begin{{tabular}}{{{spec}}}", r"  \toprule", line(names), r"  \midrule"]
-    return "\n".join([*begin, *map(line, cells), r"  \bottomrule", r"\end{tabular}"])
-
-
-def _rich(names: list[str], cells: list[list[str]], numeric: list[bool]) -> str:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name, right in zip(names, numeric, strict=True):
-        table.add_column(Text(name), justify="right" if right else "left", no_wrap=True)
-    for row in cells:
-        table.add_row(*map(Text, row))
-    out = io.StringIO()
-    Console(file=out, width=100_000, force_terminal=False, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or hasattr(value, "item")
