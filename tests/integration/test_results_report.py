@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 import browser
+import pandas as pd
 import pytest
 from study_runs import EVAL, HOSTILE, KL
 
-from kl_comedy.tracking.report import Cell, Page, Part, Table, render_page
+from kl_comedy.tracking.report import Cell, Table, headline, render_page
 
 
 @pytest.fixture(scope="module")
@@ -49,29 +50,13 @@ def test_every_text_of_a_page_is_escaped():
     rich = Cell(text=bad, details=((bad, bad),), commands=(bad,))
     soft = Cell(text=bad, soft=bad, link="a", bad=True)
     table = Table(names=(bad, bad), rows=((rich, rich), (soft, soft)))
-    item = {
-        "id": "a",
-        "label": bad,
-        "certificate": [(bad, bad)],
-        "runs": [(bad, bad)],
-        "samples": [{"text": bad, "facts": [(bad, bad)]}],
-    }
-    part = Part(title=bad, results=table, pictures=({"alt": bad, "data": ""},))
-    found = render_page(
-        Page(
-            title=bad,
-            summary=bad,
-            command=bad,
-            parts=(part, part),
-            runs=table,
-            configurations=(item,),
-            common=((bad, bad),),
-            headline=(bad,),
-            rules=(bad,),
-            warnings=(bad,),
-        )
-    )
-    assert "<script>x" not in found and found.count("<script>") == 1 and "'\"&<" not in found
+    samples = [{"text": bad, "facts": [(bad, bad)]}]
+    item = {"id": "a", "label": bad, "certificate": [(bad, bad)], "runs": [(bad, bad)], "samples": samples}
+    part = {"title": bad, "results": table, "pictures": [{"alt": bad, "data": ""}]}
+    texts = dict.fromkeys(("title", "summary", "command"), bad)
+    lists = {name: [bad] for name in ("headline", "rules", "warnings")}
+    html = render_page(**texts, **lists, parts=[part, part], runs=table, configurations=[item], common=[(bad, bad)])
+    assert "<script>x" not in html and html.count("<script>") == 1 and "'\"&<" not in html
 
 
 def test_a_report_needs_an_html_file_and_a_known_metric(kl_comedy, study, tmp_path):
@@ -81,9 +66,34 @@ def test_a_report_needs_an_html_file_and_a_known_metric(kl_comedy, study, tmp_pa
     assert kl_comedy("results", "report", *words)[0] == 2 and not list(tmp_path.iterdir())
 
 
-needs_browser = pytest.mark.skipif(
-    browser.program() is None and not os.environ.get("KL_COMEDY_NEED_BROWSER"), reason="no Chromium here"
-)
+def test_parts_have_tables_and_pictures_of_their_own(kl_comedy, study, tmp_path):
+    words = ["--uri", study, "--group", "kl.label", "--metric", f"{EVAL},{KL}", "--parts", "kl.family"]
+    assert kl_comedy("results", "report", *words, "--out", tmp_path / "a.html")[0] == 0
+    text = (tmp_path / "a.html").read_text()
+    assert len(re.findall(r'<h3 id="part-\d">', text)) == 3 and text.count('class="sortable results"') == 3
+    assert text.index('id="part-1">no KL') < text.index('id="part-2">k1') < text.index('id="part-3">k3')
+    said = kl_comedy("results", "report", *words[:-1], "kl.famly", "--out", tmp_path / "b.html")[2]
+    assert said.startswith("--parts: got 'kl.famly'") or "error: --parts: got 'kl.famly'" in said
+    assert not (tmp_path / "b.html").exists()
+
+
+def test_the_headline_names_extremes_and_counts_what_collapsed(page):
+    text = page.read_text()
+    lines = re.search(r'<ul class="headline">(.*?)</ul>', text, re.DOTALL)[1]
+    assert "Highest mean of eval/heldout/reward among 7: 0.71 " in lines and "k1_reverse_token in reward total" in lines
+    assert "Collapsed: 1 of 21 runs, in 1 of 7 configurations." in lines
+
+
+def test_a_mean_of_few_seeds_is_no_extreme():
+    rows = [("a", 0.9, 1), ("b", 0.5, 5), ("c", 0.4, 5), ("d", 0.1, 2)]
+    summary = pd.DataFrame([{"name": name, "metric": "m", "mean": mean, "n": n} for name, mean, n in rows])
+    said = list(headline(pd.DataFrame(), summary.assign(low=float("nan"), high=float("nan")), ["name"], ["m"]))
+    assert [line[-2:] for line in said] == ["b.", "c."] and "among 2" in said[0]
+
+
+def needs_browser(test):
+    absent = browser.program() is None and not os.environ.get("KL_COMEDY_NEED_BROWSER")
+    return pytest.mark.slow(pytest.mark.skipif(absent, reason="no Chromium here")(test))
 
 
 @pytest.fixture(scope="module")
@@ -206,32 +216,3 @@ def test_a_phone_sorts_by_a_choice(tab, page):
     assert tab.evaluate(read) == listed
     tab.open(page.as_uri(), 1280, 740)
     assert tab.evaluate(f"{choose}.offsetParent === null")
-
-
-def test_sections_part_tables_and_pictures(kl_comedy, study, tmp_path):
-    words = ["--uri", study, "--group", "kl.label", "--metric", f"{EVAL},{KL}", "--parts", "kl.family"]
-    assert kl_comedy("results", "report", *words, "--out", tmp_path / "a.html")[0] == 0
-    text = (tmp_path / "a.html").read_text()
-    assert len(re.findall(r'<h3 id="part-\d">', text)) == 3 and text.count('class="sortable results"') == 3
-    assert text.index('id="part-1">no KL') < text.index('id="part-2">k1') < text.index('id="part-3">k3')
-    said = kl_comedy("results", "report", *words[:-1], "kl.famly", "--out", tmp_path / "b.html")[2]
-    assert said.startswith("--parts: got 'kl.famly'") or "error: --parts: got 'kl.famly'" in said
-    assert not (tmp_path / "b.html").exists()
-
-
-def test_the_headline_names_extremes_and_counts_what_collapsed(page):
-    text = page.read_text()
-    lines = re.search(r'<ul class="headline">(.*?)</ul>', text, re.DOTALL)[1]
-    assert "Highest mean of eval/heldout/reward among 7: 0.71 " in lines and "k1_reverse_token in reward total" in lines
-    assert "Collapsed: 1 of 21 runs, in 1 of 7 configurations." in lines
-
-
-def test_a_mean_of_few_seeds_is_no_extreme():
-    import pandas as pd
-
-    from kl_comedy.tracking.report import headline
-
-    rows = [("a", 0.9, 1), ("b", 0.5, 5), ("c", 0.4, 5), ("d", 0.1, 2)]
-    summary = pd.DataFrame([{"name": name, "metric": "m", "mean": mean, "n": n} for name, mean, n in rows])
-    said = list(headline(pd.DataFrame(), summary.assign(low=float("nan"), high=float("nan")), ["name"], ["m"]))
-    assert [line[-2:] for line in said] == ["b.", "c."] and "among 2" in said[0]
