@@ -1,12 +1,14 @@
 """CPU seconds of querying and tabulating a store of many runs: `python bench/results_queries.py [--runs 10000]`.
 
-The store is made of copies of one run (all params of a study cell, its provenance tags, 80 metrics), 34 configurations
+The store holds copies of one run (all params of a study's run, its provenance tags, 80 metrics), 34 configurations
 with seeds; each copy has the eval curve that collapse and best-of rules read. Making it is not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import random
 import sqlite3
 import sys
@@ -19,10 +21,11 @@ ROOT = Path(__file__).parents[1]
 METRICS = 80
 CURVE_STEPS = (0, 20, 40, 60, 80)
 EVAL, KL = "eval/heldout/reward", "kl/exact_reverse_sequence"
+TABLES = ("params", "tags", "latest_metrics", "metrics", "runs")
 
 
 def make_store(folder: Path, runs: int) -> str:
-    """One tracked run, copied ``runs`` times with another beta, seed, reward and KL each. Returns the store's uri."""
+    """One logged run, copied ``runs`` times with another beta, seed, reward and KL each. Returns the store's uri."""
     from kl_comedy.config import flatten, load_config, to_plain
     from kl_comedy.tracking import provenance_tags
     from kl_comedy.tracking.logger import RunLogger
@@ -39,72 +42,48 @@ def make_store(folder: Path, runs: int) -> str:
     for step in CURVE_STEPS:
         logger.log_metrics({EVAL: 0.4, KL: 0.0, **{f"train/metric_{n}": float(n) for n in range(METRICS - 2)}}, step)
     logger.finish()
-    assert logger.run_id
-    _copy(folder / "mlflow.db", logger.run_id, runs)
+    random.seed(0)
+    with sqlite3.connect(folder / "mlflow.db") as db:
+        db.row_factory = sqlite3.Row
+        for table in TABLES:
+            rows = [dict(row) for row in db.execute(f"SELECT * FROM {table} WHERE run_uuid = ?", [logger.run_id])]
+            if table == "metrics":
+                rows = [row for row in rows if row["key"] in (EVAL, KL)]
+            names = ", ".join(f":{name}" for name in rows[0])
+            copies = (changed(row, number) for number in range(runs) for row in rows)
+            db.executemany(f"INSERT INTO {table} VALUES ({names})", copies)
     return uri
 
 
-def _copy(file: Path, template: str, runs: int) -> None:
-    random.seed(0)
-    with sqlite3.connect(file) as db:
-        names = {table: [row[1] for row in db.execute(f"PRAGMA table_info({table})")] for table in TABLES}
-        rows = {
-            table: db.execute(f"SELECT * FROM {table} WHERE run_uuid = ?", [template]).fetchall() for table in TABLES
-        }
-        for table in TABLES:
-            at, key, value = names[table].index("run_uuid"), names[table].index("key"), names[table].index("value")
-            kept = [row for row in rows[table] if table != "metrics" or row[key] in (EVAL, KL)]
-            marks = ",".join("?" * len(names[table]))
-            for first in range(0, runs, 500):
-                copies = []
-                for number in range(first, min(first + 500, runs)):
-                    for row in kept:
-                        new = list(row)
-                        new[at] = f"{number:032x}"
-                        new[value] = _value(row[key], row[value], number)
-                        copies.append(new)
-                db.executemany(f"INSERT INTO {table} VALUES ({marks})", copies)
-        names_run = [row[1] for row in db.execute("PRAGMA table_info(runs)")]
-        (row,) = db.execute("SELECT * FROM runs WHERE run_uuid = ?", [template]).fetchall()
-        marks = ",".join("?" * len(names_run))
-        copies = [
-            [f"{n:032x}" if c == "run_uuid" else v for c, v in zip(names_run, row, strict=True)] for n in range(runs)
-        ]
-        db.executemany(f"INSERT INTO runs VALUES ({marks})", copies)
-
-
-TABLES = ("params", "tags", "latest_metrics", "metrics")
-
-
-def _value(key: str, value: object, number: int) -> object:
-    beta, seed = number % 34 / 34, number // 34
-    if key == "seed":
-        return str(seed)
-    if key == "kl.beta":
-        return f"{beta:.4f}"
-    if key == "kl.label":
-        return f"{beta:.4f} k1_reverse_token in reward total before baseline"
-    if key in (EVAL, KL):
-        return random.random()
-    return value
+def changed(row: dict[str, object], number: int) -> dict[str, object]:
+    """``row`` of any table as run ``number`` has it."""
+    row = {**row, "run_uuid": f"{number:032x}"}
+    beta = f"{number % 34 / 34:.4f}"
+    values = {
+        "seed": str(number // 34),
+        "kl.beta": beta,
+        "kl.label": f"{beta} k1_reverse_token in reward total before baseline",
+        EVAL: random.random(),
+        KL: random.random(),
+    }
+    return {**row, "value": values[str(row["key"])]} if row.get("key") in values else row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--store", type=Path, help="Keep the store in this folder and use it again.")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = given.store or Path(scratch)
-        uri = f"sqlite:///{folder / 'mlflow.db'}"
+        folder = options.store or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "mlflow.db").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            make_store(folder, given.runs)
-        measure(uri)
+            make_store(folder, options.runs)
+        measure(f"sqlite:///{folder / 'mlflow.db'}")
 
 
 def measure(uri: str) -> None:
-    """Each line: CPU seconds of this process and its children, and what was done."""
+    """Each line: CPU seconds of this process, and what was done."""
     from kl_comedy.cli import main as cli
 
     cli._quiet_libraries()
@@ -115,16 +94,13 @@ def measure(uri: str) -> None:
         "compare at equal KL": ["compare", "--metric", EVAL, "--at-kl", "0.25,0.5"],
         "export to Parquet": ["export", "--out", str(Path(tempfile.gettempdir()) / "results_queries.parquet")],
     }
-    import contextlib
-    import io
-
     for name, words in tasks.items():
         began = time.process_time()
         with contextlib.redirect_stdout(io.StringIO()):
             sys.argv = ["kl-comedy", "results", *words, "--uri", uri]
             with contextlib.suppress(SystemExit):
                 cli.run()
-        print(f"{time.process_time() - began:8.1f}  {name}")
+        print(f"{time.process_time() - began:8.1f}  {name}", flush=True)
 
 
 if __name__ == "__main__":

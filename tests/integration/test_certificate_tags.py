@@ -1,11 +1,8 @@
 """A run carries the certificate of its KL configuration: as tags, and as a warning where a claim does not hold."""
 
-import json
 import logging
 import time
 from pathlib import Path
-
-import pytest
 
 from kl_comedy.config import load_config
 from kl_comedy.kl import resolve_terms
@@ -22,12 +19,14 @@ def tags(*overrides):
 
 
 def test_the_whole_list_and_each_term_are_certified():
-    found = tags("kl=comedy/k3_both")
-    assert found["kl.target"] == "sequence_reverse" and found["kl.relative_bias"] == "0"
-    assert found["kl.strength"] == found["kl.cosine"] == "1"
-    assert found["kl.0.target"] == "none" and float(found["kl.0.relative_bias"]) > 0.5
-    assert found["kl.1.target"] == "token_forward" and found["kl.1.verdict"].startswith("token_forward: optimizes")
-    assert found["kl.regime"] == "on_policy"
+    certificate = tags("kl=comedy/k3_both")
+    assert certificate["kl.target"] == "sequence_reverse" and certificate["kl.relative_bias"] == "0"
+    assert certificate["kl.strength"] == certificate["kl.cosine"] == "1"
+    assert certificate["kl.0.target"] == "none" and float(certificate["kl.0.relative_bias"]) > 0.5
+    assert certificate["kl.1.target"] == "token_forward" and certificate["kl.1.verdict"].startswith(
+        "token_forward: optimizes"
+    )
+    assert certificate["kl.regime"] == "on_policy"
 
 
 def test_the_regime_is_that_of_the_run():
@@ -38,20 +37,19 @@ def test_the_regime_is_that_of_the_run():
 
 
 def test_a_run_without_kl_has_tags_too():
-    found = tags("kl=none")
-    assert found["kl.target"] == "zero" and found["kl.cosine"] == "nan"
-    assert "nothing holds the policy" in found["kl.verdict"] and not any(name.startswith("kl.0") for name in found)
+    certificate = tags("kl=none")
+    assert certificate["kl.target"] == "zero" and certificate["kl.cosine"] == "nan"
+    assert "nothing holds the policy" in certificate["kl.verdict"] and not any(
+        name.startswith("kl.0") for name in certificate
+    )
 
 
 def test_the_policy_term_is_certified_against_the_reward_in_the_runs_regime():
     def of(*overrides):
         return policy_tags(load_config(TINY, list(overrides)))
 
-    assert (
-        of()["policy.relative_bias"]
-        == of(*LAGGED, "algorithm.correction={sequence: {}}")["policy.relative_bias"]
-        == "0"
-    )
+    corrected = of(*LAGGED, "algorithm.correction={sequence: {}}")
+    assert of()["policy.relative_bias"] == corrected["policy.relative_bias"] == "0"
     capped = of(*LAGGED, "algorithm.correction={tis: {cap: 3.0}}")
     assert capped["policy.label"] == "reinforce x tis(cap=3)" and "biased" in capped["policy.verdict"]
     assert 0.01 < float(capped["policy.relative_bias"]) < float(of(*LAGGED)["policy.relative_bias"])
@@ -78,33 +76,23 @@ def test_a_claim_that_does_not_hold_is_a_warning(monkeypatch, caplog):
         tags("kl=rb/per_decision", *LAGGED)
         assert not caplog.records
         tags("kl=[{estimator: exact, placement: loss, correction: forgetful}]", *LAGGED)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2
-    assert all("claims sequence_reverse off-policy, and the enumeration says: optimizes the" in line for line in said)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert all(
+        "claims sequence_reverse off-policy, and the enumeration says: optimizes the" in line for line in messages
+    )
 
 
-@pytest.mark.parametrize("kl", ["comedy/k1_in_loss"])
-def test_a_run_is_stored_with_them(kl, tmp_path, monkeypatch):
+def test_a_run_is_stored_with_them(tmp_path, monkeypatch):
     from rich.console import Console
 
     from kl_comedy.training.run import train
 
     monkeypatch.chdir(tmp_path)
-    config = load_config(
-        TINY,
-        [
-            f"kl={kl}",
-            "train.steps=1",
-            "train.eval_every=0",
-            "data.eval={}",
-            "tracking.uri=none",
-            "model.options.warmstart_steps=5",
-            "rollout.max_new_tokens=4",
-        ],
-    )
+    short_run = ["train.steps=1", "train.eval_every=0", "data.eval={}", "tracking.uri=none", "rollout.max_new_tokens=4"]
+    config = load_config(TINY, ["kl=comedy/k1_in_loss", "model.options.warmstart_steps=5", *short_run])
     outcome = train(config, console=Console(quiet=True), command="kl-comedy train")
-    events = [json.loads(line) for line in (outcome.run.path / "spool.jsonl").read_text().splitlines()]
-    text = json.dumps(events)
+    text = (outcome.run.path / "spool.jsonl").read_text()
     for name in ("kl.verdict", "kl.target", "kl.0.relative_bias", "kl.0.strength", "policy.verdict"):
         assert f'"{name}"' in text
     assert "zero expected gradient" in text

@@ -112,9 +112,7 @@ def _show(planned: Plan, config: Config) -> None:
         table.add_row(item.name, f"{item.bytes / GIB:.2f}", item.phase, item.what)
     verdict = "fits" if planned.fits else "does not fit"
     table.add_section()
-    table.add_row(
-        "peak", f"{planned.peak_bytes / GIB:.2f}", verdict, f"{planned.limit_bytes / GIB:.1f} GiB a process"
-    )
+    table.add_row("peak", f"{planned.peak_bytes / GIB:.2f}", verdict, f"{planned.limit_bytes / GIB:.1f} GiB a process")
     console.print(table)
     console.print(_times(planned, config))
 

@@ -10,13 +10,14 @@ with ``live`` every ``flush_every`` steps. So a resumed run continues its MLflow
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,9 @@ class RunLogger(Logger):
         self._client: Any = None
         self._committed = -math.inf
         self._steps_since_flush: set[int] = set()
-        self._logged_before_resume: tuple[int | None, set[str]] = (None, set())
+        self._params: dict[str, str] = {}
+        self._resume_step: int | None = None
+        self._logged_at_resume_step: set[str] = set()
         self._retry_at, self._retry_s = 0.0, FIRST_RETRY_S
         self._warned: set[str] = set()
         self._finished = False
@@ -82,16 +85,18 @@ class RunLogger(Logger):
         else:
             _rename_earlier_spool(spool)
         logger = cls(config, spool, state, uri=uri, live=live)
-        if resume and resume_step is not None:
-            points = [event for event in spool.events() if event.kind == "metrics" and event.step == resume_step]
-            logger._committed = resume_step
-            logger._logged_before_resume = (resume_step, {name for event in points for name in event.data})
         state.save(spool.run_dir)
-        logger._log_start(params, {**config.tags, **tags}, resume=resume, resume_step=resume_step)
+        start_tags: dict[str, str | None] = {**config.tags, **tags}
+        if resume:
+            start_tags |= logger._continue_from(resume_step, store.param_texts(params))
+        else:
+            start_tags[mlflow_sync.SPOOL_ID] = uuid.uuid4().hex
+        logger.log_hyperparams(params)
+        logger.set_tags({**start_tags, **process_tags()})
+        logger._append("status", {"status": "RUNNING", "reason": None})
         if uri == store.NO_STORE:
             log.info("tracking to files only: %s", spool.path)
-        elif logger._push(force=True):
-            logger._warn_on_store_failure(lambda: mark_dead_runs(logger._client, config.experiment))
+        logger._push()
         return logger
 
     @property
@@ -117,10 +122,9 @@ class RunLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record metric values of optimizer update ``step``. NaN and infinities are kept as such."""
         step = step or 0
-        resumed_at, logged = self._logged_before_resume
         values = {store.clean_name(name): float(value) for name, value in metrics.items()}
-        if step == resumed_at:
-            values = {name: value for name, value in values.items() if name not in logged}
+        if step == self._resume_step:
+            values = {name: value for name, value in values.items() if name not in self._logged_at_resume_step}
         if values:
             self._append("metrics", values, step=step)
         self._steps_since_flush.add(step)
@@ -130,8 +134,8 @@ class RunLogger(Logger):
     def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace, *args: Any, **kwargs: Any) -> None:
         """Record params as texts; one that has a value already keeps it, because MLflow allows no other."""
         texts = store.param_texts(vars(params) if isinstance(params, argparse.Namespace) else params)
-        known = self._known_params()
-        self._append("params", {key: text for key, text in texts.items() if key not in known})
+        self._append("params", {key: text for key, text in texts.items() if key not in self._params})
+        self._params = {**texts, **self._params}
         if any(len(text) > store.PARAM_VALUE_LIMIT for text in texts.values()):
             atomic_write(self._spool.run_dir / "params.json", json.dumps(texts, indent=1) + "\n")
             self.log_artifact(self._spool.run_dir / "params.json")
@@ -140,16 +144,10 @@ class RunLogger(Logger):
         """Record rows (sampled completions, ...) as the JSON artifact ``tables/<name>/<step>.json``."""
         folder = f"tables/{store.clean_path(name)}"
         path = f"{folder}/{step}.json"
-        try:
-            atomic_write(
-                self._spool.run_dir / path, json.dumps(json_safe(list(rows)), allow_nan=False, indent=1) + "\n"
-            )
-        except OSError as error:
-            self._warn(
-                "disk", f"cannot write {self._spool.run_dir / path}: {store.first_line(error)}; training goes on"
-            )
-            return
-        self._append("table", {"name": name, "path": path, "folder": folder}, step=step)
+        content = json.dumps(json_safe(list(rows)), allow_nan=False, indent=1) + "\n"
+        with self._warn_on_disk_failure():
+            atomic_write(self._spool.run_dir / path, content)
+            self._spool.append("table", {"name": name, "path": path, "folder": folder}, step=step)
 
     def log_artifact(self, path: Path | str, folder: str = "") -> None:
         """Record a file or directory of the run; it is read when it is uploaded, so leave it in place."""
@@ -157,9 +155,10 @@ class RunLogger(Logger):
         inside = file.is_relative_to(root)
         self._append("artifact", {"path": str(file.relative_to(root) if inside else file), "folder": folder})
 
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags; uploaded with the next flush."""
-        self._append("tags", {store.clean_name(key): store.redact(str(value)) for key, value in tags.items()})
+    def set_tags(self, tags: Mapping[str, str | None]) -> None:
+        """Set tags (None: delete); uploaded with the next flush."""
+        texts = {key: None if value is None else store.redact(str(value)) for key, value in tags.items()}
+        self._append("tags", {store.clean_name(key): text for key, text in texts.items()})
 
     def commit(self, step: int) -> None:
         """Declare that a checkpoint holds everything up to ``step``: those points are final and go to MLflow."""
@@ -168,10 +167,8 @@ class RunLogger(Logger):
 
     def save(self) -> None:
         """Make what was logged survive a power cut."""
-        try:
+        with self._warn_on_disk_failure():
             self._spool.flush()
-        except OSError as error:
-            self._warn("disk", f"cannot write {self._spool.path}: {store.first_line(error)}")
 
     def finalize(self, status: str) -> None:
         """Lightning's hook at the end of ``fit``. The run ends later, with :meth:`finish`, which has the reason."""
@@ -188,73 +185,49 @@ class RunLogger(Logger):
             self.set_tags({"failure.reason": reason})
         self._append("status", {"status": status, "reason": reason})
         self._committed = math.inf
-        self._push(force=True)
-        try:
+        self._push()
+        with self._warn_on_disk_failure():
             self._spool.close()
-        except OSError as error:
-            self._warn("disk", f"cannot close {self._spool.path}: {store.first_line(error)}")
 
-    def _known_params(self) -> dict[str, str]:
-        return {
-            key: text for event in self._spool.events() if event.kind == "params" for key, text in event.data.items()
-        }
-
-    def _log_start(
-        self, params: Mapping[str, Any], tags: Mapping[str, str], *, resume: bool, resume_step: int | None
-    ) -> None:
-        """Write params, tags, the process and status RUNNING."""
-        start_tags: dict[str, Any] = {store.clean_name(key): store.redact(str(text)) for key, text in tags.items()}
-        start_tags |= process_tags()
-        if resume:
-            known = self._known_params()
-            texts = store.param_texts(params)
-            changed = [f"{key}: {known[key]} -> {text}" for key, text in texts.items() if known.get(key, text) != text]
-            if changed:
-                start_tags["resume.params_changed"] = "; ".join(changed)
-            resumes = sum(event.kind == "tags" and "resume.count" in event.data for event in self._spool.events())
-            start_tags |= {"resume.count": str(resumes + 1), "resume.step": str(resume_step), "failure.reason": None}
-        else:
-            start_tags[mlflow_sync.SPOOL_ID] = uuid.uuid4().hex
-        self.log_hyperparams(params)
-        self._append("tags", start_tags)
-        self._append("status", {"status": "RUNNING", "reason": None})
+    def _continue_from(self, step: int | None, params: Mapping[str, str]) -> dict[str, str | None]:
+        """Take over what the spool holds up to ``step``. Returns the tags of a resume."""
+        events = self._spool.events()
+        self._params = {key: text for event in events if event.kind == "params" for key, text in event.data.items()}
+        resumes = sum(event.kind == "tags" and "resume.count" in event.data for event in events)
+        tags = {"resume.count": str(resumes + 1), "resume.step": str(step), "failure.reason": None}
+        before = {key: self._params.get(key, text) for key, text in params.items()}
+        if changed := [f"{key}: {before[key]} -> {text}" for key, text in params.items() if before[key] != text]:
+            tags["resume.params_changed"] = "; ".join(changed)
+        if step is not None:
+            self._committed, self._resume_step = step, step
+            points = [event for event in events if event.kind == "metrics" and event.step == step]
+            self._logged_at_resume_step = {name for event in points for name in event.data}
+        return tags
 
     def _append(self, kind: str, data: Mapping[str, Any], *, step: int | None = None) -> None:
-        try:
+        with self._warn_on_disk_failure():
             self._spool.append(kind, data, step=step)
-        except OSError as error:
-            message = f"cannot write {self._spool.path}: {store.first_line(error)}; training continues untracked"
-            self._warn("disk", message)
 
     def _flush(self) -> None:
         self.save()
         if self._live and self._steps_since_flush:
             self._committed = max(*self._steps_since_flush, self._committed)
         self._steps_since_flush.clear()
-        self._push()
+        if time.monotonic() >= self._retry_at:
+            self._push()
 
-    def _push(self, *, force: bool = False) -> bool:
-        """Upload up to the committed step unless the store failed a moment ago. True when it worked."""
-        if self._uri == store.NO_STORE or (not force and time.monotonic() < self._retry_at):
-            return False
-        return self._warn_on_store_failure(self._push_now)
-
-    def _push_now(self) -> None:
-        if self._client is None:
-            self._client = store.connect(self._uri)
-        result = mlflow_sync.push(self._client, self._spool, self._state, self._uri, up_to=self._committed)
-        self._state = result.state
-        if result.missing:
-            self._warn("missing", f"files gone before their upload: {', '.join(result.missing)}")
-        if "mlflow" in self._warned:
-            self._warned.discard("mlflow")
-            self._retry_s = FIRST_RETRY_S
-            log.warning("MLflow at %s answers again; what was spooled has been uploaded", store.redact(self._uri))
-
-    def _warn_on_store_failure(self, action: Callable[[], Any]) -> bool:
-        """Run ``action``. Where the store fails, warn once, leave the store alone for a while and return False."""
+    def _push(self) -> None:
+        """Upload up to the committed step. Where the store fails, warn once and leave it alone for a while."""
+        if self._uri == store.NO_STORE:
+            return
         try:
-            action()
+            first_time = self._client is None
+            if first_time:
+                self._client = store.connect(self._uri)
+            result = mlflow_sync.push(self._client, self._spool, self._state, self._uri, up_to=self._committed)
+            self._state = result.state
+            if first_time:
+                mark_dead_runs(self._client, self._config.experiment)
         except Exception as error:
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
@@ -265,8 +238,21 @@ class RunLogger(Logger):
                 f"{problem} ({store.first_line(error)}); the run continues and is recorded in {self._spool.path}; "
                 f"upload it with: kl-comedy results sync {os.path.relpath(self._spool.run_dir)}",
             )
-            return False
-        return True
+            return
+        if result.missing:
+            self._warn("missing", f"files gone before their upload: {', '.join(result.missing)}")
+        if "mlflow" in self._warned:
+            self._warned.discard("mlflow")
+            self._retry_s = FIRST_RETRY_S
+            log.warning("MLflow at %s answers again; what was spooled has been uploaded", store.redact(self._uri))
+
+    @contextlib.contextmanager
+    def _warn_on_disk_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            message = f"cannot write in {self._spool.run_dir}: {store.first_line(error)}; training continues untracked"
+            self._warn("disk", message)
 
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:
@@ -295,15 +281,11 @@ def _rename_earlier_spool(spool: Spool) -> None:
     """Keep an earlier run's spool and state in this folder under another name."""
     if not spool.path.exists():
         return
-    suffix = time.strftime("%Y%m%d-%H%M%S", time.localtime(spool.path.stat().st_mtime))
+    number = 1 + len(list(spool.run_dir.glob("spool.*.jsonl")))
     for path in (spool.path, spool.run_dir / "tracking.json"):
-        target, number = path.with_name(f"{path.stem}.{suffix}{path.suffix}"), 1
-        while target.exists():
-            number += 1
-            target = path.with_name(f"{path.stem}.{suffix}-{number}{path.suffix}")
         if path.exists():
-            path.rename(target)
-    log.warning("%s held an earlier run; its spool is now spool.%s.jsonl", spool.run_dir, suffix)
+            path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
+    log.warning("%s held an earlier run; its spool is now spool.%s.jsonl", spool.run_dir, number)
 
 
 class NullLogger(Logger):

@@ -150,10 +150,11 @@ def history(uri: str, run_ids: Iterable[str], metric: str) -> pd.DataFrame:
 
     client = store.open_existing(uri)
     rows = []
-    for run_id in run_ids:
-        points = sorted(client.get_metric_history(run_id, metric), key=lambda point: point.timestamp)
-        by_step = {point.step: _logged_value(point.value) for point in points}
-        rows += [(run_id, step, by_step[step]) for step in sorted(by_step)]
+    with _garbage_collector_paused():
+        for run_id in run_ids:
+            points = sorted(client.get_metric_history(run_id, metric), key=lambda point: point.timestamp)
+            by_step = {point.step: _logged_value(point.value) for point in points}
+            rows += [(run_id, step, by_step[step]) for step in sorted(by_step)]
     return pd.DataFrame(rows, columns=["run_id", "step", "value"])
 
 
