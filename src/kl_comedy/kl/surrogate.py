@@ -1,16 +1,9 @@
-"""A term's own baseline: the leave-one-out mean of its KL returns over the group, weighted as they are.
+"""kl_surrogate: the per-token loss of a KL term, whose expected gradient is what the term optimizes.
 
-``E_mu[W_t s_t b] = 0`` for any ``b`` that does not see the completion itself, where ``W_t`` is the product
-of ratios up to the token (one on-policy). So the baseline is weighted by ``W_t``, not by the plain score,
-and leaves an unbiased term unbiased off-policy too; a baseline inside the advantage does not.
+    term + log-probs -> estimate per token -> a cost on the score function (reward), or differentiated (loss)
 
-Where the estimate enters: as a detached cost on the score function, or differentiated.
-
-Shapes: ``[B, T]`` over completion tokens, nats, zero outside the mask.
-
-kl_surrogate: the per-token loss of a KL term, whose expected gradient is what the term descends.
-
-Legend: ``B`` sequences, ``T`` completion tokens. All log-probs in nats; promoted to float32 at least.
+Legend: ``B`` sequences, ``T`` completion tokens; ``[B, T]`` over completion tokens, zero outside the mask. All log-probs
+in nats; promoted to float32 at least.
 """
 
 from __future__ import annotations
@@ -32,22 +25,24 @@ from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 def own_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """``b_t = sum_j W_t^j F_t^j / sum_j W_t^j`` over the other completions of the group that reach t, ``[B, T]``.
 
-    ``F`` is the KL return (nats) that weights the score at t. Where no other completion of the group
-    reaches t there is nothing to compare with, and the baseline is 0. Detached.
+    ``F`` is the KL return (nats) that weights the score at t, ``W_t`` the product of ratios up to t (1 on-policy). As
+    ``E_mu[W_t s_t b] = 0`` for any ``b`` that does not depend on the completion itself, a baseline weighted by ``W_t``
+    leaves an unbiased term unbiased off-policy too; a baseline inside the advantage does not. 0 where no other
+    completion of the group reaches t. Detached.
     """
     mask_BT = mask_BT.bool()
     weighted_BT = torch.where(mask_BT, parts.weight_BT * parts.cost_BT, 0.0)
     weight_BT = torch.where(mask_BT, parts.baseline_weight_BT, 0.0)
-    numerator_BT = _others(weighted_BT, group_B)
-    denominator_BT = _others(weight_BT, group_B)
-    has_others_BT = _others(mask_BT.to(weight_BT.dtype), group_B) > 0.5
-    safe_BT = torch.where(denominator_BT > 0, denominator_BT, torch.ones_like(denominator_BT))
-    found_BT = has_others_BT & (denominator_BT > 0) & mask_BT
-    return torch.where(found_BT, numerator_BT / safe_BT, torch.zeros_like(safe_BT)).detach()
+    numerator_BT = _sum_of_others(weighted_BT, group_B)
+    denominator_BT = _sum_of_others(weight_BT, group_B)
+    has_others_BT = _sum_of_others(mask_BT.to(weight_BT.dtype), group_B) > 0.5
+    defined_BT = has_others_BT & (denominator_BT > 0) & mask_BT
+    safe_BT = torch.where(denominator_BT > 0, denominator_BT, 1.0)
+    return torch.where(defined_BT, numerator_BT / safe_BT, 0.0).detach()
 
 
-def _others(values_BT: Tensor, group_B: Tensor) -> Tensor:
-    """The sum over the other rows of the group, summed afresh where subtraction would leave rounding."""
+def _sum_of_others(values_BT: Tensor, group_B: Tensor) -> Tensor:
+    """The sum over the other rows of the group."""
     _, index_B = torch.unique(group_B, return_inverse=True)
     groups = int(index_B.max()) + 1
     sums_GT = values_BT.new_zeros(groups, values_BT.shape[1]).index_add_(0, index_B, values_BT)
@@ -85,11 +80,6 @@ def credit_costs(cost_BT: Tensor, credit: str) -> Tensor:
     return cost_BT
 
 
-def future_costs(cost_BT: Tensor, credit: str) -> Tensor:
-    """Like :func:`credit_costs` without the token's own cost, which an exact term differentiates instead."""
-    return credit_costs(cost_BT, credit) - cost_BT
-
-
 def in_reward(value_BT: Tensor, ratio_BT: Tensor, up_to_BT: Tensor, *, credit: str, per_decision: bool) -> TermParts:
     """A sampled estimate as a cost. ``ratio_BT`` weights the score (or each cost, ``per_decision``).
 
@@ -116,7 +106,8 @@ def exact_in_reward(
     """
     ratio_BT = ratio_BT.detach()
     value_BT = exact_kl_BT.detach()
-    cost_BT = future_costs(ratio_BT * value_BT if per_decision else value_BT, credit)
+    step_BT = ratio_BT * value_BT if per_decision else value_BT
+    cost_BT = credit_costs(step_BT, credit) - step_BT
     return TermParts(
         cost_BT=cost_BT,
         weight_BT=torch.ones_like(ratio_BT) if per_decision else ratio_BT,
@@ -168,7 +159,7 @@ def kl_surrogate(
     ...     behaviour_logp_BT=logp.detach(), mask_BT=torch.tensor([[True, True]])).detach()
     tensor([[0.5000, 0.0000]])
     """
-    logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT = _enter(
+    logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT = _checked(
         term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT
     )
     parts = _parts(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT)
@@ -189,7 +180,7 @@ def kl_parts(
     exact_kl_BT: Tensor | None = None,
 ) -> TermParts:
     """The same term taken apart (see :class:`TermParts`), for a cost that enters before the baseline."""
-    return _parts(term, *_enter(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT))
+    return _parts(term, *_checked(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT))
 
 
 def kl_diagnostics(
@@ -199,17 +190,17 @@ def kl_diagnostics(
     (``capped_share``) and the share of tokens whose estimate is clamped, so without gradient
     (``clamped_share``). Empty for a term without correction and clamps.
     """
-    found: dict[str, float] = {}
+    diagnostics: dict[str, float] = {}
     with torch.no_grad():
         if term.correction != "none":
             delta_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(behaviour_logp_BT), 0.0)
             ratio_BT = weights_of(term.correction, delta_BT, window=term.window)
             beyond_BT = (delta_BT.exp() if term.cap_mode == "each" else ratio_BT) > (term.cap or math.inf)
-            found["ratio_max"] = float(ratio_BT[mask_BT].max())
-            found["capped_share"] = float(beyond_BT[mask_BT].double().mean())
+            diagnostics["ratio_max"] = float(ratio_BT[mask_BT].max())
+            diagnostics["capped_share"] = float(beyond_BT[mask_BT].double().mean())
         if term.input_clamp is not None or term.output_clamp is not None:
-            found["clamped_share"] = float(_clamped(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT))
-    return found
+            diagnostics["clamped_share"] = float(_clamped(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT))
+    return diagnostics
 
 
 def _clamped(term: KLTerm, logp_BT: Tensor, ref_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -290,7 +281,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _enter(
+def _checked(
     term: KLTerm,
     logp_BT: Tensor,
     ref_logp_BT: Tensor,
@@ -298,7 +289,7 @@ def _enter(
     mask_BT: Tensor,
     exact_kl_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Check ranks, shapes and values at the door; detach what must not be differentiated."""
+    """Check ranks, shapes and values; detach what must not be differentiated."""
     tensors = {"logp_BT": logp_BT, "ref_logp_BT": ref_logp_BT, "behaviour_logp_BT": behaviour_logp_BT}
     if term.needs != "log_ratio":
         if exact_kl_BT is None:
