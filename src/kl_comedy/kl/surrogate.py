@@ -2,7 +2,7 @@
 
     term + log-probs -> estimate per token -> a cost on the score function (reward), or differentiated (loss)
 
-Legend: ``B`` sequences, ``T`` completion tokens; ``[B, T]`` over completion tokens, zero outside the mask. All log-probs
+Legend: ``B`` sequences, ``T`` completion tokens; ``[B, T]`` over completion tokens, zero outside the mask. Log-probs
 in nats; promoted to float32 at least.
 """
 
