@@ -116,7 +116,7 @@ def until_checkpoint(folder, process, step):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes_train_what_one_trains(tmp_path, strategy):
     suite = write_suite(tmp_path, [problem(n) for n in range(1, 13)])  # 3 passes: one has no partner
     words = [*MIXED, "train.steps=4", f"eval.suites=[{suite}]"]
@@ -142,7 +142,6 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "kl_comedy.training.run",
-        "kl_comedy.models.classic",
         "lightning",
         "peft",
         "torch.distributed.checkpoint",
@@ -261,6 +260,7 @@ def test_any_number_of_processes(tmp_path, devices):
     assert_same(over(tmp_path / "many", "fsdp", *settings, devices=devices), alone, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_killed_over_two_processes_and_resumed_by_one(tmp_path):
     """kill -9 of one rank ends the run; its checkpoint, written in shards, goes on in a single process."""
     whole = go(tmp_path / "whole", *COMMON, *MIXED, "train.steps=6").run
@@ -393,7 +393,7 @@ def test_a_full_disk_ends_the_run_with_what_was_complete(tmp_path, monkeypatch):
     assert [step_of(path) for path in saved(resumed.checkpoints)] == [3, 4]
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_export_gives_the_policy_that_was_trained(tmp_path, lora):
     from kl_comedy.training.export import export_policy
 
@@ -417,6 +417,7 @@ def test_export_gives_the_policy_that_was_trained(tmp_path, lora):
         )
 
 
+@pytest.mark.slow
 def test_the_evaluate_command_of_a_lora_run_works(tmp_path):
     summary = go(tmp_path, "train.steps=2", "model.lora={rank: 4}", "data.eval.heldout.limit=4").summary
     import shlex

@@ -72,7 +72,11 @@ def data_of(recipe, folder):
     return [f"data.train.path={math_rows(folder / 'train.jsonl', 'train')}", *evals]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [RECIPES[0], *(pytest.param(path, marks=pytest.mark.slow) for path in RECIPES[1:])],
+    ids=lambda path: path.stem,
+)
 def test_one_update_on_a_small_model_of_the_same_architecture(path, tmp_path):
     recipe = load_config(path, [])
     assert recipe.model.source in KNOWN

@@ -83,6 +83,7 @@ def test_it_trains_and_is_a_row_of_the_results(walked):
     assert json.loads(summary.read_text())["status"] == "FINISHED"
 
 
+@pytest.mark.slow
 def test_an_installed_package_joins_by_its_entry_point(tmp_path):
     """No --plugin: a distribution on the path whose entry point names the module."""
     code, _ = guide()

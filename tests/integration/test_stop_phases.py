@@ -85,7 +85,13 @@ def undisturbed(tmp_path_factory):
     return bits(done), points(done, folder)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+FAST = ("loading", "learning", "save")
+"""Phases of the default tests; the others differ from them in what is interrupted only."""
+
+
+@pytest.mark.parametrize(
+    "phase", [phase if phase in FAST else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES]
+)
 def test_asked_to_make_room(tmp_path, monkeypatch, undisturbed, phase):
     owner, name, call, saved = PHASES[phase]
     saving = ["train.checkpoint_every=2"] if phase == "save" else []
@@ -116,6 +122,19 @@ def test_an_end_is_not_taken_while_the_finished_policy_is_written(tmp_path, monk
     assert done.summary["status"] == "FINISHED" and bits(done) == undisturbed[0]
 
 
+def test_an_interrupt_ends_the_run_with_the_command_that_resumes_it(tmp_path, monkeypatch):
+    """Ctrl-C in the second update: nothing is finished first."""
+    handler = signal.getsignal(signal.SIGINT)
+    signal_at(monkeypatch, module, "micro_loss", 3, number=signal.SIGINT)
+    try:
+        with pytest.raises(RunFailed, match=r"interrupted at update \d of 4; resume with: .* resume=auto"):
+            go(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert RunDir(path=folder).summary()["status"] == "KILLED"
+
+
 def test_an_end_before_the_first_update_leaves_nothing_to_go_on_from(tmp_path, monkeypatch, undisturbed):
     signal_at(monkeypatch, divided, "load_model", 1, number=signal.SIGTERM)
     with pytest.raises((KeyboardInterrupt, RunFailed)):
@@ -124,6 +143,7 @@ def test_an_end_before_the_first_update_leaves_nothing_to_go_on_from(tmp_path, m
     assert bits(go(tmp_path)) == undisturbed[0]
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_process_listens_costs_nothing(tmp_path, undisturbed):
     """The worker of a local sweep is signalled as soon as it exists, in its first imports."""
     (tmp_path / "grid.yaml").write_text(

@@ -18,7 +18,7 @@ from kl_comedy.evaluation.scores import canonical, check_ks, default_ks, score_c
 from kl_comedy.models import load_model
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.records import Problem, Prompt
-from kl_comedy.training.distributed import World
+from kl_comedy.training.distributed import Ranks
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ class Told(Exception):
 class Part:
     """One of several processes that does its part and then stops."""
 
-    def __init__(self, world):
-        self.share = world.share
+    def __init__(self, ranks):
+        self.split = ranks.split
 
     def gather(self, item):
         raise Told(item)
@@ -181,7 +181,7 @@ def test_processes_part_the_passes_and_make_equally_many(tiny, monkeypatch, size
     for rank in range(size):
         counts.append(0)
         with pytest.raises(Told) as stopped:
-            dataclasses.replace(passes, ranks=Part(World(rank=rank, size=size)))(spelled, chunk=chunk)
+            dataclasses.replace(passes, ranks=Part(Ranks(rank=rank, size=size)))(spelled, chunk=chunk)
         told.append(stopped.value.args[0])
     assert len(set(counts)) == 1 and counts[0] == math.ceil(len(spelled.batches(20, chunk)) / size)
     assert sorted(position for part in told for position in part) == list(range(len(alone)))

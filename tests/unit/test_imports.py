@@ -29,7 +29,6 @@ WITHIN_A_LAYER = {
     ("rollouts", "models"),  # the sampler runs the policy with the models' attention
     ("training", "evaluation"),  # a run evaluates between updates
     ("lab", "training"),  # audits train and load policies
-    ("training", "lab"),  # the audit callback
 }
 LIGHT = {
     "kl_comedy.kl": ["omegaconf", "transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"],

@@ -28,7 +28,7 @@ from kl_comedy.training.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from kl_comedy.training.distributed import ALONE
+from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.run_folder import saved, step_of
 
 FSYNCS = 6
@@ -55,7 +55,7 @@ def state_of(step):
 
 def writer(step=1, seed=0):
     module, optimizer = learner(seed)
-    return lambda folder: write_checkpoint(folder, state_of(step), module, [optimizer], ALONE)
+    return lambda folder: write_checkpoint(folder, state_of(step), module, [optimizer], SINGLE_PROCESS)
 
 
 def steps(manager):
@@ -65,12 +65,12 @@ def steps(manager):
 def test_what_is_read_is_what_was_written(tmp_path):
     module, optimizer = learner()
     CheckpointManager(root=tmp_path, keep=1).save(
-        3, lambda f: write_checkpoint(f, state_of(3), module, [optimizer], ALONE)
+        3, lambda f: write_checkpoint(f, state_of(3), module, [optimizer], SINGLE_PROCESS)
     )
     other, fresh = learner(seed=9)
     fresh.state.clear()
     fresh.param_groups[0]["lr"] = 0.5
-    state = read_checkpoint(CheckpointManager(root=tmp_path, keep=1).newest(), other, [fresh], ALONE)
+    state = read_checkpoint(CheckpointManager(root=tmp_path, keep=1).newest(), other, [fresh], SINGLE_PROCESS)
     assert state["loops"] == {"n": 3} and state["kl_comedy"]["version"] == 3
     torch.testing.assert_close(state["kl_comedy"]["moving"]["ema"]["weights"]["w"], torch.arange(5.0))
     assert state["kl_comedy"]["moving"]["ema"]["step"] == 3

@@ -11,7 +11,7 @@ from test_models_sharding import config_of
 from test_training_sharded import Learner
 
 from kl_comedy.training.checkpoint import CheckpointManager, SaveFailed, damage
-from kl_comedy.training.distributed import World
+from kl_comedy.training.distributed import Ranks
 from kl_comedy.training.run_folder import saved, step_of
 
 FSYNCS = 2
@@ -21,7 +21,7 @@ FSYNCS = 2
 def learner(rank, world, kind):
     from kl_comedy.models.sharding import load_sharded
 
-    return Learner(load_sharded(config_of("plain"), limit_bytes=0), World(rank=rank, size=world, sharded=True))
+    return Learner(load_sharded(config_of("plain"), limit_bytes=0), Ranks(rank=rank, size=world, sharded=True))
 
 
 def left(manager):
@@ -34,7 +34,7 @@ def attempt(manager, run, step):
         said = str(manager.save(step, run.save).name)
     except SaveFailed as error:
         said = f"failed: {error}"
-    run.world.gather(None)
+    run.ranks.gather(None)
     return [said, left(manager)]
 
 
@@ -53,7 +53,7 @@ def failing_at(call, code):
 
 def refused_on_rank_one(rank, world, folder, kind):
     run = learner(rank, world, kind)
-    manager = CheckpointManager(root=folder / "manager", keep=3, world=run.world)
+    manager = CheckpointManager(root=folder / "manager", keep=3, ranks=run.ranks)
     run.learn(1)
     found = {"first": attempt(manager, run, 1), "hash": run.hashes()[0], "refused": []}
     run.learn(1)
@@ -87,18 +87,18 @@ def small_disk(tmp_path):
 
 def on_a_full_disk(rank, world, folder, kind, disk):
     run = learner(rank, world, kind)
-    manager = CheckpointManager(root=folder / disk / "manager", keep=3, world=run.world)
+    manager = CheckpointManager(root=folder / disk / "manager", keep=3, ranks=run.ranks)
     filler = folder / disk / "filler"
     found = {"first": attempt(manager, run, 1)}
     for name, room in (("none", 0), ("little", 100_000)):
-        if run.world.first:
+        if run.ranks.is_rank_zero:
             free = os.statvfs(filler.parent).f_bavail * os.statvfs(filler.parent).f_frsize
             filler.write_bytes(b"\0" * (free - room))
-        run.world.gather(None)
+        run.ranks.gather(None)
         found[name] = attempt(manager, run, 2)
-        if run.world.first:
+        if run.ranks.is_rank_zero:
             filler.unlink()
-        run.world.gather(None)
+        run.ranks.gather(None)
     return {**found, "whole": damage(saved(manager.root)[-1]), "second": attempt(manager, run, 2)}
 
 

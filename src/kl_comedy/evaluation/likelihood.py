@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Ranks(Protocol):
     """Processes that part the passes, as a run's world does."""
 
-    def share(self, items: Sequence[T]) -> list[T | None]:
+    def split(self, items: Sequence[T]) -> list[T | None]:
         """This process's part, filled up with None: equally many on all."""
         ...
 
@@ -43,7 +43,7 @@ class Ranks(Protocol):
 class Alone:
     """One process, which does everything."""
 
-    def share(self, items: Sequence[T]) -> list[T | None]:
+    def split(self, items: Sequence[T]) -> list[T | None]:
         return list(items)
 
     def gather(self, item: T) -> list[T]:
@@ -120,7 +120,7 @@ class ChoicePasses:
         """For each prompt the log-prob (nats, at temperature 1) of each of its choices, summed over its tokens."""
         batches = spelled.batches(self.budget, chunk)
         own: dict[int, float] = {}
-        for batch in self.ranks.share(batches):
+        for batch in self.ranks.split(batches):
             sums = self._sums(spelled, min(batches, key=spelled.padded) if batch is None else batch)
             own |= {} if batch is None else dict(zip(batch, sums, strict=True))
         found: list[list[float]] = [[] for _ in spelled.prompts]

@@ -126,7 +126,7 @@ class EvaluationCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         ranks, loaded = pl_module.ranks, pl_module.loaded
         self._measure = completion_measure(
-            self._config, loaded=loaded, reference=pl_module.references["initial"], world=ranks
+            self._config, loaded=loaded, reference=pl_module.references["initial"], ranks=ranks
         )
         self._choice_passes = choice_passes(self._config, loaded, ranks)
 
@@ -215,7 +215,7 @@ class CheckpointCallback(Checkpoint):
     def save(self, trainer: Any, version: int) -> None:
         module: Any = trainer.lightning_module
         root = RunDir(path=module.run_folder).checkpoints
-        manager = CheckpointManager(root=root, keep=self._train.keep_checkpoints, world=module.ranks)
+        manager = CheckpointManager(root=root, keep=self._train.keep_checkpoints, ranks=module.ranks)
         try:
             manager.save(version, trainer.save_checkpoint, reward=self._evaluation.reward_at(version))
         except SaveFailed as error:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from kl_comedy.io import atomic_write, sha256_file
 from kl_comedy.models.weights import named_weights
-from kl_comedy.training.distributed import ALONE, RankFailed, World
+from kl_comedy.training.distributed import SINGLE_PROCESS, RankFailed, Ranks
 from kl_comedy.training.run_folder import saved
 
 log = logging.getLogger("kl_comedy")
@@ -50,7 +50,7 @@ class SaveFailed(Exception):
 # --- content -------------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(folder: Path, state: dict[str, Any], module: Any, optimizers: list[Any], world: World) -> None:
+def write_checkpoint(folder: Path, state: dict[str, Any], module: Any, optimizers: list[Any], ranks: Ranks) -> None:
     """Write everything but the manifest into the new ``folder``. Every process must call.
 
     Raises :class:`SaveFailed` on every process, or on none.
@@ -68,22 +68,22 @@ def write_checkpoint(folder: Path, state: dict[str, Any], module: Any, optimizer
     tensors = {**_weights(module), **_optimizer_tensors(module, optimizers), **_reference_tensors(moving)}
 
     def write_states() -> None:
-        _save(folder / f"rank-{world.rank}.pt", rank_state)
-        if world.first:
+        _save(folder / f"rank-{ranks.rank}.pt", rank_state)
+        if ranks.is_rank_zero:
             _save(folder / STATE, {**state, "kl_comedy": run_state, "param_groups": param_groups})
 
     try:
-        world.together(lambda: folder.mkdir(parents=True) if world.first else None)
-        world.together(write_states)
-        world.together(lambda: _save_tensors(tensors, folder))
+        ranks.on_rank_zero(lambda: folder.mkdir(parents=True))
+        ranks.raise_on_all_ranks(write_states)
+        ranks.raise_on_all_ranks(lambda: _save_tensors(tensors, folder))
     except _WRITE_ERRORS as error:
         raise SaveFailed(_message(error)) from error
 
 
-def read_checkpoint(folder: Path, module: Any, optimizers: list[Any], world: World) -> dict[str, Any]:
+def read_checkpoint(folder: Path, module: Any, optimizers: list[Any], ranks: Ranks) -> dict[str, Any]:
     """Load weights, optimizer states and moving references in place. Returns the state that Lightning restores."""
     state: dict[str, Any] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
-    rank_file = folder / f"rank-{world.rank}.pt"
+    rank_file = folder / f"rank-{ranks.rank}.pt"
     rank_file = rank_file if rank_file.exists() else folder / "rank-0.pt"  # more processes than wrote it
     run_state = state["kl_comedy"]
     run_state |= torch.load(rank_file, weights_only=True, map_location="cpu")
@@ -227,7 +227,7 @@ class CheckpointManager:
 
     root: Path
     keep: int
-    world: World = ALONE
+    ranks: Ranks = SINGLE_PROCESS
 
     def save(self, step: int, write: Callable[[Path], None], *, reward: float | None = None) -> Path:
         """Let ``write`` fill a new folder, add the manifest, and rename the folder to its final name.
@@ -237,12 +237,12 @@ class CheckpointManager:
         """
         target = self.root / f"step-{step:08d}.ckpt"
         folder = target.with_suffix(UNFINISHED)
-        first = self.world.first
+        first = self.ranks.is_rank_zero
         try:
-            self.world.together(lambda: _remove(folder) if first else None)
+            self.ranks.on_rank_zero(lambda: _remove(folder))
             write(folder)
             self._write_manifest(folder, step, reward)
-            self.world.together(lambda: _replace(folder, target) if first else None)
+            self.ranks.on_rank_zero(lambda: _replace(folder, target))
         except (*_WRITE_ERRORS, SaveFailed) as error:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -254,15 +254,15 @@ class CheckpointManager:
 
     def _write_manifest(self, folder: Path, step: int, reward: float | None) -> None:
         """Each process hashes the files that it wrote; the first writes the manifest."""
-        rank, first = self.world.rank, self.world.first
+        rank, first = self.ranks.rank, self.ranks.is_rank_zero
         written = [*folder.glob(f"__{rank}_*.distcp"), folder / f"rank-{rank}.pt"]
         written += [folder / STATE, folder / INDEX] if first else []
-        entries = self.world.together(
+        entries = self.ranks.raise_on_all_ranks(
             lambda: {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in written}
         )
-        files = {name: entry for of_rank in self.world.gather(entries) for name, entry in of_rank.items()}
-        content = {"format": FORMAT, "step": step, "processes": self.world.size, "reward": reward, "files": files}
-        self.world.together(lambda: atomic_write(folder / MANIFEST, json.dumps(content, indent=1)) if first else None)
+        files = {name: entry for of_rank in self.ranks.gather(entries) for name, entry in of_rank.items()}
+        content = {"format": FORMAT, "step": step, "processes": self.ranks.size, "reward": reward, "files": files}
+        self.ranks.on_rank_zero(lambda: atomic_write(folder / MANIFEST, json.dumps(content, indent=1)))
 
     def newest(self) -> Path | None:
         """The newest undamaged checkpoint, or None. Every process must call.
@@ -272,11 +272,11 @@ class CheckpointManager:
         paths = saved(self.root)
         while paths:
             path = paths.pop()
-            fault = self.world.together(lambda path=path: damage(path, world=self.world))  # type: ignore[misc]
-            fault = next((fault for fault in self.world.gather(fault) if fault), None)
+            fault = self.ranks.raise_on_all_ranks(lambda path=path: damage(path, ranks=self.ranks))  # type: ignore[misc]
+            fault = next((fault for fault in self.ranks.gather(fault) if fault), None)
             if fault is None:
                 return path
-            if self.world.first:
+            if self.ranks.is_rank_zero:
                 instead = "the one before" if paths else "the beginning: there is none before"
                 log.warning(f"checkpoint {path} is damaged ({fault}); going on from {instead}")
                 try:
@@ -302,14 +302,14 @@ def manifest(path: Path) -> dict[str, Any]:
     return content
 
 
-def damage(path: Path, *, world: World = ALONE) -> str | None:
+def damage(path: Path, *, ranks: Ranks = SINGLE_PROCESS) -> str | None:
     """What is wrong with a checkpoint's files (this rank's share of them): missing, cut short, changed. Else None."""
     if not path.is_dir():
         return "it is not a folder; another version wrote it"
     content = manifest(path)
     if content.get("format") != FORMAT or not content.get("files"):
         return f"no {MANIFEST} of format {FORMAT}"
-    for name in filter(None, world.share(sorted(content["files"]))):
+    for name in filter(None, ranks.split(sorted(content["files"]))):
         file, entry = path / name, content["files"][name]
         if not file.is_file():
             return f"{name} is missing"

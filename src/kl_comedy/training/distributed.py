@@ -286,7 +286,3 @@ class Replica:
     def refresh(self) -> None:
         """Copy the policy's weights; all ranks must call."""
         copy_into(self.loaded.model, stream_weights(self._source, self._bucket_bytes))
-
-
-World, ALONE, DividedScorer = Ranks, SINGLE_PROCESS, ShardedScorer  # names before the rename
-Ranks.first, Ranks.share, Ranks.together = Ranks.is_rank_zero, Ranks.split, Ranks.raise_on_all_ranks  # type: ignore

@@ -12,7 +12,7 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
 from kl_comedy.objective.preferences import Preferences, preferences
 from kl_comedy.records import Scored
-from kl_comedy.training.distributed import World
+from kl_comedy.training.distributed import Ranks
 from kl_comedy.training.packing import Packed
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def pair_weights(
     policy_pass: Callable[..., TokenPass],
     *,
     algorithm: AlgorithmConfig,
-    world: World,
+    ranks: Ranks,
 ) -> Preferences:
     """The preferences of an update under the current policy. Every rank must call, without gradient.
 
@@ -78,7 +78,7 @@ def pair_weights(
         if split:
             log_ratio_BT = torch.where(packed.mask_BT, logp_BT - reference_passes["initial"].logp_BT, 0.0)
             log_ratio_B[split] = log_ratio_BT.double().sum(-1)
-    world.sum(log_ratio_B)
+    ranks.sum(log_ratio_B)
     judged = [
         row.reward.status not in WITHOUT_VERDICT
         and not (algorithm.mask_truncated and row.rollout.stop_reason == "length")

@@ -36,7 +36,7 @@ from kl_comedy.models.reference import Reference
 from kl_comedy.records import Problem, Prompt, Scored
 from kl_comedy.rewards import RewardPool, RewardSum
 from kl_comedy.rollouts import Sampling
-from kl_comedy.training.distributed import ALONE, DividedScorer, World
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks, ShardedScorer
 from kl_comedy.training.metrics import MetricAccumulator, accumulate_estimates, accumulate_exact
 from kl_comedy.training.packing import Packed, by_token_budget, pack, shortest
 
@@ -56,17 +56,17 @@ class CompletionMeasure:
     chunk_elements: int
     microbatch_tokens: int
     share_prompt: bool
-    world: World = ALONE
+    ranks: Ranks = SINGLE_PROCESS
 
     def __call__(self, rows: Sequence[Scored]) -> dict[str, float]:
         """``kl/...``, ``kl_error/...`` and ``policy/entropy...`` of the rows; without a reference entropy only."""
         metrics = MetricAccumulator()
         where: Any = {"pad_id": int(self.loaded.tokenizer.pad_token_id), "device": self.loaded.device}
-        for split in self.world.share(by_token_budget(rows, self.microbatch_tokens)):
+        for split in self.ranks.split(by_token_budget(rows, self.microbatch_tokens)):
             self._add(
                 metrics if split else MetricAccumulator(), pack([rows[n] for n in split or shortest(rows)], **where)
             )
-        return metrics.merged(self.world).values()
+        return metrics.merged(self.ranks).values()
 
     @torch.no_grad()
     def _add(self, metrics: MetricAccumulator, packed: Packed) -> None:
@@ -90,7 +90,7 @@ class CompletionMeasure:
 
 
 def completion_measure(
-    config: Config, *, loaded: LoadedModel, reference: Reference | None, world: World = ALONE
+    config: Config, *, loaded: LoadedModel, reference: Reference | None, ranks: Ranks = SINGLE_PROCESS
 ) -> CompletionMeasure | None:
     """The measure that ``config`` asks for, or None where ``eval.kl`` is off."""
     if not config.eval.kl:
@@ -105,7 +105,7 @@ def completion_measure(
             config.train.microbatch_tokens, loaded.model, loaded.device, checkpoints=config.model.gradient_checkpointing
         ),
         share_prompt=config.model.share_prompt,
-        world=world,
+        ranks=ranks,
     )
 
 
@@ -197,7 +197,7 @@ class SuiteSets:
 
 
 def suite_sets(
-    config: Config, suites: Sequence[RunSuite], loaded: LoadedModel, *, pool: RewardPool, world: World
+    config: Config, suites: Sequence[RunSuite], loaded: LoadedModel, *, pool: RewardPool, ranks: Ranks
 ) -> SuiteSets:
     """The suites with their prompts, in the order of ``suites`` among those that generate and those that compare.
 
@@ -216,21 +216,21 @@ def suite_sets(
         if suite.kind == "likelihood":
             compared.append(ask(suite, prompts, loaded, template=chosen_template(suite, loaded.tokenizer)))
         else:
-            drawn.append(_drawn(config, found, prompts, pool=pool, world=world))
+            drawn.append(_drawn(config, found, prompts, pool=pool, ranks=ranks))
     hashes = {f"eval.{found.suite.name}": data_hash(found.problems) for found in suites}
     return SuiteSets(drawn=drawn, compared=compared, counts=counts, hashes=hashes)
 
 
-def _drawn(config: Config, found: RunSuite, prompts: Sequence[Prompt], *, pool: RewardPool, world: World) -> EvalSet:
+def _drawn(config: Config, found: RunSuite, prompts: Sequence[Prompt], *, pool: RewardPool, ranks: Ranks) -> EvalSet:
     """The set of a suite that generates, with its own verifier, its answers tried."""
     suite = found.suite
     scorer = RewardSum([suite.reward], pool=pool)
-    if world.first:
+    if ranks.is_rank_zero:
         scorer.check(found.problems[:: max(len(found.problems) // GOLDS_CHECKED, 1)])
     sampling = Sampling(
         temperature=config.eval.temperature,
         stop=tuple(suite.stop),
         max_new_tokens=config.eval.max_new_tokens or suite.max_new_tokens,
     )
-    divided = scorer if world.size == 1 else DividedScorer(scorer, world)
+    divided = scorer if ranks.size == 1 else ShardedScorer(scorer, ranks)
     return EvalSet(name=suite.name, prompts=prompts, scorer=divided, sampling=sampling)

@@ -73,7 +73,7 @@ class ExperienceModule(lightning.LightningDataModule):
         loaded = module.loaded
         prompts = ranks.raise_on_all_ranks(lambda: render_prompts(config, problems, loaded))
         suites = ranks.raise_on_all_ranks(
-            lambda: suite_sets(config, problems.suites, loaded, pool=rewards.pool, world=ranks)
+            lambda: suite_sets(config, problems.suites, loaded, pool=rewards.pool, ranks=ranks)
         )
         self.prompts = replace(
             prompts,

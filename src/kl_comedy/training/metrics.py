@@ -22,7 +22,7 @@ from torch import Tensor
 from kl_comedy.kl.estimators import k1, k2, k3
 from kl_comedy.objective.policy_term import PolicyLossParts
 from kl_comedy.records import FOREIGN_VERSION, Scored
-from kl_comedy.training.distributed import World
+from kl_comedy.training.distributed import Ranks
 from kl_comedy.training.prepare import MicroBatch
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ class MetricAccumulator:
         """Store values for their quantiles; ``*`` in ``name`` becomes the percentage, as in ``01``."""
         self._samples[name].append(values_N.cpu())
 
-    def merged(self, world: World) -> MetricAccumulator:
+    def merged(self, ranks: Ranks) -> MetricAccumulator:
         """The sums of all ranks, added in the order of the ranks. Every rank must call."""
-        if world.size == 1:
+        if ranks.size == 1:
             return self
         merged = MetricAccumulator()
-        for sums, maxima, samples in world.gather((self._sums, self._maxima, dict(self._samples))):
+        for sums, maxima, samples in ranks.gather((self._sums, self._maxima, dict(self._samples))):
             for (reduction, name), terms in sums.items():
                 merged._add(reduction, name, *terms)
             for name, value in maxima.items():

@@ -121,7 +121,7 @@ class PolicyModule(lightning.LightningModule):
             ),
             pad_id=int(loaded.tokenizer.pad_token_id),
             device=loaded.device,
-            world=ranks,
+            ranks=ranks,
         )
 
     def configure_model(self) -> None:

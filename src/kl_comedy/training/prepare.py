@@ -20,7 +20,7 @@ from kl_comedy.objective.advantages import whiten
 from kl_comedy.records import Experience, Scored
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.training.critic import ValueTargets, uses_critic
-from kl_comedy.training.distributed import ALONE, World
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.dpo import pair_metrics, pair_weights
 from kl_comedy.training.packing import OldPolicyValues, Packed, by_token_budget, pack, pad_columns, shortest
 
@@ -62,7 +62,7 @@ class Preparation:
     microbatch_tokens: int
     pad_id: int
     device: torch.device
-    world: World = ALONE
+    ranks: Ranks = SINGLE_PROCESS
 
 
 def prepare(
@@ -83,7 +83,7 @@ def prepare(
     only for terms with ``baseline: before`` or ``own``, and for DPO.
     """
     algorithm, device = plan.algorithm, plan.device
-    splits = plan.world.share(by_token_budget(rows, plan.microbatch_tokens))
+    splits = plan.ranks.split(by_token_budget(rows, plan.microbatch_tokens))
     shortest_row = shortest(rows)
     packs = [pack([rows[n] for n in split or shortest_row], pad_id=plan.pad_id, device=device) for split in splits]
     length = max(len(row.rollout.completion_ids) for row in rows)
@@ -106,7 +106,7 @@ def prepare(
     values, notes = None, {}
     if algorithm.dpo is not None:
         with torch.no_grad():
-            pairs = pair_weights(rows, splits, packs, passes, policy_pass, algorithm=algorithm, world=plan.world)
+            pairs = pair_weights(rows, splits, packs, passes, policy_pass, algorithm=algorithm, ranks=plan.ranks)
         advantage_BT = pairs.coefficient_B.float()[:, None].expand(-1, length)
         weight_B, notes = torch.ones(len(rows), device=device), pair_metrics(pairs)
     else:
@@ -216,5 +216,5 @@ def _update_parts(
                     update[position].cost_BT[split, width:] = parts.cost_BT[:, -1:].double()
     for parts in update.values():
         for name in names[:3]:
-            plan.world.sum(getattr(parts, name))
+            plan.ranks.sum(getattr(parts, name))
     return update

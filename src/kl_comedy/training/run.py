@@ -201,7 +201,7 @@ class RunRecord(Callback):
         self._kl_label = kl_label(pl_module.terms)
         run, resume = ranks.broadcast(ranks.on_rank_zero(self._find_or_create))
         ranks.on_rank_zero(lambda: self._lock.enter_context(run.held()))
-        checkpoint = CheckpointManager(root=run.checkpoints, keep=1, world=ranks).newest() if resume else None
+        checkpoint = CheckpointManager(root=run.checkpoints, keep=1, ranks=ranks).newest() if resume else None
         step = None if checkpoint is None else step_of(checkpoint)
         trainer.strategy.newest_checkpoint = checkpoint
         if capabilities_of(self._config.rollout.backend).needs_folder:
