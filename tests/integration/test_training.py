@@ -398,7 +398,7 @@ def test_a_plugin_callback_sees_the_clipped_gradient(tmp_path, gradient_norms):
     [
         (["callbacks=[{name: gradient_norm}]"], "did you mean 'gradient_norms'"),
         (
-            ["callbacks=[{name: gradient_norms, options: {evry: 2}}]"],
+            ["callbacks=[{name: gradient_norms, options: {path: x, evry: 2}}]"],
             r"callbacks\.0\.options: .*gradient_norms.*evry",
         ),
         (["trainer={max_steps: 3}"], r"trainer\.max_steps: got 3; train\.steps"),
