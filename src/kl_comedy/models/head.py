@@ -21,15 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
-from kl_comedy.models.in_place_gradients import adds_in_place, gradient_of
 from kl_comedy.models.introspection import Head
-from kl_comedy.models.onednn_linear import add_product, rows_times
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The columns beside the log-prob, in this order; entropy and total variation carry no gradient."""
+class RequestedQuantities:
+    """The columns after the log-prob, in this order; entropy and total variation carry no gradient."""
 
     kl: bool = False
     forward_kl: bool = False
@@ -37,13 +36,13 @@ class Wanted:
     total_variation: bool = False
 
     @property
-    def reference(self) -> bool:
+    def need_reference(self) -> bool:
         return self.kl or self.forward_kl or self.total_variation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Other:
-    """The reference's side: hidden states ``[N, H]`` and head."""
+class ReferenceHead:
+    """The reference policy's hidden states ``[N, H]`` and head."""
 
     hidden_NH: Tensor
     head: Head
@@ -56,20 +55,18 @@ def head_columns(
     *,
     temperature: float,
     chunk_elements: int,
-    wanted: Wanted,
-    other: Other | None = None,
+    requested: RequestedQuantities,
+    reference: ReferenceHead | None = None,
 ) -> list[Tensor]:
-    """Columns ``[N]``: log-prob of ``ids_N``, then what is ``wanted``, at most ``chunk_elements`` logits at a time.
+    """Columns ``[N]``: log-prob of ``ids_N``, then the ``requested`` ones, at most ``chunk_elements`` logits at a time.
 
-    Log-prob and KLs are differentiable in ``hidden_NH`` and ``head``. Chunks are of whole rows, so every sum over the
-    vocabulary is one reduction whatever their size. Raises :class:`ValueError` where ``other`` is wanted and not there.
+    Log-prob and KLs are differentiable in ``hidden_NH`` and ``head``. A chunk is whole rows, so every sum over the
+    vocabulary is one reduction whatever the chunk size. Raises :class:`ValueError` for a missing ``reference``.
     """
-    if wanted.reference and other is None:
+    if requested.need_reference and reference is None:
         raise ValueError("an exact value needs a reference pass that kept its hidden states")
     rows = max(1, chunk_elements // head[0].shape[0])
-    plan = _Plan(
-        ids_N=ids_N, temperature=temperature, rows=rows, wanted=wanted, other=other, adds=adds_in_place(head[0])
-    )
+    plan = _Plan(ids_N=ids_N, temperature=temperature, rows=rows, requested=requested, reference=reference)
     columns: Sequence[Tensor] = _HeadColumns.apply(hidden_NH, *head, plan)  # type: ignore[no-untyped-call]
     return list(columns)
 
@@ -79,10 +76,8 @@ class _Plan:
     ids_N: Tensor
     temperature: float
     rows: int
-    wanted: Wanted
-    other: Other | None
-    adds: bool
-    """Whether the head's gradient is added to ``.grad`` here (:mod:`kl_comedy.models.in_place_gradients`)."""
+    requested: RequestedQuantities
+    reference: ReferenceHead | None
 
     def chunks(self) -> Iterator[slice]:
         for start in range(0, max(len(self.ids_N), 1), self.rows):
@@ -92,11 +87,15 @@ class _Plan:
     def single(self) -> bool:
         return len(self.ids_N) <= self.rows
 
-    def other_logp(self, part: slice) -> Tensor | None:
+    @property
+    def differentiates_kl(self) -> bool:
+        return self.requested.kl or self.requested.forward_kl
+
+    def reference_logp(self, part: slice) -> Tensor | None:
         """The reference's log-probs ``[n, V]``."""
-        if self.other is None or not self.wanted.reference:
+        if self.reference is None or not self.requested.need_reference:
             return None
-        return log_softmax(self.other.hidden_NH[part], *self.other.head, self.temperature)
+        return log_softmax(self.reference.hidden_NH[part], *self.reference.head, self.temperature)
 
 
 class _HeadColumns(torch.autograd.Function):
@@ -108,48 +107,46 @@ class _HeadColumns(torch.autograd.Function):
         logp_nV = logq_nV = None
         for part in plan.chunks():
             logp_nV = log_softmax(hidden_NH[part], weight_VH, bias_V, plan.temperature)
-            logq_nV = plan.other_logp(part)
-            pieces.append(_columns(logp_nV, logq_nV, plan.ids_N[part], plan.wanted))
+            logq_nV = plan.reference_logp(part)
+            pieces.append(_columns(logp_nV, logq_nV, plan.ids_N[part], plan.requested))
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
-        differentiable = 1 + plan.wanted.kl + plan.wanted.forward_kl
+        differentiable = 1 + plan.requested.kl + plan.requested.forward_kl
         ctx.mark_non_differentiable(*columns[differentiable:])
         ctx.plan = plan
-        kept = (logp_nV, logq_nV if plan.wanted.kl or plan.wanted.forward_kl else None) if plan.single else (None, None)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, columns[1] if plan.wanted.kl else None, *kept)
+        chunk_logps = (logp_nV, logq_nV if plan.differentiates_kl else None) if plan.single else (None, None)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, columns[1] if plan.requested.kl else None, *chunk_logps)
         return tuple(columns)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hidden_NH, weight_VH, bias_V, kl_N, *kept = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, kl_N, *chunk_logps = ctx.saved_tensors
         plan: _Plan = ctx.plan
         hidden_grad = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         wide = torch.promote_types(weight_VH.dtype, torch.float32)
-        weight_grad = None
-        if ctx.needs_input_grad[1]:
-            weight_grad = gradient_of(weight_VH) if plan.adds else torch.zeros_like(weight_VH, dtype=wide)
+        weight_grad = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and ctx.needs_input_grad[2] else None
         for part in plan.chunks():
-            logp_nV, logq_nV = kept
+            logp_nV, logq_nV = chunk_logps
             if logp_nV is None:
                 logp_nV = log_softmax(hidden_NH[part], weight_VH, bias_V, plan.temperature)
-                logq_nV = plan.other_logp(part) if plan.wanted.kl or plan.wanted.forward_kl else None
-            given = [gradient[part] for gradient in gradients]
-            grad_nV = _logits_gradient(logp_nV, logq_nV, plan, part, given, None if kl_N is None else kl_N[part])
+                logq_nV = plan.reference_logp(part) if plan.differentiates_kl else None
+            kl_n = None if kl_N is None else kl_N[part]
+            grad_nV = _logits_gradient(logp_nV, logq_nV, plan, part, [grad[part] for grad in gradients], kl_n)
             narrow_nV = grad_nV.to(weight_VH.dtype)
             if hidden_grad is not None:
-                hidden_grad[part] = rows_times(narrow_nV, weight_VH.t()).to(hidden_grad.dtype)
+                hidden_grad[part] = (narrow_nV @ weight_VH).to(hidden_grad.dtype)
             if weight_grad is not None:
                 rows_nH = hidden_NH[part].to(weight_VH.dtype)
                 if wide == weight_VH.dtype:
-                    add_product(weight_grad, narrow_nV.t(), rows_nH)
+                    weight_grad.addmm_(narrow_nV.t(), rows_nH)
                 else:
-                    weight_grad += rows_times(narrow_nV.t(), rows_nH.t())
+                    weight_grad += narrow_nV.t() @ rows_nH
             if bias_grad is not None:
                 bias_grad += grad_nV.sum(0)
         return (
             hidden_grad,
-            None if weight_grad is None or plan.adds else weight_grad.to(weight_VH.dtype),
+            None if weight_grad is None else weight_grad.to(weight_VH.dtype),
             None if bias_grad is None else bias_grad.to(bias_V.dtype),
             None,
         )
@@ -164,10 +161,10 @@ def _logits_gradient(
     kl_n: Tensor | None,
 ) -> Tensor:
     """The gradient ``[n, V]`` of the logits; ``gradients`` are those of the columns."""
-    wanted, given = plan.wanted, iter(gradients)
-    logp_grad_n = next(given)
-    kl_grad_n = next(given) if wanted.kl else None
-    forward_grad_n = next(given) if wanted.forward_kl else None
+    column_gradients = iter(gradients)
+    logp_grad_n = next(column_gradients)
+    kl_grad_n = next(column_gradients) if plan.requested.kl else None
+    forward_grad_n = next(column_gradients) if plan.requested.forward_kl else None
     share_n = -logp_grad_n
     if kl_grad_n is not None:
         share_n = share_n - kl_grad_n * kl_n
@@ -184,16 +181,16 @@ def _logits_gradient(
     return grad_nV if plan.temperature == 1 else grad_nV.div_(plan.temperature)
 
 
-def _columns(logp_nV: Tensor, logq_nV: Tensor | None, ids_n: Tensor, wanted: Wanted) -> list[Tensor]:
+def _columns(logp_nV: Tensor, logq_nV: Tensor | None, ids_n: Tensor, requested: RequestedQuantities) -> list[Tensor]:
     """Columns ``[n]`` of one chunk. A KL is zero bit by bit where both distributions are the same."""
     columns = [logp_nV.gather(1, ids_n[:, None])[:, 0]]
-    if wanted.kl and logq_nV is not None:
+    if requested.kl and logq_nV is not None:
         columns.append((logp_nV.exp().mul_(logp_nV - logq_nV)).sum(1))
-    if wanted.forward_kl and logq_nV is not None:
+    if requested.forward_kl and logq_nV is not None:
         columns.append(-(logq_nV.exp().mul_(logp_nV - logq_nV)).sum(1) + 0.0)
-    if wanted.entropy:
+    if requested.entropy:
         columns.append(-(logp_nV.exp().mul_(logp_nV)).sum(1))
-    if wanted.total_variation and logq_nV is not None:
+    if requested.total_variation and logq_nV is not None:
         columns.append(0.5 * logp_nV.exp().sub_(logq_nV.exp()).abs_().sum(1))
     return columns
 
@@ -201,6 +198,6 @@ def _columns(logp_nV: Tensor, logq_nV: Tensor | None, ids_n: Tensor, wanted: Wan
 def log_softmax(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     """``log_softmax(head(hidden) / temperature)`` in float32 or wider, whatever autocast is in force."""
     with torch.autocast(device_type=hidden_nH.device.type, enabled=False):
-        logits_nV = rows_times(hidden_nH.to(weight_VH.dtype), weight_VH, bias_V)
+        logits_nV = linear(hidden_nH.to(weight_VH.dtype), weight_VH, bias_V)
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         return (logits_nV if temperature == 1 else logits_nV.div_(temperature)).log_softmax(-1)

@@ -15,16 +15,16 @@ chunk is one row of ``V`` logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from kl_comedy.models.attention import adopt, build_line, line_hidden
-from kl_comedy.models.head import Other, Wanted, head_columns
-from kl_comedy.models.introspection import call_as_forward, decoder_body, head_weights
-from kl_comedy.models.weights import whole
+from kl_comedy.models.attention import pack_batch, packed_hidden, use_layout_attention
+from kl_comedy.models.head import ReferenceHead, RequestedQuantities, head_columns
+from kl_comedy.models.introspection import decoder_body, head_weights, run_inside_fsdp_forward
+from kl_comedy.models.weights import full_tensor
 
 if TYPE_CHECKING:
     from kl_comedy.models.reference import ReferencePass
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPass:
-    """What one pass of a policy over completions yields; what was not asked for is None.
+    """Result of one pass of a policy over completions; a quantity that was not requested is None.
 
     ``logp_BT`` log-prob of each completion token; differentiable.
     ``kl_BT`` exact ``KL(pi || ref)`` of the next-token distributions at the prefix of each token;
     ``forward_kl_BT`` exact ``KL(ref || pi)``; both differentiable in the policy only.
     ``entropy_BT`` entropy of the next-token distribution; detached: it is a metric here.
     ``total_variation_BT`` total variation ``sum |pi - ref| / 2`` of the next-token distributions, in [0, 1]; detached.
-    ``hidden_NH`` hidden state before each masked token, row by row; detached unless asked otherwise.
+    ``hidden_NH`` hidden state before each masked token, row by row; detached unless ``detach_hidden=False``.
     """
 
     logp_BT: Tensor
@@ -71,40 +71,35 @@ def token_pass(
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
     ``share_prompt`` lets rows with the same prompt share its computation; the reference's pass must agree.
-    ``chunk_elements`` bounds the logits held at once (at least one row is). ``reference`` must come from the
-    same batch, at the same temperature, with its hidden states kept, whenever ``kl``, ``forward_kl`` or
-    ``total_variation`` is asked. With equal weights and batch all three are exactly 0.0: the two sides take the
-    same operations.
+    ``chunk_elements`` bounds the logits in memory (at least one row). ``kl``, ``forward_kl`` and ``total_variation``
+    need a ``reference`` pass of the same batch and temperature that kept its hidden states. With equal weights all
+    three are exactly 0.0, because both sides run the same operations.
 
     Raises :class:`ValueError` on shapes, padding sides or a reference that does not fit.
     """
-    wanted = Wanted(kl=kl, forward_kl=forward_kl, entropy=entropy, total_variation=total_variation)
+    requested = RequestedQuantities(kl=kl, forward_kl=forward_kl, entropy=entropy, total_variation=total_variation)
     mask_BT = check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, temperature=temperature)
-    _check_reference(reference, wanted, rows=int(mask_BT.sum()), temperature=temperature)
+    if requested.need_reference:
+        _check_reference(reference, rows=int(mask_BT.sum()), temperature=temperature)
 
     def run() -> tuple[Tensor, ...]:
         hidden_NH = completion_hidden(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, share_prompt=share_prompt)
-        other = None
-        if wanted.reference and reference is not None:
-            whole_reference = gathered(reference)
-            if whole_reference.hidden_NH is not None:
-                other = Other(hidden_NH=whole_reference.hidden_NH, head=whole_reference.head)
         columns = head_columns(
             hidden_NH,
             head_weights(model),
             ids_BT[mask_BT],
             temperature=temperature,
             chunk_elements=chunk_elements,
-            wanted=wanted,
-            other=other,
+            requested=requested,
+            reference=_reference_head(reference) if requested.need_reference else None,
         )
         return (hidden_NH.detach() if detach_hidden else hidden_NH, *columns)
 
-    hidden_NH, *columns = call_as_forward(model, run)
-    spread = [torch.zeros(mask_BT.shape, dtype=c.dtype, device=c.device).masked_scatter(mask_BT, c) for c in columns]
-    optional = iter(spread[1:])
+    hidden_NH, *columns = run_inside_fsdp_forward(model, run)
+    columns_BT = [torch.zeros(mask_BT.shape, dtype=c.dtype, device=c.device).masked_scatter(mask_BT, c) for c in columns]
+    optional = iter(columns_BT[1:])
     return TokenPass(
-        logp_BT=spread[0],
+        logp_BT=columns_BT[0],
         kl_BT=next(optional) if kl else None,
         forward_kl_BT=next(optional) if forward_kl else None,
         entropy_BT=next(optional) if entropy else None,
@@ -113,10 +108,13 @@ def token_pass(
     )
 
 
-def gathered(reference: ReferencePass) -> ReferencePass:
-    """The same pass with a whole head: a sharded reference keeps its head in shards until it is needed."""
+def _reference_head(reference: ReferencePass | None) -> ReferenceHead | None:
+    """The reference's hidden states and its whole head (a sharded reference keeps its head in shards)."""
+    if reference is None or reference.hidden_NH is None:
+        return None
     weight, bias = reference.head
-    return replace(reference, head=(whole(weight), None if bias is None else whole(bias)))
+    head = (full_tensor(weight), None if bias is None else full_tensor(bias))
+    return ReferenceHead(hidden_NH=reference.hidden_NH, head=head)
 
 
 def check_batch(
@@ -137,9 +135,7 @@ def check_batch(
     return mask
 
 
-def _check_reference(reference: ReferencePass | None, wanted: Wanted, *, rows: int, temperature: float) -> None:
-    if not wanted.reference:
-        return
+def _check_reference(reference: ReferencePass | None, *, rows: int, temperature: float) -> None:
     if reference is None or reference.hidden_NH is None:
         raise ValueError("an exact value needs a reference pass that kept its hidden states")
     if reference.temperature != temperature:
@@ -162,8 +158,8 @@ def completion_hidden(
     Positions count real tokens, so that padding changes nothing. Rows with the same prompt share its
     computation where that is cheaper (:mod:`kl_comedy.models.attention`), unless ``share_prompt`` is off.
     """
-    if share_prompt and adopt(model):
-        return line_hidden(model, build_line(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT))
+    if share_prompt and use_layout_attention(model):
+        return packed_hidden(model, pack_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT))
     ids_BS = torch.cat([prompt_ids_BP, ids_BT], dim=1)
     real_BS = torch.cat([prompt_mask_BP.bool(), mask_BT.bool()], dim=1)
     position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Reference policies: what KL is measured against, with an identity (hash) that a run can check.
+"""Reference policies that KL is measured against. Each has a hash, so that a run can check its identity.
 
 | class | what it is | moves |
 |---|---|---|
@@ -21,23 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.models.introspection import Head, head_weights, is_peft, is_sharded, twin
+from kl_comedy.models.introspection import Head, head_weights, is_peft, is_sharded
 from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.sharding import clone_sharded
 from kl_comedy.models.weights import weights_hash
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import ReferenceConfig
     from kl_comedy.models.load import LoadedModel
 
-KINDS = ("initial", "ema", "periodic")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencePass:
-    """A reference over one batch: log-probs, and what exact KL needs to rebuild its distributions.
+    """A reference over one batch: log-probs, and what exact KL needs to rebuild its distributions; no gradient.
 
-    ``hidden_NH`` is None unless kept; ``head`` is the live head (weight ``[V, H]``, bias), valid until the
-    reference moves. No part carries gradient.
+    ``hidden_NH`` is None unless ``keep_hidden``. ``head`` (weight ``[V, H]``, bias) is not copied: it is valid until
+    the reference moves.
     """
 
     logp_BT: Tensor
@@ -75,7 +74,7 @@ class MovingReference(Reference, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions:
-    """How every pass of a reference is made: as the policy's, or KL would compare different things."""
+    """Settings of every pass of a reference. They must equal the policy's, or KL compares different things."""
 
     temperature: float
     chunk_elements: int
@@ -93,7 +92,7 @@ def build_reference(
     keep_hidden: bool = True,
     share_prompt: bool = True,
 ) -> Reference:
-    """The reference called ``kind`` (``initial | ema | periodic``) for a policy that has not been trained yet.
+    """The reference ``kind`` (``initial | ema | periodic``) for a policy that has not been trained yet.
 
     ``initial`` is the base model under LoRA (adapter off), else a frozen copy. Raises :class:`UserError` for
     another name.
@@ -107,33 +106,30 @@ def build_reference(
         return EmaReference(loaded.model, options, decay=config.ema_decay)
     if kind == "periodic":
         return PeriodicReference(loaded.model, options, period=config.period)
-    raise bad_value("kl.reference", kind, KINDS)
+    raise bad_value("kl.reference", kind, ("initial", "ema", "periodic"))
 
 
-def frozen_copy(model: nn.Module) -> nn.Module:
-    """A copy that never trains. Parameters that ``model`` itself does not train are shared, not copied.
-
-    Of a sharded model it is sharded alike, and nothing is shared.
-    """
+def _frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy that never trains. Parameters that ``model`` does not train are shared; a sharded copy shares none."""
     if is_sharded(model):
-        return twin(model).requires_grad_(False).eval()
+        return clone_sharded(model).requires_grad_(False).eval()
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, memo=shared).requires_grad_(False).eval()
 
 
-def _pass(model: nn.Module, options: PassOptions, batch: Mapping[str, Tensor]) -> ReferencePass:
-    with torch.no_grad():
-        seen = token_pass(
-            model,
-            **batch,
-            temperature=options.temperature,
-            chunk_elements=options.chunk_elements,
-            keep_hidden=options.keep_hidden,
-            share_prompt=options.share_prompt,
-        )
-        weight, bias = head_weights(model)
+@torch.no_grad()
+def _reference_pass(model: nn.Module, options: PassOptions, batch: Mapping[str, Tensor]) -> ReferencePass:
+    result = token_pass(
+        model,
+        **batch,
+        temperature=options.temperature,
+        chunk_elements=options.chunk_elements,
+        keep_hidden=options.keep_hidden,
+        share_prompt=options.share_prompt,
+    )
+    weight, bias = head_weights(model)
     head = (weight.detach(), None if bias is None else bias.detach())
-    return ReferencePass(logp_BT=seen.logp_BT, hidden_NH=seen.hidden_NH, head=head, temperature=options.temperature)
+    return ReferencePass(logp_BT=result.logp_BT, hidden_NH=result.hidden_NH, head=head, temperature=options.temperature)
 
 
 class FrozenReference:
@@ -142,7 +138,7 @@ class FrozenReference:
     moving = False
 
     def __init__(self, model: nn.Module, options: PassOptions) -> None:
-        self.model = frozen_copy(model)
+        self.model = _frozen_copy(model)
         self._options = options
         self._hash: str | None = None
 
@@ -153,7 +149,7 @@ class FrozenReference:
         return self._hash
 
     def forward_pass(self, **batch: Tensor) -> ReferencePass:
-        return _pass(self.model, self._options, batch)
+        return _reference_pass(self.model, self._options, batch)
 
 
 class AdapterOffReference:
@@ -179,55 +175,48 @@ class AdapterOffReference:
 
     def forward_pass(self, **batch: Tensor) -> ReferencePass:
         with self.model.disable_adapter():
-            return _pass(self.model, self._options, batch)
+            return _reference_pass(self.model, self._options, batch)
 
 
-class _Moving:
-    """What EMA and periodic references share: a copy, the trained parameters in it, and their checkpoint."""
+class _UpdatableReference(FrozenReference):
+    """A copy of the policy whose trained parameters can be overwritten."""
 
     moving = True
 
     def __init__(self, model: nn.Module, options: PassOptions) -> None:
-        self.model = frozen_copy(model)
-        self._options = options
-        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._step = 0
-        self._hash: str | None = None
+        super().__init__(model, options)
+        self._trained_names = [name for name, p in model.named_parameters() if p.requires_grad]
 
-    @property
-    def hash(self) -> str:
-        if self._hash is None:
-            self._hash = weights_hash(self.model)
-        return self._hash
-
-    def forward_pass(self, **batch: Tensor) -> ReferencePass:
-        return _pass(self.model, self._options, batch)
-
-    def _own(self) -> dict[str, Tensor]:
-        mine = dict(self.model.named_parameters())
-        return {name: mine[name].data for name in self._names}
-
-    def _theirs(self, model: nn.Module) -> dict[str, Tensor]:
-        theirs = dict(model.named_parameters())
-        return {name: theirs[name].detach() for name in self._names}
+    def _trained_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The parameters of ``model`` that the policy trains."""
+        parameters = dict(model.named_parameters())
+        return {name: parameters[name].detach() for name in self._trained_names}
 
     @torch.no_grad()
-    def _assign(self, values: Mapping[str, Tensor]) -> None:
-        if set(values) != set(self._names):
-            odd = sorted(set(values) ^ set(self._names))[:3]
-            raise UserError(f"reference: the saved weights are of another model (they differ in {', '.join(odd)})")
-        for name, own in self._own().items():
-            own.copy_(values[name])
+    def _overwrite(self, values: Mapping[str, Tensor]) -> None:
+        weights = self._trained_weights(self.model)
+        if set(values) != set(weights):
+            differing = sorted(set(values) ^ set(weights))[:3]
+            raise UserError(f"reference: the saved weights are of another model (they differ in {', '.join(differing)})")
+        for name, weight in weights.items():
+            weight.copy_(values[name])
         self._hash = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """``{"weights": name -> tensor}`` of the trained parameters."""
+        return {"weights": {name: weight.clone() for name, weight in self._trained_weights(self.model).items()}}
 
-class EmaReference(_Moving):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a :meth:`state_dict`. Raises :class:`UserError` when it is of another model."""
+        self._overwrite(state["weights"])
+
+
+class EmaReference(_UpdatableReference):
     """``average <- decay * average + (1 - decay) * policy`` after every update; starts at the policy.
 
-    The average is kept in float32 at least, and rounded to the model's dtype only for the pass: in bfloat16
-    an increment below 2^-8 of the weight would be lost, and the reference would never move. In float32 the
-    same happens below 2^-24, that is for decays beyond about 0.99999. With LoRA the factors A and B are
-    averaged, which is not the average of their product.
+    The average is kept in float32 at least and rounded to the model's dtype for the pass: bfloat16 would lose
+    increments below 2^-8 of the weight, float32 loses those below 2^-24 (decays beyond about 0.99999). With LoRA
+    the factors A and B are averaged, which is not the average of their product.
     """
 
     def __init__(self, model: nn.Module, options: PassOptions, *, decay: float) -> None:
@@ -235,28 +224,29 @@ class EmaReference(_Moving):
             raise bad_value("reference.ema_decay", decay, "a number from 0 to 1")
         super().__init__(model, options)
         self.decay = decay
-        self._average = {name: _at_least_float32(p).clone() for name, p in self._own().items()}
+        self._average = {
+            name: weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+            for name, weight in self._trained_weights(self.model).items()
+        }
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
-        """Follow ``model`` after update number ``step``."""
-        for name, value in self._theirs(model).items():
+        """Move toward ``model`` after update number ``step``."""
+        for name, weight in self._trained_weights(model).items():
             average = self._average[name]
-            average.lerp_(value.to(average.dtype), 1.0 - self.decay)
-        self._assign(self._average)
-        self._step = step
+            average.lerp_(weight.to(average.dtype), 1.0 - self.decay)
+        self._overwrite(self._average)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "weights": {name: value.clone() for name, value in self._average.items()}}
+        return {"weights": {name: average.clone() for name, average in self._average.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._assign(state["weights"])
+        super().load_state_dict(state)
         for name, average in self._average.items():
             average.copy_(state["weights"][name])
-        self._step = int(state["step"])
 
 
-class PeriodicReference(_Moving):
+class PeriodicReference(_UpdatableReference):
     """The policy as it was after the last update whose number is a multiple of ``period``."""
 
     def __init__(self, model: nn.Module, options: PassOptions, *, period: int) -> None:
@@ -268,16 +258,4 @@ class PeriodicReference(_Moving):
     def update(self, model: nn.Module, step: int) -> None:
         """Take over the weights of ``model`` if update number ``step`` completes a period."""
         if step % self.period == 0:
-            self._assign(self._theirs(model))
-        self._step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "weights": {name: value.clone() for name, value in self._own().items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._assign(state["weights"])
-        self._step = int(state["step"])
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            self._overwrite(self._trained_weights(model))

@@ -1,0 +1,126 @@
+"""LoRA: adding an adapter to a policy, its initial values, its scaling, merging it into the base, saving it alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kl_comedy.errors import bad_value
+
+if TYPE_CHECKING:
+    from kl_comedy.config.schema import LoraConfig, ModelConfig
+
+
+def add_lora(model: Any, config: LoraConfig) -> Any:
+    """``model`` as a PEFT model with frozen base weights and an adapter that starts as the identity.
+
+    Raises :class:`UserError` for modules the model lacks, for the head, and for dropout, which would make the
+    trained policy differ from the sampler.
+    """
+    from peft import get_peft_model
+
+    if config.dropout:
+        why = "dropout makes the trained policy differ from the sampler"
+        raise bad_value("model.lora.dropout", config.dropout, "0", why=why)
+    head = model.get_output_embeddings()
+    linear_layers = {
+        name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
+    }
+    for target in config.target_modules:
+        if target not in linear_layers:
+            raise bad_value("model.lora.target_modules", target, sorted(linear_layers))
+    adapted = get_peft_model(model, _peft_config(config))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if is_lora_factor(name) and not parameter.is_meta:
+                parameter.copy_(initial_factor(name, tuple(parameter.shape)))
+    return adapted
+
+
+def _peft_config(config: LoraConfig) -> Any:
+    from peft import LoraConfig as PeftLora
+    from peft import TaskType
+
+    return PeftLora(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=list(config.target_modules),
+        task_type=TaskType.CAUSAL_LM,
+    )
+
+
+def initial_factor(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Initial value of a LoRA factor: ``B`` zero, ``A`` Kaiming-uniform as in PEFT, seeded by its name.
+
+    An adapter therefore starts with the same numbers in every process, however the model is sharded.
+    """
+    factor = torch.zeros(shape)
+    if ".lora_A." in name:
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+        nn.init.kaiming_uniform_(factor, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
+    return factor
+
+
+def is_lora_factor(name: str) -> bool:
+    """Whether the weight ``name`` of a PEFT model belongs to its adapter."""
+    return ".lora_" in name
+
+
+def base_name(name: str) -> str:
+    """The name a weight had before an adapter was put around it.
+
+    >>> base_name("base_model.model.model.layers.0.q_proj.base_layer.weight")
+    'model.layers.0.q_proj.weight'
+    """
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def lora_scaling(config: LoraConfig) -> float:
+    """The factor of ``B A`` in the adapted weight ``W + scaling * B A``."""
+    return config.alpha / config.rank
+
+
+_MERGED_PARTS = (".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight")
+
+
+def merge_adapter(weights: Iterable[tuple[str, Tensor]], scaling: float) -> Iterator[tuple[str, Tensor]]:
+    """Base names and weights of a LoRA model with its adapter merged: ``W + scaling * B A``, computed in float32.
+
+    A module's factors may come before or after its weight. Weights without an adapter pass through. The sum is rounded
+    to the weight's dtype, so log-probs agree to that precision only. Raises :class:`ValueError` for missing factors.
+    """
+    incomplete: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        part = next((part for part in _MERGED_PARTS if name.endswith(part)), None)
+        if part is None:
+            yield base_name(name), tensor
+            continue
+        module = name.removesuffix(part)
+        parts = incomplete.setdefault(module, {})
+        parts[part] = tensor
+        if len(parts) == len(_MERGED_PARTS):
+            weight, a, b = (parts[part] for part in _MERGED_PARTS)
+            del incomplete[module]
+            yield f"{base_name(module)}.weight", (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
+    if incomplete:
+        raise ValueError(f"an adapter's factors are missing: {', '.join(sorted(incomplete)[:3])}")
+
+
+def save_adapter(folder: Path, config: ModelConfig, factors: Mapping[str, Tensor]) -> None:
+    """Write the adapter alone into the existing ``folder`` as PEFT reads it, on the base model ``config.source``."""
+    from safetensors.torch import save_file
+
+    assert config.lora is not None
+    settings = _peft_config(config.lora)
+    settings.base_model_name_or_path = config.source
+    settings.inference_mode = True
+    settings.save_pretrained(folder)
+    plain = {name.replace(".default.", "."): tensor for name, tensor in factors.items()}
+    save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})
