@@ -8,7 +8,6 @@ repeats, bytes are those of the storages that autograd keeps.
 from __future__ import annotations
 
 import csv
-import os
 import statistics
 import sys
 import time
@@ -18,8 +17,6 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-
-from kl_comedy.models.onednn_linear import VARIABLE
 
 BASE = {"prompts": 2, "group": 8, "prompt": 96, "length": 48, "vocabulary": 4096, "hidden": 128, "layers": 4}
 CURVES: dict[str, list[int]] = {
@@ -76,13 +73,13 @@ def learner(size: dict[str, int]) -> Callable[[], None]:
 
 
 def sampler(size: dict[str, int]) -> Callable[[], None]:
-    from kl_comedy.models.attention import adopt
+    from kl_comedy.models.attention import use_layout_attention
     from kl_comedy.records import Problem, Prompt
     from kl_comedy.rollouts import Sampling
     from kl_comedy.rollouts.decoding import StopStrings, decode
 
     model = model_of(size).eval()
-    adopt(model)
+    use_layout_attention(model)
     rows = batch_of(size)["prompt_ids_BP"][:: size["group"]].tolist()
     prompts = [Prompt(problem=Problem(id="", text="", answer=""), text="", token_ids=tuple(row)) for row in rows]
     family = [n for n in range(size["prompts"]) for _ in range(size["group"])]
@@ -116,16 +113,9 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def operations(work: Callable[[], None]) -> int:
-    """Operations of one call, with torch's own products: the counter knows no others."""
-    usual = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "torch"
-    try:
-        with FlopCounterMode(display=False) as counter:
-            work()
-    finally:
-        del os.environ[VARIABLE]
-        if usual is not None:
-            os.environ[VARIABLE] = usual
+    """Floating-point operations of one call."""
+    with FlopCounterMode(display=False) as counter:
+        work()
     return int(counter.get_total_flops())
 
 

@@ -1,14 +1,12 @@
 """Where an update's time goes, by kind of operation: python bench/where_time_goes.py [MODEL] [OUT]
 
-One batch of sampling and one learner's pass (forward and backward of a quarter of the batch), with float32 products by
-torch's library and by oneDNN, in one run. Seconds of the calling thread from torch's profiler; the work is that of
-results/speed: 4 prompts of about 100 tokens, 8 completions each, 64 tokens, random ids. The table goes to
-results/speed/profile.md.
+One batch of sampling and one learner's pass (forward and backward of a quarter of the batch). Seconds of the calling
+thread from torch's profiler; the work is that of results/speed: 4 prompts of about 100 tokens, 8 completions each,
+64 tokens, random ids. The table goes to results/speed/profile.md.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -18,11 +16,9 @@ from typing import Any
 
 import torch
 
-from kl_comedy.models.onednn_linear import VARIABLE
-
 PROMPTS, GROUP, PROMPT, LENGTH = 4, 8, 100, 64
 KINDS = {
-    "products with weights": ("_linear_pointwise", "aten::addmm", "aten::mm", "aten::linear", "_Product"),
+    "products with weights": ("aten::addmm", "aten::mm", "aten::linear"),
     "products of attention": ("aten::bmm", "scaled_dot_product", "aten::baddbmm"),
     "softmax, exponentials, sums": ("softmax", "aten::exp", "aten::cumsum", "aten::sum", "searchsorted", "aten::log"),
     "copies, gathers, new memory": (
@@ -72,7 +68,6 @@ def profiled(work: Callable[[], Any]) -> Counter[str]:
 
 def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     from kl_comedy.config import load_config
-    from kl_comedy.models.in_place_gradients import in_place
     from kl_comedy.models.load import load_model
     from kl_comedy.models.logprobs import token_pass
     from kl_comedy.records import Problem, Prompt
@@ -95,8 +90,7 @@ def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     }
 
     def learn() -> None:
-        with in_place():
-            seen = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**22)
+        seen = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**22)
         seen.logp_BT.sum().backward()
         loaded.model.zero_grad()
 
@@ -109,11 +103,9 @@ def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
 def main(model_name: str, out: Path) -> None:
     columns: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for library in ("torch", "onednn"):
-            os.environ[VARIABLE] = library
-            for name, work in works(model_name, folder).items():
-                columns[f"{name}, {library}"] = profiled(work)
-                print(f"{name}, {library}: {columns[f'{name}, {library}'].total():.2f} s", flush=True)
+        for name, work in works(model_name, folder).items():
+            columns[name] = profiled(work)
+            print(f"{name}: {columns[name].total():.2f} s", flush=True)
     lines = [
         "# Where the time goes",
         "",

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast as Fast
 from kl_comedy.config.schema import LoraConfig, RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel, token_pass
-from kl_comedy.models.load import add_lora
+from kl_comedy.models.lora import add_lora
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling, build_hf
 
@@ -350,9 +350,9 @@ def test_a_real_model_samples_what_the_trainer_computes():
     """SmolLM2-135M, where ``make smollm2`` has made it: log-probs agree in float32, and it knows its capital."""
     from kl_comedy.config.schema import ModelConfig
     from kl_comedy.models import load_model
-    from kl_comedy.models.gguf import FOLDER
+    from kl_comedy.models.gguf import SMOLLM2_FOLDER
 
-    folder = Path(__file__).parents[2] / FOLDER
+    folder = Path(__file__).parents[2] / SMOLLM2_FOLDER
     if not (folder / "model.safetensors").is_file():
         pytest.skip("no SmolLM2 folder; `make smollm2` makes it")
     loaded = load_model(ModelConfig(source=str(folder), device="cpu"))

@@ -1,4 +1,4 @@
-"""The pocket policy as a whole, in its tiny preset: state after the warm start, cache, folder, room for RL."""
+"""The pocket policy as a whole, in its tiny preset: state after the warm start, cache, folder, RL on it."""
 
 import copy
 import os
@@ -13,8 +13,7 @@ from kl_comedy.config.schema import DatasetConfig, ModelConfig, RolloutConfig
 from kl_comedy.data.pocket import pocket_problems
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_surrogate
-from kl_comedy.models import LoadedModel, load_model, token_pass
-from kl_comedy.models.pocket import PRESETS, load_pocket, pocket_folder
+from kl_comedy.models import LoadedModel, load_model, pocket, token_pass
 from kl_comedy.records import Prompt
 from kl_comedy.rewards import score
 from kl_comedy.rollouts import Sampling, build_hf
@@ -60,13 +59,11 @@ def test_the_warm_start_knows_the_format_and_is_often_wrong(loaded):
     assert ((by_prompt > 0) & (by_prompt < 1)).float().mean() > 0.4, "groups with both verdicts carry the signal"
 
 
-def test_the_second_load_reads_what_the_first_wrote(loaded, monkeypatch, capsys):
-    from kl_comedy.models import pocket as pocket_warmstart
-
-    monkeypatch.setattr(pocket_warmstart, "warm_start", lambda *args, **kwargs: pytest.fail("trained again"))
+def test_the_second_load_reads_the_cached_folder(loaded, monkeypatch, capsys):
+    monkeypatch.setattr(pocket, "warm_start", lambda *args, **kwargs: pytest.fail("trained again"))
     state = torch.get_rng_state()
-    model, tokenizer = load_pocket(TINY)
-    assert torch.equal(state, torch.get_rng_state()), "loading leaves the run's random numbers alone"
+    model, tokenizer = pocket.load_pocket(TINY)
+    assert torch.equal(state, torch.get_rng_state()), "loading leaves the global random numbers alone"
     assert capsys.readouterr() == ("", "")
     assert not model.training and tokenizer.padding_side == "left"
     for name, weight in model.state_dict().items():
@@ -74,7 +71,7 @@ def test_the_second_load_reads_what_the_first_wrote(loaded, monkeypatch, capsys)
 
 
 def test_the_cached_folder_is_an_ordinary_source(loaded):
-    folder = pocket_folder(PRESETS["tiny"])
+    folder = pocket.pocket_folder(pocket.PRESETS["tiny"])
     other = load_model(ModelConfig(source=str(folder), device="cpu"))
     ids = loaded.tokenizer("3+9+5=", return_tensors="pt")["input_ids"]
     assert other.tokenizer("3+9+5=")["input_ids"] == ids[0].tolist()
@@ -84,25 +81,7 @@ def test_the_cached_folder_is_an_ordinary_source(loaded):
     assert torch.equal(other.model(ids).logits, loaded.model(ids).logits)
 
 
-def test_a_damaged_policy_is_trained_again(loaded, capsys):
-    options = {"preset": "tiny", "warmstart_steps": 2}
-    config = ModelConfig(options=options, device="cpu")
-    before = load_pocket(config)[0].state_dict()
-    (weights,) = [p for p in pocket_folder(PRESETS["tiny"]).parent.glob("*/model.safetensors") if _steps(p) == 2]
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    capsys.readouterr()
-    after = load_pocket(config)[0].state_dict()
-    assert "damaged (model.safetensors has changed); building it again" in capsys.readouterr().err
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def _steps(weights):
-    import json
-
-    return json.loads((weights.parent / "recipe.json").read_text())["warmstart_steps"]
-
-
-def test_two_processes_at_once_build_one_policy(tmp_path):
+def test_two_processes_at_once_build_one_policy_and_a_damaged_one_is_built_again(tmp_path, monkeypatch, capsys):
     code = (
         "from kl_comedy.config.schema import ModelConfig as M; from kl_comedy.models.pocket import load_pocket\n"
         "m, _ = load_pocket(M(options={'preset': 'tiny', 'warmstart_steps': 30}))\n"
@@ -119,12 +98,18 @@ def test_two_processes_at_once_build_one_policy(tmp_path):
     assert [process.returncode for process in both] == [0, 0], err + other_err
     assert out == other_out != ""
     assert (err + other_err).count("30/30 updates") == 1
+    monkeypatch.setenv("KL_COMEDY_CACHE", str(tmp_path))
+    (weights,) = tmp_path.glob("pocket/*/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    model, _ = pocket.load_pocket(ModelConfig(options={"preset": "tiny", "warmstart_steps": 30}, device="cpu"))
+    assert "damaged (model.safetensors has changed); building it again" in capsys.readouterr().err
+    assert float(model.lm_head.weight.detach().double().sum()) == pytest.approx(float(out), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["revision", "tokenizer", "gguf_file"])
-def test_settings_of_other_sources_are_refused(name):
-    with pytest.raises(UserError, match=rf"model\.{name}: got 'x'"):
-        load_pocket(ModelConfig(**{name: "x"}))
+def test_settings_of_other_sources_are_refused():
+    for name in ("revision", "tokenizer", "gguf_file"):
+        with pytest.raises(UserError, match=rf"model\.{name}: got 'x'"):
+            pocket.load_pocket(ModelConfig(**{name: "x"}))
 
 
 def rloo(loaded, term, *, beta, lr, updates, seed=0):
@@ -161,7 +146,7 @@ def heldout(loaded, *, seed):
     return float(rewards.mean()), sum(len(rollout.completion_ids) for rollout in rollouts) / len(rollouts)
 
 
-def test_there_is_room_for_rl(loaded):
+def test_rl_improves_the_warm_started_policy(loaded):
     """With k1 in the reward it climbs by 0.2 within seconds (five seeds climbed by 0.37 to 0.44 in 60 updates)."""
     before, _ = heldout(loaded, seed=1)
     rloo(loaded, KLTerm(estimator="k1", placement="reward"), beta=0.03, lr=1e-3, updates=40)
@@ -169,6 +154,7 @@ def test_there_is_room_for_rl(loaded):
     assert after > before + 0.2, f"{before:.3f} -> {after:.3f}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "placement", "holds"),
     [("k1", "reward", True), ("k1", "loss", False), ("k3", "loss", True), ("k3", "reward", False)],

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kl_comedy.kl import KLTerm
-from kl_comedy.models.head import Other, Wanted, head_columns
+from kl_comedy.models.head import ReferenceHead, RequestedQuantities, head_columns
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import FrozenReference, PassOptions
 from kl_comedy.records import Problem, Prompt
@@ -136,10 +136,10 @@ def draw(model, *, ends=(), tokens=LENGTH):
 
 @pytest.fixture
 def adopted():
-    from kl_comedy.models.attention import adopt
+    from kl_comedy.models.attention import use_layout_attention
 
     model = llama().eval()
-    assert adopt(model)
+    assert use_layout_attention(model)
     return model
 
 
@@ -188,12 +188,12 @@ def test_a_token_asks_torch_for_few_operations_whatever_the_number_of_rows(adopt
 OPERATIONS = 152
 
 
-@pytest.mark.parametrize("wanted", [Wanted(), Wanted(kl=True), Wanted(kl=True, forward_kl=True)], ids=str)
-def test_the_heads_backward_holds_no_more_than_it_says(wanted):
+@pytest.mark.parametrize("kl", [{}, {"kl": True}, {"kl": True, "forward_kl": True}], ids=str)
+def test_the_heads_backward_holds_no_more_than_it_says(kl):
     """Storages of ``[n, V]`` alive at once, forward and backward, by counting: at most six of a chunk's size."""
     rows, chunk = 64, 16
     hidden = torch.randn(rows, H, requires_grad=True)
-    other = Other(hidden_NH=torch.randn(rows, H), head=(torch.randn(V * 50, H), None))
+    reference = ReferenceHead(hidden_NH=torch.randn(rows, H), head=(torch.randn(V * 50, H), None))
     weight = torch.randn(V * 50, H, requires_grad=True)
     with Alive(chunk * V * 50 * 4) as alive:
         columns = head_columns(
@@ -202,8 +202,8 @@ def test_the_heads_backward_holds_no_more_than_it_says(wanted):
             torch.arange(rows),
             temperature=0.9,
             chunk_elements=chunk * V * 50,
-            wanted=wanted,
-            other=other,
+            requested=RequestedQuantities(**kl),
+            reference=reference,
         )
         sum(column.sum() for column in columns).backward()
     assert 1 <= alive.most <= 6

@@ -1,10 +1,14 @@
 """Loading: what works, and the one clear error for each thing that does not."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    AutoTokenizer,
     CohereConfig,
     CohereForCausalLM,
     GPT2Config,
@@ -18,13 +22,17 @@ from transformers import (
 
 from kl_comedy.config.schema import LoraConfig, ModelConfig
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.models import gguf as smollm2
 from kl_comedy.models import head_weights, load_model, unwrap, weights_hash
 from kl_comedy.models.gguf import load_gguf_tokenizer, repair_pre_tokenizer
-from kl_comedy.models.load import probe_head
+from kl_comedy.models.load import check_log_probs
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def llama(**settings):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS, **settings)).eval()
 
 
 def tokenizer(eos="<e>"):
@@ -40,48 +48,43 @@ def save(folder, model, **kwargs):
     return str(folder)
 
 
+def load(folder, **settings):
+    return load_model(ModelConfig(**{"source": str(folder), "device": "cpu", **settings}))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(**SMALL, **HEADS, attention_dropout=0.3, tie_word_embeddings=True)
-    return save(tmp_path_factory.mktemp("llama"), LlamaForCausalLM(config))
+    return save(tmp_path_factory.mktemp("llama"), llama(attention_dropout=0.3, tie_word_embeddings=True))
 
 
-def test_a_local_folder_loads_deterministic_left_padded_and_tied(folder):
-    found = load_model(ModelConfig(source=folder, device="cpu"))
-    assert found.device == torch.device("cpu") and found.source == folder
-    assert found.tokenizer.padding_side == "left"
-    assert found.tokenizer.pad_token_id == found.tokenizer.eos_token_id == 0
-    weight, bias = head_weights(found.model)
-    assert bias is None and weight is found.model.model.embed_tokens.weight
+def test_a_local_folder_loads_left_padded_tied_and_without_dropout(folder, tmp_path):
+    loaded = load(folder)
+    assert loaded.device == torch.device("cpu") and loaded.source == folder
+    assert loaded.tokenizer.padding_side == "left"
+    assert loaded.tokenizer.pad_token_id == loaded.tokenizer.eos_token_id == 0
+    weight, bias = head_weights(loaded.model)
+    assert bias is None and weight is loaded.model.model.embed_tokens.weight
     assert weight.dtype == torch.float32
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=64))
     ids = torch.arange(12)[None]
-    assert torch.equal(found.model.train()(ids).logits, found.model.eval()(ids).logits)
-
-
-def test_dropout_modules_are_silenced_too(tmp_path):
-    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=64)
-    found = load_model(ModelConfig(source=save(tmp_path, GPT2LMHeadModel(config)), device="cpu"))
-    ids = torch.arange(12)[None]
-    assert torch.equal(found.model.train()(ids).logits, found.model.eval()(ids).logits)
+    for model in (loaded.model, load(save(tmp_path, gpt2)).model):  # dropout as numbers, and as modules
+        assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
 
 
 def test_dtype_lora_and_checkpointing(folder):
-    config = ModelConfig(
-        source=folder, device="cpu", dtype="bfloat16", lora=LoraConfig(rank=2), gradient_checkpointing=True
-    )
-    found = load_model(config)
-    trained = [name for name, p in found.model.named_parameters() if p.requires_grad]
+    loaded = load(folder, dtype="bfloat16", lora=LoraConfig(rank=2), gradient_checkpointing=True)
+    trained = [name for name, p in loaded.model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
-    assert found.causal is unwrap(found.model) and isinstance(found.causal, LlamaForCausalLM)
-    assert found.causal.lm_head.weight.dtype == torch.bfloat16
-    assert found.model.training and found.causal.model.gradient_checkpointing
+    assert loaded.causal is unwrap(loaded.model) and isinstance(loaded.causal, LlamaForCausalLM)
+    assert loaded.causal.lm_head.weight.dtype == torch.bfloat16
+    assert loaded.model.training and loaded.causal.model.gradient_checkpointing
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"source": "./nowhere"}, r"model\.source: got './nowhere'.*no such folder"),
+        ({"source": "./nowhere/SmolLM2-135M-Instruct"}, "`make smollm2` makes this folder"),
         ({"dtype": "float23"}, r"model\.dtype: got 'float23'.*did you mean 'float32'"),
         ({"gguf_file": "model.gguf"}, r"model\.gguf_file: got 'model\.gguf'.*no such file"),
         ({"tokenizer": "./nowhere"}, r"model\.tokenizer: got './nowhere'"),
@@ -93,72 +96,51 @@ def test_dtype_lora_and_checkpointing(folder):
 )
 def test_each_mistake_names_its_key(folder, change, message):
     with pytest.raises(UserError, match=message):
-        load_model(ModelConfig(**{"source": folder, "device": "cpu", **change}))
+        load(folder, **change)
 
 
-def test_a_gpu_that_is_not_there(folder, monkeypatch):
+def test_cuda_without_a_gpu(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"model\.device: got 'cuda'.*no GPU"):
-        load_model(ModelConfig(source=folder, device="cuda"))
-    assert load_model(ModelConfig(source=folder, device="auto")).device.type == "cpu"
+        load(folder, device="cuda")
+    assert load(folder, device="auto").device.type == "cpu"
 
 
-def test_a_hub_id_that_cannot_be_had(monkeypatch, tmp_path):
-    from transformers import AutoTokenizer
+def test_sources_that_cannot_be_loaded(monkeypatch, folder, tmp_path):
+    with pytest.raises(UserError, match=rf"did you mean '{folder}'"):
+        load(folder + "x")
+    tokenizer().save_pretrained(tmp_path / "empty")
+    LlamaConfig(**SMALL, **HEADS).save_pretrained(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"model\.source"):
+        load(tmp_path / "empty")
+    with pytest.raises(UserError, match="neither a padding nor an end token"):
+        load(save(tmp_path / "endless", llama(), eos=None))
 
     def unreachable(*args, **kwargs):
         raise OSError("We couldn't connect to the hub to load this file\nmore lines")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
     with pytest.raises(UserError, match=r"model\.source: got 'someone/some-model'.*couldn't connect") as error:
-        load_model(ModelConfig(source="someone/some-model", device="cpu"))
+        load("someone/some-model")
     assert "more lines" not in str(error.value)
 
 
-def test_a_folder_with_a_slip_of_the_pen_is_pointed_out(folder):
-    with pytest.raises(UserError, match=rf"did you mean '{folder}'"):
-        load_model(ModelConfig(source=folder + "x", device="cpu"))
-    with pytest.raises(UserError, match="`make smollm2` makes this folder"):
-        load_model(ModelConfig(source="./nowhere/SmolLM2-135M-Instruct", device="cpu"))
-
-
-def test_a_folder_without_weights_and_one_without_end_token(folder, tmp_path):
-    tokenizer().save_pretrained(tmp_path / "empty")
-    LlamaConfig(**SMALL, **HEADS).save_pretrained(tmp_path / "empty")
-    with pytest.raises(UserError, match=r"model\.source"):
-        load_model(ModelConfig(source=str(tmp_path / "empty"), device="cpu"))
-    endless = save(tmp_path / "endless", LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)), eos=None)
-    with pytest.raises(UserError, match="neither a padding nor an end token"):
-        load_model(ModelConfig(source=endless, device="cpu"))
-
-
-@pytest.mark.parametrize(
-    ("config", "kind", "key"),
-    [
-        (CohereConfig(**SMALL, **HEADS, logit_scale=0.25), CohereForCausalLM, "logit_scale"),
-        (GraniteConfig(**SMALL, **HEADS, logits_scaling=8.0), GraniteForCausalLM, "logits_scaling"),
-    ],
-)
-def test_architectures_that_change_the_logits_are_refused(tmp_path, config, kind, key):
-    model = kind(config)
-    with pytest.raises(UserError, match=key):
-        load_model(ModelConfig(source=save(tmp_path, model), device="cpu"))
-
-
-def test_the_probe_finds_what_no_config_key_tells():
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)).eval()
-    probe_head(model)
-    plain = model.lm_head.forward
-    model.lm_head.forward = lambda hidden: torch.tanh(plain(hidden))
+def test_architectures_that_change_the_logits_are_refused(tmp_path):
+    scaled = {
+        "logit_scale": CohereForCausalLM(CohereConfig(**SMALL, **HEADS, logit_scale=0.25)),
+        "logits_scaling": GraniteForCausalLM(GraniteConfig(**SMALL, **HEADS, logits_scaling=8.0)),
+    }
+    for key, model in scaled.items():
+        with pytest.raises(UserError, match=key):
+            load(save(tmp_path / key, model))
+    model = llama()
+    check_log_probs(model)
+    linear_forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: torch.tanh(linear_forward(hidden))  # no config key says so
     with torch.no_grad():
         model.lm_head.weight *= 20
     with pytest.raises(UserError, match="differ from the model's own"):
-        probe_head(model)
-
-
-def test_a_head_that_is_not_plain_linear_is_refused():
-    model = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS))
+        check_log_probs(model)
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(UserError, match="head of LlamaForCausalLM is Sequential"):
         head_weights(model)
@@ -216,16 +198,16 @@ def write_gguf(path, pre):
 
 def test_a_gguf_file_becomes_a_tied_trainable_savable_model(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", "smollm")
-    found = load_model(ModelConfig(source=str(tmp_path), gguf_file="tiny.gguf", device="cpu"))
-    assert found.model.lm_head.weight is found.model.model.embed_tokens.weight
-    assert found.tokenizer.tokenize("x  7") == ["x", "ĠĠ", "7"] and found.tokenizer.model_max_length == 64
+    loaded = load(tmp_path, gguf_file="tiny.gguf")
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert loaded.tokenizer.tokenize("x  7") == ["x", "ĠĠ", "7"] and loaded.tokenizer.model_max_length == 64
     ids = torch.arange(8)[None]
-    found.model(ids).logits.logsumexp(-1).sum().backward()
-    assert all(p.grad is not None for p in found.model.parameters())
-    found.model.save_pretrained(tmp_path / "saved")
-    found.tokenizer.save_pretrained(tmp_path / "saved")
-    again = load_model(ModelConfig(source=str(tmp_path / "saved"), device="cpu"))
-    assert weights_hash(again.model) == weights_hash(found.model)
+    loaded.model(ids).logits.logsumexp(-1).sum().backward()
+    assert all(p.grad is not None for p in loaded.model.parameters())
+    loaded.model.save_pretrained(tmp_path / "saved")
+    loaded.tokenizer.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert weights_hash(again.model) == weights_hash(loaded.model)
     assert again.tokenizer.tokenize("x  7") == ["x", "ĠĠ", "7"]
 
 
@@ -237,31 +219,39 @@ def byte_level():
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="x")
 
 
-def test_the_smollm_pre_tokenizer_splits_digits_before_spaces_are_grouped():
+@pytest.fixture(scope="module")
+def fetch_smollm2():
+    """The module scripts/fetch_smollm2.py."""
+    spec = importlib.util.spec_from_file_location(
+        "fetch_smollm2", Path(__file__).parents[2] / "scripts" / "fetch_smollm2.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_smollm_pre_tokenizer_splits_digits_before_spaces_are_grouped(fetch_smollm2):
     plain, repaired = byte_level(), byte_level()
     repair_pre_tokenizer(repaired, "smollm")
     assert plain.tokenize("x  7") == ["x", "Ġ", "Ġ", "7"]
     assert repaired.tokenize("x  7") == ["x", "ĠĠ", "7"]
-    smollm2.check_digits(repaired)
+    fetch_smollm2.check_digits(repaired)
     with pytest.raises(RunFailed, match="splits"):
-        smollm2.check_digits(plain)
+        fetch_smollm2.check_digits(plain)
     with pytest.warns(UserWarning, match="pre-tokenizer 'llama-bpe'"):
         repair_pre_tokenizer(plain, "llama-bpe")
 
 
-def test_fetching_smollm2_leaves_a_made_folder_alone_and_an_odd_one_refused(tmp_path):
-    made = tmp_path / "made"
-    made.mkdir()
+def test_fetching_smollm2_never_replaces_a_folder_nor_leaves_a_part(fetch_smollm2, tmp_path, capsys):
+    target = tmp_path / "made"
+    target.mkdir()
     with pytest.raises(UserError, match=r"holds no model\.safetensors"):
-        smollm2.fetch_smollm2(made)
-    (made / "model.safetensors").touch()
-    said = []
-    assert smollm2.fetch_smollm2(made, say=said.append) == made and "already" in said[0]
-
-
-def test_fetching_smollm2_refuses_an_altered_file_and_leaves_nothing(tmp_path):
+        fetch_smollm2.fetch(target)
+    (target / "model.safetensors").touch()
+    fetch_smollm2.fetch(target)
+    assert "already" in capsys.readouterr().err
     (tmp_path / "file.gguf").write_bytes(b"not it")
     target = tmp_path / "models" / "smol"
     with pytest.raises(UserError, match="sha256"):
-        smollm2.fetch_smollm2(target, gguf=tmp_path / "file.gguf")
+        fetch_smollm2.fetch(target, gguf=tmp_path / "file.gguf")
     assert not target.exists() and not list(target.parent.iterdir())

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kl_comedy.config.schema import LoraConfig
-from kl_comedy.models.load import add_lora
 from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.lora import add_lora
 from kl_comedy.models.reference import FrozenReference, PassOptions
 
 V = 61

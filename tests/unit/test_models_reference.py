@@ -10,7 +10,7 @@ from test_models_logprobs import V, batch, llama
 from kl_comedy.config.schema import LoraConfig, ReferenceConfig
 from kl_comedy.errors import UserError
 from kl_comedy.models import LoadedModel, build_reference, token_pass, weights_hash
-from kl_comedy.models.load import add_lora
+from kl_comedy.models.lora import add_lora
 
 OPTIONS = {"temperature": 0.7, "chunk_elements": 4 * V}
 

@@ -4,14 +4,19 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import spawn
+from test_models_logprobs import batch as padded_batch
+from test_models_logprobs import llama
+from torch.distributed.fsdp import fully_shard
 
 from kl_comedy.config.schema import LoraConfig, ModelConfig, ReferenceConfig
 from kl_comedy.models import load_model, weights_hash
 from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.reference import build_reference
+from kl_comedy.models.lora import merge_adapter
+from kl_comedy.models.reference import FrozenReference, PassOptions, build_reference
 from kl_comedy.models.sharding import decoder_layers
-from kl_comedy.models.weights import copy_into, merged_weights, stream_weights, weight_bytes, whole
+from kl_comedy.models.weights import copy_into, full_tensor, stream_weights, weight_bytes
 
 OPTIONS = {"temperature": 0.7, "chunk_elements": 64}
 
@@ -29,7 +34,9 @@ def save_tied(folder):
     settings = copy.deepcopy(loaded.model.config)
     settings.tie_word_embeddings, settings.num_hidden_layers = True, 3
     torch.manual_seed(0)
-    type(loaded.model)(settings).save_pretrained(folder / "tied")
+    model = type(loaded.model)(settings)
+    model.generation_config.eos_token_id = [1, 5]
+    model.save_pretrained(folder / "tied")
     loaded.tokenizer.save_pretrained(folder / "tied")
 
 
@@ -45,7 +52,7 @@ def batch():
 
 
 def values(loaded):
-    """What training needs of a model, as plain numbers: log-probs, exact KL to an EMA reference, gradients."""
+    """Log-probs, exact KL to the initial and an EMA reference, and squared gradient norms, as plain numbers."""
     model, inputs = loaded.model, batch()
     reference = build_reference("initial", loaded, ReferenceConfig(), **OPTIONS)
     moved = build_reference("ema", loaded, ReferenceConfig(ema_decay=0.5), **OPTIONS)
@@ -54,16 +61,16 @@ def values(loaded):
             if p.requires_grad:
                 p.mul_(1.1).add_(0.01)
     moved.update(model, 1)
-    found = {}
+    numbers = {}
     for name, ref in (("initial", reference), ("ema", moved)):
         seen = token_pass(model, **inputs, reference=ref.forward_pass(**inputs), kl=True, **OPTIONS)
-        found[name] = [*seen.logp_BT.flatten().tolist(), *seen.kl_BT.flatten().tolist()]
+        numbers[name] = [*seen.logp_BT.flatten().tolist(), *seen.kl_BT.flatten().tolist()]
     model.zero_grad()
     (seen.logp_BT.sum() + seen.kl_BT.sum()).backward()
     trained = [p for p in model.parameters() if p.requires_grad]
-    grads = [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
-    found["grads"] = [float(grad.double().square().sum()) for grad in grads]
-    return found
+    grads = [full_tensor(torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
+    numbers["grads"] = [float(grad.double().square().sum()) for grad in grads]
+    return numbers
 
 
 def layers_whole_at_once(model):
@@ -87,55 +94,55 @@ def layers_whole_at_once(model):
     return max(counts)
 
 
-def loaded_in_shards(rank, world, folder, kind):
-
+def sharded_results(rank, world, folder, kind):
     from kl_comedy.models.sharding import load_sharded
 
-    load = load_sharded
-    loaded = load(config_of(kind, folder), limit_bytes=0)
+    loaded = load_sharded(config_of(kind, folder), limit_bytes=0)
     local = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in loaded.model.parameters())
     total = sum(p.numel() for p in loaded.model.parameters())
-    start = weights_hash(loaded.model)
-    at_once = layers_whole_at_once(loaded.model)
+    results = {
+        "start": weights_hash(loaded.model),
+        "ends": loaded.causal.generation_config.eos_token_id,
+        "share": local / total,
+        "at once": layers_whole_at_once(loaded.model),
+        "bytes": weight_bytes(loaded.model),
+        "values": values(loaded),
+        "end": weights_hash(loaded.model),
+    }
     replica = load_model(config_of(kind, folder))
-    sizes = []
+    sizes = [0]
 
     def counted():
         for bucket in stream_weights(loaded.model, 2**15):
-            sizes.append(max(sum(t.numel() * t.element_size() for _, t in bucket), 0) if len(bucket) > 1 else 0)
+            if len(bucket) > 1:
+                sizes.append(sum(t.numel() * t.element_size() for _, t in bucket))
             yield bucket
 
-    found = values(loaded)
-    with torch.no_grad():
-        copy_into(replica.model, counted())
-    return {
-        "start": start,
-        "share": local / total,
-        "at once": at_once,
-        "values": found,
-        "largest": max(sizes),
-        "replica": weights_hash(replica.model),
-        "end": weights_hash(loaded.model),
-        "bytes": weight_bytes(loaded.model),
-    }
+    copy_into(replica.model, counted())
+    return {**results, "largest bucket": max(sizes), "replica": weights_hash(replica.model)}
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied lora checkpointing"])
-def test_shards_hold_what_one_process_holds(tmp_path, kind):
+def test_a_sharded_policy_equals_that_of_one_process(tmp_path, kind):
     if "tied" in kind:
         save_tied(tmp_path)
     alone = load_model(config_of(kind, tmp_path))
-    start, size = weights_hash(alone.model), weight_bytes(alone.model)
+    start, size, ends = (
+        weights_hash(alone.model),
+        weight_bytes(alone.model),
+        alone.causal.generation_config.eos_token_id,
+    )
     expected = values(alone)
-    for found in spawn(loaded_in_shards, tmp_path, kind):
-        assert found["start"] == start
-        assert found["share"] < 0.6
-        assert found["at once"] == 1
-        assert found["bytes"] == size
-        assert found["largest"] <= 2**15
-        assert found["replica"] == found["end"]
+    for results in spawn(sharded_results, tmp_path, kind):
+        assert results["start"] == start
+        assert results["ends"] == ends == ([1, 5] if "tied" in kind else 1)
+        assert results["share"] < 0.6
+        assert results["at once"] == 1
+        assert results["bytes"] == size
+        assert results["largest bucket"] <= 2**15
+        assert results["replica"] == results["end"]
         for name, numbers in expected.items():
-            assert found["values"][name] == pytest.approx(numbers, rel=1e-4, abs=1e-5), name
+            assert results["values"][name] == pytest.approx(numbers, rel=1e-4, abs=1e-5), name
 
 
 def failing(rank, world, folder):
@@ -148,8 +155,32 @@ def failing(rank, world, folder):
         return str(error)
 
 
-def test_a_missing_model_is_a_users_mistake_on_every_rank(tmp_path):
-    assert all("nothing" in said for said in spawn(failing, tmp_path))
+def test_a_missing_model_is_a_user_error_on_every_rank(tmp_path):
+    assert all("nothing" in message for message in spawn(failing, tmp_path))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_under_fsdp_are_those_of_the_plain_model(tmp_path, tied):
+    """One process, gloo; the second pass meets parameters that were sharded again."""
+    plain, (inputs, _) = llama(torch.float32, tied=tied), padded_batch()
+    sharded = copy.deepcopy(plain)
+    reference = FrozenReference(llama(torch.float32, seed=3, tied=tied), PassOptions(**OPTIONS)).forward_pass(**inputs)
+    options = {"reference": reference, "kl": True, **OPTIONS}
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for unit in (*sharded.model.layers, sharded):
+            fully_shard(unit)
+        for _ in range(2):
+            for model in (plain, sharded):
+                model.zero_grad()
+                result = token_pass(model, **inputs, **options)
+                (result.logp_BT.sum() + result.kl_BT.sum()).backward()
+        grads = {name: p.grad for name, p in plain.named_parameters()}
+        for name, parameter in sharded.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), grads[name], atol=1e-4, rtol=1e-4)
+        assert weights_hash(sharded) == weights_hash(plain)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_merging_an_adapter_gives_the_same_policy(tmp_path):
@@ -159,7 +190,10 @@ def test_merging_an_adapter_gives_the_same_policy(tmp_path):
             if ".lora_B." in name:
                 p.normal_(std=0.1)
     plain = load_model(config_of("plain"))
-    copy_into(plain.model, [list(merged_weights(stream_weights(adapted.model), scaling=16.0 / 4))])
+    copy_into(
+        plain.model,
+        [list(merge_adapter((pair for bucket in stream_weights(adapted.model) for pair in bucket), scaling=16.0 / 4))],
+    )
     with torch.no_grad():
         one, other = (token_pass(m.model, **batch(), **OPTIONS).logp_BT for m in (adapted, plain))
         start = token_pass(load_model(config_of("plain")).model, **batch(), **OPTIONS).logp_BT
@@ -167,7 +201,7 @@ def test_merging_an_adapter_gives_the_same_policy(tmp_path):
     assert float((start - one).abs().max()) > 1e-3
 
 
-def test_a_weight_that_does_not_come_is_an_error():
+def test_copying_reports_missing_and_unknown_weights():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="did not come: bias"):
         copy_into(model, [[("weight", model.weight)]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from kl_comedy.models.attention import NAME, adopt, build_line, line_hidden, same_prompt
+from kl_comedy.models.attention import ATTENTION_NAME, group_by_prompt, pack_batch, packed_hidden, use_layout_attention
 from kl_comedy.models.logprobs import completion_hidden, token_pass
 from kl_comedy.models.reference import FrozenReference, PassOptions
 
@@ -58,8 +58,8 @@ def batch(groups=(3, 1, 2), prompt=(20, 5, 11), seed=0, pad=0):
 
 
 def shared(model, inputs):
-    assert adopt(model)
-    return line_hidden(model, build_line(*inputs.values()))
+    assert use_layout_attention(model)
+    return packed_hidden(model, pack_batch(*inputs.values()))
 
 
 @pytest.mark.parametrize("make", [llama, qwen, gpt2], ids=lambda make: make.__name__)
@@ -81,7 +81,7 @@ def test_completions_of_one_token_and_prompts_of_their_own():
         torch.testing.assert_close(
             shared(model, inputs), completion_hidden(model, *inputs.values(), share_prompt=False), atol=1e-11, rtol=0
         )
-    assert build_line(*inputs.values()).ids_S.shape == (6,)
+    assert pack_batch(*inputs.values()).ids_S.shape == (6,)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (2, 2)], ids=str)
@@ -96,7 +96,7 @@ def test_heads_share_keys_as_the_model_says(heads):
 def test_rows_of_a_prompt_need_not_be_neighbours():
     model, inputs = llama(), batch(groups=(2, 2), prompt=(9, 9))
     mixed = {name: tensor[[0, 2, 1, 3]] for name, tensor in inputs.items()}
-    assert same_prompt(mixed["prompt_ids_BP"], mixed["prompt_mask_BP"]) == [[0, 2], [1, 3]]
+    assert group_by_prompt(mixed["prompt_ids_BP"], mixed["prompt_mask_BP"]) == [[0, 2], [1, 3]]
     with torch.no_grad():
         torch.testing.assert_close(
             shared(model, mixed), completion_hidden(model, *mixed.values(), share_prompt=False), atol=1e-11, rtol=0
@@ -131,7 +131,7 @@ def test_gradients_are_those_of_separate_rows(make, tolerance, needs, chunk):
         weights_BT = torch.linspace(-1, 2, values_BT.numel(), dtype=torch.float64).view_as(values_BT)
         (weights_BT * values_BT).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    assert adopt(make()), "the first pass did share"
+    assert use_layout_attention(make()), "the first pass did share"
     assert float((gradients[0] - gradients[1]).norm()) < tolerance * float(gradients[1].norm())
 
 
@@ -144,10 +144,10 @@ def test_what_fills_the_padding_changes_nothing(pad):
 
 def test_the_line_holds_every_token_once():
     inputs = batch()
-    line = build_line(*inputs.values())
+    line = pack_batch(*inputs.values())
     prompts, completions = 20 + 5 + 11, int(inputs["mask_BT"].sum()) - len(inputs["mask_BT"])
-    assert line.ids_S.shape == line.position_S.shape == line.layout.back_S.shape == (prompts + completions,)
-    assert len(set(line.layout.back_S.tolist())) == prompts + completions
+    assert line.ids_S.shape == line.position_S.shape == line.layout.line_index_S.shape == (prompts + completions,)
+    assert len(set(line.layout.line_index_S.tolist())) == prompts + completions
 
 
 def test_activation_checkpoints_change_nothing():
@@ -164,27 +164,31 @@ def test_activation_checkpoints_change_nothing():
 def test_architectures_with_other_attention_are_left_alone():
     model = llama()
     model.config.layer_types = ["sliding_attention", "full_attention"]
-    assert not adopt(model) and model.config._attn_implementation == "sdpa"
-    assert not adopt(llama(attention="eager"))
+    assert not use_layout_attention(model) and model.config._attn_implementation == "sdpa"
+    assert not use_layout_attention(llama(attention="eager"))
     model.config.layer_types = None
-    assert adopt(model) and adopt(model) and model.config._attn_implementation == NAME
+    assert (
+        use_layout_attention(model)
+        and use_layout_attention(model)
+        and model.config._attn_implementation == ATTENTION_NAME
+    )
 
 
 def test_an_adopted_model_is_saved_as_any_other(tmp_path):
     model = llama().float()
     ids = torch.randint(1, V, (2, 9))
     before = model(input_ids=ids).logits
-    assert adopt(model)
+    assert use_layout_attention(model)
     assert torch.equal(model(input_ids=ids).logits, before)
     model.save_pretrained(tmp_path)
-    assert NAME not in (tmp_path / "config.json").read_text()
+    assert ATTENTION_NAME not in (tmp_path / "config.json").read_text()
 
 
 def test_attention_that_does_more_than_a_layout_can_is_refused():
     model = llama()
-    assert adopt(model)
-    line = build_line(*batch().values())
+    assert use_layout_attention(model)
+    line = pack_batch(*batch().values())
     model.model.layers[1].self_attn.attention_dropout = 0.5
     model.train()
     with pytest.raises(ValueError, match="dropout"):
-        line_hidden(model, line)
+        packed_hidden(model, line)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from kl_comedy.config.schema import LoraConfig, RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel
-from kl_comedy.models.load import add_lora
+from kl_comedy.models.lora import add_lora
 from kl_comedy.models.pocket import VOCABULARY, build_tokenizer
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling, build_vllm

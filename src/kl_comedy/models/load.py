@@ -128,9 +128,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     elif config.gguf_file is not None:
         tokenizer = load_gguf_tokenizer(_gguf_folder(config), config.gguf_file)
     else:
-        tokenizer = _from_pretrained(
-            AutoTokenizer, config.source, "model.source", revision=config.revision, **options
-        )
+        tokenizer = _from_pretrained(AutoTokenizer, config.source, "model.source", revision=config.revision, **options)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:

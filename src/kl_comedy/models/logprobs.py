@@ -96,7 +96,7 @@ def token_pass(
         return (hidden_NH.detach() if detach_hidden else hidden_NH, *columns)
 
     hidden_NH, *columns = run_inside_fsdp_forward(model, run)
-    columns_BT = [torch.zeros(mask_BT.shape, dtype=c.dtype, device=c.device).masked_scatter(mask_BT, c) for c in columns]
+    columns_BT = [column.new_zeros(mask_BT.shape).masked_scatter(mask_BT, column) for column in columns]
     optional = iter(columns_BT[1:])
     return TokenPass(
         logp_BT=columns_BT[0],

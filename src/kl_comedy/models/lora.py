@@ -87,6 +87,12 @@ def lora_scaling(config: LoraConfig) -> float:
     return config.alpha / config.rank
 
 
+def peft_scaling(model: Any) -> float:
+    """:func:`lora_scaling` of a PEFT model."""
+    settings = model.peft_config["default"]
+    return float(settings.lora_alpha / settings.r)
+
+
 _MERGED_PARTS = (".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight")
 
 
@@ -113,8 +119,8 @@ def merge_adapter(weights: Iterable[tuple[str, Tensor]], scaling: float) -> Iter
         raise ValueError(f"an adapter's factors are missing: {', '.join(sorted(incomplete)[:3])}")
 
 
-def save_adapter(folder: Path, config: ModelConfig, factors: Mapping[str, Tensor]) -> None:
-    """Write the adapter alone into the existing ``folder`` as PEFT reads it, on the base model ``config.source``."""
+def save_adapter(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    """Write the adapter among ``weights`` to ``folder`` as PEFT reads it, on the base model ``config.source``."""
     from safetensors.torch import save_file
 
     assert config.lora is not None
@@ -122,5 +128,7 @@ def save_adapter(folder: Path, config: ModelConfig, factors: Mapping[str, Tensor
     settings.base_model_name_or_path = config.source
     settings.inference_mode = True
     settings.save_pretrained(folder)
-    plain = {name.replace(".default.", "."): tensor for name, tensor in factors.items()}
-    save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    factors = {
+        name.replace(".default.", "."): tensor.contiguous() for name, tensor in weights.items() if is_lora_factor(name)
+    }
+    save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

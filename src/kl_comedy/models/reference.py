@@ -197,7 +197,9 @@ class _UpdatableReference(FrozenReference):
         weights = self._trained_weights(self.model)
         if set(values) != set(weights):
             differing = sorted(set(values) ^ set(weights))[:3]
-            raise UserError(f"reference: the saved weights are of another model (they differ in {', '.join(differing)})")
+            raise UserError(
+                f"reference: the saved weights are of another model (they differ in {', '.join(differing)})"
+            )
         for name, weight in weights.items():
             weight.copy_(values[name])
         self._hash = None

@@ -31,9 +31,7 @@ def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only:
     and strips the wrapper from the names, so that the hash equals that of the model before it was wrapped.
     Of a sharded model every process must call.
     """
-    state: Mapping[str, Any] = (
-        model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
-    )
+    state: Mapping[str, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     if base_only:
         tensors = {base_name(name): tensor for name, tensor in tensors.items() if not is_lora_factor(name)}

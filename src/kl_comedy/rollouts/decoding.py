@@ -20,10 +20,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from kl_comedy.models.attention import additive, attend_rows, causal, for_heads, rows_of, run_with
+from kl_comedy.models.attention import (
+    additive_mask,
+    attend_rows,
+    causal_mask,
+    forward_with_layout,
+    padded_rows,
+    repeat_for_heads,
+)
 from kl_comedy.models.introspection import head_weights
-from kl_comedy.models.onednn_linear import rows_times
 from kl_comedy.records import Prompt
 from kl_comedy.rollouts.base import Sampling
 
@@ -39,7 +46,7 @@ class PromptCache:
     def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
         starts = [sum(lengths[:n]) for n in range(len(lengths))]
         lines = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        self._rows = rows_of(lines, device=device)
+        self._rows = padded_rows(lines, device=device)
         self._mask_FQP: Tensor | None = None
         self.last_F = torch.tensor([line[-1] for line in lines], device=device)
         self.real_FP = self._rows.real_BT
@@ -49,11 +56,13 @@ class PromptCache:
     def attend(self, layer: int, query_SKRD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float) -> Tensor:
         """See :class:`kl_comedy.models.attention.Layout`."""
         if self._mask_FQP is None:
-            self._mask_FQP = for_heads(additive(causal(self.real_FP), query_SKRD.dtype), query_SKRD.shape[2])
-        key, value = self._rows.of(key_SKD), self._rows.of(value_SKD)
+            self._mask_FQP = repeat_for_heads(
+                additive_mask(causal_mask(self.real_FP), query_SKRD.dtype), query_SKRD.shape[2]
+            )
+        key, value = self._rows.gather(key_SKD), self._rows.gather(value_SKD)
         self.keys[layer] = key.transpose(1, 2).contiguous()
         self.values[layer] = value.transpose(1, 2).contiguous()
-        return attend_rows(self._rows.of(query_SKRD), key, value, self._mask_FQP, scale)[self.real_FP]
+        return attend_rows(self._rows.gather(query_SKRD), key, value, self._mask_FQP, scale)[self.real_FP]
 
     def select(self, prompts_F: Tensor) -> None:
         """Drop all but the chosen prompts."""
@@ -94,7 +103,7 @@ class GroupCache:
         keys, values = self._write(self._keys, layer, key_SKD), self._write(self._values, layer, value_SKD)
         query = query_SKRD * scale
         if self._mask_FP is None or self._mask_FP.dtype != query.dtype:
-            self._mask_FP = additive(self._prompts.real_FP, query.dtype)
+            self._mask_FP = additive_mask(self._prompts.real_FP, query.dtype)
         prompt_key, prompt_value = self._prompts.keys[layer], self._prompts.values[layer]
         shared_FKQP = self._by_prompt(query) @ prompt_key.transpose(-1, -2) + self._mask_FP[:, None, None]
         shared = self._by_row(shared_FKQP)
@@ -231,7 +240,7 @@ def decode(
     ids_S = torch.tensor([token for prompt in prompts for token in prompt.token_ids], device=device)
     position_S = torch.tensor([position for length in prompt_lengths for position in range(length)], device=device)
     prompt_cache = PromptCache(prompt_lengths, device=device)
-    hidden_SH = run_with(model, prompt_cache, ids_S, position_S)
+    hidden_SH = forward_with_layout(model, prompt_cache, ids_S, position_S)
     hidden_BH = hidden_SH[prompt_cache.last_F][prompt_of_B]
     lengths_B = torch.tensor(prompt_lengths, device=device)[prompt_of_B]
     cache = GroupCache(prompt_cache, prompt_of_B)
@@ -263,7 +272,7 @@ def decode(
             chosen_B, lengths_B = chosen_B[index_B], lengths_B[index_B]
             cache.select(index_B)
         stamp = version()
-        hidden_BH = run_with(model, cache, chosen_B, lengths_B + step)
+        hidden_BH = forward_with_layout(model, cache, chosen_B, lengths_B + step)
         cache.length += 1
     return completions
 
@@ -271,7 +280,7 @@ def decode(
 def _log_probs(model: Any, hidden_BH: Tensor, process: Sequence[Any]) -> Tensor:
     """Log-probs ``[B, V]`` of what is sampled from, in float32 or wider."""
     weight_VH, bias_V = head_weights(model)
-    scores_BV = rows_times(hidden_BH.to(weight_VH.dtype), weight_VH, bias_V)
+    scores_BV = linear(hidden_BH.to(weight_VH.dtype), weight_VH, bias_V)
     scores_BV = scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32))
     for change in process:
         scores_BV = change(None, scores_BV)

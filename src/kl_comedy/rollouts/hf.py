@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.models.attention import adopt
+from kl_comedy.models.attention import use_layout_attention
 from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import Policy, RolloutBackend, Sampling
@@ -188,7 +188,7 @@ class HFRollouts:
         self._before_pass = hook
 
     def _own_loop(self) -> bool:
-        return not self._use_library and adopt(self._loaded.model)
+        return not self._use_library and use_layout_attention(self._loaded.model)
 
     def update_weights(self, version: int) -> None:
         """Stamp what is sampled from now on with ``version``; the weights are the learner's own."""

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.models import LoadedModel, load_model
-from kl_comedy.models.sharding import whole_skeleton
+from kl_comedy.models.sharding import unsharded_skeleton
 from kl_comedy.models.weights import copy_into, stream_weights, weight_bytes
 from kl_comedy.records import Prompt, Rollout, Scored
 from kl_comedy.registry import ROLLOUTS
@@ -281,7 +281,7 @@ class Replica:
                 f"rollout.replica_gib: got {limit / 2**30:g}; this policy takes {size / 2**30:.1f} GiB, and the hf "
                 "backend samples from a whole copy of it on every rank; raise the limit where that fits"
             )
-        return cls(loaded, whole_skeleton(config.model), config.rollout.bucket_mib * 2**20)
+        return cls(loaded, unsharded_skeleton(config.model), config.rollout.bucket_mib * 2**20)
 
     def refresh(self) -> None:
         """Copy the policy's weights; all ranks must call."""

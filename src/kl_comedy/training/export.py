@@ -20,9 +20,10 @@ from kl_comedy.config import Config
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import unwrap
-from kl_comedy.models.load import adapter_settings, load_base, load_tokenizer, prepare_tokenizer
+from kl_comedy.models.load import load_base, load_tokenizer
+from kl_comedy.models.lora import lora_scaling, merge_adapter, save_adapter
 from kl_comedy.models.sharding import skeleton
-from kl_comedy.models.weights import merged_weights, stream_weights
+from kl_comedy.models.weights import stream_weights
 from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run_folder import RunDir, saved, step_of
@@ -48,7 +49,7 @@ def save_policy(run: RunDir, module: PolicyModule) -> None:
         write_policy(folder, loaded, config, weights)
     if config.model.lora is not None:
         with atomic_folder(run.adapter) as folder:
-            write_adapter(folder, config, weights)
+            save_adapter(folder, config.model, weights)
 
 
 def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path:
@@ -62,14 +63,13 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
     checkpoint = _find_checkpoint(run, which)
     model: Any = skeleton(config.model) if config.model.gguf_file is None else load_base(config.model)
     tokenizer = load_tokenizer(config.model)
-    prepare_tokenizer(tokenizer)
     loaded = LoadedModel(model=model, tokenizer=tokenizer, device=torch.device("cpu"), source=config.model.source)
     weights = _read_weights(checkpoint)
     try:
         with atomic_folder(out) as folder:
             write_policy(folder, loaded, config, weights)
             if config.model.lora is not None:
-                write_adapter(folder / "adapter", config, weights)
+                save_adapter(folder / "adapter", config.model, weights)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
     return checkpoint
@@ -78,25 +78,9 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
 def write_policy(folder: Path, loaded: LoadedModel, config: Config, weights: Mapping[str, Tensor]) -> None:
     """Config, tokenizer and ``weights`` (whole tensors by their names in the model), a LoRA adapter merged."""
     if config.model.lora is not None:
-        lora = config.model.lora
-        weights = dict(merged_weights([list(weights.items())], lora.alpha / lora.rank))
+        weights = dict(merge_adapter(weights.items(), lora_scaling(config.model.lora)))
     unwrap(loaded.model).save_pretrained(folder, state_dict=dict(weights))
     loaded.tokenizer.save_pretrained(folder)
-
-
-def write_adapter(folder: Path, config: Config, weights: Mapping[str, Tensor]) -> None:
-    """The adapter alone, as PEFT reads it, on the base model ``model.source``."""
-    from safetensors.torch import save_file
-
-    assert config.model.lora is not None
-    settings = adapter_settings(config.model.lora)
-    settings.base_model_name_or_path = config.model.source
-    settings.inference_mode = True
-    settings.save_pretrained(folder)
-    factors = {
-        name.replace(".default.", "."): tensor.contiguous() for name, tensor in weights.items() if ".lora_" in name
-    }
-    save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 @contextlib.contextmanager

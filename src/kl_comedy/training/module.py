@@ -20,8 +20,7 @@ from kl_comedy.config import Config, OptimizerConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.kl import BetaState, KLTerm, kl_diagnostics
 from kl_comedy.models import LoadedModel
-from kl_comedy.models.in_place_gradients import in_place
-from kl_comedy.models.introspection import head_chunk, microbatch_tokens, release
+from kl_comedy.models.introspection import head_chunk, microbatch_tokens, release_free_memory
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import Reference, ReferencePass, build_reference
 from kl_comedy.records import Scored
@@ -212,8 +211,7 @@ class PolicyModule(lightning.LightningModule):
         """Pass, loss and backward of one micro-batch; the detached parts of its loss."""
         every = self.config.train.exact_kl_every
         measure = self.version == 0 or (every > 0 and self.version % every == 0)
-        with in_place(not self.ranks.sharded):
-            passes = self.passes(micro, measure=measure)
+        passes = self.passes(micro, measure=measure)
         self._release_memory()
         policy = passes["initial"]
         self._finite = self._finite and bool(torch.isfinite(policy.logp_BT).all())
@@ -234,7 +232,7 @@ class PolicyModule(lightning.LightningModule):
     def _release_memory(self) -> None:
         """With activation checkpointing memory counts more than time: a CPU's free pages are returned at once."""
         if self.config.model.gradient_checkpointing and self.plan.device.type == "cpu":
-            release()
+            release_free_memory()
 
     def _value_loss(self, micro: MicroBatch, policy: TokenPass, metrics: MetricAccumulator) -> Tensor:
         """The micro-batch's share of the value loss."""

@@ -24,7 +24,6 @@ from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.errors import RunFailed, RunStopped, UserError, unknown_key
 from kl_comedy.models.load import pick_device
-from kl_comedy.models.onednn_linear import library
 from kl_comedy.records import Scored
 from kl_comedy.tracking import provenance_files, provenance_tags
 from kl_comedy.tracking.logger import NullLogger, RunLogger
@@ -178,14 +177,6 @@ def _quiet_lightning() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
-def machine_tags() -> dict[str, str]:
-    """Commit, packages and machine, and ``host.products``: the library of float32 products on a CPU.
-
-    They say what can make the same config give other last bits.
-    """
-    return {**provenance_tags(), "host.products": library()}
-
-
 class RunRecord(Callback):
     """The run's folder, its logger, and how it ended. ``run`` is None until everything is built."""
 
@@ -222,7 +213,7 @@ class RunRecord(Callback):
         """The tags say exactly what is trained: config, data, reference weights, certificates."""
         config, prompts, module = self._config, trainer.datamodule.prompts, trainer.lightning_module
         tags = {
-            **machine_tags(),
+            **provenance_tags(),
             "config.hash": config_hash(config),
             "config.hash_without_seed": config_hash(config, without=("seed",)),
             **{f"data.hash.{name}": value for name, value in prompts.hashes.items()},

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kl_comedy.config import Config
 from kl_comedy.models.load import pick_device
-from kl_comedy.models.weights import whole
+from kl_comedy.models.weights import full_tensor
 from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
 from kl_comedy.training.distributed import TIMEOUT, Ranks, cluster_environment
 
@@ -140,4 +140,4 @@ def _sum_bucket(bucket: list[Tensor], ranks: Ranks) -> None:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> float:
     """Clip the norm of all gradients together to ``bound``; the norm before. All ranks must call."""
-    return float(whole(nn.utils.clip_grad_norm_(list(parameters), bound)))
+    return float(full_tensor(nn.utils.clip_grad_norm_(list(parameters), bound)))

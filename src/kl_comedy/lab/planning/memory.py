@@ -33,7 +33,7 @@ import torch
 from kl_comedy.config.schema import SHARDED, Config
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
-from kl_comedy.models.introspection import activation_values, head_chunk, open_microbatch_tokens
+from kl_comedy.models.introspection import activation_values, default_microbatch_tokens, head_chunk
 from kl_comedy.models.sharding import decoder_layers, skeleton
 from kl_comedy.rollouts.decoding import INITIAL_CAPACITY
 
@@ -269,7 +269,7 @@ def shape_of(config: ModelConfig) -> Shape:
     model = causal = known_model(config.source) if known else skeleton(config)
     causal.tie_weights()  # a skeleton's parameters are apart, tied or not
     if config.lora is not None:
-        from kl_comedy.models.load import add_lora
+        from kl_comedy.models.lora import add_lora
 
         model = add_lora(causal, config.lora)
     found = causal.config.get_text_config() if hasattr(causal.config, "get_text_config") else causal.config
@@ -353,7 +353,7 @@ def workload_of(
     p = prompt or max(1, min(config.data.prompt.max_tokens, context - c))
     processes, group = train.devices * train.nodes, rollout.group_size
     share = config.model.share_prompt and config.model.attention == "sdpa"
-    budget = train.microbatch_tokens or open_microbatch_tokens(
+    budget = train.microbatch_tokens or default_microbatch_tokens(
         shape.config, element_bytes(config), device.kind, checkpoints=config.model.gradient_checkpointing
     )
     families = rollout.prompts_per_batch // config.algorithm.updates_per_batch

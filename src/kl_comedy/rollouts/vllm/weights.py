@@ -9,17 +9,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kl_comedy.models.introspection import is_peft
+from kl_comedy.models.lora import merge_adapter, peft_scaling
+from kl_comedy.models.weights import full_tensor
 from kl_comedy.rollouts.base import Policy
 
 SHARD_BYTES = 2**30
 """Weights are written in files of about this size, so that little more than one is held in host memory."""
-
-_ADAPTER_PARTS = (".lora_", ".modules_to_save.")
 
 
 def full_weights(loaded: Policy, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -28,29 +28,11 @@ def full_weights(loaded: Policy, *, dtype: torch.dtype | None = None) -> Iterato
     A tied head is yielded under its own name as well (a state dict lists it so), since vLLM keeps a packed copy of it.
     A sharded tensor is gathered when it is reached, so all ranks must iterate.
     """
-    causal = loaded.causal
-    for name, tensor in causal.state_dict().items():
-        if any(part in name for part in _ADAPTER_PARTS):
-            continue
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        module_name, base, leaf = name.rpartition(".base_layer.")
-        if base:
-            whole = _merged(causal.get_submodule(module_name), whole, leaf)
-            name = f"{module_name}.{leaf}"
-        whole = whole.detach()
-        yield name, whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
-
-
-@torch.no_grad()
-def _merged(layer: Any, base: Tensor, leaf: str) -> Tensor:
-    """The base weight plus what each active adapter adds to it."""
-    if leaf != "weight":
-        return base
-    merged = base.detach().clone()
-    for adapter in layer.active_adapters:
-        if adapter in layer.lora_A:
-            merged += layer.get_delta_weight(adapter).to(merged.dtype)
-    return merged
+    weights = ((name, full_tensor(tensor)) for name, tensor in loaded.causal.state_dict().items())
+    if is_peft(loaded.model):
+        weights = merge_adapter(weights, peft_scaling(loaded.model))
+    for name, tensor in weights:
+        yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def write_config(loaded: Policy, folder: Path) -> None:
