@@ -292,7 +292,7 @@ def open_problem() -> str:
     import pandas as pd
 
     from kl_comedy.lab.open_problem import error_table
-    from kl_comedy.lab.synthetic import markdown
+    from kl_comedy.lab.pages import markdown
 
     frame = pd.read_csv(ROOT / "results" / "open_problem" / "open_problem.csv")
     shown = frame[frame.length.isin((8, 16)) & frame.staleness.isin((0.0, 0.3, 0.6, 1.0))]

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from kl_comedy.cli.audit import audit
 from kl_comedy.config import config_hash, load_config
 from kl_comedy.errors import UserError
-from kl_comedy.lab.audit.measure import Origin, audit_blocks, equal_blocks, select, staleness, subject
+from kl_comedy.lab.audit.measure import audit_blocks, equal_blocks, select_terms
+from kl_comedy.lab.audit.source import AuditSource, audited_policy, staleness
 from kl_comedy.models import weights_hash
 from kl_comedy.training.run import train
 
@@ -24,15 +25,17 @@ TINY = Path(__file__).with_name("tiny.yaml")
 
 def audited(*overrides, names=("own", "panel"), samples=1024, updates=8, sketch=0, path=TINY, blocks=16):
     """The report on the tiny config, by label."""
-    origin = Origin.read(path, list(overrides))
-    lag = staleness(origin.config)
-    with subject(origin, updates=updates, samples=samples, tell=lambda *_: None) as found:
-        module = found.module
+    source = AuditSource.read(path, list(overrides))
+    lag = staleness(source.config)
+    with audited_policy(source, updates=updates, samples=samples, progress=lambda *_: None) as policy:
+        module = policy.module
         before = weights_hash(module.policy), torch.get_rng_state()
         gradients = [(p, p.grad) for p in module.policy.parameters()]
-        chosen = select(names, module.terms, [beta.value for beta in module.betas], on_policy=lag == 0, key="--terms")
+        chosen = select_terms(
+            names, module.terms, [beta.value for beta in module.betas], on_policy=lag == 0, key="--terms"
+        )
         report = audit_blocks(
-            module, equal_blocks(found.rows, blocks), chosen, on_policy=lag == 0, sketch=sketch, seed=0
+            module, equal_blocks(policy.rows, blocks), chosen, on_policy=lag == 0, sketch=sketch, seed=0
         )
         assert weights_hash(module.policy) == before[0] and torch.equal(torch.get_rng_state(), before[1])
         assert [p.grad is gradient for p, gradient in gradients] == [True] * len(gradients)
@@ -67,7 +70,7 @@ def test_the_panel_is_what_theory_says(on_policy):
     assert less.p_unbiased < 0.05 and less.delivered.high < 0.8 and less.bias.low > 0.2
 
 
-def test_the_training_step_descends_what_the_terms_say(on_policy):
+def test_the_training_step_follows_the_gradient_of_the_terms(on_policy):
     report, terms = on_policy
     assert report.failures == []
     for term in terms.values():
@@ -154,7 +157,7 @@ def test_a_policy_that_is_its_reference_has_nothing_to_audit(tmp_path):
 
 
 # --- in a run -----------------------------------------------------------------------------------------------------
-def go(folder, *overrides):
+def run_training(folder, *overrides):
     config = load_config(TINY, [f"output={folder}", "train.eval_every=0", *overrides])
     done = train(config, console=Console(file=io.StringIO()), command="x")
     metrics = {}
@@ -169,7 +172,7 @@ def go(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def run_with_audit(tmp_path_factory):
-    return go(
+    return run_training(
         tmp_path_factory.mktemp("audited"),
         "audit.every=3",
         "audit.samples=4096",
@@ -181,7 +184,7 @@ def run_with_audit(tmp_path_factory):
 
 def test_an_audit_leaves_a_run_to_the_bit(run_with_audit, tmp_path):
     audited_run, metrics = run_with_audit
-    plain, plain_metrics = go(
+    plain, plain_metrics = run_training(
         tmp_path,
         "train.steps=7",
         "kl=[{estimator: k1, placement: reward, beta: 0.05}, {estimator: exact, placement: loss, reference: ema}]",
@@ -214,12 +217,12 @@ def test_an_audit_in_a_run_is_logged_with_its_update(run_with_audit):
 )
 def test_an_audit_that_cannot_run_is_refused_before_training(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
-        go(tmp_path, "audit.every=1", *overrides)
+        run_training(tmp_path, "audit.every=1", *overrides)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_no_op_is_warned_about_in_a_run(tmp_path, caplog):
-    go(
+    run_training(
         tmp_path,
         "audit.every=1",
         "train.steps=3",
@@ -235,17 +238,17 @@ def test_the_folder_of_a_run_is_audited_at_its_checkpoint(run_with_audit, capsys
     audit(folder, terms="own,liu/k2_loss", samples=64, blocks=16, sketch=65536, format="csv")
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["term"].split(":")[0] for row in rows] == ["kl.0", "kl.1", "liu/k2_loss"]
-    (kept,) = folder.glob("audit-tiny-*-7.json")
-    whole = json.loads(kept.read_text())
+    (file,) = folder.glob("audit-tiny-*-7.json")
+    whole = json.loads(file.read_text())
     assert whole["version"] == 7 and whole["checkpoint"].endswith("step-00000007.ckpt")
-    assert whole["terms"][0]["check"]["inert"] is False and whole["config_hash"] in kept.name
+    assert whole["terms"][0]["check"]["inert"] is False and whole["config_hash"] in file.name
     with pytest.raises(UserError, match="audit other terms with --terms"):
-        Origin.read(folder, ["kl.0.beta=1"])
+        AuditSource.read(folder, ["kl.0.beta=1"])
 
 
 def test_a_stale_run_is_trained_on_from_its_checkpoint(tmp_path):
     """A run whose samples are old is audited that many updates later, on samples of the checkpoint."""
-    folder = go(tmp_path, "train.steps=3", "algorithm.updates_per_batch=2")[0].run.path
+    folder = run_training(tmp_path, "train.steps=3", "algorithm.updates_per_batch=2")[0].run.path
     report, _ = audited(path=folder, names=("own",), samples=64)
     assert report.version == 4 and report.regime == "off_policy"
 

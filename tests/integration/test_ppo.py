@@ -156,7 +156,7 @@ def test_settings_that_do_nothing_are_refused_before_anything_is_made(tmp_path):
 
 
 def test_the_audit_knows_the_policy_term_of_the_run(module_of):
-    from kl_comedy.lab.audit.gradients import Channel, channel_loss
+    from kl_comedy.lab.audit.gradients import AuditedLoss, loss_of
     from kl_comedy.training.prepare import prepare
 
     module = module_of(*GAE, "algorithm.proximal=recomputed", "algorithm.correction={tis: {}}")
@@ -170,5 +170,5 @@ def test_the_audit_knows_the_policy_term_of_the_run(module_of):
         old_policy=module.record(batch.rows),
     )
     passes = module.passes(micros[0], terms=[KLTerm("k1", placement="reward")])
-    loss = channel_loss(Channel(name="policy", term=None), micros[0], None, passes, module.config.algorithm)
+    loss = loss_of(AuditedLoss(name="policy", term=None), micros[0], None, passes, module.config.algorithm)
     assert torch.isfinite(loss) and loss.requires_grad

@@ -13,8 +13,8 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
 from kl_comedy.lab.audit import statistics
 from kl_comedy.lab.audit.gradients import Sketch, layer_groups
-from kl_comedy.lab.audit.measure import PANEL, equal_blocks, select
-from kl_comedy.lab.audit.report import AuditReport, BetaCheck, LayerFinding, TermFinding, render
+from kl_comedy.lab.audit.measure import PANEL, equal_blocks, select_terms
+from kl_comedy.lab.audit.report import AuditReport, BetaCheck, LayerResult, TermResult, render
 from kl_comedy.lab.audit.statistics import Estimate
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 
@@ -222,14 +222,14 @@ def test_blocks_are_equal_and_of_whole_groups(groups, size, blocks):
 
 def test_the_terms_to_audit_are_the_configs_first_and_no_shape_twice():
     own = (KLTerm("k3", placement="loss", beta=0.2), KLTerm("k1", placement="loss", beta=0.1))
-    found = select(["panel", "grpo", "own"], own, [0.2, 0.1], on_policy=True, key="--terms")
+    found = select_terms(["panel", "grpo", "own"], own, [0.2, 0.1], on_policy=True, key="--terms")
     assert [item.position for item in found[:3]] == [0, 1, None]
     shapes = [replace(item.term, beta=1.0) for item in found]
     assert len(shapes) == len(set(shapes)) == len({item.key for item in found})
     assert {item.beta for item in found if item.position is None} == {0.2}
-    assert {item.term for item in select(["panel"], (), (), on_policy=False, key="--terms")} == set(PANEL)
+    assert {item.term for item in select_terms(["panel"], (), (), on_policy=False, key="--terms")} == set(PANEL)
     with pytest.raises(UserError, match=r"--terms: got 'gpro'.*did you mean 'grpo'"):
-        select(["gpro"], own, [0.2, 0.1], on_policy=True, key="--terms")
+        select_terms(["gpro"], own, [0.2, 0.1], on_policy=True, key="--terms")
 
 
 def finding(**changes):
@@ -249,9 +249,9 @@ def finding(**changes):
         silent_share=0.0,
         clamped_share=None,
         capped_share=None,
-        layers={"head": LayerFinding(cosine=1.0, delivered=1.0, bias=math.nan)},
+        layers={"head": LayerResult(cosine=1.0, delivered=1.0, bias=math.nan)},
     )
-    return TermFinding(**{**plain, **changes})
+    return TermResult(**{**plain, **changes})
 
 
 NOWHERE = Estimate(value=math.nan, low=math.nan, high=math.nan)
@@ -268,7 +268,7 @@ OF_A_CHECK = {"change": 0.1, "disagreement": 0.0}
         ({"p_no_mean": 0.4, "p_unbiased": 0.001}, "no mean gradient found: noise"),
         ({"bias": NOWHERE}, "no reference gradient to compare with"),
         ({"check": BetaCheck(**OF_A_CHECK, inert=True, wrong=False)}, "INERT: beta does not change the gradient"),
-        ({"check": BetaCheck(**OF_A_CHECK, inert=False, wrong=True)}, "WRONG: training descends another gradient"),
+        ({"check": BetaCheck(**OF_A_CHECK, inert=False, wrong=True)}, "WRONG: training follows another gradient"),
     ],
 )
 def test_verdicts(changes, verdict):
@@ -300,4 +300,4 @@ def test_a_report_is_rendered_with_what_is_undefined_left_empty(format):
     if format == "markdown":
         assert "a \\| b" in text
     if format in ("table", "markdown"):
-        assert "clipped at 10.0% of tokens" in text and "not to be told from noise" in text
+        assert "clipped at 10.0% of tokens" in text and "hidden by noise" in text

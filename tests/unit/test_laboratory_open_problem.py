@@ -5,6 +5,7 @@ import pytest
 
 from kl_comedy.kl.oracle import Instance, Tree, exact_moments, target_gradient, terms_loss
 from kl_comedy.lab import open_problem
+from kl_comedy.lab.batched_gradients import Tables
 from kl_comedy.lab.open_problem import doubly_robust_moments, regret_table, write_report
 
 TREE = Tree.build(vocabulary=2, length=5, ends=False)
@@ -50,12 +51,12 @@ def test_on_policy_every_ratio_is_one(setting):
 
 def test_doubly_robust_forms_are_unbiased_whatever_the_value_and_better_with_the_exact_one(setting):
     target_D = target_gradient(setting, "sequence_reverse")
-    found = doubly_robust_moments(setting, target_D)
+    moments = doubly_robust_moments(Tables(setting), target_D)
     for name in ("doubly robust, exact value", "doubly robust, value off by 50%"):
-        assert found[name][0] < 1e-10, name
-    assert found["value only, off by 50%, truncated at 2"][0] > 0.01
+        assert moments[name][0] < 1e-10, name
+    assert moments["value only, off by 50%, truncated at 2"][0] > 0.01
     rb = exact_moments(setting, terms_loss([open_problem.exact_candidates()["RB per decision"]]))
-    assert found["doubly robust, exact value"][1] < rb.variance / float(target_D.square().sum())
+    assert moments["doubly robust, exact value"][1] < rb.variance / float(target_D.square().sum())
 
 
 def test_the_best_lambda_is_the_least_of_the_parabola():

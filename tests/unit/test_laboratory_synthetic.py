@@ -22,14 +22,11 @@ from kl_comedy.kl.oracle import (
     target_gradient,
     terms_loss,
 )
-from kl_comedy.lab import bias_variance as distance
-from kl_comedy.lab import bias_variance as length
-from kl_comedy.lab import optimum
-from kl_comedy.lab import optimum as modes
+from kl_comedy.lab import bias_variance, optimum
 from kl_comedy.lab import synthetic as study
 from kl_comedy.lab.batched_gradients import Tables, enumerated, sampled_in_rounds
-from kl_comedy.lab.bias_variance import CLAMPED, DESCENDED, OFF_POLICY, ON_POLICY, shared_setting
-from kl_comedy.lab.optimum import Descent, Games, descend, logits_of, random_games, standing
+from kl_comedy.lab.bias_variance import CLAMPED, OFF_POLICY, ON_POLICY, OPTIMIZED, shared_setting
+from kl_comedy.lab.optimum import Games, Optimization, logits_of, optimize, policy_figures, random_games
 from kl_comedy.lab.synthetic import coverage
 
 BINARY = Tree.build(vocabulary=2, length=6, ends=False)
@@ -117,14 +114,14 @@ def test_the_exact_values_lie_in_the_monte_carlo_intervals():
     rounds = sampled_in_rounds(tables, losses, rounds=60, samples=500, generator=torch.Generator().manual_seed(1))
     for name, found in rounds.items():
         bias = exact[name].relative_bias(target_D) * float(target_D.norm())
-        _, low, high = length.debiased_norm(found.gradient_RD - target_D, 0.999)
+        _, low, high = bias_variance.debiased_norm(found.gradient_RD - target_D, 0.999)
         assert low - 1e-12 <= bias <= high + 1e-12, name
-        _, low, high = length.mean_interval(found.variance_R, 0.999)
+        _, low, high = bias_variance.mean_interval(found.variance_R, 0.999)
         assert low <= exact[name].variance <= high, name
 
 
 def test_the_rounds_of_the_paper_overstate_the_bias_of_a_noisy_unbiased_form():
-    rows = length.one_policy(
+    rows = bias_variance.one_policy(
         shared_setting(BINARY, seed=0, distance=0.5), {"k1": ON_POLICY["k1 in both"]}, {}, protocol=(40, 250)
     )
     exact, sampled = rows
@@ -134,7 +131,7 @@ def test_the_rounds_of_the_paper_overstate_the_bias_of_a_noisy_unbiased_form():
 
 
 def test_length_study_finds_what_the_theory_says():
-    frame = length.length_study(lengths=(5, 8), seeds=2, sampled_seeds=1, rounds=10, samples=100)
+    frame = bias_variance.length_study(lengths=(5, 8), seeds=2, sampled_seeds=1, rounds=10, samples=100)
     exact = frame[frame.method == "exact"].set_index(["regime", "configuration"])
     for regime, names in (("on_policy", UNBIASED_ON), ("off_policy", UNBIASED_OFF)):
         biases = exact.loc[regime].bias
@@ -151,7 +148,7 @@ def test_length_study_finds_what_the_theory_says():
 
 
 def test_token_level_forms_miss_more_where_the_policy_remembers_longer():
-    frame = length.memory_study(lengths=(5, 10), persistences=(0.0, 0.9, 1.0), seeds=3)
+    frame = bias_variance.memory_study(lengths=(5, 10), persistences=(0.0, 0.9, 1.0), seeds=3)
     bias = frame[frame.configuration == "k2 in loss"].groupby(["persistence", "length"]).bias.mean()
     assert bias[0.9, 10] > 1.3 * bias[0.9, 5]
     assert bias[0.9, 10] > 1.3 * bias[0.0, 10]
@@ -162,20 +159,20 @@ def test_token_level_forms_miss_more_where_the_policy_remembers_longer():
 @settings(max_examples=30, deadline=None)
 def test_the_interval_of_a_debiased_norm_holds_its_estimate(seed):
     generator = torch.Generator().manual_seed(seed)
-    middle, low, high = length.debiased_norm(torch.randn(12, 4, generator=generator, dtype=torch.float64))
+    middle, low, high = bias_variance.debiased_norm(torch.randn(12, 4, generator=generator, dtype=torch.float64))
     assert 0 <= low <= middle <= high
 
 
 def test_a_debiased_norm_without_noise_is_the_norm():
     row = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert length.debiased_norm(row.repeat(9, 1)) == pytest.approx((5.0, 5.0, 5.0))
+    assert bias_variance.debiased_norm(row.repeat(9, 1)) == pytest.approx((5.0, 5.0, 5.0))
 
 
 # Distance
 
 
 def test_bias_grows_with_distance_and_clamps_add_to_it():
-    frame = distance.distance_study(distances=(0.1, 0.5, 4.0), seeds=2)
+    frame = bias_variance.distance_study(distances=(0.1, 0.5, 4.0), seeds=2)
     bias = frame.groupby(["configuration", "distance"]).bias.mean()
     assert bias["k2 in loss"].is_monotonic_increasing
     assert bias["k3 in loss"].is_monotonic_increasing
@@ -185,9 +182,9 @@ def test_bias_grows_with_distance_and_clamps_add_to_it():
 
 
 def test_gaps_are_proportional_to_small_distances_and_placed_beside_the_reported():
-    frame = distance.gap_study(distances=(0.01, 0.1), seeds=20)
-    table = distance.gap_table(frame).set_index(["gap", "logit distance"])["ours (median), %"]
-    for name in distance.REPORTED_GAPS:
+    frame = bias_variance.gap_study(distances=(0.01, 0.1), seeds=20)
+    table = bias_variance.gap_table(frame).set_index(["gap", "logit distance"])["ours (median), %"]
+    for name in bias_variance.REPORTED_GAPS:
         assert table[name, 0.1] == pytest.approx(10 * table[name, 0.01], rel=0.2)
 
 
@@ -207,10 +204,10 @@ def test_optima_are_distributions_with_the_conditions_that_define_them():
     torch.testing.assert_close(level_SB, level_SB[:, :1].expand_as(level_SB))
 
 
-def test_standing_at_the_optimum_and_the_gap_in_j():
+def test_policies_at_the_optimum_and_the_gap_in_j():
     games = random_games(SMALL, seeds=1, betas=(0.3,))
-    at_best = standing(games, logits_of(SMALL, games.optimum()[0])[None])
-    at_start = standing(games, games.start_SNV)
+    at_best = policy_figures(games, logits_of(SMALL, games.optimum()[0])[None])
+    at_start = policy_figures(games, games.start_SNV)
     assert float(at_best.to_optimum_S) == pytest.approx(0.0, abs=1e-12)
     assert float(at_start.to_ref_S) == pytest.approx(0.0, abs=1e-12)
 
@@ -228,8 +225,8 @@ def test_one_step_of_descent_is_the_oracles_gradient(name):
         start_SNV=games.start_SNV
         + 0.3 * torch.randn(games.start_SNV.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64),
     )
-    terms = DESCENDED[name]
-    path = descend(games, terms, Descent(steps=1, rate=1.0, rule="gd", sampler="reference"))
+    terms = OPTIMIZED[name]
+    path = optimize(games, terms, Optimization(steps=1, rate=1.0, rule="gd", sampler="reference"))
     step_D = (games.start_SNV - path.logits_SNV).flatten()
     setting = Instance(
         tree=SMALL,
@@ -259,20 +256,20 @@ def test_sampled_gradients_average_to_the_expected_one():
             },
         }
     )
-    how = Descent(steps=1, rate=1.0, rule="gd")
-    truth = descend(one, DESCENDED["k2 in loss"], how).logits_SNV - one.start_SNV
-    drawn = descend(many, DESCENDED["k2 in loss"], dataclasses.replace(how, batch=64)).logits_SNV - many.start_SNV
+    how = Optimization(steps=1, rate=1.0, rule="gd")
+    truth = optimize(one, OPTIMIZED["k2 in loss"], how).logits_SNV - one.start_SNV
+    drawn = optimize(many, OPTIMIZED["k2 in loss"], dataclasses.replace(how, batch=64)).logits_SNV - many.start_SNV
     error = (drawn.mean(0) - truth[0]) / (drawn.std(0) / copies**0.5 + 1e-12)
     assert float(error.abs().max()) < 5.0
 
 
 def test_unbiased_forms_reach_the_optimum_and_the_others_do_not():
     games = random_games(SMALL, seeds=2, betas=(0.5,))
-    how = Descent(steps=700, rate=0.08)
+    how = Optimization(steps=700, rate=0.08)
 
     def final(name, **changes):
-        path = descend(games, DESCENDED[name], dataclasses.replace(how, **changes))
-        return standing(games, path.logits_SNV)
+        path = optimize(games, OPTIMIZED[name], dataclasses.replace(how, **changes))
+        return policy_figures(games, path.logits_SNV)
 
     for name in ("exact KL to go (rb/full)", "k1 in reward, total", "k3 in both"):
         assert float(final(name).to_optimum_S.max()) < 1e-6, name
@@ -311,7 +308,7 @@ def test_at_the_optimum_the_sampled_cost_cancels_the_rewards_noise():
             torch.testing.assert_close(mean_SD, torch.zeros_like(mean_SD), atol=1e-12, rtol=0)
         return torch.einsum("sb,bsd->s", p_SB, gradient_BSD.square()) - mean_SD.square().sum(-1)
 
-    k1, exact = DESCENDED["k1 in reward, total"], DESCENDED["exact KL to go (rb/full)"]
+    k1, exact = OPTIMIZED["k1 in reward, total"], OPTIMIZED["exact KL to go (rb/full)"]
     assert (variance_S(k1, with_reward=True) < variance_S(exact, with_reward=True) / 1.4).all()
     assert (variance_S(k1, with_reward=False) > 2 * variance_S(exact, with_reward=False)).all()
 
@@ -335,33 +332,33 @@ def test_verdicts(row, said):
 )
 def test_descent_rejects_what_it_cannot_do(wrong):
     with pytest.raises(UserError):
-        Descent(steps=1, rate=0.1, **wrong)
+        Optimization(steps=1, rate=0.1, **wrong)
 
 
 # Modes
 
 
 def test_mode_games_are_what_they_say():
-    lost, invented = modes.mode_games("lost", rare=(1e-3,)), modes.mode_games("invented", rare=(1e-3,), copies=2)
+    lost, invented = optimum.mode_games("lost", rare=(1e-3,)), optimum.mode_games("invented", rare=(1e-3,), copies=2)
     assert invented.count == 2
-    a, b = modes._number(0), modes._number(1)
-    assert torch.equal(modes.TREE_modes.all.token_BT[[a, b]], torch.tensor([[0, 0, 0], [1, 1, 1]]))
+    a, b = optimum._number(0), optimum._number(1)
+    assert torch.equal(optimum.MODE_TREE.all.token_BT[[a, b]], torch.tensor([[0, 0, 0], [1, 1, 1]]))
     assert float(lost.optimum()[0, a]) == pytest.approx(float(lost.optimum()[0, b]))
     start = lost.of_completions(lost.start_SNV).exp()[0]
     assert float(start[b]) == pytest.approx(1e-3 * 0.64)
     with pytest.raises(UserError, match="lost, invented"):
-        modes.mode_games("stolen")
+        optimum.mode_games("stolen")
 
 
 def test_what_brings_a_lost_mode_back():
     """k3 in loss is a forward KL in expectation, and fast; its samples need the mode drawn, the exact one's do not."""
-    chosen = {name: modes.RECOVERING[name] for name in ("k1 in loss", "k2 in loss", "k3 in loss")}
+    chosen = {name: optimum.RECOVERING[name] for name in ("k1 in loss", "k2 in loss", "k3 in loss")}
     chosen["exact forward KL in loss"] = (KLTerm("exact_forward", placement="loss"),)
     how = {
-        "expected": Descent(steps=150, rate=1.0, rule="gd"),
-        "sampled": Descent(steps=150, rate=1.0, rule="gd", batch=64),
+        "expected": Optimization(steps=150, rate=1.0, rule="gd"),
+        "sampled": Optimization(steps=150, rate=1.0, rule="gd", batch=64),
     }
-    frame = modes.mode_study(seeds=2, settings=how, configurations=chosen, rare=(1e-7,))
+    frame = optimum.mode_study(seeds=2, settings=how, configurations=chosen, rare=(1e-7,))
     came = frame[frame.kind == "lost"].groupby(["setting", "configuration"]).step.count()
     assert came["expected", "k3 in loss"] == 1
     assert came["expected", "exact forward KL in loss"] == 1

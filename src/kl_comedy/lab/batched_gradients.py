@@ -19,12 +19,12 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl.oracle import Completions, Instance, Loss, Moments, Rows
 
 CHUNK = 2**14
-"""Completions held at once."""
+"""Completions in memory at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """What independent rounds of sampling found for one loss.
+    """Independent rounds of sampling, for one loss.
 
     ``gradient_RD`` is the mean gradient of each round; ``variance_R`` the unbiased trace variance of one
     completion's gradient within it.
@@ -36,16 +36,17 @@ class Rounds:
 
 
 class Tables:
-    """What every completion looks up: log-probs, exact KLs and their gradients, scores."""
+    """Log-probs, exact KLs and their gradients, and scores of every prefix, computed once for all completions."""
 
     def __init__(self, setting: Instance) -> None:
         if setting.features_NVD is None:
-            raise UserError("many losses at once need a policy with shared parameters")
+            raise UserError("tables of gradients need a policy with shared parameters")
         logp_NV = setting.policy_logp()
         p_NV = logp_NV.exp()
         ratio_NV = logp_NV - setting.ref_logp_NV
         features_NVD = setting.features_NVD
         self.setting = setting
+        self.p_NV = p_NV
         self.logp_NV = logp_NV
         self.reverse_N, self.forward_N = setting.kl_N
         self.score_NVD = features_NVD - (p_NV[..., None] * features_NVD).sum(1, keepdim=True)
@@ -59,7 +60,7 @@ class Tables:
         score_BTD = self.score_NVD[at, token]
         tables = (score_BTD, self.reverse_ND[at], self.forward_ND[at])
         leaves = (rows.logp_BT, rows.reverse_kl_BT, rows.forward_kl_BT)
-        found = {}
+        gradients = {}
         for name, loss in losses.items():
             gradient_BD = score_BTD.new_zeros(len(at), score_BTD.shape[-1])
             value = loss(rows)
@@ -68,24 +69,24 @@ class Tables:
                 for weight_BT, table_BTD in zip(derivatives, tables, strict=True):
                     if weight_BT is not None:
                         gradient_BD += torch.einsum("bt,btd->bd", torch.where(mask_BT, weight_BT, 0.0), table_BTD)
-            found[name] = gradient_BD
-        return found
+            gradients[name] = gradient_BD
+        return gradients
 
     def _rows(self, completions: Completions) -> Rows:
         at, token, mask_BT = completions.prefix_BT, completions.token_BT, completions.mask_BT
 
-        def looked_up(values_BT: Tensor) -> Tensor:
+        def at_tokens(values_BT: Tensor) -> Tensor:
             return torch.where(mask_BT, values_BT, 0.0)
 
         last_B1 = mask_BT.sum(-1, keepdim=True) - 1
         last_prefix_B = at.gather(1, last_B1)[:, 0]
         return Rows(
-            logp_BT=looked_up(self.logp_NV[at, token]).requires_grad_(True),
-            ref_logp_BT=looked_up(self.setting.ref_logp_NV[at, token]),
-            behaviour_logp_BT=looked_up(self.setting.recorded_logp_NV[at, token]),
+            logp_BT=at_tokens(self.logp_NV[at, token]).requires_grad_(True),
+            ref_logp_BT=at_tokens(self.setting.ref_logp_NV[at, token]),
+            behaviour_logp_BT=at_tokens(self.setting.recorded_logp_NV[at, token]),
             mask_BT=mask_BT,
-            reverse_kl_BT=looked_up(self.reverse_N[at]).requires_grad_(True),
-            forward_kl_BT=looked_up(self.forward_N[at]).requires_grad_(True),
+            reverse_kl_BT=at_tokens(self.reverse_N[at]).requires_grad_(True),
+            forward_kl_BT=at_tokens(self.forward_N[at]).requires_grad_(True),
             reward_B=self.setting.reward_N2[last_prefix_B, completions.truncated_B.long()],
             group_B=torch.arange(len(at)),
             truncated_B=completions.truncated_B,

@@ -1,22 +1,17 @@
-"""Policies of any length whose KL per token does not depend on the length.
+"""Bias and variance of KL terms against the length of a completion and the distance to the reference.
 
-Legend: ``N`` prefixes, ``V`` tokens, ``D`` parameters.
+``length_study`` enumerates and repeats the Monte Carlo protocol of 2512.21852, ``memory_study`` and ``distance_study``
+enumerate on-policy, ``gap_study`` repeats the table of a replication. Bias is ``|E g - G*| / |G*|`` and variance the
+trace variance of one completion's gradient over ``|G*|^2``, with ``G*`` the gradient of the sequence-level reverse KL.
+The paper's rounds each report ``|g_r - G*|``, which noise alone keeps above zero; both that and an estimate without
+this floor are given.
 
-The configurations the studies draw, by the name they have in figures and tables; every beta is 1.
-
-Terms that couple a group, or have another reference, are judged elsewhere.
-
-Bias and variance against the length of a completion: enumerated, and by the Monte Carlo protocol of 2512.21852.
-
-Bias is ``|E g - G*| / |G*|`` and variance the trace variance of one completion's gradient over ``|G*|^2``,
-with ``G*`` the gradient of the sequence-level reverse KL. The paper's rounds each report ``|g_r - G*|``,
-which noise alone keeps above zero; both that and an estimate without this floor are given.
-
-Bias, cosine and variance against the distance between policy and reference, enumerated, on-policy.
+Legend: ``N`` prefixes, ``V`` tokens, ``D`` parameters, ``R`` rounds.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -62,11 +57,10 @@ def shared_setting(
     Logits are ``features[h, v] @ theta``; the reference has ``theta + distance * u``, the sampler
     ``theta + staleness * w``, where ``theta``, ``u`` and ``w`` are random directions of norm ``sqrt(D)``.
     Features have variance ``1 / D``, so a logit of the policy has variance one, and one of the reference is
-    ``distance`` away from it (standard deviation, nats). Along a
-    completion features keep their variance and are correlated by ``persistence`` from one prefix to the
-    next, so the KL per token is the same at every length, and what is still to come depends on what was
-    said. The same seed gives the same policy at every length, longer trees only go on, and distances
-    scale one direction.
+    ``distance`` away from it (standard deviation, nats). Along a completion features keep their variance and are
+    correlated by ``persistence`` from one prefix to the next, so the KL per token is the same at every length, and
+    later tokens depend on earlier ones. The same seed gives the same policy at every length, extended by longer trees,
+    and distances scale one direction.
 
     Raises :class:`UserError` for a persistence outside 0..1 or fewer than one parameter.
     """
@@ -75,43 +69,28 @@ def shared_setting(
     if parameters < 1:
         raise bad_value("parameters", parameters, "at least 1")
     generator = torch.Generator().manual_seed(seed)
-    theta_D, away_D, stale_D = _directions(3, parameters, generator)
-    features_NVD = _features(tree, parameters, persistence, generator)
-
-    def logp(parameters_D: Tensor) -> Tensor:
-        return prefix_log_probs(features_NVD @ parameters_D)
-
-    sampler_logp_NV = logp(theta_D + staleness * stale_D)
-    return Instance(
-        tree=tree,
-        features_NVD=features_NVD,
-        theta_D=theta_D,
-        ref_logp_NV=logp(theta_D + distance * away_D),
-        sampler_logp_NV=sampler_logp_NV,
-        recorded_logp_NV=sampler_logp_NV,
-        reward_N2=torch.zeros(tree.prefixes, 2, dtype=torch.float64),
-    )
-
-
-def _directions(count: int, parameters: int, generator: torch.Generator) -> Tensor:
-    """Random directions of norm ``sqrt(D)``, ``[count, D]``."""
-    normal_CD = torch.randn(count, parameters, generator=generator, dtype=torch.float64)
+    normal_CD = torch.randn(3, parameters, generator=generator, dtype=torch.float64)
     size_C1 = torch.linalg.vector_norm(normal_CD, dim=1, keepdim=True)
-    return math.sqrt(parameters) * normal_CD / size_C1
-
-
-def _features(tree: Tree, parameters: int, persistence: float, generator: torch.Generator) -> Tensor:
-    """A stationary walk down the tree, ``[N, V, D]``, drawn level by level."""
+    theta_D, away_D, stale_D = math.sqrt(parameters) * normal_CD / size_C1
     levels: list[Tensor] = []
-    for depth in range(tree.length):
-        fresh = torch.randn(
-            tree.width(depth), tree.vocabulary, parameters, generator=generator, dtype=torch.float64
-        ) / math.sqrt(parameters)
+    for depth in range(tree.length):  # a stationary walk down the tree
+        shape = (tree.width(depth), tree.vocabulary, parameters)
+        fresh = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(parameters)
         if levels:
             inherited = levels[-1].repeat_interleave(tree.branching, 0)
             fresh = persistence * inherited + math.sqrt(1 - persistence**2) * fresh
         levels.append(fresh)
-    return torch.cat(levels)
+    features_NVD = torch.cat(levels)
+    sampler_logp_NV = prefix_log_probs(features_NVD @ (theta_D + staleness * stale_D))
+    return Instance(
+        tree=tree,
+        features_NVD=features_NVD,
+        theta_D=theta_D,
+        ref_logp_NV=prefix_log_probs(features_NVD @ (theta_D + distance * away_D)),
+        sampler_logp_NV=sampler_logp_NV,
+        recorded_logp_NV=sampler_logp_NV,
+        reward_N2=torch.zeros(tree.prefixes, 2, dtype=torch.float64),
+    )
 
 
 Terms = tuple[KLTerm, ...]
@@ -161,11 +140,11 @@ CLAMPED: dict[str, Terms] = {
     "k2 in loss, clamped as in OpenRLHF": (KLTerm("k2", placement="loss", output_clamp=10.0),),
     "k3 in loss, clamped at 1": (KLTerm("k3", placement="loss", output_clamp=1.0),),
 }
-"""Estimates cut off at a bound, beyond which they have no gradient."""
+"""Estimates clamped at a bound, beyond which they have no gradient."""
 
 HALF_OF_BOTH: Terms = (KLTerm("k3", credit="total", beta=0.5), KLTerm("k3", placement="loss", beta=0.5))
 
-DESCENDED: dict[str, Terms] = {
+OPTIMIZED: dict[str, Terms] = {
     "no KL": NO_KL,
     **ON_POLICY,
     "k1 in reward, own token": (KLTerm("k1", credit="own"),),
@@ -176,7 +155,7 @@ DESCENDED: dict[str, Terms] = {
     "k1 frozen at rollout x sequence ratio": (KLTerm("k1", credit="total", correction="sequence", anchor="behaviour"),),
     "exact KL x prefix ratio (rb/per_decision)": RB_PER_DECISION,
 }
-"""What is descended to its end."""
+"""What is optimized until it stops, in :mod:`kl_comedy.lab.optimum`."""
 
 RECOVERING: dict[str, Terms] = {
     "no KL": NO_KL,
@@ -189,7 +168,7 @@ RECOVERING: dict[str, Terms] = {
     "exact KL to go (rb/full)": RB_FULL,
     "exact forward KL in loss": (KLTerm("exact_forward", placement="loss"),),
 }
-"""What is asked to bring a lost mode back."""
+"""What is tested for bringing a lost mode back."""
 
 
 LENGTHS = tuple(range(5, 21))
@@ -238,21 +217,19 @@ PERSISTENCES = (0.0, 0.5, 0.7, 0.9, 0.97)
 def memory_study(
     *, lengths: Sequence[int] = MEMORY_LENGTHS, persistences: Sequence[float] = PERSISTENCES, seeds: int = 5
 ) -> pd.DataFrame:
-    """Exact bias on-policy of the token-level forms, by length and by how long the policy remembers.
+    """Exact on-policy bias of the token-level forms, by length and by correlation of features along a completion.
 
-    What they leave out is how early tokens change the KL still to come: nothing where it cannot be changed.
+    These forms leave out how early tokens change the KL still to come: nothing where it cannot be changed.
     """
     import pandas as pd
 
     configurations = {name: ON_POLICY[name] for name in ("k2 in loss", "k3 in loss")}
     rows: list[dict[str, Any]] = []
-    for persistence in persistences:
-        for length in lengths:
-            for seed in range(seeds):
-                tree = Tree.build(vocabulary=2, length=length, ends=False)
-                setting = shared_setting(tree, seed=seed, distance=DISTANCE, persistence=persistence)
-                facts = {"regime": "on_policy", "persistence": persistence, "length": length, "seed": seed}
-                rows += one_policy(setting, configurations, facts, protocol=None)
+    for persistence, length, seed in itertools.product(persistences, lengths, range(seeds)):
+        tree = Tree.build(vocabulary=2, length=length, ends=False)
+        setting = shared_setting(tree, seed=seed, distance=DISTANCE, persistence=persistence)
+        facts = {"regime": "on_policy", "persistence": persistence, "length": length, "seed": seed}
+        rows += one_policy(setting, configurations, facts, protocol=None)
     return pd.DataFrame(rows)
 
 
@@ -267,15 +244,17 @@ def one_policy(
     target_D = target_gradient(setting, "sequence_reverse")
     losses = {name: terms_loss(terms) for name, terms in configurations.items()}
     tables = Tables(setting)
-    about = {**facts, "kl": sequence_kl(setting), "ess": effective_sample_share(setting)}
-    exact = enumerated(tables, losses)
-    rows = [{**about, "configuration": n, "method": "exact", **_exact(m, target_D)} for n, m in exact.items()]
+    facts = {**facts, "kl": sequence_kl(setting), "ess": effective_sample_share(setting)}
+    rows: list[dict[str, Any]] = [
+        {**facts, "configuration": name, "method": "exact", **_exact(moments, target_D)}
+        for name, moments in enumerated(tables, losses).items()
+    ]
     if protocol is not None:
+        rounds, samples = protocol
         generator = torch.Generator().manual_seed(10_000 + setting.tree.length)
-        found = sampled_in_rounds(tables, losses, rounds=protocol[0], samples=protocol[1], generator=generator)
-        rows += [
-            {**about, "configuration": n, "method": "monte_carlo", **_sampled(r, target_D)} for n, r in found.items()
-        ]
+        sampled = sampled_in_rounds(tables, losses, rounds=rounds, samples=samples, generator=generator)
+        for name, result in sampled.items():
+            rows.append({**facts, "configuration": name, "method": "monte_carlo", **_sampled(result, target_D)})
     return rows
 
 
@@ -290,20 +269,15 @@ def _exact(moments: Moments, target_D: Tensor) -> dict[str, float]:
 def _sampled(rounds: Rounds, target_D: Tensor) -> dict[str, float]:
     size = float(target_D.square().sum())
     off_RD = rounds.gradient_RD - target_D
-    bias = debiased_norm(off_RD)
-    naive = mean_interval(off_RD.norm(dim=1))
-    variance = mean_interval(rounds.variance_R)
-    scale = math.sqrt(size)
+    values = {
+        "bias": (debiased_norm(off_RD), math.sqrt(size)),
+        "naive_bias": (mean_interval(off_RD.norm(dim=1)), math.sqrt(size)),
+        "variance": (mean_interval(rounds.variance_R), size),
+    }
     return {
-        "bias": bias[0] / scale,
-        "bias_low": bias[1] / scale,
-        "bias_high": bias[2] / scale,
-        "naive_bias": naive[0] / scale,
-        "naive_bias_low": naive[1] / scale,
-        "naive_bias_high": naive[2] / scale,
-        "variance": variance[0] / size,
-        "variance_low": variance[1] / size,
-        "variance_high": variance[2] / size,
+        name + end: value / scale
+        for name, (interval, scale) in values.items()
+        for end, value in zip(("", "_low", "_high"), interval, strict=True)
     }
 
 
@@ -323,7 +297,6 @@ def debiased_norm(off_RD: Tensor, confidence: float = 0.95) -> tuple[float, floa
     count = len(off_RD)
     total_D = off_RD.sum(0)
     squares_R = off_RD.square().sum(1)
-
     whole = float(total_D.square().sum() - squares_R.sum()) / (count * (count - 1))
     left_RD = total_D - off_RD
     left_R = (left_RD.square().sum(1) - (squares_R.sum() - squares_R)) / ((count - 1) * (count - 2))
@@ -373,12 +346,12 @@ def distance_study(
             setting = shared_setting(TREE, seed=seed, distance=distance)
             target_D = target_gradient(setting, "sequence_reverse")
             size = float(target_D.square().sum())
-            about = {"distance": distance, "seed": seed, "kl": sequence_kl(setting)}
+            facts = {"distance": distance, "seed": seed, "kl": sequence_kl(setting)}
             for name, moments in enumerated(Tables(setting), losses).items():
                 vanishes = float(moments.gradient_D.norm()) < VANISHING * size**0.5
                 rows.append(
                     {
-                        **about,
+                        **facts,
                         "configuration": name,
                         "bias": moments.relative_bias(target_D),
                         "cosine": float("nan") if vanishes else moments.cosine(target_D),

@@ -1,22 +1,9 @@
-"""Doubly robust and truncated-then-corrected forms of the off-policy KL gradient, from tables of a small tree.
+"""The open problem of 2512.21852: a sequence-level reverse-KL gradient from off-policy samples, and what it costs.
 
-With a value ``Q(h, v)`` of the KL still to come after token ``v`` (nats), the future part of the gradient is
-``grad sum_v pi(v|h) Q(h, v)`` summed over the vocabulary, plus the ratio-weighted score of what ``Q`` missed:
-
-    sum_t W_{t-1} (grad KL_t + grad sum_v pi(v|h_t) Q(h_t, v)) + sum_t W_t s_t (F_t - Q(h_t, y_t)),
-
-unbiased for any ``Q``. Truncating the ratio of the second sum only (as ACER does, 1611.01224) trades its
-variance for a bias that vanishes with the error of ``Q``. A language model would need ``Q`` for every next
-token, so these are yardsticks of what a learned value could bring, not estimators one can train with today.
-
-The open problem of 2512.21852: a sequence-level reverse-KL gradient from off-policy samples, and what it costs.
-
-Every candidate is judged by its error at equal samples, ``sqrt(bias^2 + variance / N)`` over the norm of
-the true gradient. Candidates without a group are enumerated; those that couple the completions of a
-group (baselines, self-normalization) are sampled, with intervals over independent batches; the doubly
-robust forms need a value of every next token and are enumerated from tables of their own.
-
-The open problem's tables and figures from its data frames; nothing here computes a gradient.
+Every candidate is judged by its error at equal samples, ``sqrt(bias^2 + variance / N)`` over the norm of the true
+gradient. Candidates without a group are enumerated; those that couple the completions of a group (baselines,
+self-normalization) are sampled, with intervals over independent batches; doubly robust forms need a value of every
+next token and are enumerated from tables of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.corrections import weights_of
 from kl_comedy.kl.oracle import (
@@ -44,6 +30,9 @@ from kl_comedy.kl.oracle import (
     target_gradient,
     terms_loss,
 )
+from kl_comedy.lab.batched_gradients import Tables, enumerated
+from kl_comedy.lab.bias_variance import debiased_norm
+from kl_comedy.lab.pages import figure, legend_below, markdown, save_csv, tab10
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,75 +42,68 @@ VALUE_ERROR = 0.5
 """Relative noise of the imperfect value."""
 
 
-def doubly_robust_moments(setting: Instance, target_D: Tensor) -> dict[str, tuple[float, float]]:
-    """By candidate: relative bias and relative trace variance, enumerated. For shared parameters."""
-    tables = _Tables(setting)
+def doubly_robust_moments(tables: Tables, target_D: Tensor) -> dict[str, tuple[float, float]]:
+    """By candidate: relative bias and relative trace variance, enumerated.
+
+    With a value ``Q(h, v)`` of the KL still to come after token ``v`` (nats), the future part of the gradient is
+    ``grad sum_v pi(v|h) Q(h, v)`` summed over the vocabulary, plus the ratio-weighted score of the error of ``Q``:
+
+        sum_t W_{t-1} (grad KL_t + grad sum_v pi(v|h_t) Q(h_t, v)) + sum_t W_t s_t (F_t - Q(h_t, y_t)),
+
+    unbiased for any ``Q``. Truncating the ratio of the second sum only (as ACER does, 1611.01224) trades its variance
+    for a bias that vanishes with the error of ``Q``. A language model would need ``Q`` for every next token, so these
+    show what a learned value could bring; they are not estimators one can train with today.
+    """
+    exact_NV = _future_kl(tables)
     generator = torch.Generator().manual_seed(77)
-    exact_NV = tables.value_NV
     noisy_NV = exact_NV * (1 + VALUE_ERROR * torch.randn(exact_NV.shape, generator=generator, dtype=torch.float64))
-    candidates = {
-        "doubly robust, exact value": tables.gradient(exact_NV, outer=None, inner=None),
-        "doubly robust, value off by 50%": tables.gradient(noisy_NV, outer=None, inner=None),
-        "truncated at 2 then corrected, exact value": tables.gradient(exact_NV, outer=2.0, inner=2.0),
-        "truncated at 2 then corrected, value off by 50%": tables.gradient(noisy_NV, outer=2.0, inner=2.0),
-        "value only, off by 50%, truncated at 2": tables.gradient(noisy_NV, outer=2.0, inner=0.0),
+    gradients = {
+        "doubly robust, exact value": _doubly_robust(tables, exact_NV, outer=None, inner=None),
+        "doubly robust, value off by 50%": _doubly_robust(tables, noisy_NV, outer=None, inner=None),
+        "truncated at 2 then corrected, exact value": _doubly_robust(tables, exact_NV, outer=2.0, inner=2.0),
+        "truncated at 2 then corrected, value off by 50%": _doubly_robust(tables, noisy_NV, outer=2.0, inner=2.0),
+        "value only, off by 50%, truncated at 2": _doubly_robust(tables, noisy_NV, outer=2.0, inner=0.0),
     }
-    return {name: _moments(tables.probability_B, g_BD, target_D) for name, g_BD in candidates.items()}
-
-
-def _moments(probability_B: Tensor, gradient_BD: Tensor, target_D: Tensor) -> tuple[float, float]:
-    mean_D = probability_B @ gradient_BD
+    probability_B = tables.setting.probability(tables.setting.tree.all)
     size = float(target_D.square().sum())
-    variance = float(probability_B @ gradient_BD.square().sum(-1)) - float(mean_D.square().sum())
-    return float((mean_D - target_D).norm()) / size**0.5, variance / size
+    moments = {}
+    for name, gradient_BD in gradients.items():
+        mean_D = probability_B @ gradient_BD
+        variance = float(probability_B @ gradient_BD.square().sum(-1)) - float(mean_D.square().sum())
+        moments[name] = float((mean_D - target_D).norm()) / size**0.5, variance / size
+    return moments
 
 
-class _Tables:
-    """Scores, exact KLs and the exact value of what is still to come, over prefixes and completions."""
+def _future_kl(tables: Tables) -> Tensor:
+    """``Q[h, v]``: expected KL (nats) of the prefixes after token v, by recursion from the leaves."""
+    tree = tables.setting.tree
+    value_NV = torch.zeros_like(tables.p_NV)
+    onward = slice(1, None) if tree.ends else slice(None)
+    after_N = tables.reverse_N.clone()
+    for depth in reversed(range(tree.length - 1)):
+        here = slice(tree.first(depth), tree.first(depth + 1))
+        below = slice(tree.first(depth + 1), tree.first(depth + 2))
+        value_NV[here, onward] = after_N[below].reshape(-1, tree.branching)
+        after_N[here] = tables.reverse_N[here] + (tables.p_NV[here] * value_NV[here]).sum(-1)
+    return value_NV
 
-    def __init__(self, setting: Instance) -> None:
-        if setting.features_NVD is None:
-            raise UserError("doubly robust forms are enumerated for shared parameters only")
-        rows = setting.tree.all
-        logp_NV = setting.policy_logp()
-        p_NV = logp_NV.exp()
-        ratio_NV = logp_NV - setting.ref_logp_NV
-        self.p_NV = p_NV
-        self.kl_N = setting.kl_N[0]
-        self.score_NVD = setting.features_NVD - torch.einsum("nv,nvd->nd", p_NV, setting.features_NVD)[:, None]
-        self.kl_gradient_ND = torch.einsum("nv,nvd->nd", p_NV * ratio_NV, self.score_NVD)
-        self.rows = rows
-        self.probability_B = setting.probability(rows)
-        delta_NV = logp_NV - setting.recorded_logp_NV
-        self.delta_BT = torch.where(rows.mask_BT, delta_NV[rows.prefix_BT, rows.token_BT], 0.0)
-        self.value_NV = self._value(setting)
 
-    def _value(self, setting: Instance) -> Tensor:
-        """``Q[h, v]``: expected KL (nats) of the prefixes after token v, by recursion from the leaves."""
-        tree = setting.tree
-        value_NV = torch.zeros_like(self.p_NV)
-        onward = slice(1, None) if tree.ends else slice(None)
-        after_N = self.kl_N.clone()
-        for depth in reversed(range(tree.length - 1)):
-            here = slice(tree.first(depth), tree.first(depth + 1))
-            below = slice(tree.first(depth + 1), tree.first(depth + 2))
-            value_NV[here, onward] = after_N[below].reshape(-1, tree.branching)
-            after_N[here] = self.kl_N[here] + (self.p_NV[here] * value_NV[here]).sum(-1)
-        return value_NV
-
-    def gradient(self, value_NV: Tensor, *, outer: float | None, inner: float | None) -> Tensor:
-        """The gradient of each completion ``[B, D]``; ``outer`` caps the prefix ratio, ``inner`` the correction's."""
-        at, token, mask_BT = self.rows.prefix_BT, self.rows.token_BT, self.rows.mask_BT
-        before_BT = weights_of("prefix_previous", self.delta_BT, cap=outer) * mask_BT
-        all_actions_ND = torch.einsum("nv,nvd->nd", self.p_NV * value_NV, self.score_NVD)
-        gradient_BD = torch.einsum("bt,btd->bd", before_BT, (self.kl_gradient_ND + all_actions_ND)[at])
-        if inner == 0.0:
-            return gradient_BD
-        cost_BT = before_BT * self.kl_N[at] * mask_BT
-        future_BT = cost_BT.flip(-1).cumsum(-1).flip(-1) - cost_BT
-        up_to_BT = weights_of("prefix", self.delta_BT, cap=inner) * mask_BT
-        missed_BT = future_BT - up_to_BT * value_NV[at, token]
-        return gradient_BD + torch.einsum("bt,btd->bd", missed_BT * mask_BT, self.score_NVD[at, token])
+def _doubly_robust(tables: Tables, value_NV: Tensor, *, outer: float | None, inner: float | None) -> Tensor:
+    """The gradient of each completion ``[B, D]``; ``outer`` caps the prefix ratio, ``inner`` the correction's."""
+    rows = tables.setting.tree.all
+    at, token, mask_BT = rows.prefix_BT, rows.token_BT, rows.mask_BT
+    delta_NV = tables.logp_NV - tables.setting.recorded_logp_NV
+    delta_BT = torch.where(mask_BT, delta_NV[at, token], 0.0)
+    before_BT = weights_of("prefix_previous", delta_BT, cap=outer) * mask_BT
+    all_actions_ND = torch.einsum("nv,nvd->nd", tables.p_NV * value_NV, tables.score_NVD)
+    gradient_BD = torch.einsum("bt,btd->bd", before_BT, (tables.reverse_ND + all_actions_ND)[at])
+    if inner == 0.0:
+        return gradient_BD
+    cost_BT = before_BT * tables.reverse_N[at] * mask_BT
+    future_BT = cost_BT.flip(-1).cumsum(-1).flip(-1) - cost_BT
+    up_to_BT = weights_of("prefix", delta_BT, cap=inner) * mask_BT
+    missed_BT = future_BT - up_to_BT * value_NV[at, token]
+    return gradient_BD + torch.einsum("bt,btd->bd", missed_BT * mask_BT, tables.score_NVD[at, token])
 
 
 LENGTHS = (4, 8, 12, 16)
@@ -134,8 +116,6 @@ DISTANCE = 0.5
 GROUP = 8
 BATCHES = 12
 BATCH = 8192
-Z95 = 2.201
-"""The t quantile of 95% intervals over :data:`BATCHES` batches."""
 
 
 def exact_candidates() -> dict[str, KLTerm]:
@@ -144,7 +124,7 @@ def exact_candidates() -> dict[str, KLTerm]:
     def rb(**fields: Any) -> KLTerm:
         return KLTerm("exact", credit="to_go", correction="prefix_previous", **fields)
 
-    found = {
+    candidates = {
         "sequence IS, k1 total": KLTerm("k1", credit="total", correction="sequence"),
         "sequence IS, k3 differentiated": KLTerm("k3", placement="loss", correction="sequence"),
         "per decision, k1": KLTerm("k1", credit="to_go", correction="prefix"),
@@ -156,12 +136,12 @@ def exact_candidates() -> dict[str, KLTerm]:
         "bare k1 in reward": KLTerm("k1", credit="to_go"),
     }
     for cap in CAPS:
-        found[f"RB, prefix truncated at {cap:g}"] = rb(cap=cap)
-        found[f"RB, each ratio truncated at {cap:g}"] = rb(cap=cap, cap_mode="each")
-        found[f"RB, masked above {cap:g}"] = rb(cap=cap, cap_mode="mask")
+        candidates[f"RB, prefix truncated at {cap:g}"] = rb(cap=cap)
+        candidates[f"RB, each ratio truncated at {cap:g}"] = rb(cap=cap, cap_mode="each")
+        candidates[f"RB, masked above {cap:g}"] = rb(cap=cap, cap_mode="mask")
     for window in WINDOWS:
-        found[f"RB, window of {window}"] = rb(window=window)
-    return found
+        candidates[f"RB, window of {window}"] = rb(window=window)
+    return candidates
 
 
 def grouped_candidates() -> dict[str, Loss]:
@@ -202,10 +182,10 @@ def self_normalized(cap: float | None) -> Loss:
     return loss
 
 
-def instances(
+def random_settings(
     lengths: Sequence[int], staleness: Sequence[float], seeds: int
 ) -> Iterator[tuple[Instance, dict[str, Any]]]:
-    """Seeded binary instances with what describes them: length, staleness, seed, ESS share, KL in nats."""
+    """Seeded binary settings with what describes them: length, staleness, seed, ESS share, KL in nats."""
     for length in lengths:
         for stale in staleness:
             for seed in range(seeds):
@@ -236,27 +216,26 @@ def study(
     batch: int = BATCH,
     done: Callable[[], None] = lambda: None,
 ) -> pd.DataFrame:
-    """One row per candidate and instance: relative bias, variance, error at each of :data:`SAMPLES`.
+    """One row per candidate and random setting: relative bias, variance, error at each of :data:`SAMPLES`.
 
     ``bias_low`` and ``bias_high`` bound a sampled bias; for an enumerated one they equal it.
     """
     import pandas as pd
 
+    losses = {name: terms_loss([term]) for name, term in exact_candidates().items()}
     rows: list[dict[str, Any]] = []
-    for setting, facts in instances(lengths, staleness, seeds):
-        target_D = target_gradient(setting, "sequence_reverse")
+    for setting, facts in random_settings(lengths, staleness, seeds):
+        tables, target_D = Tables(setting), target_gradient(setting, "sequence_reverse")
         size = float(target_D.square().sum())
-        for name, term in exact_candidates().items():
-            moments = exact_moments(setting, terms_loss([term]))
-            bias = moments.relative_bias(target_D)
-            rows.append(
-                {**facts, "candidate": name, "method": "enumerated", **_row(bias, bias, bias, moments.variance / size)}
-            )
-        for name, (bias, variance) in doubly_robust_moments(setting, target_D).items():
-            rows.append({**facts, "candidate": name, "method": "enumerated", **_row(bias, bias, bias, variance)})
+        moments = {
+            name: (m.relative_bias(target_D), m.variance / size) for name, m in enumerated(tables, losses).items()
+        }
+        for name, (bias, variance) in {**moments, **doubly_robust_moments(tables, target_D)}.items():
+            numbers = _row(bias, bias, bias, variance)
+            rows.append({**facts, "candidate": name, "method": "enumerated", **numbers})
         for name, loss in grouped_candidates().items():
-            found = _sampled(setting, loss, target_D, batches=batches, batch=batch, seed=int(facts["seed"]))
-            rows.append({**facts, "candidate": name, "method": "sampled", **_row(*found)})
+            sampled = _sampled(setting, loss, target_D, batches=batches, batch=batch, seed=int(facts["seed"]))
+            rows.append({**facts, "candidate": name, "method": "sampled", **_row(*sampled)})
         done()
     return pd.DataFrame(rows)
 
@@ -269,30 +248,15 @@ def _row(bias: float, low: float, high: float, variance: float) -> dict[str, flo
 def _sampled(
     setting: Instance, loss: Loss, target_D: Tensor, *, batches: int, batch: int, seed: int
 ) -> tuple[float, float, float, float]:
-    """Relative bias with its bounds, and relative variance, from independent batches of groups.
-
-    The squared bias is estimated from products of different batches, which noise leaves unbiased; its
-    interval is Student's over the batches' leave-one-out estimates (a jackknife).
-    """
+    """Relative bias with its bounds, and relative variance, from independent batches of groups."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    found = [
+    sampled = [
         sampled_moments(setting, loss, samples=batch, group_size=GROUP, generator=generator) for _ in range(batches)
     ]
-    size = float(target_D.square().sum())
-    off_RD = torch.stack([m.gradient_D for m in found]) - target_D
-    whole = _cross(off_RD)
-    left = torch.tensor([_cross(torch.cat([off_RD[:r], off_RD[r + 1 :]])) for r in range(batches)])
-    spread = Z95 * math.sqrt(float((left - left.mean()).square().sum()) * (batches - 1) / batches)
-    variance = sum(m.variance for m in found) / batches / size
-    low, middle, high = (math.sqrt(max(value, 0.0) / size) for value in (whole - spread, whole, whole + spread))
-    return middle, low, high, variance
-
-
-def _cross(off_RD: Tensor) -> float:
-    """The mean inner product of different rows: an unbiased estimate of the squared norm of their mean."""
-    count = len(off_RD)
-    total = off_RD.sum(0).square().sum() - off_RD.square().sum()
-    return float(total) / (count * (count - 1))
+    scale = float(target_D.norm())
+    bias, low, high = debiased_norm(torch.stack([m.gradient_D for m in sampled]) - target_D)
+    variance = sum(m.variance for m in sampled) / batches / scale**2
+    return bias / scale, low / scale, high / scale, variance
 
 
 def lambda_study(
@@ -305,7 +269,7 @@ def lambda_study(
     import pandas as pd
 
     rows = []
-    for setting, facts in instances(lengths, staleness, seeds):
+    for setting, facts in random_settings(lengths, staleness, seeds):
         size = float(target_gradient(setting, "sequence_reverse").square().sum())
 
         def variance(lam: float, setting: Instance = setting, size: float = size) -> float:
@@ -375,52 +339,46 @@ def setting_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def plot_errors(frame: pd.DataFrame, path: Path, *, samples: int = 1024) -> None:
     """Error at equal samples against staleness, one panel per length; means over seeds."""
-    plt = _pyplot()
     lengths = sorted(frame.length.unique())
-    figure, panels = plt.subplots(1, len(lengths), figsize=(4.2 * len(lengths), 5.2), sharey=True, layout="constrained")
-    for axes, length in zip(_listed(panels), lengths, strict=True):
-        for color, name in zip(plt.cm.tab10.colors, HEADLINE, strict=False):
-            rows = frame[(frame.length == length) & (frame.candidate == name)]
-            grouped = rows.groupby("staleness")[f"error_{samples}"]
-            axes.plot(grouped.mean().index, grouped.mean(), marker=".", color=color, label=name)
-        axes.set_yscale("log")
-        axes.set_title(f"{length} tokens")
-        axes.set_xlabel("staleness (logit noise)")
-        axes.grid(alpha=0.3)
-    _listed(panels)[0].set_ylabel(f"error of the gradient at N = {samples}, relative to |G*|")
-    handles, labels = _listed(panels)[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
-    _save(plt, figure, path)
+    with figure(path, 1, len(lengths), (4.2 * len(lengths), 5.2), dpi=120, sharey=True) as (drawing, panels):
+        for axes, length in zip(panels[0], lengths, strict=True):
+            for color, name in zip(tab10(), HEADLINE, strict=False):
+                rows = frame[(frame.length == length) & (frame.candidate == name)]
+                mean = rows.groupby("staleness")[f"error_{samples}"].mean()
+                axes.plot(mean.index, mean, marker=".", color=color, label=name)
+            axes.set_yscale("log")
+            axes.set_title(f"{length} tokens")
+            axes.set_xlabel("staleness (logit noise)")
+            axes.grid(alpha=0.3)
+        panels[0][0].set_ylabel(f"error of the gradient at N = {samples}, relative to |G*|")
+        legend_below(drawing, panels[0][0], 4)
 
 
 def plot_variance(frame: pd.DataFrame, path: Path) -> None:
     """Left: variance against length at one staleness. Right: variance against the effective sample share."""
-    plt = _pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.4), layout="constrained")
-    middle = sorted(frame.staleness.unique())[-2]
-    for color, name in zip(plt.cm.tab10.colors, HEADLINE, strict=False):
-        rows = frame[frame.candidate == name]
-        grouped = rows[rows.staleness == middle].groupby("length").variance
-        left.plot(grouped.mean().index, grouped.mean(), marker="o", color=color, label=name)
-        left.fill_between(grouped.min().index, grouped.min(), grouped.max(), color=color, alpha=0.10)
-        right.scatter(rows.ess, rows.variance, color=color, s=14, label=name)
-    left.set_title(f"Against length, staleness {middle:g}")
-    left.set_xlabel("length (tokens)")
-    right.set_title("Against the effective sample share, every instance")
-    right.set_xlabel("effective sample size / samples (sequence ratio)")
-    right.set_xscale("log")
-    for axes in (left, right):
-        axes.set_yscale("log")
-        axes.set_ylabel("trace variance of one completion / |G*|²")
-        axes.grid(alpha=0.3)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
-    _save(plt, figure, path)
+    with figure(path, 1, 2, (13, 5.4), dpi=120) as (drawing, panels):
+        left, right = panels[0]
+        middle = sorted(frame.staleness.unique())[-2]
+        for color, name in zip(tab10(), HEADLINE, strict=False):
+            rows = frame[frame.candidate == name]
+            grouped = rows[rows.staleness == middle].groupby("length").variance
+            left.plot(grouped.mean().index, grouped.mean(), marker="o", color=color, label=name)
+            left.fill_between(grouped.min().index, grouped.min(), grouped.max(), color=color, alpha=0.10)
+            right.scatter(rows.ess, rows.variance, color=color, s=14, label=name)
+        left.set_title(f"Against length, staleness {middle:g}")
+        left.set_xlabel("length (tokens)")
+        right.set_title("Against the effective sample share, every instance")
+        right.set_xlabel("effective sample size / samples (sequence ratio)")
+        right.set_xscale("log")
+        for axes in (left, right):
+            axes.set_yscale("log")
+            axes.set_ylabel("trace variance of one completion / |G*|²")
+            axes.grid(alpha=0.3)
+        legend_below(drawing, left, 4)
 
 
 def plot_knobs(frame: pd.DataFrame, path: Path, *, samples: int = 1024) -> None:
     """The bias-variance knobs: error against the cap, by kind of bound, at the longest length."""
-    plt = _pyplot()
     longest = frame.length.max()
     stale = [value for value in sorted(frame.staleness.unique()) if value > 0]
     kinds = {
@@ -428,68 +386,41 @@ def plot_knobs(frame: pd.DataFrame, path: Path, *, samples: int = 1024) -> None:
         "each ratio truncated": "RB, each ratio truncated at ",
         "masked": "RB, masked above ",
     }
-    figure, panels = plt.subplots(1, len(stale), figsize=(4.0 * len(stale), 4.8), sharey=True, layout="constrained")
-    for axes, value in zip(_listed(panels), stale, strict=True):
-        here = frame[(frame.length == longest) & (frame.staleness == value)]
-        for kind, prefix in kinds.items():
-            mask = here.candidate.str.startswith(prefix) & ~here.candidate.str.contains("baseline")
-            caps = here[mask].assign(cap=here[mask].candidate.str.removeprefix(prefix).astype(float))
-            grouped = caps.groupby("cap")[f"error_{samples}"]
-            axes.plot(grouped.mean().index, grouped.mean(), marker="o", label=kind)
-        for name, style in (("RB per decision", "--"), ("RB without prefix ratio", ":")):
-            axes.axhline(
-                here[here.candidate == name][f"error_{samples}"].mean(), color="black", linestyle=style, label=name
-            )
-        axes.set_title(f"staleness {value:g}, {longest} tokens")
-        axes.set_xlabel("cap")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-    _listed(panels)[0].set_ylabel(f"error at N = {samples}, relative to |G*|")
-    handles, labels = _listed(panels)[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
-    _save(plt, figure, path)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _listed(panels: Any) -> list[Any]:
-    return list(panels.flat) if hasattr(panels, "flat") else [panels]
-
-
-def _save(plt: Any, figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with figure(path, 1, len(stale), (4.0 * len(stale), 4.8), dpi=120, sharey=True) as (drawing, panels):
+        for axes, value in zip(panels[0], stale, strict=True):
+            here = frame[(frame.length == longest) & (frame.staleness == value)]
+            for kind, prefix in kinds.items():
+                mask = here.candidate.str.startswith(prefix) & ~here.candidate.str.contains("baseline")
+                caps = here[mask].assign(cap=here[mask].candidate.str.removeprefix(prefix).astype(float))
+                mean = caps.groupby("cap")[f"error_{samples}"].mean()
+                axes.plot(mean.index, mean, marker="o", label=kind)
+            for name, style in (("RB per decision", "--"), ("RB without prefix ratio", ":")):
+                level = here[here.candidate == name][f"error_{samples}"].mean()
+                axes.axhline(level, color="black", linestyle=style, label=name)
+            axes.set_title(f"staleness {value:g}, {longest} tokens")
+            axes.set_xlabel("cap")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.grid(alpha=0.3)
+        panels[0][0].set_ylabel(f"error at N = {samples}, relative to |G*|")
+        legend_below(drawing, panels[0][0], 5)
 
 
 def write_report(frame: pd.DataFrame, lambdas: pd.DataFrame, out: Path, *, command: str) -> None:
     """Data, figures and a README with every table into ``out``; ``command`` is what regenerates them."""
-    out.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(out / "open_problem.csv", index=False, float_format="%.6g")
-    lambdas.to_csv(out / "k_lambda.csv", index=False, float_format="%.6g")
+    save_csv(frame, out / "open_problem.csv")
+    save_csv(lambdas, out / "k_lambda.csv")
     plot_errors(frame, out / "error.png")
     plot_variance(frame, out / "variance.png")
     plot_knobs(frame, out / "knobs.png")
-    (out / "README.md").write_text(readme(frame, lambdas, command=command))
-
-
-def readme(frame: pd.DataFrame, lambdas: pd.DataFrame, *, command: str) -> str:
-    """The page of tables, Markdown."""
-    from kl_comedy.lab.synthetic import markdown
-
-    seeds = frame.seed.nunique()
+    best = lambdas.groupby(["length", "staleness"])[["k1", "k3", "lambda", "best", "rb"]].mean().reset_index()
+    longest = frame[frame.length == frame.length.max()].groupby(["staleness", "candidate"])
+    numbers = longest[["bias", "variance", *(f"error_{n}" for n in SAMPLES)]].mean().reset_index()
     parts = [
         "# The open problem: a sequence-level reverse-KL gradient from off-policy samples",
-        f"Regenerated by `{command}`. Binary policies with shared parameters, {seeds} seeds each; the error at N is "
-        "`sqrt(bias^2 + variance / N)` over the norm of the true gradient G*. What it means: docs/open_problem.md.",
+        f"Regenerated by `{command}`. Binary policies with shared parameters, {frame.seed.nunique()} seeds each; the "
+        "error at N is `sqrt(bias^2 + variance / N)` over the norm of the true gradient G*. What it means: "
+        "docs/open_problem.md.",
         "![error](error.png)",
         "![variance](variance.png)",
         "![knobs](knobs.png)",
@@ -502,14 +433,8 @@ def readme(frame: pd.DataFrame, lambdas: pd.DataFrame, *, command: str) -> str:
         "## Regret: error over the least error of any trainable candidate",
         markdown(regret_table(frame)),
         "## k_lambda per decision: variance at lambda 0 (k1), 1 (k3) and the best, beside RB",
-        markdown(lambdas.groupby(["length", "staleness"])[["k1", "k3", "lambda", "best", "rb"]].mean().reset_index()),
+        markdown(best),
         "## Every candidate: bias, variance, errors, means over seeds at the longest length",
-        markdown(_longest(frame)),
+        markdown(numbers),
     ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _longest(frame: pd.DataFrame) -> pd.DataFrame:
-    here = frame[frame.length == frame.length.max()]
-    columns = ["bias", "variance", *(f"error_{n}" for n in SAMPLES)]
-    return here.groupby(["staleness", "candidate"])[columns].mean().reset_index()
+    (out / "README.md").write_text("\n\n".join(parts) + "\n")

@@ -1,29 +1,17 @@
-"""Small games whose best policy is known in closed form, several at once, with tabular policies.
+"""KL terms optimized until they stop, in small games whose best policy is known in closed form.
 
 The objective is ``J(pi) = E_pi[R] - beta KL(pi || ref)`` over completions; its optimum is
 ``pi* = ref exp(R / beta) / Z`` with ``J* = beta log Z`` (nats). With the forward KL instead,
-``E_pi[R] - beta KL(ref || pi)``, it is ``beta ref / (lambda - R)`` with ``lambda > max R`` such that it
-sums to one (2510.20817).
+``E_pi[R] - beta KL(ref || pi)``, it is ``beta ref / (lambda - R)`` with ``lambda > max R`` such that it sums to one
+(2510.20817). Policies are tabular, and several games are optimized at once.
 
-Legend: ``S`` games side by side, ``N`` prefixes, ``V`` tokens, ``B`` completions, ``T`` tokens.
+``optimum_study``: does each configuration reach the optimum? ``mode_study``: does a KL term bring back a mode of the
+reference that the policy has lost (*lost*), and remove one that the reference lacks (*invented*)? There two
+completions, A and B, earn the same reward, and everything else nothing, so the optimum keeps the ratio of A to B that
+the reference has, whatever beta is. *Lost*: the reference gives A and B the same probability, and the policy starts
+with next to none on B. *Invented*: the other way round. A and B differ from the first token on.
 
-Gradient descent on a game under a list of KL terms, with expected gradients or with sampled ones.
-
-A step follows ``grad E_mu[sum_t beta * surrogate_t] - grad E_pi[R]``. The part of the reward is always the
-true policy gradient, so that what is reached or missed is the KL term's doing. With samples, the
-probabilities of completions are replaced by the frequencies of a batch, and rewards are centred by the
-mean of the others (RLOO).
-
-The closed-form optimum, reached or missed by descending each configuration to its end.
-
-Does a KL term bring back a mode of the reference that the policy has lost, and give up one it has invented?
-
-Two completions, A and B, earn the same reward, everything else earns nothing. *Lost*: the reference gives A
-and B the same probability, and the policy starts with next to none on B. *Invented*: the reference gives B
-next to none, and the policy starts with as much on B as on A. As rewards are equal, the optimum keeps the
-ratio of A to B that the reference has, whatever beta is. They part at the first token.
-
-Legend: ``S`` games side by side, ``N`` prefixes, ``V`` tokens, ``B`` completions.
+Legend: ``S`` games, ``N`` prefixes, ``V`` tokens, ``B`` completions, ``T`` tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +29,7 @@ from torch import Tensor
 from kl_comedy.errors import bad_value
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import Rows, Tree, prefix_log_probs, terms_loss
-from kl_comedy.lab.bias_variance import DESCENDED, RECOVERING, Terms
+from kl_comedy.lab.bias_variance import OPTIMIZED, RECOVERING, Terms
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,8 +100,8 @@ class Games:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """Where policies stand, one number per game: nats, rewards, probabilities.
+class PolicyFigures:
+    """Exact figures of policies, one number per game: nats, rewards.
 
     ``to_optimum_S`` is ``KL(pi || pi*)``, which is also ``(J* - J) / beta``; ``to_forward_optimum_S`` the
     KL to the optimum of the forward KL.
@@ -127,7 +115,7 @@ class Standing:
     reward_S: Tensor
 
 
-def standing(games: Games, logits_SNV: Tensor) -> Standing:
+def policy_figures(games: Games, logits_SNV: Tensor) -> PolicyFigures:
     """Exact figures of policies given by their logits."""
     logp_SB = games.of_completions(prefix_log_probs(logits_SNV))
     p_SB = logp_SB.exp()
@@ -136,7 +124,7 @@ def standing(games: Games, logits_SNV: Tensor) -> Standing:
         return torch.where(p_SB > 0, p_SB * values_SB, 0.0).sum(-1)
 
     to_optimum_S = mean(logp_SB - games.optimum())
-    return Standing(
+    return PolicyFigures(
         to_optimum_S=to_optimum_S,
         to_forward_optimum_S=mean(logp_SB - games.forward_optimum()),
         gap_S=games.beta_S * to_optimum_S,
@@ -185,8 +173,8 @@ RULES = ("adam", "gd")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Descent:
-    """How to descend.
+class Optimization:
+    """Optimizer and sampler.
 
     Args:
         steps: updates.
@@ -217,52 +205,56 @@ class Descent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Path:
-    """Where descent ended: logits, the norm of the last expected gradient per game, whether numbers stayed finite."""
+class Optimized:
+    """The last logits, the norm of the last expected gradient per game, whether all gradients were finite."""
 
     logits_SNV: Tensor
     gradient_S: Tensor
     finite_S: Tensor
 
 
-def descend(
+def optimize(
     games: Games,
     terms: Sequence[KLTerm],
-    how: Descent,
+    optimization: Optimization,
     watch: Callable[[int, Tensor], None] = lambda step, logits: None,
-) -> Path:
-    """Descend from the games' start. ``watch`` sees the step and the logits ``[S, N, V]`` before each update."""
+) -> Optimized:
+    """Minimize ``beta * surrogate - reward`` from the games' start.
+
+    The reward's part is always the true policy gradient, so that only the KL terms decide what is reached. With
+    samples, the probabilities of completions are replaced by the frequencies of a batch, and rewards are centred by the
+    mean of the others (RLOO). ``watch`` gets the step and the logits ``[S, N, V]`` before each update and at the end.
+    """
     theta_SNV = games.start_SNV.clone().requires_grad_(True)
-    optimizer, schedule = _optimizer(theta_SNV, how)
-    generator = torch.Generator().manual_seed(how.seed)
-    past: deque[Tensor] = deque(maxlen=how.lag + 1)
+    optimizer, schedule = _optimizer(theta_SNV, optimization)
+    generator = torch.Generator().manual_seed(optimization.seed)
+    past: deque[Tensor] = deque(maxlen=optimization.lag + 1)
     finite_S = torch.ones(games.count, dtype=torch.bool)
-    for step in range(how.steps):
+    for step in range(optimization.steps):
         logits_SNV = theta_SNV.detach().clone()
         watch(step, logits_SNV)
         past.append(prefix_log_probs(logits_SNV))
-        sampler_SNV = games.ref_logp_SNV if how.sampler == "reference" else past[0]
-        gradient_SNV = _gradient(games, terms, theta_SNV, sampler_SNV, how.batch, generator)
+        sampler_SNV = games.ref_logp_SNV if optimization.sampler == "reference" else past[0]
+        gradient_SNV = _gradient(games, terms, theta_SNV, sampler_SNV, optimization.batch, generator)
         finite_S &= torch.isfinite(gradient_SNV).all(-1).all(-1)
         theta_SNV.grad = torch.where(finite_S[:, None, None], gradient_SNV, 0.0)
         optimizer.step()
         schedule.step()
     final_SNV = theta_SNV.detach()
-    watch(how.steps, final_SNV)
-    sampler_SNV = games.ref_logp_SNV if how.sampler == "reference" else prefix_log_probs(final_SNV)
+    watch(optimization.steps, final_SNV)
+    sampler_SNV = games.ref_logp_SNV if optimization.sampler == "reference" else prefix_log_probs(final_SNV)
     last_SNV = _gradient(games, terms, theta_SNV, sampler_SNV, None, generator)
-    return Path(logits_SNV=final_SNV, gradient_S=last_SNV.flatten(1).norm(dim=1), finite_S=finite_S)
+    return Optimized(logits_SNV=final_SNV, gradient_S=last_SNV.flatten(1).norm(dim=1), finite_S=finite_S)
 
 
-def _optimizer(theta_SNV: Tensor, how: Descent) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer: torch.optim.Optimizer
-    if how.rule == "adam":
-        optimizer = torch.optim.Adam([theta_SNV], lr=how.rate)
-    else:
-        optimizer = torch.optim.SGD([theta_SNV], lr=how.rate)
-    if how.rule == "adam" and how.decays:
-        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, how.steps)
-    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+def _optimizer(theta_SNV: Tensor, optimization: Optimization) -> tuple[torch.optim.Optimizer, Any]:
+    if optimization.rule == "gd":
+        plain = torch.optim.SGD([theta_SNV], lr=optimization.rate)
+        return plain, torch.optim.lr_scheduler.ConstantLR(plain, factor=1.0)
+    adam = torch.optim.Adam([theta_SNV], lr=optimization.rate)
+    if optimization.decays:
+        return adam, torch.optim.lr_scheduler.CosineAnnealingLR(adam, optimization.steps)
+    return adam, torch.optim.lr_scheduler.ConstantLR(adam, factor=1.0)
 
 
 def _gradient(
@@ -300,15 +292,15 @@ BATCH, BATCH_STEPS, BATCH_RATE = 64, 1500, 0.02
 REACHED = 1e-6
 """KL to the optimum (nats) at which it counts as reached."""
 STATIONARY = 1e-5
-"""Norm of the expected gradient below which descent has come to rest (rewards are in 0..1)."""
-WATCHED = 60
-"""Points kept of each path, evenly spread over the logarithm of the step."""
+"""Norm of the expected gradient below which a policy counts as stationary (rewards are in 0..1)."""
+PATH_POINTS = 60
+"""Points stored of each path, evenly spread over the logarithm of the step."""
 
-SETTINGS: dict[str, Descent] = {
-    "on-policy": Descent(steps=STEPS, rate=RATE),
-    "sampler 20 steps old": Descent(steps=STEPS, rate=RATE, sampler="lagging", lag=LAG),
-    "sampler is the reference": Descent(steps=STEPS, rate=RATE, sampler="reference"),
-    "batches of 64, on-policy": Descent(steps=BATCH_STEPS, rate=BATCH_RATE, batch=BATCH),
+SETTINGS: dict[str, Optimization] = {
+    "on-policy": Optimization(steps=STEPS, rate=RATE),
+    "sampler 20 steps old": Optimization(steps=STEPS, rate=RATE, sampler="lagging", lag=LAG),
+    "sampler is the reference": Optimization(steps=STEPS, rate=RATE, sampler="reference"),
+    "batches of 64, on-policy": Optimization(steps=BATCH_STEPS, rate=BATCH_RATE, batch=BATCH),
 }
 
 
@@ -316,8 +308,8 @@ def optimum_study(
     *,
     seeds: int = 5,
     betas: tuple[float, ...] = BETAS,
-    settings: Mapping[str, Descent] = SETTINGS,
-    configurations: Mapping[str, Terms] = DESCENDED,
+    settings: Mapping[str, Optimization] = SETTINGS,
+    configurations: Mapping[str, Terms] = OPTIMIZED,
     done: Callable[[], None] = lambda: None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Ends (one row per setting, configuration, beta and seed) and paths (KL to the optimum along the way).
@@ -329,52 +321,43 @@ def optimum_study(
     ends: list[dict[str, Any]] = []
     paths: list[dict[str, Any]] = []
     games = random_games(TREE, seeds=seeds, betas=betas)
-    for setting, how in settings.items():
+    halved = dataclasses.replace(games, beta_S=games.beta_S / 2)
+    facts = [{"beta": float(games.beta_S[s]), "seed": s % seeds} for s in range(games.count)]
+    for setting, optimization in settings.items():
+        exponents = torch.linspace(0, math.log(optimization.steps + 1), PATH_POINTS, dtype=torch.float64)
+        points = {0, optimization.steps, *(round(float(e.exp())) - 1 for e in exponents)}
         for name, terms in configurations.items():
-            end, path = _descended(games, terms, how, seeds)
-            ends += [{"setting": setting, "configuration": name, **row} for row in end]
-            paths += [{"setting": setting, "configuration": name, **row} for row in path]
+            labels = {"setting": setting, "configuration": name}
+
+            def watch(step: int, logits_SNV: Tensor, points: set[int] = points, labels: Any = labels) -> None:
+                if step in points:
+                    to_optimum_S = policy_figures(games, logits_SNV).to_optimum_S.tolist()
+                    for game, value in zip(facts, to_optimum_S, strict=True):
+                        paths.append({**labels, **game, "step": step, "to_optimum": value})
+
+            end = optimize(games, terms, optimization, watch)
+            figures = policy_figures(games, end.logits_SNV)
+            columns = {
+                "to_optimum": figures.to_optimum_S,
+                "gap": figures.gap_S,
+                "to_forward_optimum": figures.to_forward_optimum_S,
+                "to_half_beta_optimum": policy_figures(halved, end.logits_SNV).to_optimum_S,
+                "to_ref": figures.to_ref_S,
+                "entropy": figures.entropy_S,
+                "reward": figures.reward_S,
+                "gradient": end.gradient_S,
+                "finite": end.finite_S,
+            }
+            for s, game in enumerate(facts):
+                row = {column: values_S[s].item() for column, values_S in columns.items()}
+                outcome = "noisy" if optimization.batch is not None else verdict(row)
+                ends.append({**labels, **game, **row, "verdict": outcome})
             done()
     return pd.DataFrame(ends), pd.DataFrame(paths)
 
 
-def _descended(
-    games: Games, terms: Terms, how: Descent, seeds: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    watched = set(_spread(how.steps))
-    path: list[dict[str, Any]] = []
-
-    def watch(step: int, logits_SNV: Tensor) -> None:
-        if step in watched:
-            now = standing(games, logits_SNV)
-            path.extend(
-                {**_game(games, s, seeds), "step": step, "to_optimum": float(now.to_optimum_S[s])}
-                for s in range(games.count)
-            )
-
-    found = descend(games, terms, how, watch)
-    last = standing(games, found.logits_SNV)
-    halved = standing(dataclasses.replace(games, beta_S=games.beta_S / 2), found.logits_SNV)
-    ends = []
-    for s in range(games.count):
-        row = {
-            **_game(games, s, seeds),
-            "to_optimum": float(last.to_optimum_S[s]),
-            "gap": float(last.gap_S[s]),
-            "to_forward_optimum": float(last.to_forward_optimum_S[s]),
-            "to_half_beta_optimum": float(halved.to_optimum_S[s]),
-            "to_ref": float(last.to_ref_S[s]),
-            "entropy": float(last.entropy_S[s]),
-            "reward": float(last.reward_S[s]),
-            "gradient": float(found.gradient_S[s]),
-            "finite": bool(found.finite_S[s]),
-        }
-        ends.append({**row, "verdict": "noisy" if how.batch is not None else verdict(row)})
-    return ends, path
-
-
 def verdict(row: Mapping[str, Any]) -> str:
-    """``reached`` the optimum, came to rest elsewhere (``missed``), still moves (``drifts``), or ``diverged``."""
+    """``reached`` the optimum, is stationary elsewhere (``missed``), still moves (``drifts``), or ``diverged``."""
     if not (row["finite"] and math.isfinite(row["to_optimum"]) and math.isfinite(row["gradient"])):
         return "diverged"
     if row["to_optimum"] < REACHED:
@@ -382,30 +365,21 @@ def verdict(row: Mapping[str, Any]) -> str:
     return "missed" if row["gradient"] < STATIONARY else "drifts"
 
 
-def _game(games: Games, s: int, seeds: int) -> dict[str, Any]:
-    return {"beta": float(games.beta_S[s]), "seed": s % seeds}
-
-
-def _spread(steps: int) -> Sequence[int]:
-    exponents = torch.linspace(0, math.log(steps + 1), WATCHED, dtype=torch.float64)
-    return sorted({0, steps, *(round(float(e.exp())) - 1 for e in exponents)})
-
-
-TREE_modes = Tree.build(vocabulary=3, length=3, ends=False)
+MODE_TREE = Tree.build(vocabulary=3, length=3, ends=False)
 RARE = (1e-1, 1e-2, 1e-3, 1e-6)
 """Probabilities of the first token of the mode that is rare."""
 BETA = 0.3
 KINDS = ("lost", "invented")
-BATCH_modes = 256
+MODE_BATCH = 256
 SHARE = 0.5
 """A lost mode is back once B has this share of its optimal probability; an invented one is given up once
 what B has beyond its optimal probability is down to this share of what it began with."""
 
-SETTINGS_modes: dict[str, Descent] = {
-    "expected gradients, gradient descent": Descent(steps=3000, rate=1.0, rule="gd"),
-    "expected gradients, Adam": Descent(steps=2000, rate=0.02, decays=False),
-    "batches of 256, gradient descent": Descent(steps=2000, rate=1.0, rule="gd", batch=BATCH_modes),
-    "batches of 256, Adam": Descent(steps=2000, rate=0.02, decays=False, batch=BATCH_modes),
+MODE_SETTINGS: dict[str, Optimization] = {
+    "expected gradients, gradient descent": Optimization(steps=3000, rate=1.0, rule="gd"),
+    "expected gradients, Adam": Optimization(steps=2000, rate=0.02, decays=False),
+    "batches of 256, gradient descent": Optimization(steps=2000, rate=1.0, rule="gd", batch=MODE_BATCH),
+    "batches of 256, Adam": Optimization(steps=2000, rate=0.02, decays=False, batch=MODE_BATCH),
 }
 
 
@@ -421,10 +395,10 @@ def mode_games(kind: str, *, rare: tuple[float, ...] = RARE, beta: float = BETA,
         even_NV, scarce_NV = _modes(0.45), _modes(p)
         start.append(scarce_NV if kind == "lost" else even_NV)
         reference.append(even_NV if kind == "lost" else scarce_NV)
-    reward_B = torch.zeros(TREE_modes.completions, dtype=torch.float64)
+    reward_B = torch.zeros(MODE_TREE.completions, dtype=torch.float64)
     reward_B[[_number(0), _number(1)]] = 1.0
     return Games(
-        tree=TREE_modes,
+        tree=MODE_TREE,
         ref_logp_SNV=torch.stack(reference),
         start_SNV=torch.stack(start),
         reward_SB=reward_B.repeat(len(start), 1),
@@ -434,25 +408,25 @@ def mode_games(kind: str, *, rare: tuple[float, ...] = RARE, beta: float = BETA,
 
 def _modes(first_B: float) -> Tensor:
     """Log-probs ``[N, V]``: first ``first_B`` on B, 0.1 on the third branch, the rest on A; then 0.8 on the same."""
-    logp_NV = torch.full((TREE_modes.prefixes, TREE_modes.vocabulary), 1 / 3, dtype=torch.float64)
+    logp_NV = torch.full((MODE_TREE.prefixes, MODE_TREE.vocabulary), 1 / 3, dtype=torch.float64)
     logp_NV[0] = torch.tensor([0.9 - first_B, first_B, 0.1], dtype=torch.float64)
-    for token in range(TREE_modes.vocabulary):
-        along = torch.full((TREE_modes.vocabulary,), 0.1, dtype=torch.float64)
+    for token in range(MODE_TREE.vocabulary):
+        along = torch.full((MODE_TREE.vocabulary,), 0.1, dtype=torch.float64)
         along[token] = 0.8
-        logp_NV[TREE_modes.first(1) + token] = along
-        logp_NV[TREE_modes.first(2) + TREE_modes.vocabulary * token + token] = along
+        logp_NV[MODE_TREE.first(1) + token] = along
+        logp_NV[MODE_TREE.first(2) + MODE_TREE.vocabulary * token + token] = along
     return logp_NV.log()
 
 
 def _number(token: int) -> int:
     """The number of the completion that repeats one token."""
-    return sum(token * TREE_modes.vocabulary**t for t in range(TREE_modes.length))
+    return sum(token * MODE_TREE.vocabulary**t for t in range(MODE_TREE.length))
 
 
 def mode_study(
     *,
     seeds: int = 5,
-    settings: Mapping[str, Descent] = SETTINGS_modes,
+    settings: Mapping[str, Optimization] = MODE_SETTINGS,
     configurations: Mapping[str, Terms] = RECOVERING,
     rare: tuple[float, ...] = RARE,
     done: Callable[[], None] = lambda: None,
@@ -465,38 +439,41 @@ def mode_study(
     import pandas as pd
 
     rows: list[dict[str, Any]] = []
-    for setting, how in settings.items():
+    for setting, optimization in settings.items():
         for kind in KINDS:
-            games = mode_games(kind, rare=rare, copies=1 if how.batch is None else seeds)
+            games = mode_games(kind, rare=rare, copies=1 if optimization.batch is None else seeds)
             for name, terms in configurations.items():
-                about = {"setting": setting, "kind": kind, "configuration": name}
-                rows += [{**about, **row} for row in _followed(games, terms, how, kind, rare)]
+                labels = {"setting": setting, "kind": kind, "configuration": name}
+                for s, row in enumerate(_optimize_modes(games, terms, optimization, kind)):
+                    rows.append({**labels, "rare": rare[s % len(rare)], "seed": s // len(rare), **row})
                 done()
     return pd.DataFrame(rows)
 
 
-def _followed(games: Games, terms: Terms, how: Descent, kind: str, rare: tuple[float, ...]) -> list[dict[str, Any]]:
-    best_S = games.optimum()[:, _number(1)].exp()
-    began_S = _probability(games, games.start_SNV, 1)
+def _optimize_modes(games: Games, terms: Terms, optimization: Optimization, kind: str) -> list[dict[str, Any]]:
+    """One row per game."""
+    optimal_S = games.optimum()[:, _number(1)].exp()
+    start_S = _probability(games, games.start_SNV, 1)
     first_S = torch.full((games.count,), float("nan"), dtype=torch.float64)
 
     def watch(step: int, logits_SNV: Tensor) -> None:
         mode_S = _probability(games, logits_SNV, 1)
-        there_S = mode_S >= SHARE * best_S if kind == "lost" else mode_S - best_S <= SHARE * (began_S - best_S)
-        first_S[there_S & first_S.isnan()] = step
+        if kind == "lost":
+            changed_S = mode_S >= SHARE * optimal_S
+        else:
+            changed_S = mode_S - optimal_S <= SHARE * (start_S - optimal_S)
+        first_S[changed_S & first_S.isnan()] = step
 
-    path = descend(games, terms, how, watch)
-    mode_S, other_S = (_probability(games, path.logits_SNV, token) for token in (1, 0))
+    end = optimize(games, terms, optimization, watch)
+    mode_S, other_S = (_probability(games, end.logits_SNV, token) for token in (1, 0))
     return [
         {
-            "rare": rare[s % len(rare)],
-            "seed": s // len(rare),
             "step": float(first_S[s]),
-            "steps": how.steps,
+            "steps": optimization.steps,
             "mode": float(mode_S[s]),
             "other": float(other_S[s]),
-            "optimal_mode": float(best_S[s]),
-            "finite": bool(path.finite_S[s]),
+            "optimal_mode": float(optimal_S[s]),
+            "finite": bool(end.finite_S[s]),
         }
         for s in range(games.count)
     ]

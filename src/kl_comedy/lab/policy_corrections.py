@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.kl.oracle import Instance, Tree, effective_sample_share, exact_moments
+from kl_comedy.kl.oracle import Instance, Tree, effective_sample_share
 from kl_comedy.kl.oracle.policy_certificate import DECOUPLED, reward_gradient, reward_loss
+from kl_comedy.lab.batched_gradients import Tables, enumerated
+from kl_comedy.lab.pages import figure, legend_below, markdown, save_csv, tab10
 from kl_comedy.objective import PolicyTerm
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def study(
     seeds: int = 5,
     done: Callable[[], None] = lambda: None,
 ) -> pd.DataFrame:
-    """One row per instance (length, staleness, seed) and candidate; ``done`` is called after each instance."""
+    """One row per length, staleness, seed and candidate; ``done`` is called after each seed."""
     import pandas as pd
 
     rows: list[dict[str, Any]] = []
@@ -74,30 +76,29 @@ def study(
         tree = Tree.build(vocabulary=2, length=length, ends=False)
         for value in staleness:
             for seed in range(seeds):
-                where = Instance.random(tree, regime="off_policy", seed=seed, parameters=PARAMETERS, staleness=value)
-                rows += _instance(where, {"length": length, "staleness": value, "seed": seed})
+                setting = Instance.random(tree, regime="off_policy", seed=seed, parameters=PARAMETERS, staleness=value)
+                facts = {"length": length, "staleness": value, "seed": seed, "ess": effective_sample_share(setting)}
+                rows += _candidate_rows(setting, facts)
                 done()
     return pd.DataFrame(rows)
 
 
-def _instance(where: Instance, known: dict[str, Any]) -> list[dict[str, Any]]:
-    target_D = reward_gradient(where)
-    size, ess = float(target_D.square().sum()), effective_sample_share(where)
+def _candidate_rows(setting: Instance, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    target_D = reward_gradient(setting)
+    size = float(target_D.square().sum())
+    losses = {name: reward_loss(term, setting) for name, term in CANDIDATES.items()}
     rows = []
-    for name, term in CANDIDATES.items():
-        moments = exact_moments(where, reward_loss(term, where))
+    for name, moments in enumerated(Tables(setting), losses).items():
         bias, variance = moments.relative_bias(target_D), moments.variance / size
-        errors = {f"error_{n}": math.sqrt(bias**2 + variance / n) for n in SAMPLES}
         rows.append(
             {
-                **known,
-                "ess": ess,
+                **facts,
                 "candidate": name,
                 "bias": bias,
                 "cosine": moments.cosine(target_D),
                 "strength": float(moments.gradient_D @ target_D) / size,
                 "variance": variance,
-                **errors,
+                **{f"error_{n}": math.sqrt(bias**2 + variance / n) for n in SAMPLES},
             }
         )
     return rows
@@ -126,47 +127,27 @@ def winners(frame: pd.DataFrame) -> pd.DataFrame:
 
 def plot(frame: pd.DataFrame, path: Path) -> None:
     """Bias (above) and error at N = 1024 (below) against staleness, one column per length; medians over seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     lengths = sorted(frame.length.unique())
-    figure, panels = plt.subplots(
-        2,
-        len(lengths),
-        figsize=(4.4 * len(lengths), 8.0),
-        sharex=True,
-        sharey="row",
-        layout="constrained",
-        squeeze=False,
-    )
-    for column, length in enumerate(lengths):
-        for row, what in enumerate(("bias", "error_1024")):
-            axes = panels[row][column]
-            for number, name in enumerate(SHOWN):
-                rows = frame[(frame.length == length) & (frame.candidate == name)]
-                middle = rows.groupby("staleness")[what].median().clip(lower=1e-3)
-                axes.plot(middle.index, middle, marker=".", color=plt.cm.tab10.colors[number], label=name)
-            axes.set_yscale("log")
-            axes.grid(alpha=0.3)
-        panels[0][column].set_title(f"{length} tokens")
-        panels[1][column].set_xlabel("staleness (logit noise)")
-    panels[0][0].set_ylabel("relative bias (0 shown as 0.001)")
-    panels[1][0].set_ylabel("error at N = 1024, relative to |G|")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    size = (4.4 * len(lengths), 8.0)
+    with figure(path, 2, len(lengths), size, sharex=True, sharey="row") as (drawing, panels):
+        for column, length in enumerate(lengths):
+            for axes, value in zip(panels[:, column], ("bias", "error_1024"), strict=True):
+                for color, name in zip(tab10(), SHOWN, strict=False):
+                    rows = frame[(frame.length == length) & (frame.candidate == name)]
+                    middle = rows.groupby("staleness")[value].median().clip(lower=1e-3)
+                    axes.plot(middle.index, middle, marker=".", color=color, label=name)
+                axes.set_yscale("log")
+                axes.grid(alpha=0.3)
+            panels[0][column].set_title(f"{length} tokens")
+            panels[1][column].set_xlabel("staleness (logit noise)")
+        panels[0][0].set_ylabel("relative bias (0 shown as 0.001)")
+        panels[1][0].set_ylabel("error at N = 1024, relative to |G|")
+        legend_below(drawing, panels[0][0], 5)
 
 
 def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:
     """CSV, figure and README into ``out``; ``command`` is what regenerates them."""
-    from kl_comedy.lab.synthetic import markdown
-
-    out.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(out / "policy_corrections.csv", index=False, float_format="%.6g", lineterminator="\n")
+    save_csv(frame, out / "policy_corrections.csv")
     plot(frame, out / "policy_corrections.png")
     parts = [
         "# The policy term on stale samples",

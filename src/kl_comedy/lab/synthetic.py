@@ -1,60 +1,29 @@
-"""Frames as Markdown with three digits, for the pages of a study.
+"""The synthetic study: measure, write data and figures, and put the tables into the page beside them.
 
-The synthetic study's frames as the short tables of its page.
-
-The synthetic study's figures from its frames; nothing here computes a gradient.
-
-Lines are means over seeds (geometric ones on logarithmic axes), bands span the least and the greatest seed.
-
-The synthetic study: measure, write data and figures, and put the tables into the page beside them.
+Lines of figures are means over seeds (geometric ones on logarithmic axes), bands span the least and the greatest seed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import bad_value
-from kl_comedy.lab import bias_variance as distance
-from kl_comedy.lab import bias_variance as length
-from kl_comedy.lab import optimum
-from kl_comedy.lab import optimum as modes
-from kl_comedy.lab.bias_variance import CLAMPED, DESCENDED, OFF_POLICY, ON_POLICY, RECOVERING, gap_table
-from kl_comedy.lab.optimum import Descent
+from kl_comedy.lab import bias_variance, optimum
+from kl_comedy.lab.bias_variance import CLAMPED, OFF_POLICY, ON_POLICY, OPTIMIZED, RECOVERING, gap_table
+from kl_comedy.lab.optimum import Optimization
+from kl_comedy.lab.pages import figure, legend_below, markdown, save_csv, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-def markdown(frame: pd.DataFrame) -> str:
-    """A Markdown table; figures have three digits and numbers stand right.
-
-    >>> import pandas as pd
-    >>> print(markdown(pd.DataFrame({"name": ["a"], "x": [0.12345]})))
-    | name | x |
-    | --- | ---: |
-    | a | 0.123 |
-    """
-    import pandas as pd
-
-    numeric = [pd.api.types.is_numeric_dtype(frame[name]) for name in frame.columns]
-    lines = [[str(name) for name in frame.columns], ["---:" if right else "---" for right in numeric]]
-    lines += [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return "0" if abs(value) < 1e-9 else f"{value:.3g}"
-    return str(value).replace("|", "\\|")
 
 
 def length_tables(frame: pd.DataFrame, memory: pd.DataFrame) -> str:
@@ -126,7 +95,7 @@ def distance_tables(frame: pd.DataFrame, gaps: pd.DataFrame) -> str:
 
 
 def optimum_tables(ends: pd.DataFrame) -> str:
-    """Where descent ended: one table per setting and beta, means over seeds."""
+    """Where optimization ended: one table per setting and beta, means over seeds."""
     parts = []
     for (setting, beta), group in ends.groupby(["setting", "beta"], sort=False):
         rows = group.groupby("configuration", sort=False).agg(
@@ -151,6 +120,8 @@ def optimum_tables(ends: pd.DataFrame) -> str:
 
 def modes_tables(frame: pd.DataFrame) -> str:
     """Updates until a mode is back or given up, and what it has at the end."""
+    import pandas as pd
+
     parts = []
     for (setting, kind), group in frame.groupby(["setting", "kind"], sort=False):
         rows = []
@@ -163,7 +134,7 @@ def modes_tables(frame: pd.DataFrame) -> str:
         where = "that the policy starts with" if kind == "lost" else "that the reference has"
         parts += [
             f"**{setting}: updates {what}, by the probability {where}**; in brackets its final probability",
-            _markdown(rows),
+            markdown(pd.DataFrame(rows)),
         ]
     return "\n\n".join(parts)
 
@@ -181,54 +152,29 @@ def _counted(verdicts: Any) -> str:
 
 
 def _by(frame: pd.DataFrame, column: str, value: str, title: str) -> str:
-    """Configurations down, ``column`` across; a cell is the mean over seeds with their range."""
+    """Configurations down, ``column`` across; an entry is the mean over seeds with their range."""
+    import pandas as pd
+
     rows = []
     for (regime, name), group in frame.groupby(["regime", "configuration"], sort=False):
         row: dict[str, Any] = {"regime": str(regime).replace("_", "-"), "configuration": name}
         for at, cell in group.groupby(column)[value]:
             row[f"{at:g}"] = _range(cell.mean(), cell.min(), cell.max())
         rows.append(row)
-    return f"**{title}**\n\n{_markdown(rows)}"
+    return f"**{title}**\n\n{markdown(pd.DataFrame(rows))}"
 
 
 def _range(middle: float, low: float, high: float) -> str:
     if middle != middle:
         return "-"
-    shown = [_figure(v) for v in (middle, low, high)]
+    shown = [three_digits(v) for v in (middle, low, high)]
     return shown[0] if len(set(shown)) == 1 else f"{shown[0]} [{shown[1]}, {shown[2]}]"
-
-
-def _figure(value: float) -> str:
-    return "0" if abs(value) < 1e-9 else f"{value:.3g}"
-
-
-def _markdown(rows: list[dict[str, Any]]) -> str:
-    import pandas as pd
-
-    return markdown(pd.DataFrame(rows))
 
 
 REGIME_NAMES = {"on_policy": "on-policy", "off_policy": "off-policy"}
 FLOOR = 1e-10
 """Where KLs that are zero up to rounding are drawn (nats)."""
 _DASHES = ("-", "--", "-.", ":")
-
-
-@contextmanager
-def figure(path: Path, rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its grid of panels ``[rows, columns]``, saved to ``path`` at the end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    made, panels = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
-    try:
-        yield made, panels
-        path.parent.mkdir(parents=True, exist_ok=True)
-        made.savefig(path, dpi=110)
-    finally:
-        plt.close(made)
 
 
 def plot_length(frame: pd.DataFrame, path: Path) -> None:
@@ -299,7 +245,7 @@ def plot_distance(frame: pd.DataFrame, path: Path) -> None:
 
 
 def plot_optimum(paths: pd.DataFrame, path: Path) -> None:
-    """KL to the closed-form optimum along descent, one panel per setting, at the smallest beta."""
+    """KL to the closed-form optimum during optimization, one panel per setting, at the smallest beta."""
     beta = paths.beta.min()
     settings = list(paths.setting.unique())
     with figure(path, len(settings), 1, (14, 5 * len(settings))) as (_, panels):
@@ -326,17 +272,17 @@ def merged(frame: pd.DataFrame, x: str, y: str, names: Sequence[str]) -> pd.Data
         means = frame[frame.configuration == name].groupby(x)[y].mean()
         alike.setdefault(tuple(float(f"{value:.1e}") for value in means), []).append(name)
     first = {group[0]: textwrap.fill(" = ".join(group), 52) for group in alike.values()}
-    kept = frame[frame.configuration.isin(list(first))]
-    order = pd.Categorical(kept.configuration, categories=list(first), ordered=True)
-    kept = kept.assign(order=order).sort_values(["order", x])
-    return kept.assign(configuration=kept.configuration.map(first))
+    rows = frame[frame.configuration.isin(list(first))]
+    order = pd.Categorical(rows.configuration, categories=list(first), ordered=True)
+    rows = rows.assign(order=order).sort_values(["order", x])
+    return rows.assign(configuration=rows.configuration.map(first))
 
 
 def plot_modes(frame: pd.DataFrame, path: Path) -> None:
     """Updates until a lost mode is back, by how lost it was; what never came back is drawn at the top."""
     settings = list(frame.setting.unique())
     lost = frame[frame.kind == "lost"]
-    with figure(path, 1, len(settings), (5.2 * len(settings), 6.2), sharey=True) as (made, panels):
+    with figure(path, 1, len(settings), (5.2 * len(settings), 6.2), sharey=True) as (drawing, panels):
         ceiling = 3 * frame.steps.max()
         for axes, setting in zip(panels.flat, settings, strict=True):
             here = lost[lost.setting == setting]
@@ -362,8 +308,7 @@ def plot_modes(frame: pd.DataFrame, path: Path) -> None:
             axes.set_title(setting, fontsize=10)
             axes.grid(alpha=0.3)
         panels[0, 0].set_ylabel("updates until the mode has half of its optimal probability")
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        made.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
+        legend_below(drawing, panels[0, 0], 5)
 
 
 _REGIMES = (("on_policy", list(ON_POLICY)), ("off_policy", list(OFF_POLICY)))
@@ -429,20 +374,20 @@ class Size:
         if part == "length":
             return len(self.lengths) * self.of(part)
         if part == "distance":
-            return len(distance.DISTANCES)
+            return len(bias_variance.DISTANCES)
         if part == "optimum":
-            return len(self.descents(optimum.SETTINGS)) * len(DESCENDED)
-        return len(self.descents(modes.SETTINGS_modes)) * len(modes.KINDS) * len(RECOVERING)
+            return len(self.settings(optimum.SETTINGS)) * len(OPTIMIZED)
+        return len(self.settings(optimum.MODE_SETTINGS)) * len(optimum.KINDS) * len(RECOVERING)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return (5, 7, 9) if self.quick else length.LENGTHS
+        return (5, 7, 9) if self.quick else bias_variance.LENGTHS
 
-    def descents(self, settings: dict[str, Descent]) -> dict[str, Descent]:
+    def settings(self, settings: dict[str, Optimization]) -> dict[str, Optimization]:
         """With a tenth of the steps where quick."""
         if not self.quick:
             return settings
-        return {name: Descent(**{**how.__dict__, "steps": how.steps // 10}) for name, how in settings.items()}
+        return {name: dataclasses.replace(item, steps=item.steps // 10) for name, item in settings.items()}
 
 
 def run_part(part: str, out: Path, size: Size, *, command: str, done: Callable[[], None] = lambda: None) -> None:
@@ -452,55 +397,49 @@ def run_part(part: str, out: Path, size: Size, *, command: str, done: Callable[[
     out.mkdir(parents=True, exist_ok=True)
     began, commit = time.monotonic(), _commit()
     table = {"length": _length, "distance": _distance, "optimum": _optimum, "modes": _modes}[part](out, size, done)
-    made = provenance(command, time.monotonic() - began, commit)
-    update_page(out / "README.md", part, f"{table}\n\n{made}")
+    source = provenance(command, time.monotonic() - began, commit)
+    update_page(out / "README.md", part, f"{table}\n\n{source}")
 
 
 def _length(out: Path, size: Size, done: Callable[[], None]) -> str:
-    rounds, samples = (20, 200) if size.quick else (length.ROUNDS, length.SAMPLES)
-    frame = length.length_study(
+    rounds, samples = (20, 200) if size.quick else (bias_variance.ROUNDS, bias_variance.SAMPLES)
+    frame = bias_variance.length_study(
         lengths=size.lengths, seeds=size.of("length"), rounds=rounds, samples=samples, done=done
     )
-    memory = length.memory_study(lengths=size.lengths if size.quick else length.MEMORY_LENGTHS, seeds=size.of("length"))
-    _save(frame, out / "length.csv")
-    _save(memory, out / "memory.csv")
+    memory = bias_variance.memory_study(
+        lengths=size.lengths if size.quick else bias_variance.MEMORY_LENGTHS, seeds=size.of("length")
+    )
+    save_csv(frame, out / "length.csv")
+    save_csv(memory, out / "memory.csv")
     plot_length(frame, out / "length.png")
     plot_monte_carlo(frame, out / "length_monte_carlo.png")
     return length_tables(frame, memory)
 
 
 def _distance(out: Path, size: Size, done: Callable[[], None]) -> str:
-    frame = distance.distance_study(seeds=size.of("distance"), done=done)
-    gaps = distance.gap_study(seeds=10 if size.quick else 100)
-    _save(frame, out / "distance.csv")
-    _save(gaps, out / "gaps.csv")
+    frame = bias_variance.distance_study(seeds=size.of("distance"), done=done)
+    gaps = bias_variance.gap_study(seeds=10 if size.quick else 100)
+    save_csv(frame, out / "distance.csv")
+    save_csv(gaps, out / "gaps.csv")
     plot_distance(frame, out / "distance.png")
     return distance_tables(frame, gaps)
 
 
 def _optimum(out: Path, size: Size, done: Callable[[], None]) -> str:
-    ends, paths = optimum.optimum_study(seeds=size.of("optimum"), settings=size.descents(optimum.SETTINGS), done=done)
-    _save(ends, out / "optimum.csv")
-    _save(_over_games(paths), out / "optimum_paths.csv")
+    ends, paths = optimum.optimum_study(seeds=size.of("optimum"), settings=size.settings(optimum.SETTINGS), done=done)
+    save_csv(ends, out / "optimum.csv")
+    keys = ["setting", "configuration", "beta", "step"]  # over games, whose ends are in the other table
+    by_step = paths.groupby(keys, sort=False).to_optimum.agg(["median", "min", "max"]).reset_index()
+    save_csv(by_step, out / "optimum_paths.csv")
     plot_optimum(paths, out / "optimum.png")
     return optimum_tables(ends)
 
 
-def _over_games(paths: pd.DataFrame) -> pd.DataFrame:
-    """Median, least and greatest KL to the optimum over the games of a beta; each game's end is in the other table."""
-    keys = ["setting", "configuration", "beta", "step"]
-    return paths.groupby(keys, sort=False).to_optimum.agg(["median", "min", "max"]).reset_index()
-
-
 def _modes(out: Path, size: Size, done: Callable[[], None]) -> str:
-    frame = modes.mode_study(seeds=size.of("modes"), settings=size.descents(modes.SETTINGS_modes), done=done)
-    _save(frame, out / "modes.csv")
+    frame = optimum.mode_study(seeds=size.of("modes"), settings=size.settings(optimum.MODE_SETTINGS), done=done)
+    save_csv(frame, out / "modes.csv")
     plot_modes(frame, out / "modes.png")
     return modes_tables(frame)
-
-
-def _save(frame: pd.DataFrame, path: Path) -> None:
-    frame.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
 
 
 def provenance(command: str, seconds: float, commit: str) -> str:
@@ -523,19 +462,19 @@ def _commit() -> str:
         ).stdout.strip()
 
     try:
-        rooms = [str(here / name) for name in ("laboratory", "kl", "objective")]
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", *rooms) else "")
+        packages = [str(here / name) for name in ("lab", "kl", "objective")]
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", *packages) else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 
 def update_page(path: Path, part: str, text: str) -> None:
-    """Replace the generated block of ``part``, or append one; what a person wrote around it stays."""
+    """Replace the generated block of ``part``, or append one; text around it stays."""
     begin, end = (mark.replace("generated", f"generated {part}") for mark in (BEGIN, END))
     page = path.read_text() if path.exists() else "# The synthetic study\n"
     block = f"{begin}\n\n{text}\n\n{end}"
-    before, found, rest = page.partition(begin)
-    if not found:
+    before, mark, rest = page.partition(begin)
+    if not mark:
         page = f"{page.rstrip()}\n\n## {part.capitalize()}\n\n{block}\n"
     else:
         page = before + block + rest.partition(end)[2]

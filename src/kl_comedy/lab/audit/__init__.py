@@ -1,7 +1,7 @@
 """What the gradient of each KL term is on a real model: against a reference gradient, and whether beta matters at all.
 
-    rows in K blocks -> gradient of every channel, by layer group, sketched -> products of blocks -> estimates -> report
+    rows in K blocks -> gradient of every loss, by layer group, sketched -> inner products of blocks -> report
 
-A channel is the policy loss, a reference gradient, or an audited term at beta = 1. The command audits fresh
-completions of a policy that has left its reference; the callback audits an update's own rows while a run goes on.
+A loss is the policy loss, the loss of a reference gradient, or an audited term at beta = 1. The command audits fresh
+completions of a policy that has left its reference; the callback audits an update's own rows during a run.
 """

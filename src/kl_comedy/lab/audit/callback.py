@@ -1,4 +1,4 @@
-"""The audit while a run goes on: before an update, on its own completions; nothing of the run changes."""
+"""The audit during a run: before an update, on its own completions; it changes nothing of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from kl_comedy.config import AuditConfig, Config
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import BetaState, KLTerm
-from kl_comedy.lab.audit.measure import audit_blocks, equal_blocks, select
+from kl_comedy.lab.audit.measure import audit_blocks, equal_blocks, select_terms
 from kl_comedy.lab.audit.report import AuditReport
 from kl_comedy.lab.audit.statistics import MINIMUM_BLOCKS
 from kl_comedy.records import Scored
@@ -26,8 +26,8 @@ log = logging.getLogger("kl_comedy")
 def check_audit(config: Config, terms: Sequence[KLTerm]) -> None:
     """Raise :class:`UserError` for an audit that could not run, before anything is trained."""
     betas = [BetaState(term.beta).value for term in terms]
-    select(config.audit.terms, terms, betas, on_policy=not is_off_policy(config), key="audit.terms")
-    groups = groups_of_an_audit(config)
+    select_terms(config.audit.terms, terms, betas, on_policy=not is_off_policy(config), key="audit.terms")
+    groups = audited_groups(config)
     if groups < MINIMUM_BLOCKS:
         raise bad_value(
             "audit.every",
@@ -37,10 +37,10 @@ def check_audit(config: Config, terms: Sequence[KLTerm]) -> None:
         )
 
 
-def groups_of_an_audit(config: Config) -> int:
-    """Groups of an update that are audited: as many as ``audit.samples`` holds, or half of them.
+def audited_groups(config: Config) -> int:
+    """Groups of an update that are audited: those of ``audit.samples`` completions, or half of the update's.
 
-    An audit of a whole update costs about two updates, and its estimates are those of half of it with less noise.
+    An audit of a whole update costs about two updates, and is half as noisy as that of half of it.
     """
     groups = config.rollout.prompts_per_batch // config.algorithm.updates_per_batch
     if config.audit.samples is not None:
@@ -49,21 +49,21 @@ def groups_of_an_audit(config: Config) -> int:
 
 
 class AuditCallback(Callback):
-    """Audits the update of every version that is a multiple of ``every`` (never the first: its KL is zero).
+    """Audits the gradient of the KL terms every ``audit.every`` updates. The registry of callbacks calls it ``audit``.
 
-    The check of beta is made at the first audit of the process; a term that fails it is warned about. Raises
-    :class:`UserError` in ``setup`` for an audit that could not run.
+    Never before the first update, where the KL is zero. The check of beta is made at the first audit of the process; a
+    term that fails it is warned about. Raises :class:`UserError` in ``setup`` for an audit that could not run.
     """
 
     def __init__(self, config: AuditConfig) -> None:
         self._config = config
         self._metrics: dict[str, float] = {}
-        self._checked = False
+        self._checked_beta = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         config = dataclasses.replace(pl_module.config, audit=self._config)
         pl_module.ranks.raise_on_all_ranks(lambda: check_audit(config, pl_module.terms))
-        self._groups = groups_of_an_audit(config)
+        self._groups = audited_groups(config)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         version = pl_module.version
@@ -78,7 +78,7 @@ class AuditCallback(Callback):
             return
         for line in report.failures:
             log.warning(f"audit at update {version + 1}: {line}")
-        self._checked = True
+        self._checked_beta = True
         self._metrics = audit_metrics(report)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
@@ -87,33 +87,28 @@ class AuditCallback(Callback):
 
     def _audit(self, module: PolicyModule, rows: Sequence[Scored]) -> AuditReport:
         on_policy = not is_off_policy(module.config)
-        audited = select(
-            self._config.terms,
-            module.terms,
-            [beta.value for beta in module.betas],
-            on_policy=on_policy,
-            key="audit.terms",
-        )
+        betas = [beta.value for beta in module.betas]
+        terms = select_terms(self._config.terms, module.terms, betas, on_policy=on_policy, key="audit.terms")
         return audit_blocks(
             module,
             equal_blocks(rows[: self._groups * module.config.rollout.group_size], self._config.blocks),
-            audited,
+            terms,
             on_policy=on_policy,
             sketch=self._config.sketch,
             seed=module.version,
-            check=not self._checked,
+            check=not self._checked_beta,
         )
 
 
 def audit_metrics(report: AuditReport) -> dict[str, float]:
     """The report as metrics; what is undefined is left out."""
-    found = {
+    metrics = {
         "audit/reference_noise": report.reference_noise,
         "audit/kl_to_policy_norm": report.total_kl_to_policy,
         "time/audit": report.seconds,
     }
     for term in report.terms:
-        found |= {
+        metrics |= {
             f"audit/{term.key}/cosine": math.nan if term.cosine is None else term.cosine.value,
             f"audit/{term.key}/delivered": term.delivered.value,
             f"audit/{term.key}/bias": term.bias.value,
@@ -121,4 +116,4 @@ def audit_metrics(report: AuditReport) -> dict[str, float]:
             f"audit/{term.key}/kl_to_policy_norm": term.kl_to_policy,
             f"audit/{term.key}/silent_share": term.silent_share,
         }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -1,31 +1,13 @@
-"""A linear sketch of a long vector that keeps inner products, so that many gradients fit in memory.
+"""Gradients of the policy loss and of KL terms on one block of completions, by layer group, sketched.
 
-Coordinate i is added, with a random sign, to one of ``size`` buckets (Charikar et al. 2002, Count Sketch). For fixed
-vectors the sketched inner product is unbiased over the signs, with a standard deviation of at most
-``|x| |y| sqrt(2 / size)``: 0.6% of ``|x| |y|`` at the default. Sums of sketches are the sketch of the sum.
+    rows -> micro-batches -> one pass of the policy -> per loss: gradient of log-probs and exact KLs -> of parameters
 
-The parameters of a policy by layer group: embeddings, runs of neighbouring blocks, the head.
+The losses are written with :func:`kl_surrogate` and the policy loss directly, not through the training step, so that
+the check of beta compares two independent implementations. Gradients of the log-probs and exact KLs are elementwise
+and cheap, and tell which tokens get no gradient at all; one backward pass through the model per loss follows. Nothing
+is left in ``.grad``, and no random number is drawn.
 
-The scalar losses whose gradients are audited, over one micro-batch.
-
-Each is a mean over completions of a sum over tokens, under the run's own sequence weights. They are written with
-:func:`kl_surrogate` and the policy loss directly, not through the training step, so that the check of beta compares
-two independent roads.
-
-Legend: ``B`` sequences, ``T`` completion tokens.
-
-The passes of a block's rows, each made once: every channel of an audit prepares the same rows.
-
-Preparing an update passes every reference over it, and the policy where a term must be known ahead of the update. An
-audit prepares a block once without terms and once for each channel that sees the update; the passes are the same.
-
-The gradient of every channel on one block of completions, by layer group, sketched.
-
-The policy is passed once a micro-batch. Each channel is differentiated with respect to the log-probs and the exact
-KLs first, which is elementwise and cheap and says which tokens get no gradient at all; one backward pass per
-channel through the model follows. Nothing is left in ``.grad``, and no random number is drawn.
-
-Legend: ``C`` channels, ``G`` layer groups, ``w`` the width of a group's sketch.
+Legend: ``B`` sequences, ``T`` completion tokens, ``C`` losses, ``G`` layer groups, ``w`` the width of a sketch.
 """
 
 from __future__ import annotations
@@ -56,7 +38,11 @@ if TYPE_CHECKING:
 
 
 class Sketch:
-    """A fixed linear map from ``dimension`` to ``width`` numbers.
+    """A linear sketch of a long vector that keeps inner products, so that many gradients fit in memory.
+
+    Coordinate i is added, with a random sign, to one of ``size`` buckets (Charikar et al. 2002, Count Sketch). For
+    fixed vectors the sketched inner product is unbiased over the signs, with a standard deviation of at most
+    ``|x| |y| sqrt(2 / size)``: 0.6% of ``|x| |y|`` at the default. Sums of sketches are the sketch of the sum.
 
     The identity where ``dimension <= size`` or ``size`` is 0; else blocks of ``size`` coordinates are signed, rotated
     by a random shift each, and summed. The map depends on ``(dimension, size, generator)`` only.
@@ -120,7 +106,7 @@ def layer_groups(model: nn.Module) -> list[LayerGroup]:
     labels = _labels(blocks)
     embedding = unwrap(model).get_input_embeddings().weight
     tied = embedding is unwrap(model).get_output_embeddings().weight
-    found: dict[str, list[nn.Parameter]] = {}
+    groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in named:
         block = _block_of(name)
         if block is not None:
@@ -129,13 +115,13 @@ def layer_groups(model: nn.Module) -> list[LayerGroup]:
             label = "embeddings and head" if tied else "embeddings"
         else:
             label = "final norm" if tied else "head"
-        found.setdefault(label, []).append(parameter)
-    return [LayerGroup(name=name, parameters=tuple(parameters)) for name, parameters in found.items()]
+        groups.setdefault(label, []).append(parameter)
+    return [LayerGroup(name=name, parameters=tuple(parameters)) for name, parameters in groups.items()]
 
 
 def _block_of(name: str) -> int | None:
-    hit = _BLOCK.search(name)
-    return None if hit is None else int(hit.group(1))
+    match = _BLOCK.search(name)
+    return None if match is None else int(match.group(1))
 
 
 def _labels(blocks: Sequence[int]) -> Mapping[int, str]:
@@ -166,7 +152,7 @@ def reference_term(reference: str, *, on_policy: bool, group_size: int) -> KLTer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Channel:
+class AuditedLoss:
     """One gradient: the policy loss where ``term`` is None, else the term at beta = 1.
 
     A term before the baseline exists only through the advantage: its loss is the policy loss with the cost, less the
@@ -178,42 +164,42 @@ class Channel:
     beta: float = 1.0
 
     @property
-    def sees_the_update(self) -> bool:
+    def needs_all_rows(self) -> bool:
         """Whether the term is prepared over all rows: a cost before the baseline, or a baseline of its own."""
         return self.term is not None and self.term.baseline in ("before", "own")
 
 
-def channel_loss(
-    channel: Channel,
+def loss_of(
+    loss: AuditedLoss,
     micro: MicroBatch,
     with_term: MicroBatch | None,
     passes: Mapping[str, TokenPass],
     algorithm: AlgorithmConfig,
 ) -> Tensor:
-    """The channel's loss over one micro-batch. ``with_term`` is the same, prepared with the channel's term alone."""
+    """The loss over one micro-batch. ``with_term`` is the same micro-batch, prepared with the loss's term alone."""
     experience = micro.experience
-    if channel.term is None:
+    if loss.term is None:
         return _weighted(_policy_loss(micro, passes, algorithm), micro)
-    term = channel.term
+    term = loss.term
     if term.reference not in ("sampler", *micro.references):
         raise UserError(
             f"audit: {term.label()} is measured against the {term.reference} reference, which this config does not "
             "keep; give the config a term that names it"
         )
-    seen = passes["initial" if term.reference == "sampler" else term.reference]
+    policy_pass = passes["initial" if term.reference == "sampler" else term.reference]
     arguments: dict[str, Any] = {
         "logp_BT": passes["initial"].logp_BT,
         "ref_logp_BT": micro.reference_of(term).logp_BT,
         "behaviour_logp_BT": experience.behaviour_logp_BT,
         "mask_BT": experience.mask_BT,
-        "exact_kl_BT": seen.forward_kl_BT if term.needs == "exact_forward" else seen.kl_BT,
+        "exact_kl_BT": policy_pass.forward_kl_BT if term.needs == "exact_forward" else policy_pass.kl_BT,
     }
     if term.baseline != "before":
         baseline_BT = None if with_term is None else with_term.baselines.get(0)
         return _weighted(kl_surrogate(term, **arguments, baseline_BT=baseline_BT), micro)
     assert with_term is not None
     change_BT = _policy_loss(with_term, passes, algorithm) - _policy_loss(micro, passes, algorithm)
-    return _weighted(change_BT / channel.beta + kl_parts(term, **arguments).pathwise_BT, micro)
+    return _weighted(change_BT / loss.beta + kl_parts(term, **arguments).pathwise_BT, micro)
 
 
 def _policy_loss(micro: MicroBatch, passes: Mapping[str, TokenPass], algorithm: AlgorithmConfig) -> Tensor:
@@ -225,12 +211,12 @@ def _weighted(loss_BT: Tensor, micro: MicroBatch) -> Tensor:
     return (micro.experience.weight_B * inside_BT.sum(-1)).sum()
 
 
-class ReferenceOnce:
+class CachedReference:
     """A reference that passes equal inputs once. For as long as it does not move."""
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
-        self._found: dict[Any, ReferencePass] = {}
+        self._passes: dict[Any, ReferencePass] = {}
         self.moving = reference.moving
 
     @property
@@ -239,26 +225,26 @@ class ReferenceOnce:
 
     def forward_pass(self, **inputs: Tensor) -> ReferencePass:
         key = _key(inputs)
-        if key not in self._found:
-            self._found[key] = self._reference.forward_pass(**inputs)
-        return self._found[key]
+        if key not in self._passes:
+            self._passes[key] = self._reference.forward_pass(**inputs)
+        return self._passes[key]
 
 
-class PolicyOnce:
+class CachedPolicy:
     """The policy's pass over equal inputs and one reference, once, with whatever any of its ``terms`` needs."""
 
     def __init__(self, policy_pass: Callable[..., TokenPass], terms: Sequence[KLTerm]) -> None:
         self._policy_pass, self._terms = policy_pass, list(terms)
         # The reference's pass is kept beside the policy's, so that its id stays its own.
-        self._found: dict[Any, tuple[TokenPass, ReferencePass]] = {}
+        self._passes: dict[Any, tuple[TokenPass, ReferencePass]] = {}
 
     def __call__(self, inputs: Mapping[str, Tensor], reference: ReferencePass, terms: Sequence[KLTerm]) -> TokenPass:
         names = frozenset(term.reference for term in terms)
         key = (_key(inputs), id(reference), names)
-        if key not in self._found:
+        if key not in self._passes:
             alike = [term for term in self._terms if term.reference in names]
-            self._found[key] = self._policy_pass(inputs, reference, alike), reference
-        return self._found[key][0]
+            self._passes[key] = self._policy_pass(inputs, reference, alike), reference
+        return self._passes[key][0]
 
 
 def _key(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -266,14 +252,14 @@ def _key(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class GradientSketch:
     """Where gradients go: the layer groups and the sketch of each, in the same order."""
 
     groups: Sequence[LayerGroup]
     sketches: Sequence[Sketch]
 
     @classmethod
-    def of(cls, groups: Sequence[LayerGroup], size: int) -> Layout:
+    def of(cls, groups: Sequence[LayerGroup], size: int) -> GradientSketch:
         """Sketches of ``size`` (0: exact), the same for the same model every time."""
         generator = torch.Generator().manual_seed(0)
         return cls(groups=groups, sketches=[Sketch(group.size, size, generator) for group in groups])
@@ -307,163 +293,142 @@ class BlockGradients:
 def block_gradients(
     module: PolicyModule,
     rows: Sequence[Scored],
-    channels: Sequence[Channel],
-    layout: Layout,
+    losses: Sequence[AuditedLoss],
+    sketch: GradientSketch,
     metrics: MetricAccumulator,
 ) -> BlockGradients:
-    """Gradients of the channels over ``rows`` (whole groups), as means over completions.
+    """Gradients of the losses over ``rows`` (whole groups), as means over completions.
 
-    ``metrics`` counts the tokens that each channel leaves without gradient, and the values of exact KL.
+    ``metrics`` counts the tokens that each loss leaves without gradient, and the values of exact KL.
     """
-    seeing = [channel for channel in channels if channel.sees_the_update]
-    once = _Once(
-        references={name: ReferenceOnce(reference) for name, reference in module.references.items()},
-        policy_pass=PolicyOnce(module.policy_pass, [channel.term for channel in seeing if channel.term is not None]),
-    )
-    micros = _prepared(module, rows, None, once)
-    alone = {channel.name: _prepared(module, rows, channel, once) for channel in seeing}
+    prepared_alone = [loss for loss in losses if loss.needs_all_rows]
+    references = {name: CachedReference(reference) for name, reference in module.references.items()}
+    policy_pass = CachedPolicy(module.policy_pass, [loss.term for loss in prepared_alone if loss.term is not None])
+
+    def prepared(loss: AuditedLoss | None) -> list[MicroBatch]:
+        """The rows prepared without any KL term, or with the term of one loss alone."""
+        terms = () if loss is None or loss.term is None else (loss.term,)
+        return prepare(
+            rows,
+            dataclasses.replace(module.plan, terms=terms),
+            betas=[loss.beta] * len(terms) if loss else [],
+            references=references,
+            policy_pass=policy_pass,
+            old_policy=module.record(rows),
+        )
+
+    micros = prepared(None)
+    alone = {loss.name: prepared(loss) for loss in prepared_alone}
     weight = float(sum(micro.experience.weight_B.double().sum() for micro in micros))
     total: list[list[Tensor]] = []
     for n, micro in enumerate(micros):
-        with_term = {name: prepared[n] for name, prepared in alone.items()}
-        gradients = _micro_gradients(module, micro, with_term, channels, layout, metrics)
-        total = [_sum(t, g) for t, g in zip(total, gradients, strict=True)] if total else gradients
+        with_term = {name: batches[n] for name, batches in alone.items()}
+        gradients = _micro_gradients(module, micro, with_term, losses, sketch, metrics)
+        if total:
+            gradients = [[a + b for a, b in zip(t, g, strict=True)] for t, g in zip(total, gradients, strict=True)]
+        total = gradients
     scale = 1.0 / weight if weight > 0 else 0.0
-    vectors = [torch.stack([channel[g] for channel in total]) * scale for g in range(len(layout.groups))]
+    vectors = [torch.stack([of_loss[g] for of_loss in total]) * scale for g in range(len(sketch.groups))]
     return BlockGradients(vectors=vectors, weight=weight)
-
-
-def _sum(total: list[Tensor], more: list[Tensor]) -> list[Tensor]:
-    return [a + b for a, b in zip(total, more, strict=True)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Once:
-    """What preparing a block passes, remembered for as long as the block is at hand."""
-
-    references: Mapping[str, ReferenceOnce]
-    policy_pass: PolicyOnce
-
-
-def _prepared(module: PolicyModule, rows: Sequence[Scored], channel: Channel | None, once: _Once) -> list[MicroBatch]:
-    """The rows prepared without any KL term, or with the term of one channel alone."""
-    terms: tuple[KLTerm, ...] = () if channel is None or channel.term is None else (channel.term,)
-    return prepare(
-        rows,
-        dataclasses.replace(module.plan, terms=terms),
-        betas=[channel.beta] * len(terms) if channel else [],
-        references=once.references,
-        policy_pass=once.policy_pass,
-        old_policy=module.record(rows),
-    )
 
 
 def _micro_gradients(
     module: PolicyModule,
     micro: MicroBatch,
     with_term: Mapping[str, MicroBatch],
-    channels: Sequence[Channel],
-    layout: Layout,
+    losses: Sequence[AuditedLoss],
+    sketch: GradientSketch,
     metrics: MetricAccumulator,
 ) -> list[list[Tensor]]:
-    """Per channel, per layer group, the sketch of one micro-batch's gradient."""
-    passes = module.passes(micro, terms=[c.term for c in channels if c.term is not None])
-    _tally_values(metrics, micro, passes["initial"])
-    _tally_options(metrics, module, micro, passes["initial"], channels)
-    tensors, leaves = _leaves(passes)
-    cotangents = []
-    for channel in channels:
-        loss = channel_loss(channel, micro, with_term.get(channel.name), leaves.passes, module.config.algorithm)
-        found = torch.autograd.grad(loss, leaves.tensors, allow_unused=True) if loss.requires_grad else ()
-        cotangents.append(found or (None,) * len(tensors))
-        _tally_silent(metrics, micro, channel, cotangents[-1])
+    """Per loss, per layer group, the sketch of one micro-batch's gradient."""
+    passes = module.passes(micro, terms=[loss.term for loss in losses if loss.term is not None])
+    _count_values(metrics, micro, passes["initial"])
+    _count_bounds(metrics, module, micro, passes["initial"], losses)
+    outputs, leaves, detached = _detached(passes)
+    partials = []
+    for loss in losses:
+        value = loss_of(loss, micro, with_term.get(loss.name), detached, module.config.algorithm)
+        partial = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else ()
+        partials.append(partial or (None,) * len(outputs))
+        _count_silent(metrics, micro, loss, partials[-1])
     gradients = []
-    for n, cotangent in enumerate(cotangents):
-        chosen = [(t, c) for t, c in zip(tensors, cotangent, strict=True) if c is not None]
-        if not chosen:
-            gradients.append(layout.fold([None] * len(layout.parameters)))
+    for n, partial in enumerate(partials):
+        used = [(output, weight) for output, weight in zip(outputs, partial, strict=True) if weight is not None]
+        if not used:
+            gradients.append(sketch.fold([None] * len(sketch.parameters)))
             continue
-        outputs, weights = zip(*chosen, strict=True)
-        gradients.append(
-            layout.fold(
-                torch.autograd.grad(
-                    outputs,
-                    layout.parameters,
-                    grad_outputs=weights,
-                    retain_graph=n + 1 < len(cotangents),
-                    allow_unused=True,
-                )
-            )
+        last = n + 1 == len(partials)
+        of_parameters = torch.autograd.grad(
+            [output for output, _ in used],
+            sketch.parameters,
+            grad_outputs=[weight for _, weight in used],
+            retain_graph=not last,
+            allow_unused=True,
         )
+        gradients.append(sketch.fold(of_parameters))
     return gradients
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Leaves:
-    tensors: list[Tensor]
-    passes: Mapping[str, TokenPass]
-
-
-def _leaves(passes: Mapping[str, TokenPass]) -> tuple[list[Tensor], _Leaves]:
-    """The differentiable outputs of the passes, and the same passes with detached leaves in their place."""
+def _detached(passes: Mapping[str, TokenPass]) -> tuple[list[Tensor], list[Tensor], dict[str, TokenPass]]:
+    """The differentiable outputs of the passes, detached leaves of them, and the passes with the leaves in place."""
     outputs: list[Tensor] = []
-    tensors: list[Tensor] = []
+    leaves: list[Tensor] = []
     replaced: dict[str, TokenPass] = {}
-    for name, seen in passes.items():
-        fresh: dict[str, Tensor] = {}
+    for name, policy_pass in passes.items():
+        fields: dict[str, Tensor] = {}
         for field in ("logp_BT", "kl_BT", "forward_kl_BT"):
-            output = getattr(seen, field)
+            output = getattr(policy_pass, field)
             if output is not None and output.requires_grad:
-                fresh[field] = output.detach().requires_grad_()
+                fields[field] = output.detach().requires_grad_()
                 outputs.append(output)
-                tensors.append(fresh[field])
-        replaced[name] = dataclasses.replace(seen, **fresh)
-    return outputs, _Leaves(tensors=tensors, passes=replaced)
+                leaves.append(fields[field])
+        replaced[name] = dataclasses.replace(policy_pass, **fields)
+    return outputs, leaves, replaced
 
 
-def _tally_values(metrics: MetricAccumulator, micro: MicroBatch, seen: TokenPass) -> None:
+def _count_values(metrics: MetricAccumulator, micro: MicroBatch, policy_pass: TokenPass) -> None:
     experience = micro.experience
     tokens, rows = float(experience.mask_BT.sum()), float(len(experience.mask_BT))
-    assert seen.kl_BT is not None
-    metrics.add("exact_kl_token", seen.kl_BT.detach().double().sum(), tokens)
-    metrics.add("exact_kl_sequence", seen.kl_BT.detach().double().sum(), rows)
+    assert policy_pass.kl_BT is not None
+    metrics.add("exact_kl_token", policy_pass.kl_BT.detach().double().sum(), tokens)
+    metrics.add("exact_kl_sequence", policy_pass.kl_BT.detach().double().sum(), rows)
     metrics.add("length", tokens, rows)
 
 
-def _tally_options(
+def _count_bounds(
     metrics: MetricAccumulator,
     module: PolicyModule,
     micro: MicroBatch,
-    seen: TokenPass,
-    channels: Sequence[Channel],
+    policy_pass: TokenPass,
+    losses: Sequence[AuditedLoss],
 ) -> None:
-    """Count what clamps, caps and the policy loss's clip did."""
-    experience, algorithm = micro.experience, module.config.algorithm
-    logp_BT, behaviour_BT, tokens = seen.logp_BT.detach(), experience.behaviour_logp_BT, float(experience.mask_BT.sum())
-    for channel in channels:
-        if channel.term is not None and channel.term.reference in ("sampler", *micro.references):
+    """Count the tokens that clamps, caps and the policy loss's clip changed."""
+    experience = micro.experience
+    logp_BT, tokens = policy_pass.logp_BT.detach(), float(experience.mask_BT.sum())
+    for loss in losses:
+        if loss.term is not None and loss.term.reference in ("sampler", *micro.references):
             shares = kl_diagnostics(
-                channel.term,
+                loss.term,
                 logp_BT=logp_BT,
-                ref_logp_BT=micro.reference_of(channel.term).logp_BT,
-                behaviour_logp_BT=behaviour_BT,
+                ref_logp_BT=micro.reference_of(loss.term).logp_BT,
+                behaviour_logp_BT=experience.behaviour_logp_BT,
                 mask_BT=experience.mask_BT,
             )
             for name in ("clamped", "capped"):
                 if f"{name}_share" in shares:
-                    metrics.add(f"{name}/{channel.name}", shares[f"{name}_share"] * tokens, tokens)
-    clipped_BT = policy_parts(micro, logp_BT, algorithm).clipped_BT
+                    metrics.add(f"{name}/{loss.name}", shares[f"{name}_share"] * tokens, tokens)
+    clipped_BT = policy_parts(micro, logp_BT, module.config.algorithm).clipped_BT
     if clipped_BT is not None:
         metrics.add("clipped", clipped_BT.sum(), tokens)
 
 
-def _tally_silent(
-    metrics: MetricAccumulator, micro: MicroBatch, channel: Channel, cotangent: Sequence[Tensor | None]
+def _count_silent(
+    metrics: MetricAccumulator, micro: MicroBatch, loss: AuditedLoss, partial: Sequence[Tensor | None]
 ) -> None:
     """Count tokens whose log-prob and exact KLs all have gradient zero: clamped, capped, clipped, or of no cost."""
     mask_BT = micro.experience.mask_BT
-    loud_BT = torch.zeros_like(mask_BT)
-    for part in cotangent:
+    has_gradient_BT = torch.zeros_like(mask_BT)
+    for part in partial:
         if part is not None:
-            loud_BT = loud_BT | (part != 0)
-    metrics.add(f"silent/{channel.name}", (mask_BT & ~loud_BT).sum(), float(mask_BT.sum()))
+            has_gradient_BT = has_gradient_BT | (part != 0)
+    metrics.add(f"silent/{loss.name}", (mask_BT & ~has_gradient_BT).sum(), float(mask_BT.sum()))

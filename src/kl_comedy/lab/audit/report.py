@@ -1,7 +1,4 @@
-"""What an audit found: one frozen record per term, one for the whole; plain data, ready for JSON.
-
-An audit as text: a table to read, Markdown for a page, CSV and JSON for programs.
-"""
+"""The results of an audit, one frozen record per term and one for the whole, and how they are printed."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ SIGNIFICANT = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFinding:
+class LayerResult:
     """One layer group: the same numbers, over its parameters alone; NaN where they are undefined."""
 
     cosine: float
@@ -47,7 +44,7 @@ class BetaCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TermFinding:
+class TermResult:
     """One audited term, whole model.
 
     ``delivered``: ``<E g, E r> / |E r|^2``. ``cosine``: None where no mean gradient is found. ``bias``: ``|E(g - r)| /
@@ -71,7 +68,7 @@ class TermFinding:
     silent_share: float
     clamped_share: float | None
     capped_share: float | None
-    layers: Mapping[str, LayerFinding]
+    layers: Mapping[str, LayerResult]
     check: BetaCheck | None = None
 
     @property
@@ -80,7 +77,7 @@ class TermFinding:
         if self.check is not None and self.check.inert:
             return "INERT: beta does not change the gradient"
         if self.check is not None and self.check.wrong:
-            return "WRONG: training descends another gradient"
+            return "WRONG: training follows another gradient"
         if math.isnan(self.bias.value):
             return "no reference gradient to compare with"
         if self.p_no_mean >= SIGNIFICANT:
@@ -109,7 +106,7 @@ class AuditReport:
     total_kl_to_policy: float
     sketch: int
     seconds: float
-    terms: Sequence[TermFinding]
+    terms: Sequence[TermResult]
 
     @property
     def failures(self) -> list[str]:
@@ -150,18 +147,16 @@ def render(report: AuditReport, format: str) -> str:
     layers = list(report.terms[0].layers) if report.terms else []
     by_layer = [(t.label, *(_cosine_at(t, name) for name in layers)) for t in report.terms if t.layers]
     head = ("cosine by layer", *layers)
-    made = _markdown if format == "markdown" else _text
-    parts = [headline(report), made(HEAD, rows)]
+    table = _markdown if format == "markdown" else _text
+    parts = [headline(report), table(HEAD, rows)]
     if len(layers) > 1 and by_layer:
-        parts.append(made(head, by_layer))
+        parts.append(table(head, by_layer))
     return "\n\n".join(parts)
 
 
 def headline(report: AuditReport) -> str:
     """On what the audit was made."""
-    noise = (
-        "not to be told from noise" if math.isnan(report.reference_noise) else f"known to {report.reference_noise:.1%}"
-    )
+    noise = "hidden by noise" if math.isnan(report.reference_noise) else f"known to {report.reference_noise:.1%}"
     clip = "" if report.clip_share is None else f", clipped at {report.clip_share:.1%} of tokens"
     ratio = (
         "" if math.isnan(report.total_kl_to_policy) else f"; KL part over policy part {report.total_kl_to_policy:.3g}"
@@ -174,7 +169,7 @@ def headline(report: AuditReport) -> str:
     )
 
 
-def flat_row(term: TermFinding) -> dict[str, Any]:
+def flat_row(term: TermResult) -> dict[str, Any]:
     """One term as a flat row; empty where undefined."""
     row: dict[str, Any] = {"term": term.label, "beta": term.beta}
     for name in ("delivered", "cosine", "bias"):
@@ -194,11 +189,11 @@ def flat_row(term: TermFinding) -> dict[str, Any]:
     row["beta_change"] = None if term.check is None else term.check.change
     row["beta_disagreement"] = None if term.check is None else term.check.disagreement
     row["verdict"] = term.verdict
-    row |= {f"cosine[{name}]": finding.cosine for name, finding in term.layers.items()}
+    row |= {f"cosine[{name}]": result.cosine for name, result in term.layers.items()}
     return {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in row.items()}
 
 
-def _cells(term: TermFinding) -> tuple[str, ...]:
+def _cells(term: TermResult) -> tuple[str, ...]:
     return (
         term.label,
         _interval(term.delivered),
@@ -225,9 +220,9 @@ def _number(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.3g}"
 
 
-def _cosine_at(term: TermFinding, layer: str) -> str:
-    found = term.layers[layer].cosine
-    return "–" if term.cosine is None or math.isnan(found) else f"{found:.3f}"
+def _cosine_at(term: TermResult, layer: str) -> str:
+    value = term.layers[layer].cosine
+    return "–" if term.cosine is None or math.isnan(value) else f"{value:.3f}"
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
