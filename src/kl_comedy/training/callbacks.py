@@ -41,7 +41,8 @@ PLAIN_EVERY_S = 5.0
 def configured_callbacks(config: Config) -> list[Callback]:
     """The callbacks that ``callbacks``, ``audit`` and ``train.record_rollouts`` ask for.
 
-    Raises :class:`UserError` for a name that is not registered and for options that the callback does not take.
+    Raises :class:`UserError` for a name that is not registered and for options that the callback does not take. A
+    callback may have a method ``check_config(config)``, which raises one before anything is built.
     """
     wanted = [(f"callbacks.{n}", each.name, each.options) for n, each in enumerate(config.callbacks)]
     if config.audit.every:
@@ -58,6 +59,8 @@ def configured_callbacks(config: Config) -> list[Callback]:
         callback = build(**options)
         if not isinstance(callback, Callback):
             raise UserError(f"{key}.name: {name} gives a {type(callback).__name__}, and not a Lightning Callback")
+        if hasattr(callback, "check_config"):
+            callback.check_config(config)
         callbacks.append(callback)
     return callbacks
 

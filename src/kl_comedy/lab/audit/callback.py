@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from kl_comedy.config import AuditConfig, Config
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.kl import BetaState, KLTerm
+from kl_comedy.kl import BetaState, resolve_terms
 from kl_comedy.lab.audit.measure import audit_blocks, equal_blocks, select_terms
 from kl_comedy.lab.audit.report import AuditReport
 from kl_comedy.lab.audit.statistics import MINIMUM_BLOCKS
@@ -21,20 +21,6 @@ from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.module import PolicyModule
 
 log = logging.getLogger("kl_comedy")
-
-
-def check_audit(config: Config, terms: Sequence[KLTerm]) -> None:
-    """Raise :class:`UserError` for an audit that could not run, before anything is trained."""
-    betas = [BetaState(term.beta).value for term in terms]
-    select_terms(config.audit.terms, terms, betas, on_policy=not is_off_policy(config), key="audit.terms")
-    groups = audited_groups(config)
-    if groups < MINIMUM_BLOCKS:
-        raise bad_value(
-            "audit.every",
-            config.audit.every,
-            f"0 where an audit has fewer than {MINIMUM_BLOCKS} groups",
-            f"rollout.prompts_per_batch, algorithm.updates_per_batch and audit.samples leave {groups}",
-        )
 
 
 def audited_groups(config: Config) -> int:
@@ -52,7 +38,7 @@ class AuditCallback(Callback):
     """Audits the gradient of the KL terms every ``audit.every`` updates. The registry of callbacks calls it ``audit``.
 
     Never before the first update, where the KL is zero. The check of beta is made at the first audit of the process; a
-    term that fails it is warned about. Raises :class:`UserError` in ``setup`` for an audit that could not run.
+    term that fails it is warned about.
     """
 
     def __init__(self, config: AuditConfig) -> None:
@@ -60,10 +46,20 @@ class AuditCallback(Callback):
         self._metrics: dict[str, float] = {}
         self._checked_beta = False
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        config = dataclasses.replace(pl_module.config, audit=self._config)
-        pl_module.ranks.raise_on_all_ranks(lambda: check_audit(config, pl_module.terms))
+    def check_config(self, config: Config) -> None:
+        """Raise :class:`UserError` for an audit that could not run, before anything is trained."""
+        config = dataclasses.replace(config, audit=self._config)
+        terms = resolve_terms(config.kl)
+        betas = [BetaState(term.beta).value for term in terms]
+        select_terms(config.audit.terms, terms, betas, on_policy=not is_off_policy(config), key="audit.terms")
         self._groups = audited_groups(config)
+        if self._groups < MINIMUM_BLOCKS:
+            raise bad_value(
+                "audit.every",
+                config.audit.every,
+                f"0 where an audit has fewer than {MINIMUM_BLOCKS} groups",
+                f"rollout.prompts_per_batch, algorithm.updates_per_batch and audit.samples leave {self._groups}",
+            )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         version = pl_module.version
