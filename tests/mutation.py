@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "own credit takes all",
         "kl/surrogate.py",
-        "return credit_costs(cost_BT, credit) - cost_BT",
-        "return credit_costs(cost_BT, credit)",
+        "cost_BT = credit_costs(step_BT, credit) - step_BT",
+        "cost_BT = credit_costs(step_BT, credit)",
         CLAIMS,
     ),
     Mutant(
@@ -89,7 +89,7 @@ MUTANTS = (
         "kl/surrogate.py",
         "return torch.where(mask_BT, surrogate_BT, torch.zeros_like(surrogate_BT))",
         "return surrogate_BT",
-        PATHS + " tests/unit/test_kl_doors.py",
+        PATHS + " tests/unit/test_kl_term.py",
     ),
     # corrections
     Mutant(
@@ -104,14 +104,14 @@ MUTANTS = (
         "kl/corrections.py",
         "return total_BT if window is None else total_BT - _shifted(total_BT, window)",
         "return total_BT",
-        "tests/unit/test_kl_doors.py",
+        "tests/unit/test_kl_term.py",
     ),
     Mutant(
         "mask keeps what exceeds the cap",
         "kl/corrections.py",
         "torch.where(ratio_BT <= cap",
         "torch.where(ratio_BT > cap",
-        "tests/unit/test_kl_doors.py",
+        "tests/unit/test_kl_term.py",
     ),
     Mutant(
         "sequence ratio without one token",
@@ -126,7 +126,7 @@ MUTANTS = (
         "kl/beta.py",
         "self.value = self.spec.at(step)",
         "self.value = self.spec.at(step - 1)",
-        "tests/unit tests/integration/test_training.py -k beta",
+        "tests/integration/test_beta_schedule.py",
     ),
     Mutant(
         "controller goes the wrong way",

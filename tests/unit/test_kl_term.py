@@ -1,4 +1,4 @@
-"""What kl_surrogate and KLTerm refuse, and how they say it; schedules and the controller."""
+"""KLTerm and kl_surrogate: input checks and their messages, bounds and windows; schedules and the controller."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_low_precision_is_promoted():
         ({"estimator": "k1", "anchor": "behaviour", "reference": "sampler"}, "zero everywhere"),
     ],
 )
-def test_impossible_cells_give_their_reason(fields, reason):
+def test_impossible_terms_give_their_reason(fields, reason):
     with pytest.raises(UserError, match="impossible KL term") as error:
         parse_record(KLTerm, fields, key="kl.0")
     assert reason in str(error.value) and str(error.value).startswith("kl.0")
@@ -159,6 +159,12 @@ def test_a_window_keeps_the_last_ratios():
     assert weights_of("prefix", delta_BT, window=2).log()[0].tolist() == pytest.approx([1.0, 3.0, 6.0])
     assert weights_of("prefix_previous", delta_BT, window=1).log()[0].tolist() == pytest.approx([0.0, 1.0, 2.0])
     assert torch.equal(weights_of("prefix", delta_BT, window=9), weights_of("prefix", delta_BT))
+
+
+def test_a_cap_truncates_or_masks_ratios_beyond_it():
+    delta_BT = torch.tensor([[0.5, 2.0, 3.0]], dtype=torch.float64).log()
+    for cap_mode, expected in (("truncate", [0.5, 2.0, 2.0]), ("mask", [0.5, 2.0, 0.0])):
+        assert weights_of("token", delta_BT, cap=2.0 + 1e-9, cap_mode=cap_mode)[0].tolist() == pytest.approx(expected)
 
 
 def test_a_cap_on_each_ratio_bounds_the_product():
