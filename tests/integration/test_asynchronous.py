@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,11 +15,10 @@ from rich.console import Console
 
 from kl_comedy.config import load_config
 from kl_comedy.data import PromptOrder
-from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
+from kl_comedy.errors import REQUEUE_EXIT_CODE, UserError
 from kl_comedy.models import weights_hash
-from kl_comedy.training.asynchronous import sampler as patience_module
-from kl_comedy.training.asynchronous import sampler as sampler_module
 from kl_comedy.training.asynchronous.sampler import Asynchronous, SamplerProcess
+from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run import train
 
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -61,10 +59,17 @@ def gone(pid):
         return True
 
 
+def wait_until_gone(pid):
+    deadline = time.monotonic() + 30
+    while not gone(pid):
+        assert time.monotonic() < deadline, "the sampler outlived its run"
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def watched(monkeypatch):
     """What the source handed out (prompt positions per batch, ages), and the process ids of samplers."""
-    seen = {"used": [], "ages": [], "ledgers": [], "pids": []}
+    seen = {"used": [], "ages": [], "buffers": [], "pids": []}
     take, start = Asynchronous.take, SamplerProcess._start
 
     def watched_take(self, iteration):
@@ -72,7 +77,7 @@ def watched(monkeypatch):
         version = iteration * self._shape.per_iteration
         seen["used"].append([self._positions[row.rollout.prompt.problem.id] for row in batch.rows][::4])
         seen["ages"].append(version - min(min(row.rollout.versions) for row in batch.rows))
-        seen["ledgers"].append(self.buffer)
+        seen["buffers"].append(self.buffer)
         return batch
 
     def watched_start(self):
@@ -86,7 +91,7 @@ def watched(monkeypatch):
 
 def accounted(seen, *, prompts=256, batch=4):
     """Every prompt that was asked for is in exactly one place."""
-    buffer = seen["ledgers"][-1]
+    buffer = seen["buffers"][-1]
     asked = buffer.snapshot(lambda rows: [])["asked_in_order"]
     order = PromptOrder(prompts, batch, 0)
     expected = Counter([n for i in range(-(-asked // batch)) for n in order.indices(i)][:asked])
@@ -109,22 +114,21 @@ def test_no_lag_is_the_on_policy_run_to_the_bit(tmp_path):
     assert len(comparable(waiting.run)) > 100
 
 
-@pytest.mark.parametrize("in_flight", ["false", "true"])
+@pytest.mark.parametrize("in_flight", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_waiting_bounds_the_age_and_accounts_for_every_prompt(tmp_path, watched, in_flight):
     done = go(tmp_path, *ASYNC, "lag.max_steps=3", f"lag.in_flight={in_flight}", "train.steps=12")
     assert done.summary["status"] == "FINISHED"
     assert max(watched["ages"]) == 3 and min(watched["ages"]) == 0
     order = PromptOrder(256, 4, 0)
     assert watched["used"] == [order.indices(n) for n in range(12)]
-    assert accounted(watched) and not watched["ledgers"][-1].pending
+    assert accounted(watched) and not watched["buffers"][-1].pending
     assert max(series(done.run.path, "policy/staleness")) <= 3
     assert all(gone(pid) for pid in watched["pids"])
 
 
+@pytest.mark.slow
 def test_dropping_returns_what_is_too_old(tmp_path, watched, monkeypatch):
     """The learner is slowed, so that the sampler is far ahead."""
-    from kl_comedy.training.module import PolicyModule
-
     step = PolicyModule.training_step
     monkeypatch.setattr(PolicyModule, "training_step", lambda *args: (time.sleep(0.3), step(*args))[1])
     done = go(
@@ -136,12 +140,13 @@ def test_dropping_returns_what_is_too_old(tmp_path, watched, monkeypatch):
         "train.steps=16",
         "train.eval_every=0",
     )
-    buffer = watched["ledgers"][-1]
+    buffer = watched["buffers"][-1]
     assert buffer.dropped > 0 and sum(series(done.run.path, "stream/dropped_groups")) <= buffer.dropped
     assert max(watched["ages"]) <= 2
     assert accounted(watched)
 
 
+@pytest.mark.slow
 def test_in_flight_changes_weights_inside_completions(tmp_path, watched, monkeypatch):
     """Long completions of a sampler that is slower than the learner: some hold tokens of several versions."""
     mixed = []
@@ -174,20 +179,21 @@ def test_in_flight_changes_weights_inside_completions(tmp_path, watched, monkeyp
 
 
 def test_a_killed_sampler_is_replaced_and_nothing_is_lost(tmp_path, watched, monkeypatch):
-    def kill_now_and_then(self, iteration, take=Asynchronous.take):
-        if iteration in (2, 5):
+    def kill_once(self, iteration, take=Asynchronous.take):
+        if iteration == 2:
             os.kill(self._sampler.pid, signal.SIGKILL)
         return take(self, iteration)
 
-    monkeypatch.setattr(Asynchronous, "take", kill_now_and_then)
-    done = go(tmp_path, *ASYNC, "lag.max_steps=2", "train.eval_every=0")
+    monkeypatch.setattr(Asynchronous, "take", kill_once)
+    done = go(tmp_path, *ASYNC, "lag.max_steps=2", "train.eval_every=0", "train.steps=5")
     assert done.summary["status"] == "FINISHED"
     order = PromptOrder(256, 4, 0)
-    assert watched["used"] == [order.indices(n) for n in range(8)] and accounted(watched)
-    assert series(done.run.path, "stream/sampler_restarts")[-1] == 2.0
-    assert len(watched["pids"]) == 3 and all(gone(pid) for pid in watched["pids"])
+    assert watched["used"] == [order.indices(n) for n in range(5)] and accounted(watched)
+    assert series(done.run.path, "stream/sampler_restarts")[-1] == 1.0
+    assert len(watched["pids"]) == 2 and all(gone(pid) for pid in watched["pids"])
 
 
+@pytest.mark.slow
 def test_a_stopped_sampler_is_killed_after_its_limit_and_nothing_is_lost(tmp_path, watched, monkeypatch, caplog):
     """SIGSTOP, for real: the process is there, holds its pipe open, and says nothing any more."""
 
@@ -213,10 +219,10 @@ worker, once = sys.modules["__main__"], Path({once!r})
 if hasattr(worker, "load_from") and not once.exists():
     load_from = worker.load_from
 
-    def load_and_stop(block, model, *, everything):
-        if everything:  # at the start, when nothing is waited for under the lock
-            return load_from(block, model, everything=True)
-        with block.reading():
+    def load_and_stop(shared, model, *, everything):
+        if everything:  # at the start
+            return load_from(shared, model, everything=True)
+        with shared.reading():
             once.touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         raise AssertionError("went on")
@@ -225,6 +231,7 @@ if hasattr(worker, "load_from") and not once.exists():
 """
 
 
+@pytest.mark.slow
 def test_a_sampler_stopped_while_it_holds_the_weights_does_not_stop_the_learner(tmp_path, watched, caplog):
     """The plugin, which the sampler loads too, has it stop itself within a read of the shared weights."""
     from kl_comedy.registry import load_plugin_file
@@ -242,47 +249,9 @@ def test_a_sampler_stopped_while_it_holds_the_weights_does_not_stop_the_learner(
     assert len(watched["pids"]) == 2
 
 
-def test_a_sampler_that_hangs_again_and_again_ends_the_run_in_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampler_module, "MAX_DEATHS", 1)
-    monkeypatch.setattr(patience_module, "STARTUP_S", 1.0)
-    start = SamplerProcess._start
-
-    def start_and_stop(self):
-        start(self)
-        os.kill(self.pid, signal.SIGSTOP)
-
-    monkeypatch.setattr(SamplerProcess, "_start", start_and_stop)
-    with pytest.raises(RunFailed, match=r"the sampler process gave no sign of life for 1 s .*2 times in a row"):
-        go(tmp_path, *ASYNC, "lag.silence_limit_s=1")
-
-
-def test_a_sampler_that_keeps_dying_ends_the_run_in_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampler_module, "MAX_DEATHS", 1)
-    start = SamplerProcess._start
-
-    def start_and_kill(self):
-        start(self)
-        threading.Timer(0.2, lambda: os.kill(self.pid, signal.SIGKILL)).start()
-
-    monkeypatch.setattr(SamplerProcess, "_start", start_and_kill)
-    with pytest.raises(RunFailed, match=r"the sampler process was killed by signal 9 .*2 times in a row"):
-        go(tmp_path, *ASYNC)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["rollout.options={loop: libary}"], r"rollout\.options\.loop: got 'libary'"),
-        (
-            ["rollout.options={loop: library}", "lag.in_flight=true", "lag.max_steps=1"],
-            r"lag\.in_flight: got True; allowed: false with rollout\.backend hf \(it takes new weights between batches",
-        ),
-    ],
-    ids=["option", "in_flight"],
-)
-def test_what_the_sampler_cannot_begin_with_is_the_users_mistake(tmp_path, overrides, said):
-    with pytest.raises(UserError, match=said):
-        go(tmp_path, *ASYNC, *overrides)
+def test_a_config_that_the_sampler_refuses_is_the_users_mistake(tmp_path):
+    with pytest.raises(UserError, match=r"rollout\.options\.loop: got 'libary'"):
+        go(tmp_path, *ASYNC, "rollout.options={loop: libary}")
     assert not list(tmp_path.iterdir())
 
 
@@ -304,41 +273,29 @@ def after_checkpoint(process, tmp_path, at):
     return int(samplers[0])
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
-        signal.SIGKILL,
-    ],
-    ids=lambda number: number.name,
-)
-def test_no_sampler_outlives_its_run_and_the_run_goes_on_later(tmp_path, number):
-    """Signals go to the learner; for a terminal's Ctrl-C the sampler gets one too, and must not mind."""
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_the_sampler_ends_with_a_run_that_a_signal_stops(tmp_path, number):
+    """A terminal sends SIGINT to the sampler too; only the learner acts on it."""
     process = start_in_a_process(tmp_path, "train.steps=5000")
     sampler = after_checkpoint(process, tmp_path, 3)
-    if number != signal.SIGKILL:
-        os.kill(sampler, number)
+    os.kill(sampler, number)
     process.send_signal(number)
-    _, said = process.communicate(timeout=120)
-    deadline = time.monotonic() + 30
-    while not gone(sampler):
-        assert time.monotonic() < deadline, "the sampler outlived its run"
-        time.sleep(0.05)
-    if number != signal.SIGKILL:
-        assert process.returncode == (REQUEUE_EXIT_CODE if number == signal.SIGUSR1 else 1)
-        assert "resume=auto" in said and "Traceback" not in said
+    _, stderr = process.communicate(timeout=120)
+    wait_until_gone(sampler)
+    assert process.returncode == (REQUEUE_EXIT_CODE if number == signal.SIGUSR1 else 1)
+    assert "resume=auto" in stderr and "Traceback" not in stderr
 
 
-@pytest.mark.parametrize("policy", ["wait", "drop"])
-def test_a_killed_run_goes_on_without_losing_or_repeating_a_prompt(tmp_path, watched, policy):
-    """The resumed run's batches and those before its checkpoint make up the order; the state says what was used."""
-    overrides = [f"lag.policy={policy}", "lag.max_steps=2", "train.steps=40", "resume=auto", "train.eval_every=0"]
+@pytest.mark.parametrize("policy", ["wait", pytest.param("drop", marks=pytest.mark.slow)])
+def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, watched, policy):
+    """The resumed run's batches and those before its checkpoint make up the order. The sampler ends with the run."""
+    overrides = [f"lag.policy={policy}", "lag.max_steps=2", "train.steps=24", "resume=auto", "train.eval_every=0"]
     process = start_in_a_process(tmp_path, *overrides)
-    after_checkpoint(process, tmp_path, 6)
+    sampler = after_checkpoint(process, tmp_path, 4)
     process.kill()
     process.communicate()
+    wait_until_gone(sampler)
     (folder,) = tmp_path.glob("tiny-*")
     import torch
 
@@ -353,14 +310,14 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_prompt(tmp_path, wat
     watched["used"].append([n for n in (Counter(asked) - left).elements()])
     assert len(watched["used"][0]) == 4 * begun, "what was asked and is not left was used"
     done = go(tmp_path, *ASYNC, *overrides)
-    assert done.summary["status"] == "FINISHED" and len(watched["ages"]) == 40 - begun
+    assert done.summary["status"] == "FINISHED" and len(watched["ages"]) == 24 - begun
     assert accounted(watched)
     assert max(watched["ages"]) <= 2
-    assert {step for step, _ in metrics_of(done.run.path)} >= set(range(1, 41))
+    assert {step for step, _ in metrics_of(done.run.path)} >= set(range(1, 25))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["lag.mode=async", "lag.steps=3"], r"lag\.steps: got 3; allowed: 0 with lag\.mode async .*lag\.max_steps"),
         (["lag.max_steps=3"], r"lag\.max_steps: got 3; allowed: 0 with lag\.mode on_policy .*lag\.mode=async"),
@@ -368,12 +325,16 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_prompt(tmp_path, wat
         (["lag.mode=async", "lag.policy=drop"], r"lag\.max_steps: got 0; allowed: at least 1 with lag\.policy drop"),
         (["lag.mode=async", "lag.policy=drop", "lag.max_steps=1", "algorithm.updates_per_batch=2"], "at least 2 with"),
         (["lag.mode=async", "lag.in_flight=true"], r"lag\.in_flight: got True; allowed: false with lag\.max_steps 0"),
+        (
+            ["lag.mode=async", "lag.max_steps=1", "lag.in_flight=true", "rollout.options={loop: library}"],
+            r"lag\.in_flight: got True; allowed: false with rollout\.backend hf \(it takes new weights between batches",
+        ),
         (["lag.silence_limit_s=5"], r"lag\.silence_limit_s: got 5\.0; allowed: 60\.0 with lag\.mode on_policy"),
         (["lag.mode=async", "lag.silence_limit_s=0"], r"lag\.silence_limit_s: got 0.*above 0"),
         (["lag.mode=async", "lag.policy=wiat"], r"lag\.policy: got 'wiat'; .*did you mean 'wait'"),
         (["lag.mode=asinc"], r"lag\.mode: got 'asinc'; .*did you mean 'async'"),
     ],
 )
-def test_combinations_that_cannot_work_are_refused(overrides, said):
-    with pytest.raises(UserError, match=said):
+def test_combinations_that_cannot_work_are_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
         load_config(TINY, overrides)

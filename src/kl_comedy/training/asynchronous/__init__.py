@@ -1,9 +1,8 @@
-"""Sampling in a process of its own while the learner learns, never more than a stated number of updates behind.
+"""Sampling in another process while the learner learns, at most ``lag.max_steps`` updates behind.
 
-    learner --requests--> sampler process --scored rollouts--> buffer --batches--> stream
-            --weights, one shared block-->
+    learner --requests--> sampler process --scored rollouts--> RolloutBuffer --batches--> stream
+            --weights, one shared copy-->
 
-:mod:`buffer` decides what may be drawn and what is too old, and accounts for every prompt. :mod:`block` holds the
-published weights. :mod:`sampler` is the process's handle, :mod:`worker` what runs in it, :mod:`source` what the stream
-reads from.
+:mod:`buffer` decides what may be drawn and what is too old, and accounts for every prompt. :mod:`shared_weights` holds
+the published weights. :mod:`sampler` starts and watches the process, and :mod:`worker` runs in it.
 """

@@ -1,13 +1,13 @@
-"""Which prompts are asked for, drawn, taken, dropped: the accounting of asynchronous sampling. No processes here.
+"""Which prompts are requested, drawn, taken and dropped in asynchronous sampling. No processes here.
 
-Every prompt of the order is in exactly one place: to be asked again (``returned``), asked for (``pending``), drawn and
-waiting (``ready``), or taken. The *age* of a group is the learner's version at its first use, less the oldest version
-among its tokens; no group older than ``max_steps`` is ever taken.
+Every prompt of the order is in exactly one place: to be requested again (``returned``), requested (``pending``), drawn
+and waiting (``ready``), or taken. The *age* of a group is the learner's version at its first use minus the oldest
+version among its tokens; no group older than ``max_steps`` is ever taken.
 
-- ``wait``: the batch of iteration n may be begun once the learner's version is at least ``n u - max_steps`` (u updates
-  a batch). The sampler takes the newest weights when it begins, so the bound holds by construction. Nothing is dropped.
-- ``drop``: the sampler never waits. What is too old when a batch is taken is dropped, and so are the oldest groups when
-  more are ready than could still be used in time. Dropped prompts are asked again before new ones.
+- ``wait``: the batch of iteration n may be requested once the learner's version is at least ``n u - max_steps`` (u
+  updates a batch). The sampler loads the newest weights first, so the bound holds by construction.
+- ``drop``: the sampler never waits. Groups that are too old when a batch is taken are dropped, and so are the oldest
+  when more are ready than can be used in time. Dropped prompts are requested again before new ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from kl_comedy.records import Scored
 
 BEGUN_AHEAD = 2
-"""Requests given out under ``drop``: one being drawn and the next, so that the sampler need not ask."""
+"""Requests sent ahead under ``drop``: one being drawn and the next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferLimits:
-    """What the buffer goes by. ``updates``: optimizer updates made from one batch."""
+    """The settings of a :class:`RolloutBuffer`. ``updates``: optimizer updates made from one batch."""
 
     prompts_per_batch: int
     updates: int
@@ -58,7 +58,7 @@ class BufferLimits:
 
 
 class RolloutBuffer:
-    """See the module. ``indices(n)`` is the n-th batch of the prompts' order. Not thread-safe: the source locks."""
+    """See the module. ``indices(n)`` is the n-th batch of the prompts' order. Not thread-safe."""
 
     def __init__(self, terms: BufferLimits, indices: Callable[[int], list[int]]) -> None:
         self.terms = terms
@@ -69,19 +69,19 @@ class RolloutBuffer:
         self.dropped = 0
         self._indices = indices
         self._next_number = 0
-        self._asked_in_order = 0
+        self._requested_in_order = 0
 
     def due(self, version: int) -> list[Request]:
-        """Requests that may be given to the sampler now that the learner is at ``version``; they are pending then."""
-        found = []
-        while self._may_begin(version):
+        """Requests that may be sent to the sampler with the learner at ``version``; they become pending."""
+        requests = []
+        while self._may_request(version):
             request = Request(number=self._next_number, indices=tuple(self._next_prompts()))
             self._next_number += 1
             self.pending[request.number] = request
-            found.append(request)
-        return found
+            requests.append(request)
+        return requests
 
-    def _may_begin(self, version: int) -> bool:
+    def _may_request(self, version: int) -> bool:
         terms = self.terms
         if not terms.drop:
             wanted = self._next_number < terms.iterations
@@ -90,7 +90,7 @@ class RolloutBuffer:
         return len(self.pending) < min(BEGUN_AHEAD, -(-missing // terms.prompts_per_batch))
 
     def _next_prompts(self) -> list[int]:
-        """Returned prompts first, then the order; one that the batch holds already waits for the next."""
+        """Returned prompts first, then the order. A prompt is at most once in a request."""
         size = self.terms.prompts_per_batch
         chosen: list[int] = []
         later: list[int] = []
@@ -103,18 +103,16 @@ class RolloutBuffer:
         return chosen
 
     def _next_in_order(self) -> int:
-        batch, within = divmod(self._asked_in_order, self.terms.prompts_per_batch)
-        self._asked_in_order += 1
+        batch, within = divmod(self._requested_in_order, self.terms.prompts_per_batch)
+        self._requested_in_order += 1
         return self._indices(batch)[within]
 
     def arrive(self, number: int, rows: Sequence[Scored]) -> None:
-        """Take in what was drawn for a request: its prompts' groups, in order, equally large."""
+        """Store the rows of a request: its prompts' groups, in order, equally large."""
         request = self.pending.pop(number)
         size = len(rows) // len(request.indices)
-        for place, index in enumerate(request.indices):
-            own = tuple(rows[place * size : (place + 1) * size])
-            oldest = min(min(row.rollout.versions, default=0) for row in own)
-            self.ready.append(Group(index=index, number=number, rows=own, oldest=oldest))
+        for position, index in enumerate(request.indices):
+            self._add(index, number, rows[position * size : (position + 1) * size])
         while self.terms.drop and len(self.ready) > self.terms.ready_groups:
             self._drop(self.ready.popleft())
 
@@ -138,10 +136,10 @@ class RolloutBuffer:
         self.dropped += 1
 
     def snapshot(self, pack: Callable[[Sequence[Scored]], list[dict[str, Any]]]) -> dict[str, Any]:
-        """Plain data. What is pending is asked again after a restore, with weights that may be newer."""
+        """Plain data. Pending requests are sent again after a restore, with weights that may be newer."""
         return {
             "next_number": self._next_number,
-            "asked_in_order": self._asked_in_order,
+            "asked_in_order": self._requested_in_order,
             "taken": self.taken,
             "dropped": self.dropped,
             "returned": list(self.returned),
@@ -150,13 +148,15 @@ class RolloutBuffer:
         }
 
     def restore(self, state: Mapping[str, Any], unpack: Callable[[Any], list[Scored]]) -> None:
-        """The inverse of :meth:`snapshot`; pending requests must be given out again."""
-        self._next_number, self._asked_in_order = int(state["next_number"]), int(state["asked_in_order"])
+        """The inverse of :meth:`snapshot`; pending requests must be sent again."""
+        self._next_number, self._requested_in_order = int(state["next_number"]), int(state["asked_in_order"])
         self.taken, self.dropped = int(state["taken"]), int(state["dropped"])
         self.returned = deque(state["returned"])
-        self.pending = {number: Request(number=number, indices=tuple(own)) for number, own in state["pending"]}
+        self.pending = {number: Request(number=number, indices=tuple(indices)) for number, indices in state["pending"]}
         self.ready = deque()
         for index, number, packed in state["ready"]:
-            rows = tuple(unpack(packed))
-            oldest = min(min(row.rollout.versions, default=0) for row in rows)
-            self.ready.append(Group(index=index, number=number, rows=rows, oldest=oldest))
+            self._add(index, number, unpack(packed))
+
+    def _add(self, index: int, number: int, rows: Sequence[Scored]) -> None:
+        oldest = min(min(row.rollout.versions, default=0) for row in rows)
+        self.ready.append(Group(index=index, number=number, rows=tuple(rows), oldest=oldest))

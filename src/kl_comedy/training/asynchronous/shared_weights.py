@@ -1,8 +1,8 @@
 """The published weights in memory that two processes share: one copy, written and read tensor by tensor.
 
-A writer replaces the copy in place, so memory is bounded by one model whatever the lag. A lock that the kernel gives
-back when its holder dies keeps a reader from seeing half of two versions. The memory has no name: it is gone with the
-processes, however they end.
+The writer replaces the copy in place, so memory is bounded by one model whatever the lag. A file lock, which the kernel
+releases when its process dies, keeps a reader from seeing parts of two versions. The memory has no name: it is freed
+with the processes, however they end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -29,34 +30,36 @@ _BEATS = struct.Struct("=q")
 _BEATS_AT = 128
 _ALIGN = 64
 _START = 256
+BEAT_S = 0.5
+"""Seconds between heartbeats of the sampler."""
 LOCK_LIMIT_S = 300.0
-"""Wall seconds to wait for the other side to finish a copy; a stopped process must not stop this one for ever."""
+"""Seconds to wait for the other process to finish a copy."""
 
 
 class WeightsLocked(RunFailed):
-    """The other process holds the block, and has for longer than anybody waits."""
+    """The other process has locked the weights for longer than the limit."""
 
 
 class SharedWeights:
     """Shared memory for the weights of one model; both sides build it from a model of the same names and shapes."""
 
     def __init__(self, model: Any, fd: int | None = None) -> None:
-        self._places: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
-        names, end = hashlib.sha256(), _START
+        self._layout: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        digest, end = hashlib.sha256(), _START
         for name, tensor in named_weights(model):
-            names.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            self._places[name] = (end, tensor.shape, tensor.dtype)
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            self._layout[name] = (end, tensor.shape, tensor.dtype)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        self._digest = names.digest()
+        self._digest = digest.digest()
         self._trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
         self.fd = _anonymous(end) if fd is None else fd
         self._map = mmap.mmap(self.fd, end)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def publish(self, model: Any, version: int, *, limit_s: float = LOCK_LIMIT_S) -> None:
-        """Copy the weights in and say which version they are. What is not trained is copied the first time only.
+        """Copy the weights in and store their version. Frozen weights are copied the first time only.
 
-        Raises :class:`WeightsLocked`, having changed nothing, when the reader does not let go within ``limit_s``.
+        Raises :class:`WeightsLocked`, having changed nothing, where the reader does not unlock within ``limit_s``.
         """
         first = self._header()[1] != self._digest
         with self._locked(limit_s):
@@ -67,22 +70,22 @@ class SharedWeights:
             _HEADER.pack_into(self._map, 0, version, self._digest)
 
     def version(self) -> int:
-        """Of the weights that are here now."""
+        """Of the published weights."""
         return self._header()[0]
 
     def beats(self) -> int:
-        """Signs of life of the reader so far (:class:`Heartbeat`); neither side needs the lock for them."""
+        """Heartbeats of the reader so far; needs no lock."""
         return int(_BEATS.unpack_from(self._map, _BEATS_AT)[0])
 
     def buckets(self, *, everything: bool) -> Iterator[Bucket]:
-        """The weights as views of the block, valid within :meth:`reading` only."""
-        for name in self._places:
+        """The weights as views of the shared memory, valid within :meth:`reading` only."""
+        for name in self._layout:
             if everything or name in self._trained:
                 yield [(name, self._view(name))]
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[int]:
-        """Hold the block still; yields the version. Raises :class:`RunFailed` where it is another model's."""
+        """Lock the weights; yields their version. Raises :class:`RunFailed` where they are another model's."""
         with self._locked():
             version, digest = self._header()
             if digest != self._digest:
@@ -90,7 +93,7 @@ class SharedWeights:
             yield version
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free this process's mapping of the memory."""
         del self._bytes
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -101,7 +104,7 @@ class SharedWeights:
         return version, digest
 
     def _view(self, name: str) -> Tensor:
-        start, shape, dtype = self._places[name]
+        start, shape, dtype = self._layout[name]
         count = shape.numel() * dtype.itemsize
         return self._bytes[start : start + count].view(dtype).view(shape)
 
@@ -122,26 +125,30 @@ class SharedWeights:
             fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
-class Heartbeat:
-    """The reader's signs of life, a count in the block that goes up; there before the model is."""
+def start_heartbeat(fd: int) -> None:
+    """Increase the heartbeat count of the shared memory every :data:`BEAT_S`, from a thread that ends with the process.
 
-    def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, _START)
+    Works before the model is loaded.
+    """
+    memory = mmap.mmap(fd, _START)
 
-    def beat(self) -> None:
-        """One more."""
-        (count,) = _BEATS.unpack_from(self._map, _BEATS_AT)
-        _BEATS.pack_into(self._map, _BEATS_AT, count + 1)
+    def beat() -> None:
+        while True:
+            (count,) = _BEATS.unpack_from(memory, _BEATS_AT)
+            _BEATS.pack_into(memory, _BEATS_AT, count + 1)
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=beat, daemon=True, name="heartbeat").start()
 
 
 @torch.no_grad()
-def load_from(block: SharedWeights, model: Any, *, everything: bool) -> int:
-    """Copy the block's weights into ``model``, one tensor at a time; the version they have."""
-    own = dict(named_weights(model))
-    with block.reading() as version:
-        for bucket in block.buckets(everything=everything):
+def load_from(shared: SharedWeights, model: Any, *, everything: bool) -> int:
+    """Copy the published weights into ``model``, one tensor at a time; their version."""
+    weights = dict(named_weights(model))
+    with shared.reading() as version:
+        for bucket in shared.buckets(everything=everything):
             for name, tensor in bucket:
-                own[name].copy_(tensor)
+                weights[name].copy_(tensor)
     return version
 
 

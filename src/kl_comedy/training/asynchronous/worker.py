@@ -1,11 +1,11 @@
 """The sampler process: its own model and backend, requests in, scored rollouts out. ``python -m`` this module.
 
-    config, threads, plugins -> load the model -> weights from the block -> backend -> ready
+    config, threads, plugins -> load the model -> shared weights -> backend -> ready
     draw  -> (newer weights) -> generate -> score -> drawn
     evaluate -> (newer weights) -> generate -> evaluated            before any draw that has not begun
 
-It ends with its learner, however that ends: its pipe closes. Signals that a terminal or a scheduler sends to a whole
-group are for the learner, which decides.
+It ends with its learner, whose end closes the pipe. It ignores signals that a terminal or a scheduler sends to a whole
+process group: the learner handles them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.registry import ROLLOUTS, load_plugin_file
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, sampling_from
-from kl_comedy.training.asynchronous.sampler import start_heartbeat
-from kl_comedy.training.asynchronous.shared_weights import Heartbeat, SharedWeights, load_from
+from kl_comedy.training.asynchronous.shared_weights import SharedWeights, load_from, start_heartbeat
 
 POLL_S = 0.02
 """Between looks for newer weights, for a backend that takes them from another thread."""
 
 
-class Inbox:
-    """Messages from the learner, taken in as they come so that it never waits to send one."""
+class RequestQueue:
+    """Requests from the learner, received in a thread so that the learner never waits to send one."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -70,13 +69,13 @@ class Inbox:
 
 
 class Sampler:
-    """The model, its backend and the rewards, as long as the process lives."""
+    """The model, its backend and the rewards of the process."""
 
     def __init__(self, config: Config, fd: int) -> None:
         self.config = config
         self.loaded: LoadedModel = load_model(config.model)
-        self.block = SharedWeights(self.loaded.model, fd)
-        version = load_from(self.block, self.loaded.model, everything=True)
+        self.weights = SharedWeights(self.loaded.model, fd)
+        version = load_from(self.weights, self.loaded.model, everything=True)
         self.backend: RolloutBackend = ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=self.loaded)
         self.backend.update_weights(version)
         self.capabilities = capabilities_of(config.rollout.backend)
@@ -85,9 +84,9 @@ class Sampler:
         self.scorer = RewardSum(config.rewards)
 
     def refresh(self) -> None:
-        """Sample from the newest weights from now on."""
-        if self.block.version() != self.backend.version:
-            self.backend.update_weights(load_from(self.block, self.loaded.model, everything=False))
+        """Load newer weights where there are some."""
+        if self.weights.version() != self.backend.version:
+            self.backend.update_weights(load_from(self.weights, self.loaded.model, everything=False))
 
     def draw(self, prompts: Any, seed: int) -> tuple[Any, dict[str, float]]:
         """Rows of one batch, and the seconds that drawing and scoring took."""
@@ -111,23 +110,23 @@ class Sampler:
         return self.backend.generate(prompts, **arguments)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """As the learner's own passes run."""
+        """The precision of the learner's passes."""
         if self.config.train.precision == "bf16":
             return torch.autocast(self.loaded.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Within it, newer weights get into completions in flight where the config asks for that."""
+        """Inside, a thread loads newer weights into completions in flight, with ``lag.in_flight``."""
         if not self.config.lag.in_flight or self.capabilities.in_trainer_ranks:  # there the backend calls refresh
             yield
             return
-        over = threading.Event()
+        done = threading.Event()
         failed: list[RunFailed] = []
 
         def follow() -> None:
             try:
-                while not over.wait(POLL_S):
+                while not done.wait(POLL_S):
                     self.refresh()
             except RunFailed as error:
                 failed.append(error)
@@ -137,7 +136,7 @@ class Sampler:
         try:
             yield
         finally:
-            over.set()
+            done.set()
             thread.join()
         if failed:
             raise failed[0]
@@ -148,13 +147,13 @@ class Sampler:
 
 
 def main() -> None:
-    """Talk over the inherited pipe until it closes or says stop."""
+    """Serve requests from the inherited pipe until it closes or says stop."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     pipe, fd = Connection(int(sys.argv[1])), int(sys.argv[2])
-    start_heartbeat(Heartbeat(fd).beat)
+    start_heartbeat(fd)
     config, threads, plugins = pipe.recv()
-    inbox = Inbox(pipe)
+    requests = RequestQueue(pipe)
     try:
         for file in plugins:
             load_plugin_file(file)
@@ -169,18 +168,18 @@ def main() -> None:
         return
     pipe.send(("ready",))
     try:
-        _serve(pipe, inbox, sampler)
+        _serve(pipe, requests, sampler)
     except BaseException as error:
         _fail(pipe, error)
     finally:
         sampler.close()
 
 
-def _serve(pipe: Connection, inbox: Inbox, sampler: Sampler) -> None:
+def _serve(pipe: Connection, requests: RequestQueue, sampler: Sampler) -> None:
     since = time.perf_counter()
     idle_s = 0.0
     while True:
-        kind, *rest = inbox.next()
+        kind, *rest = requests.next()
         idle_s += time.perf_counter() - since
         if kind == "stop":
             return
@@ -201,9 +200,9 @@ def _serve(pipe: Connection, inbox: Inbox, sampler: Sampler) -> None:
 def _fail(pipe: Connection, error: BaseException) -> None:
     if not isinstance(error, (UserError, RunFailed)):
         traceback.print_exception(error)
-    said = str(error) if isinstance(error, (UserError, RunFailed)) else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, (UserError, RunFailed)) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
-        pipe.send(("failed", said))
+        pipe.send(("failed", message))
 
 
 if __name__ == "__main__":
