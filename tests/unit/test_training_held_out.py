@@ -12,7 +12,7 @@ from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.models import LoadedModel, build_reference, load_model, weights_hash
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.eval_metrics import CompletionMeasure, completion_measure, load_eval_reference
+from kl_comedy.training.eval_metrics import CompletionMetrics, completion_metrics, load_eval_reference
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
 TEMPERATURE = 0.7
@@ -54,7 +54,7 @@ def measure_of(policy, other, *, tokens=10**6, chunk=10**9, sampled=True):
         reference = build_reference(
             "initial", loaded(other), config.reference, temperature=TEMPERATURE, chunk_elements=chunk
         )
-    return CompletionMeasure(
+    return CompletionMetrics(
         loaded=loaded(policy),
         reference=reference,
         temperature=TEMPERATURE,
@@ -123,10 +123,10 @@ def test_estimates_need_samples_and_kl_needs_a_reference():
 )
 def test_estimates_are_of_the_policy_that_was_sampled(overrides, sampled):
     policy = loaded(llama())
-    measure = completion_measure(load_config(TINY, overrides), loaded=policy, reference=None)
+    measure = completion_metrics(load_config(TINY, overrides), loaded=policy, reference=None)
     assert measure.sampled is sampled
     assert measure.temperature == load_config(TINY, overrides).rollout.temperature
-    assert completion_measure(load_config(TINY, ["eval.kl=false"]), loaded=policy, reference=None) is None
+    assert completion_metrics(load_config(TINY, ["eval.kl=false"]), loaded=policy, reference=None) is None
 
 
 QUICK = "model.options={preset: tiny, warmstart_steps: 5}"

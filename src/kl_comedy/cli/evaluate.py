@@ -57,7 +57,7 @@ from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling
 from kl_comedy.tracking.store import clean_path
 from kl_comedy.training.build import eval_sampling, load_problem_sets, render_prompts
-from kl_comedy.training.eval_metrics import completion_measure, load_eval_reference
+from kl_comedy.training.eval_metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.experience import derive_seed
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _evaluated(config: Config, console: Console) -> list[EvalResult]:
         raise UserError("data.eval: names no set to evaluate on")
     raw = load_problem_sets(config, train=False)
     loaded = load_model(config.model)
-    measure = completion_measure(config, loaded=loaded, reference=load_eval_reference(config, loaded))
+    measure = completion_metrics(config, loaded=loaded, reference=load_eval_reference(config, loaded))
     problems = render_prompts(config, raw, loaded)
     backend = ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=loaded)
     results = []

@@ -25,7 +25,7 @@ from kl_comedy.registry import CALLBACKS
 from kl_comedy.rollouts.recording import RecordingWriter
 from kl_comedy.training.build import eval_sampling
 from kl_comedy.training.checkpoint import CheckpointManager, SaveFailed
-from kl_comedy.training.eval_metrics import completion_measure
+from kl_comedy.training.eval_metrics import completion_metrics
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run_folder import RunDir, saved, step_of
@@ -128,7 +128,7 @@ class EvaluationCallback(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         ranks, loaded = pl_module.ranks, pl_module.loaded
-        self._measure = completion_measure(
+        self._measure = completion_metrics(
             self._config, loaded=loaded, reference=pl_module.references["initial"], ranks=ranks
         )
         self._choice_passes = choice_passes(self._config, loaded, ranks)

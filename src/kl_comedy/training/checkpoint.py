@@ -237,26 +237,25 @@ class CheckpointManager:
         """
         target = self.root / f"step-{step:08d}.ckpt"
         folder = target.with_suffix(UNFINISHED)
-        first = self.ranks.is_rank_zero
         try:
             self.ranks.on_rank_zero(lambda: _remove(folder))
             write(folder)
             self._write_manifest(folder, step, reward)
             self.ranks.on_rank_zero(lambda: _replace(folder, target))
         except (*_WRITE_ERRORS, SaveFailed) as error:
-            if first:
+            if self.ranks.is_rank_zero:
                 shutil.rmtree(folder, ignore_errors=True)
             raise SaveFailed(_message(error)) from error
-        if first:
+        if self.ranks.is_rank_zero:
             for path in set(saved(self.root)[: -self.keep]) - {best(self.root)}:
                 shutil.rmtree(path, ignore_errors=True)
         return target
 
     def _write_manifest(self, folder: Path, step: int, reward: float | None) -> None:
         """Each process hashes the files that it wrote; the first writes the manifest."""
-        rank, first = self.ranks.rank, self.ranks.is_rank_zero
+        rank = self.ranks.rank
         written = [*folder.glob(f"__{rank}_*.distcp"), folder / f"rank-{rank}.pt"]
-        written += [folder / STATE, folder / INDEX] if first else []
+        written += [folder / STATE, folder / INDEX] if self.ranks.is_rank_zero else []
         entries = self.ranks.raise_on_all_ranks(
             lambda: {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in written}
         )

@@ -1,24 +1,19 @@
-"""What evaluation measures besides reward: the policy against its reference on the completions it was judged by.
+"""What evaluation measures besides reward: the policy against its reference on the evaluation completions.
 
-    completions -> micro-batches -> reference pass, policy pass (no gradient) -> sums -> means
+Both distributions are taken at ``rollout.temperature``, whatever temperature evaluation sampled at, so that a metric
+means the same in training and in evaluation. k1, k2 and k3 estimate something about the policy that sampled the
+tokens; they are computed only where both temperatures are equal.
 
-Both distributions are taken at the temperature of training, ``rollout.temperature``, whatever evaluation drew its
-completions at: one name means one thing in both. So k1, k2 and k3, which only say something about the policy that
-drew the tokens, are there only where both temperatures are the same.
-
-``eval.suites`` of a run: suites as evaluation sets, each with its own prompts, verifier and length.
-
-How many samples are drawn and at which temperature is the run's (``eval.samples``, ``eval.temperature``). A suite by
-log-prob draws none: its choices are spelled here, once.
+Also ``eval.suites`` of a run: suites as evaluation sets, each with its own prompts, verifier and length. Samples and
+temperature are the run's (``eval.samples``, ``eval.temperature``). A suite by log-prob samples nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,7 +28,7 @@ from kl_comedy.models import LoadedModel, build_reference, load_model
 from kl_comedy.models.introspection import head_chunk, head_weights, microbatch_tokens
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import Reference
-from kl_comedy.records import Problem, Prompt, Scored
+from kl_comedy.records import Problem, Scored
 from kl_comedy.rewards import RewardPool, RewardSum
 from kl_comedy.rollouts import Sampling
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks, ShardedScorer
@@ -42,11 +37,11 @@ from kl_comedy.training.packing import Packed, by_token_budget, pack, shortest
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionMeasure:
-    """Means of KL, total variation and entropy over given completions; see :meth:`__call__`.
+class CompletionMetrics:
+    """Means of KL, total variation and entropy over completions.
 
-    ``temperature``: of both distributions. ``sampled``: whether the completions are drawn from the policy at that
-    temperature. ``microbatch_tokens`` and ``chunk_elements`` bound the memory, as in training.
+    ``temperature``: of both distributions. ``sampled``: the completions were sampled from the policy at it.
+    ``microbatch_tokens`` and ``chunk_elements`` bound the memory, as in training.
     """
 
     loaded: LoadedModel
@@ -59,43 +54,42 @@ class CompletionMeasure:
     ranks: Ranks = SINGLE_PROCESS
 
     def __call__(self, rows: Sequence[Scored]) -> dict[str, float]:
-        """``kl/...``, ``kl_error/...`` and ``policy/entropy...`` of the rows; without a reference entropy only."""
+        """``kl/...``, ``kl_error/...`` and ``policy/entropy...``; without a reference, entropy only. All ranks call."""
         metrics = MetricAccumulator()
-        where: Any = {"pad_id": int(self.loaded.tokenizer.pad_token_id), "device": self.loaded.device}
+        pad_id, device = int(self.loaded.tokenizer.pad_token_id), self.loaded.device
         for split in self.ranks.split(by_token_budget(rows, self.microbatch_tokens)):
-            self._add(
-                metrics if split else MetricAccumulator(), pack([rows[n] for n in split or shortest(rows)], **where)
-            )
+            packed = pack([rows[n] for n in split or shortest(rows)], pad_id=pad_id, device=device)
+            self._accumulate(metrics if split else MetricAccumulator(), packed)
         return metrics.merged(self.ranks).values()
 
     @torch.no_grad()
-    def _add(self, metrics: MetricAccumulator, packed: Packed) -> None:
+    def _accumulate(self, metrics: MetricAccumulator, packed: Packed) -> None:
         inputs = packed.model_inputs()
-        against = None if self.reference is None else self.reference.forward_pass(**inputs)
-        seen = token_pass(
+        reference = None if self.reference is None else self.reference.forward_pass(**inputs)
+        policy = token_pass(
             self.loaded.model,
             **inputs,
             temperature=self.temperature,
             chunk_elements=self.chunk_elements,
             share_prompt=self.share_prompt,
-            reference=against,
-            kl=against is not None,
-            forward_kl=against is not None,
+            reference=reference,
+            kl=reference is not None,
+            forward_kl=reference is not None,
             entropy=True,
-            total_variation=against is not None,
+            total_variation=reference is not None,
         )
-        accumulate_exact(metrics, packed.mask_BT, seen)
-        if against is not None and self.sampled:
-            accumulate_estimates(metrics, packed.mask_BT, seen.logp_BT - against.logp_BT, seen.kl_BT)
+        accumulate_exact(metrics, packed.mask_BT, policy)
+        if reference is not None and self.sampled:
+            accumulate_estimates(metrics, packed.mask_BT, policy.logp_BT - reference.logp_BT, policy.kl_BT)
 
 
-def completion_measure(
+def completion_metrics(
     config: Config, *, loaded: LoadedModel, reference: Reference | None, ranks: Ranks = SINGLE_PROCESS
-) -> CompletionMeasure | None:
-    """The measure that ``config`` asks for, or None where ``eval.kl`` is off."""
+) -> CompletionMetrics | None:
+    """The :class:`CompletionMetrics` of a config; None where ``eval.kl`` is off."""
     if not config.eval.kl:
         return None
-    return CompletionMeasure(
+    return CompletionMetrics(
         loaded=loaded,
         reference=reference,
         temperature=config.rollout.temperature,
@@ -141,14 +135,14 @@ def load_eval_reference(config: Config, loaded: LoadedModel) -> Reference | None
 
 
 def _reference_model(evaluated: ModelConfig, named: str) -> ModelConfig:
-    """What to load: the ``model`` of a config where a YAML file is named, else a source.
+    """The ``model`` of the config where ``named`` is a YAML file, else that source.
 
-    What could make KL compare two computations rather than two policies is the evaluated model's in both cases. An
-    adapter is left out: it begins as the identity.
+    Settings that change rounding are the evaluated model's, so that KL compares policies and not computations. An
+    adapter is left out, because it is the identity at its start.
     """
-    own = load_config(named).model if named.endswith((".yaml", ".yml")) else ModelConfig(source=named)
+    model = load_config(named).model if named.endswith((".yaml", ".yml")) else ModelConfig(source=named)
     return dataclasses.replace(
-        own,
+        model,
         dtype=evaluated.dtype,
         device=evaluated.device,
         attention=evaluated.attention,
@@ -160,35 +154,36 @@ def _reference_model(evaluated: ModelConfig, named: str) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSuite:
-    """A suite and its problems as they are asked."""
+    """A suite and its problems, with their text as it is given to the model."""
 
     suite: SuiteConfig
     problems: Sequence[Problem]
 
     def unrendered(self) -> list[Problem]:
-        """The problems with their bare text, as training problems are compared with."""
-        return [replace(problem, text=problem.meta.get("question", problem.text)) for problem in self.problems]
+        """The problems with the question alone, for the comparison with training problems."""
+        return [
+            dataclasses.replace(problem, text=problem.meta.get("question", problem.text)) for problem in self.problems
+        ]
 
 
 def load_suites(config: Config) -> list[RunSuite]:
-    """The suites that ``config`` names, with their problems.
+    """The suites in ``eval.suites``, with their problems.
 
-    Raises :class:`~kl_comedy.errors.UserError` for a suite that is called as a set of ``data.eval`` is, and for
-    whatever is wrong with its data.
+    Raises :class:`UserError` for a name that ``data.eval`` or another suite has, and for errors in their data.
     """
-    found = []
+    suites: dict[str, RunSuite] = {}
     root = None if config.eval.data_root is None else Path(config.eval.data_root)
     for name in config.eval.suites:
         suite = get_suite(name, key="eval.suites")
-        if suite.name in config.data.eval or suite.name in [other.suite.name for other in found]:
+        if suite.name in config.data.eval or suite.name in suites:
             raise bad_value("eval.suites", name, "names that neither data.eval nor another suite has")
-        found.append(RunSuite(suite=suite, problems=suite_problems(suite, root=root)))
-    return found
+        suites[suite.name] = RunSuite(suite=suite, problems=suite_problems(suite, root=root))
+    return list(suites.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteSets:
-    """Suites as a run evaluates them; what was kept and left out, and the data's hashes, as of its own sets."""
+    """The suites of a run as evaluation sets, with counts of their problems and the hashes of their data."""
 
     drawn: Sequence[EvalSet]
     compared: Sequence[ChoiceSet]
@@ -199,38 +194,30 @@ class SuiteSets:
 def suite_sets(
     config: Config, suites: Sequence[RunSuite], loaded: LoadedModel, *, pool: RewardPool, ranks: Ranks
 ) -> SuiteSets:
-    """The suites with their prompts, in the order of ``suites`` among those that generate and those that compare.
+    """Render the prompts of ``suites``, in order: those that generate (``drawn``), those by log-prob (``compared``).
 
-    Raises :class:`~kl_comedy.errors.UserError` where a suite's verifier cannot judge its answers, and where the
-    tokenizer cannot spell its choices.
+    Raises :class:`UserError` where a suite's verifier rejects its answers, or the tokenizer cannot encode its choices.
     """
-    drawn, compared, counts = [], [], {}
-    for found in suites:
-        suite, name = found.suite, f"eval.{found.suite.name}"
-        prompts, report = suite_prompts(suite, found.problems, loaded.tokenizer)
-        counts |= {
-            f"{name}.kept": report.kept,
-            f"{name}.too_long": report.too_long,
-            f"{name}.control_tokens": report.control_tokens,
-        }
+    drawn: list[EvalSet] = []
+    compared: list[ChoiceSet] = []
+    counts: dict[str, int] = {}
+    for run_suite in suites:
+        suite, problems = run_suite.suite, run_suite.problems
+        prompts, report = suite_prompts(suite, problems, loaded.tokenizer)
+        for key in ("kept", "too_long", "control_tokens"):
+            counts[f"eval.{suite.name}.{key}"] = getattr(report, key)
         if suite.kind == "likelihood":
             compared.append(ask(suite, prompts, loaded, template=chosen_template(suite, loaded.tokenizer)))
-        else:
-            drawn.append(_drawn(config, found, prompts, pool=pool, ranks=ranks))
-    hashes = {f"eval.{found.suite.name}": data_hash(found.problems) for found in suites}
+            continue
+        rewards = RewardSum([suite.reward], pool=pool)
+        if ranks.is_rank_zero:
+            rewards.check(problems[:: max(len(problems) // GOLDS_CHECKED, 1)])
+        sampling = Sampling(
+            temperature=config.eval.temperature,
+            stop=tuple(suite.stop),
+            max_new_tokens=config.eval.max_new_tokens or suite.max_new_tokens,
+        )
+        scorer = rewards if ranks.size == 1 else ShardedScorer(rewards, ranks)
+        drawn.append(EvalSet(name=suite.name, prompts=prompts, scorer=scorer, sampling=sampling))
+    hashes = {f"eval.{run_suite.suite.name}": data_hash(run_suite.problems) for run_suite in suites}
     return SuiteSets(drawn=drawn, compared=compared, counts=counts, hashes=hashes)
-
-
-def _drawn(config: Config, found: RunSuite, prompts: Sequence[Prompt], *, pool: RewardPool, ranks: Ranks) -> EvalSet:
-    """The set of a suite that generates, with its own verifier, its answers tried."""
-    suite = found.suite
-    scorer = RewardSum([suite.reward], pool=pool)
-    if ranks.is_rank_zero:
-        scorer.check(found.problems[:: max(len(found.problems) // GOLDS_CHECKED, 1)])
-    sampling = Sampling(
-        temperature=config.eval.temperature,
-        stop=tuple(suite.stop),
-        max_new_tokens=config.eval.max_new_tokens or suite.max_new_tokens,
-    )
-    divided = scorer if ranks.size == 1 else ShardedScorer(scorer, ranks)
-    return EvalSet(name=suite.name, prompts=prompts, scorer=divided, sampling=sampling)
