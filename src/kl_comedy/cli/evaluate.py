@@ -56,6 +56,7 @@ from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling
 from kl_comedy.tracking.store import clean_path
+from kl_comedy.tracking.tables import markdown
 from kl_comedy.training.build import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.eval_metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.experience import derive_seed
@@ -569,8 +570,7 @@ def show(rows: Sequence[Mapping[str, Any]], format: str) -> None:
     elif format == "markdown":
         cells = [{"suite": row["suite"], "problems": _size(row), **_scores(row)} for row in rows]
         head = list(dict.fromkeys(name for row in cells for name in row))
-        lines = [head, ["---"] * len(head), *([row.get(name, "") for name in head] for row in cells)]
-        print("\n".join("| " + " | ".join(line) + " |" for line in lines))
+        print(markdown(head, [[row.get(name, "") for name in head] for row in cells]))
     else:
         table = Table("suite", "problems", "score", f"value [95%, {rows[0]['interval']}]")
         for row in rows:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kl_comedy.tracking import tables
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -49,16 +51,17 @@ def markdown(frame: pd.DataFrame) -> str:
     >>> import pandas as pd
     >>> print(markdown(pd.DataFrame({"name": ["a"], "x": [0.12345]})))
     | name | x |
-    | --- | ---: |
+    |---|---:|
     | a | 0.123 |
     """
     import pandas as pd
 
     numeric = [pd.api.types.is_numeric_dtype(frame[name]) for name in frame.columns]
-    lines = [[str(name) for name in frame.columns], ["---:" if right else "---" for right in numeric]]
-    for row in frame.itertuples(index=False, name=None):
-        lines.append([three_digits(v) if isinstance(v, float) else str(v).replace("|", "\\|") for v in row])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    rows = [
+        [three_digits(value) if isinstance(value, float) else str(value) for value in row]
+        for row in frame.itertuples(index=False, name=None)
+    ]
+    return tables.markdown([str(name) for name in frame.columns], rows, numeric)
 
 
 def three_digits(value: float) -> str:

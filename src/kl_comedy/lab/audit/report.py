@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kl_comedy.lab.audit.statistics import Estimate
+from kl_comedy.tracking.tables import markdown
 
 SIGNIFICANT = 0.01
 """A p-value below it is called a finding; one unbiased term in a hundred is then called biased by chance."""
@@ -147,7 +148,7 @@ def render(report: AuditReport, format: str) -> str:
     layers = list(report.terms[0].layers) if report.terms else []
     by_layer = [(t.label, *(_cosine_at(t, name) for name in layers)) for t in report.terms if t.layers]
     head = ("cosine by layer", *layers)
-    table = _markdown if format == "markdown" else _text
+    table = markdown if format == "markdown" else _text
     parts = [headline(report), table(HEAD, rows)]
     if len(layers) > 1 and by_layer:
         parts.append(table(head, by_layer))
@@ -223,11 +224,6 @@ def _number(value: float) -> str:
 def _cosine_at(term: TermResult, layer: str) -> str:
     value = term.layers[layer].cosine
     return "–" if term.cosine is None or math.isnan(value) else f"{value:.3f}"
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
