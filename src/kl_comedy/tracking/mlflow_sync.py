@@ -83,8 +83,8 @@ def push(client: Any, spool: Spool, state: SyncState, uri: str, *, up_to: float,
             state = saved  # another process may have uploaded meanwhile
         state = _with_run(client, spool, state, uri)
         events, offset, unreadable = _events_to_send(spool, state.offset, up_to)
-        steps = [event.step for event in events if event.step is not None]
-        state = replace(state, mirrored_step=max([*steps, *_present(state.mirrored_step)], default=None))
+        steps = [step for step in (state.mirrored_step, *(event.step for event in events)) if step is not None]
+        state = replace(state, mirrored_step=max(steps, default=None))
         if save_state:
             state.save(spool.run_dir)
         missing = _send(client, str(state.run_id), events, spool.run_dir)
@@ -124,10 +124,6 @@ def sync(run_dir: Path | str, uri: str | None = None, experiment: str | None = N
     result = push(client, spool, state, target, up_to=math.inf, save_state=save_state)
     mark_dead_runs(client, state.experiment)
     return result
-
-
-def _present(value: int | None) -> list[int]:
-    return [] if value is None else [value]
 
 
 def _events_to_send(spool: Spool, start: int, up_to: float) -> tuple[list[Event], int, int]:
@@ -182,20 +178,17 @@ def _send(client: Any, run_id: str, events: list[Event], run_dir: Path) -> list[
 
     params = {key: text for event in events if event.kind == "params" for key, text in event.data.items()}
     tags = {key: text for event in events if event.kind == "tags" for key, text in event.data.items()}
-    for items in _batches(params.items(), store.PARAMS_PER_BATCH):
-        client.log_batch(
-            run_id, params=[Param(key, store.shorten(text, store.PARAM_VALUE_LIMIT)) for key, text in items]
-        )
-    new_tags = [
+    new_params = (Param(key, store.shorten(text, store.PARAM_VALUE_LIMIT)) for key, text in params.items())
+    for batch in _batches(new_params, store.PARAMS_PER_BATCH):
+        client.log_batch(run_id, params=batch)
+    new_tags = (
         RunTag(key, store.shorten(text, store.TAG_VALUE_LIMIT)) for key, text in tags.items() if text is not None
-    ]
+    )
     for batch in _batches(new_tags, store.PARAMS_PER_BATCH):
         client.log_batch(run_id, tags=batch)
-    if deleted := [key for key, text in tags.items() if text is None]:
-        present = client.get_run(run_id).data.tags
-        for key in deleted:
-            if key in present:
-                client.delete_tag(run_id, key)
+    deleted = {key for key, text in tags.items() if text is None}
+    for key in deleted & client.get_run(run_id).data.tags.keys() if deleted else ():
+        client.delete_tag(run_id, key)
     points = (
         Metric(key=name, value=value, timestamp=event.time, step=event.step or 0)
         for event in events

@@ -90,14 +90,13 @@ def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
 
 def search_runs(client: Any, experiment_ids: list[str], where: str = "") -> list[Any]:
     """All active runs of the experiments that match MLflow's filter, through every page, newest first."""
-    runs: list[Any] = []
-    token = None
-    while experiment_ids:
-        page = client.search_runs(experiment_ids, where, max_results=1000, page_token=token)
+    if not experiment_ids:
+        return []
+    page = client.search_runs(experiment_ids, where, max_results=1000)
+    runs = list(page)
+    while page.token:
+        page = client.search_runs(experiment_ids, where, max_results=1000, page_token=page.token)
         runs += page
-        token = page.token
-        if not token:
-            break
     return runs
 
 
