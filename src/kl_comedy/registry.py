@@ -167,9 +167,11 @@ KINDS: dict[str, Registry[Any]] = {
 }
 
 
-def load_plugin_file(path: str | Path) -> None:
+def load_plugin_file(path: str | Path, *, check_names: bool = True) -> None:
     """Import a Python file whose ``register`` calls add entries (``--plugin FILE``).
 
+    ``check_names`` first imports every built-in entry (and with them torch), so that a plugin that takes a built-in
+    name is the one at fault; a process that only loads what another one has checked can do without.
     Raises :class:`UserError` when the file is missing or fails on import.
     """
     file = Path(path).resolve()
@@ -178,8 +180,8 @@ def load_plugin_file(path: str | Path) -> None:
     name = f"kl_comedy_plugin_{file.stem}"
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
         return
-    for table in KINDS.values():
-        table.load()  # a plugin that takes a built-in name is the one at fault
+    for table in KINDS.values() if check_names else ():
+        table.load()
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserError(f"--plugin: {path} is not a Python file")

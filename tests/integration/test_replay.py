@@ -17,6 +17,7 @@ from kl_comedy.cli.evaluate import resolved
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model, weights_hash
+from kl_comedy.training.callbacks import CheckpointCallback
 from kl_comedy.training.distributed import SINGLE_PROCESS, build_backend
 from kl_comedy.training.experience import Recorded
 from kl_comedy.training.experience_module import build_in_process
@@ -89,18 +90,19 @@ def test_the_recorders_own_configuration_replays_to_the_same_bits(recorded, edit
 
 
 def test_two_configurations_see_the_same_rows(recorded, tmp_path, monkeypatch):
-    seen, take = [], Recorded.take
+    batches, take = [], Recorded.take
 
     def watched(self, iteration):
         batch = take(self, iteration)
-        seen.append(batch.rows)
+        batches.append(batch.rows)
         return batch
 
     monkeypatch.setattr(Recorded, "take", watched)
     path = recorded.path / "rollouts"
-    go(tmp_path / "a", *replaying(path, "seed=3", "kl.0.estimator=k3", "optimizer.lr=1e-2"))
-    go(tmp_path / "b", *replaying(path, *DPO, "algorithm.updates_per_batch=2", "train.steps=16"))
-    assert len(seen) == 16 and seen[:8] == seen[8:]
+    fast = ["train.eval_every=0", "train.checkpoint_every=0"]
+    go(tmp_path / "a", *replaying(path, *fast, "seed=3", "kl.0.estimator=k3", "optimizer.lr=1e-2"))
+    go(tmp_path / "b", *replaying(path, *fast, *DPO, "algorithm.updates_per_batch=2", "train.steps=16"))
+    assert len(batches) == 16 and batches[:8] == batches[8:]
 
 
 def test_rewards_can_be_judged_again(recorded, tmp_path):
@@ -204,22 +206,38 @@ def killed_at(tmp_path, overrides, at):
     process.communicate()
 
 
-@pytest.mark.parametrize("what", ["recording", "replaying", "dpo"])
-def test_a_killed_run_resumes_to_the_same_bits(what, recorded, tmp_path):
-    updates = ["algorithm.updates_per_batch=2", "train.steps=16", "train.eval_every=0"]
-    overrides = {
-        "recording": ["train.record_rollouts=jsonl", *updates],
-        "replaying": replaying(recorded.path / "rollouts", *updates),
-        "dpo": replaying(recorded.path / "rollouts", *DPO, *updates),
-    }[what]
+@pytest.mark.slow
+def test_a_killed_run_that_records_resumes_to_the_same_bits(tmp_path):
+    overrides = ["algorithm.updates_per_batch=2", "train.steps=16", "train.eval_every=0", "train.record_rollouts=jsonl"]
     whole = go(tmp_path / "whole", *overrides).run
     (tmp_path / "killed").mkdir()
     killed_at(tmp_path / "killed", overrides, at=5)
     resumed = go(tmp_path / "killed", "resume=auto", *overrides).run
     assert weights_of(resumed) == weights_of(whole)
-    if what == "recording":
-        kept = [{f.name: f.read_text() for f in (run.path / "rollouts").iterdir()} for run in (whole, resumed)]
-        assert kept[0] == kept[1] and len(kept[0]) == 8
+    files = [{f.name: f.read_text() for f in (run.path / "rollouts").iterdir()} for run in (whole, resumed)]
+    assert files[0] == files[1] and len(files[0]) == 8
+
+
+@pytest.mark.parametrize("algorithm", [[], pytest.param(DPO, marks=pytest.mark.slow)], ids=["replay", "dpo"])
+def test_a_replay_that_is_interrupted_within_a_batch_resumes_to_the_same_bits(
+    algorithm, recorded, tmp_path, monkeypatch
+):
+    save = CheckpointCallback.save
+
+    def save_and_stop(self, trainer, version):
+        save(self, trainer, version)
+        if version == 3:
+            raise KeyboardInterrupt
+
+    updates = ["algorithm.updates_per_batch=2", "train.steps=6", "train.eval_every=0", *algorithm]
+    overrides = replaying(recorded.path / "rollouts", *updates)
+    whole = go(tmp_path / "whole", *overrides).run
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointCallback, "save", save_and_stop)
+        with pytest.raises(RunFailed, match="interrupted at update 3"):
+            go(tmp_path / "stopped", *overrides)
+    resumed = go(tmp_path / "stopped", "resume=auto", *overrides).run
+    assert weights_of(resumed) == weights_of(whole)
 
 
 def test_what_a_dead_run_drew_after_its_checkpoint_is_removed(recorded, tmp_path):
@@ -303,6 +321,7 @@ def closed_form(module, rows, *, beta):
     return torch.stack(of_prompts).mean()
 
 
+@pytest.mark.slow
 def test_dpo_moves_the_policy_towards_what_was_preferred(tmp_path):
     """One pass over forty recorded batches: held-out reward rises by far more than its noise."""
     size = ["rollout.prompts_per_batch=8", "train.steps=40", "train.microbatch_tokens=4096", "train.eval_every=0"]
@@ -330,12 +349,3 @@ def test_dpo_moves_the_policy_towards_what_was_preferred(tmp_path):
 def test_dpo_beside_what_it_replaces_is_refused(overrides, said, tmp_path):
     with pytest.raises(UserError, match=said):
         go(tmp_path, *overrides)
-
-
-def test_a_recording_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("kl_comedy.rollouts.recording.atomic_write", refuse)
-    with pytest.raises(RunFailed, match="the rollouts of batch 0 cannot be written"):
-        go(tmp_path, "train.record_rollouts=jsonl")

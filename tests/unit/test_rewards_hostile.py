@@ -10,8 +10,6 @@ import pytest
 from kl_comedy.rewards import RewardPool, score
 from kl_comedy.rewards.mathematics import wrapped
 
-LIMIT_S = 0.5
-REFUSED, TIMEOUT, ANY = ("refused",), ("timeout",), ("ok", "unparseable", "timeout", "refused")
 ENDLESS = {
     "tower": "$9^{9^{9^9}}$",
     "python tower": "A: 9**9**9**9",
@@ -20,7 +18,7 @@ ENDLESS = {
     "polynomial": "$(x+1)^{5000}$",
     "integral": "$\\int e^{-x^{x^x}} dx$",
 }
-GUARDED = {
+TOO_DEEP_OR_LONG = {
     "1000 braces": "{" * 1000 + "12" + "}" * 1000,
     "1 MB of braces": "{" * 500_000 + "}" * 500_000,
     "1 MB of openers": "{" * 1_000_000,
@@ -50,12 +48,6 @@ HONEST = {
     "5 MB before": "so $x$ is a number. " * 250_000 + "\n\\boxed{12}",
     "5 MB on one line": "a" * 5_000_000 + " \\boxed{12}",
 }
-CASES = [
-    *((name, text, 0.0, TIMEOUT) for name, text in ENDLESS.items()),
-    *((name, text, 0.0, REFUSED) for name, text in GUARDED.items()),
-    *((name, text, 0.0, ANY) for name, text in ODD.items()),
-    *((name, text, 1.0, ("ok",)) for name, text in HONEST.items()),
-]
 
 
 @pytest.fixture(scope="module")
@@ -64,44 +56,28 @@ def pool() -> Iterator[RewardPool]:
         yield pool
 
 
-@pytest.mark.parametrize(("text", "value", "statuses"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_one_hostile_answer_is_bounded_and_the_pool_lives_on(
-    pool: RewardPool, text: str, value: float, statuses: tuple[str, ...]
-) -> None:
-    honest = "\\boxed{12}"
-    score("math_verify", completions=[honest], answers=["12"], pool=pool)
-    started = time.monotonic()
-    rewards = score(
-        "math_verify", completions=[honest, text, "A: 13"], answers=["12"] * 3, pool=pool, timeout_s=LIMIT_S
-    )
-    seconds = time.monotonic() - started
-    assert [rewards[0].value, rewards[2].value] == [1.0, 0.0]
-    assert rewards[0].status == rewards[2].status == "ok"
-    assert rewards[1].value == value
-    assert rewards[1].status in statuses
-    assert seconds < 60.0
+def test_hostile_answers_are_bounded_and_change_no_verdict_beside_them(pool: RewardPool) -> None:
+    score("math_verify", completions=["12"] * 2, answers=["12"] * 2, pool=pool)
+    pids, started = set(pool.pids), time.monotonic()
+    for texts, value, statuses in (
+        (TOO_DEEP_OR_LONG, 0.0, {"refused"}),
+        (HONEST, 1.0, {"ok"}),
+        (ODD, 0.0, {"ok", "unparseable", "timeout", "refused"}),
+        (ENDLESS, 0.0, {"timeout"}),
+    ):
+        completions = [text for hostile in texts.values() for text in (hostile, "it is $12$", "A: 13")]
+        answers = ["12"] * len(completions)
+        rewards = score("math_verify", completions=completions, answers=answers, pool=pool, timeout_s=0.5)
+        for name, hostile, right, wrong in zip(texts, rewards[::3], rewards[1::3], rewards[2::3], strict=True):
+            assert (hostile.value, hostile.status in statuses) == (value, True), (name, hostile)
+            assert [(r.value, r.status) for r in (right, wrong)] == [(1.0, "ok"), (0.0, "ok")], name
+        if texts is TOO_DEEP_OR_LONG:
+            assert pids <= set(pool.pids) and time.monotonic() - started < 20.0, "such a text must not cost a worker"
+    assert time.monotonic() - started < 120.0
 
 
-def test_a_guard_costs_nearly_nothing(pool: RewardPool) -> None:
-    score("math_verify", completions=["12"], answers=["12"], pool=pool)
-    pids = pool.pids
-    started = time.monotonic()
-    score("math_verify", completions=list(GUARDED.values()), answers=["12"] * len(GUARDED), pool=pool, timeout_s=1.0)
-    assert time.monotonic() - started < 20.0
-    assert set(pids) <= set(pool.pids), "a guard must not cost a worker"
-
-
-def test_all_of_them_in_one_batch(pool: RewardPool) -> None:
-    cases = [case for case in CASES if case[0] not in ENDLESS or case[0] in ("tower", "factorials")]
-    completions = [text for _, hostile, _, _ in cases for text in (hostile, "it is $12$")]
-    rewards = score("math_verify", completions=completions, answers=["12"] * len(completions), pool=pool, timeout_s=0.5)
-    assert [reward.value for reward in rewards[1::2]] == [1.0] * len(cases)
-    assert [reward.value for reward in rewards[::2]] == [value for _, _, value, _ in cases]
-
-
-@pytest.mark.parametrize(
-    ("gold", "right", "wrong"),
-    [
+def test_golds_are_wrapped_before_parsing(pool: RewardPool) -> None:
+    cases = [
         ("8+4i", "\\boxed{4i+8}", "\\boxed{8}"),
         ("3\\sqrt{2}", "$\\sqrt{18}$", "$3$"),
         ("\\frac{1}{2}", "0.5", "0.2"),
@@ -111,24 +87,20 @@ def test_all_of_them_in_one_batch(pool: RewardPool) -> None:
         ("(1, 2)", "$(1,2)$", "$(2,1)$"),
         ("10{,}000", "\\boxed{10,000}", "\\boxed{10}"),
         ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}", "\\boxed{\\text{Carla}}"),
-    ],
-)
-def test_golds_are_wrapped_before_parsing(pool: RewardPool, gold: str, right: str, wrong: str) -> None:
-    rewards = score("math_verify", completions=[right, wrong], answers=[gold] * 2, pool=pool)
-    assert [reward.value for reward in rewards] == [1.0, 0.0]
+    ]
+    golds = [gold for gold, _, _ in cases]
+    for column, value in ((1, 1.0), (2, 0.0)):
+        rewards = score("math_verify", completions=[case[column] for case in cases], answers=golds, pool=pool)
+        assert [reward.value for reward in rewards] == [value] * len(cases)
+    assert wrapped("5\\$ or $6") == "\\boxed{5\\$ or $6}"
+    assert wrapped(" $$x$$ ") == "$x$"
 
 
 def test_the_last_formula_counts_and_bare_boxes_are_one_answer_together(pool: RewardPool) -> None:
     formulas, boxes = "I had $\\boxed{11}$. No, it is $\\boxed{12}$.", "It is \\boxed{11} or \\boxed{12}."
-    rewards = score("math_verify", completions=[formulas] * 2 + [boxes] * 2, answers=["12", "11"] * 2, pool=pool)
-    assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 0.0]
-    both = score("math_verify", completions=[boxes], answers=["\\{11, 12\\}"], pool=pool)
-    assert both[0].value == 1.0
-
-
-def test_wrapping_keeps_a_dollar_apart() -> None:
-    assert wrapped("5\\$ or $6") == "\\boxed{5\\$ or $6}"
-    assert wrapped(" $$x$$ ") == "$x$"
+    answers = ["12", "11", "12", "11", "\\{11, 12\\}"]
+    rewards = score("math_verify", completions=[formulas] * 2 + [boxes] * 3, answers=answers, pool=pool)
+    assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_a_bad_gold_costs_its_item_and_one_warning(pool: RewardPool, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
 from kl_comedy.rewards import score
-from kl_comedy.rewards import text as guards
-from kl_comedy.rewards.text import chosen_letter, final_segment, number
+from kl_comedy.rewards.text import chosen_letter, clean, final_segment, nesting_depth, number, tail
 
 
 def verdict(name: str, completion: str, answer: str, **options: object) -> tuple[float, str]:
@@ -20,43 +19,33 @@ def verdict(name: str, completion: str, answer: str, **options: object) -> tuple
     return reward.value, reward.status
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "value", "status"),
-    [
-        ("7", "7", 1.0, "ok"),
-        (" 7 apples", "7", 1.0, "ok"),
-        ("2 + 5 = 7\n", "7", 1.0, "ok"),
-        ("2 + 5 = 7\nA: 8", "7", 0.0, "ok"),
-        ("A: 8\n#### 7", "7", 1.0, "ok"),
-        ("#### 1,234", "1234", 1.0, "ok"),
-        ("#### $1,234.50", "1234.5", 1.0, "ok"),
-        ("A: -3", "-3", 1.0, "ok"),
-        ("A: -3", "3", 0.0, "ok"),
-        ("x = 6/8", "3/4", 1.0, "ok"),
-        ("x = 0.75", "3/4", 1.0, "ok"),
-        ("The sum 2 + 3 is 5.", "5", 1.0, "ok"),
-        ("3+4", "4", 0.0, "unparseable"),
-        ("3+4", "3", 0.0, "unparseable"),
-        ("A: 3 + 4", "7", 0.0, "unparseable"),
-        ("7\n20+1=21", "7", 0.0, "ok"),
-        ("", "7", 0.0, "unparseable"),
-        ("A:", "7", 0.0, "unparseable"),
-        ("seven", "7", 0.0, "unparseable"),
-        ("77", "7", 0.0, "ok"),
-        ("USA: 50 of 7", "7", 1.0, "ok"),
-        ("A:\n7", "7", 1.0, "ok"),
-        ("A: (Paris)", "paris", 1.0, "ok"),
-        ("A: London", "paris", 0.0, "ok"),
-        ("7.0", "7", 1.0, "ok"),
-        ("1/0", "7", 0.0, "unparseable"),
-    ],
-)
-def test_exact_answer(completion: str, answer: str, value: float, status: str) -> None:
-    assert verdict("exact_answer", completion, answer) == (value, status)
-
-
-def test_markers_are_an_option() -> None:
+def test_exact_answer_reads_the_final_number_or_text() -> None:
+    right = [
+        ("7", "7"),
+        (" 7 apples", "7"),
+        ("2 + 5 = 7\n", "7"),
+        ("A: 8\n#### 7", "7"),
+        ("#### 1,234", "1234"),
+        ("#### $1,234.50", "1234.5"),
+        ("A: -3", "-3"),
+        ("x = 6/8", "3/4"),
+        ("x = 0.75", "3/4"),
+        ("The sum 2 + 3 is 5.", "5"),
+        ("USA: 50 of 7", "7"),
+        ("A:\n7", "7"),
+        ("A: (Paris)", "paris"),
+        ("7.0", "7"),
+    ]
+    wrong = [("2 + 5 = 7\nA: 8", "7"), ("A: -3", "3"), ("7\n20+1=21", "7"), ("77", "7"), ("A: London", "paris")]
+    unparseable = ["3+4", "A: 3 + 4", "", "A:", "seven", "1/0"]
+    for completion, answer in right:
+        assert verdict("exact_answer", completion, answer) == (1.0, "ok"), completion
+    for completion, answer in wrong:
+        assert verdict("exact_answer", completion, answer) == (0.0, "ok"), completion
+    for completion in unparseable:
+        assert {verdict("exact_answer", completion, gold) for gold in ("7", "3", "4")} == {(0.0, "unparseable")}
     assert verdict("exact_answer", "So => 9 (= 3 * 3)", "9", markers=["=>"]) == (1.0, "ok")
+    assert verdict("exact_answer", "anything", "?!") == (0.0, "refused"), "a gold with nothing to compare"
 
 
 @given(st.integers(-(10**12), 10**12))
@@ -67,9 +56,8 @@ def test_every_integer_is_read_back_with_and_without_commas(value: int) -> None:
     assert verdict("exact_answer", f"A: {value + 1}", str(value)) == (0.0, "ok")
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
+def test_the_chosen_letter() -> None:
+    for text, letter in (
         ("B", "B"),
         ("B.", "B"),
         ("(c) is not capital", None),
@@ -89,10 +77,8 @@ def test_every_integer_is_read_back_with_and_without_commas(value: int) -> None:
         ("It must be C, not A. So C", "C"),
         ("", None),
         ("DNA", None),
-    ],
-)
-def test_chosen_letter(text: str, letter: str | None) -> None:
-    assert chosen_letter(text, "ABCD") == letter
+    ):
+        assert chosen_letter(text, "ABCD") == letter, text
 
 
 def test_letters_follow_the_choices_of_the_problem() -> None:
@@ -105,9 +91,8 @@ def test_letters_follow_the_choices_of_the_problem() -> None:
         score("multiple_choice", completions=["B"], answers=["B"], letters="ab")
 
 
-@pytest.mark.parametrize(
-    ("style", "good", "bad"),
-    [
+def test_format_styles() -> None:
+    for style, good, bad in (
         ("boxed", "is \\boxed{4}", "is \\boxed{} or 4"),
         ("gsm8k", "so\n#### 4\n", "#### 4\nand more"),
         ("answer_line", "so\nA: 4", "DATA: 4"),
@@ -118,28 +103,22 @@ def test_letters_follow_the_choices_of_the_problem() -> None:
             "<think>a</think><think></think><answer>4</answer>",
         ),
         ("number", " -1,234.5\n", "4 apples"),
-    ],
-)
-def test_format_styles(style: str, good: str, bad: str) -> None:
-    rewards = score("format", completions=[good, bad, ""], answers=[""] * 3, style=style)
-    assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0]
-
-
-def test_format_options_are_checked_early() -> None:
-    with pytest.raises(UserError, match=r"pattern: got '\(a': allowed|pattern: got '\(a'"):
-        score("format", completions=[], answers=[], pattern="(a")
-    with pytest.raises(UserError, match="exclude each other"):
-        score("format", completions=[], answers=[], pattern="a", style="boxed")
-    with pytest.raises(UserError, match="think_answer"):
-        score("format", completions=[], answers=[], style="think_answr")
+    ):
+        rewards = score("format", completions=[good, bad, ""], answers=[""] * 3, style=style)
+        assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0], style
     assert verdict("format", "a" * 11, "", max_chars=10) == (0.0, "refused")
+    for options, message in (
+        ({"pattern": "(a"}, r"pattern: got '\(a'"),
+        ({"pattern": "a", "style": "boxed"}, "exclude each other"),
+        ({"style": "think_answr"}, "think_answer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            score("format", completions=[], answers=[], **options)
 
 
 def test_length_is_a_clipped_ramp() -> None:
     values = [verdict("length", "x" * n, "", free=10, full=20)[0] for n in (0, 10, 15, 20, 99)]
     assert values == [0.0, 0.0, 0.5, 1.0, 1.0]
-    with pytest.raises(UserError, match="0 <= free < full"):
-        score("length", completions=[], answers=[], free=5, full=5)
 
 
 ATTACKS = [
@@ -168,24 +147,24 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda text: f"{text[:8]!r}-{len(text)}")
 @pytest.mark.parametrize(("name", "answer"), [("exact_answer", "7"), ("exact_answer", "x"), ("multiple_choice", "A")])
-def test_in_process_rewards_are_cheap_on_attacks(attack: str, name: str, answer: str) -> None:
-    started = time.process_time()
-    score(name, completions=[attack], answers=[answer])
-    assert time.process_time() - started < 0.5
+def test_in_process_rewards_are_cheap_on_attacks(name: str, answer: str) -> None:
+    for attack in ATTACKS:
+        started = time.process_time()
+        score(name, completions=[attack], answers=[answer])
+        assert time.process_time() - started < 0.5, attack[:10]
 
 
 @given(st.text(alphabet="ab\n", max_size=300), st.integers(1, 100))
 def test_tail_is_a_suffix_within_the_cap(text: str, cap: int) -> None:
-    kept = guards.tail(text, cap)
-    assert text.endswith(kept) and len(kept) <= max(cap, 0)
-    assert kept == text if len(text) <= cap else len(kept) > 0
+    end = tail(text, cap)
+    assert text.endswith(end) and len(end) <= cap
+    assert end == text if len(text) <= cap else len(end) > 0
 
 
 @given(st.text())
 def test_clean_text_can_be_encoded_and_has_no_controls(text: str) -> None:
-    cleaned = guards.clean(text + "\ud800\x00\x1b")
+    cleaned = clean(text + "\ud800\x00\x1b")
     cleaned.encode("utf-8")
     assert not any(ord(char) < 32 and char not in "\n\t" for char in cleaned)
 
@@ -193,5 +172,5 @@ def test_clean_text_can_be_encoded_and_has_no_controls(text: str) -> None:
 @given(st.integers(0, 40), st.sampled_from(["{}", "()", "[]"]))
 def test_depth_counts_nesting_from_either_side(levels: int, pair: str) -> None:
     nested = pair[0] * levels + "x" + pair[1] * levels
-    assert guards.nesting_depth(nested) == guards.nesting_depth(nested[levels:]) == levels
-    assert guards.nesting_depth((pair + " ") * 50) == 1
+    assert nesting_depth(nested) == nesting_depth(nested[levels:]) == levels
+    assert nesting_depth((pair + " ") * 50) == 1

@@ -59,7 +59,7 @@ def _warm(name: str, origin: str, plugin: str | None) -> dict[str, Any]:
     try:
         importlib.import_module("kl_comedy.rewards")
         if plugin is not None:
-            load_plugin_file(Path(plugin))
+            load_plugin_file(Path(plugin), check_names=False)
         elif name not in REWARDS:
             importlib.import_module(origin)
         entry = REWARDS.get(name)
