@@ -7,6 +7,8 @@ from test_training import TINY, go, killed_then_resumed, metrics_of, quiet, weig
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
+from kl_comedy.training import loss as loss_module
+from kl_comedy.training import module as policy_module
 from kl_comedy.training.experience_module import build_in_process
 from kl_comedy.training.packing import from_plain, to_plain
 from kl_comedy.training.run import train
@@ -39,8 +41,9 @@ def module_of(tmp_path):
         data.close()
 
 
-def test_a_critic_learns_and_says_how_well(tmp_path):
-    """Four prompts seen over and over, by a policy that hardly moves: their values can be learned."""
+@pytest.mark.slow
+def test_a_critic_learns_the_values_of_repeated_prompts(tmp_path):
+    """The policy hardly moves (lr 1e-9), so the values of four prompts can be learned."""
     settings = [
         "train.steps=24",
         "algorithm.value.lr=0.02",
@@ -71,12 +74,12 @@ def test_a_critic_learns_and_says_how_well(tmp_path):
             "algorithm.value.bootstrap_truncated=true",
             "algorithm.proximal=recomputed",
         ],
-        DECOUPLED,
+        pytest.param(DECOUPLED, marks=pytest.mark.slow),
     ],
     ids=["gae", "decoupled"],
 )
-def test_a_killed_run_resumes_to_the_same_bits_in_the_middle_of_a_batch(tmp_path, overrides):
-    """Update 3 is inside a batch, so what was recorded at its first use must have been kept, and the value head too."""
+def test_a_killed_run_resumes_bit_for_bit_in_the_middle_of_a_batch(tmp_path, overrides):
+    """Update 3 is inside a batch, so the old policy's values and the value head must be in the checkpoint."""
     whole = go(tmp_path / "whole", *overrides)
     (tmp_path / "killed").mkdir()
     resumed = killed_then_resumed(tmp_path / "killed", overrides, at=3)
@@ -84,7 +87,21 @@ def test_a_killed_run_resumes_to_the_same_bits_in_the_middle_of_a_batch(tmp_path
     assert metrics_of(resumed.run) == metrics_of(whole.run)
 
 
-def test_corrections_count_what_they_do_and_stay_one_on_fresh_samples(tmp_path):
+def counted(monkeypatch, module, name):
+    """The calls of ``module.name``, as a list that grows."""
+    calls, original = [], getattr(module, name)
+
+    def call(*arguments, **options):
+        calls.append(name)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(module, name, call)
+    return calls
+
+
+def test_corrections_are_counted_and_the_policy_term_is_computed_once_per_micro_batch(tmp_path, monkeypatch):
+    terms = counted(monkeypatch, loss_module, "policy_term")
+    micro_batches = counted(monkeypatch, policy_module, "micro_loss")
     found = metrics_of(go(tmp_path, *DECOUPLED, "optimizer.lr=0.01").run)
     assert found[1, "policy/correction/tis/weight_mean"] == pytest.approx(1.0, abs=1e-4)
     assert max(abs(found[n, "policy/correction/tis/weight_mean"] - 1) for n in range(5, 9)) > 0.01
@@ -92,9 +109,10 @@ def test_corrections_count_what_they_do_and_stay_one_on_fresh_samples(tmp_path):
     # The first update of a batch is at the proximal policy, so nothing can be clipped; the later ones have moved.
     assert found[1, "policy/clip_fraction"] == 0.0 and found[5, "policy/clip_fraction"] == 0.0
     assert max(found[n, "policy/clip_fraction"] for n in (2, 3, 4)) > 0
+    assert len(terms) == len(micro_batches) > 0
 
 
-def test_the_proximal_policy_is_that_of_the_batchs_first_update(module_of):
+def test_the_proximal_policy_is_the_policy_before_the_first_update_of_a_batch(module_of):
     module = module_of(*DECOUPLED, "lag.mode=on_policy", "lag.steps=0")
     batch = next(iter(module.stream))
     first = module.record(batch.batch)
@@ -143,19 +161,20 @@ def test_values_after_the_last_token_are_those_of_the_longer_prefix(module_of):
     assert all(recorded[n].last_value == 0.0 for n in range(len(recorded)) if n not in cut)
 
 
-def test_a_lora_policy_has_a_critic_too(tmp_path):
+@pytest.mark.slow
+def test_a_lora_policy_trains_with_a_critic(tmp_path):
     found = metrics_of(go(tmp_path, *GAE, "model.lora={rank: 2}", "train.steps=4", "train.eval_every=0").run)
     assert found[4, "value/mean"] != 0.0 and found[4, "kl/exact_reverse_token"] > 0
 
 
-def test_settings_that_do_nothing_are_refused_before_anything_is_made(tmp_path):
+def test_value_settings_without_a_critic_are_refused_before_a_run_folder_exists(tmp_path):
     config = load_config(TINY, [f"output={tmp_path}", "algorithm.value.lam=0.5"])
     with pytest.raises(UserError, match=r"algorithm\.value: rloo"):
         train(config, console=quiet(), command="")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_audit_knows_the_policy_term_of_the_run(module_of):
+def test_the_audit_uses_the_policy_term_of_the_run(module_of):
     from kl_comedy.lab.audit.gradients import AuditedLoss, loss_of
     from kl_comedy.training.prepare import prepare
 

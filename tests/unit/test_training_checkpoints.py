@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be half there: sealed, checked, replaced whole, never lost to the next one's failure."""
+"""Checkpoints are written whole, checked when read, and survive a failure of the next one."""
 
 import errno
 import json
@@ -82,6 +82,21 @@ def test_what_is_read_is_what_was_written(tmp_path):
     assert fresh.param_groups[0]["lr"] == 0.1
 
 
+def test_tensor_names_and_parameters_without_optimizer_state(tmp_path):
+    """The names are the file format: checkpoints of earlier versions have the same."""
+    module, optimizer = learner()
+    del optimizer.state[module[1].bias]
+    write_checkpoint(tmp_path / "one", state_of(1), module, [optimizer], SINGLE_PROCESS)
+    parameters = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    names = {f"model.{name}" for name in parameters} | {"reference.ema.w"}
+    names |= {f"optimizer.0.{name}.{key}" for name in parameters[:3] for key in ("exp_avg", "exp_avg_sq", "step")}
+    assert set(SafeReader(tmp_path / "one").read_metadata().state_dict_metadata) == names
+    other, fresh = learner(seed=9)
+    fresh.state.clear()
+    read_checkpoint(tmp_path / "one", other, [fresh], SINGLE_PROCESS)
+    assert set(fresh.state) == {other[0].weight, other[0].bias, other[1].weight}
+
+
 def test_the_newest_and_the_best_stay(tmp_path):
     manager = CheckpointManager(root=tmp_path, keep=2)
     for step, reward in [(1, 0.1), (2, 0.9), (3, None), (4, 0.3), (5, None), (6, 0.2)]:
@@ -98,7 +113,7 @@ def test_the_newest_and_the_best_stay(tmp_path):
     kind=st.sampled_from(["cut", "byte", "gone"]),
     place=st.floats(0, 1, exclude_max=True),
 )
-def test_any_damage_to_any_file_is_seen_and_the_one_before_is_used(tmp_path_factory, name, kind, place):
+def test_damage_to_any_file_is_detected_and_the_checkpoint_before_is_used(tmp_path_factory, name, kind, place):
     tmp_path = tmp_path_factory.mktemp("manager")
     manager = CheckpointManager(root=tmp_path, keep=5)
     for step in (1, 2):
@@ -119,7 +134,7 @@ def test_any_damage_to_any_file_is_seen_and_the_one_before_is_used(tmp_path_fact
     assert newest.with_suffix(".damaged").exists() and steps(manager) == [1]
 
 
-def test_without_a_whole_one_there_is_none(tmp_path, caplog):
+def test_without_an_undamaged_checkpoint_newest_is_none(tmp_path, caplog):
     manager = CheckpointManager(root=tmp_path, keep=5)
     manager.save(1, writer())
     (saved(tmp_path)[0] / "state.pt").unlink()
@@ -127,42 +142,43 @@ def test_without_a_whole_one_there_is_none(tmp_path, caplog):
     assert "damaged (state.pt is missing); going on from the beginning" in caplog.text
 
 
-def test_a_file_of_an_earlier_format_is_not_loaded(tmp_path, caplog):
+def test_a_file_of_an_earlier_format_is_skipped(tmp_path, caplog):
     CheckpointManager(root=tmp_path, keep=1).save(1, writer())
     (tmp_path / "step-00000009.ckpt").write_bytes(b"old")
     assert step_of(CheckpointManager(root=tmp_path, keep=1).newest()) == 1
     assert "not a folder" in caplog.text
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("call", range(1, FSYNCS + 2))
-def test_an_error_at_any_write_leaves_what_was_complete(tmp_path, monkeypatch, code, call):
-    """The n-th fsync of a save fails, as full disks, quotas and dying disks do: data, manifest or folder."""
+def test_an_error_at_any_write_leaves_what_was_complete(tmp_path, monkeypatch, call):
+    """The n-th fsync of a save fails, as on full disks, quotas, read-only and dying disks: data, manifest or folder."""
     manager = CheckpointManager(root=tmp_path, keep=1)
     manager.save(1, writer(1))
-    real, calls = os.fsync, []
+    real = os.fsync
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        calls = []
 
-    def fails(descriptor):
-        calls.append(descriptor)
-        if len(calls) == call:
-            raise OSError(code, os.strerror(code))
-        real(descriptor)
+        def fails(descriptor, code=code, calls=calls):
+            calls.append(descriptor)
+            if len(calls) == call:
+                raise OSError(code, os.strerror(code))
+            real(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fails)
-    if call > FSYNCS:
-        manager.save(2, writer(2))
-        assert len(calls) == FSYNCS
-    else:
-        with pytest.raises(SaveFailed, match=os.strerror(code)):
+        monkeypatch.setattr(os, "fsync", fails)
+        if call > FSYNCS:
             manager.save(2, writer(2))
-        assert not list(tmp_path.glob("*.tmp"))
-    monkeypatch.undo()
-    assert damage(manager.newest()) is None
+            assert len(calls) == FSYNCS
+        else:
+            with pytest.raises(SaveFailed, match=os.strerror(code)):
+                manager.save(2, writer(2))
+            assert not list(tmp_path.glob("*.tmp"))
+        monkeypatch.undo()
+        assert damage(manager.newest()) is None
     manager.save(3, writer(3))
     assert step_of(manager.newest()) == 3
 
 
-def test_a_read_only_folder_is_told(tmp_path, monkeypatch):
+def test_a_read_only_folder_is_named_in_the_error(tmp_path, monkeypatch):
     manager = CheckpointManager(root=tmp_path, keep=1)
     manager.save(1, writer(1))
     monkeypatch.setattr(checkpoints.Path, "mkdir", _refuses)

@@ -18,7 +18,7 @@ FSYNCS = 2
 """Of one save on a process that is not the first: its own state and its shards."""
 
 
-def learner(rank, world, kind):
+def learner(rank, world):
     from kl_comedy.models.sharding import load_sharded
 
     return Learner(load_sharded(config_of("plain"), limit_bytes=0), Ranks(rank=rank, size=world, sharded=True))
@@ -51,8 +51,8 @@ def failing_at(call, code):
     return mock.patch.object(os, "fsync", fails)
 
 
-def refused_on_rank_one(rank, world, folder, kind):
-    run = learner(rank, world, kind)
+def refused_on_rank_one(rank, world, folder):
+    run = learner(rank, world)
     manager = CheckpointManager(root=folder / "manager", keep=3, ranks=run.ranks)
     run.learn(1)
     found = {"first": attempt(manager, run, 1), "hash": run.hashes()[0], "refused": []}
@@ -68,10 +68,9 @@ def refused_on_rank_one(rank, world, folder, kind):
     return {**found, "restored": run.hashes()[0]}
 
 
-@pytest.mark.parametrize("kind", ["fsdp"])
-def test_what_one_process_cannot_write_fails_the_save_of_all(tmp_path, kind):
+def test_what_one_process_cannot_write_fails_the_save_of_all(tmp_path):
     one, two = "step-00000001.ckpt", "step-00000002.ckpt"
-    for found in spawn(refused_on_rank_one, tmp_path, kind):
+    for found in spawn(refused_on_rank_one, tmp_path):
         assert found["first"] == [one, [one]]
         for why, said, there in found["refused"]:
             assert said.startswith("failed: ") and why in said and there == [one]
@@ -85,8 +84,8 @@ def small_disk(tmp_path):
         yield folder
 
 
-def on_a_full_disk(rank, world, folder, kind, disk):
-    run = learner(rank, world, kind)
+def on_a_full_disk(rank, world, folder, disk):
+    run = learner(rank, world)
     manager = CheckpointManager(root=folder / disk / "manager", keep=3, ranks=run.ranks)
     filler = folder / disk / "filler"
     found = {"first": attempt(manager, run, 1)}
@@ -102,10 +101,10 @@ def on_a_full_disk(rank, world, folder, kind, disk):
     return {**found, "whole": damage(saved(manager.root)[-1]), "second": attempt(manager, run, 2)}
 
 
-@pytest.mark.parametrize("kind", ["fsdp"])
-def test_a_disk_that_is_full_for_several_processes(tmp_path, small_disk, kind):
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_several_processes(tmp_path, small_disk):
     one, two = "step-00000001.ckpt", "step-00000002.ckpt"
-    for found in spawn(on_a_full_disk, tmp_path, kind, small_disk.name):
+    for found in spawn(on_a_full_disk, tmp_path, small_disk.name):
         assert found["first"] == [one, [one]] and found["whole"] is None
         for said, there in (found["none"], found["little"]):
             assert "No space left on device" in said or "a file was cut short" in said
