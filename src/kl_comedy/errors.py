@@ -1,4 +1,4 @@
-"""The one error a user's mistake raises: it names the key, the value, what is allowed, the nearest name.
+"""The errors: of a user's mistake (naming key, value, what is allowed, nearest name) and of a run that failed.
 
 Everything else is a bug and keeps its traceback.
 """
@@ -22,7 +22,7 @@ REQUEUE_EXIT_CODE = 75
 
 
 class RunStopped(RunFailed):
-    """A run that was asked to make room: it finished its update, saved, and wants to be started again."""
+    """A run that was asked to stop: it finished its update, saved a checkpoint, and must be started again."""
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:

@@ -20,7 +20,7 @@ class LockHeld(TimeoutError):
     """Another process holds the lock. ``holder`` is its process id as text, ``?`` where unknown."""
 
     def __init__(self, path: Path, holder: str, wait_s: float) -> None:
-        super().__init__(f"{path} is held by process {holder} for more than {wait_s:g} s")
+        super().__init__(f"{path} is locked by process {holder} for more than {wait_s:g} s")
         self.holder = holder
 
 

@@ -1,7 +1,7 @@
-"""One typed table per kind of part: estimators, corrections, advantages, policy losses, rewards, rollouts, datasets.
+"""One typed table per kind of registered part: estimators, rewards, rollout backends, callbacks, ...
 
-Registering is a decorator that returns the function unchanged. A name taken twice raises; a name not
-found raises with the alternatives. The first lookup imports the package that registers the built-ins of the
+Registering is a decorator that returns the function unchanged. A duplicate name raises; an unknown
+name raises with the alternatives. The first lookup imports the package that registers the built-ins of the
 kind and the entry points of the group ``kl_comedy.<kind>``; files join by :func:`load_plugin_file`.
 """
 

@@ -1,4 +1,4 @@
-"""The typed configuration: schema (data), loading (YAML + overrides -> checked dataclass), hashing."""
+"""The typed configuration: schema with its documentation, one validator, YAML and overrides, hashing."""
 
 from kl_comedy.config.load import config_hash, config_reader, flatten, load_config, to_plain, to_yaml
 from kl_comedy.config.schema import (

@@ -1,7 +1,4 @@
-"""Which settings of ``lag`` go together, and with which backend; each other combination is refused with its reason.
-
-Combinations of settings that cannot work together, each refused with its reason.
-"""
+"""Combinations of settings that cannot work together, each refused with its reason."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from kl_comedy.registry import ADVANTAGES, ROLLOUTS
 def check_lag(config: Config) -> None:
     """Raise :class:`UserError` for settings of ``lag`` that contradict each other or the rest of the run."""
     lag, per_batch = config.lag, updates_from_a_batch(config)
-    _only_where_it_means_something(lag)
+    _check_lag_mode(lag)
     if lag.mode == "replayed" and lag.steps % per_batch:
         raise bad_value(
             "lag.steps",
@@ -68,7 +65,7 @@ def updates_from_a_batch(config: Config) -> int:
     return config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
 
 
-def _only_where_it_means_something(lag: LagConfig) -> None:
+def _check_lag_mode(lag: LagConfig) -> None:
     if lag.mode == "on_policy" and lag.steps:
         raise bad_value("lag.steps", lag.steps, "0", "lag.mode is on_policy; did you mean lag.mode=replayed?")
     if lag.mode == "async" and lag.steps:
@@ -82,7 +79,7 @@ def _only_where_it_means_something(lag: LagConfig) -> None:
 
 
 def check_combinations(config: Config) -> None:
-    """Raise :class:`UserError` for the first impossible combination found."""
+    """Raise :class:`UserError` for the first impossible combination."""
     _names(config)
     _batches(config)
     check_lag(config)

@@ -9,7 +9,6 @@ and further rules. Pure Python: no OmegaConf, no torch.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import math
 import types
@@ -22,6 +21,7 @@ from kl_comedy.registry import KINDS
 
 T = TypeVar("T")
 
+_FIELD_TYPES: dict[type, dict[str, Any]] = {}
 _SCALARS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -73,10 +73,11 @@ def check_record(record: Any, key: str = "") -> None:
         _value(getattr(record, item.name), hints[item.name], _joined(key, item.name), item.metadata)
 
 
-@functools.cache
 def field_types(schema: type) -> dict[str, Any]:
     """The resolved type of each field."""
-    return typing.get_type_hints(schema)
+    if schema not in _FIELD_TYPES:
+        _FIELD_TYPES[schema] = typing.get_type_hints(schema)
+    return _FIELD_TYPES[schema]
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:

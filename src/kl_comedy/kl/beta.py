@@ -71,8 +71,10 @@ def parse_beta(value: Any, key: str) -> Beta:
     """
     if isinstance(value, BetaSchedule | BetaTarget):
         return value
+    if isinstance(value, Mapping) and "target" in value:
+        return parse_record(BetaTarget, value, key=key)
     if isinstance(value, Mapping):
-        return parse_record(BetaTarget if "target" in value else BetaSchedule, value, key=key)
+        return parse_record(BetaSchedule, value, key=key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise bad_value(key, value, "a number, {start, end, steps} or {target: nats}")
     if not math.isfinite(value):

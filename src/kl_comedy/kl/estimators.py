@@ -1,12 +1,7 @@
-"""The contract of an estimator.
+"""Estimators of the log-ratio ``l = log pi - log ref`` of the sampled token (or of the completion), and exact ones.
 
-Estimators of the log-ratio ``l = log pi - log ref`` of the sampled token (or of the completion).
-
-Names follow Schulman's note (2020): k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l.
-
-Exact per-prefix KL over the whole vocabulary: the Rao-Blackwellized estimators.
-
-They receive the exact KL of the next-token distributions (``exact_kl_BT``) in place of a log-ratio.
+Names follow Schulman's note (2020): k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l. The exact (Rao-Blackwellized) ones
+receive the KL of the next-token distributions over the whole vocabulary (``exact_kl_BT``) in place of a log-ratio.
 """
 
 from __future__ import annotations

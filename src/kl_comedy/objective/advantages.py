@@ -155,13 +155,13 @@ def gae(
 def value_loss(value_BT: Tensor, old_value_BT: Tensor, target_BT: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """``(V - target)^2 / 2`` per token, and where the clip silenced it (bool); both ``[B, T]``.
 
-    With ``clip`` (Schulman et al.'s PPO code): the larger of it and the same at ``V`` held within ``clip`` of the value
-    at the batch's first use, so that a value that has moved that far towards its target has no gradient.
+    With ``clip`` (Schulman et al.'s PPO code): the larger of it and the same at ``V`` clamped to within ``clip`` of
+    the value at the batch's first use, so that a value that has moved that far towards its target has no gradient.
     """
     free_BT = 0.5 * (value_BT - target_BT).square()
     if clip is None:
         return free_BT, torch.zeros_like(value_BT, dtype=torch.bool)
-    held_BT = old_value_BT + (value_BT - old_value_BT).clamp(-clip, clip)
-    held_loss_BT = 0.5 * (held_BT - target_BT).square()
-    silenced_BT = ((value_BT - old_value_BT).abs() > clip) & (held_loss_BT > free_BT)
-    return torch.maximum(free_BT, held_loss_BT), silenced_BT.detach()
+    clipped_BT = old_value_BT + (value_BT - old_value_BT).clamp(-clip, clip)
+    clipped_loss_BT = 0.5 * (clipped_BT - target_BT).square()
+    silenced_BT = ((value_BT - old_value_BT).abs() > clip) & (clipped_loss_BT > free_BT)
+    return torch.maximum(free_BT, clipped_loss_BT), silenced_BT.detach()

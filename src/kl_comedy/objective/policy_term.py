@@ -99,8 +99,8 @@ def policy_term(
             for name, given in term.corrections.items()
         }
         clipped_BT = None if bounded is None else bounded(logp_BT, old_BT, advantage_BT, **options) & mask_BT
-    for found in weights.values():
-        loss_BT = found.weight_BT.detach() * loss_BT
+    for correction in weights.values():
+        loss_BT = correction.weight_BT.detach() * loss_BT
     return PolicyLossParts(loss_BT=loss_BT, clipped_BT=clipped_BT, weights=weights)
 
 

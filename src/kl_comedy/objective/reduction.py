@@ -1,6 +1,4 @@
-"""How KL costs that enter before the baseline become part of the return.
-
-Reductions: which share of the loss each sequence has. The denominator is stated, never implied.
+"""Returns with KL costs, and reductions: the share of the loss that each sequence has, with explicit denominators.
 
 A loss over any set of sequences is ``sum_b weight_B[b] * sum_t mask * loss_BT[b, t]``. The weights are
 computed once for the whole batch of an update, so the losses of its micro-batches add up to it exactly.

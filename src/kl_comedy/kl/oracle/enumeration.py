@@ -200,8 +200,8 @@ class Tree:
         """The probability ``[N]`` of visiting each prefix under next-token log-probs; differentiable."""
         levels = [logp_NV.new_ones(1)]
         for depth in range(self.length - 1):
-            here = slice(self.first(depth), self.first(depth + 1))
-            continuing_NK = logp_NV[here, 1:] if self.ends else logp_NV[here]
+            level = slice(self.first(depth), self.first(depth + 1))
+            continuing_NK = logp_NV[level, 1:] if self.ends else logp_NV[level]
             levels.append((levels[-1][:, None] * continuing_NK.exp()).reshape(-1))
         return torch.cat(levels)
 
@@ -220,7 +220,7 @@ def log_probs(tree: Tree | Completions, logp_NV: Tensor) -> Tensor:
 
 REGIMES = ("on_policy", "off_policy", "mixed")
 IMPOSSIBLE = -1e4
-"""Log-prob (nats) that stands for probability zero, so that rows nobody draws stay finite."""
+"""Log-prob (nats) that stands for probability zero, so that rows that are never drawn stay finite."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

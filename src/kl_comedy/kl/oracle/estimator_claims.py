@@ -1,4 +1,4 @@
-"""What an estimator claims about itself, on categorical distributions near and far: held or broken, with figures."""
+"""Checks the claims of an estimator on categorical distributions near the reference and far from it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def broken_claims(entry: Entry[Any]) -> list[str]:
         if claim not in CLAIMS:
             raise UserError(f"estimator {entry.name!r} claims {claim!r}; allowed: {', '.join(CLAIMS)}")
     _estimate(entry, *_draw_detached(*DRAWS[0]))
-    said = [_value(entry, claim) for claim in entry.claims if claim in VALUES]
-    said += [_pathwise(entry, claim) for claim in entry.claims if claim in PATHWISE]
-    said += [_nonnegative(entry)] if "nonnegative" in entry.claims else []
-    return [f"estimator {entry.name!r} claims {sentence}" for sentence in said if sentence]
+    failures = [_value(entry, claim) for claim in entry.claims if claim in VALUES]
+    failures += [_pathwise(entry, claim) for claim in entry.claims if claim in PATHWISE]
+    failures += [_nonnegative(entry)] if "nonnegative" in entry.claims else []
+    return [f"estimator {entry.name!r} claims {failure}" for failure in failures if failure]
 
 
 def _single(seed: int, spread: float) -> tuple[Tensor, Tensor]:

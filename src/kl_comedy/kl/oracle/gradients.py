@@ -295,7 +295,7 @@ def target_gradient(instance: Instance, target: str) -> Tensor:
     """The gradient ``[D]`` of a target (see :mod:`kl_comedy.kl.claims`) at the instance's policy.
 
     By the chain rule over prefixes, ``KL = sum_h P(h) KL_h``: no completion is enumerated. Prefixes are
-    weighted by the policy's own visits (differentiated), the reference's, or the sampler's (held fixed).
+    weighted by the visits of the policy (differentiated), the reference, or the sampler (constant).
     """
     theta_D = instance.theta_D.clone().requires_grad_(True)
     logp_NV = instance.policy_logp(theta_D)
