@@ -1,25 +1,15 @@
-"""Config: what a user gets wrong, and what they are told."""
+"""Config: defaults, overrides, errors that name the key, and the hash."""
 
 import contextlib
+import dataclasses
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kl_comedy.kl
-import kl_comedy.objective  # noqa: F401  (register the names the schema checks)
 from kl_comedy.config import config_hash, flatten, load_config, to_yaml
+from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError
-
-
-@pytest.fixture(autouse=True)
-def stand_in_names(monkeypatch):
-    """The heavy rooms are not imported here; their registries answer for the default names."""
-    from kl_comedy.registry import DATASETS, REWARDS, ROLLOUTS
-
-    for table, name in ((DATASETS, "pocket"), (REWARDS, "math_verify"), (ROLLOUTS, "hf")):
-        if name not in table:
-            monkeypatch.setitem(table._entries, name, object())
 
 
 def write(tmp_path, text):
@@ -63,6 +53,16 @@ def test_a_recipe_takes_a_beta(tmp_path):
         ("optimizer: {lrr: 1}\n", [], ["optimizer.lrr", "'lr'"]),
         ("optimzer: {lr: 1}\n", [], ["optimzer", "'optimizer'"]),
         ("", ["rollout.grup_size=3"], ["rollout.grup_size", "'group_size'"]),
+        ("kl: [{estimator: k33}]\n", [], ["kl.0.estimator", "'k3'"]),
+        ("kl: [{estimator: k1, cap: 0, correction: token}]\n", [], ["kl.0.cap", "above 0"]),
+        ("kl: [{estimator: k1, placement: loss, credit: own}]\n", [], ["kl.0: impossible KL term", "credit"]),
+        ("kl: grppo\n", [], ["kl", "'grpo'"]),
+        ("", ["kl.0.beta=1"], ["kl.0.beta", "0 item(s)"]),
+        ("callbacks: [{name: nothing}]\n", [], ["callbacks.0.name", "'nothing'"]),
+        ("trainer: 3\n", [], ["trainer", "a mapping"]),
+        ("rollout: {stop: end}\n", [], ["rollout.stop", "a list"]),
+        ("data: {eval: {a: {limit: 0}}}\n", [], ["data.eval.a.limit", "at least 1"]),
+        ("algorithm: {value: {lam: 1.5}}\n", [], ["algorithm.value.lam", "at most 1"]),
         ("seed: abc\n", [], ["seed", "'abc'", "whole number"]),
         ("seed: 1.5\n", [], ["seed", "1.5", "whole number"]),
         ("seed: null\n", [], ["seed", "whole number"]),
@@ -120,10 +120,12 @@ def test_the_resolved_config_reads_back(tmp_path, kl):
     assert again == config
 
 
-def test_the_hash_ignores_where_a_run_is_kept_and_nothing_else(tmp_path):
+def test_the_hash_ignores_where_a_run_is_stored_and_nothing_else(tmp_path):
     base = load_config(None)
-    assert config_hash(load_config(None, ["output=elsewhere", "resume=auto"])) == config_hash(base)
-    assert config_hash(load_config(None, ["seed=1"])) != config_hash(base)
+    for change in ("seed=1", "trainer={max_time: 1}", "kl=grpo", "rollout.group_size=4"):
+        assert config_hash(load_config(None, [change])) != config_hash(base), change
+    for same in ("output=elsewhere", "resume=auto", "rollout.replica_gib=4", "rollout.bucket_mib=64", "callbacks=[]"):
+        assert config_hash(load_config(None, [same])) == config_hash(base), same
     assert config_hash(load_config(None, ["seed=1"]), without=("seed",)) == config_hash(base, without=("seed",))
 
 
@@ -132,6 +134,41 @@ def test_the_hash_ignores_where_a_run_is_kept_and_nothing_else(tmp_path):
 def test_no_override_text_escapes_as_another_error(text):
     with contextlib.suppress(UserError):
         load_config(None, [text])
+
+
+def test_a_renamed_value_is_read_with_a_warning(tmp_path, caplog):
+    config = load_config(write(tmp_path, "train: {strategy: fsdp1}\n"))
+    assert config.train.strategy == "fsdp"
+    assert [record.getMessage() for record in caplog.records] == ["train.strategy: fsdp1 is now called fsdp"]
+
+
+@dataclasses.dataclass
+class Part:
+    size: int = option(1, "Size.", minimum=1)
+    ratio: float | None = option(None, "Ratio.", above=0)
+
+
+@dataclasses.dataclass
+class Whole:
+    name: str = option(..., "Required.")
+    parts: list[Part] = option(list, "Parts.")
+    labels: tuple[str, ...] = option((), "Labels.")
+
+
+def test_any_schema_is_parsed_with_types_defaults_and_full_keys():
+    whole = parse_record(Whole, {"name": 3, "parts": [{"size": 2.0, "ratio": "1e-2"}, {}], "labels": ["a", 1]})
+    assert whole == Whole(name="3", parts=[Part(2, 0.01), Part()], labels=("a", "1"))
+    for raw, message in (
+        ({}, "box.yaml: config: needs name"),
+        ({"name": "a", "parts": [{"size": 0}]}, "box.yaml: parts.0.size: got 0; allowed: at least 1"),
+        ({"name": "a", "parts": [{"siz": 1}]}, "box.yaml: parts.0.siz: no such key (given 1)"),
+        ({"name": "a", "parts": {}}, "box.yaml: parts: got {}; allowed: a list"),
+        ({"name": True}, "box.yaml: name: got True; allowed: text"),
+        ([], "box.yaml: config: got []; allowed: a mapping with the keys name, parts, labels"),
+    ):
+        with pytest.raises(UserError) as error:
+            parse_record(Whole, raw, origin="box.yaml")
+        assert str(error.value).startswith(message)
 
 
 def test_flatten_keeps_empty_containers_as_leaves():
