@@ -76,9 +76,10 @@ def _report(
     from kl_comedy.lab.audit.source import audited_policy, staleness
 
     on_policy = staleness(source.config) == 0
-    own = resolve_terms(source.config.kl)
+    config_terms = resolve_terms(source.config.kl)
+    betas = [BetaState(term.beta).value for term in config_terms]
     # refuses unknown names before anything is trained
-    select_terms(names, own, [BetaState(term.beta).value for term in own], on_policy=on_policy, key="--terms")
+    select_terms(names, config_terms, betas, on_policy=on_policy, key="--terms")
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
     tasks: dict[str, Any] = {}

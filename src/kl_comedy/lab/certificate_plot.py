@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
+from kl_comedy.lab.pages import figure
 
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate import Certificate
@@ -21,21 +22,12 @@ MOST_CURVES = 12
 
 def plot_certificates(certificates: Sequence[Certificate], path: Path) -> None:
     """Write the picture. Raises :class:`UserError` where the file cannot be written or its kind is unknown."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (plane, curves) = plt.subplots(1, 2, figsize=(15, 6.5), layout="constrained")
-    _plane(plane, certificates)
-    _curves(curves, certificates)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=140)
+        with figure(path, 1, 2, (15, 6.5), dpi=140) as (_, panels):
+            _plane(panels[0][0], certificates)
+            _curves(panels[0][1], certificates)
     except (OSError, ValueError) as error:
         raise UserError(f"--plot {path}: {error}") from None
-    finally:
-        plt.close(figure)
 
 
 _MARKERS = {"on_policy": "o", "off_policy": "^", "mixed": "s"}
@@ -71,7 +63,7 @@ def _plane(axes: Any, certificates: Sequence[Certificate]) -> None:
 
 def _curves(axes: Any, certificates: Sequence[Certificate]) -> None:
     """Relative bias on-policy against the length of the completion, binary policies, exact."""
-    lists = {c.name: c.terms for c in certificates if c.terms}
+    terms_of = {c.name: c.terms for c in certificates if c.terms}
     settings = [
         Instance.random(
             Tree.build(vocabulary=2, length=length, ends=False), regime="on_policy", seed=0, parameters=6, distance=0.5
@@ -80,7 +72,7 @@ def _curves(axes: Any, certificates: Sequence[Certificate]) -> None:
     ]
     targets = [target_gradient(setting, "sequence_reverse") for setting in settings]
     drawn: dict[tuple[float, ...], list[str]] = {}
-    for name, terms in lists.items():
+    for name, terms in terms_of.items():
         unit = [expected_gradient(setting, terms) for setting in settings]
         scale = max(abs(_beta(term)) for term in terms) or 1.0
         biases = [

@@ -325,8 +325,8 @@ class _Products:
         self._scale = scale
 
     def _products(self, gram: Tensor, term: str, reference: str) -> tuple[Tensor, Tensor, Tensor]:
-        own, ref = self._at[term], self._at[reference]
-        return gram[own, own], gram[own, ref], gram[ref, ref]
+        left, right = self._at[term], self._at[reference]
+        return gram[left, left], gram[left, right], gram[right, right]
 
     def reference_noise(self, name: str) -> float:
         """Standard error of a reference gradient over its norm; NaN where noise hides it."""
@@ -351,11 +351,11 @@ class _Products:
 
     def result(self, item: AuditedTerm) -> TermResult:
         """Everything about one term but the check of beta."""
-        own = self._at[item.key]
+        at = self._at[item.key]
         products = None
         if item.term.reference != "sampler" and math.isfinite(self.reference_noise(_reference_name(item.term))):
             products = self._products(self._whole, item.key, _reference_name(item.term))
-        own_KK = self._whole[own, own]
+        own_KK = self._whole[at, at]
         p_no_mean = p_of_zero_mean(own_KK, self._generator)
         share = {name: self._values.get(f"{name}/{item.key}") for name in ("silent", "clamped", "capped")}
         return TermResult(

@@ -57,8 +57,8 @@ def estimate(statistic: Callable[..., Tensor], *grams_KK: Tensor) -> Estimate:
     value = float(statistic(*grams_KK))
     left_out = []
     for n in range(k):
-        kept = torch.tensor([m for m in range(k) if m != n])
-        left_out.append(float(statistic(*(gram[kept][:, kept] for gram in grams_KK))))
+        rest = torch.tensor([m for m in range(k) if m != n])
+        left_out.append(float(statistic(*(gram[rest][:, rest] for gram in grams_KK))))
     mean = sum(left_out) / k
     error = math.sqrt((k - 1) / k * sum((item - mean) ** 2 for item in left_out))
     width = float(t.ppf(0.975, k - 1)) * error

@@ -411,11 +411,11 @@ def _sampling(config: Config, shape: Shape, load: Workload) -> Iterator[tuple[st
     """What the ``hf`` backend allocates while completions are drawn; engines are counted under ``always``."""
     if config.rollout.backend != "hf":
         return
-    size, room = compute_bytes(config), INITIAL_CAPACITY
-    while room < load.completion:
-        room *= 2
+    size, capacity = compute_bytes(config), INITIAL_CAPACITY
+    while capacity < load.completion:
+        capacity *= 2
     families = -(-load.wave_rows // config.rollout.group_size)
-    cached = 2 * shape.layers * shape.kv_width * (families * load.prompt + load.wave_rows * room)
+    cached = 2 * shape.layers * shape.kv_width * (families * load.prompt + load.wave_rows * capacity)
     yield "KV cache", cached * size, f"{load.wave_rows} completions at a time"
     # scores and log-probs in float32, probabilities in both
     yield "logits of a token", load.wave_rows * shape.vocabulary * 20.0, "every row's"
