@@ -21,6 +21,10 @@ from peers.adapters import SYSTEMS, adapter  # noqa: E402
 from peers import case as peers_case  # noqa: E402
 from peers import equivalence, run  # noqa: E402
 
+pytestmark = (
+    pytest.mark.slow
+)  # readings of flags are checked against measured rows in tests/exact/test_peers_readings.py
+
 COMPARED = [case for system in SYSTEMS for case in adapter(system).cases if case.ours is not None]
 
 
@@ -30,15 +34,16 @@ def compared(system: str) -> dict[str, Any]:
     missing = [f"{pin.dist}=={pin.version}" for pin in adapter(system).needs if not pin.fetched]
     if missing:
         pytest.skip(f"not fetched: {', '.join(missing)} (python bench/peers/fetch.py)")
-    found = run.in_a_process(system, measured=False)
-    return {"rows": {row["name"]: row for row in found["rows"]}, "skipped": found["skipped"]}
+    comparison = run.in_a_process(system, measured=False)
+    return {"rows": {row["name"]: row for row in comparison["rows"]}, "skipped": comparison["skipped"]}
 
 
 @pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
 def test_their_code_and_our_term_have_the_same_derivatives(case: peers_case.Case) -> None:
-    found = compared(case.system)
-    assert case.name in found["rows"], [each for each in found["skipped"] if each["what"] in (case.name, "all of it")]
-    row = found["rows"][case.name]
+    comparison = compared(case.system)
+    skipped = [each for each in comparison["skipped"] if each["what"] in (case.name, "all of it")]
+    assert case.name in comparison["rows"], skipped
+    row = comparison["rows"][case.name]
     assert row["difference"] <= row["difference_allowed"] <= 1e-3
     assert row["difference_allowed"] == equivalence.bound(case)
     assert row["stand_ins"] is not None and len(row["module_sha256"]) == 64 and len(row["wheel_sha256"]) == 64
