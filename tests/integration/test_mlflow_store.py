@@ -353,7 +353,7 @@ def test_plots_are_pictures(kl_comedy, study, tmp_path):
     assert kl_comedy(*words, tmp_path / "a.png", "--metric", "nope")[0] == 2
     assert not list(tmp_path.iterdir())
     for name, magic in (("a.png", b"\x89PNG"), ("deep/a.pdf", b"%PDF")):
-        code, out, err = kl_comedy(*words, tmp_path / name, "--metric", "train/reward")
+        code, out, _ = kl_comedy(*words, tmp_path / name, "--metric", "train/reward")
         assert (code, out.strip()) == (0, str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(magic) and (tmp_path / name).stat().st_size > 5000
 
