@@ -77,7 +77,7 @@ def naive_logps(model, rows, temperature):
     return [logp.gather(1, completion[:, None])[:, 0] for logp, (_, completion) in pairs]
 
 
-def run(model, inputs, *, temperature=0.7, chunk=7 * V, **more):
+def pass_batch(model, inputs, *, temperature=0.7, chunk=7 * V, **more):
     return token_pass(model, **inputs, temperature=temperature, chunk_elements=chunk, **more)
 
 
@@ -86,11 +86,14 @@ def reference_pass(model, inputs, temperature=0.7, chunk=7 * V):
     return FrozenReference(model, options).forward_pass(**inputs)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, lambda: llama(tied=True)], ids=["llama", "gpt2", "tied"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("make", "temperature"),
+    [(llama, 1.0), (llama, 0.7), (gpt2, 0.7), (lambda: llama(tied=True), 1.0)],
+    ids=["llama 1", "llama 0.7", "gpt2 0.7", "tied 1"],
+)
 def test_logps_are_those_of_the_unpadded_unbatched_model(make, temperature):
     model, (inputs, rows) = make(), batch()
-    seen = run(model, inputs, temperature=temperature).logp_BT
+    seen = pass_batch(model, inputs, temperature=temperature).logp_BT
     for row, expected in zip(seen, naive_logps(model, rows, temperature), strict=True):
         torch.testing.assert_close(row[: len(expected)], expected, atol=1e-10, rtol=0)
         assert row[len(expected) :].count_nonzero() == 0
@@ -105,17 +108,17 @@ def test_values_and_gradients_do_not_depend_on_chunks(chunk):
     results = []
     for size in (10**9, chunk):
         model.zero_grad()
-        seen = run(model, inputs, chunk=size, **wanted)
+        seen = pass_batch(model, inputs, chunk=size, **wanted)
         (seen.logp_BT.sum() + (seen.kl_BT**2).sum() + seen.forward_kl_BT.sum()).backward()
         values = [seen.logp_BT, seen.kl_BT, seen.forward_kl_BT, seen.entropy_BT, seen.total_variation_BT]
         results.append([t.detach().clone() for t in [*values, *(p.grad for p in model.parameters())]])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(whole, chunked, atol=1e-11, rtol=1e-11)
 
 
 def test_exact_values_are_those_of_torch_distributions_with_their_gradients():
     model, other, (inputs, rows) = llama(), llama(seed=3), batch()
-    seen = run(model, inputs, reference=reference_pass(other, inputs), **EXACT)
+    seen = pass_batch(model, inputs, reference=reference_pass(other, inputs), **EXACT)
     weights = torch.randn(seen.kl_BT.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     policies = [torch.distributions.Categorical(logits=x) for x in naive_logits(model, rows, 0.7)]
     with torch.no_grad():
@@ -133,7 +136,8 @@ def test_exact_values_are_those_of_torch_distributions_with_their_gradients():
             torch.testing.assert_close(row[: len(column)], column, atol=1e-10, rtol=1e-10)
             assert row[len(column) :].count_nonzero() == 0
     parameters = list(model.parameters())
-    for name in ("kl_BT", "forward_kl_BT"):
+    expected["logp_BT"] = naive_logps(model, rows, 0.7)
+    for name in ("logp_BT", "kl_BT", "forward_kl_BT"):
         ours = torch.autograd.grad((getattr(seen, name) * weights).sum(), parameters, retain_graph=True)
         plain = sum((c * w[: len(c)]).sum() for c, w in zip(expected[name], weights, strict=True))
         theirs = torch.autograd.grad(plain, parameters, retain_graph=True)
@@ -144,29 +148,18 @@ def test_exact_values_are_those_of_torch_distributions_with_their_gradients():
     assert float(gaps.max()) < 1 and bool((gaps <= bounds + 1e-12).all()), "Pinsker's inequality"
 
 
-@pytest.mark.parametrize("name", ["kl", "forward_kl", "entropy", "total_variation"])
-def test_what_is_asked_alone_is_what_is_asked_together(name):
-    """Columns travel in a fixed order; none may end up under another's name, and what is not asked is None."""
+def test_a_quantity_requested_alone_equals_that_requested_with_others():
+    """Columns travel in a fixed order; none may end up under another's name, and what is not requested is None."""
     model, (inputs, _) = llama(), batch()
     reference = reference_pass(llama(seed=3), inputs)
-    alone = run(model, inputs, reference=reference, **{name: True})
-    together = run(model, inputs, reference=reference, **EXACT)
-    for other in EXACT:
-        found = getattr(alone, f"{other}_BT")
-        if other == name:
-            assert torch.equal(found, getattr(together, f"{other}_BT"))
-        else:
-            assert found is None
+    together = pass_batch(model, inputs, reference=reference, **EXACT)
+    for name in EXACT:
+        alone = pass_batch(model, inputs, reference=reference, **{name: True})
+        assert torch.equal(getattr(alone, f"{name}_BT"), getattr(together, f"{name}_BT"))
+        assert all(getattr(alone, f"{other}_BT") is None for other in EXACT if other != name)
 
 
-def test_logp_gradient_is_that_of_the_naive_path():
-    model, (inputs, rows) = llama(), batch()
-    parameters = list(model.parameters())
-    weights = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    ours = torch.autograd.grad((run(model, inputs, chunk=2 * V).logp_BT * weights).sum(), parameters)
-    plain = sum((x * w[: len(x)]).sum() for x, w in zip(naive_logps(model, rows, 0.7), weights, strict=True))
-    for a, b in zip(ours, torch.autograd.grad(plain, parameters), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+MODEL = llama()
 
 
 @settings(max_examples=15, deadline=None)
@@ -178,9 +171,9 @@ def test_logp_gradient_is_that_of_the_naive_path():
     extra=st.integers(0, 3),
 )
 def test_padding_changes_nothing(lengths, pad, extra):
-    model = _shared_model()
+    model = MODEL
     inputs, rows = batch(*zip(*lengths, strict=True), pad=pad, extra=extra)
-    seen = run(model, inputs)
+    seen = pass_batch(model, inputs)
     gradient = torch.autograd.grad(seen.logp_BT.sum(), list(model.parameters()))
     assert all(bool(torch.isfinite(g).all()) for g in gradient)
     for row, expected in zip(seen.logp_BT, naive_logps(model, rows, 0.7), strict=True):
@@ -188,18 +181,11 @@ def test_padding_changes_nothing(lengths, pad, extra):
         assert row[len(expected) :].count_nonzero() == 0
 
 
-_MODELS = {}
-
-
-def _shared_model():
-    return _MODELS.setdefault("llama", llama())
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_kl_to_itself_is_exactly_zero_and_logps_equal(dtype):
     model, (inputs, _) = llama(dtype), batch()
     reference = reference_pass(model, inputs, chunk=2 * V)
-    seen = run(model, inputs, chunk=2 * V, reference=reference, **EXACT)
+    seen = pass_batch(model, inputs, chunk=2 * V, reference=reference, **EXACT)
     assert seen.total_variation_BT.count_nonzero() == 0
     assert seen.kl_BT.count_nonzero() == 0
     assert seen.forward_kl_BT.count_nonzero() == 0
@@ -210,10 +196,10 @@ def test_kl_to_itself_is_exactly_zero_and_logps_equal(dtype):
 def test_float32_is_close_to_float64_and_autocast_leaves_the_head_alone():
     wide, (inputs, _) = llama(), batch()
     narrow = copy.deepcopy(wide).float()
-    exact = run(wide, inputs).logp_BT
-    torch.testing.assert_close(run(narrow, inputs).logp_BT.double(), exact, atol=1e-4, rtol=0)
+    exact = pass_batch(wide, inputs).logp_BT
+    torch.testing.assert_close(pass_batch(narrow, inputs).logp_BT.double(), exact, atol=1e-4, rtol=0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        seen = run(narrow, inputs, entropy=True)
+        seen = pass_batch(narrow, inputs, entropy=True)
     assert seen.logp_BT.dtype == seen.entropy_BT.dtype == torch.float32
     torch.testing.assert_close(seen.logp_BT.double(), exact, atol=0.5, rtol=0)
 
@@ -245,7 +231,7 @@ def test_forward_and_backward_never_hold_all_logits():
         return tensor
 
     with _Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        seen = run(model, inputs, chunk=5 * vocab, reference=reference, **EXACT)
+        seen = pass_batch(model, inputs, chunk=5 * vocab, reference=reference, **EXACT)
         between = len(saved)
         (seen.logp_BT + seen.kl_BT + seen.forward_kl_BT).sum().backward()
     head = model.lm_head.weight.numel()  # 16 * V, the only larger tensor: the weight and its gradient
@@ -253,14 +239,14 @@ def test_forward_and_backward_never_hold_all_logits():
     assert max(n for n in saved[:between] if n != head) < vocab, "no logits are kept for the backward pass"
     assert max(n for n in saved if n != head) <= 5 * vocab
     with _Largest() as naive:
-        run(model, inputs, chunk=10**9)
+        pass_batch(model, inputs, chunk=10**9)
     assert naive.numel == 45 * vocab
 
 
 def test_a_batch_without_completion_tokens_has_zero_loss_and_zero_gradient():
     model, (inputs, _) = llama(), batch()
     inputs["mask_BT"] = torch.zeros_like(inputs["mask_BT"])
-    seen = run(model, inputs)
+    seen = pass_batch(model, inputs)
     seen.logp_BT.sum().backward()
     assert seen.logp_BT.count_nonzero() == 0
     assert all(p.grad is None or p.grad.count_nonzero() == 0 for p in model.parameters())
@@ -268,30 +254,26 @@ def test_a_batch_without_completion_tokens_has_zero_loss_and_zero_gradient():
 
 def test_gradient_checkpointing_of_the_body_changes_no_gradient():
     model, (inputs, _) = llama(), batch()
-    plain = torch.autograd.grad(run(model, inputs).logp_BT.sum(), list(model.parameters()))
+    plain = torch.autograd.grad(pass_batch(model, inputs).logp_BT.sum(), list(model.parameters()))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    again = torch.autograd.grad(run(model, inputs).logp_BT.sum(), list(model.parameters()))
+    again = torch.autograd.grad(pass_batch(model, inputs).logp_BT.sum(), list(model.parameters()))
     for a, b in zip(plain, again, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
-def test_a_lora_model_is_passed_with_its_adapter():
+def test_the_adapter_of_a_lora_model_is_used():
     base, (inputs, rows) = llama(), batch()
     model = add_lora(base, LoraConfig(rank=2))
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    seen = run(model, inputs).logp_BT
+    seen = pass_batch(model, inputs).logp_BT
     for row, expected in zip(seen, naive_logps(model, rows, 0.7), strict=True):
         torch.testing.assert_close(row[: len(expected)], expected, atol=1e-9, rtol=0)
     with model.disable_adapter():
-        assert not torch.allclose(run(model, inputs).logp_BT, seen)
-
-
-def _changed(inputs, **changes):
-    return {**inputs, **changes}
+        assert not torch.allclose(pass_batch(model, inputs).logp_BT, seen)
 
 
 def test_a_batch_that_does_not_fit_is_refused():
@@ -306,19 +288,19 @@ def test_a_batch_that_does_not_fit_is_refused():
         ({"ids_BT": inputs["ids_BT"][:, 1:]}, "do not fit"),
     ]:
         with pytest.raises(ValueError, match=message):
-            run(model, _changed(inputs, **changes))
+            pass_batch(model, {**inputs, **changes})
     with pytest.raises(ValueError, match="temperature"):
-        run(model, inputs, temperature=0.0)
+        pass_batch(model, inputs, temperature=0.0)
 
 
 def test_a_reference_of_another_temperature_or_batch_is_refused():
     model, (inputs, _) = llama(), batch()
     with pytest.raises(ValueError, match="needs a reference"):
-        run(model, inputs, kl=True)
+        pass_batch(model, inputs, kl=True)
     with pytest.raises(ValueError, match="needs a reference"):
-        run(model, inputs, total_variation=True)
+        pass_batch(model, inputs, total_variation=True)
     with pytest.raises(ValueError, match="temperature"):
-        run(model, inputs, kl=True, reference=reference_pass(model, inputs, temperature=1.0))
+        pass_batch(model, inputs, kl=True, reference=reference_pass(model, inputs, temperature=1.0))
     smaller, _ = batch((3,), (4,))
     with pytest.raises(ValueError, match="holds 4 tokens"):
-        run(model, inputs, kl=True, reference=reference_pass(model, smaller))
+        pass_batch(model, inputs, kl=True, reference=reference_pass(model, smaller))

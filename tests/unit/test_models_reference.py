@@ -49,10 +49,10 @@ def test_the_frozen_reference_stays_where_the_run_began():
     assert all(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_copy_keeps_embeddings_tied_exactly_if_the_model_does(tied):
-    copied = make("initial", llama(tied=tied)).model
-    assert (copied.lm_head.weight is copied.model.embed_tokens.weight) is tied
+def test_a_copy_keeps_embeddings_tied_exactly_if_the_model_does():
+    for tied in (False, True):
+        copied = make("initial", llama(tied=tied)).model
+        assert (copied.lm_head.weight is copied.model.embed_tokens.weight) is tied
 
 
 def test_the_lora_reference_is_the_base_model_before_and_during_training():
@@ -77,7 +77,7 @@ def test_the_lora_reference_is_the_base_model_before_and_during_training():
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_ema_is_the_average_it_says(lora):
+def test_ema_is_the_exponential_average(lora):
     model, (inputs, _) = llama(), batch()
     model = add_lora(model, LoraConfig(rank=2)) if lora else model
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -88,9 +88,9 @@ def test_ema_is_the_average_it_says(lora):
         reference.update(model, step)
         now = dict(model.named_parameters())
         expected = {name: 0.75 * expected[name] + 0.25 * now[name].detach() for name in names}
-    held = dict(reference.model.named_parameters())
+    weights = dict(reference.model.named_parameters())
     for name in names:
-        torch.testing.assert_close(held[name], expected[name], atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(weights[name], expected[name], atol=1e-12, rtol=1e-12)
     twin = copy.deepcopy(model)
     twin.load_state_dict({**twin.state_dict(), **{n: expected[n] for n in names}})
     torch.testing.assert_close(reference.forward_pass(**inputs).logp_BT, logps(twin, inputs), atol=1e-9, rtol=0)
@@ -129,7 +129,7 @@ def test_periodic_jumps_at_multiples_only():
 
 
 @pytest.mark.parametrize("kind", ["ema", "periodic"])
-def test_a_moving_reference_goes_on_from_its_checkpoint(kind):
+def test_a_moving_reference_resumes_from_its_checkpoint(kind):
     model, (inputs, _) = llama(torch.float32), batch()
     start = copy.deepcopy(model)
     reference = make(kind, model, period=2, ema_decay=0.9)
@@ -144,26 +144,26 @@ def test_a_moving_reference_goes_on_from_its_checkpoint(kind):
     other.load_state_dict(torch.load(buffer, weights_only=True))
     assert other.hash == reference.hash
     shake(model, seed=4)
-    for one in (reference, other):
-        one.update(model, 4)
+    for resumed in (reference, other):
+        resumed.update(model, 4)
     assert other.hash == reference.hash
     assert torch.equal(other.forward_pass(**inputs).logp_BT, reference.forward_pass(**inputs).logp_BT)
 
 
-def test_a_checkpoint_of_another_model_is_refused():
+def test_another_model_and_unknown_kinds_are_refused():
     reference = make("ema", llama())
     state = reference.state_dict()
     state["weights"].pop("lm_head.weight")
     with pytest.raises(UserError, match=r"lm_head\.weight"):
         reference.load_state_dict(state)
-
-
-def test_an_unknown_reference_names_the_known():
     with pytest.raises(UserError, match="did you mean 'initial'"):
         make("inital", llama())
+    for kind, setting in (("ema", {"ema_decay": 1.5}), ("periodic", {"period": 0})):
+        with pytest.raises(UserError, match=f"reference.{next(iter(setting))}"):
+            make(kind, llama(), **setting)
 
 
-def test_the_hash_sees_names_dtypes_shapes_and_values_and_nothing_else():
+def test_the_hash_depends_on_names_dtypes_shapes_and_values_only():
     state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
     first = weights_hash(state)
     assert first == weights_hash(dict(reversed(state.items())))

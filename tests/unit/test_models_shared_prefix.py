@@ -62,52 +62,41 @@ def shared(model, inputs):
     return packed_hidden(model, pack_batch(*inputs.values()))
 
 
-@pytest.mark.parametrize("make", [llama, qwen, gpt2], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("seed", range(3))
-def test_hidden_states_are_those_of_separate_rows(make, seed):
-    model, inputs = make(), batch(seed=seed)
+def assert_same_as_separate_rows(model, inputs):
     with torch.no_grad():
-        torch.testing.assert_close(
-            shared(model, inputs), completion_hidden(model, *inputs.values(), share_prompt=False), atol=1e-11, rtol=0
-        )
+        separate_NH = completion_hidden(model, *inputs.values(), share_prompt=False)
+        torch.testing.assert_close(shared(model, inputs), separate_NH, atol=1e-11, rtol=0)
 
 
-def test_completions_of_one_token_and_prompts_of_their_own():
-    """Nothing of a one-token completion is in the line; a family of one shares nothing."""
-    model = llama()
+@pytest.mark.parametrize("make", [llama, qwen, gpt2], ids=lambda make: make.__name__)
+def test_hidden_states_are_those_of_separate_rows(make):
+    for seed in range(3):
+        assert_same_as_separate_rows(make(), batch(seed=seed))
+
+
+def test_completions_of_one_token_are_not_in_the_line():
     inputs = batch(groups=(1, 1, 1), prompt=(1, 3, 2))
     inputs["mask_BT"][:, 1:] = False
-    with torch.no_grad():
-        torch.testing.assert_close(
-            shared(model, inputs), completion_hidden(model, *inputs.values(), share_prompt=False), atol=1e-11, rtol=0
-        )
+    assert_same_as_separate_rows(llama(), inputs)
     assert pack_batch(*inputs.values()).ids_S.shape == (6,)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (2, 2)], ids=str)
-def test_heads_share_keys_as_the_model_says(heads):
-    model = llama(num_attention_heads=heads[0], num_key_value_heads=heads[1])
-    with torch.no_grad():
-        torch.testing.assert_close(
-            shared(model, batch()), completion_hidden(model, *batch().values(), share_prompt=False), atol=1e-11, rtol=0
-        )
+def test_query_heads_share_keys_as_the_model_says():
+    for heads, kv_heads in ((4, 4), (4, 1), (2, 2)):
+        assert_same_as_separate_rows(llama(num_attention_heads=heads, num_key_value_heads=kv_heads), batch())
 
 
 def test_rows_of_a_prompt_need_not_be_neighbours():
-    model, inputs = llama(), batch(groups=(2, 2), prompt=(9, 9))
+    inputs = batch(groups=(2, 2), prompt=(9, 9))
     mixed = {name: tensor[[0, 2, 1, 3]] for name, tensor in inputs.items()}
     assert group_by_prompt(mixed["prompt_ids_BP"], mixed["prompt_mask_BP"]) == [[0, 2], [1, 3]]
-    with torch.no_grad():
-        torch.testing.assert_close(
-            shared(model, mixed), completion_hidden(model, *mixed.values(), share_prompt=False), atol=1e-11, rtol=0
-        )
+    assert_same_as_separate_rows(llama(), mixed)
 
 
 @pytest.mark.parametrize(("make", "tolerance"), [(gpt2, 1e-10), (llama, 1e-5)], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("needs", ["logp", "kl", "forward_kl"])
-@pytest.mark.parametrize("chunk", [3 * V, 10**6])
+@pytest.mark.parametrize(("needs", "chunk"), [("logp", 3 * V), ("kl", 10**6), ("forward_kl", 3 * V)])
 def test_gradients_are_those_of_separate_rows(make, tolerance, needs, chunk):
-    """Of the log-probs and of both exact KLs, so of every placement built from them.
+    """Gradients of the log-probs and of both exact KLs, so of every placement built from them.
 
     Relative to the gradient's norm; a Llama's norms run in float32 whatever the dtype.
     """
@@ -135,19 +124,16 @@ def test_gradients_are_those_of_separate_rows(make, tolerance, needs, chunk):
     assert float((gradients[0] - gradients[1]).norm()) < tolerance * float(gradients[1].norm())
 
 
-@pytest.mark.parametrize("pad", [0, 17, V - 1])
-def test_what_fills_the_padding_changes_nothing(pad):
+def test_padding_values_change_nothing_and_the_line_has_every_token_once():
     model = llama()
     with torch.no_grad():
-        assert torch.equal(shared(model, batch(pad=pad)), shared(model, batch(pad=3)))
-
-
-def test_the_line_holds_every_token_once():
+        for pad in (0, 17, V - 1):
+            assert torch.equal(shared(model, batch(pad=pad)), shared(model, batch(pad=3)))
     inputs = batch()
     line = pack_batch(*inputs.values())
-    prompts, completions = 20 + 5 + 11, int(inputs["mask_BT"].sum()) - len(inputs["mask_BT"])
-    assert line.ids_S.shape == line.position_S.shape == line.layout.line_index_S.shape == (prompts + completions,)
-    assert len(set(line.layout.line_index_S.tolist())) == prompts + completions
+    size = 20 + 5 + 11 + int(inputs["mask_BT"].sum()) - len(inputs["mask_BT"])
+    assert line.ids_S.shape == line.position_S.shape == line.layout.line_index_S.shape == (size,)
+    assert len(set(line.layout.line_index_S.tolist())) == size
 
 
 def test_activation_checkpoints_change_nothing():
@@ -161,7 +147,7 @@ def test_activation_checkpoints_change_nothing():
     assert torch.equal(*gradients)
 
 
-def test_architectures_with_other_attention_are_left_alone():
+def test_other_attention_is_left_alone():
     model = llama()
     model.config.layer_types = ["sliding_attention", "full_attention"]
     assert not use_layout_attention(model) and model.config._attn_implementation == "sdpa"
@@ -174,7 +160,7 @@ def test_architectures_with_other_attention_are_left_alone():
     )
 
 
-def test_an_adopted_model_is_saved_as_any_other(tmp_path):
+def test_the_attention_name_is_not_saved(tmp_path):
     model = llama().float()
     ids = torch.randint(1, V, (2, 9))
     before = model(input_ids=ids).logits

@@ -1,4 +1,4 @@
-"""Sizes a config leaves open: they follow the device and the model, and an asked size wins."""
+"""Default sizes of micro-batch and head chunk: they follow the device and the model; configured sizes win."""
 
 import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
@@ -18,7 +18,7 @@ SMALL = LlamaConfig(
 )
 
 
-def test_what_is_asked_wins():
+def test_configured_sizes_win():
     model = LlamaForCausalLM(SMALL)
     assert microbatch_tokens(77, model, CPU, checkpoints=False) == 77 and head_chunk(99, CPU) == 99
     assert head_chunk(None, CPU) < head_chunk(None, torch.device("cuda"))
@@ -29,13 +29,13 @@ def test_what_is_asked_wins():
     assert activation_values(GPT2Config(), checkpoints=False) > 0
 
 
-def test_the_estimate_is_near_what_autograd_keeps():
+def test_the_estimate_is_near_the_bytes_autograd_saves():
     """Bytes of saved tensors, each storage once, of a real pass; the estimate is within a third of it."""
     model = LlamaForCausalLM(SMALL)
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     rows, prompt, length = 8, 20, 60
@@ -51,7 +51,7 @@ def test_the_estimate_is_near_what_autograd_keeps():
             chunk_elements=2**16,
         )
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found = sum(size for place, size in kept.items() if place not in weights)
+    measured = sum(size for pointer, size in saved.items() if pointer not in weights)
     expected = 4 * activation_values(SMALL, checkpoints=False) * (prompt + rows * (length - 1))
-    assert 0.67 < expected / found < 1.5, expected / found
+    assert 0.67 < expected / measured < 1.5, expected / measured
     assert seen.logp_BT.requires_grad
