@@ -28,7 +28,9 @@ def full_weights(loaded: Policy, *, dtype: torch.dtype | None = None) -> Iterato
     A tied head is yielded under its own name as well (a state dict lists it so), since vLLM keeps a packed copy of it.
     A sharded tensor is gathered when it is reached, so all ranks must iterate.
     """
-    weights = ((name, full_tensor(tensor)) for name, tensor in loaded.causal.state_dict().items())
+    weights: Iterator[tuple[str, Tensor]] = (
+        (name, full_tensor(tensor)) for name, tensor in loaded.causal.state_dict().items()
+    )
     if is_peft(loaded.model):
         weights = merge_adapter(weights, peft_scaling(loaded.model))
     for name, tensor in weights:
