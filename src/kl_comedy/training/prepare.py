@@ -99,8 +99,8 @@ def prepare(
     ]
     returns_BT = returns_with_costs(reward_B, torch.stack(costs).sum(0) if costs else None, length)
     baselines = {
-        position: own_baseline(own, mask_BT, group_B)
-        for position, own in parts.items()
+        position: own_baseline(term_parts, mask_BT, group_B)
+        for position, term_parts in parts.items()
         if plan.terms[position].baseline == "own"
     }
     values, notes = None, {}
