@@ -197,6 +197,7 @@ class RunRecord(Callback):
         trainer.strategy.newest_checkpoint = checkpoint
         if capabilities_of(self._config.rollout.backend).needs_folder:
             trainer.datamodule.backend.work_in(run.path)
+        self._reference_hash = pl_module.references["initial"].hash  # over shards an exchange between all ranks
         logger = ranks.on_rank_zero(lambda: self._start_logger(run, trainer, resume, step))
         self._logger: Any = logger or NullLogger()
         trainer.logger = self._logger
@@ -218,7 +219,7 @@ class RunRecord(Callback):
             "config.hash_without_seed": config_hash(config, without=("seed",)),
             **{f"data.hash.{name}": value for name, value in prompts.hashes.items()},
             **{f"data.count.{name}": str(value) for name, value in prompts.counts.items()},
-            "reference.hash": module.references["initial"].hash,
+            "reference.hash": self._reference_hash,
             **term_tags(config, module.terms),
             **policy_tags(config),
             "run.command": self._command,
