@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kl_comedy.cli import evaluate as suite_evaluation
+from kl_comedy.cli import evaluation_runs as suite_evaluation
 
 TINY = Path(__file__).with_name("tiny.yaml")
 SUMS = {

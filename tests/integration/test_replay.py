@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from kl_comedy.cli.evaluate import resolved
+from kl_comedy.cli.evaluation_runs import resolved
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model, weights_hash

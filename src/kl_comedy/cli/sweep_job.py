@@ -100,7 +100,7 @@ def _train(sweep: Sweep, cell: Cell) -> None:
 
 def _evaluate(sweep: Sweep, cell: Cell) -> None:
     """Evaluate the cell's trained policy, by the command in the run's summary, with the sweep's overrides."""
-    from kl_comedy.cli.evaluate import evaluate_run
+    from kl_comedy.cli.evaluation_runs import evaluate_run
     from kl_comedy.io import atomic_write
     from kl_comedy.slurm.status import newest_run
 
