@@ -1,4 +1,4 @@
-"""Plant one bug at a time and run the tests that must find it: ``make mutation``, or ``python tests/mutation.py [NAME]``.
+"""Plant one bug at a time and run the tests that must find it: ``make mutation`` or ``python tests/mutation.py``.
 
 Each mutant is one replacement in one file of a copy of src/. A mutant survives when all of its test files pass; then
 the suite has a hole. The table says which test failed first. Mutants are of the kind a maintainer makes: a wrong sign,

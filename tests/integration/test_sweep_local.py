@@ -77,7 +77,7 @@ def test_cells_finish_and_the_one_without_data_fails_with_its_reason(swept):
 
 
 def test_a_sweep_without_a_store_has_its_report_and_no_page(tmp_path, capsys):
-    from kl_comedy.cli.sweep import write_html_reports
+    from kl_comedy.cli.sweep_job import write_html_reports
     from kl_comedy.slurm.manifest import Manifest, Sweep
 
     def of(*stores):

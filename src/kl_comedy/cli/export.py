@@ -65,6 +65,7 @@ def reproduce(
     Example: `kl-comedy reproduce 3f2a --uri sqlite:///mlflow.db`
     """
     check_choice("--format", format)
+    from kl_comedy.models.onednn_linear import linear_library
     from kl_comedy.tracking import provenance_tags
     from kl_comedy.tracking.verify import compare_metrics, environment_differences, final_metrics, find_run
     from kl_comedy.training.run import train as run_training
@@ -82,7 +83,9 @@ def reproduce(
         raise UserError(f"--plugin: the run needs parts of {', '.join(files)}; name the file")
     load_plugins(plugin)
     config = _stored_config(uri, stored, output, console)
-    for line in environment_differences(tags, provenance_tags()) or ["code, packages and machine are what they were"]:
+    for line in environment_differences(tags, {**provenance_tags(), "host.products": linear_library()}) or [
+        "code, packages and machine are what they were"
+    ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if tags.get("git.diff"):
         console.print("the run's code was changed after its commit; the change is its artifact provenance/code.diff")

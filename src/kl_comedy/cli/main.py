@@ -10,7 +10,7 @@ import sys
 import typer
 from rich.console import Console
 
-from kl_comedy.cli import audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep
+from kl_comedy.cli import audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep, sweep_job
 from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, load, process_rank, stderr_console
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="The reference laboratory for KL regularization in RL of language models.",
 )
-for module in (audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep):
+for module in (audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep, sweep_job):
     module.mount(app)
 
 

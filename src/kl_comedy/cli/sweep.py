@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -128,9 +127,7 @@ def cancel(sweep: SweepArgument) -> None:
 
 def mount(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    from kl_comedy.cli.sweep_job import cell, sweep_report
-
-    for command in (sweep, status, resubmit, cancel, cell, sweep_report):
+    for command in (sweep, status, resubmit, cancel):
         app.command()(command)
 
 
@@ -288,32 +285,6 @@ def _print_status(sweep: Sweep, sweep_status: SweepStatus) -> None:
     console = _stdout_console()
     console.print(table)
     console.print(sweep_status.summary(), highlight=False)
-
-
-def write_html_reports(sweep: Sweep) -> Iterator[Path]:
-    """Write report/report.html (``report-2.html``, ... where cells log to several stores) and yield their paths.
-
-    A store that cannot be read, or holds no finished run of the sweep, is reported on stderr; report.md has every
-    cell in any case.
-    """
-    from kl_comedy.cli.results import report
-
-    stores = [(uri, experiment) for uri, experiment in sweep.manifest.stores if uri != "none"]
-    for number, (uri, experiment) in enumerate(stores, start=1):
-        page = sweep.path / "report" / ("report.html" if number == 1 else f"report-{number}.html")
-        try:
-            with contextlib.chdir(sweep.manifest.directory), contextlib.redirect_stdout(sys.stderr):
-                report(
-                    out=page,
-                    title=f"Sweep {sweep.manifest.name}",
-                    uri=uri,
-                    experiment=experiment,
-                    where=f"tags.sweep = '{sweep.manifest.name}'",
-                )
-        except UserError as error:
-            print(f"no {page.name}: {error}", file=sys.stderr)
-            continue
-        yield page
 
 
 def _stdout_console() -> Console:

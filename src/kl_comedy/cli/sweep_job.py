@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +45,6 @@ def sweep_report(sweep: Annotated[Path, typer.Argument(metavar="SWEEP", help="A 
 
     Example: `kl-comedy sweep-report pocket_beta`
     """
-    from kl_comedy.cli.sweep import write_html_reports
     from kl_comedy.slurm.manifest import read_sweep
     from kl_comedy.slurm.status import read_status, write_report
 
@@ -52,6 +52,32 @@ def sweep_report(sweep: Annotated[Path, typer.Argument(metavar="SWEEP", help="A 
     print(write_report(loaded, read_status(loaded)))
     for page in write_html_reports(loaded):
         print(page)
+
+
+def write_html_reports(sweep: Sweep) -> Iterator[Path]:
+    """Write report/report.html (``report-2.html``, ... where cells log to several stores) and yield their paths.
+
+    A store that cannot be read, or holds no finished run of the sweep, is reported on stderr; report.md has every
+    cell in any case.
+    """
+    from kl_comedy.cli.results import report
+
+    stores = [(uri, experiment) for uri, experiment in sweep.manifest.stores if uri != "none"]
+    for number, (uri, experiment) in enumerate(stores, start=1):
+        page = sweep.path / "report" / ("report.html" if number == 1 else f"report-{number}.html")
+        try:
+            with contextlib.chdir(sweep.manifest.directory), contextlib.redirect_stdout(sys.stderr):
+                report(
+                    out=page,
+                    title=f"Sweep {sweep.manifest.name}",
+                    uri=uri,
+                    experiment=experiment,
+                    where=f"tags.sweep = '{sweep.manifest.name}'",
+                )
+        except UserError as error:
+            print(f"no {page.name}: {error}", file=sys.stderr)
+            continue
+        yield page
 
 
 @contextlib.contextmanager
@@ -111,3 +137,9 @@ def _evaluate(sweep: Sweep, cell: Cell) -> None:
     load_plugins(sweep.manifest.plugins)
     rows = evaluate_run(run, summary, sweep.manifest.evaluate or (), sweep.records(cell.index), Console(stderr=True))
     atomic_write(sweep.evaluation(cell.index), json.dumps(rows, indent=1) + "\n")
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    for command in (cell, sweep_report):
+        app.command()(command)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from kl_comedy.models.introspection import Head
+from kl_comedy.models.onednn_linear import product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class _HeadColumns(torch.autograd.Function):
             grad_nV = _logits_gradient(logp_nV, logq_nV, plan, part, [grad[part] for grad in gradients], kl_n)
             narrow_nV = grad_nV.to(weight_VH.dtype)
             if hidden_grad is not None:
-                hidden_grad[part] = (narrow_nV @ weight_VH).to(hidden_grad.dtype)
+                hidden_grad[part] = product(narrow_nV, weight_VH.t()).to(hidden_grad.dtype)
             if weight_grad is not None:
                 rows_nH = hidden_NH[part].to(weight_VH.dtype)
                 if wide == weight_VH.dtype:
@@ -198,6 +198,6 @@ def _columns(logp_nV: Tensor, logq_nV: Tensor | None, ids_n: Tensor, requested: 
 def log_softmax(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     """``log_softmax(head(hidden) / temperature)`` in float32 or wider, whatever autocast is in force."""
     with torch.autocast(device_type=hidden_nH.device.type, enabled=False):
-        logits_nV = linear(hidden_nH.to(weight_VH.dtype), weight_VH, bias_V)
+        logits_nV = product(hidden_nH.to(weight_VH.dtype), weight_VH, bias_V)
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         return (logits_nV if temperature == 1 else logits_nV.div_(temperature)).log_softmax(-1)

@@ -25,6 +25,7 @@ from kl_comedy.models.introspection import (
 )
 from kl_comedy.models.logprobs import completion_hidden, token_pass
 from kl_comedy.models.lora import add_lora
+from kl_comedy.models.onednn_linear import linear_library, use_onednn_linears
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import ModelConfig
@@ -73,6 +74,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     refuse_scaled_logits(model.config)
     disable_dropout(model)
     model.to(device)
+    if device.type == "cpu" and linear_library() == "onednn":
+        use_onednn_linears(model)
     if config.lora is not None:
         model = add_lora(model, config.lora)
     if config.gradient_checkpointing:

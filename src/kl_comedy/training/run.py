@@ -24,6 +24,7 @@ from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.errors import RunFailed, RunStopped, UserError, unknown_key
 from kl_comedy.models.load import pick_device
+from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.records import Scored
 from kl_comedy.tracking import provenance_files, provenance_tags
 from kl_comedy.tracking.logger import NullLogger, RunLogger
@@ -215,6 +216,7 @@ class RunRecord(Callback):
         config, prompts, module = self._config, trainer.datamodule.prompts, trainer.lightning_module
         tags = {
             **provenance_tags(),
+            "host.products": linear_library(),
             "config.hash": config_hash(config),
             "config.hash_without_seed": config_hash(config, without=("seed",)),
             **{f"data.hash.{name}": value for name, value in prompts.hashes.items()},

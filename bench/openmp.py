@@ -1,0 +1,105 @@
+"""How should OpenMP threads wait? One update's arithmetic under several settings, alone and beside a busy process.
+
+    python bench/openmp.py [--rounds N] [--out FILE]
+
+libgomp's threads spin before they sleep. Spinning is fast on a quiet machine and ruinous on a busy one, where a
+spinning thread takes the core that the thread it waits for needs. Each setting runs in a process of its own, in turns,
+`rounds` times: token-by-token passes (thousands of small products) and a forward and backward pass (a few large ones)
+of a Llama of SmolLM2-135M's shape with random weights. `busy`: the same beside one process that computes all the
+time, so that the fair share is half of one of two cores less: 2 / 1.5 of the quiet time at best. Printed: seconds (the
+median), and the ratio to the fastest setting of the same column. `kl_comedy.cli.main` sets the one that won.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SETTINGS: dict[str, dict[str, str]] = {
+    "default": {},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    **{f"spin {n}": {"GOMP_SPINCOUNT": str(n)} for n in (1_000, 5_000, 10_000, 20_000, 50_000)},
+}
+BUSY = "while True: pass"
+
+
+def work() -> float:
+    """Wall seconds of 24 token steps of 32 rows and of two forward and backward passes of 600 tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    ids = torch.randint(0, 49152, (8, 75))
+
+    def once(steps: int, passes: int) -> None:
+        with torch.no_grad():
+            cache = None
+            token = ids[:, :1].repeat(4, 1)
+            for _ in range(steps):
+                out = model(input_ids=token, past_key_values=cache, use_cache=True)
+                cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        for _ in range(passes):
+            model(input_ids=ids, labels=ids).loss.backward()
+
+    once(2, 1)
+    start = time.perf_counter()
+    once(24, 2)
+    return time.perf_counter() - start
+
+
+def timed(setting: dict[str, str], *, busy: bool) -> float:
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    competitor = subprocess.Popen([sys.executable, "-c", BUSY]) if busy else None
+    try:
+        command = [sys.executable, __file__, "--work"]
+        done = subprocess.run(command, env=environment | setting, capture_output=True, text=True, check=True)
+        return float(done.stdout)
+    finally:
+        if competitor is not None:
+            competitor.kill()
+            competitor.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        print(work())
+        return
+    seconds: dict[str, dict[str, list[float]]] = {name: {"quiet": [], "busy": []} for name in SETTINGS}
+    for _ in range(options.rounds):
+        for name, setting in SETTINGS.items():
+            for load in ("quiet", "busy"):
+                seconds[name][load].append(timed(setting, busy=load == "busy"))
+    medians = {name: {load: statistics.median(times) for load, times in by.items()} for name, by in seconds.items()}
+    best = {load: min(by[load] for by in medians.values()) for load in ("quiet", "busy")}
+    print("| setting | quiet, s | of the fastest | busy, s | of the fastest |")
+    print("|---|---:|---:|---:|---:|")
+    for name, by in medians.items():
+        cells = (f"{by[load]:.1f} | {by[load] / best[load]:.2f}" for load in ("quiet", "busy"))
+        print(f"| {name} | {' | '.join(cells)} |")
+    if options.out is not None:
+        options.out.write_text(json.dumps(seconds, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
