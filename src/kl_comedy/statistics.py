@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LEVEL = 0.95
 METHODS = ("t", "bootstrap")
-CLUSTER_METHODS = ("wilson", "t", "bootstrap")
+CLUSTER_METHODS = ("auto", "wilson", "t", "bootstrap")
 SEED_DRAWS, DRAWS = 10_000, 2_000
 """Bootstrap draws: of a mean over seeds, and of everything else."""
 
@@ -39,6 +39,20 @@ class Interval:
     mean: float | None
     low: float | None
     high: float | None
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the distance between the bounds."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
+    def __format__(self, spec: str) -> str:
+        """``mean [low, high]``, each number in the format ``spec``; only what is not None.
+
+        >>> f"{Interval(n=9, mean=0.5, low=0.25, high=0.75):.2f}, {Interval(n=1, mean=0.5, low=None, high=None):.2f}"
+        '0.50 [0.25, 0.75], 0.50'
+        """
+        mean, low, high = ("" if value is None else format(value, spec) for value in (self.mean, self.low, self.high))
+        return f"{mean} [{low}, {high}]" if low else mean
 
 
 def generator(seed: int = 0) -> np.random.Generator:
@@ -98,7 +112,7 @@ def clustered_se(clusters: Sequence[Sequence[float]]) -> float | None:
 
 def clustered_interval(
     clusters: Sequence[Sequence[float]],
-    method: str = "wilson",
+    method: str = "auto",
     *,
     rng: np.random.Generator | None = None,
     level: float = LEVEL,
@@ -106,6 +120,7 @@ def clustered_interval(
 ) -> Interval:
     """The mean of all values with its interval; ``n`` counts clusters. Values must be finite.
 
+    ``auto``: ``wilson`` where every value is 0 or 1, else ``t``.
     ``wilson``: Wilson's score interval at the effective sample size ``p (1-p) / se^2`` (Kish's design effect, Franco
     et al. 2019, doi 10.1093/jssam/smy019), at most the number of values. It stays inside [0, 1], and has a width where
     every value is the same (the effective size is then the number of clusters). Values must lie in [0, 1].
@@ -119,6 +134,8 @@ def clustered_interval(
     if se is None:
         return Interval(n=groups, mean=fmean(values) if values else None, low=None, high=None)
     mean = fmean(values)
+    if method == "auto":
+        method = "wilson" if set(values) <= {0.0, 1.0} else "t"
     if method == "t":
         half = _t_quantile(groups - 1, level) * se
         return Interval(n=groups, mean=mean, low=mean - half, high=mean + half)

@@ -13,11 +13,11 @@ import torch
 from kl_comedy.config import schema as schema_module
 from kl_comedy.errors import UserError
 from kl_comedy.evaluation import EvalResult
-from kl_comedy.evaluation.evaluate import ChoiceResult
-from kl_comedy.evaluation.scores import score_compared, score_generated
+from kl_comedy.evaluation.scores import score_choices, score_completions
 from kl_comedy.kl import KLTerm
 from kl_comedy.models.logprobs import TokenPass
 from kl_comedy.records import Experience, Problem, Prompt, Reward, Rollout, Scored
+from kl_comedy.statistics import Interval
 from kl_comedy.training.metrics import MetricAccumulator, accumulate_tokens, row_metrics
 from kl_comedy.training.prepare import MicroBatch
 
@@ -255,12 +255,14 @@ def test_evaluation_metrics_are_documented():
         name="gsm8k",
         problems=1,
         samples=1,
-        reward=0.0,
-        half_width=0.0,
-        length=1.0,
-        truncated=0.0,
-        rows=(),
-        measured={**measured, "policy/entropy": 0.0, "policy/entropy_sequence": 0.0},
+        values={
+            "reward": Interval(n=2, mean=0.0, low=0.0, high=0.0),
+            "length": 1.0,
+            "truncated_share": 0.0,
+            **measured,
+            "policy/entropy": 0.0,
+            "policy/entropy_sequence": 0.0,
+        },
     )
     found = {name.replace("gsm8k", "<set>") for name in result.metrics()}
     found = {re.sub(r"(/kl|/kl_error)/\w+$", r"\1/<name>", name) for name in found}
@@ -268,7 +270,7 @@ def test_evaluation_metrics_are_documented():
 
 
 def test_the_metrics_of_suites_by_log_prob_are_documented():
-    result = ChoiceResult(name="m", accuracy=1.0, half_width=0.0, accuracy_norm=1.0, half_width_norm=0.0, rows=())
+    result = score_choices("m", [{"correct": True, "correct_norm": True}] * 2)
     found = {name.replace("/m/", "/<choices>/") for name in result.metrics()}
     assert found == {name for name in DOCUMENTED if name.startswith("eval/<choices>/")}
 
@@ -276,8 +278,8 @@ def test_the_metrics_of_suites_by_log_prob_are_documented():
 def test_the_metrics_of_suites_are_documented():
     row = {"index": 0, "correct": True, "reward": 1.0, "status": "ok", "answer": "1", "tokens": 2, "stop_reason": "eos"}
     rows = [{**row, "index": n // 2, "correct_norm": True} for n in range(4)]
-    names = {**score_generated("s", rows, ks=(2,)).metrics(), **score_compared("s", rows).metrics()}
-    shown = {re.sub(r"@\d+", "_at_<k>", name).replace("eval/s/", "eval/<suite>/") for name in names}
+    names = {**score_completions("s", rows, ks=(2,)).row(), **score_choices("s", rows).row()}
+    shown = {f"eval/<suite>/{name}" for name in (re.sub(r"@\d+", "_at_<k>", name) for name in names)}
     bare = {re.sub(r"_(low|high|ties)$", "", name) for name in shown}
     as_a_set_s = {f"eval/<suite>/{name}" for name in ("reward", "truncated_share")}
     beside = {f"eval/<suite>/{status}_share" for status in ("timeout", "refused")}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from kl_comedy.cli.evaluation_runs import resolved
+from kl_comedy.cli.evaluation_runs import resolve_target
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model, weights_hash
@@ -85,7 +85,7 @@ def test_the_recorders_own_configuration_replays_to_the_same_bits(recorded, edit
         again = go(tmp_path / name, *replaying(path, "train.eval_every=0")).run
         assert weights_of(again) == weights_of(recorded)
         assert not [key for key in metrics_of(again) if "staleness" in key[1] or key[1] == "policy/mismatch"]
-    with resolved(str(again.path), []) as found:  # its policy is evaluated, by a sampler that has no recording
+    with resolve_target(str(again.path), []) as found:  # its policy is evaluated, by a sampler that has no recording
         assert build_backend(found.config, load_model(found.config.model), SINGLE_PROCESS).version == 0
 
 

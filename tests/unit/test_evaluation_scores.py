@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,16 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kl_comedy.config import ModelConfig
-from kl_comedy.data.prompts import continuation_ids
+from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.errors import UserError
-from kl_comedy.evaluation import likelihood
-from kl_comedy.evaluation.evaluate import Shard, parse_shard
-from kl_comedy.evaluation.likelihood import ChoicePasses, Spelled, spell
-from kl_comedy.evaluation.scores import canonical, check_ks, default_ks, score_compared, score_generated
+from kl_comedy.evaluation import EvalSet, evaluate, likelihood
+from kl_comedy.evaluation.likelihood import ChoiceScorer, ChoiceSet, tokenize_choices
+from kl_comedy.evaluation.records import Shard, parse_shard
+from kl_comedy.evaluation.scores import canonical, check_ks, default_ks, score_choices, score_completions
 from kl_comedy.models import load_model
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.records import Problem, Prompt
-from kl_comedy.training.distributed import Ranks
+from kl_comedy.rollouts import Sampling
+from kl_comedy.statistics import clustered_interval
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 
 
 @pytest.mark.parametrize(
@@ -46,10 +49,10 @@ def test_different_answers_stay_apart_and_no_answer_is_none():
 
 
 @given(st.text(alphabet="\\boxed{}0123456789/.$= \n#A:<answer>-%", max_size=200))
-def test_hostile_text_is_read_without_fail(text):
+def test_hostile_text_raises_nothing(text):
     for form in ("math", "number", "letter", "text", "answer_tag"):
-        found = canonical(text, form)
-        assert found is None or found
+        answer = canonical(text, form)
+        assert answer is None or answer
 
 
 def test_endless_boxes_cost_little():
@@ -79,29 +82,94 @@ def test_scores_of_completions():
         row(1, True),
         row(1, True),
     ]
-    found = score_generated("s", rows, ks=(1, 2, 4)).values
-    assert found["accuracy"] == found["pass@1"] == 0.5 and found["accuracy_low"] < 0.5 < found["accuracy_high"]
-    assert found["pass@4"] == 1.0 and found["pass@2"] == pytest.approx(5 / 6)
-    assert found["maj@4"] == pytest.approx((0.5 + 1.0) / 2) and found["maj@4_ties"] == 0.5
-    assert found["truncated_share"] == found["unparseable_share"] == found["unanswered_share"] == 1 / 8
-    assert score_generated("s", rows, ks=()).metrics()["eval/s/tokens"] == 4
+    result = score_completions("s", rows, ks=(1, 2, 4))
+    scores = result.row()
+    assert (result.problems, result.samples) == (2, 4)
+    assert scores["accuracy"] == scores["pass@1"] == 0.5 and scores["accuracy_low"] < 0.5 < scores["accuracy_high"]
+    assert scores["pass@4"] == 1.0 and scores["pass@2"] == pytest.approx(5 / 6)
+    assert scores["maj@4"] == pytest.approx((0.5 + 1.0) / 2) and scores["maj@4_ties"] == 0.5
+    assert scores["truncated_share"] == scores["unparseable_share"] == scores["unanswered_share"] == 1 / 8
+    assert score_completions("s", rows, ks=()).metrics()["eval/s/tokens"] == 4
+    with pytest.raises(UserError, match="different numbers"):
+        score_completions("s", rows[1:], ks=())
 
 
-def test_more_than_was_drawn_is_refused():
+def test_k_is_at_most_the_number_of_samples():
     with pytest.raises(UserError, match="--k: got 8; allowed: 1 to 4"):
         check_ks([1, 8], 4)
     assert check_ks([4, 1, 4], 4) == (1, 4) and default_ks(8) == (2, 4, 8)
-    with pytest.raises(UserError, match="different numbers"):
-        score_generated("s", [row(0, True), row(0, True), row(1, True)], ks=())
 
 
 def test_scores_of_choices():
     rows = [{"correct": True, "correct_norm": False}, {"correct": True, "correct_norm": True}]
-    found = score_compared("s", rows).values
-    assert (found["accuracy"], found["accuracy_norm"]) == (1.0, 0.5)
+    scores = score_choices("s", rows).row()
+    assert (scores["accuracy"], scores["accuracy_norm"]) == (1.0, 0.5) and scores["accuracy_low"] < 1
+    single = score_choices("s", rows[:1])
+    assert single.metrics() == {"eval/s/accuracy": 1.0, "eval/s/accuracy_norm": 0.0}, "one problem has no interval"
+    assert single.line() == "accuracy 1.000 (1 problems)"
 
 
-def test_shards_part_the_chunks(monkeypatch):
+class Backend:
+    """One completion per group member, with rewards by position; remembers how it was called."""
+
+    def generate(self, prompts, **settings):
+        self.settings = settings
+        return [prompt for prompt in prompts for _ in range(settings["group_size"])]
+
+
+class Rewards:
+    def __init__(self, values):
+        self.values = values
+
+    def score(self, rollouts):
+        return [
+            SimpleNamespace(
+                rollout=SimpleNamespace(completion_ids=[0] * (n + 1), stop_reason="length" if n == 0 else "eos"),
+                reward=SimpleNamespace(value=value),
+            )
+            for n, value in enumerate(self.values[: len(rollouts)])
+        ]
+
+
+def evaluated(values, samples, **settings):
+    prompts = [Prompt(problem=Problem(id=str(n), text="", answer=""), text="", token_ids=(1,)) for n in range(3)]
+    backend = Backend()
+    result = evaluate(
+        backend,
+        Rewards(values),
+        EvalSet(name="s", prompts=prompts, **settings),
+        samples=samples,
+        sampling=Sampling(temperature=1.0, max_new_tokens=4),
+        seed=7,
+        measure=lambda rows: {"kl/x": float(len(rows))},
+    )
+    return result, backend.settings
+
+
+def test_a_set_has_the_clustered_interval_of_its_rewards():
+    values = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    result, settings = evaluated(values, 2)
+    interval = clustered_interval([values[:2], values[2:4], values[4:]], "wilson")
+    assert result.metrics() == {
+        "eval/s/reward": 0.5,
+        "eval/s/reward_half_width": (interval.high - interval.low) / 2,
+        "eval/s/length": 3.5,
+        "eval/s/truncated_share": pytest.approx(1 / 6),
+        "eval/s/kl/x": 6.0,
+    }
+    assert result.line() == f"reward 0.500 [{interval.low:.3f}, {interval.high:.3f}] (3 problems, length 3.5)"
+    assert (settings["seed"], settings["group_size"], settings["sampling"].temperature) == (7, 2, 1.0)
+    graded = clustered_interval([[0.5], [0.1], [0.3]], "t")
+    assert evaluated([0.5, 0.1, 0.3], 1)[0].values["reward"] == graded, "Student's interval unless all are 0 or 1"
+
+
+def test_a_set_may_have_a_scorer_and_sampling_of_its_own():
+    greedy = Sampling(temperature=0.0, max_new_tokens=9)
+    result, settings = evaluated([0.0] * 3, 1, scorer=Rewards([1.0] * 3), sampling=greedy)
+    assert result.row()["reward"] == 1.0 and settings["sampling"] is greedy
+
+
+def test_shards_divide_the_chunks(monkeypatch):
     parts = [[chunk for chunk in range(7) if parse_shard(f"{n}/3").takes(chunk)] for n in range(3)]
     assert sorted(chunk for part in parts for chunk in part) == list(range(7))
     for text in ("3/3", "1", "a/b", "-1/2"):
@@ -115,77 +183,100 @@ def test_shards_part_the_chunks(monkeypatch):
     assert parse_shard(None) == Shard(index=1, count=4)
 
 
+# --- log-probs of choices ---------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def tiny():
     return load_model(ModelConfig(source="pocket", options={"preset": "tiny"}))
 
 
-def prompt_of(loaded, text):
+def prompt_of(loaded, text, choices=()):
     ids = tuple(loaded.tokenizer(text)["input_ids"])
-    return Prompt(problem=Problem(id=text, text=text, answer="A"), text=text, token_ids=ids)
+    return Prompt(problem=Problem(id=text, text=text, answer="A", meta={"choices": choices}), text=text, token_ids=ids)
 
 
-def asked_of(loaded):
-    prompts = [prompt_of(loaded, text) for text in ("12+34=", "1+2+3=", "7-7=")]
-    return prompts, [["46", "47;", "1"], ["6", "123"], ["0", "14"]]
+TEXTS = SuiteConfig(name="s", kind="likelihood", score="texts", delimiter="")
+
+
+def choices_of(loaded):
+    problems = {"12+34=": ["46", "47;", "1"], "1+2+3=": ["6", "123"], "7-7=": ["0", "14"]}
+    prompts = [prompt_of(loaded, text, choices) for text, choices in problems.items()]
+    return tokenize_choices(TEXTS, prompts, loaded, template="plain")
 
 
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_choices_have_the_model_s_own_log_probs(tiny, budget):
-    prompts, choices = asked_of(tiny)
-    spelled = spell(tiny, prompts, choices, special=True)
-    found = ChoicePasses(loaded=tiny, budget=budget, chunk_elements=10**6)(spelled)
+def test_log_probs_are_those_of_the_dense_float64_model(tiny, budget):
+    choices = choices_of(tiny)
+    scorer = ChoiceScorer(loaded=tiny, budget=budget, chunk_elements=10**6, ranks=SINGLE_PROCESS)
+    logps = scorer.log_probs(choices)
+    assert [len(row) for row in logps] == [3, 2, 2]
     model = tiny.model.double()
     try:
-        for prompt, texts, values in zip(prompts, choices, found, strict=True):
-            for text, value in zip(texts, values, strict=True):
-                ids = continuation_ids(prompt, text, tiny.tokenizer, special=True)
-                whole = torch.tensor([[*prompt.token_ids, *ids]])
-                with torch.no_grad():
-                    logp = model(input_ids=whole).logits[0].log_softmax(-1)
-                n = len(prompt.token_ids)
-                dense = sum(float(logp[n + t - 1, token]) for t, token in enumerate(ids))
-                assert value == pytest.approx(dense, abs=2e-5)
+        for (index, ids), value in zip(choices.rows, [logp for row in logps for logp in row], strict=True):
+            prompt = choices.prompts[index]
+            with torch.no_grad():
+                dense = model(input_ids=torch.tensor([[*prompt.token_ids, *ids]])).logits[0].log_softmax(-1)
+            n = len(prompt.token_ids)
+            assert value == pytest.approx(sum(float(dense[n + t - 1, id]) for t, id in enumerate(ids)), abs=2e-5)
     finally:
         tiny.model.float()
 
 
-class Told(Exception):
-    """What a process would have told the others."""
+def test_the_likeliest_choice_is_picked_whole_and_per_character(tiny):
+    choices = choices_of(tiny)
+    first, second, third = choices.records([[-4.0, -3.0, -1.5], [-2.0, -3.0], [-1.0, -1.0]], first=5)
+    assert (first["index"], first["picked"], first["picked_norm"], first["correct"]) == (5, "C", "B", False)
+    assert (second["picked"], second["picked_norm"], second["correct"], second["correct_norm"]) == (
+        "A",
+        "B",
+        True,
+        False,
+    )
+    assert third["index"] == 7 and third["picked"] == "A", "of equals the first"
+    letters = dataclasses.replace(TEXTS, score="letters")
+    with pytest.raises(UserError, match="cannot spell"):  # the pocket tokenizer has no letters
+        tokenize_choices(letters, choices.prompts, tiny, template="plain")
+    with pytest.raises(UserError, match="no tokens for"):
+        tokenize_choices(TEXTS, [prompt_of(tiny, "1+1=", ["", "2"])], tiny, template="plain")
 
 
-class Part:
-    """One of several processes that does its part and then stops."""
+class Gathered(Exception):
+    """Raised with what a process would send to the others."""
+
+
+class OneOfSeveral:
+    """A process of several that computes its part and then stops."""
 
     def __init__(self, ranks):
         self.split = ranks.split
 
     def gather(self, item):
-        raise Told(item)
+        raise Gathered(item)
 
 
-@pytest.mark.parametrize("size", [2, 3, 11])
-@pytest.mark.parametrize("chunk", [None, 1, 2])
-def test_processes_part_the_passes_and_make_equally_many(tiny, monkeypatch, size, chunk):
-    spelled = spell(tiny, *asked_of(tiny), special=True)
-    passes = ChoicePasses(loaded=tiny, budget=20, chunk_elements=10**6)
-    alone = [logp for row in passes(spelled, chunk=chunk) for logp in row]
-    counts = []
+@pytest.mark.parametrize(("size", "chunk"), [(2, None), (3, 1), (11, 2)])
+def test_processes_divide_the_passes_and_make_equally_many(tiny, monkeypatch, size, chunk):
+    choices = choices_of(tiny)
+    scorer = ChoiceScorer(loaded=tiny, budget=20, chunk_elements=10**6, ranks=SINGLE_PROCESS)
+    alone = [logp for row in scorer.log_probs(choices, chunk=chunk) for logp in row]
+    passes = []
 
     def counted(*args, **kwargs):
-        counts[-1] += 1
+        passes[-1] += 1
         return token_pass(*args, **kwargs)
 
     monkeypatch.setattr(likelihood, "token_pass", counted)
-    told = []
+    parts = []
     for rank in range(size):
-        counts.append(0)
-        with pytest.raises(Told) as stopped:
-            dataclasses.replace(passes, ranks=Part(Ranks(rank=rank, size=size)))(spelled, chunk=chunk)
-        told.append(stopped.value.args[0])
-    assert len(set(counts)) == 1 and counts[0] == math.ceil(len(spelled.batches(20, chunk)) / size)
-    assert sorted(position for part in told for position in part) == list(range(len(alone)))
-    assert all(alone[position] == logp for part in told for position, logp in part.items())
+        passes.append(0)
+        with pytest.raises(Gathered) as stopped:
+            part = OneOfSeveral(Ranks(rank=rank, size=size))
+            dataclasses.replace(scorer, ranks=part).log_probs(choices, chunk=chunk)
+        parts.append(stopped.value.args[0])
+    assert len(set(passes)) == 1 and passes[0] == math.ceil(len(choices.batches(20, chunk)) / size)
+    assert sorted(row for part in parts for row in part) == list(range(len(alone)))
+    assert all(alone[row] == logp for part in parts for row, logp in part.items())
 
 
 @given(
@@ -196,23 +287,18 @@ def test_processes_part_the_passes_and_make_equally_many(tiny, monkeypatch, size
     chunk=st.one_of(st.none(), st.integers(1, 5)),
 )
 def test_a_chunk_is_batched_as_if_it_were_alone(sizes, budget, chunk):
-    def spelled(part):
+    def choice_set(part):
         problem = Problem(id="p", text="", answer="A")
         prompts = [Prompt(problem=problem, text="", token_ids=(0,) * before) for before, _ in part]
         rows = [(index, (0,) * size) for index, (_, after) in enumerate(part) for size in after]
-        return Spelled(prompts=prompts, rows=rows)
+        return ChoiceSet(name="", prompts=prompts, texts=[], rows=rows)
 
-    whole, size = spelled(sizes), chunk or len(sizes)
+    whole, size = choice_set(sizes), chunk or len(sizes)
     batches, first = [], 0
     for start in range(0, len(sizes), size):
-        part = spelled(sizes[start : start + size])
-        batches += [[first + position for position in batch] for batch in part.batches(budget)]
+        part = choice_set(sizes[start : start + size])
+        batches += [[first + row for row in batch] for batch in part.batches(budget)]
         first += len(part.rows)
     assert whole.batches(budget, chunk) == batches
-    assert sorted(position for batch in batches for position in batch) == list(range(len(whole.rows)))
-    assert all(len(batch) == 1 or whole.padded(batch) <= budget for batch in batches)
-
-
-def test_a_choice_without_tokens_of_its_own_is_refused(tiny):
-    with pytest.raises(UserError, match="no tokens for"):
-        continuation_ids(prompt_of(tiny, "1+1="), "", tiny.tokenizer, special=True)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(whole.rows)))
+    assert all(len(batch) == 1 or whole.padded_length(batch) <= budget for batch in batches)

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from kl_comedy.config.schema import SuiteConfig
+from kl_comedy.config.schema import SuiteConfig, SuiteFile
 from kl_comedy.errors import UserError
 from kl_comedy.evaluation import get_suite
 from kl_comedy.evaluation.suites import (
     DEFINITIONS,
-    OwnData,
-    chosen_template,
-    parse_own_data,
+    parse_data_files,
     question,
+    resolve_template,
     suite_problems,
     suite_prompts,
 )
@@ -127,14 +126,14 @@ def test_the_checksum_is_that_of_the_suite_s_file(tmp_path):
 def test_data_given_by_hand_is_taken_as_it_is_but_for_its_own_checksum(tmp_path):
     path = write(tmp_path, SUMS)
     gsm8k = get_suite("gsm8k")
-    assert len(suite_problems(gsm8k, own=OwnData(path=str(path)))) == 5
-    given = parse_own_data([f"gsm8k={path}#{hashed(path)}"])["gsm8k"]
-    assert len(suite_problems(gsm8k, own=given)) == 5
+    assert len(suite_problems(gsm8k, file=SuiteFile(path=str(path)))) == 5
+    given = parse_data_files([f"gsm8k={path}#{hashed(path)}"])["gsm8k"]
+    assert len(suite_problems(gsm8k, file=given)) == 5
     with pytest.raises(UserError, match="SHA-256"):
-        suite_problems(gsm8k, own=OwnData(path=str(path), sha256="0" * 64))
+        suite_problems(gsm8k, file=SuiteFile(path=str(path), sha256="0" * 64))
     for word in ("gsm8k", "=x", "gsm8k=x#abc"):
         with pytest.raises(UserError, match="--data"):
-            parse_own_data([word])
+            parse_data_files([word])
 
 
 def test_a_missing_file_says_what_is_there_and_where_it_is_published(tmp_path):
@@ -205,22 +204,22 @@ def test_answers_by_the_source_s_own_labels(tmp_path):
     ] + [{"id": "2", "question": "?", "choices": {"text": ["u", "v"], "label": ["1", "2"]}, "answerKey": "1"}]
     path = write(tmp_path, rows)
     arc = get_suite("arc_challenge_likelihood")
-    found = suite_problems(arc, own=OwnData(path=str(path)))
+    found = suite_problems(arc, file=SuiteFile(path=str(path)))
     assert [problem.answer for problem in found] == ["B", "A"] and found[1].meta["choices"] == ("u", "v")
     assert found[0].text == "Question: ?\nAnswer:"
     write(tmp_path, [{**rows[0], "answerKey": "E"}])
     with pytest.raises(UserError, match="none of the labels A, B, C"):
-        suite_problems(arc, own=OwnData(path=str(path)))
+        suite_problems(arc, file=SuiteFile(path=str(path)))
 
 
 def test_chat_is_chosen_where_the_tokenizer_can():
     with_chat, without = SimpleNamespace(chat_template="x"), SimpleNamespace(chat_template=None)
     suite = get_suite("gsm8k")
-    assert chosen_template(suite, with_chat) == "chat" and chosen_template(suite, without) == "plain"
-    assert chosen_template(suite, with_chat, "plain") == "plain"
-    assert chosen_template(get_suite("mmlu_stem_likelihood"), with_chat) == "plain"
+    assert resolve_template(suite, with_chat) == "chat" and resolve_template(suite, without) == "plain"
+    assert resolve_template(suite, with_chat, "plain") == "plain"
+    assert resolve_template(get_suite("mmlu_stem_likelihood"), with_chat) == "plain"
     with pytest.raises(UserError, match="--template"):
-        chosen_template(suite, with_chat, "chatml")
+        resolve_template(suite, with_chat, "chatml")
 
 
 def test_procedural_suites_make_the_problems_they_promise():

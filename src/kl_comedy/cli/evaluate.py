@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kl_comedy.cli.common import load_plugins, stderr_console
+from kl_comedy.cli.common import Plugins, check_choice, load_plugins, stderr_console
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import CLUSTER_METHODS
 
@@ -38,13 +38,12 @@ DataRoot = Annotated[
 ]
 Data = Annotated[list[str] | None, typer.Option("--data", help="SUITE=FILE or SUITE=FILE#SHA256, for one suite")]
 Template = Annotated[str, typer.Option(help="auto (the suite's choice), plain or chat")]
-IntervalOption = Annotated[str, typer.Option(help="wilson, t or bootstrap; all over problems")]
+IntervalOption = Annotated[str, typer.Option(help="auto (wilson for 0 and 1, else t), wilson, t, bootstrap")]
 ShardOption = Annotated[
-    str | None, typer.Option("--shard", help="I/N, this process's part; torchrun and srun tell it themselves")
+    str | None, typer.Option("--shard", help="I/N, this process's part; read from torchrun and srun")
 ]
-Chunk = Annotated[int, typer.Option(min=1, help="Problems drawn at a time; another number draws other samples")]
-Out = Annotated[Path, typer.Option(help="The folder of records; the same call goes on there")]
-Plugins = Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file that registers parts")]
+Chunk = Annotated[int, typer.Option(min=1, help="Problems sampled at a time; another number draws other samples")]
+Out = Annotated[Path, typer.Option(help="The folder of records; the same call resumes there")]
 Format = Annotated[str, typer.Option(help="table or json; with --suite also csv or markdown")]
 
 
@@ -57,7 +56,7 @@ def evaluate(
     data_root: DataRoot = None,
     data: Data = None,
     template: Template = "auto",
-    interval: IntervalOption = "wilson",
+    interval: IntervalOption = "auto",
     shard: ShardOption = None,
     chunk: Chunk = 32,
     out: Out = Path("evaluations"),
@@ -69,70 +68,93 @@ def evaluate(
     Examples: `kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root data eval.samples=8 eval.temperature=0.7`,
     `kl-comedy evaluate configs/quickstart.yaml model.source=runs/RUN/policy eval.samples=8`
     """
-    if format not in FORMATS:
-        raise bad_value("--format", format, FORMATS)
-    from kl_comedy.cli.evaluation_runs import Asked, evaluate_config, evaluate_suites, resolved
-    from kl_comedy.evaluation.evaluate import parse_shard
-    from kl_comedy.evaluation.suites import parse_own_data
+    from kl_comedy.cli.evaluation_runs import EvaluationRequest, evaluate_sets, evaluate_suites, resolve_target
+    from kl_comedy.evaluation.records import parse_shard
+    from kl_comedy.evaluation.suites import parse_data_files
 
+    check_choice("--format", format, FORMATS)
+    check_choice("--interval", interval, CLUSTER_METHODS)
     load_plugins(plugin)
     console = stderr_console()
-    with resolved(target, overrides or []) as found:
-        names = [name for word in suite or [] for name in word.split(",") if name] or found.config.eval.suites
-        if not suite and found.config.data.eval:
-            evaluate_config(found.config, console, as_json=format == "json")
-        elif not names:
+    with resolve_target(target, overrides or []) as resolved:
+        config = resolved.config
+        suites = [name for word in suite or [] for name in word.split(",") if name] or config.eval.suites
+        if not suites and not config.data.eval:
             raise UserError("data.eval: names no set to evaluate on; name suites with --suite (kl-comedy list suites)")
-        if not names:
+        if not suite and config.data.eval:
+            show_sets(evaluate_sets(config, console), format)
+        if not suites:
             return
-        if interval not in CLUSTER_METHODS:
-            raise bad_value("--interval", interval, CLUSTER_METHODS)
-        root = data_root or (Path(found.config.eval.data_root) if found.config.eval.data_root else None)
-        own = parse_own_data(data or [])
         part = parse_shard(shard)
-        asked = Asked(
-            suites=names,
+        root = data_root or (Path(config.eval.data_root) if config.eval.data_root else None)
+        request = EvaluationRequest(
+            suites=suites,
             out=out,
             shard=part,
             launched=shard is None and part.count > 1,
-            ks=_numbers(k),
+            ks=_parse_ks(k),
             limit=limit,
             root=root,
-            own=own,
+            files=parse_data_files(data or []),
             template=template,
             interval=interval,
             chunk=chunk,
         )
-        rows = evaluate_suites(found, asked, console)
+        rows = evaluate_suites(resolved, request, console)
     if rows:
-        show(rows, format)
+        show_suites(rows, format)
 
 
-def _numbers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    words = text.split(",")
+def _parse_ks(text: str | None) -> list[int] | None:
+    words = [] if text is None else text.split(",")
     if not all(word.strip().isdigit() for word in words):
         raise bad_value("--k", text, "whole numbers with commas, as 1,4,8")
-    return [int(word) for word in words]
+    return None if text is None else [int(word) for word in words]
 
 
-def show(rows: Sequence[Mapping[str, Any]], format: str) -> None:
-    """Scores on stdout: a row a suite; in the table for people, a row a score."""
+MEASURED = {
+    "kl/exact_reverse_sequence": "KL, nats/completion",
+    "kl/total_variation_token": "total variation/token",
+    "policy/entropy": "entropy, nats/token",
+}
+"""Metrics of completions in the table; ``--format json`` prints all."""
+
+
+def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
+    """Print scores of evaluation sets, a row per set."""
     if format == "json":
-        print(json.dumps(list(rows), indent=1))
+        print(json.dumps(rows, indent=1))
+        return
+    shown = [name for name in MEASURED if any(name in row for row in rows)]
+    table = Table("set", "problems", "samples", "reward [95%]", "length", "truncated", *(MEASURED[n] for n in shown))
+    for row in rows:
+        table.add_row(
+            row["set"],
+            str(row["problems"]),
+            str(row["samples"]),
+            escape(_with_interval(row, "reward")),
+            f"{row['length']:.1f}",
+            f"{row['truncated_share']:.1%}",
+            *(f"{row[name]:.4f}" for name in shown),
+        )
+    Console().print(table)
+
+
+def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
+    """Print scores of suites: a row per suite, in the table a row per score."""
+    if format == "json":
+        print(json.dumps(rows, indent=1))
     elif format == "csv":
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        print(text.getvalue(), end="")
     elif format == "markdown":
-        cells = [{"suite": row["suite"], "problems": _size(row), **_scores(row)} for row in rows]
-        head = list(dict.fromkeys(name for row in cells for name in row))
         from kl_comedy.tracking.tables import markdown
 
-        print(markdown(head, [[row.get(name, "") for name in head] for row in cells]))
+        cells = [{"suite": row["suite"], "problems": _size(row), **_scores(row)} for row in rows]
+        names = list(dict.fromkeys(name for row in cells for name in row))
+        print(markdown(names, [[row.get(name, "") for name in names] for row in cells]))
     else:
         table = Table("suite", "problems", "score", f"value [95%, {rows[0]['interval']}]")
         for row in rows:
@@ -148,17 +170,16 @@ def _size(row: Mapping[str, Any]) -> str:
     return f"{row['problems']} x {row['samples']}" if row["samples"] > 1 else str(row["problems"])
 
 
+def _with_interval(row: Mapping[str, Any], name: str) -> str:
+    bounds = [row.get(f"{name}_{end}") for end in ("low", "high")]
+    return f"{row[name]:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if None not in bounds else "")
+
+
 def _scores(row: Mapping[str, Any]) -> dict[str, str]:
-    """What people compare, in words."""
-    cells = {
-        name: f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
-        for name in row
-        if f"{name}_low" in row
-    }
-    shares = ("truncated", "unparseable", "timeout", "refused")
-    cells |= {
-        what: f"{row[f'{what}_share']:.1%}"
-        for what in shares
-        if row.get(f"{what}_share") or (what in shares[:2] and f"{what}_share" in row)
-    }
+    """The scores with an interval, shares of failed completions that are not zero, and the mean length."""
+    cells = {name: _with_interval(row, name) for name in row if f"{name}_low" in row}
+    for name in ("truncated", "unparseable", "timeout", "refused"):
+        share = row.get(f"{name}_share")
+        if share or (share is not None and name in ("truncated", "unparseable")):
+            cells[name] = f"{share:.1%}"
     return {**cells, "tokens": f"{row['tokens']:.1f}"} if "tokens" in row else cells

@@ -1,71 +1,58 @@
-"""What ``kl-comedy evaluate`` is pointed at: a config, a run, one of its checkpoints, a model by folder or name.
-
-``kl-comedy evaluate``: the model of a config on its evaluation sets.
-
-``kl-comedy evaluate --suite``: suites on one model, chunk by chunk, from where an earlier call was stopped.
-
-What the evaluation job of a sweep's cell does: the sets of ``data.eval``, and the suites of ``eval.suites``.
-
-``kl-comedy evaluate``: a policy on a run's own sets, or on suites.
-"""
+"""The work of ``kl-comedy evaluate``: resolve the target, evaluate its sets and suites, return rows of scores."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import shlex
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from kl_comedy.config import Config
+from kl_comedy.config import Config, load_config
 from kl_comedy.config.combinations import capabilities_of
-from kl_comedy.config.schema import SuiteConfig
+from kl_comedy.config.schema import SuiteConfig, SuiteFile
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.evaluation import EvalResult
-from kl_comedy.evaluation import evaluate as evaluate_policy
-from kl_comedy.evaluation.evaluate import (
-    CHUNK,
-    Drawer,
-    Plan,
-    Records,
+from kl_comedy.evaluation import evaluate as evaluate_set
+from kl_comedy.evaluation.evaluate import CHUNK
+from kl_comedy.evaluation.likelihood import choice_scorer
+from kl_comedy.evaluation.records import (
+    ChunkEvaluator,
     Shard,
-    generating,
-    likelihood_drawer,
-    run_chunks,
-    track,
+    SuitePlan,
+    SuiteRecords,
+    choice_evaluator,
+    completion_evaluator,
 )
-from kl_comedy.evaluation.likelihood import choice_passes
-from kl_comedy.evaluation.scores import SuiteScore, check_ks, default_ks, score_compared, score_generated
-from kl_comedy.evaluation.suites import OwnData, chosen_template, get_suite, suite_problems, suite_prompts
+from kl_comedy.evaluation.scores import check_ks, default_ks, score_choices, score_completions
+from kl_comedy.evaluation.suites import get_suite, resolve_template, suite_problems, suite_prompts
 from kl_comedy.models import LoadedModel, load_model, weights_hash
+from kl_comedy.records import Problem
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling
 from kl_comedy.tracking.store import clean_path
 from kl_comedy.training.build import eval_sampling, load_problem_sets, render_prompts
+from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.eval_metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.experience import derive_seed
+from kl_comedy.training.export import export_policy
+from kl_comedy.training.run_folder import RunDir, step_of
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from kl_comedy.config import Config
-    from kl_comedy.training.run_folder import RunDir
+# --- targets ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The config whose ``model`` is evaluated, what to call it, and of which run and update its weights are."""
+    """The config whose ``model`` is evaluated, its name, and the run and update its weights come from."""
 
     config: Config
     label: str
@@ -73,193 +60,167 @@ class Target:
     step: int = 0
 
     def tags(self) -> dict[str, str]:
-        """What an evaluation says about its subject."""
-        tags = {"evaluated.model": self.config.model.source if self.run is None else self.label}
-        return tags if self.run is None else {**tags, "evaluated.run": self.run, "evaluated.step": str(self.step)}
+        """MLflow tags that name what was evaluated."""
+        if self.run is None:
+            return {"evaluated.model": self.config.model.source}
+        return {"evaluated.model": self.label, "evaluated.run": self.run, "evaluated.step": str(self.step)}
 
 
 @contextlib.contextmanager
-def resolved(target: str, overrides: Sequence[str]) -> Iterator[Target]:
-    """The target, its weights on disk as long as the context lasts (a checkpoint's are written out for it).
+def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
+    """A config file, a run's folder, a checkpoint, or a model's folder or name.
 
-    Raises :class:`~kl_comedy.errors.UserError` for a target that is none of these, and for mistaken overrides.
+    The weights of a checkpoint are written to a temporary folder for as long as the context lasts. Raises
+    :class:`~kl_comedy.errors.UserError` for another target and for mistakes in the overrides.
     """
-    from kl_comedy.config import load_config
-    from kl_comedy.training.run_folder import RunDir
-
     path = Path(target)
+    checkpoint_run = path.parent.parent
     if path.suffix in (".yaml", ".yml"):
         config = load_config(path, overrides)
         yield Target(config=config, label=config.name)
     elif (path / "config.yaml").is_file():
-        with _of_run(RunDir(path=path), None, overrides) as found:
-            yield found
-    elif path.suffix == ".ckpt" and (path.parent.parent / "config.yaml").is_file():
-        with _of_run(RunDir(path=path.parent.parent), path, overrides) as found:
-            yield found
+        with _resolve_run(RunDir(path=path), None, overrides) as resolved:
+            yield resolved
+    elif path.suffix == ".ckpt" and (checkpoint_run / "config.yaml").is_file():
+        with _resolve_run(RunDir(path=checkpoint_run), path, overrides) as resolved:
+            yield resolved
     else:
         config = load_config(None, [f"model.source={target}", *overrides])
         yield Target(config=config, label=path.name or target)
 
 
 @contextlib.contextmanager
-def _of_run(run: RunDir, checkpoint: Path | None, overrides: Sequence[str]) -> Iterator[Target]:
-    """RUN/policy of a finished run; else a checkpoint (the newest whole one, where none is named), written out."""
-    from kl_comedy.config import load_config
-    from kl_comedy.training.export import export_policy
-    from kl_comedy.training.run_folder import step_of
-
-    own = load_config(run.path / "config.yaml")
-    trained = ["model.options={}", "model.lora=null", "model.gguf_file=null", "model.revision=null"]
-    if own.rollout.backend == "replay":
-        trained += ["rollout.backend=hf", "rollout.options={}"]
+def _resolve_run(run: RunDir, checkpoint: Path | None, overrides: Sequence[str]) -> Iterator[Target]:
+    """``checkpoint``; without one RUN/policy of a finished run, else the newest complete checkpoint."""
+    trained = load_config(run.path / "config.yaml")
+    changes = ["model.options={}", "model.lora=null", "model.gguf_file=null", "model.revision=null"]
+    if trained.rollout.backend == "replay":
+        changes += ["rollout.backend=hf", "rollout.options={}"]
     with tempfile.TemporaryDirectory(prefix="kl_comedy_policy_") as folder:
-        source, step = run.policy, own.train.steps
+        source, step = run.policy, trained.train.steps
         if checkpoint is not None or not run.policy.is_dir():
             source = Path(folder) / "policy"
-            step = step_of(
-                export_policy(run, own, source, which="newest" if checkpoint is None else str(step_of(checkpoint)))
-            )
-        config = load_config(run.path / "config.yaml", [f"model.source={source}", *trained, *overrides])
+            which = "newest" if checkpoint is None else str(step_of(checkpoint))
+            step = step_of(export_policy(run, trained, source, which=which))
+        config = load_config(run.path / "config.yaml", [f"model.source={source}", *changes, *overrides])
         yield Target(config=config, label=f"{run.path.name}-{step}", run=run.path.name, step=step)
 
 
-def evaluate_config(config: Config, console: Console, *, as_json: bool) -> None:
-    """Evaluate and print one row per set. Raises :class:`UserError` where there is no set."""
-    results = _evaluated(config, console)
-    if as_json:
-        print(json.dumps([_row(result, config) for result in results], indent=1))
-        return
-    Console().print(_table(results))
+# --- data.eval --------------------------------------------------------------------------------------------------------
 
 
 def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
-    """Evaluate; one row per set, as ``--format json`` prints them."""
-    return [_row(result, config) for result in _evaluated(config, console)]
-
-
-def _evaluated(config: Config, console: Console) -> list[EvalResult]:
+    """Evaluate the sets of ``data.eval``; a row of scores per set. Raises :class:`UserError` where there is none."""
     if not config.data.eval:
         raise UserError("data.eval: names no set to evaluate on")
-    raw = load_problem_sets(config, train=False)
+    problems = load_problem_sets(config, train=False)
     loaded = load_model(config.model)
     measure = completion_metrics(config, loaded=loaded, reference=load_eval_reference(config, loaded))
-    problems = render_prompts(config, raw, loaded)
-    backend = ROLLOUTS.get(config.rollout.backend).fn(config.rollout, loaded=loaded)
-    results = []
-    with RewardSum(config.rewards) as scorer:
-        for held_out in problems.evals:
-            with console.status(f"evaluating {held_out.name} ({len(held_out.prompts)} problems)"):
-                result = evaluate_policy(
+    prompts = render_prompts(config, problems, loaded)
+    rows = []
+    with RewardSum(config.rewards) as scorer, _backend(config, loaded, None) as backend:
+        for eval_set in prompts.evals:
+            with console.status(f"evaluating {eval_set.name} ({len(eval_set.prompts)} problems)"):
+                result = evaluate_set(
                     backend,
                     scorer,
-                    held_out,
+                    eval_set,
                     samples=config.eval.samples,
                     sampling=eval_sampling(config),
-                    seed=derive_seed(config.seed, f"eval/{held_out.name}", 0),
+                    seed=derive_seed(config.seed, f"eval/{eval_set.name}", 0),
                     measure=measure,
                 )
-            results.append(result)
-    backend.close()
-    return results
+            rows.append(_set_row(result, config))
+    return rows
 
 
-def _row(result: EvalResult, config: Config) -> dict[str, Any]:
+def _set_row(result: EvalResult, config: Config) -> dict[str, Any]:
+    scores = result.row()
     return {
         "set": result.name,
         "problems": result.problems,
         "samples": result.samples,
-        "reward": result.reward,
-        "half_width_95": result.half_width,
-        "length": result.length,
-        "truncated_share": result.truncated,
+        "reward": scores.pop("reward"),
+        "half_width_95": result.metrics().get(f"eval/{result.name}/reward_half_width"),
+        **scores,
         "model": config.model.source,
         "reference": config.eval.reference,
-        **result.measured,
     }
 
 
-MEASURED = {
-    "kl/exact_reverse_sequence": "KL, nats/completion",
-    "kl/total_variation_token": "total variation/token",
-    "policy/entropy": "entropy, nats/token",
-}
-"""What the table shows of what was measured; ``--format json`` has everything."""
+@contextlib.contextmanager
+def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterator[RolloutBackend]:
+    backend: RolloutBackend = ROLLOUTS.get(config.rollout.backend, key="rollout.backend").fn(
+        config.rollout, loaded=loaded
+    )
+    try:
+        if folder is not None and capabilities_of(config.rollout.backend).needs_folder:
+            backend.work_in(folder)
+        yield backend
+    finally:
+        backend.close()
 
 
-def _table(results: Sequence[EvalResult]) -> Table:
-    shown = [name for name in MEASURED if any(name in result.measured for result in results)]
-    table = Table("set", "problems", "samples", "reward (95%)", "length", "truncated", *(MEASURED[n] for n in shown))
-    for result in results:
-        table.add_row(
-            result.name,
-            str(result.problems),
-            str(result.samples),
-            f"{result.reward:.3f} ± {result.half_width:.3f}",
-            f"{result.length:.1f}",
-            f"{result.truncated:.1%}",
-            *(f"{result.measured[name]:.4f}" for name in shown),
-        )
-    return table
-
+# --- suites -----------------------------------------------------------------------------------------------------------
 
 PLAIN_EVERY_S = 5.0
 STALLED_AFTER_S = 3600.0
-"""How long the first of several ranks waits for a next chunk of the others before it gives up on them."""
+"""How long the first of several ranks waits for the next chunk of the others before it fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the command line asks for besides the config."""
+class EvaluationRequest:
+    """The options of ``kl-comedy evaluate --suite``. ``launched``: the shard is the rank of a launcher."""
 
     suites: Sequence[str]
     out: Path
-    shard: Shard
+    shard: Shard = field(default_factory=Shard)
     launched: bool = False
     ks: Sequence[int] | None = None
     limit: int | None = None
     root: Path | None = None
-    own: Mapping[str, OwnData] = field(default_factory=dict)
+    files: Mapping[str, SuiteFile] = field(default_factory=dict)
     template: str = "auto"
-    interval: str = "wilson"
+    interval: str = "auto"
     chunk: int = CHUNK
 
 
-def evaluate_suites(target: Target, asked: Asked, console: Console) -> list[dict[str, Any]]:
-    """Evaluate the suites in turn; one row for each that is whole now (other shards may still be missing).
+def evaluate_suites(target: Target, request: EvaluationRequest, console: Console) -> list[dict[str, Any]]:
+    """Evaluate the suites in turn; a row of scores for each that is complete (other shards may be missing).
 
-    Every mistake in names, files, checksums, ``k`` and prompts surfaces before anything is drawn.
+    Mistakes in names, files, checksums, ``k`` and prompts raise :class:`UserError` before anything is sampled.
     """
     config = target.config
-    suites = [get_suite(name) for name in asked.suites]
-    _check(config, suites, asked)
-    problems = {
-        suite.name: suite_problems(suite, root=asked.root, own=asked.own.get(suite.name), limit=asked.limit)
+    suites = [get_suite(name) for name in request.suites]
+    _check_request(config, suites, request)
+    problems = [
+        suite_problems(suite, root=request.root, file=request.files.get(suite.name), limit=request.limit)
         for suite in suites
-    }
-    _own_gpu()
+    ]
+    _use_local_gpu()
     loaded = load_model(config.model)
     weights = weights_hash(loaded.model)
-    plans = [_plan(config, suite, problems[suite.name], loaded, weights, asked) for suite in suites]
+    plans = [_plan(config, *each, loaded, weights, request) for each in zip(suites, problems, strict=True)]
     rows = []
     with contextlib.ExitStack() as stack:
-        backend = functools.cache(lambda: stack.enter_context(_backend(config, loaded, asked.out)))
+        backend = functools.cache(lambda: stack.enter_context(_backend(config, loaded, request.out)))
         for plan in plans:
-            records = Records(path=asked.out / clean_path(target.label) / plan.folder_name, plan=plan)
-            records.open()
+            records = SuiteRecords(path=request.out / clean_path(target.label) / plan.folder_name, plan=plan)
+            records.create()
             if records.missing():
-                with _drawer(plan, config, loaded, backend) as drawer, _progress(console, records) as advance:
-                    run_chunks(records, drawer, asked.shard, advance)
-            if _whole(records, asked, console):
-                rows.append(_row_suite_evaluation(records, target, weights, asked))
+                with _evaluator(plan, config, loaded, backend) as evaluator, _progress(console, records) as advance:
+                    records.evaluate(evaluator, request.shard, advance)
+            if _is_complete(records, request, console):
+                rows.append(_report(records, target, weights, request))
     return rows
 
 
-def _check(config: Config, suites: Sequence[SuiteConfig], asked: Asked) -> None:
-    for name in asked.own:
-        if name not in [suite.name for suite in suites]:
-            raise bad_value("--data", name, [suite.name for suite in suites], "suites of this call")
-    check_ks(asked.ks or (), config.eval.samples)
+def _check_request(config: Config, suites: Sequence[SuiteConfig], request: EvaluationRequest) -> None:
+    names = [suite.name for suite in suites]
+    for name in request.files:
+        if name not in names:
+            raise bad_value("--data", name, names, "suites of this call")
+    check_ks(request.ks or (), config.eval.samples)
     if config.eval.samples > 1 and config.eval.temperature == 0 and any(s.kind == "generate" for s in suites):
         raise bad_value(
             "eval.samples",
@@ -269,32 +230,37 @@ def _check(config: Config, suites: Sequence[SuiteConfig], asked: Asked) -> None:
         )
 
 
-def _own_gpu() -> None:
-    """Of several ranks on a node each takes the GPU of its local number."""
+def _use_local_gpu() -> None:
+    """Each of several ranks on a node uses the GPU of its local rank."""
     import torch
 
-    if torch.cuda.is_available() and os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID")):
-        local = int(os.environ.get("LOCAL_RANK") or os.environ["SLURM_LOCALID"])
-        torch.cuda.set_device(local % torch.cuda.device_count())
+    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
+    if local and torch.cuda.is_available():
+        torch.cuda.set_device(int(local) % torch.cuda.device_count())
 
 
 def _plan(
-    config: Config, suite: SuiteConfig, problems: Sequence[Any], loaded: LoadedModel, weights: str, asked: Asked
-) -> Plan:
-    template = chosen_template(suite, loaded.tokenizer, asked.template)
+    config: Config,
+    suite: SuiteConfig,
+    problems: Sequence[Problem],
+    loaded: LoadedModel,
+    weights: str,
+    request: EvaluationRequest,
+) -> SuitePlan:
+    template = resolve_template(suite, loaded.tokenizer, request.template)
     prompts, report = suite_prompts(suite, problems, loaded.tokenizer, template=template)
-    rollout, evaluation, model = config.rollout, config.eval, config.model
-    return Plan(
+    rollout, model = config.rollout, config.model
+    return SuitePlan(
         suite=suite,
         prompts=prompts,
         template=template,
-        samples=evaluation.samples,
+        samples=config.eval.samples,
         seed=config.seed,
         seeds=functools.partial(derive_seed, config.seed),
-        chunk=asked.chunk,
+        chunk=request.chunk,
         sampling=Sampling(
-            temperature=evaluation.temperature,
-            max_new_tokens=evaluation.max_new_tokens or suite.max_new_tokens,
+            temperature=config.eval.temperature,
+            max_new_tokens=config.eval.max_new_tokens or suite.max_new_tokens,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
@@ -315,119 +281,99 @@ def _plan(
 
 
 @contextlib.contextmanager
-def _backend(config: Config, loaded: LoadedModel, folder: Path) -> Iterator[RolloutBackend]:
-    """The sampler, made when a suite first needs it."""
-    backend: RolloutBackend = ROLLOUTS.get(config.rollout.backend, key="rollout.backend").fn(
-        config.rollout, loaded=loaded
-    )
-    try:
-        if capabilities_of(config.rollout.backend).needs_folder:
-            backend.work_in(folder)
-        yield backend
-    finally:
-        backend.close()
+def _evaluator(
+    plan: SuitePlan, config: Config, loaded: LoadedModel, backend: Callable[[], RolloutBackend]
+) -> Iterator[ChunkEvaluator]:
+    if plan.generates:
+        with completion_evaluator(plan, backend()) as evaluator:
+            yield evaluator
+    else:
+        yield choice_evaluator(plan, choice_scorer(config, loaded, SINGLE_PROCESS))
 
 
 @contextlib.contextmanager
-def _drawer(plan: Plan, config: Config, loaded: LoadedModel, backend: Any) -> Iterator[Drawer]:
-    if plan.suite.kind == "generate":
-        with generating(plan, backend()) as drawer:
-            yield drawer
-        return
-    yield likelihood_drawer(plan, choice_passes(config, loaded))
-
-
-@contextlib.contextmanager
-def _progress(console: Console, records: Records) -> Iterator[Any]:
-    """A bar on a terminal, a line every few seconds elsewhere; problems of earlier calls and other shards count."""
+def _progress(console: Console, records: SuiteRecords) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, else a line every few seconds; problems of earlier calls and other shards count as done."""
     plan = records.plan
     total = len(plan.prompts)
-    done = total - sum(len(plan.part(chunk)) for chunk in records.missing())
+    done = total - sum(len(plan.problems_of(chunk)) for chunk in records.missing())
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console) as bar:
             task = bar.add_task(plan.suite.name, total=total, completed=done)
             yield lambda problems: bar.advance(task, problems)
         return
-    spoken = time.monotonic()
+    printed_at = time.monotonic()
 
     def advance(problems: int) -> None:
-        nonlocal done, spoken
+        nonlocal done, printed_at
         done += problems
-        if time.monotonic() - spoken >= PLAIN_EVERY_S or done == total:
-            spoken = time.monotonic()
+        if time.monotonic() - printed_at >= PLAIN_EVERY_S or done == total:
+            printed_at = time.monotonic()
             console.print(f"{plan.suite.name} {done}/{total} problems", soft_wrap=True, highlight=False)
 
     yield advance
 
 
-def _whole(records: Records, asked: Asked, console: Console) -> bool:
-    """Whether this process reports: everything is there. Of launched ranks the first waits for the others and does."""
-    if asked.launched and asked.shard.index:
+def _is_complete(records: SuiteRecords, request: EvaluationRequest, console: Console) -> bool:
+    """Whether this process reports the scores. Of launched ranks only the first does, after waiting for the others."""
+    shard = request.shard
+    if request.launched and shard.index:
         return False
-    waited, before = time.monotonic(), len(records.missing())
+    changed_at, before = time.monotonic(), len(records.missing())
     while not records.merge():
         missing = len(records.missing())
-        if not asked.launched:
+        if not request.launched:
             console.print(
-                f"{records.plan.suite.name}: shard {asked.shard.index}/{asked.shard.count} is done; {missing} chunks "
-                "of other shards are missing; the call that finishes them reports",
+                f"{records.plan.suite.name}: shard {shard.index}/{shard.count} is done; {missing} chunks of other "
+                "shards are missing; the call that finishes them reports",
                 soft_wrap=True,
                 highlight=False,
             )
             return False
         if missing != before:
-            waited, before = time.monotonic(), missing
-        if time.monotonic() - waited > STALLED_AFTER_S:
-            raise RunFailed(f"{records.path}: {missing} chunks of other ranks did not come; the same command goes on")
+            changed_at, before = time.monotonic(), missing
+        if time.monotonic() - changed_at > STALLED_AFTER_S:
+            raise RunFailed(f"{records.path}: {missing} chunks of other ranks did not come; the same command resumes")
         time.sleep(0.2)
     return True
 
 
-def _row_suite_evaluation(records: Records, target: Target, weights: str, asked: Asked) -> dict[str, Any]:
-    """Score, write beside the records, track once."""
-    plan, samples = records.plan, records.plan.samples
-    score = _score(plan, records.rows(), default_ks(samples) if asked.ks is None else asked.ks, asked.interval)
+def _report(records: SuiteRecords, target: Target, weights: str, request: EvaluationRequest) -> dict[str, Any]:
+    """Score the records, write the scores beside them, and track them once."""
+    plan, rows = records.plan, records.rows()
+    if plan.generates:
+        ks = default_ks(plan.samples) if request.ks is None else request.ks
+        result = score_completions(plan.suite.name, rows, ks=ks, method=request.interval)
+    else:
+        result = score_choices(plan.suite.name, rows, method=request.interval)
+    tags = target.tags()
     row = {
-        "suite": score.suite,
+        "suite": result.name,
         "kind": plan.suite.kind,
-        "problems": score.problems,
-        "samples": score.samples,
-        "temperature": plan.sampling.temperature if plan.suite.kind == "generate" else None,
+        "problems": result.problems,
+        "samples": result.samples,
+        "temperature": plan.sampling.temperature if plan.generates else None,
         "template": plan.template,
-        "interval": asked.interval,
-        **score.values,
-        **{f"left_out_{why}": n for why, n in plan.left_out.items()},
-        "model": target.tags()["evaluated.model"],
+        "interval": request.interval,
+        **result.row(),
+        **{f"left_out_{reason}": count for reason, count in plan.left_out.items()},
+        "model": tags["evaluated.model"],
         "weights": weights,
         "records": str(records.path),
     }
-    records.write_table()
     records.write_summary(row)
-    marker = records.path / "tracked"
-    if not marker.exists():
-        tags = {**target.tags(), "evaluated.weights": weights}
-        run_id = track(records, score, target.config.tracking, tags=tags, step=target.step)
-        marker.write_text(f"{run_id}\n")
+    records.track(result, target.config.tracking, tags={**tags, "evaluated.weights": weights}, step=target.step)
     return row
-
-
-def _score(plan: Plan, rows: Sequence[Mapping[str, Any]], ks: Sequence[int], method: str) -> SuiteScore:
-    if plan.suite.kind == "likelihood":
-        return score_compared(plan.suite.name, rows, method=method)
-    return score_generated(plan.suite.name, rows, ks=ks, method=method)
 
 
 def evaluate_run(
     run: Path, summary: Mapping[str, Any], overrides: Sequence[str], records: Path, console: Console
 ) -> list[dict[str, Any]]:
-    """Evaluate a finished run by the command its ``summary`` names, with ``overrides``; a row for each set and suite.
+    """Evaluate a finished run by the command in its ``summary``, with ``overrides``; a row per set and suite.
 
-    What suites draw is kept below ``records``; a call that was stopped goes on there.
+    Records of suites are written below ``records``; an interrupted call resumes there.
     """
-    from kl_comedy.config import load_config
-    from kl_comedy.evaluation.evaluate import Shard
-
     words = shlex.split(summary["evaluate_command"])[2:]
     config = load_config(words[0], [*words[1:], *overrides])
     if not config.data.eval and not config.eval.suites:
@@ -435,11 +381,7 @@ def evaluate_run(
     rows = evaluate_sets(config, console) if config.data.eval else []
     if config.eval.suites:
         step = config.train.steps
+        root = None if config.eval.data_root is None else Path(config.eval.data_root)
         target = Target(config=config, label=f"{run.name}-{step}", run=run.name, step=step)
-        asked = Asked(suites=config.eval.suites, out=records, shard=Shard(), root=_root(config))
-        rows += evaluate_suites(target, asked, console)
+        rows += evaluate_suites(target, EvaluationRequest(suites=config.eval.suites, out=records, root=root), console)
     return rows
-
-
-def _root(config: Config) -> Path | None:
-    return None if config.eval.data_root is None else Path(config.eval.data_root)

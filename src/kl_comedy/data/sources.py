@@ -144,8 +144,8 @@ def _parquet_rows(path: Path, *, key: str) -> Iterator[tuple[str, str, Mapping[s
         raise UserError(f"{key}.path: {path} is not a readable Parquet file{where}: {error}") from error
 
 
-class Unreachable(UserError):
-    """A hub dataset that could not be had; ``what`` says which and why, without advice."""
+class DatasetUnavailable(UserError):
+    """A hub dataset that could not be loaded; ``what`` says which and why, without advice."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(f"{what}. {advice}")
@@ -186,7 +186,7 @@ def _fetch(config: DatasetConfig, revision: str | None, *, key: str) -> Any:
             )
             if value
         )
-        raise Unreachable(
+        raise DatasetUnavailable(
             f"{key}: could not load the hub dataset ({asked}): {type(error).__name__}: {reason}",
             "Without network access, download it once elsewhere and use a local file: "
             f"{key}.dataset=jsonl (or parquet) {key}.path=FILE",

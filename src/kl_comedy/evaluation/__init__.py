@@ -1,15 +1,12 @@
-"""Evaluation: held-out problems, sampled or greedy, with intervals over problems; suites by name.
+"""Evaluation on held-out problems, with confidence intervals over problems; evaluation suites by name.
 
-    YAML -> suite -> problems -> prompts -> Plan -> chunks of records (any process, resumable) -> scores
+    YAML -> suite -> problems -> prompts -> SuitePlan -> chunks of records (any process, resumable) -> EvalResult
 
-Importing this room registers the suites of the package; a run's own sets are :func:`evaluate`'s.
+A run's evaluation sets go through :func:`evaluate`. Importing this package registers the built-in suites.
 """
 
-from kl_comedy.evaluation import suites
-from kl_comedy.evaluation.evaluate import EvalResult, EvalSet, Measure, Result, evaluate
+from kl_comedy.evaluation.evaluate import EvalSet, evaluate
+from kl_comedy.evaluation.scores import EvalResult
 from kl_comedy.evaluation.suites import get_suite, register_suite
 
-BUILT_IN = (suites,)
-"""The module whose import registers the built-in suites."""
-
-__all__ = ["BUILT_IN", "EvalResult", "EvalSet", "Measure", "Result", "evaluate", "get_suite", "register_suite"]
+__all__ = ["EvalResult", "EvalSet", "evaluate", "get_suite", "register_suite"]

@@ -1,21 +1,23 @@
-"""Log-probs of given continuations: how likely a model finds each choice after its question.
+"""Log-probs of given choices: how likely a model finds each choice of a problem after its prompt.
 
-    prompts x choices -> tokens -> batches by length, choices of a prompt together -> one pass each -> sums in nats
+    prompts x choices -> tokens -> batches by length, choices of a prompt together -> one forward pass each -> nats
 
-Legend: ``B`` rows of a batch (one choice each), ``P`` prompt tokens (left-padded), ``T`` tokens of a choice.
+Shape suffixes: ``B`` rows of a batch (one choice each), ``P`` prompt tokens (left-padded), ``T`` tokens of a choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kl_comedy.config import Config
+from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.data.prompts import continuation_ids
+from kl_comedy.data.rows import LETTERS
 from kl_comedy.models.introspection import head_chunk, microbatch_tokens
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.records import Prompt
@@ -29,152 +31,169 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Processes that part the passes, as a run's world does."""
+    """The processes of a run, which divide the forward passes."""
 
     def split(self, items: Sequence[T]) -> list[T | None]:
-        """This process's part, filled up with None: equally many on all."""
+        """This process's part, padded with None to the same length on all processes."""
         ...
 
     def gather(self, item: T) -> list[T]:
-        """What every process gave, on every process."""
+        """The items of all processes, on every process."""
         ...
-
-
-class Alone:
-    """One process, which does everything."""
-
-    def split(self, items: Sequence[T]) -> list[T | None]:
-        return list(items)
-
-    def gather(self, item: T) -> list[T]:
-        return [item]
-
-
-ALONE = Alone()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spelled:
-    """Choices as tokens: ``rows`` has one choice each, the position of its prompt and the ids that it adds to it."""
+class ChoiceSet:
+    """Prompts, and the choices that are compared after each.
 
+    ``texts``: the choices of each prompt. ``rows``: one per choice, the position of its prompt and the tokens that it
+    adds to the prompt.
+    """
+
+    name: str
     prompts: Sequence[Prompt]
+    texts: Sequence[Sequence[str]]
     rows: Sequence[tuple[int, tuple[int, ...]]]
 
-    def size(self, position: int) -> int:
-        """Tokens of a row with its prompt."""
-        return self.before(position) + len(self.rows[position][1])
+    def prompt_length(self, row: int) -> int:
+        return len(self.prompts[self.rows[row][0]].token_ids)
 
-    def before(self, position: int) -> int:
-        """Tokens of a row's prompt."""
-        return len(self.prompts[self.rows[position][0]].token_ids)
+    def length(self, row: int) -> int:
+        """Tokens of the row's prompt and choice."""
+        return self.prompt_length(row) + len(self.rows[row][1])
 
-    def padded(self, batch: Sequence[int]) -> int:
-        """Tokens of a pass over the rows ``batch``."""
-        return len(batch) * max(map(self.size, batch))
+    def padded_length(self, batch: Sequence[int]) -> int:
+        """Tokens of a forward pass over the rows ``batch``."""
+        return len(batch) * max(map(self.length, batch))
 
     def batches(self, budget: int, chunk: int | None = None) -> list[list[int]]:
-        """Positions of rows in passes of at most ``budget`` padded tokens, and one row at least.
+        """Rows in batches of at most ``budget`` padded tokens, at least one row in each.
 
-        Only rows of the same ``chunk`` prompts meet, so a pass is the same whatever stands in the other chunks.
+        Rows of different chunks of ``chunk`` prompts are never batched together, so a batch does not depend on the
+        other chunks. Within a chunk the longest prompts come first.
         """
         chunks: dict[int, list[int]] = {}
-        for position, (index, _) in enumerate(self.rows):
-            chunks.setdefault(index // (chunk or len(self.prompts)), []).append(position)
-        return [batch for positions in chunks.values() for batch in _batches(self, positions, budget)]
+        for row, (prompt, _) in enumerate(self.rows):
+            chunks.setdefault(prompt // (chunk or len(self.prompts)), []).append(row)
+        batches: list[list[int]] = []
+        for rows in chunks.values():
+            batch: list[int] = []
+            longest = 0
+            for row in sorted(rows, key=lambda row: (-self.prompt_length(row), row)):
+                longest = max(longest, self.length(row))
+                if batch and longest * (len(batch) + 1) > budget:
+                    batches.append(batch)
+                    batch, longest = [], self.length(row)
+                batch.append(row)
+            batches.append(batch)
+        return batches
+
+    def records(self, logps: Sequence[Sequence[float]], *, first: int = 0) -> list[dict[str, Any]]:
+        """A record per problem, from the log-probs of its choices. ``first``: the position of the first problem.
+
+        The likeliest choice is picked, by log-prob and by log-prob per character; of equals the first.
+        """
+        return [
+            _record(first + position, prompt, texts, row)
+            for position, (prompt, texts, row) in enumerate(zip(self.prompts, self.texts, logps, strict=True))
+        ]
 
 
-def spell(
-    loaded: LoadedModel, prompts: Sequence[Prompt], choices: Sequence[Sequence[str]], *, special: bool
-) -> Spelled:
-    """The ``choices`` of each prompt, spelled together with it as text.
+def _record(index: int, prompt: Prompt, texts: Sequence[str], logps: Sequence[float]) -> dict[str, Any]:
+    per_character = [logp / len(text) for logp, text in zip(logps, texts, strict=True)]
+    picked, picked_norm = (LETTERS[max(range(len(row)), key=row.__getitem__)] for row in (logps, per_character))
+    gold = prompt.problem.answer
+    return {
+        "index": index,
+        "id": prompt.problem.id,
+        "gold": gold,
+        "picked": picked,
+        "picked_norm": picked_norm,
+        "correct": picked == gold,
+        "correct_norm": picked_norm == gold,
+        "logps": list(logps),
+        "prompt": prompt.text,
+    }
 
-    ``special``: the tokenizer's own special tokens stand in front (plain prompts; chat templates write theirs).
-    Raises :class:`~kl_comedy.errors.UserError` for a choice without tokens of its own, and for what exceeds the model's
-    context.
+
+def tokenize_choices(suite: SuiteConfig, prompts: Sequence[Prompt], loaded: LoadedModel, *, template: str) -> ChoiceSet:
+    """The choices of each prompt, letters or texts as ``suite.score`` says, tokenized together with the prompt.
+
+    ``template``: ``plain`` (the tokenizer's special tokens precede the prompt) or ``chat`` (the template wrote them).
+    Raises :class:`~kl_comedy.errors.UserError` for a choice without tokens of its own, and for text longer than the
+    model's context.
     """
+    choices = [prompt.problem.meta["choices"] for prompt in prompts]
+    texts = [list(each) if suite.score == "texts" else list(LETTERS[: len(each)]) for each in choices]
     rows = [
-        (index, continuation_ids(prompt, text, loaded.tokenizer, special=special))
-        for index, (prompt, texts) in enumerate(zip(prompts, choices, strict=True))
-        for text in texts
+        (index, continuation_ids(prompt, suite.delimiter + text, loaded.tokenizer, special=template == "plain"))
+        for index, prompt in enumerate(prompts)
+        for text in texts[index]
     ]
-    longest = Sampling(temperature=0.0, max_new_tokens=max(len(ids) for _, ids in rows))
-    check_lengths(loaded, prompts, longest)
-    return Spelled(prompts=prompts, rows=rows)
+    longest = max(len(ids) for _, ids in rows)
+    check_lengths(loaded, prompts, Sampling(temperature=0.0, max_new_tokens=longest))
+    return ChoiceSet(name=suite.name, prompts=prompts, texts=texts, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoicePasses:
-    """How choices go through a model; draws nothing.
+class ChoiceScorer:
+    """Computes log-probs of choices; samples nothing.
 
-    ``budget`` bounds the padded tokens of a pass, ``chunk_elements`` the logits held at once. ``ranks`` part the
-    passes, and all make equally many, as a model in shards needs.
+    ``budget`` bounds the padded tokens of a forward pass, ``chunk_elements`` the logits in memory at once. All
+    ``ranks`` make equally many passes, because a sharded model needs all of them.
     """
 
     loaded: LoadedModel
     budget: int
     chunk_elements: int
+    ranks: Ranks
     share_prompt: bool = True
-    ranks: Ranks = ALONE
 
-    def __call__(self, spelled: Spelled, *, chunk: int | None = None) -> list[list[float]]:
-        """For each prompt the log-prob (nats, at temperature 1) of each of its choices, summed over its tokens."""
-        batches = spelled.batches(self.budget, chunk)
-        own: dict[int, float] = {}
+    def log_probs(self, choices: ChoiceSet, *, chunk: int | None = None) -> list[list[float]]:
+        """For each prompt the log-prob of each choice (nats, temperature 1), summed over its tokens."""
+        batches = choices.batches(self.budget, chunk)
+        sums: dict[int, float] = {}
         for batch in self.ranks.split(batches):
-            sums = self._sums(spelled, min(batches, key=spelled.padded) if batch is None else batch)
-            own |= {} if batch is None else dict(zip(batch, sums, strict=True))
-        found: list[list[float]] = [[] for _ in spelled.prompts]
-        merged = {position: logp for part in self.ranks.gather(own) for position, logp in part.items()}
-        for position, (index, _) in enumerate(spelled.rows):
-            found[index].append(merged[position])
-        return found
+            if batch is None:  # the other ranks run a pass
+                self._sums(choices, min(batches, key=choices.padded_length))
+            else:
+                sums |= zip(batch, self._sums(choices, batch), strict=True)
+        merged = {row: logp for part in self.ranks.gather(sums) for row, logp in part.items()}
+        logps: list[list[float]] = [[] for _ in choices.prompts]
+        for row, (prompt, _) in enumerate(choices.rows):
+            logps[prompt].append(merged[row])
+        return logps
 
     @torch.no_grad()
-    def _sums(self, spelled: Spelled, batch: Sequence[int]) -> list[float]:
-        """The log-probs of a batch's rows, added up in float64."""
-        before = [spelled.prompts[spelled.rows[position][0]].token_ids for position in batch]
-        after = [spelled.rows[position][1] for position in batch]
-        p, t = max(map(len, before)), max(map(len, after))
+    def _sums(self, choices: ChoiceSet, batch: Sequence[int]) -> list[float]:
+        """The log-probs of the rows ``batch``, summed in float64."""
+        prompts = [list(choices.prompts[choices.rows[row][0]].token_ids) for row in batch]
+        continuations = [list(choices.rows[row][1]) for row in batch]
+        p, t = max(map(len, prompts)), max(map(len, continuations))
         pad = int(self.loaded.tokenizer.pad_token_id)
 
-        def tensor(rows: list[list[int]] | list[list[bool]]) -> Tensor:
+        def tensor(rows: Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor(rows, device=self.loaded.device)
 
-        seen = token_pass(
+        scored = token_pass(
             self.loaded.model,
-            prompt_ids_BP=tensor([[pad] * (p - len(ids)) + list(ids) for ids in before]),
-            prompt_mask_BP=tensor([[False] * (p - len(ids)) + [True] * len(ids) for ids in before]),
-            ids_BT=tensor([list(ids) + [pad] * (t - len(ids)) for ids in after]),
-            mask_BT=tensor([[True] * len(ids) + [False] * (t - len(ids)) for ids in after]),
+            prompt_ids_BP=tensor([[pad] * (p - len(ids)) + ids for ids in prompts]),
+            prompt_mask_BP=tensor([[False] * (p - len(ids)) + [True] * len(ids) for ids in prompts]),
+            ids_BT=tensor([ids + [pad] * (t - len(ids)) for ids in continuations]),
+            mask_BT=tensor([[True] * len(ids) + [False] * (t - len(ids)) for ids in continuations]),
             temperature=1.0,
             chunk_elements=self.chunk_elements,
             share_prompt=self.share_prompt,
         )
-        return [float(value) for value in seen.logp_BT.double().sum(-1)]
+        return [float(value) for value in scored.logp_BT.double().sum(-1)]
 
 
-def choice_passes(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> ChoicePasses:
-    """Passes within the memory that ``config`` gives them."""
-    return ChoicePasses(
+def choice_scorer(config: Config, loaded: LoadedModel, ranks: Ranks) -> ChoiceScorer:
+    """The scorer within the memory limits of ``config``."""
+    return ChoiceScorer(
         loaded=loaded,
         budget=microbatch_tokens(config.train.microbatch_tokens, loaded.model, loaded.device, checkpoints=False),
         chunk_elements=head_chunk(config.model.head_chunk_elements, loaded.device),
         share_prompt=config.model.share_prompt,
         ranks=ranks,
     )
-
-
-def _batches(spelled: Spelled, positions: Sequence[int], budget: int) -> list[list[int]]:
-    """Longest prompts first, choices of one prompt together; at least one row in each."""
-    order = sorted(positions, key=lambda position: (-spelled.before(position), position))
-    batches: list[list[int]] = []
-    widest = 0
-    for position in order:
-        widest_then = max(widest, spelled.size(position))
-        if batches and widest_then * (len(batches[-1]) + 1) <= budget:
-            batches[-1].append(position)
-            widest = widest_then
-        else:
-            batches.append([position])
-            widest = spelled.size(position)
-    return batches

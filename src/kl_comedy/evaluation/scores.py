@@ -1,44 +1,36 @@
-"""The answer that a completion gives, in a canonical form, so that equal answers vote together.
+"""Scores of an evaluation: accuracy, pass@k and maj@k with intervals over problems, and the answers that vote.
 
-String rules only: no gold is looked at, and nothing is evaluated, so hostile text costs linear time. The verifier's
-verdict is another matter; a winning answer is as right as the verifier says of its samples.
+:func:`canonical` reads the answer of a completion in a canonical form, so that equal answers vote together. It uses
+string rules only, never the gold answer, and takes linear time on hostile text:
 
 - ``math``: the last ``\boxed{}``, else what follows the last marker (``####``, ``A:``, ``=``), numbers as fractions
   (``0.5``, ``\frac{1}{2}`` and ``1/2`` are one answer), else LaTeX without spaces, sizing and text commands;
 - ``number``: the first number after the last marker, else the last of the last line;
-- ``letter``: the letter a multiple-choice completion settles on;
-- ``text``: the last line, case and outer punctuation dropped; ``answer_tag``: what stands inside ``<answer>``.
-
-From records to scores: accuracy, pass@k, maj@k with intervals over problems; how completions ended and were read.
+- ``letter``: the letter that a multiple-choice completion settles on;
+- ``text``: the last line without case and outer punctuation; ``answer_tag``: the content of ``<answer>``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from kl_comedy.data.rows import LETTERS
 from kl_comedy.errors import bad_value
-from kl_comedy.rewards import text as guards
-from kl_comedy.rewards.text import chosen_letter, final_segment, number, numbers_in
+from kl_comedy.rewards import text as answers
 from kl_comedy.statistics import (
     Interval,
     check_k,
     clustered_interval,
     clustered_se,
-    generator,
     majority_at_k,
     pass_at_k,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-
-
 MAX_CHARS = 16_384
-_DROPPED = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|text(?:bf|rm|it)?|mathrm)(?![A-Za-z])|\\[,;:!]|[\s$]")
+_LAYOUT = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|text(?:bf|rm|it)?|mathrm)(?![A-Za-z])|\\[,;:!]|[\s$]")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\{?(-?\d+)\}?\{?(\d+)\}?")
 
 
@@ -50,13 +42,13 @@ def canonical(completion: str, form: str, choices: Sequence[str] = ()) -> str | 
     >>> canonical("The answer is (B).", "letter", ("x", "y")), canonical("<answer> 3 + 4 </answer>", "answer_tag")
     ('B', '3+4')
     """
-    text = guards.clean(guards.tail(completion, MAX_CHARS))
+    text = answers.clean(answers.tail(completion, MAX_CHARS))
     if form == "math":
         return _math(text)
     if form == "number":
         return _number(text)
     if form == "letter":
-        return chosen_letter(text, LETTERS[: len(choices) or 10])
+        return answers.chosen_letter(text, LETTERS[: len(choices) or 10])
     if form == "answer_tag":
         _, opened, rest = text.rpartition("<answer>")
         inside, closed, _ = rest.partition("</answer>")
@@ -71,7 +63,7 @@ def _math(text: str) -> str | None:
     boxed = last_box(text)
     if boxed is None:
         return _number(text)
-    plain = _DROPPED.sub("", boxed).rstrip(".").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    plain = _LAYOUT.sub("", boxed).rstrip(".").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     fraction = _FRACTION.fullmatch(plain)
     if fraction:
         sign, top, bottom = fraction.groups()
@@ -79,14 +71,14 @@ def _math(text: str) -> str | None:
     plain = re.sub(r"\\%$|%$|\^\{?\\circ\}?$", "", plain)
     if plain.startswith("{") and plain.endswith("}") and plain.count("{") == 1:
         plain = plain[1:-1]
-    value = number(plain)
+    value = answers.number(plain)
     return str(value) if value is not None else plain or None
 
 
 def _number(text: str) -> str | None:
-    segment, marked = final_segment(text)
-    found = numbers_in(segment)
-    return str(found[0 if marked else -1]) if found else None
+    segment, marked = answers.final_segment(text)
+    numbers = answers.numbers_in(segment)
+    return str(numbers[0 if marked else -1]) if numbers else None
 
 
 def last_box(text: str) -> str | None:
@@ -95,121 +87,129 @@ def last_box(text: str) -> str | None:
     >>> last_box("\\boxed{1} then \\boxed{\\frac{1}{2}} and \\boxed{3"), last_box("none")
     ('\\frac{1}{2}', None)
     """
-    before, found, tail = text.rpartition("\\boxed")
-    while found:
+    for tail in reversed(text.split("\\boxed")[1:]):
         depth = 0
         for position, char in enumerate(tail if tail.startswith("{") else ""):
             depth += {"{": 1, "}": -1}.get(char, 0)
             if depth == 0:
                 return tail[1:position].strip()
-        before, found, last = before.rpartition("\\boxed")
-        tail = last
     return None
 
 
-STATUS_SHARES = ("unparseable", "timeout", "refused")
-
-
 @dataclass(frozen=True, kw_only=True)
-class SuiteScore:
-    """What an evaluation found. ``values``: by name, with ``NAME_low`` and ``NAME_high`` where it has an interval."""
+class EvalResult:
+    """The scores of a set or suite by name: means over problems with their intervals, and plain numbers.
 
-    suite: str
+    The first of ``values`` is the main one. ``rows``: the completions or records behind the scores, where wanted.
+    """
+
+    name: str
     problems: int
     samples: int
-    values: Mapping[str, float]
+    values: Mapping[str, Interval | float]
+    standard_errors: Mapping[str, float] = field(default_factory=dict)
+    rows: tuple[Any, ...] = ()
+
+    def row(self) -> dict[str, float]:
+        """Every number by name; an interval as ``NAME``, ``NAME_low``, ``NAME_high`` (from two problems on)."""
+        row: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if isinstance(value, Interval):
+                row |= {name: value.mean, f"{name}_low": value.low, f"{name}_high": value.high}
+                row[f"{name}_se"] = self.standard_errors.get(name)
+            else:
+                row[name] = value
+        return {name: number for name, number in row.items() if number is not None}
 
     def metrics(self) -> dict[str, float]:
-        """Under ``eval/<suite>/...``."""
-        return {f"eval/{self.suite}/{name}": value for name, value in self.values.items()}
+        """The metrics of a run, under ``eval/<name>/``: means and half widths of 95% intervals, and plain numbers."""
+        metrics: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if isinstance(value, Interval):
+                metrics |= {name: value.mean, f"{name}_half_width": value.half_width}
+            else:
+                metrics[name] = value
+        return {f"eval/{self.name}/{name}": number for name, number in metrics.items() if number is not None}
+
+    def line(self) -> str:
+        """The main score with its interval, as ``reward 0.738 [0.690, 0.780] (256 problems, length 12.0)``."""
+        name, interval = next((n, v) for n, v in self.values.items() if isinstance(v, Interval))
+        length = f", length {self.values['length']:.1f}" if "length" in self.values else ""
+        return f"{name} {interval:.3f} ({self.problems} problems{length})"
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
-    """Powers of two below the number of samples, and the number itself, from 2 on.
+    """Powers of two from 2 below the number of samples, and that number.
 
     >>> default_ks(1), default_ks(6)
     ((), (2, 4, 6))
     """
-    powers = (2**n for n in range(1, samples.bit_length()))
-    return tuple(sorted({*(k for k in powers if k < samples), samples})) if samples > 1 else ()
+    return (*(2**n for n in range(1, samples.bit_length()) if 2**n < samples), samples) if samples > 1 else ()
 
 
 def check_ks(ks: Sequence[int], samples: int) -> tuple[int, ...]:
-    """``ks`` as they can be had of so many samples. Raises :class:`~kl_comedy.errors.UserError` for more."""
+    """``ks`` in ascending order. Raises :class:`~kl_comedy.errors.UserError` for one above ``samples``."""
     for k in ks:
         check_k(k, samples, key="--k")
     return tuple(sorted(set(ks)))
 
 
-def score_generated(
-    suite: str,
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    ks: Sequence[int],
-    method: str = "wilson",
-    rng: np.random.Generator | None = None,
-) -> SuiteScore:
+def score_completions(
+    suite: str, rows: Sequence[Mapping[str, Any]], *, ks: Sequence[int], method: str = "auto"
+) -> EvalResult:
     """Scores of completions. ``rows``: records of kind ``generate``, equally many samples of each problem, in order.
 
-    ``accuracy`` is avg@n, the mean over problems and samples; its interval treats the problem as what is drawn at
-    random. ``pass@k`` is unbiased, ``maj@k`` the vote over canonical answers with ties by lot (``maj@k_ties``: share of
-    problems with a tie). ``unparseable``: completions in which the verifier found no answer; ``unanswered``: those
-    without a canonical answer, which do not vote. Shares are of completions, ``tokens`` their mean length.
+    ``accuracy`` is the mean over problems and samples. ``pass@k`` is unbiased; ``maj@k`` is the vote over canonical
+    answers with ties by lot (``maj@k_ties``: share of problems with a tie). ``unparseable``: completions in which the
+    verifier found no answer; ``unanswered``: those without a canonical answer, which do not vote. Shares are of
+    completions, ``tokens`` is their mean length. ``method``: of :func:`kl_comedy.statistics.clustered_interval`.
     """
-    groups = _groups(rows)
-    samples = len(groups[0])
-    rng = generator() if rng is None else rng
-    correct = [[float(row["correct"]) for row in group] for group in groups]
-    values = _with_interval("accuracy", clustered_interval(correct, method, rng=rng))
-    se = clustered_se(correct)
-    if se is not None:
-        values["accuracy_se"] = se
-    for k in check_ks(ks, samples):
-        passed = [[pass_at_k(samples, int(sum(group)), k)] for group in correct]
-        values |= _with_interval(f"pass@{k}", clustered_interval(passed, method, rng=rng))
-        votes = [
-            majority_at_k([row["answer"] for row in group], [row["correct"] for row in group], k) for group in groups
-        ]
-        values |= _with_interval(f"maj@{k}", clustered_interval([[vote.correct] for vote in votes], method, rng=rng))
-        values[f"maj@{k}_ties"] = sum(vote.tied for vote in votes) / len(votes)
-    values["truncated_share"] = _share(rows, lambda row: row["stop_reason"] == "length")
-    for status in STATUS_SHARES:
-        values[f"{status}_share"] = _share(rows, lambda row, status=status: row["status"] == status)
-    values["unanswered_share"] = _share(rows, lambda row: row["answer"] is None)
-    values["tokens"] = sum(row["tokens"] for row in rows) / len(rows)
-    values["reward"] = sum(row["reward"] for row in rows) / len(rows)
-    return SuiteScore(suite=suite, problems=len(groups), samples=samples, values=values)
-
-
-def score_compared(
-    suite: str, rows: Sequence[Mapping[str, Any]], *, method: str = "wilson", rng: np.random.Generator | None = None
-) -> SuiteScore:
-    """Scores of choices: ``accuracy`` of the likeliest, ``accuracy_norm`` of the likeliest per character."""
-    rng = generator() if rng is None else rng
-    values: dict[str, float] = {}
-    for name, field in (("accuracy", "correct"), ("accuracy_norm", "correct_norm")):
-        clusters = [[float(row[field])] for row in rows]
-        values |= _with_interval(name, clustered_interval(clusters, method, rng=rng))
-        se = clustered_se(clusters)
-        if se is not None:
-            values[f"{name}_se"] = se
-    return SuiteScore(suite=suite, problems=len(rows), samples=1, values=values)
-
-
-def _groups(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Records by problem, in order."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["index"], []).append(row)
-    if len({len(group) for group in groups.values()}) != 1:
+    samples = len(next(iter(groups.values())))
+    if any(len(group) != samples for group in groups.values()):
         raise bad_value("records", "problems with different numbers of samples", "equally many of each problem")
-    return list(groups.values())
+    correct = [[float(row["correct"]) for row in group] for group in groups.values()]
+    values: dict[str, Interval | float] = {"accuracy": clustered_interval(correct, method)}
+    for k in check_ks(ks, samples):
+        passed = [[pass_at_k(samples, int(sum(group)), k)] for group in correct]
+        values[f"pass@{k}"] = clustered_interval(passed, method)
+        votes = [
+            majority_at_k([row["answer"] for row in group], [row["correct"] for row in group], k)
+            for group in groups.values()
+        ]
+        values[f"maj@{k}"] = clustered_interval([[vote.correct] for vote in votes], method)
+        values[f"maj@{k}_ties"] = sum(vote.tied for vote in votes) / len(votes)
+    total = len(rows)
+    values["truncated_share"] = sum(row["stop_reason"] == "length" for row in rows) / total
+    for status in ("unparseable", "timeout", "refused"):
+        values[f"{status}_share"] = sum(row["status"] == status for row in rows) / total
+    values["unanswered_share"] = sum(row["answer"] is None for row in rows) / total
+    values["tokens"] = sum(row["tokens"] for row in rows) / total
+    values["reward"] = sum(row["reward"] for row in rows) / total
+    return _result(suite, len(groups), samples, values, {"accuracy": correct}, ())
 
 
-def _with_interval(name: str, found: Interval) -> dict[str, float]:
-    bounds = {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
-    return {key: value for key, value in bounds.items() if value is not None}
+def score_choices(suite: str, rows: Sequence[Mapping[str, Any]], *, method: str = "auto") -> EvalResult:
+    """``accuracy`` of the likeliest choice, and ``accuracy_norm`` of the likeliest per character."""
+    clusters = {
+        name: [[float(row[key])] for row in rows]
+        for name, key in (("accuracy", "correct"), ("accuracy_norm", "correct_norm"))
+    }
+    values = {name: clustered_interval(each, method) for name, each in clusters.items()}
+    return _result(suite, len(rows), 1, values, clusters, rows)
 
 
-def _share(rows: Sequence[Mapping[str, Any]], holds: Any) -> float:
-    return sum(map(holds, rows)) / len(rows)
+def _result(
+    name: str,
+    problems: int,
+    samples: int,
+    values: Mapping[str, Interval | float],
+    clusters: Mapping[str, Sequence[Sequence[float]]],
+    rows: Sequence[Any],
+) -> EvalResult:
+    errors = {key: error for key, each in clusters.items() if (error := clustered_se(each)) is not None}
+    return EvalResult(
+        name=name, problems=problems, samples=samples, values=values, standard_errors=errors, rows=tuple(rows)
+    )

@@ -1,12 +1,7 @@
-"""Suites as data: YAML files of the package by name, a user's own by path.
+"""Evaluation suites as data: built-in YAML files by name, a user's by path; their problems and prompts.
 
-    YAML -> (extends: another, merged over it) -> SuiteConfig -> registry ``suites``
-
-A suite is read when it is asked for; registering reads the files' heads only once, on import.
-
-The problems of a suite, as they are asked: found, checked, chosen, rendered.
-
---data FILE | --data-root FOLDER | the suite's own dataset -> rows -> where -> items? -> text -> prompts
+YAML -> (extends: merged over another) -> SuiteConfig -> rows (--data FILE, --data-root FOLDER, or the hub)
+     -> where -> number of items -> limit -> text -> prompts
 """
 
 from __future__ import annotations
@@ -15,17 +10,15 @@ import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kl_comedy.data  # noqa: F401  (a suite may name any of its datasets)
 from kl_comedy.config.schema import TEMPLATES, DatasetConfig, SuiteConfig, SuiteFile
 from kl_comedy.config.validate import parse_record
 from kl_comedy.data import RenderReport, load_problems, render
 from kl_comedy.data.load import subset
 from kl_comedy.data.rows import LETTERS, read_choices
-from kl_comedy.data.sources import Unreachable
+from kl_comedy.data.sources import DatasetUnavailable
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import read_yaml, sha256_file
 from kl_comedy.records import Problem, Prompt
@@ -35,66 +28,62 @@ from kl_comedy.rewards import check_options
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 DEFINITIONS = Path(__file__).with_name("definitions")
-SUFFIXES = (".yaml", ".yml")
 
 
 def register_suite(path: str | Path) -> str:
-    """File the suite of a YAML file under its name, for scripts and plugins. Returns the name."""
+    """Register the suite of a YAML file, for scripts and plugins. Returns its name."""
     file = Path(path)
     raw = _with_base(read_yaml(file), file)
-    suite = _built(raw, file)
+    suite = _parse_suite(raw, file)
     facts = {"kind_of_suite": suite.kind, "group": suite.group, "items": suite.items, "licence": suite.licence}
     SUITES.register(suite.name, source=suite.source, summary=suite.summary, raw=lambda: raw, file=str(file), **facts)(
-        lambda: _built(raw, file)
+        lambda: _parse_suite(raw, file)
     )
     return suite.name
 
 
 def get_suite(name: str, *, key: str = "--suite") -> SuiteConfig:
-    """The suite called ``name``, or that of a YAML file by path. Raises :class:`UserError` for a miss or a mistake."""
-    if name.endswith(SUFFIXES):
+    """The suite with this name, or that of a YAML file by path. Raises :class:`UserError` where there is none."""
+    if name.endswith((".yaml", ".yml")):
         file = Path(name)
         if not file.is_file():
             raise bad_value(key, name, "an existing YAML file, or a name", f"known: {', '.join(SUITES.names())}")
-        return _built(_with_base(read_yaml(file), file), file)
+        return _parse_suite(_with_base(read_yaml(file), file), file)
     suite: SuiteConfig = SUITES.get(name, key=key).fn()
     return suite
 
 
-def _with_base(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """``raw`` merged over the suite it ``extends`` (mappings key by key; ``null`` takes a key away)."""
-    own = dict(raw)
-    named = own.pop("extends", None)
-    if named is None:
-        return own
-    if not isinstance(named, str):
-        raise bad_value(f"{file}: extends", named, "the name of a suite")
-    if named not in SUITES and (DEFINITIONS / f"{named}.yaml").is_file() and file.parent == DEFINITIONS:
-        base = _with_base(read_yaml(DEFINITIONS / f"{named}.yaml"), file)  # not registered yet
-    else:
-        base = copy.deepcopy(SUITES.get(named, key=f"{file}: extends").facts["raw"]())
-    return _merged(base, own)
+def _with_base(raw: dict[str, Any], file: Path) -> dict[str, Any]:
+    """``raw`` merged over the suite it ``extends``."""
+    base_name = raw.pop("extends", None)
+    if base_name is None:
+        return raw
+    if not isinstance(base_name, str):
+        raise bad_value(f"{file}: extends", base_name, "the name of a suite")
+    definition = DEFINITIONS / f"{base_name}.yaml"
+    if file.parent == DEFINITIONS and definition.is_file():  # it may not be registered yet
+        return _merged(_with_base(read_yaml(definition), definition), raw)
+    return _merged(copy.deepcopy(SUITES.get(base_name, key=f"{file}: extends").facts["raw"]()), raw)
 
 
-def _merged(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``changes`` over ``base``: mappings key by key, ``null`` removes a key."""
     result = dict(base)
-    for key, value in own.items():
+    for key, value in changes.items():
         if value is None:
             result.pop(key, None)
         elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
-            result[key] = _merged(dict(result[key]), value)
+            result[key] = _merged(result[key], value)
         else:
             result[key] = value
     return result
 
 
-def _built(raw: Mapping[str, Any], file: Path) -> SuiteConfig:
-    """The suite of checked data; what a suite cannot be is refused here."""
+def _parse_suite(raw: Mapping[str, Any], file: Path) -> SuiteConfig:
     suite = parse_record(SuiteConfig, raw, origin=f"suite {file}")
     suite.name = suite.name or file.stem
-    if not suite.name.replace("_", "").replace("-", "").replace(".", "").isalnum():
+    if not re.fullmatch(r"[\w.-]+", suite.name):
         raise bad_value(f"suite {file}: name", suite.name, "letters, digits, '.', '_' and '-', since it names a folder")
     suite.summary = suite.summary or f"the suite of {file.name}"
     suite.source = suite.source or str(file)
@@ -111,78 +100,77 @@ for _file in sorted(DEFINITIONS.glob("*.yaml")):
     register_suite(_file)
 
 
-_NAME = re.compile(r"\{(\w+)(:words)?\}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnData:
-    """A file given for a suite by hand; ``sha256`` is checked where it is given."""
-
-    path: str
-    sha256: str | None = None
-
-
-def parse_own_data(words: Sequence[str]) -> dict[str, OwnData]:
+def parse_data_files(words: Sequence[str]) -> dict[str, SuiteFile]:
     """``SUITE=FILE`` or ``SUITE=FILE#SHA256``, by suite.
 
-    >>> parse_own_data(["gsm8k=data/test.jsonl"])
-    {'gsm8k': OwnData(path='data/test.jsonl', sha256=None)}
+    >>> parse_data_files(["gsm8k=data/test.jsonl"])["gsm8k"].path
+    'data/test.jsonl'
     """
-    found = {}
+    files = {}
     for word in words:
-        suite, equals, path = word.partition("=")
-        if not (suite and equals and path):
+        suite, _, path = word.partition("=")
+        if not (suite and path):
             raise bad_value("--data", word, "SUITE=FILE or SUITE=FILE#SHA256")
         path, hashed, digest = path.partition("#")
-        if hashed and not _SHA256.fullmatch(digest):
+        if hashed and not re.fullmatch(r"[0-9a-f]{64}", digest):
             raise bad_value(f"--data {suite}", digest, "a SHA-256 of 64 hexadecimal digits after #")
-        found[suite] = OwnData(path=path, sha256=digest or None)
-    return found
+        files[suite] = SuiteFile(path=path, sha256=digest or None)
+    return files
 
 
 def suite_problems(
-    suite: SuiteConfig, *, root: Path | None = None, own: OwnData | None = None, limit: int | None = None
+    suite: SuiteConfig, *, root: Path | None = None, file: SuiteFile | None = None, limit: int | None = None
 ) -> list[Problem]:
-    """The suite's problems, their text as it is asked (without prompt), the first ``limit`` of them.
+    """The first ``limit`` problems of the suite, their text as :func:`question` writes it.
 
-    Raises :class:`UserError` for a file that is missing or another one than the suite's, for rows without text or gold,
-    for another number of problems than the suite has (data given by hand excepted), and where choices are to be
-    compared and a problem has none, more than there are letters, or a gold that is none of theirs.
+    ``root``: the folder of the suites' files. ``file``: one given with ``--data``, of which only path and hash count;
+    its number of problems is not checked. Raises :class:`UserError` for a missing file or a wrong hash, for rows
+    without text or answer, for another number of problems than ``suite.items``, and, where choices are compared, for a
+    problem without choices or with an answer that is none of them.
     """
-    config = _source(suite, root, own)
+    config = _dataset(suite, root, file)
     key = f"suite {suite.name}"
     try:
         problems = load_problems(config, key=key, training=False, allow_test_split=True)
-    except Unreachable as error:
-        file = f"--data-root FOLDER (with {suite.file.path}) or " if suite.file else ""
-        raise UserError(f"{error.what}. Take a local file: {file}--data {suite.name}=FILE") from error
-    problems = [problem for problem in problems if _wanted(problem, suite, key)]
+    except DatasetUnavailable as error:
+        folder = f"--data-root FOLDER (with {suite.file.path}) or " if suite.file else ""
+        raise UserError(f"{error.what}. Take a local file: {folder}--data {suite.name}=FILE") from error
+    problems = [problem for problem in problems if _is_wanted(problem, suite, key)]
     if not problems:
-        raise UserError(f"{key}: no problem has {_described(suite.where)}")
-    if suite.items is not None and own is None and len(problems) != suite.items:
+        wanted = " and ".join(f"{name} in {', '.join(allowed)}" for name, allowed in suite.where.items())
+        raise UserError(f"{key}: no problem has {wanted}")
+    if suite.items is not None and file is None and len(problems) != suite.items:
         raise UserError(
             f"{key}: it has {suite.items} problems, and {config.path or config.name or config.dataset} gave "
             f"{len(problems)}; another version? --data {suite.name}=FILE takes a file as it is"
         )
     if suite.kind == "likelihood":
         for problem in problems:
-            _check_choices(problem, key)
-    chosen = problems if limit is None else subset(problems, limit, 0)
-    return [dataclasses.replace(problem, text=question(problem, suite)) for problem in chosen]
+            _check_choices(problem, f"{key}: the problem {problem.id!r}")
+    selected = problems if limit is None else subset(problems, limit, 0)
+    return [dataclasses.replace(problem, text=question(problem, suite)) for problem in selected]
+
+
+def _is_wanted(problem: Problem, suite: SuiteConfig, key: str) -> bool:
+    for name, allowed in suite.where.items():
+        if name not in problem.meta:
+            raise bad_value(f"{key}: where", name, sorted(problem.meta), f"fields of the problem {problem.id!r}")
+        if str(problem.meta[name]) not in allowed:
+            return False
+    return True
 
 
 def _check_choices(problem: Problem, key: str) -> None:
-    place, choices = f"{key}: the problem {problem.id!r}", problem.meta.get("choices")
+    choices = problem.meta.get("choices")
     if not choices:
-        raise UserError(f"{place} has no choices to compare")
-    letters = LETTERS[: len(read_choices(choices, field="choices", place=place))]
-    if problem.answer not in tuple(letters):
-        raise bad_value(f"{place}: answer", problem.answer, list(letters))
+        raise UserError(f"{key} has no choices to compare")
+    letters = list(LETTERS[: len(read_choices(choices, field="choices", place=key))])
+    if problem.answer not in letters:
+        raise bad_value(f"{key}: answer", problem.answer, letters)
 
 
 def question(problem: Problem, suite: SuiteConfig) -> str:
-    """The suite's ``text`` with this problem's values, each put in literally and once."""
+    """``suite.text`` with this problem's values, each inserted literally and once."""
     choices = problem.meta.get("choices") or ()
     lines = [
         suite.choice_line.replace("{letter}", letter, 1).replace("{choice}", choice, 1)
@@ -202,77 +190,58 @@ def question(problem: Problem, suite: SuiteConfig) -> str:
         text = str(values[name])
         return text.replace("_", " ") if words else text
 
-    return _NAME.sub(value, suite.text)
+    return re.sub(r"\{(\w+)(:words)?\}", value, suite.text)
 
 
 def suite_prompts(
     suite: SuiteConfig, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, *, template: str = "auto"
 ) -> tuple[list[Prompt], RenderReport]:
-    """Prompts of the problems (:func:`kl_comedy.data.render`); ``template`` other than auto overrides the suite's."""
-    return render(
-        problems,
-        dataclasses.replace(suite.prompt, template=chosen_template(suite, tokenizer, template)),
-        tokenizer,
-        key=f"suite {suite.name}: prompt",
-    )
+    """Prompts of the problems (:func:`kl_comedy.data.render`); ``template`` as :func:`resolve_template` takes it."""
+    prompt = dataclasses.replace(suite.prompt, template=resolve_template(suite, tokenizer, template))
+    return render(problems, prompt, tokenizer, key=f"suite {suite.name}: prompt")
 
 
-def chosen_template(suite: SuiteConfig, tokenizer: Any, template: str = "auto") -> str:
-    """``plain`` or ``chat``: what is asked for, else the suite's own, else chat where the tokenizer can."""
+def resolve_template(suite: SuiteConfig, tokenizer: Any, template: str = "auto") -> str:
+    """``plain`` or ``chat``: ``template``, else the suite's, else chat where the tokenizer has a chat template."""
     if template not in TEMPLATES:
         raise bad_value("--template", template, TEMPLATES)
-    named = suite.template if template == "auto" else template
-    if named != "auto":
-        return named
+    name = suite.template if template == "auto" else template
+    if name != "auto":
+        return name
     return "chat" if getattr(tokenizer, "chat_template", None) else "plain"
 
 
-def _source(suite: SuiteConfig, root: Path | None, own: OwnData | None) -> DatasetConfig:
-    """Where the rows come from: the file given by hand, the suite's file, or where it is published."""
-    if own is not None:
-        given = dataclasses.replace(suite.file or SuiteFile(), path=own.path, sha256=own.sha256)
-        return _file(suite, given, Path(own.path).expanduser(), f"--data {suite.name}")
+def _dataset(suite: SuiteConfig, root: Path | None, file: SuiteFile | None) -> DatasetConfig:
+    """Where the rows come from: the file of ``--data``, the suite's file, or where it is published."""
+    if file is not None:
+        given = dataclasses.replace(suite.file or SuiteFile(), path=file.path, sha256=file.sha256)
+        return _local_dataset(suite, given, Path(file.path).expanduser(), f"--data {suite.name}")
     if suite.file is not None and suite.file.path:
         path = Path(suite.file.path).expanduser()
         if path.is_absolute() or root is not None or suite.data is None:
-            return _file(suite, suite.file, path if root is None else root.expanduser() / path, "--data-root")
+            return _local_dataset(suite, suite.file, path if root is None else root.expanduser() / path, "--data-root")
     assert suite.data is not None
     return dataclasses.replace(suite.data, options=_options(suite.data.dataset, suite.data.options))
 
 
-def _file(suite: SuiteConfig, file: SuiteFile, path: Path, option: str) -> DatasetConfig:
-    dataset = "parquet" if path.suffix == ".parquet" else "jsonl"
+def _local_dataset(suite: SuiteConfig, file: SuiteFile, path: Path, option: str) -> DatasetConfig:
     if not path.is_file():
         folder = path.parent
-        there = sorted(one.name for one in folder.glob("*") if one.is_file())[:20]
-        where = f"{folder} holds {', '.join(there) or 'no file'}" if folder.is_dir() else f"there is no folder {folder}"
+        names = sorted(item.name for item in folder.glob("*") if item.is_file())[:20]
+        where = f"{folder} holds {', '.join(names) or 'no file'}" if folder.is_dir() else f"there is no folder {folder}"
         published = f"; published as {suite.data.name} (leave {option} out to load it)" if suite.data else ""
         raise bad_value(option, str(path), f"an existing file for the suite {suite.name}", where + published)
-    if file.sha256 is not None:
-        found = sha256_file(path)
-        if found != file.sha256:
-            raise UserError(
-                f"{option}: {path} is another file than the suite {suite.name} names: SHA-256 {found}, expected "
-                f"{file.sha256}; --data {suite.name}={path} takes it as it is"
-            )
+    if file.sha256 is not None and (digest := sha256_file(path)) != file.sha256:
+        raise UserError(
+            f"{option}: {path} is another file than the suite {suite.name} names: SHA-256 {digest}, expected "
+            f"{file.sha256}; --data {suite.name}={path} takes it as it is"
+        )
+    dataset = "parquet" if path.suffix == ".parquet" else "jsonl"
     return DatasetConfig(
         dataset=dataset, path=str(path), fields=dict(file.fields), options=_options(dataset, file.options)
     )
 
 
 def _options(dataset: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Choices are written by the suite, not by the reader of rows."""
+    """The suite writes the choices, so the reader of rows does not."""
     return {"render_choices": False, **options} if dataset in ("jsonl", "parquet", "hub") else dict(options)
-
-
-def _wanted(problem: Problem, suite: SuiteConfig, key: str) -> bool:
-    for name, allowed in suite.where.items():
-        if name not in problem.meta:
-            raise bad_value(f"{key}: where", name, sorted(problem.meta), f"fields of the problem {problem.id!r}")
-        if str(problem.meta[name]) not in allowed:
-            return False
-    return True
-
-
-def _described(where: dict[str, list[str]]) -> str:
-    return " and ".join(f"{name} in {', '.join(allowed)}" for name, allowed in where.items())

@@ -11,7 +11,8 @@ from kl_comedy.config import Config
 from kl_comedy.data import data_hash, decontaminate, load_problems, render
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet
-from kl_comedy.evaluation.evaluate import ChoiceSet
+from kl_comedy.evaluation.likelihood import ChoiceSet
+from kl_comedy.evaluation.records import check_golds
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
 from kl_comedy.models import LoadedModel
 from kl_comedy.objective import PolicyTerm
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate import Certificate
 
 log = logging.getLogger("kl_comedy")
-
-ANSWERS_CHECKED = 256
-"""Answers per set that the rewards must be able to judge before a run begins: evenly spaced, a few seconds."""
 
 
 # --- KL terms ---------------------------------------------------------------------------------------------------------
@@ -142,13 +140,13 @@ class ProblemSets:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSets:
-    """Training prompts and evaluation sets (``compared``: by log-prob), with counts of what was dropped, and hashes."""
+    """Training prompts and evaluation sets (``choice_sets``: by log-prob), counts of dropped problems, and hashes."""
 
     train: Sequence[Prompt]
     evals: Sequence[EvalSet]
     counts: Mapping[str, int]
     hashes: Mapping[str, str]
-    compared: Sequence[ChoiceSet] = ()
+    choice_sets: Sequence[ChoiceSet] = ()
 
 
 def load_problem_sets(config: Config, *, train: bool = True) -> ProblemSets:
@@ -173,7 +171,7 @@ def load_problem_sets(config: Config, *, train: bool = True) -> ProblemSets:
 def check_answers(rewards: RewardSum, problems: ProblemSets) -> None:
     """Raise :class:`UserError` naming problems whose answers the rewards cannot judge."""
     for each in (problems.train, *problems.evals.values()):
-        rewards.check(each[:: max(len(each) // ANSWERS_CHECKED, 1)])
+        check_golds(rewards, each)
 
 
 def render_prompts(config: Config, problems: ProblemSets, loaded: LoadedModel) -> PromptSets:

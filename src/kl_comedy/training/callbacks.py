@@ -17,9 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.evaluation import EvalSet, Result, evaluate
-from kl_comedy.evaluation.evaluate import ChoiceSet, compare
-from kl_comedy.evaluation.likelihood import choice_passes
+from kl_comedy.evaluation import EvalResult, EvalSet, evaluate
+from kl_comedy.evaluation.evaluate import evaluate_choices
+from kl_comedy.evaluation.likelihood import ChoiceSet, choice_scorer
 from kl_comedy.records import Scored
 from kl_comedy.registry import CALLBACKS
 from kl_comedy.rollouts.recording import RecordingWriter
@@ -131,7 +131,7 @@ class EvaluationCallback(Callback):
         self._measure = completion_metrics(
             self._config, loaded=loaded, reference=pl_module.references["initial"], ranks=ranks
         )
-        self._choice_passes = choice_passes(self._config, loaded, ranks)
+        self._choice_scorer = choice_scorer(self._config, loaded, ranks)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._config.eval.at_start and pl_module.version == 0:
@@ -148,8 +148,8 @@ class EvaluationCallback(Callback):
         with trainer.precision_plugin.forward_context():
             for eval_set in prompts.evals:
                 self._evaluate(trainer, module, eval_set)
-            for choices in prompts.compared:
-                self._compare(trainer, module, choices)
+            for choices in prompts.choice_sets:
+                self._evaluate_choices(trainer, module, choices)
 
     def _evaluate(self, trainer: Any, module: PolicyModule, eval_set: EvalSet) -> None:
         result = evaluate(
@@ -161,18 +161,23 @@ class EvaluationCallback(Callback):
             seed=derive_seed(self._config.seed, f"eval/{eval_set.name}", 0),
             measure=self._measure,
         )
-        self._record(trainer, module, result, self.history.setdefault(result.name, {}), result.reward)
+        self._record(trainer, module, result, self.history, "reward")
         trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=module.version)
 
-    def _compare(self, trainer: Any, module: PolicyModule, choices: ChoiceSet) -> None:
-        result = compare(self._choice_passes, choices)
-        self._record(trainer, module, result, self.accuracies.setdefault(result.name, {}), result.accuracy)
+    def _evaluate_choices(self, trainer: Any, module: PolicyModule, choices: ChoiceSet) -> None:
+        result = evaluate_choices(self._choice_scorer, choices)
+        self._record(trainer, module, result, self.accuracies, "accuracy")
         trainer.logger.log_table(f"choices/{result.name}", list(result.rows[:SAMPLE_ROWS]), step=module.version)
 
     def _record(
-        self, trainer: Any, module: PolicyModule, result: Result, history: dict[int, float], value: float
+        self,
+        trainer: Any,
+        module: PolicyModule,
+        result: EvalResult,
+        history: dict[str, dict[int, float]],
+        score: str,
     ) -> None:
-        history[module.version] = value
+        history.setdefault(result.name, {})[module.version] = result.row()[score]
         trainer.logger.log_metrics(result.metrics(), step=module.version)
         line = f"eval {result.name} at update {module.version}: {result.line()}"
         self._console.print(line, soft_wrap=True, highlight=False)

@@ -22,8 +22,9 @@ from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.data import data_hash
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.evaluation import EvalSet, get_suite
-from kl_comedy.evaluation.evaluate import GOLDS_CHECKED, ChoiceSet, ask
-from kl_comedy.evaluation.suites import chosen_template, suite_problems, suite_prompts
+from kl_comedy.evaluation.likelihood import ChoiceSet, tokenize_choices
+from kl_comedy.evaluation.records import check_golds
+from kl_comedy.evaluation.suites import resolve_template, suite_problems, suite_prompts
 from kl_comedy.models import LoadedModel, build_reference, load_model
 from kl_comedy.models.introspection import head_chunk, head_weights, microbatch_tokens
 from kl_comedy.models.logprobs import token_pass
@@ -185,8 +186,8 @@ def load_suites(config: Config) -> list[RunSuite]:
 class SuiteSets:
     """The suites of a run as evaluation sets, with counts of their problems and the hashes of their data."""
 
-    drawn: Sequence[EvalSet]
-    compared: Sequence[ChoiceSet]
+    eval_sets: Sequence[EvalSet]
+    choice_sets: Sequence[ChoiceSet]
     counts: Mapping[str, int]
     hashes: Mapping[str, str]
 
@@ -194,12 +195,12 @@ class SuiteSets:
 def suite_sets(
     config: Config, suites: Sequence[RunSuite], loaded: LoadedModel, *, pool: RewardPool, ranks: Ranks
 ) -> SuiteSets:
-    """Render the prompts of ``suites``, in order: those that generate (``drawn``), those by log-prob (``compared``).
+    """Render the prompts of ``suites``, in order: those that generate, those by log-prob.
 
     Raises :class:`UserError` where a suite's verifier rejects its answers, or the tokenizer cannot encode its choices.
     """
-    drawn: list[EvalSet] = []
-    compared: list[ChoiceSet] = []
+    eval_sets: list[EvalSet] = []
+    choice_sets: list[ChoiceSet] = []
     counts: dict[str, int] = {}
     for run_suite in suites:
         suite, problems = run_suite.suite, run_suite.problems
@@ -207,17 +208,18 @@ def suite_sets(
         for key in ("kept", "too_long", "control_tokens"):
             counts[f"eval.{suite.name}.{key}"] = getattr(report, key)
         if suite.kind == "likelihood":
-            compared.append(ask(suite, prompts, loaded, template=chosen_template(suite, loaded.tokenizer)))
+            template = resolve_template(suite, loaded.tokenizer)
+            choice_sets.append(tokenize_choices(suite, prompts, loaded, template=template))
             continue
         rewards = RewardSum([suite.reward], pool=pool)
         if ranks.is_rank_zero:
-            rewards.check(problems[:: max(len(problems) // GOLDS_CHECKED, 1)])
+            check_golds(rewards, problems)
         sampling = Sampling(
             temperature=config.eval.temperature,
             stop=tuple(suite.stop),
             max_new_tokens=config.eval.max_new_tokens or suite.max_new_tokens,
         )
         scorer = rewards if ranks.size == 1 else ShardedScorer(rewards, ranks)
-        drawn.append(EvalSet(name=suite.name, prompts=prompts, scorer=scorer, sampling=sampling))
+        eval_sets.append(EvalSet(name=suite.name, prompts=prompts, scorer=scorer, sampling=sampling))
     hashes = {f"eval.{run_suite.suite.name}": data_hash(run_suite.problems) for run_suite in suites}
-    return SuiteSets(drawn=drawn, compared=compared, counts=counts, hashes=hashes)
+    return SuiteSets(eval_sets=eval_sets, choice_sets=choice_sets, counts=counts, hashes=hashes)

@@ -77,8 +77,8 @@ class ExperienceModule(lightning.LightningDataModule):
         )
         self.prompts = replace(
             prompts,
-            evals=[*prompts.evals, *suites.drawn],
-            compared=suites.compared,
+            evals=[*prompts.evals, *suites.eval_sets],
+            choice_sets=suites.choice_sets,
             counts={**prompts.counts, **suites.counts},
             hashes={**prompts.hashes, **suites.hashes},
         )
