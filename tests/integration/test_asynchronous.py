@@ -313,7 +313,7 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, wat
     from kl_comedy.training.run_folder import RunDir
 
     begun = RunDir(path=folder).checkpoint_step
-    state = torch.load(RunDir(path=folder).checkpoint / "state.pt", weights_only=True)["kl_comedy"]["stream"]["source"]
+    state = torch.load(RunDir(path=folder).checkpoint / "state.pt", weights_only=True)["ExperienceModule"]["source"]
     order = PromptOrder(256, 4, 0)
     asked = [n for i in range(-(-state["asked_in_order"] // 4)) for n in order.indices(i)][: state["asked_in_order"]]
     left = Counter(state["returned"]) + Counter(group[0] for group in state["ready"])
