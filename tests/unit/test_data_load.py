@@ -247,8 +247,8 @@ def test_nothing_a_task_prints_reaches_stdout(capsys: pytest.CaptureFixture[str]
 
 def test_no_task_hides_our_own_options_and_none_looks_like_a_test_split() -> None:
     factory = pytest.importorskip("reasoning_gym.factory")
-    from kl_comedy.data.sources import OWN_OPTIONS
+    from kl_comedy.data.sources import TEXT_OPTIONS
 
     for name, (_, settings) in factory.DATASETS.items():
-        assert not set(OWN_OPTIONS) & set(settings.__dataclass_fields__)
+        assert not set(TEXT_OPTIONS) & set(settings.__dataclass_fields__)
         assert eval_only_word(name) is None

@@ -261,7 +261,7 @@ def test_rows_as_they_are_published_are_read(name, monkeypatch):
     """Where there is no hub, the layouts that their data cards show stand in for it."""
     asked = []
     monkeypatch.setattr(
-        "kl_comedy.data.sources._fetch", lambda config, *_, **__: asked.append(config) or [PUBLISHED[name]]
+        "kl_comedy.data.sources._download", lambda config, *_, **__: asked.append(config) or [PUBLISHED[name]]
     )
     suite = get_suite(name)
     suite.items = 1

@@ -2,26 +2,11 @@
 
     DatasetConfig -> load_problems -> [Problem] -> decontaminate -> render -> [Prompt] -> PromptOrder
 
-Importing this room registers the built-in datasets; their heavy packages are imported when one is loaded.
+Importing this package registers the built-in datasets; heavy packages are imported when a dataset is loaded.
 """
 
-from kl_comedy.data import pocket
-from kl_comedy.data import sources as files
-from kl_comedy.data import sources as gym
-from kl_comedy.data import sources as hub
+from kl_comedy.data import pocket, sources  # noqa: F401  (registers the datasets)
 from kl_comedy.data.load import data_hash, decontaminate, load_problems, normalize
 from kl_comedy.data.prompts import PromptOrder, RenderReport, render
 
-BUILT_IN = (files, gym, hub, pocket)
-"""The modules whose import registers the built-in datasets."""
-
-__all__ = [
-    "BUILT_IN",
-    "PromptOrder",
-    "RenderReport",
-    "data_hash",
-    "decontaminate",
-    "load_problems",
-    "normalize",
-    "render",
-]
+__all__ = ["PromptOrder", "RenderReport", "data_hash", "decontaminate", "load_problems", "normalize", "render"]

@@ -1,14 +1,10 @@
-"""Training on test data is refused: a split, a file or a dataset that says it is a test is believed.
-
-Remove from the training problems what the evaluation sets also ask, and say how many.
+"""Load problems, refuse evaluation data as training data, and remove training problems that evaluation sets hold.
 
 Two problems are the same when their normal forms are equal. The normal form is letters and digits only
 (NFKC, case folded), so that spacing, punctuation and LaTeX decoration do not hide a copy. That alone
 would call ``4 - 1 =`` and ``4 + 1 =`` the same, so inside an arithmetic expression (at least two numbers
-joined by an operator) operators, brackets, signs and decimal points are kept as well. Elsewhere signs are
+joined by an operator) operators, brackets, signs and decimal points count as well. Elsewhere signs are
 dropped: a problem that differs from an evaluation problem in nothing but punctuation is removed.
-
-The door of the room: a :class:`DatasetConfig` -> checked problems, and the hash that identifies them.
 """
 
 from __future__ import annotations
@@ -18,11 +14,13 @@ import json
 import random
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from kl_comedy.config.schema import DatasetConfig
+from kl_comedy.config.validate import check_record
 from kl_comedy.errors import UserError
 from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
@@ -40,7 +38,7 @@ def eval_only_word(name: str) -> str | None:
     """The word of ``name`` that marks it as evaluation data, or None.
 
     Words are runs of letters and digits, compared without case; trailing digits may be dropped and two
-    neighbours joined, so that ``MATH-500``, ``held_out`` and ``aime24`` are found and ``contest`` is not.
+    neighbours joined, so that ``MATH-500``, ``held_out`` and ``aime24`` match and ``contest`` does not.
 
     >>> eval_only_word("gsm8k_test.jsonl"), eval_only_word("latest_contest.jsonl"), eval_only_word("MATH-500")
     ('test', None, 'math500')
@@ -57,15 +55,15 @@ def eval_only_word(name: str) -> str | None:
 def refuse_test_split(config: DatasetConfig, *, key: str) -> None:
     """Raise :class:`UserError` where the split, the subset, the file's or the dataset's own name is eval-only.
 
-    The folder of a file and the owner of a hub dataset are not looked at.
+    The folder of a file and the owner of a hub dataset are ignored.
     """
-    named = {
+    names = {
         "split": config.split,
         "subset": config.subset,
         "path": Path(config.path).name if config.path else None,
         "name": config.name.rstrip("/").rpartition("/")[2] if config.name else None,
     }
-    for setting, value in named.items():
+    for setting, value in names.items():
         word = eval_only_word(value) if value else None
         if word is not None:
             raise UserError(
@@ -107,12 +105,11 @@ def _expression(text: str) -> str:
     return _DROPPED.sub("", text).rstrip("=.")
 
 
-def _forms(problem: Problem) -> Iterator[str]:
-    """The normal forms a problem is known by: its text, and its task's own question where it has one."""
-    yield normalize(problem.text)
+def _normal_forms(problem: Problem) -> set[str]:
+    """Of the text, and of the question of its task where it has one."""
     entry = problem.meta.get("entry")
-    if isinstance(entry, Mapping) and isinstance(entry.get("question"), str):
-        yield normalize(entry["question"])
+    question = entry.get("question") if isinstance(entry, Mapping) else None
+    return {normalize(text) for text in (problem.text, question) if isinstance(text, str)}
 
 
 def decontaminate(
@@ -120,52 +117,45 @@ def decontaminate(
 ) -> tuple[list[Problem], Mapping[str, int]]:
     """The training problems that are in no evaluation set, in order, and how many each set removed.
 
-    A problem that is in two sets counts for both, so the counts may add up to more than was removed.
-    Raises :class:`UserError` when nothing would be left to train on.
+    A problem that is in two sets counts for both. Raises :class:`UserError` where no training problem is left.
     """
-    asked = {name: {form for problem in problems for form in _forms(problem)} for name, problems in evals.items()}
+    eval_forms = {name: set().union(*map(_normal_forms, problems)) for name, problems in evals.items()}
     counts = dict.fromkeys(evals, 0)
-    kept = []
+    clean = []
     for problem in train:
-        forms = set(_forms(problem))
-        hits = [name for name, known in asked.items() if not forms.isdisjoint(known)]
-        for name in hits:
+        forms = _normal_forms(problem)
+        overlapping = [name for name, others in eval_forms.items() if forms & others]
+        for name in overlapping:
             counts[name] += 1
-        if not hits:
-            kept.append(problem)
-    if train and not kept:
+        if not overlapping:
+            clean.append(problem)
+    if train and not clean:
+        listed = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
         raise UserError(
-            f"data.train: each of the {len(train)} problems is also in an evaluation set ({_listed(counts)}); "
+            f"data.train: each of the {len(train)} problems is also in an evaluation set ({listed}); "
             f"choose other data or seeds, or set data.decontaminate=false if that is meant"
         )
-    return kept, counts
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+    return clean, counts
 
 
 def load_problems(config: DatasetConfig, *, key: str, training: bool, allow_test_split: bool) -> list[Problem]:
-    """Load the problems ``config`` describes through its registered loader, at most ``config.limit``.
+    """The problems of a registered dataset, at most ``config.limit``.
 
-    ``key`` is the config path used in messages (``data.train``). With ``limit``, ``seed: 0`` takes the first
-    rows and any other seed a random subset, in the source's order; a procedural dataset reads ``limit`` as
-    how many to make and ``seed`` as the generator's. In training a split that is meant for evaluation
-    raises :class:`UserError` unless ``allow_test_split``.
+    ``key`` is the config key in messages (``data.train``). With ``limit``, ``seed: 0`` takes the first
+    rows and any other seed a random subset, in the source's order; a procedural dataset makes ``limit``
+    problems from ``seed``. Raises :class:`UserError` for training on a split that is meant for evaluation,
+    unless ``allow_test_split``; for no problems, and for an id that occurs twice.
     """
     entry = DATASETS.get(config.dataset, key=f"{key}.dataset")
     if training and not allow_test_split:
         refuse_test_split(config, key=key)
-    if config.limit is not None and config.limit < 1:
-        raise UserError(f"{key}.limit: got {config.limit}; allowed: at least 1")
+    check_record(config, key)
     problems: list[Problem] = entry.fn(config, key=key)
     if not problems:
         raise UserError(f"{key}: the dataset {config.dataset!r} gave no problems")
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.id in seen:
-            raise UserError(f"{key}: the dataset {config.dataset!r} gave the id {problem.id!r} twice")
-        seen.add(problem.id)
+    repeated = [name for name, count in Counter(problem.id for problem in problems).items() if count > 1]
+    if repeated:
+        raise UserError(f"{key}: the dataset {config.dataset!r} gave the id {repeated[0]!r} twice")
     return problems if config.limit is None else subset(problems, config.limit, config.seed)
 
 

@@ -16,8 +16,9 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import bad_value
 from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
@@ -80,7 +81,13 @@ SPLITS: Mapping[str, Split] = {
 }
 """``train`` and ``heldout`` share a family; the others are out of domain, all from the held-out half."""
 
-_OPTIONS = {"terms": range(2, 6), "digits": range(1, 5)}
+
+@dataclass
+class PocketOptions:
+    """Options of the tunable splits."""
+
+    terms: int = option(3, minimum=2, maximum=5)
+    digits: int = option(2, minimum=1, maximum=4)
 
 
 def is_held_out(text: str) -> bool:
@@ -106,13 +113,13 @@ def draw(family: Family, *, count: int | None, seed: int, held_out: bool) -> Ite
             raise ValueError(f"only {len(everything)} such problems exist")
         yield from rng.sample(everything, count)
         return
-    seen: set[tuple[int, ...]] = set()
-    while count is None or len(seen) < count:
+    drawn: set[tuple[int, ...]] = set()
+    while count is None or len(drawn) < count:
         operands = tuple(rng.choice(family.operands) for _ in range(family.terms))
-        if operands in seen or not fits(operands):
+        if operands in drawn or not fits(operands):
             continue
         if count is not None:
-            seen.add(operands)
+            drawn.add(operands)
         yield operands
 
 
@@ -163,32 +170,21 @@ def pocket_problems(config: DatasetConfig, *, key: str) -> list[Problem]:
     256), ``seed`` the draw. Options for train and heldout: ``terms`` (2 to 5), ``digits`` (1 to 4).
     Raises UserError for an unknown split or option, a value out of range, or a limit beyond what exists.
     """
-    for field in ("name", "path", "subset"):
-        if getattr(config, field) is not None:
+    for field in ("name", "path", "subset", "fields"):
+        if getattr(config, field):
             raise bad_value(f"{key}.{field}", getattr(config, field), "nothing", why="dataset pocket is procedural")
-    if config.fields:
-        raise bad_value(f"{key}.fields", dict(config.fields), "nothing", why="dataset pocket is procedural")
     name = "train" if config.split is None else config.split
     if name not in SPLITS:
         raise bad_value(f"{key}.split", name, SPLITS)
-    split = _tuned(SPLITS[name], config.options, key=f"{key}.options", name=name)
+    split, family = SPLITS[name], SPLITS[name].family
+    if split.tunable:
+        tuned = parse_record(PocketOptions, config.options, key=f"{key}.options")
+        family = replace(family, terms=tuned.terms, digits=tuned.digits)
+    elif config.options:
+        raise bad_value(f"{key}.options", config.options, "nothing", why=f"split {name} is fixed")
     count = config.limit or (EVAL_LIMIT if split.held_out else TRAIN_LIMIT)
     try:
-        drawn = list(draw(split.family, count=count, seed=config.seed, held_out=split.held_out))
+        drawn = list(draw(family, count=count, seed=config.seed, held_out=split.held_out))
     except ValueError as error:
         raise bad_value(f"{key}.limit", count, "a smaller count", why=str(error)) from None
-    return [make_problem(split.family, operands) for operands in drawn]
-
-
-def _tuned(split: Split, options: Mapping[str, Any], *, key: str, name: str) -> Split:
-    """``split`` with the config's options, checked."""
-    if options and not split.tunable:
-        tunable = [other for other, s in SPLITS.items() if s.tunable]
-        raise bad_value(key, dict(options), "nothing", why=f"split {name} is fixed; {', '.join(tunable)} take options")
-    for option, value in options.items():
-        if option not in _OPTIONS:
-            raise bad_value(f"{key}.{option}", value, "no such option", why=f"there are {', '.join(_OPTIONS)}")
-        allowed = _OPTIONS[option]
-        if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
-            raise bad_value(f"{key}.{option}", value, f"whole numbers {allowed.start} to {allowed.stop - 1}")
-    return replace(split, family=replace(split.family, **options))
+    return [make_problem(family, operands) for operands in drawn]

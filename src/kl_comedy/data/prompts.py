@@ -1,10 +1,8 @@
-"""In which order problems are asked: shuffled epochs that need no state, so that a resumed run goes on as one.
+"""Problems to prompts (plain text or the model's chat template, then token ids), and the order of prompts.
 
-Problem -> Prompt: plain text or the model's chat template, then token ids; what does not fit is counted.
-
-Nothing of a problem is interpreted: it is put in by replacing ``{text}`` literally, and the template sees it as
-a value. A problem whose text spells a control token of the tokenizer (``<|im_end|>``) would change the
-structure of the conversation; it is left out and counted.
+Nothing in a problem is interpreted: ``{text}`` is replaced literally, and the template gets the text as a value. A
+problem whose text contains a control token of the tokenizer (``<|im_end|>``) would change the structure of the
+conversation; it is left out and counted.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ class PromptOrder:
     epochs, each a permutation of all items; a batch may straddle two epochs and then still holds no item
     twice, provided ``n_items >= batch`` (a smaller set must repeat within a batch).
 
-    An epoch is a seeded shuffle in which the items that the straddling batch already holds are swapped out of
-    the epoch's first places, each with the next free item behind them. With ``n_items >= 2 * batch`` there are enough
-    of those before the last ``batch`` places, which the next epoch looks at: its plain shuffle tells them, and any
-    epoch is found at once. Below, epochs are walked from the last known one.
+    An epoch is a seeded shuffle; items that the straddling batch already holds are swapped out of its first
+    positions, each with the next free item behind them. With ``n_items >= 2 * batch`` these swaps never touch the last
+    ``batch`` positions, so the plain shuffle of the epoch before is enough and any epoch is computed at once. Below,
+    epochs are computed one after the other from the last cached one.
     """
 
     def __init__(self, n_items: int, batch: int, seed: int) -> None:
@@ -47,15 +45,15 @@ class PromptOrder:
         """The item indices of batch ``i`` (counted from 0), ``batch`` of them."""
         if i < 0:
             raise ValueError(f"batches are counted from 0, got {i}")
-        place = i * self.batch
-        found: list[int] = []
-        while len(found) < self.batch:
-            epoch, offset = divmod(place + len(found), self.n_items)
-            found += self._epoch(epoch)[offset : offset + self.batch - len(found)]
-        return found
+        start = i * self.batch
+        indices: list[int] = []
+        while len(indices) < self.batch:
+            epoch, offset = divmod(start + len(indices), self.n_items)
+            indices += self._epoch(epoch)[offset : offset + self.batch - len(indices)]
+        return indices
 
     def _epoch(self, epoch: int) -> list[int]:
-        """The permutation of ``epoch``; the last two are remembered."""
+        """The permutation of ``epoch``; the last two are cached."""
         if epoch not in self._epochs:
             known = [e for e in self._epochs if e < epoch]
             start = epoch if self.n_items >= 2 * self.batch else max(known, default=-1) + 1
@@ -70,26 +68,26 @@ class PromptOrder:
         return order
 
     def _join(self, epoch: int) -> list[int]:
-        """``epoch``'s shuffle with the straddling batch's items swapped out of its first places."""
+        """``epoch``'s shuffle with the straddling batch's items swapped out of its first positions."""
         order = self._shuffled(epoch)
         shared = epoch * self.n_items % self.batch
         if shared == 0 or self.n_items < self.batch:
             return order
         wide = self.n_items >= 2 * self.batch
         before = self._shuffled(epoch - 1) if wide else self._epochs[epoch - 1]
-        held = set(before[self.n_items - shared :])
+        in_batch = set(before[self.n_items - shared :])
         head = self.batch - shared
-        free = (place for place in range(head, self.n_items) if order[place] not in held)
-        for place in range(head):
-            if order[place] in held:
+        free = (position for position in range(head, self.n_items) if order[position] not in in_batch)
+        for position in range(head):
+            if order[position] in in_batch:
                 other = next(free)
-                order[place], order[other] = order[other], order[place]
+                order[position], order[other] = order[other], order[position]
         return order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderReport:
-    """What became of the problems: ``total = kept + too_long + control_tokens``; lengths in tokens."""
+    """How many problems were kept and left out: ``total = kept + too_long + control_tokens``; lengths in tokens."""
 
     total: int
     kept: int
@@ -157,18 +155,13 @@ def continuation_ids(
     return whole[size:]
 
 
-def _question(problem: Problem, config: PromptConfig) -> str:
-    return config.prefix + problem.text + config.suffix
-
-
-def _prefill(problem: Problem, config: PromptConfig) -> str:
-    return config.prefill.replace("{text}", problem.text)
-
-
 def _plain(problems: Sequence[Problem], config: PromptConfig, *, key: str) -> list[str]:
     if config.system is not None:
         raise UserError(f"{key}.system: plain text has no system turn; use {key}.prefix, or {key}.template=chat")
-    return [_question(problem, config) + _prefill(problem, config) for problem in problems]
+    return [
+        config.prefix + problem.text + config.suffix + config.prefill.replace("{text}", problem.text)
+        for problem in problems
+    ]
 
 
 def _chat(
@@ -186,12 +179,12 @@ def _chat(
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
     texts = []
     for problem in problems:
-        turns = [*system, {"role": "user", "content": _question(problem, config)}]
+        turns = [*system, {"role": "user", "content": config.prefix + problem.text + config.suffix}]
         try:
             opening = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise UserError(f"{key}: the chat template refuses the conversation: {error}") from error
-        texts.append(str(opening) + _prefill(problem, config))
+        texts.append(str(opening) + config.prefill.replace("{text}", problem.text))
     return texts
 
 

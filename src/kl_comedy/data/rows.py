@@ -1,15 +1,10 @@
-"""Multiple choice: a list of choices becomes lettered lines, the answer the letter of the right one.
-
-A source's row -> a :class:`Problem`, strictly: every complaint names the row's place and the fields it has.
+"""Rows of a source become problems; an error names the place of the row and the fields it has.
 
 The row format is the same for every source (JSONL, Parquet, hub). ``config.fields`` maps our names to the
 source's; a dotted source name (``reward_model.ground_truth``) reaches into nested objects where no column
-has that very name. ``labels`` names the list of what the source calls its choices (ARC: some rows ``A`` to ``D``,
-some ``1`` to ``4``), in which the answer is looked up. Options understood by every row source:
-
-- ``text_after`` / ``answer_after``: keep only what follows the last such marker (``"####"`` for GSM8K);
-- ``answer_boxed``: the answer is the content of the last ``\boxed{...}`` (MATH solutions);
-- ``render_choices``: write the lettered choices under the text (default true).
+has that very name. Choices become lettered lines under the text, and the answer the letter of the right one. ``labels``
+names the list of what the source calls its choices (ARC: some rows ``A`` to ``D``, some ``1`` to ``4``), in which the
+answer is looked up.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kl_comedy.config.schema import DatasetConfig
+from kl_comedy.config.validate import option
 from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.records import Problem
 
@@ -31,8 +27,9 @@ LETTERS = string.ascii_uppercase
 
 def read_choices(value: Any, *, field: str, place: str) -> tuple[str, ...]:
     """The choices of a row: 2 to 26 non-empty strings or numbers. Raises :class:`UserError` otherwise."""
-    if not isinstance(value, list | tuple) or not 2 <= len(value) <= len(LETTERS):
-        what = f"a list of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not 2 <= len(value) <= len(LETTERS):
+        what = f"a list of {len(value)}" if is_list else type(value).__name__
         raise UserError(f"{place}: field {field!r} must be a list of 2 to {len(LETTERS)} choices, got {what}")
     for choice in value:
         if isinstance(choice, bool) or not isinstance(choice, str | int | float) or not str(choice).strip():
@@ -76,30 +73,35 @@ def label_position(answer: Any, labels: Any, count: int, *, field: str, place: s
     return names.index(str(answer))
 
 
-def render_choices(text: str, choices: Sequence[str]) -> str:
-    """The text, then one line a choice.
-
-    >>> print(render_choices("1 + 1?", ["1", "2"]))
-    1 + 1?
-    (A) 1
-    (B) 2
-    """
-    return "\n".join([text, *(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False))])
-
-
 TEXT_NAMES = ("problem", "question", "text")
-"""Source fields that can only be the problem's text; used where exactly one of them is there."""
+"""Source fields that can only be the problem's text; used where exactly one of them is present."""
 
-ROW_OPTIONS = ("text_after", "answer_after", "answer_boxed", "render_choices")
 _GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
+
+def _marker(value: Any, key: str) -> str | None:
+    if value is not None and not (isinstance(value, str) and value):
+        raise bad_value(key, value, "a non-empty string")
+    return value
+
+
+@dataclass
+class RowOptions:
+    """Options of every source of rows."""
+
+    text_after: str | None = option(None, "Only what follows the last such marker in the text.", parse=_marker)
+    answer_after: str | None = option(None, "The same of the answer (`####` for GSM8K).", parse=_marker)
+    answer_boxed: bool = option(False, "The answer is the content of the last \\boxed{...} (MATH solutions).")
+    render_choices: bool = option(True, "Write the lettered choices under the text.")
+
+    def __post_init__(self) -> None:
+        if self.answer_boxed and self.answer_after:
+            raise UserError("answer_boxed and answer_after exclude each other; keep one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowFormat:
-    """How the rows of one source are read: source names by ours, and the transformations asked for.
-
-    ``id``, ``choices`` and ``labels`` are None where the source has none; ids are then made from the row's number.
-    """
+    """The source's names of the fields. ``id``, ``choices`` and ``labels``: None where it has none."""
 
     text: str
     answer: str
@@ -107,102 +109,90 @@ class RowFormat:
     choices: str | None
     labels: str | None
     extras: Mapping[str, str]
-    text_after: str | None
-    answer_after: str | None
-    answer_boxed: bool
-    render_choices: bool
 
 
 def row_format(config: DatasetConfig, first: Mapping[str, Any], *, key: str, place: str) -> RowFormat:
-    """Decide the format from the config and the first row; every later row must then fit it.
+    """The format, from the config and the first row; every later row must fit it.
 
-    Raises :class:`UserError` for options of the wrong type, and where the text or the answer is in none or
-    in several of the fields it may be in.
+    Raises :class:`UserError` where none or several of the fields may be the text or the answer.
     """
-    options, fields = config.options, config.fields
-    for name in ("text_after", "answer_after"):
-        if name in options and not (isinstance(options[name], str) and options[name]):
-            raise bad_value(f"{key}.options.{name}", options[name], "a non-empty string")
-    for name in ("answer_boxed", "render_choices"):
-        if not isinstance(options.get(name, False), bool):
-            raise bad_value(f"{key}.options.{name}", options[name], ["true", "false"])
-    if options.get("answer_boxed") and options.get("answer_after"):
-        raise UserError(f"{key}.options: answer_boxed and answer_after exclude each other; keep one")
-    own = {"text", "answer", "id", "choices", "labels"}
+    fields = config.fields
     return RowFormat(
         text=fields.get("text") or _default_text(first, key=key, place=place),
         answer=fields.get("answer") or _default_answer(first, key=key, place=place),
         id=fields.get("id") or ("id" if "id" in first else None),
         choices=fields.get("choices") or ("choices" if first.get("choices") is not None else None),
         labels=fields.get("labels"),
-        extras={ours: theirs for ours, theirs in fields.items() if ours not in own},
-        text_after=options.get("text_after"),
-        answer_after=options.get("answer_after"),
-        answer_boxed=bool(options.get("answer_boxed", False)),
-        render_choices=bool(options.get("render_choices", True)),
+        extras={
+            ours: theirs for ours, theirs in fields.items() if ours not in ("text", "answer", "id", "choices", "labels")
+        },
     )
 
 
 def read_rows(
-    rows: Iterable[tuple[str, str, Mapping[str, Any]]], config: DatasetConfig, *, key: str, source: str
+    rows: Iterable[tuple[str, str, Mapping[str, Any]]],
+    config: DatasetConfig,
+    options: RowOptions,
+    *,
+    key: str,
+    source: str,
 ) -> list[Problem]:
-    """Turn ``(place, fallback id, row)`` triples into problems, in order.
+    """The problems of ``(place, fallback id, row)`` triples, in order.
 
-    ``place`` is what a message calls the row (``train.jsonl:17``). Raises :class:`UserError` on the first
-    malformed row, on an id used twice, and when there are no rows.
+    ``place`` is the row's name in messages (``train.jsonl:17``). Raises :class:`UserError` for the first
+    malformed row, for an id used twice, and where there are no rows.
     """
     form: RowFormat | None = None
-    seen: dict[str, str] = {}
+    places: dict[str, str] = {}
     problems = []
     for place, fallback_id, row in rows:
-        if form is None:
-            form = row_format(config, row, key=key, place=place)
-        problem = read_row(row, form, key=key, place=place, fallback_id=fallback_id)
-        if problem.id in seen:
-            raise UserError(f"{place}: the id {problem.id!r} was already used at {seen[problem.id]}")
-        seen[problem.id] = place
+        form = form or row_format(config, row, key=key, place=place)
+        problem = read_row(row, form, options, key=key, place=place, fallback_id=fallback_id)
+        if problem.id in places:
+            raise UserError(f"{place}: the id {problem.id!r} was already used at {places[problem.id]}")
+        places[problem.id] = place
         problems.append(problem)
     if not problems:
         raise UserError(f"{key}: {source} has no rows")
     return problems
 
 
-def read_row(row: Mapping[str, Any], form: RowFormat, *, key: str, place: str, fallback_id: str) -> Problem:
-    """One row as a problem. Raises :class:`UserError` naming ``place`` and the field at fault."""
-    text = _string(_lookup(row, form.text, ours="text", key=key, place=place), form.text, place)
-    raw_answer = _lookup(row, form.answer, ours="answer", key=key, place=place)
-    meta = {
-        ours: _jsonable(_lookup(row, theirs, ours=ours, key=key, place=place), theirs, place)
-        for ours, theirs in form.extras.items()
-    }
-    if form.text_after is not None:
-        text = _after(text, form.text_after, form.text, place)
+def read_row(
+    row: Mapping[str, Any], form: RowFormat, options: RowOptions, *, key: str, place: str, fallback_id: str
+) -> Problem:
+    """One row as a problem. Raises :class:`UserError` naming ``place`` and the wrong field."""
+
+    def lookup(ours: str, theirs: str) -> Any:
+        return _lookup(row, theirs, ours=ours, key=key, place=place)
+
+    text = _string(lookup("text", form.text), form.text, place)
+    answer = lookup("answer", form.answer)
+    meta = {ours: _jsonable(lookup(ours, theirs), theirs, place) for ours, theirs in form.extras.items()}
+    if options.text_after is not None:
+        text = _after(text, options.text_after, form.text, place)
     if form.choices is None:
-        answer = _answer(_scalar(raw_answer, form.answer, place), form, place)
+        answer = _answer(_scalar(answer, form.answer, place), form.answer, options, place)
     else:
-        choices = read_choices(
-            _lookup(row, form.choices, ours="choices", key=key, place=place), field=form.choices, place=place
-        )
+        choices = read_choices(lookup("choices", form.choices), field=form.choices, place=place)
         if form.labels is not None:
-            labels = _lookup(row, form.labels, ours="labels", key=key, place=place)
-            raw_answer = label_position(raw_answer, labels, len(choices), field=form.answer, place=place)
-        answer = choice_letter(raw_answer, choices, field=form.answer, place=place)
+            labels = lookup("labels", form.labels)
+            answer = label_position(answer, labels, len(choices), field=form.answer, place=place)
+        answer = choice_letter(answer, choices, field=form.answer, place=place)
         meta |= {"choices": choices, "question": text}
-        text = render_choices(text, choices) if form.render_choices else text
-    if form.id is None:
-        identity = fallback_id
-    else:
-        identity = _scalar(_lookup(row, form.id, ours="id", key=key, place=place), form.id, place)
-    return Problem(id=identity, text=text, answer=answer, meta=meta)
+        if options.render_choices:
+            lines = [f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
+            text = "\n".join([text, *lines])
+    problem_id = fallback_id if form.id is None else _scalar(lookup("id", form.id), form.id, place)
+    return Problem(id=problem_id, text=text, answer=answer, meta=meta)
 
 
 def _default_text(row: Mapping[str, Any], *, key: str, place: str) -> str:
     present = [name for name in TEXT_NAMES if name in row]
     if len(present) == 1:
         return present[0]
-    found = f"several of {', '.join(present)}" if present else f"none of {', '.join(TEXT_NAMES)}"
+    candidates = f"several of {', '.join(present)}" if present else f"none of {', '.join(TEXT_NAMES)}"
     raise UserError(
-        f"{place}: cannot tell which field is the problem's text: the row has {found}; "
+        f"{place}: cannot tell which field is the problem's text: the row has {candidates}; "
         f"name it with {key}.fields.text=FIELD (fields: {_names(row)})"
     )
 
@@ -270,18 +260,18 @@ def _jsonable(value: Any, field: str, place: str) -> Any:
     return value
 
 
-def _answer(answer: str, form: RowFormat, place: str) -> str:
-    if form.answer_after is not None:
-        answer = _after(answer, form.answer_after, form.answer, place)
+def _answer(answer: str, field: str, options: RowOptions, place: str) -> str:
+    if options.answer_after is not None:
+        answer = _after(answer, options.answer_after, field, place)
         return answer.replace(",", "") if _GROUPED_NUMBER.fullmatch(answer) else answer
-    if form.answer_boxed:
-        return _string(last_boxed(answer, field=form.answer, place=place), form.answer, place)
+    if options.answer_boxed:
+        return _string(last_boxed(answer, field=field, place=place), field, place)
     return answer
 
 
 def _after(text: str, marker: str, field: str, place: str) -> str:
-    _, found, tail = text.rpartition(marker)
-    if not found:
+    _, separator, tail = text.rpartition(marker)
+    if not separator:
         raise UserError(f"{place}: field {field!r} does not contain the marker {marker!r}: {_short(text)}")
     if not tail.strip():
         raise UserError(f"{place}: field {field!r} has nothing after the marker {marker!r}")
@@ -296,12 +286,12 @@ def last_boxed(text: str, *, field: str, place: str) -> str:
 
     Raises :class:`UserError` where there is no box or its braces do not close.
     """
-    _, found, tail = text.rpartition("\\boxed")
-    bare = re.match(r"\s+([^\s{}$\\]+?)\.?(?=[\s$]|$)", tail) if found else None
+    _, box, tail = text.rpartition("\\boxed")
+    bare = re.match(r"\s+([^\s{}$\\]+?)\.?(?=[\s$]|$)", tail) if box else None
     if bare:
         return bare.group(1)
     content, depth = tail.lstrip(), 0
-    for position, char in enumerate(content if found and content.startswith("{") else ""):
+    for position, char in enumerate(content if box and content.startswith("{") else ""):
         depth += {"{": 1, "}": -1}.get(char, 0)
         if depth == 0:
             return content[1:position].strip()

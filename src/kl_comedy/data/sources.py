@@ -1,17 +1,12 @@
-"""What every loader asks of its config: options it knows, settings it uses, a path that exists.
+"""Problems from local files (JSONL, Parquet), from the Hugging Face hub, and from reasoning-gym's procedural tasks.
 
-Problems from local files: JSONL (strict UTF-8, one object a line) and Parquet.
+Every loader raises :class:`UserError` for options it does not know and for settings it would ignore.
 
-Problems from the Hugging Face hub (or a local dataset folder), through ``datasets``.
-
-Problems from reasoning-gym's procedural tasks.
-
-Each problem carries ``meta["task"]`` and ``meta["entry"]``: the task's own entry, which its own scorer
-needs. The entry can be written as JSON; note that the scorers of ``arc_agi`` and ``rearc`` compare tuples
-and give a perfect answer 0.05 after a round trip through JSON, which turns tuples into lists.
-
-Item ``i`` of most tasks is drawn from ``random.Random(seed + i)``: two splits of sizes ``n`` whose seeds
-differ by less than ``n`` share problems. Choose seeds far apart; decontamination counts what still meets.
+A reasoning-gym problem carries ``meta["task"]`` and ``meta["entry"]``, the task's entry, which its scorer needs. The
+entry can be written as JSON; but the scorers of ``arc_agi`` and ``rearc`` compare tuples and give a perfect answer 0.05
+after a round trip through JSON, which turns tuples into lists. Item ``i`` of most tasks is drawn from
+``random.Random(seed + i)``: two splits of size ``n`` whose seeds differ by less than ``n`` share problems. Choose seeds
+far apart; decontamination counts what is still shared.
 """
 
 from __future__ import annotations
@@ -19,28 +14,24 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kl_comedy.config.schema import DatasetConfig
-from kl_comedy.data.rows import ROW_OPTIONS, read_rows
+from kl_comedy.config.validate import option, parse_record
+from kl_comedy.data.rows import RowOptions, read_rows
 from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
 
-
-def known_options(config: DatasetConfig, allowed: Iterable[str], *, key: str) -> None:
-    """Raise :class:`UserError` for the first option not in ``allowed``."""
-    names = list(allowed)
-    for option in config.options:
-        if option not in names:
-            raise bad_value(f"{key}.options", option, names)
+Rows = Iterator[tuple[str, str, Mapping[str, Any]]]
+"""Triples of place, fallback id and row, as :func:`kl_comedy.data.rows.read_rows` takes them."""
 
 
-def unused(config: DatasetConfig, *settings: str, key: str) -> None:
-    """Raise :class:`UserError` for a setting the loader would silently ignore."""
+def refuse_unused(config: DatasetConfig, *settings: str, key: str) -> None:
+    """Raise :class:`UserError` for a setting that the loader does not use."""
     for setting in settings:
         if getattr(config, setting):
             raise UserError(
@@ -49,8 +40,8 @@ def unused(config: DatasetConfig, *settings: str, key: str) -> None:
             )
 
 
-def existing_file(config: DatasetConfig, suffixes: tuple[str, ...], *, key: str) -> Path:
-    """The file at ``config.path`` (``~`` expanded). A miss names the nearest file of that folder."""
+def existing_file(config: DatasetConfig, suffix: str, *, key: str) -> Path:
+    """The file at ``config.path`` (``~`` expanded). An error names the nearest file of that folder."""
     if not config.path:
         raise UserError(f"{key}.path: the dataset {config.dataset!r} needs the path of a file")
     path = Path(config.path).expanduser()
@@ -62,30 +53,31 @@ def existing_file(config: DatasetConfig, suffixes: tuple[str, ...], *, key: str)
     if not folder.is_dir():
         raise bad_value(f"{key}.path", config.path, "an existing file", f"there is no folder {str(folder)!r}")
     files = sorted(file.name for file in folder.iterdir() if file.is_file())
-    near = nearest(path.name, [name for name in files if name.endswith(suffixes)]) or nearest(path.name, files)
+    near = nearest(path.name, [name for name in files if name.endswith(suffix)]) or nearest(path.name, files)
     hint = f"did you mean {str(folder / near)!r}?" if near else f"no similar name among the {len(files)} files there"
     raise bad_value(f"{key}.path", config.path, "an existing file", hint)
 
 
 @DATASETS.register("jsonl", source="JSON Lines: one RFC 8259 object a line, UTF-8")
 def jsonl(config: DatasetConfig, *, key: str) -> list[Problem]:
-    """A local JSONL file; a malformed row names its file and line."""
-    known_options(config, ROW_OPTIONS, key=key)
-    unused(config, "name", "subset", "split", key=key)
-    path = existing_file(config, (".jsonl",), key=key)
-    return read_rows(_jsonl_rows(path), config, key=key, source=str(path))
+    """A local JSONL file; an error names the file and line of the malformed row."""
+    return _read_file(config, ".jsonl", _jsonl_rows, key=key)
 
 
 @DATASETS.register("parquet", source="Apache Parquet, read with pyarrow")
 def parquet(config: DatasetConfig, *, key: str) -> list[Problem]:
-    """A local Parquet file; a malformed row names its file and row number."""
-    known_options(config, ROW_OPTIONS, key=key)
-    unused(config, "name", "subset", "split", key=key)
-    path = existing_file(config, (".parquet",), key=key)
-    return read_rows(_parquet_rows(path, key=key), config, key=key, source=str(path))
+    """A local Parquet file; an error names the file and number of the malformed row."""
+    return _read_file(config, ".parquet", _parquet_rows, key=key)
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def _read_file(config: DatasetConfig, suffix: str, rows: Callable[[Path, str], Rows], *, key: str) -> list[Problem]:
+    options = parse_record(RowOptions, config.options, key=f"{key}.options")
+    refuse_unused(config, "name", "subset", "split", key=key)
+    path = existing_file(config, suffix, key=key)
+    return read_rows(rows(path, key), config, options, key=key, source=str(path))
+
+
+def _jsonl_rows(path: Path, key: str) -> Rows:
     """``(file:line, fallback id, row)``; lines count from 1 and end in ``\\n`` only (U+2028 is text)."""
     with path.open("rb") as file:
         blank: str | None = None
@@ -127,7 +119,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _parquet_rows(path: Path, *, key: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def _parquet_rows(path: Path, key: str) -> Rows:
     """``(file row N, fallback id, row)``; rows count from 1 and are read in batches."""
     import pyarrow
     import pyarrow.parquet
@@ -152,53 +144,45 @@ class DatasetUnavailable(UserError):
         self.what = what
 
 
+@dataclass
+class HubOptions(RowOptions):
+    """Options of ``hub``."""
+
+    revision: str | None = option(None, "The commit, tag or branch.")
+
+
 @DATASETS.register("hub", source="datasets.load_dataset; no code from the hub is run")
 def hub(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A dataset by hub name: name, subset, split, and the option revision to pin it."""
-    known_options(config, (*ROW_OPTIONS, "revision"), key=key)
-    unused(config, "path", key=key)
+    options = parse_record(HubOptions, config.options, key=f"{key}.options")
+    refuse_unused(config, "path", key=key)
     for setting, example in (("name", "openai/gsm8k"), ("split", "train")):
         if not getattr(config, setting):
             raise UserError(f"{key}.{setting}: the dataset 'hub' needs it, for example {key}.{setting}={example}")
-    revision = config.options.get("revision")
-    if not isinstance(revision, str | None):
-        raise bad_value(f"{key}.options.revision", revision, "a commit, tag or branch as a string")
     label = f"{config.name}[{config.split}]"
-    rows = _fetch(config, revision, key=key)
-    return read_rows(_numbered(rows, label), config, key=key, source=label)
+    rows = enumerate(_download(config, options.revision, key=key), start=1)
+    numbered = ((f"{label} row {number}", f"{label}/{number}", row) for number, row in rows)
+    return read_rows(numbered, config, options, key=key, source=label)
 
 
-def _fetch(config: DatasetConfig, revision: str | None, *, key: str) -> Any:
-    """The rows of the split; whatever goes wrong in between becomes one sentence that says what to do."""
+def _download(config: DatasetConfig, revision: str | None, *, key: str) -> Any:
+    """The rows of the split. Raises :class:`DatasetUnavailable` for every failure."""
     import datasets
 
     try:
         return datasets.load_dataset(config.name, config.subset, split=config.split, revision=revision)
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or "no reason given"
-        asked = ", ".join(
-            f"{name}={value}"
-            for name, value in (
-                ("name", config.name),
-                ("subset", config.subset),
-                ("split", config.split),
-                ("revision", revision),
-            )
-            if value
-        )
+        settings = {"name": config.name, "subset": config.subset, "split": config.split, "revision": revision}
+        given = ", ".join(f"{name}={value}" for name, value in settings.items() if value)
         raise DatasetUnavailable(
-            f"{key}: could not load the hub dataset ({asked}): {type(error).__name__}: {reason}",
+            f"{key}: could not load the hub dataset ({given}): {type(error).__name__}: {reason}",
             "Without network access, download it once elsewhere and use a local file: "
             f"{key}.dataset=jsonl (or parquet) {key}.path=FILE",
         ) from error
 
 
-def _numbered(rows: Any, label: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    for number, row in enumerate(rows, start=1):
-        yield f"{label} row {number}", f"{label}/{number}", row
-
-
-OWN_OPTIONS = ("text_field", "text_after")
+TEXT_OPTIONS = ("text_field", "text_after")
 
 
 @DATASETS.register("reasoning_gym", source="open-thought/reasoning-gym (Apache-2.0)")
@@ -206,11 +190,11 @@ def reasoning_gym(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A reasoning-gym task: name = the task, options = its settings (size, seed, min_terms, ...).
 
     ``size`` defaults to ``limit`` and ``seed`` to ``config.seed``. The text is the task's question; with
-    ``text_field`` a string of its metadata (``expression``), with ``text_after`` what follows a marker in
-    the question (``"problem: "`` leaves ``4 - 1 =`` of chain_sum). The few tasks without an oracle answer
+    ``text_field`` a string of its metadata (``expression``), with ``text_after`` what follows a marker in the
+    question (``"problem: "`` leaves ``4 - 1 =`` of chain_sum). The few tasks without an oracle answer
     (several solutions are right) have the answer ``""``: only their own scorer can judge them.
     """
-    unused(config, "path", "subset", "split", "fields", key=key)
+    refuse_unused(config, "path", "subset", "split", "fields", key=key)
     task = _build(config, key=key)
     problems = []
     for index in range(task.size if config.limit is None else min(task.size, config.limit)):
@@ -238,10 +222,10 @@ def _build(config: DatasetConfig, *, key: str) -> Any:
         raise bad_value(f"{key}.name", config.name, names)
     build, settings_type = TASKS[config.name]
     allowed = [field.name for field in fields(settings_type) if field.init]
-    settings = {name: value for name, value in config.options.items() if name not in OWN_OPTIONS}
+    settings = {name: value for name, value in config.options.items() if name not in TEXT_OPTIONS}
     for name in settings:
         if name not in allowed:
-            raise bad_value(f"{key}.options", name, [*allowed, *OWN_OPTIONS])
+            raise bad_value(f"{key}.options", name, [*allowed, *TEXT_OPTIONS])
     if config.seed and settings.get("seed", config.seed) != config.seed:
         raise UserError(
             f"{key}: seed={config.seed} and options.seed={settings['seed']} contradict each other; keep one"
@@ -283,8 +267,9 @@ def _text(entry: dict[str, Any], config: DatasetConfig, *, key: str) -> str:
         return str(entry["metadata"][field])
     if marker is None:
         return str(entry["question"])
-    _, found, tail = entry["question"].rpartition(marker) if isinstance(marker, str) and marker else ("", "", "")
-    if not found or not tail.strip():
+    present = isinstance(marker, str) and marker and marker in entry["question"]
+    tail = entry["question"].rpartition(marker)[2] if present else ""
+    if not tail.strip():
         raise bad_value(
             f"{key}.options.text_after", marker, "a marker with text after it", f"question: {entry['question']!r}"
         )
