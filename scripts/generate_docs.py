@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import itertools
 import re
 import sys
@@ -18,41 +17,40 @@ from pathlib import Path
 from typing import Any
 
 from doc_tables import kl_terms, peers, policy_terms, suites
-from doc_tables.common import ROOT, built_in, table
+from doc_tables.common import ROOT, built_in, options_of, shown, table
 
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, without_none
-from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
 from kl_comedy.kl.claims import TARGETS
 from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
-from kl_comedy.kl.term import ANCHORS, BASELINES, CREDITS, GRADIENTS, LEVELS, PLACEMENTS
-from kl_comedy.registry import ESTIMATORS, KINDS, RECIPES, Entry
+from kl_comedy.kl.term import LEVELS, PLACEMENTS
+from kl_comedy.registry import ESTIMATORS, KINDS, RECIPES
 
 SOURCE = ROOT / "src" / "kl_comedy"
 
 
 # --- configuration: keys ------------------------------------------------------------------------------------
-def config_keys(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str, str]]:
-    """``(key, type, default, allowed, meaning)`` of every key under ``schema``, in its order."""
+def config_keys(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """``(key, value, default, meaning)`` of every key under ``schema``, in its order."""
     hints = field_types(schema)
     for item in dataclasses.fields(schema):
         key, doc = f"{prefix}{item.name}", item.metadata.get("doc", "")
         hint, optional = without_none(hints[item.name])
         args = typing.get_args(hint)
-        default = _shown(_default(item))
+        default = shown(_default(item))
         if dataclasses.is_dataclass(hint):
             if optional:
-                yield key, "mapping or null", default, "", doc
+                yield key, "mapping or null", default, doc
             yield from config_keys(typing.cast(type, hint), f"{key}.")
         elif typing.get_origin(hint) is list and dataclasses.is_dataclass(args[0]):
-            yield key, "list", default, "", doc
+            yield key, "list", default, doc
             yield from config_keys(args[0], f"{key}.N.")
         elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(args[1]):
-            yield key, "mapping of names", default, "names of letters, digits, `.`, `_`, `-`", doc
-            yield f"{key}.NAME", "mapping", "", "", "One set: the keys of `data.train`."
+            yield key, "mapping", default, doc
+            yield f"{key}.NAME", "mapping", "", "One set: the keys of `data.train`."
         else:
-            yield key, _type_name(hint) + (" or null" if optional else ""), default, _allowed(item), doc
+            yield key, _allowed(item, _type_name(hint)) + (" or null" if optional else ""), default, doc
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:
@@ -61,19 +59,8 @@ def _default(item: dataclasses.Field[Any]) -> Any:
     return item.default
 
 
-def _shown(value: Any) -> str:
-    """A default as YAML writes it."""
-    if dataclasses.is_dataclass(value):
-        value = getattr(value, "name", None) or dataclasses.asdict(typing.cast(Any, value))
-    if isinstance(value, list):
-        return "`[" + ", ".join(_shown(item).strip("`") for item in value) + "]`"
-    if isinstance(value, bool) or value is None:
-        return {True: "`true`", False: "`false`", None: "`null`"}[value]
-    return '`""`' if value == "" else f"`{value}`"
-
-
 def _type_name(hint: Any) -> str:
-    names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
+    names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "bool"}
     args = typing.get_args(hint)
     if typing.get_origin(hint) is list:
         return f"list of {names[args[0]]}"
@@ -82,14 +69,16 @@ def _type_name(hint: Any) -> str:
     return names.get(hint, "list, mapping or text")
 
 
-def _allowed(item: dataclasses.Field[Any]) -> str:
+def _allowed(item: dataclasses.Field[Any], type_name: str) -> str:
+    """The choices, the registered names, or the type with its bounds."""
     rules = item.metadata
     if "choices" in rules:
         return ", ".join(f"`{choice}`" for choice in rules["choices"])
     if "registry" in rules:
-        return ", ".join([*(f"`{entry.name}`" for entry in built_in(KINDS[rules["registry"]])), "registered names"])
-    bounds = [("minimum", "at least"), ("above", "above"), ("maximum", "at most")]
-    return ", ".join(f"{words} {rules[name]:g}" for name, words in bounds if name in rules)
+        return ", ".join([*(f"`{entry.name}`" for entry in built_in(KINDS[rules["registry"]])), "+ registered"])
+    bounds = [("minimum", ">="), ("above", ">"), ("maximum", "<=")]
+    bounded = [f"{sign} {rules[name]:g}" for name, sign in bounds if name in rules]
+    return ", ".join([*filter(None, [type_name]), *bounded])
 
 
 def configuration_keys() -> str:
@@ -101,7 +90,7 @@ def configuration_keys() -> str:
         top = key.split(".")[0]
         section = top if "." in key or top in ("rewards", "callbacks") else "the run"
         sections.setdefault(section, []).append((f"`{key}`", *columns))
-    head = ("key", "type", "default", "allowed", "meaning")
+    head = ("key", "value", "default", "meaning")
     return "\n\n".join(f"### {name}\n\n{table(head, lines)}" for name, lines in sections.items())
 
 
@@ -110,55 +99,11 @@ def term_fields() -> str:
     in_reward = KLTerm("k1", placement="reward")
     rows = []
     for item in dataclasses.fields(KLTerm):
-        default = "required" if item.default is item.default_factory else _shown(_default(item))
+        default = "required" if item.default is item.default_factory else shown(_default(item))
         if item.name in ("credit", "baseline"):
             default = f"`{getattr(in_reward, item.name)}` in reward"
-        rows.append((f"`{item.name}`", _allowed(item) or "see right", default, item.metadata["doc"]))
+        rows.append((f"`{item.name}`", _allowed(item, ""), default, item.metadata["doc"]))
     return table(("field", "values", "default", "meaning"), rows)
-
-
-SPACE: dict[str, tuple[Any, ...]] = {
-    "estimator": ("k1", "exact"),
-    "level": LEVELS,
-    "placement": PLACEMENTS,
-    "credit": (None, *CREDITS),
-    "correction": ("none", "token", "token_detached", "prefix", "prefix_previous", "sequence"),
-    "gradient": GRADIENTS,
-    "anchor": ANCHORS,
-    "reference": ("initial", "sampler"),
-    "baseline": (None, *BASELINES),
-    "cap": (None, 2.0),
-}
-"""Every field that decides whether a combination is possible, one value of each kind."""
-
-
-def impossible_combinations() -> dict[str, dict[str, Any]]:
-    """Each reason for which a combination is refused, with the shortest combination; by trying all."""
-    plain = {"estimator": "k1", "placement": "reward", **{f.name: f.default for f in dataclasses.fields(KLTerm)[1:]}}
-    found: dict[str, dict[str, Any]] = {}
-    cells = [dict(zip(SPACE, values, strict=True)) for values in itertools.product(*SPACE.values())]
-    short = [{name: value for name, value in cell.items() if value != plain[name]} for cell in cells]
-    for cell in sorted(short, key=len):
-        full = {"estimator": "k1", **cell}
-        try:
-            KLTerm(**full)
-        except UserError as error:
-            found.setdefault(_reason(str(error), full), full)
-    return found
-
-
-def _reason(message: str, cell: dict[str, Any]) -> str:
-    reason = message.split(": ", 1)[1]
-    reason = re.sub(rf"\b{cell['estimator']}\b(?= (sums|needs|already))", "ESTIMATOR", reason)
-    reason = re.sub(r"not (to_go|own)$", "not NAME", reason)
-    return re.sub(r"correction (token_detached|token|prefix_previous|prefix|sequence)\b", "correction NAME", reason)
-
-
-def impossible() -> str:
-    def written(cell: dict[str, Any]) -> str:
-        return "`{" + ", ".join(f"{name}: {value}" for name, value in cell.items()) + "}`"
-
-    return table(("for example", "why not"), [(written(cell), why) for why, cell in impossible_combinations().items()])
 
 
 # --- configuration: names and recipes ---------------------------------------------------------------------------
@@ -192,7 +137,7 @@ def _said(terms: Sequence[KLTerm], regime: str) -> str:
     bare = dataclasses.replace(terms[0], cap=None, window=None, input_clamp=None, output_clamp=None)
     uncapped = claimed_target(bare, regime) or "none"
     assert uncapped == enumerated([bare], regime), f"{bare.label()} {regime}"
-    return each[0] if each[0] == uncapped else f"{each[0]} ({uncapped} while no bound acts)"
+    return each[0] if each[0] == uncapped else f"{each[0]} ({uncapped} without its bound)"
 
 
 def verdicts() -> str:
@@ -206,41 +151,16 @@ def verdicts() -> str:
 
 
 def names() -> str:
-    """Every built-in part a config may name, with its options."""
+    """Built-in parts a config may name, with their options; those of other pages are left out."""
     parts = []
-    for kind in (
-        "estimators",
-        "corrections",
-        "advantages",
-        "policy_losses",
-        "policy_corrections",
-        "rewards",
-        "datasets",
-        "rollouts",
-    ):
+    for kind in ("corrections", "rewards", "datasets", "rollouts"):
         rows = [
-            (f"`{entry.name}`", entry.summary.replace("``", "`"), ", ".join(entry.claims), options_of(entry))
-            for entry in built_in(KINDS[kind])
+            (f"`{entry.name}`", entry.summary.replace("``", "`"), options_of(entry)) for entry in built_in(KINDS[kind])
         ]
-        head: tuple[str, ...] = ("name", "what it is", "claims", "options")
-        keep = [n for n, title in enumerate(head) if title in ("name", "what it is") or any(row[n] for row in rows)]
-        parts.append(f"### {kind}\n\n" + table([head[n] for n in keep], [[row[n] for n in keep] for row in rows]))
+        width = 3 if any(row[-1] for row in rows) else 2
+        head = ("name", "what it is", "options")[:width]
+        parts.append(f"### {kind}\n\n" + table(head, [row[:width] for row in rows]))
     return "\n\n".join(parts)
-
-
-def options_of(entry: Entry[Any]) -> str:
-    """Keyword options with their defaults; datasets and rollouts read theirs from the config."""
-    if entry.kind in ("datasets", "rollouts"):
-        return ""
-    parameters = [
-        p for p in inspect.signature(entry.fn).parameters.values() if p.default is not inspect.Parameter.empty
-    ]
-    options = [f"`{p.name}={_shown(p.default).strip('`')}`" for p in parameters]
-    if entry.kind == "rewards" and entry.facts.get("isolated"):
-        from kl_comedy.rewards.pool import TIMEOUT_S
-
-        options.append(f"`timeout_s={TIMEOUT_S:g}`")
-    return ", ".join(options)
 
 
 # --- architecture: packages --------------------------------------------------------------------------------------
@@ -304,7 +224,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "configuration.md": {
         "keys": configuration_keys,
         "term fields": term_fields,
-        "impossible": impossible,
         "recipes": recipes,
         "verdicts": verdicts,
         "names": names,

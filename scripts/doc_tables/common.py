@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kl_comedy.registry import Entry, Registry
 
@@ -24,3 +26,29 @@ def is_built_in(entry: Entry[Any]) -> bool:
 
 def built_in(registry: Registry[Any]) -> list[Entry[Any]]:
     return [entry for entry in registry if is_built_in(entry)]
+
+
+def shown(value: Any) -> str:
+    """A default as YAML writes it."""
+    if dataclasses.is_dataclass(value):
+        value = getattr(value, "name", None) or dataclasses.asdict(cast(Any, value))
+    if isinstance(value, list):
+        return "`[" + ", ".join(shown(item).strip("`") for item in value) + "]`"
+    if isinstance(value, bool) or value is None:
+        return {True: "`true`", False: "`false`", None: "`null`"}[value]
+    return '`""`' if value == "" else f"`{value}`"
+
+
+def options_of(entry: Entry[Any]) -> str:
+    """Keyword options with their defaults; datasets and rollouts read theirs from the config."""
+    if entry.kind in ("datasets", "rollouts"):
+        return ""
+    parameters = [
+        p for p in inspect.signature(entry.fn).parameters.values() if p.default is not inspect.Parameter.empty
+    ]
+    options = [f"`{p.name}={shown(p.default).strip('`')}`" for p in parameters]
+    if entry.kind == "rewards" and entry.facts.get("isolated"):
+        from kl_comedy.rewards.pool import TIMEOUT_S
+
+        options.append(f"`timeout_s={TIMEOUT_S:g}`")
+    return ", ".join(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def certificates(label: str, terms: tuple[KLTerm, ...]) -> dict[str, Certificate
 
 @lru_cache(maxsize=1)
 def matrix() -> tuple[KLTerm, ...]:
-    """Every built-in cell whose log-ratio is taken at the current weights."""
+    """Every built-in term whose log-ratio is taken at the current weights."""
     return tuple(c for c in all_terms(ESTIMATOR_NAMES, CORRECTION_NAMES) if c.anchor == "current")
 
 
@@ -95,12 +96,12 @@ SITUATIONS: tuple[tuple[str, str, str, str], ...] = (
 """What one is in, the recipe, the regime it is for, and its row of the master table in tests/exact/test_claims.py."""
 
 NEVER: tuple[tuple[str, str, str], ...] = (
-    ("comedy/k1_in_loss", "on_policy", "its gradient is the score: zero in the mean, and the largest noise of all"),
-    ("comedy/k1_in_loss", "off_policy", "pushes away from the sampler's own tokens, whatever the reference is"),
-    ("comedy/k3_in_reward", "on_policy", "to first order near the reference nothing is left; what is left turns away"),
-    ("grpo", "off_policy", "neither KL once the batch is stale; `trl/default` costs one ratio more"),
-    ("comedy/k1_in_reward", "off_policy", "no ratio: the further the sampler, the less of it is a KL"),
-    ("comedy/k3_both", "off_policy", "exact on-policy only: the pair needs ratios (`is/k3_per_decision`)"),
+    ("comedy/k1_in_loss", "on_policy", "expected gradient zero; the most noise of all"),
+    ("comedy/k1_in_loss", "off_policy", "pushes away from the sampled tokens, whatever the reference"),
+    ("comedy/k3_in_reward", "on_policy", "its gradient vanishes to first order near the reference"),
+    ("grpo", "off_policy", "no KL on stale batches; use `trl/default`"),
+    ("comedy/k1_in_reward", "off_policy", "no ratio: the bias grows with staleness"),
+    ("comedy/k3_both", "off_policy", "exact on-policy only; use `is/k3_per_decision`"),
 )
 
 
@@ -161,38 +162,23 @@ def inside_advantages() -> str:
     return table(head, rows)
 
 
-def every_cell() -> str:
-    """All terms, by what they optimize, least noise first."""
+def terms_by_target() -> str:
+    """Per regime, the terms that optimize each target, least noise first; one row per term without its correction."""
     parts = []
     for regime in REGIMES:
-        hits: dict[str, list[Certificate]] = {}
-        for term in matrix():
-            hits.setdefault(of(term)[regime].target or "none", []).append(of(term)[regime])
-        parts.append(f"### {regime.replace('_', '-').capitalize()}")
-        for target in ("sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero", "none"):
-            if found := hits.get(target):
-                parts.append(_cells_of(target, found))
+        rows = []
+        for target in ("sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero"):
+            bases: dict[str, dict[str, list[str]]] = {}
+            hits = [(of(term)[regime], term) for term in matrix() if of(term)[regime].target == target]
+            for certificate, term in sorted(hits, key=lambda hit: (round(hit[0].variance, 6), hit[1].label())):
+                base = replace(term, correction="none").label()
+                bases.setdefault(base, {}).setdefault(noise(certificate), []).append(term.correction)
+            for base, by_noise in bases.items():
+                corrections = "; ".join(f"{', '.join(names)}: {words}" for words, names in by_noise.items())
+                rows.append((f"`{target}`", f"`{base}`", corrections))
+        title = regime.replace("_", "-").capitalize()
+        parts.append(f"### {title}\n\n{table(('optimizes', 'term', 'corrections: noise'), rows)}")
     return "\n\n".join(parts)
-
-
-def _cells_of(target: str, found: list[Certificate]) -> str:
-    title = f"`{target}`" if target != "none" else "No target"
-    if target == "none":
-        found = sorted(found, key=lambda c: (round(c.relative_bias["sequence_reverse"], 6), c.name))
-        rows = [
-            (
-                f"`{c.name}`",
-                percent(c.relative_bias["sequence_reverse"]),
-                f"{c.cosine['sequence_reverse']:.2f}",
-                noise(c),
-            )
-            for c in found
-        ]
-        body = table(("cell", "off `sequence_reverse`", "cosine", "noise"), rows)
-    else:
-        found = sorted(found, key=lambda c: (round(c.variance, 6), c.name))
-        body = table(("cell", "noise"), [(f"`{c.name}`", noise(c)) for c in found])
-    return f"<details><summary>{title}: {len(found)} cells</summary>\n\n{body}\n\n</details>"
 
 
 # --- a page per estimator -------------------------------------------------------------------------------------
@@ -261,7 +247,7 @@ def _certified(terms: Sequence[KLTerm]) -> str:
         found = of(term)
         words = [f"{outcome(found[regime])} ({noise(found[regime])})" for regime in REGIMES]
         rows.append((f"`{term.label()}`", *words))
-    return table(("cell", "on-policy (noise)", "off-policy (noise)"), rows)
+    return table(("term", "on-policy (noise)", "off-policy (noise)"), rows)
 
 
 def estimator_index() -> str:
@@ -272,9 +258,9 @@ def estimator_index() -> str:
         rows.append((f"[{name}]({name}.md)", entry.summary.replace("``", "`"), *shown))
     head = ("estimator", "what it is", "in reward, to go, on-policy", "in loss, on-policy")
     words = """
-    Every estimator of the per-token log-ratio `l = log pi - log ref` to nats, with what it optimizes in each place.
-    An estimate that is right as a number can be wrong as a gradient: compare the two columns. Figures are of small
-    random policies enumerated in float64: read the order, not the size.
+    Every estimator of the per-token log-ratio `l = log pi - log ref` to nats, with what it optimizes in each placement.
+    An unbiased estimate can have a biased gradient: compare the two columns. The figures are for small random policies,
+    enumerated in float64: trust the order, not the size.
     """
     comment = "<!-- This page is made by scripts/generate_docs.py. -->"
     return f"# Estimators\n\n{comment}\n{textwrap.dedent(words)}\n{table(head, rows)}\n"
@@ -291,6 +277,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "never": never,
     "placements": placements,
     "inside advantages": inside_advantages,
-    "cells": every_cell,
+    "terms": terms_by_target,
 }
 """The generated parts of decision.md."""

@@ -10,6 +10,7 @@ from doc_tables.kl_terms import noise, outcome
 
 from kl_comedy.lab.peers import SYSTEMS, Advice, Reading, System, advise, read, switched_on
 from kl_comedy.lab.peers.flags import format_value
+from kl_comedy.lab.peers.systems import SENTENCES
 
 SETTINGS: tuple[str, ...] = (
     "trl:beta=0.04,use_bias_correction_kl=false",
@@ -65,8 +66,13 @@ def _row(reading: Reading, heading: str) -> tuple[str, ...]:
     return reading.system, flags, label, *(outcome(certificates[regime]) for regime in ("on_policy", "off_policy"))
 
 
+def common_notes() -> str:
+    """The sentences that several systems share, by name."""
+    return "\n".join(f"- **{name}**: {sentence}." for name, sentence in SENTENCES.items())
+
+
 def systems() -> str:
-    """Per system: what matters, what does nothing, which flags do better, and its flags."""
+    """Per system: notes, flags without effect, advised flags, and the flags that are read."""
     return "\n\n".join(_section(system) for system in SYSTEMS.values())
 
 
@@ -74,33 +80,39 @@ def _section(system: System) -> str:
     default = read(f"{system.name}:")
     readings = [default, switched_on(default), *(read(text) for text in SETTINGS if text.startswith(f"{system.name}:"))]
     there = [reading for reading in readings if reading is not None]
-    parts = [f"### {system.name}", f"{system.title} {system.version}. Read in: `{_modules(system.source)}`."]
-    notes = _gather(there, lambda reading: reading.notes)
-    no_ops = _gather(there, lambda reading: reading.no_ops)
-    instead = [f"- {_flags(reading)}: {reading.instead}." for reading in there if reading.terms is None]
-    parts += ["No term says it:\n\n" + "\n".join(instead)] if instead else []
-    parts += ["Notes:\n\n" + notes] if notes else []
-    parts += ["Does nothing:\n\n" + no_ops] if no_ops else []
-    rows = [
-        (each.goal.words, f"`{each.flags}`" if each.flags else each.why_not, _noise(each), f"`{each.goal.recipe}`")
-        for each in advise(system)
+    parts = [f"### {system.name}", f"{system.title} {system.version}. Source: `{_modules(system.source)}`."]
+    lines = [
+        f"- {_flags(reading)} has no equivalent term: {reading.instead}." for reading in there if reading.terms is None
     ]
-    parts.append(table(("if you want", "set", "noise", "ours"), rows))
-    flags = [(f"`{flag.where}`", *list(flag.row().values())[1:]) for flag in system.flags]
-    body = table(("flag", "allowed", "default", "meaning"), flags)
-    parts.append(f"<details><summary>flags that are read</summary>\n\n{body}\n\n</details>")
-    return "\n\n".join(parts)
+    lines += _notes(there, lambda reading: reading.notes, "")
+    lines += _notes(there, lambda reading: reading.no_ops, "no effect: ")
+    by_advice: dict[str, list[str]] = {}
+    for each in advise(system):
+        setting = f"`{each.flags}` (noise {_noise(each)})" if each.flags else each.why_not
+        by_advice.setdefault(setting, []).append(GOAL_WORDS[each.goal.name])
+    lines += [f"- {' and '.join(goals)}: {setting}." for setting, goals in by_advice.items()]
+    defaults = ", ".join(f"`{flag.where}={format_value(flag.default)}`" for flag in system.flags)
+    return "\n\n".join([*parts, "\n".join(lines), f"Flags read, with defaults: {defaults}."])
 
 
-def _gather(readings: Iterable[Reading], lines: Callable[[Reading], tuple[str, ...]]) -> str:
-    """Each line once, under the flags it was first met with."""
+GOAL_WORDS = {
+    "sequence": "**KL of completions, on-policy**",
+    "off_policy": "**per-token KL, stale batches**",
+    "low_noise": "**per-token KL, least noise**",
+}
+
+
+def _notes(readings: Iterable[Reading], notes: Callable[[Reading], tuple[str, ...]], prefix: str) -> list[str]:
+    """Each note once, under the flags that first have it; a shared sentence by its name."""
+    names = {sentence: f"[{name}](#common-notes)" for name, sentence in SENTENCES.items()}
     listed: set[str] = set()
-    items = []
+    lines = []
     for reading in readings:
-        new = [line for line in lines(reading) if line not in listed]
+        new = [note for note in notes(reading) if note not in listed]
         listed.update(new)
-        items += [f"- {_flags(reading)}:", *(f"  - {line}" for line in new)] if new else []
-    return "\n".join(items)
+        if new:
+            lines.append(f"- {_flags(reading)}: {prefix}{'; '.join(names.get(note, note) for note in new)}.")
+    return lines
 
 
 def _flags(reading: Reading) -> str:
@@ -120,4 +132,4 @@ def _noise(advice: Advice) -> str:
     return noise(read(advice.flags).certificates([advice.goal.regime])[advice.goal.regime])
 
 
-PARTS: dict[str, Callable[[], str]] = {"settings": settings, "systems": systems}
+PARTS: dict[str, Callable[[], str]] = {"settings": settings, "common notes": common_notes, "systems": systems}

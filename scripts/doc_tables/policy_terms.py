@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from doc_tables.common import ROOT, built_in, is_built_in, table
+from doc_tables.common import ROOT, built_in, is_built_in, options_of, table
 
 from kl_comedy.kl.oracle.policy_certificate import UPDATES, PolicyCertificate, certify_policy, named_policy_terms
 from kl_comedy.registry import ADVANTAGES, POLICY_CORRECTIONS, POLICY_LOSSES
@@ -35,6 +35,8 @@ def policy_terms() -> str:
         kind, summary, source = _facts(name)
         for regime, note in (("off_policy", ""), ("off_policy, later", ", a later update")):
             if (off := each.get(regime)) is not None:
+                if note:
+                    kind, summary, source = "", "", ""
                 figures = (
                     _figure(off.relative_bias),
                     f"{off.cosine:.2f}",
@@ -57,7 +59,8 @@ def _facts(name: str) -> tuple[str, str, str]:
     else:
         entry = POLICY_CORRECTIONS.get(name)
         kind = entry.facts["role"]
-    return kind, entry.summary.replace("``", "`"), entry.source
+    options = options_of(entry)
+    return kind, entry.summary.replace("``", "`") + (f" Options: {options}." if options else ""), entry.source
 
 
 def _figure(value: float) -> str:

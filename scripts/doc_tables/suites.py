@@ -1,4 +1,4 @@
-"""The generated parts of docs/evaluation.md: what each suite is and how it asks."""
+"""The generated parts of docs/evaluation.md: the suites and their prompts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ def suites() -> str:
         published = f"`{suite.data.name}`" if suite.data.name else f"`{suite.data.dataset}`, {suite.data.split}"
         published += f", `{suite.data.subset}`" if suite.data.subset else ""
         file = "" if suite.file is None else f"`{suite.file.path}`" + (" (checked)" if suite.file.sha256 else "")
-        judged = f"`{suite.reward.name}`" if suite.kind == "generate" else f"log-prob of the {suite.score}"
-        rows.append(
-            (f"`{suite.name}`", suite.summary, str(suite.items), judged, published, file, suite.source, suite.licence)
-        )
-    head = ("suite", "what", "problems", "judged by", "published as", "file in `--data-root`", "source", "licence")
+        judged = f"`{suite.reward.name}`" if suite.kind == "generate" else f"log-prob of {suite.score}"
+        rows.append((f"`{suite.name}`", str(suite.items), judged, published, file, suite.licence))
+    head = ("suite", "problems", "judged by", "hub name or generator", "file in `--data-root`", "licence")
     return table(head, rows)
 
 
 def prompts() -> str:
-    """One block for each way of asking, with the suites that ask so."""
+    """One block per prompt, with the suites that use it."""
     asked: dict[tuple[str, ...], list[str]] = {}
     for suite in _suites():
         question = suite.prompt.prefix + suite.text + suite.prompt.suffix + suite.prompt.prefill
@@ -40,8 +38,8 @@ def prompts() -> str:
         asked.setdefault((question, options, suite.template), []).append(f"`{suite.name}`")
     blocks = []
     for (question, options, template), names in asked.items():
-        how = {"auto": "chat where the tokenizer can, else plain", "plain": "plain", "chat": "chat"}[template]
-        each = f"; each option as `{options}`" if options else ""
+        how = {"auto": "chat if the tokenizer has a template", "plain": "plain", "chat": "chat"}[template]
+        each = f"; options as `{options}`" if options else ""
         blocks.append(f"{', '.join(names)} ({how}{each}):\n\n```text\n{question}\n```")
     return "\n\n".join(blocks)
 

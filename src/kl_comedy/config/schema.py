@@ -20,7 +20,7 @@ class LoraConfig:
 
     rank: int = option(8, "Rank of the update.", minimum=1)
     alpha: float = option(16.0, "Scale: the update is multiplied by `alpha / rank`.", above=0)
-    dropout: float = option(0.0, "Must be 0: with dropout the trained policy is not the one that samples.", minimum=0)
+    dropout: float = option(0.0, "Must be 0: dropout would make the trained policy differ from the sampler.", minimum=0)
     target_modules: list[str] = option(
         lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], "Names of the linear layers that get an adapter."
     )
@@ -33,23 +33,23 @@ class ModelConfig:
     source: str = option("pocket", "`pocket` (built and pretrained here in seconds), a local folder, or a hub id.")
     gguf_file: str | None = option(None, "The GGUF file within `source`.")
     revision: str | None = option(None, "The hub revision of the weights.")
-    tokenizer: str | None = option(None, "A folder or hub id, where the tokenizer is not that of `source`.")
+    tokenizer: str | None = option(None, "A folder or hub id, if not that of `source`.")
     dtype: str = option(
         "float32",
-        "Type of the weights. Log-probs, softmax and KL are computed in float32 or wider in any case.",
+        "Type of the weights. Log-probs and KL are always float32 or wider.",
         choices=("float32", "bfloat16", "float16"),
     )
-    device: str = option("auto", "`auto` takes the GPU where there is one.", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "`auto`: the GPU if there is one.", choices=("auto", "cpu", "cuda"))
     attention: str = option(
         "sdpa", "The attention implementation of transformers.", choices=("sdpa", "eager", "flash_attention_2")
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time.")
-    trust_remote_code: bool = option(False, "Run code that comes with the model. Only for sources you have read.")
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
     head_chunk_elements: int | None = option(
         None, "Rows x vocabulary of logits in memory at once; `null`: 2^23 (2^27 on a GPU).", minimum=1
     )
-    share_prompt: bool = option(True, "Compute a prompt once for all its completions; the results do not change.")
-    lora: LoraConfig | None = option(None, "Train a LoRA adapter; the reference is the model with the adapter off.")
+    share_prompt: bool = option(True, "Compute a prompt once for all its completions; same results.")
+    lora: LoraConfig | None = option(None, "Train a LoRA adapter; the reference is the model without it.")
     options: dict[str, Any] = option(
         dict, "`pocket`: `preset` (`base`, `tiny`) or fields of its recipe. Else: passed to transformers."
     )
@@ -59,7 +59,7 @@ class ModelConfig:
 class DatasetConfig:
     """Where problems come from."""
 
-    dataset: str = option("pocket", "A registered loader (see [names](#names)).", registry="datasets")
+    dataset: str = option("pocket", "The [loader](#names).", registry="datasets")
     name: str | None = option(None, "`hub`: the dataset's name there. `reasoning_gym`: the task.")
     path: str | None = option(None, "`jsonl`, `parquet`: the file.")
     subset: str | None = option(None, "`hub`: the configuration of the dataset.")
@@ -68,14 +68,12 @@ class DatasetConfig:
         "`hub`: the split. `pocket`: `train`, `heldout`, `two_terms`, `four_terms`, `three_digits` or `subtraction`.",
     )
     fields: dict[str, str] = option(
-        dict, "Our names (`text`, `answer`, `id`, `choices`; any other goes to the problem's meta) to the source's."
+        dict, "Maps our names (`text`, `answer`, `id`, `choices`; others go to the problem's meta) to the source's."
     )
     limit: int | None = option(
-        None, "At most so many problems; for procedural datasets the number to generate.", minimum=1
+        None, "Maximum number of problems; procedural datasets: the number to generate.", minimum=1
     )
-    seed: int = option(
-        0, "0 takes the first `limit` rows, another seed a random subset; the generator's seed where procedural."
-    )
+    seed: int = option(0, "0: the first `limit` rows; else a random subset. Procedural datasets: the generator's seed.")
     options: dict[str, Any] = option(
         dict,
         "Options of the loader. Files and `hub`: `text_after`, `answer_after`, `answer_boxed`, `render_choices`; `hub` "
@@ -96,8 +94,8 @@ class PromptConfig:
     system: str | None = option(None, "The system turn (chat only).")
     prefix: str = option("", "Text before the problem.")
     suffix: str = option("", "Text after the problem.")
-    prefill: str = option("", "The beginning of the answer; `{text}` in it stands for the problem's text.")
-    max_tokens: int = option(512, "Problems with longer prompts are left out, and counted.", minimum=1)
+    prefill: str = option("", "Beginning of the answer; `{text}` is the problem's text.")
+    max_tokens: int = option(512, "Longer prompts are skipped and counted.", minimum=1)
 
 
 @dataclass
@@ -107,35 +105,31 @@ class DataConfig:
     train: DatasetConfig = option(DatasetConfig, "The training problems.")
     eval: dict[str, DatasetConfig] = option(dict, "Sets to evaluate on, each under a name you choose.")
     prompt: PromptConfig = option(PromptConfig, "How a problem becomes a prompt.")
-    decontaminate: bool = option(True, "Remove every training problem that is also in an evaluation set.")
-    allow_test_split: bool = option(False, "Allow training on a split that is named test or evaluation.")
+    decontaminate: bool = option(True, "Remove training problems that are also in an evaluation set.")
+    allow_test_split: bool = option(False, "Allow training on a split named test or evaluation.")
 
 
 @dataclass
 class RolloutConfig:
     """How completions are sampled. The sampler must sample from the policy that is differentiated."""
 
-    backend: str = option("hf", "The sampler (see [names](#names)).", registry="rollouts")
+    backend: str = option("hf", "The [sampler](#names).", registry="rollouts")
     prompts_per_batch: int = option(8, "Prompts per batch, over all processes.", minimum=1)
     group_size: int = option(8, "Completions per prompt.", minimum=1)
     max_new_tokens: int = option(64, "Longest completion, in tokens.", minimum=1)
     temperature: float = option(1.0, "Temperature of sampling and of every log-prob and KL.", above=0)
-    top_p: float = option(1.0, "Training accepts 1 (off) only: otherwise the sampler is not the trained policy.")
+    top_p: float = option(1.0, "Training accepts 1 (off) only: otherwise the sampler differs from the policy.")
     top_k: int = option(0, "Training accepts 0 (off) only.")
     min_p: float = option(0.0, "Training accepts 0 (off) only.")
-    stop: list[str] = option(list, "Texts that end a completion, after the token that completes one.")
-    batch_sequences: int = option(
-        256, "Completions sampled at once. Another value gives other samples for the same seed.", minimum=1
-    )
+    stop: list[str] = option(list, "Texts that end a completion.")
+    batch_sequences: int = option(256, "Completions sampled at once; changes the samples of a seed.", minimum=1)
     replica_gib: float = option(
         16.0,
-        "With `fsdp`: the largest model (GiB) that one process may hold unsharded, to sample from it with `hf` or to "
-        "load a format that cannot be streamed.",
+        "With `fsdp`: the largest model (GiB) a process may hold unsharded, to sample with `hf` or to load a format "
+        "that cannot be streamed.",
         above=0,
     )
-    bucket_mib: int = option(
-        256, "With `fsdp`: MiB of weights gathered at a time on their way to a sampler or a file.", minimum=1
-    )
+    bucket_mib: int = option(256, "With `fsdp`: MiB of weights gathered at a time for a sampler or a file.", minimum=1)
     options: dict[str, Any] = option(dict, "Options of the backend (see [rollouts](rollouts.md)).")
 
 
@@ -143,10 +137,10 @@ class RolloutConfig:
 class RewardConfig:
     """One part of the reward."""
 
-    name: str = option("math_verify", "A registered reward (see [names](#names)).", registry="rewards")
+    name: str = option("math_verify", "A [reward](#names).", registry="rewards")
     weight: float = option(1.0, "Factor in the sum of rewards.")
     options: dict[str, Any] = option(
-        dict, "Options of the reward; `timeout_s` limits the CPU seconds of one item in the worker pool."
+        dict, "Options of the reward; `timeout_s`: CPU seconds per item in the worker pool."
     )
 
 
@@ -171,8 +165,8 @@ class ValueConfig:
     trunk: bool = option(False, "The value loss also trains the policy's body; otherwise only the head.")
     bootstrap_truncated: bool = option(
         False,
-        "A completion cut at `max_new_tokens` counts the value after its last token as future reward; otherwise the "
-        "episode ends there.",
+        "Bootstrap a completion cut at `max_new_tokens` with the value after its last token; otherwise the episode "
+        "ends there.",
     )
     normalize: bool = option(
         False, "Normalize advantages to mean 0 and deviation 1 over the update's tokens; this scales beta too."
@@ -183,7 +177,7 @@ class ValueConfig:
 class DpoConfig:
     """Direct preference optimization on pairs of a better and a worse completion of one prompt, by verified reward."""
 
-    beta: float = option(0.1, "DPO's beta: how far the policy may leave the reference for a preference.", above=0)
+    beta: float = option(0.1, "DPO's beta.", above=0)
 
 
 @dataclass
@@ -203,8 +197,8 @@ class AlgorithmConfig:
     )
     proximal: str = option(
         "behaviour",
-        "What the policy loss's ratio compares with: the sampler, or the policy at the batch's first update "
-        "(decoupled PPO).",
+        "Denominator of the policy loss's ratio: the sampler, or the policy at the batch's first update (decoupled "
+        "PPO).",
         choices=("behaviour", "recomputed"),
     )
     reduction: str = option(
@@ -221,7 +215,7 @@ class AlgorithmConfig:
     mask_truncated: bool = option(False, "Leave completions cut at `max_new_tokens` out of the loss.")
     dpo: DpoConfig | None = option(
         None,
-        "DPO on pairs of completions of one prompt with different rewards, in place of the policy loss and of `kl` "
+        "DPO on pairs of completions of one prompt with different rewards; replaces the policy loss and `kl` "
         "([replay.md](replay.md)).",
     )
 
@@ -250,15 +244,15 @@ class LagConfig:
     max_steps: int = option(0, "`async`: the largest age in updates of a batch at its first update.", minimum=0)
     policy: str = option(
         "wait",
-        "`async`, at the largest age: `wait` pauses the sampler; `drop` discards too old batches and samples again.",
+        "`async`, at the largest age: `wait` pauses the sampler; `drop` discards old batches and samples again.",
         choices=("wait", "drop"),
     )
-    in_flight: bool = option(False, "`async`: new weights take effect within completions, not only between batches.")
+    in_flight: bool = option(False, "`async`: new weights take effect within completions.")
     silence_limit_s: float = option(
-        60.0, "`async`: a sampler process without a heartbeat for so many seconds is replaced.", above=0
+        60.0, "`async`: replace a sampler process after this many seconds without a heartbeat.", above=0
     )
     answer_limit_s: float = option(
-        3600.0, "`async`: so is one that finishes no batch or evaluation for so many seconds.", above=0
+        3600.0, "`async`: and after this many without finishing a batch or an evaluation.", above=0
     )
 
 
@@ -294,16 +288,14 @@ class TrainConfig:
     steps: int = option(100, "Optimizer updates.", minimum=1)
     microbatch_tokens: int | None = option(
         None,
-        "Tokens per backward pass; the gradient does not depend on it. `null`: as many as 1 GiB of activations takes "
-        "(16 GiB on a GPU).",
+        "Tokens per backward pass; does not change the gradient. `null`: as many as fit 1 GiB of activations (16 GiB "
+        "on a GPU).",
         minimum=1,
     )
     precision: str = option(
         "fp32", "`bf16`: mixed precision; the sampler runs under the same.", choices=("fp32", "bf16")
     )
-    eval_every: int = option(
-        0, "Updates between evaluations; 0: only as `eval.at_start` and `eval.at_end` say.", minimum=0
-    )
+    eval_every: int = option(0, "Updates between evaluations; 0: only `eval.at_start` and `eval.at_end`.", minimum=0)
     checkpoint_every: int = option(
         10, "Updates between checkpoints; 0: none, and the run cannot be resumed.", minimum=0
     )
@@ -337,13 +329,13 @@ class EvalConfig:
     )
     reference: str | None = option(
         None,
-        "The model that `kl-comedy evaluate` measures KL against: a config file that names it (a run's `config.yaml` "
-        "gives the run's initial model), or a model as in `model.source`. `null`: entropy only.",
+        "The model that `kl-comedy evaluate` measures KL against: a config file (a run's `config.yaml`: its initial "
+        "model) or a model as in `model.source`. `null`: entropy only.",
     )
     suites: list[str] = option(
         list,
-        "[Suites](evaluation.md) to evaluate beside `data.eval`, by name or YAML file, with their prompts and "
-        "verifiers. `eval.samples` and `eval.temperature` apply to them too. Likelihood suites sample nothing.",
+        "[Suites](evaluation.md) to evaluate beside `data.eval`, by name or YAML file. `eval.samples` and "
+        "`eval.temperature` apply, except to likelihood suites.",
     )
     data_root: str | None = option(None, "The folder of the suites' files; `null`: by hub name.")
 
@@ -357,12 +349,10 @@ class AuditConfig:
     )
     terms: list[str] = option(lambda: ["own"], "`own` (the terms of `kl`), `panel`, or names of recipes.")
     samples: int | None = option(
-        None, "Most completions of the update, in whole groups; `null`: half, at least 3 groups.", minimum=1
+        None, "Maximum completions, in whole groups; `null`: half of the update, at least 3 groups.", minimum=1
     )
-    blocks: int = option(
-        8, "Blocks of whole groups that the estimates are made from; an update needs 3 groups.", minimum=3
-    )
-    sketch: int = option(65536, "Numbers stored of the gradient of a group of layers; 0: all.", minimum=0)
+    blocks: int = option(8, "Blocks of whole groups; an update needs 3 groups.", minimum=3)
+    sketch: int = option(65536, "Sketch size of a layer group's gradient; 0: the whole gradient.", minimum=0)
 
 
 @dataclass
@@ -415,10 +405,8 @@ class Config:
     train: TrainConfig = option(TrainConfig)
     eval: EvalConfig = option(EvalConfig)
     audit: AuditConfig = option(AuditConfig)
-    callbacks: list[CallbackConfig] = option(
-        list, "Further Lightning callbacks, in the order in which they are called."
-    )
-    trainer: dict[str, Any] = option(dict, "Further arguments of `lightning.Trainer`; those set by a run are refused.")
+    callbacks: list[CallbackConfig] = option(list, "Lightning callbacks, in calling order.")
+    trainer: dict[str, Any] = option(dict, "Extra arguments of `lightning.Trainer`; those that a run sets are refused.")
     tracking: TrackingConfig = option(TrackingConfig)
 
 

@@ -58,7 +58,7 @@ class KLTerm:
         choices=CREDITS,
     )
     correction: str = option(
-        "none", "Ratio of policy to behaviour policy on the KL part (see [names](#names)).", registry="corrections"
+        "none", "Ratio of policy to behaviour policy on the KL part ([names](#names)).", registry="corrections"
     )
     gradient: str = option(
         "natural",
