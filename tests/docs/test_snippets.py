@@ -32,8 +32,8 @@ def python(*arguments, cwd):
     return done.stdout
 
 
-def test_there_are_three_guides():
-    assert list(GUIDES) == ["Add an estimator", "Add a reward", "Add a rollout backend"]
+def test_there_are_four_guides():
+    assert list(GUIDES) == ["Add an estimator", "Add a reward", "Add a rollout backend", "Add a Lightning callback"]
     assert all(len(blocks) == 2 for blocks in GUIDES.values())
 
 
@@ -53,6 +53,7 @@ def test_a_run_trains_with_all_that_the_guides_and_the_example_register(tmp_path
         TINY,
         f"kl={terms}",
         "rollout.backend=plain",
+        "callbacks=[{name: stop_at_kl, options: {nats: 5.0}}]",
         "rewards=[{name: last_number, options: {max_chars: 200}}]",
         "model.options.warmstart_steps=5",
         "train.steps=2",
