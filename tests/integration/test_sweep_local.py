@@ -198,7 +198,7 @@ def test_cancel_saves_a_running_cell_and_resubmit_goes_on_from_there(tmp_path):
     assert "nothing to submit" in kl_comedy("resubmit", "long", cwd=tmp_path).stderr
     kl_comedy("cancel", "long", cwd=tmp_path)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 1 and "stopped; go on with" in said
+    assert process.returncode == 1 and "stopped; resume with" in said
     rows = json.loads(kl_comedy("status", "long", "--format", "json", cwd=tmp_path).stdout)
     assert [row["state"] for row in rows] == ["CANCELLED", "CANCELLED"]
     assert "stopped by SIGTERM at update" in rows[0]["why"]
