@@ -46,25 +46,25 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=60, help="problems scored by their options' texts")
     parser.add_argument("--recorded", type=int, default=600, help="recorded answers judged by both")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to do now; what --out already holds is kept")
-    asked = parser.parse_args()
-    if not set(asked.parts.split(",")) <= set(PARTS):
-        parser.error(f"--parts: got {asked.parts!r}; allowed: {', '.join(PARTS)}")
+    args = parser.parse_args()
+    if not set(args.parts.split(",")) <= set(PARTS):
+        parser.error(f"--parts: got {args.parts!r}; allowed: {', '.join(PARTS)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    found = earlier(asked)
+    results = earlier(args)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_suites(folder, asked)
-        for part in (part for part in PARTS if part in asked.parts.split(",")):
-            found[part] = compare_verdicts(asked) if part == "verdicts" else compare(part, asked, folder)
-            write(found, asked)  # after each, as one may take long
-    print((asked.out / "README.md").read_text())
+        write_suites(folder, args)
+        for part in (part for part in PARTS if part in args.parts.split(",")):
+            results[part] = compare_verdicts(args) if part == "verdicts" else compare(part, args, folder)
+            write(results, args)  # after each, as one may take long
+    print((args.out / "README.md").read_text())
 
 
 # --- the same suites for both -----------------------------------------------------------------------------------
-def write_suites(folder: Path, asked: argparse.Namespace) -> None:
+def write_suites(folder: Path, args: argparse.Namespace) -> None:
     """Suites of ours as YAML files with the options of this comparison."""
     suites: dict[str, dict[str, Any]] = {
-        "gsm8k": {"extends": "gsm8k", "max_new_tokens": asked.tokens},
+        "gsm8k": {"extends": "gsm8k", "max_new_tokens": args.tokens},
         "mmlu_letters": {"extends": "mmlu_college_physics_likelihood"},
         "mmlu_texts": {
             "extends": "mmlu_college_biology_likelihood",
@@ -76,20 +76,20 @@ def write_suites(folder: Path, asked: argparse.Namespace) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(keys))
 
 
-def ours(suite: str, asked: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def ours(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Our scores and records, by the command a user types."""
     command = [
         sys.executable,
         "-m",
         "kl_comedy.cli",
         "evaluate",
-        asked.model,
+        args.model,
         "--suite",
         str(folder / f"{suite}.yaml"),
         "--data-root",
-        str(asked.data_root.resolve()),
+        str(args.data_root.resolve()),
         "--limit",
-        str(getattr(asked, PARTS[suite])),
+        str(getattr(args, PARTS[suite])),
         "--out",
         str(folder / "ours"),
         "--format",
@@ -102,19 +102,19 @@ def ours(suite: str, asked: argparse.Namespace, folder: Path) -> tuple[dict[str,
     return row, [json.loads(line) for line in lines]
 
 
-def theirs(suite: str, rows: Sequence[Mapping[str, Any]], asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def theirs(suite: str, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """lm-eval on a task of its own that asks the same of the same items, from a local file."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     data = folder / f"{suite}.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in documents(suite, rows, asked)))
+    data.write_text("".join(json.dumps(line) + "\n" for line in documents(suite, rows, args)))
     task = {"task": f"own_{suite}", "dataset_path": "json", "test_split": "test", "num_fewshot": 0}
     task["dataset_kwargs"] = {"data_files": {"test": str(data)}}
-    task |= generative(asked) if suite == "gsm8k" else multiple_choice(suite)
+    task |= generative(args) if suite == "gsm8k" else multiple_choice(suite)
     return lm_eval.simple_evaluate(
         model="hf",
-        model_args={"pretrained": asked.model, "dtype": "float32"},
+        model_args={"pretrained": args.model, "dtype": "float32"},
         tasks=[task],
         batch_size=8,
         device="cpu",
@@ -125,22 +125,22 @@ def theirs(suite: str, rows: Sequence[Mapping[str, Any]], asked: argparse.Namesp
     )
 
 
-def documents(suite: str, rows: Sequence[Mapping[str, Any]], asked: argparse.Namespace) -> list[dict[str, Any]]:
+def documents(suite: str, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """The items of our records as they stand in the data file, in our order."""
     name = "gsm8k_test.jsonl" if suite == "gsm8k" else "mmlu_stem_test.jsonl"
-    lines = (asked.data_root / name).read_text(encoding="utf-8").split("\n")
+    lines = (args.data_root / name).read_text(encoding="utf-8").split("\n")
     by_id = {item["id"]: item for item in map(json.loads, filter(None, lines))}
     keep = ("id", "problem", "answer", "choices", "subject")
     return [{key: by_id[row["id"]][key] for key in keep if key in by_id[row["id"]]} for row in rows]
 
 
-def generative(asked: argparse.Namespace) -> dict[str, Any]:
+def generative(args: argparse.Namespace) -> dict[str, Any]:
     ask = "Please reason step by step, and put your final answer within \\boxed{}."
     return {
         "output_type": "generate_until",
         "doc_to_text": "{{problem}}\n\n" + ask,
         "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["<|im_end|>"], "do_sample": False, "max_gen_toks": asked.tokens},
+        "generation_kwargs": {"until": ["<|im_end|>"], "do_sample": False, "max_gen_toks": args.tokens},
         "filter_list": [{"name": "flexible-extract", "filter": FLEXIBLE}],
         "metric_list": [{**MATCH, "aggregation": "mean", "higher_is_better": True}],
     }
@@ -167,25 +167,25 @@ def multiple_choice(suite: str) -> dict[str, Any]:
 
 
 # --- item by item -----------------------------------------------------------------------------------------------
-def compare(suite: str, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    row, rows = ours(suite, asked, folder)
-    result = theirs(suite, rows, asked, folder)
+def compare(suite: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    row, rows = ours(suite, args, folder)
+    result = theirs(suite, rows, args, folder)
     samples = sorted(result["samples"][f"own_{suite}"], key=lambda sample: sample["doc_id"])
     assert [sample["doc"]["id"] for sample in samples] == [item["id"] for item in rows]
     prompts = sum(sample["arguments"][0][0] == item["prompt"] for sample, item in zip(samples, rows, strict=True))
     pairs = list(zip(rows, samples, strict=True))
-    found = _generated(pairs) if suite == "gsm8k" else _compared(pairs)
+    results = _completions_agreement(pairs) if suite == "gsm8k" else _choices_agreement(pairs)
     interval = [row["accuracy_low"], row["accuracy_high"]]
     return {
-        "asked": getattr(asked, PARTS[suite]),
+        "asked": getattr(args, PARTS[suite]),
         "items": len(rows),
         "prompts_equal": prompts,
         "ours": {"accuracy": row["accuracy"], "interval_95": interval},
-        **found,
+        **results,
     }
 
 
-def _generated(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
+def _completions_agreement(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
     items = [
         {
             "id": item["id"],
@@ -203,7 +203,7 @@ def _generated(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> 
     }
 
 
-def _compared(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
+def _choices_agreement(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
     items = []
     for item, sample in pairs:
         logps = [float(response[0][0]) for response in sample["resps"]]
@@ -229,27 +229,27 @@ def _compared(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> d
     }
 
 
-def compare_verdicts(asked: argparse.Namespace) -> dict[str, Any]:
+def compare_verdicts(args: argparse.Namespace) -> dict[str, Any]:
     """Both verdicts on recorded answers to GSM8K problems, beside the label that came with them."""
     from lm_eval.api.metrics import exact_match_hf_evaluate
     from lm_eval.filters.extraction import RegexFilter
 
     from kl_comedy.rewards import score
 
-    lines = (asked.data_root / "verify_gsm8k_openai.jsonl").read_text(encoding="utf-8").split("\n")
+    lines = (args.data_root / "verify_gsm8k_openai.jsonl").read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines if line]
-    rows = rows[:: max(len(rows) // asked.recorded, 1)]
+    rows = rows[:: max(len(rows) // args.recorded, 1)]
     mine = score("math_verify", completions=[r["answer"] for r in rows], answers=[r["gold"] for r in rows])
     chosen = RegexFilter(regex_pattern=GSM8K_REGEX, group_select=-1)
     options = {key: value for key, value in MATCH.items() if key != "metric"}
     items = []
     for row, reward in zip(rows, mine, strict=True):
         ((prediction,),) = chosen.apply([[row["answer"]]], [{}])
-        found = exact_match_hf_evaluate(predictions=[prediction], references=[row["gold"]], **options)
-        theirs = bool(found["exact_match"])
+        results = exact_match_hf_evaluate(predictions=[prediction], references=[row["gold"]], **options)
+        theirs = bool(results["exact_match"])
         items.append({"id": row["id"], "ours": reward.value == 1.0, "theirs": theirs, "label": row["expected"]})
     return {
-        "asked": asked.recorded,
+        "asked": args.recorded,
         "items": len(items),
         "label_right": sum(item["label"] for item in items),
         "ours_equal_label": sum(item["ours"] == item["label"] for item in items),
@@ -260,40 +260,40 @@ def compare_verdicts(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 # --- what is written --------------------------------------------------------------------------------------------
-def identity(asked: argparse.Namespace) -> dict[str, Any]:
+def identity(args: argparse.Namespace) -> dict[str, Any]:
     """What parts must have in common to stand on one page."""
     from importlib.metadata import version
 
     versions = {name: version(name) for name in ("lm-eval", "transformers", "torch", "math-verify")}
-    return {"versions": versions, "model": Path(asked.model).name, "tokens": asked.tokens}
+    return {"versions": versions, "model": Path(args.model).name, "tokens": args.tokens}
 
 
-def earlier(asked: argparse.Namespace) -> dict[str, Any]:
+def earlier(args: argparse.Namespace) -> dict[str, Any]:
     """The parts that ``--out`` already holds, where they are of the same model, packages and completion length."""
-    file = asked.out / "agreement.json"
+    file = args.out / "agreement.json"
     if not file.exists():
         return {}
-    held, now = json.loads(file.read_text()), identity(asked)
-    if {key: held.get(key) for key in now} != now:
+    previous, now = json.loads(file.read_text()), identity(args)
+    if {key: previous.get(key) for key in now} != now:
         sys.exit(f"{file} is of another model, other packages or another --tokens; name another --out")
-    return dict(held["suites"])
+    return dict(previous["suites"])
 
 
-def write(found: Mapping[str, Any], asked: argparse.Namespace) -> None:
-    now = identity(asked)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "agreement.json").write_text(json.dumps(now | {"suites": found}, indent=1) + "\n")
-    (asked.out / "README.md").write_text(page(found, now["versions"], asked))
+def write(results: Mapping[str, Any], args: argparse.Namespace) -> None:
+    now = identity(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "agreement.json").write_text(json.dumps(now | {"suites": results}, indent=1) + "\n")
+    (args.out / "README.md").write_text(page(results, now["versions"], args))
 
 
-def page(found: Mapping[str, Any], versions: Mapping[str, str], asked: argparse.Namespace) -> str:
+def page(results: Mapping[str, Any], versions: Mapping[str, str], args: argparse.Namespace) -> str:
     names = ", ".join(f"{name} {number}" for name, number in versions.items())
-    counts = " ".join(f"--{option} {found[part]['asked']}" for part, option in PARTS.items() if part in found)
+    counts = " ".join(f"--{option} {results[part]['asked']}" for part, option in PARTS.items() if part in results)
     lines = [
         "# Agreement with lm-eval",
         "",
-        f"`python bench/harness_agreement.py --data-root DATA --tokens {asked.tokens} {counts}`, "
-        f"{Path(asked.model).name}, float32, CPU; {names}.",
+        f"`python bench/harness_agreement.py --data-root DATA --tokens {args.tokens} {counts}`, "
+        f"{Path(args.model).name}, float32, CPU; {names}.",
         "",
         "The same items, prompts (as text, and so as tokens of the one tokenizer) and weights through both; greedy. "
         "Item by item in [agreement.json](agreement.json).",
@@ -301,18 +301,18 @@ def page(found: Mapping[str, Any], versions: Mapping[str, str], asked: argparse.
         "| suite | items | prompts equal | ours [95%] | lm-eval | verdicts equal | further |",
         "|---|---:|---:|---|---:|---:|---|",
     ]
-    lines += [_line(name, found[name]) for name in PARTS if name in found and name != "verdicts"]
-    lines += _judged(found["verdicts"]) if "verdicts" in found else []
+    lines += [_line(name, results[name]) for name in PARTS if name in results and name != "verdicts"]
+    lines += _verdict_lines(results["verdicts"]) if "verdicts" in results else []
     return "\n".join([*lines, "", *REMARKS]) + "\n"
 
 
-def _judged(judged: Mapping[str, Any]) -> list[str]:
+def _verdict_lines(row: Mapping[str, Any]) -> list[str]:
     return [
         "",
-        f"Verdicts alone, on {judged['items']} recorded answers of other models to GSM8K problems "
-        f"({judged['label_right']} labelled right): math-verify and lm-eval's `flexible-extract` agree on "
-        f"{judged['verdicts_equal']}; math-verify agrees with the label on {judged['ours_equal_label']}, lm-eval on "
-        f"{judged['theirs_equal_label']}.",
+        f"Verdicts alone, on {row['items']} recorded answers of other models to GSM8K problems "
+        f"({row['label_right']} labelled right): math-verify and lm-eval's `flexible-extract` agree on "
+        f"{row['verdicts_equal']}; math-verify agrees with the label on {row['ours_equal_label']}, lm-eval on "
+        f"{row['theirs_equal_label']}.",
     ]
 
 
@@ -320,7 +320,7 @@ REMARKS = [
     "- `gsm8k`: ours judges by math-verify, lm-eval by its own task's regular expression; completions are cut early, "
     "so few are right, and agreement of verdicts says little there: hence the recorded answers.",
     "- `mmlu_letters` (college physics) picks the likeliest letter, `mmlu_texts` (college biology) the likeliest text; "
-    "`norm`: per character. ARC-Challenge is asked as `mmlu_texts` is.",
+    "`norm`: per character. ARC-Challenge is args as `mmlu_texts` is.",
 ]
 
 

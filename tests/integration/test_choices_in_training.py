@@ -34,13 +34,13 @@ def table(run, step, name="pick"):
     return json.loads((run / f"tables/choices/{name}/{step}.json").read_text())
 
 
-def test_a_run_watches_what_evaluate_measures_item_by_item(kl_comedy, pick, monkeypatch):
+def test_a_run_logs_what_evaluate_measures_item_by_item(kl_comedy, pick, monkeypatch):
     monkeypatch.setattr(callbacks, "SAMPLE_ROWS", PROBLEMS)
     code, out, err = kl_comedy("train", TINY, *WORDS, "eval.suites=[pick.yaml]", "train.microbatch_tokens=64")
     assert code == 0, err
     (run,) = Path("runs").glob("tiny-*")
     spool = [json.loads(line) for line in (run / "spool.jsonl").read_text().splitlines()]
-    said = " ".join((out + err).split())
+    printed = " ".join((out + err).split())
     logged = {}
     for event in spool:
         if event.get("kind") == "metrics":
@@ -50,8 +50,8 @@ def test_a_run_watches_what_evaluate_measures_item_by_item(kl_comedy, pick, monk
         assert {name for name in logged[step] if "pick" in name} == {f"eval/pick/{name}" for name in NAMES}
         accuracy = logged[step]["eval/pick/accuracy"]
         assert summary["accuracies"]["pick"][str(step)] == accuracy
-        assert f"eval pick at update {step}: accuracy {accuracy:.3f} [" in said
-    assert set(summary["evaluations"]) == {"heldout"} and "pick accuracy" in said
+        assert f"eval pick at update {step}: accuracy {accuracy:.3f} [" in printed
+    assert set(summary["evaluations"]) == {"heldout"} and "pick accuracy" in printed
     for target, step in ((run, 2), (next(run.glob("checkpoints/step-*1.ckpt")), 1)):
         code, out, err = kl_comedy("evaluate", target, "--suite", "pick.yaml", "--format", "json")
         assert code == 0, err
@@ -66,31 +66,28 @@ def test_a_run_watches_what_evaluate_measures_item_by_item(kl_comedy, pick, monk
     assert len({json.dumps(table(run, step)) for step in (0, 1, 2)}) == 3, "training moves the log-probs"
 
 
-def test_it_moves_nothing_in_the_run(tmp_path, pick):
+def test_it_changes_nothing_in_the_run_and_a_resumed_run_has_its_accuracies(tmp_path, pick):
     """No random number is drawn, and no evaluation by log-prob chooses the best checkpoint."""
-    with_it = go(tmp_path / "with", *WORDS, f"eval.suites=[{pick}]").run
-    without = go(tmp_path / "without", *WORDS).run
-    mine = {key: value for key, value in metrics_of(with_it).items() if "/pick/" not in key[1]}
-    assert mine == metrics_of(without) and weights_of(with_it) == weights_of(without)
-    ours, theirs = (best(run.checkpoints) for run in (with_it, without))
+    words = (*WORDS, f"eval.suites=[{pick}]", "train.keep_checkpoints=2")
+    first = go(tmp_path / "with", *words)
+    with_suite, without = first.run, go(tmp_path / "without", *WORDS, "train.keep_checkpoints=2").run
+    others = {key: value for key, value in metrics_of(with_suite).items() if "/pick/" not in key[1]}
+    assert others == metrics_of(without) and weights_of(with_suite) == weights_of(without)
+    ours, theirs = (best(run.checkpoints) for run in (with_suite, without))
     assert ours.name == theirs.name and manifest(ours)["reward"] == manifest(theirs)["reward"]
 
-
-def test_a_resumed_run_remembers_its_accuracies(tmp_path, pick):
-    words = (*WORDS, f"eval.suites=[{pick}]", "train.keep_checkpoints=2")
-    first = go(tmp_path, *words)
-    (first.run.path / "summary.json").unlink()
-    newest = next(first.run.checkpoints.glob("step-*2.ckpt"))
-    (newest / "state.pt").unlink()  # damaged: the run goes on from update 1
-    again = go(tmp_path, *words, "resume=auto")
-    assert again.run.path == first.run.path
+    (with_suite.path / "summary.json").unlink()
+    newest = next(with_suite.checkpoints.glob("step-*2.ckpt"))
+    (newest / "state.pt").unlink()  # damaged: the run resumes from update 1
+    again = go(tmp_path / "with", *words, "resume=auto")
+    assert again.run.path == with_suite.path
     assert again.summary["accuracies"] == first.summary["accuracies"]
     assert set(again.summary["accuracies"]["pick"]) == {0, 1, 2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_find_what_one_finds(tmp_path, strategy):
+def test_two_processes_compute_what_one_computes(tmp_path, strategy):
     """Nine passes: the last has no partner, so one process passes something for the sake of the other."""
     for name in ("alone", strategy):
         (tmp_path / name).mkdir()
@@ -105,12 +102,12 @@ def test_two_processes_find_what_one_finds(tmp_path, strategy):
     alone = go(tmp_path / "alone", *words).run
     together = over(tmp_path / strategy, strategy, *words)
     for step in (0, 1):
-        for mine, theirs in zip(table(together.path, step), table(alone.path, step), strict=True):
-            assert mine.pop("logps") == pytest.approx(theirs.pop("logps"), abs=1e-4)
-            assert mine == theirs
-    mine, theirs = metrics_of(together), metrics_of(alone)
+        for ours, theirs in zip(table(together.path, step), table(alone.path, step), strict=True):
+            assert ours.pop("logps") == pytest.approx(theirs.pop("logps"), abs=1e-4)
+            assert ours == theirs
+    ours, theirs = metrics_of(together), metrics_of(alone)
     for name in NAMES:
-        assert mine[1, f"eval/pick/{name}"] == theirs[1, f"eval/pick/{name}"]
+        assert ours[1, f"eval/pick/{name}"] == theirs[1, f"eval/pick/{name}"]
 
 
 MISTAKES = {
@@ -122,26 +119,21 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("changes", MISTAKES)
-def test_a_mistake_is_one_sentence_before_the_run_begins(kl_comedy, pick, tmp_path, changes):
-    keys, says = MISTAKES[changes]
-    write_suite(tmp_path, **{"rows": ROWS, **keys})
-    code, _, err = kl_comedy("train", TINY, "eval.suites=[pick.yaml]")
-    assert code == 2 and says in " ".join(err.split()) and "Traceback" not in err, err
-    assert not Path("runs").exists()
-
-
-def test_a_folder_without_the_suite_s_file_is_said(kl_comedy, pick, tmp_path):
+def test_a_mistake_is_one_sentence_before_the_run_begins(kl_comedy, pick, tmp_path):
+    for name, (keys, message) in MISTAKES.items():
+        write_suite(tmp_path, **{"rows": ROWS, **keys})
+        code, _, err = kl_comedy("train", TINY, "eval.suites=[pick.yaml]")
+        assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err, (name, err)
     code, _, err = kl_comedy("train", TINY, "eval.suites=[mmlu_stem_likelihood]", f"eval.data_root={tmp_path}")
     assert code == 2 and "an existing file for the suite mmlu_stem_likelihood" in " ".join(err.split())
     assert not Path("runs").exists()
 
 
-def test_what_a_suite_asks_too_is_taken_out_of_training(tmp_path, pick):
+def test_problems_of_a_suite_are_removed_from_training(tmp_path, pick):
     rows = [problem(n, problem=f"{1 + n // 9}+{1 + n % 9}+1=") for n in range(81)]
     problems = load_problem_sets(load_config(TINY, [f"eval.suites=[{write_suite(tmp_path, rows, name='asked')}]"]))
     assert problems.counts["decontaminated.asked"] > 0
-    assert not {found.text for found in problems.train} & {row["problem"] for row in rows}
+    assert not {problem.text for problem in problems.train} & {row["problem"] for row in rows}
 
 
 def test_a_sweep_s_report_has_the_accuracy(tmp_path):

@@ -1,4 +1,4 @@
-"""The closing words of a run: what happened, and the commands that go on from here."""
+"""The summary that a run prints at its end: scores, and the commands to evaluate, plot and tabulate it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     """Print evaluation before and after, the run id, and commands to evaluate, plot and tabulate."""
     summary, path = outcome.summary, outcome.run.path
     if outcome.already_finished:
-        console.print(f"{path} is already finished; nothing to do (resume=never trains anew)", soft_wrap=True)
+        console.print(f"{path} is already finished; nothing to do (resume=never trains again)", soft_wrap=True)
     console.print(_row(summary))
     uri = f" --uri {shlex.quote(summary['mlflow_uri'])}"
     lines = [
-        f"run       {summary['run_id'] or '(MLflow not reached; kept in the folder)'}",
+        f"run       {summary['run_id'] or '(MLflow not reached; metrics are in the folder)'}",
         f"folder    {path}",
         f"again     {summary['command']}",
         f"evaluate  {summary['evaluate_command']}",
@@ -30,16 +30,16 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     ]
     seconds = summary.get("seconds")
     title = f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}"
-    told = Text("\n".join(lines))  # a command may hold brackets, which are no markup
-    console.print(Panel(told, title=title + (f" in {seconds:.0f} s" if seconds else ""), expand=False))
+    text = Text("\n".join(lines))  # a command may hold brackets, which are no markup
+    console.print(Panel(text, title=title + (f" in {seconds:.0f} s" if seconds else ""), expand=False))
 
 
 def _row(summary: dict[str, Any]) -> Table:
-    """The run as its row of the results table, one column a line so that nothing is cut."""
+    """The run's row of the results table, one column per line so that nothing is cut."""
     table = Table.grid(padding=(0, 2))
     table.add_row("KL terms", summary["kl"])
-    for kept, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
-        for name, history in summary.get(kept, {}).items():
+    for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
+        for name, history in summary.get(key, {}).items():
             ordered = sorted((int(step), value) for step, value in history.items())
             first, last = ordered[0][1], ordered[-1][1]
             table.add_row(f"{name} {score}", f"{first:.3f} -> {last:.3f} ({last - first:+.3f})")
