@@ -92,7 +92,9 @@ def test_clustered_error_and_wilson_by_hand():
     nothing_right = clustered_interval([[0.0, 0.0]] * 30)
     assert nothing_right.low == 0 and nothing_right.high == pytest.approx(z2 / (30 + z2))
     with pytest.raises(UserError, match="outside"):
-        clustered_interval([[0.5], [3.0]])
+        clustered_interval([[0.5], [3.0]], "wilson")
+    assert ours == clustered_interval(shares, "wilson"), "the default for values of 0 and 1"
+    assert clustered_interval([[0.5], [3.0]]) == clustered_interval([[0.5], [3.0]], "t"), "and for others"
 
 
 @pytest.mark.parametrize("method", ["wilson", "bootstrap"])
