@@ -123,8 +123,8 @@ def recipes() -> str:
         terms = recipe(entry.name)
         betas = " + ".join(f"{term.beta:g}" for term in terms) or "-"
         claims = [_said(terms, regime) for regime in ("on_policy", "off_policy")]
-        rows.append((f"`{entry.name}`", entry.facts["terms"], betas, *claims, entry.source))
-    head = ("recipe", "terms", "beta", "on-policy", "off-policy", "source")
+        rows.append((f"`{entry.name}`", entry.facts["terms"], betas, *claims))
+    head = ("recipe", "terms", "beta", "on-policy", "off-policy")
     return table(head, rows)
 
 

@@ -163,19 +163,21 @@ def inside_advantages() -> str:
 
 
 def terms_by_target() -> str:
-    """Per regime, the terms that optimize each target, least noise first; one row per term without its correction."""
+    """Per regime, the terms that optimize each target, least noise first; one row for those with equal corrections."""
     parts = []
     for regime in REGIMES:
         rows = []
         for target in ("sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero"):
-            bases: dict[str, dict[str, list[str]]] = {}
             hits = [(of(term)[regime], term) for term in matrix() if of(term)[regime].target == target]
+            corrections: dict[str, dict[str, list[str]]] = {}
             for certificate, term in sorted(hits, key=lambda hit: (round(hit[0].variance, 6), hit[1].label())):
                 base = replace(term, correction="none").label()
-                bases.setdefault(base, {}).setdefault(noise(certificate), []).append(term.correction)
-            for base, by_noise in bases.items():
-                corrections = "; ".join(f"{', '.join(names)}: {words}" for words, names in by_noise.items())
-                rows.append((f"`{target}`", f"`{base}`", corrections))
+                corrections.setdefault(base, {}).setdefault(noise(certificate), []).append(term.correction)
+            bases: dict[str, list[str]] = {}
+            for base, by_noise in corrections.items():
+                words = "; ".join(f"{', '.join(names)}: {level}" for level, names in by_noise.items())
+                bases.setdefault(words, []).append(f"`{base}`")
+            rows += [(f"`{target}`", ", ".join(names), words) for words, names in bases.items()]
         title = regime.replace("_", "-").capitalize()
         parts.append(f"### {title}\n\n{table(('optimizes', 'term', 'corrections: noise'), rows)}")
     return "\n\n".join(parts)

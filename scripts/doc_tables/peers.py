@@ -41,14 +41,15 @@ SETTINGS: tuple[str, ...] = (
 
 
 def settings() -> str:
-    """Each system as it is (switched on, where its default is off), then its other settings."""
+    """Each system's default (switched on, if its default has no KL), then its other settings."""
     rows = []
     for name in SYSTEMS:
         default = read(f"{name}:")
         acting = switched_on(default)
-        rows.append(_row(default, "the default"))
-        if acting is not None:
-            rows.append(_row(acting, "switched on"))
+        if acting is None:
+            rows.append(_row(default, "the default"))
+        else:
+            rows.append(_row(acting, "(off by default)"))
         rows += [_row(read(text), "") for text in SETTINGS if text.startswith(f"{name}:")]
     return table(("system", "flags", "equivalent term", "on-policy", "off-policy"), rows)
 
@@ -56,7 +57,7 @@ def settings() -> str:
 def _row(reading: Reading, heading: str) -> tuple[str, ...]:
     flags = f"{heading} {_flags(reading)}".strip() if reading.given else heading
     if reading.terms is None:
-        return reading.system, flags, "none", f"see [{reading.system}](#{reading.system})", ""
+        return f"[{reading.system}](#{reading.system})", flags, "none", "", ""
     if not reading.terms:
         return reading.system, flags, "no KL", "-", "-"
     label = " + ".join(f"`{term.label()}`" for term in reading.terms)
@@ -72,7 +73,7 @@ def common_notes() -> str:
 
 
 def systems() -> str:
-    """Per system: notes, flags without effect, advised flags, and the flags that are read."""
+    """Per system: notes, flags without effect, and advised flags."""
     return "\n\n".join(_section(system) for system in SYSTEMS.values())
 
 
@@ -90,15 +91,14 @@ def _section(system: System) -> str:
     for each in advise(system):
         setting = f"`{each.flags}` (noise {_noise(each)})" if each.flags else each.why_not
         by_advice.setdefault(setting, []).append(GOAL_WORDS[each.goal.name])
-    lines += [f"- {' and '.join(goals)}: {setting}." for setting, goals in by_advice.items()]
-    defaults = ", ".join(f"`{flag.where}={format_value(flag.default)}`" for flag in system.flags)
-    return "\n\n".join([*parts, "\n".join(lines), f"Flags read, with defaults: {defaults}."])
+    lines += [f"- {', '.join(goals)}: {setting}." for setting, goals in by_advice.items()]
+    return "\n\n".join([*parts, "\n".join(lines)])
 
 
 GOAL_WORDS = {
-    "sequence": "**KL of completions, on-policy**",
-    "off_policy": "**per-token KL, stale batches**",
-    "low_noise": "**per-token KL, least noise**",
+    "sequence": "**sequence**",
+    "off_policy": "**stale**",
+    "low_noise": "**token**",
 }
 
 
