@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # four minutes of runs; tests/docs/test_snippets.py runs the guides' code
+
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 SMALL = [
@@ -83,7 +85,6 @@ def test_it_trains_and_is_a_row_of_the_results(walked):
     assert json.loads(summary.read_text())["status"] == "FINISHED"
 
 
-@pytest.mark.slow
 def test_an_installed_package_joins_by_its_entry_point(tmp_path):
     """No --plugin: a distribution on the path whose entry point names the module."""
     code, _ = guide()

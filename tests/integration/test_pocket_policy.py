@@ -81,6 +81,7 @@ def test_the_cached_folder_is_an_ordinary_source(loaded):
     assert torch.equal(other.model(ids).logits, loaded.model(ids).logits)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_build_one_policy_and_a_damaged_one_is_built_again(tmp_path, monkeypatch, capsys):
     code = (
         "from kl_comedy.config.schema import ModelConfig as M; from kl_comedy.models.pocket import load_pocket\n"

@@ -207,6 +207,7 @@ def test_cancel_saves_a_running_cell_and_resubmit_goes_on_from_there(tmp_path):
     assert "nothing to cancel" in kl_comedy("cancel", "long", cwd=tmp_path).stderr
 
 
+@pytest.mark.slow
 def test_a_worker_killed_outright_is_seen_as_dead(tmp_path):
     (tmp_path / "dies.yaml").write_text(
         f"base: {TINY}\noverrides: {{train.steps: 4000, train.checkpoint_every: 0, train.eval_every: 0}}\n"
@@ -223,6 +224,7 @@ def test_a_worker_killed_outright_is_seen_as_dead(tmp_path):
     assert (row["state"], row["why"]) == ("DIED", "killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_cell_asked_to_make_room_saves_goes_on_and_ends_with_the_same_bits(tmp_path):
     """Without any periodic checkpoint: what it goes on from is what the signal made it save."""
     (tmp_path / "grid.yaml").write_text(

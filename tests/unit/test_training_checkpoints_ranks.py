@@ -68,6 +68,7 @@ def refused_on_rank_one(rank, world, folder):
     return {**found, "restored": run.hashes()[0]}
 
 
+@pytest.mark.slow
 def test_what_one_process_cannot_write_fails_the_save_of_all(tmp_path):
     one, two = "step-00000001.ckpt", "step-00000002.ckpt"
     for found in spawn(refused_on_rank_one, tmp_path):

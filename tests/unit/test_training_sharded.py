@@ -62,7 +62,7 @@ def saved_and_resumed(rank, world, folder, kind):
     return {**found, "resumed": run.hashes()}
 
 
-@pytest.mark.parametrize("kind", ["plain", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "lora"])
 def test_a_checkpoint_of_shards_is_read_by_many_and_by_one(tmp_path, kind):
     alone = Learner(load_model(config_of(kind)), SINGLE_PROCESS)
     alone.learn(2)
