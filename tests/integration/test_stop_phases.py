@@ -163,6 +163,6 @@ def test_a_signal_before_the_process_listens_costs_nothing(tmp_path, undisturbed
     os.kill(worker, signal.SIGUSR1)
     _, said = manager.communicate(timeout=240)
     assert manager.returncode == 0, said
-    assert "stopped, goes on later" in said and "done" in said
+    assert "stopped, resumes later" in said and "done" in said
     (policy,) = tmp_path.glob("sweeps/early/runs/*/policy/model.safetensors")
     assert policy.read_bytes() == undisturbed[0]
