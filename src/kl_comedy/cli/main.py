@@ -48,6 +48,10 @@ def _command_line() -> str:
 
 
 def _quiet_libraries() -> None:
+    # OpenMP threads that wait spin this often before they sleep: on a quiet machine as fast as the default (300,000),
+    # beside other work far from its collapse (bench/openmp.py). Set before torch is imported; your own value stays.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
