@@ -48,8 +48,8 @@ def _command_line() -> str:
 
 
 def _quiet_libraries() -> None:
-    # OpenMP threads that wait spin this often before they sleep: on a quiet machine as fast as the default (300,000),
-    # beside other work far from its collapse (bench/openmp.py). Set before torch is imported; your own value stays.
+    # How often a waiting OpenMP thread spins before it sleeps: long spins stall a run beside other busy processes, none
+    # slow a quiet machine down (bench/openmp.py, bench/NOTES.md). Set before torch is imported; your own value stays.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
