@@ -111,12 +111,12 @@ class Experience:
 def problems(count: int, seed: int, *, held_out: bool) -> list[Problem]:
     """Sums of two numbers below 30; one pair in ten, drawn once, is held out and never trained on."""
     draw = random.Random(seed)
-    found: list[Problem] = []
-    while len(found) < count:
+    problems: list[Problem] = []
+    while len(problems) < count:
         a, b = draw.randrange(30), draw.randrange(30)
         if (random.Random(a * 100 + b).random() < 0.1) == held_out:
-            found.append(Problem(f"{a:02d}+{b:02d}=", str(a + b)))
-    return found
+            problems.append(Problem(f"{a:02d}+{b:02d}=", str(a + b)))
+    return problems
 
 
 def encode(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The errors: of a user's mistake (naming key, value, what is allowed, nearest name) and of a run that failed.
+"""Errors: a user's mistake (key, value, what is allowed, nearest name), and a run that failed.
 
 Everything else is a bug and keeps its traceback.
 """
@@ -6,7 +6,8 @@ Everything else is a bug and keeps its traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -37,21 +38,21 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     return lowered[hits[0]] if hits else None
 
 
+def _hint(given: object, names: Iterable[str]) -> str:
+    near = nearest(given, names) if isinstance(given, str) else None
+    return f"; did you mean {near!r}?" if near else ""
+
+
 def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = "") -> UserError:
     """Build the error for ``key`` holding ``given`` where only ``allowed`` fits.
 
     >>> print(bad_value("kl.0.estimator", "k33", ["k1", "k2", "k3"]))
     kl.0.estimator: got 'k33'; allowed: k1, k2, k3; did you mean 'k3'?
     """
-    names = None if isinstance(allowed, str) else list(allowed)
-    text = allowed if isinstance(allowed, str) else ", ".join(list(allowed)) or "(nothing)"
-    message = f"{key}: got {given!r}; allowed: {text}"
-    near = nearest(given, names) if names and isinstance(given, str) else None
-    if near:
-        message += f"; did you mean {near!r}?"
-    if why:
-        message += f" ({why})"
-    return UserError(message)
+    names = [] if isinstance(allowed, str) else list(allowed)
+    text = allowed if isinstance(allowed, str) else ", ".join(names) or "(nothing)"
+    reason = f" ({why})" if why else ""
+    return UserError(f"{key}: got {given!r}; allowed: {text}{_hint(given, names)}{reason}")
 
 
 def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") -> UserError:
@@ -60,8 +61,15 @@ def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") 
     >>> print(unknown_key("optimizer.lrr", 1, ["lr", "betas"]))
     optimizer.lrr: no such key (given 1); allowed: lr, betas; did you mean 'lr'?
     """
-    names = list(allowed)
-    near = nearest(key.rsplit(".", 1)[-1], names)
-    hint = f"; did you mean {near!r}?" if near else ""
-    reason = f" ({why})" if why else ""
-    return UserError(f"{key}: no such key (given {given!r}){reason}; allowed: {', '.join(names) or '(none)'}{hint}")
+    names, reason = list(allowed), f" ({why})" if why else ""
+    allowed_names, hint = ", ".join(names) or "(none)", _hint(key.rsplit(".", 1)[-1], names)
+    return UserError(f"{key}: no such key (given {given!r}){reason}; allowed: {allowed_names}{hint}")
+
+
+@contextmanager
+def error_prefix(place: str) -> Iterator[None]:
+    """Begin the message of a :class:`UserError` that is raised inside with ``place``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error.__cause__

@@ -1,16 +1,29 @@
-"""Files: atomic writes, hashes, locks between processes, YAML mappings."""
+"""Files: atomic writes, hashes, checksums, locks, YAML."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import logging
 import os
+import re
+import shutil
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.errors import UserError, nearest
+from kl_comedy.errors import UserError, bad_value, nearest
+
+log = logging.getLogger("kl_comedy")
+
+MAX_NESTING = 100
+"""Levels of a YAML file; configs have about six."""
+CHECKSUMS = "checksums.json"
+"""In a folder of files that belong together: the SHA-256 of each."""
+_CRC = re.compile(rb',\s*"crc32": "([0-9a-f]{8})"\s*}\s*')
 
 LOCK_WAIT_S = 120.0
 """Longer than creating an MLflow database takes on a busy machine (a few seconds)."""
@@ -24,15 +37,17 @@ class LockHeld(TimeoutError):
         self.holder = holder
 
 
-def atomic_write(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write ``content`` (text as UTF-8). A reader or a crash sees the old file or the new one, never a part.
 
-    Creates missing parent folders. Raises OSError where the file cannot be written; the old file is then unchanged.
+    ``private``: for this user only (mode 0600). Creates missing parent folders. Raises OSError where the file cannot be
+    written; the old file is then unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as file:
+        mode = 0o600 if private else 0o666
+        with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -46,6 +61,84 @@ def sha256_file(path: Path) -> str:
     """Hex SHA-256 of the file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def encode_json(content: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """A JSON object with a last key ``crc32``, the checksum of the bytes before it, and a newline.
+
+    >>> encode_json({"step": 1})
+    b'{"step": 1, "crc32": "3daa833a"}\\n'
+    """
+    text = json.dumps(content, indent=indent)[:-1].rstrip().encode()
+    space, end = (b" ", b"") if indent is None else (b"\n" + b" " * indent, b"\n")
+    return text + b"," + space + b'"crc32": "%08x"' % zlib.crc32(text) + end + b"}\n"
+
+
+def decode_json(content: bytes) -> dict[str, Any]:
+    """The JSON object without its checksum; one of an earlier version has none. Raises ValueError for damaged bytes."""
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} where an object is expected")
+    if value.pop("crc32", None) is not None:
+        end = _CRC.fullmatch(content, content.rfind(b","))
+        if end is None or int(end[1], 16) != zlib.crc32(content[: end.start()]):
+            raise ValueError("its bytes do not have its checksum")
+    return value
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, private: bool = False) -> None:
+    """Write a JSON object atomically, with the checksum that :func:`read_json` compares."""
+    atomic_write(path, encode_json(content, indent=1), private=private)
+
+
+def read_json(path: Path, kind: str, keys: Mapping[str, type] | None = None) -> dict[str, Any]:
+    """The JSON object in a file, with ``keys`` of these types. Raises :class:`UserError` for any other file."""
+    try:
+        content = decode_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no readable {kind} ({_reason(error)})") from None
+    for key, expected in (keys or {}).items():
+        if not isinstance(content.get(key), expected):
+            raise UserError(f"{path} is no readable {kind} (it has no {expected.__name__} {key!r})")
+    return content
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file or folder to ``*.damaged``, in place of an earlier one; the new path."""
+    target = path.with_name(f"{path.name}.damaged")
+    if target.is_dir():
+        shutil.rmtree(target)
+    path.replace(target)
+    return target
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the SHA-256 of the folder's files, which :func:`find_damage` compares; texts for people (.md) aside."""
+    files = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
+    write_json(folder / CHECKSUMS, {"files": {name: digest for name, digest in files.items() if name[-3:] != ".md"}})
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a folder, or None where every file of its checksums is there unchanged."""
+    if not (folder / CHECKSUMS).is_file():
+        return f"{CHECKSUMS} is missing"
+    try:
+        files = read_json(folder / CHECKSUMS, "list of checksums", {"files": dict})["files"]
+        for name, digest in files.items():
+            if sha256_file(folder / name) != digest:
+                return f"{name} has changed"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (UserError, OSError, ValueError, TypeError, AttributeError):
+        return f"{CHECKSUMS} cannot be read"
+    return None if files else f"{CHECKSUMS} names no files"
 
 
 @contextlib.contextmanager
@@ -85,6 +178,56 @@ def file_lock(path: Path, wait_s: float = LOCK_WAIT_S, *, on_wait: Callable[[], 
         os.close(fd)
 
 
+def existing_file(path: Path, key: str, allowed: str = "an existing file", advice: str = "") -> Path:
+    """``path``. Raises :class:`UserError` where it is no file, with the nearest name in its folder."""
+    if path.is_file():
+        return path
+    folder = path.parent
+    if path.is_dir():
+        hint = "this is a folder"
+    elif not folder.is_dir():
+        hint = f"there is no folder {str(folder)!r}"
+    else:
+        files = sorted(file.name for file in folder.iterdir() if file.is_file())
+        near = nearest(path.name, [name for name in files if name.endswith(path.suffix)]) or nearest(path.name, files)
+        holds = f"{folder} holds {', '.join(files[:20]) or 'no file'}"
+        hint = f"did you mean {str(folder / near)!r}?" if near else holds
+    raise bad_value(key, str(path), allowed, hint + advice)
+
+
+_YAML_CRC = re.compile(rb"# crc32 ([0-9a-f]{8})[^\n]*\n")
+
+
+def write_yaml(path: Path, text: str) -> None:
+    """Write YAML atomically, for this user only, with its checksum as the first line."""
+    content = text.encode()
+    atomic_write(
+        path, b"# crc32 %08x (remove this line where you change others)\n" % zlib.crc32(content) + content, private=True
+    )
+
+
+def yaml_is_changed(path: Path) -> bool | None:
+    """Whether the text is not the one that :func:`write_yaml` wrote; None where that cannot be said."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    start = _YAML_CRC.match(content)
+    return None if start is None else int(start[1], 16) != zlib.crc32(content[start.end() :])
+
+
+def check_nesting(path: Path) -> None:
+    """Raise ValueError for a YAML file nested too deeply: the stack of the parser in C would overflow."""
+    import yaml
+
+    depth, loader = 0, yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    with path.open("rb") as file:
+        for event in yaml.parse(file, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_NESTING:
+                raise ValueError(f"nested more than {MAX_NESTING} levels deep")
+
+
 def read_yaml(path: Path, kind: str = "config") -> dict[str, Any]:
     """The mapping in a YAML file, interpolations unresolved.
 
@@ -103,9 +246,12 @@ def read_yaml(path: Path, kind: str = "config") -> dict[str, Any]:
         hint = f"; did you mean {near}?" if near else (f"; there are: {', '.join(names)}" if names else "")
         raise UserError(f"no such {kind} file: {path}{hint}")
     try:
+        check_nesting(path)
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if yaml_is_changed(path):
+        log.warning("%s is not as it was written (where you changed it, remove its first line)", path)
     if not isinstance(content, dict):
         raise UserError(f"{path}: a {kind} is a mapping of keys to values, and this file holds a list")
     return {str(key): item for key, item in content.items()}

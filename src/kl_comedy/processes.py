@@ -1,4 +1,4 @@
-"""Child processes: started in a session of their own, talked to in frames, ended with everything they started.
+"""Child processes, ended with everything they started.
 
 Run as a script (``python -P processes.py COMMAND ...``), this file runs the command until its standard input closes,
 then kills the process group, so the command cannot outlive its parent however the parent ends
@@ -17,9 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 LOOPBACK = "127.0.0.1"
 GROUP_END_S = 20.0
@@ -42,7 +41,6 @@ class ChildProcess:
         log: Path | None = None,
         pipes: bool = False,
         ends_with_parent: bool = False,
-        pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
     ) -> None:
@@ -57,7 +55,6 @@ class ChildProcess:
                 stdout=subprocess.PIPE if pipes else (output if log is not None else None),
                 stderr=subprocess.STDOUT if log is not None else None,
                 bufsize=0,
-                pass_fds=pass_fds,
                 env=None if env is None else dict(env),
                 cwd=cwd,
                 start_new_session=True,
@@ -91,8 +88,15 @@ class ChildProcess:
         return self.kill()
 
     def kill(self) -> int:
-        """SIGKILL the whole group, wait until it is gone (at most :data:`GROUP_END_S`), close the pipes; the status."""
+        """SIGKILL the group and descendants in other groups; the status of the process.
+
+        Waits until the group is gone (at most :data:`GROUP_END_S`), and closes the pipes.
+        """
+        descendants = self._family()[1:]
         self._signal(signal.SIGKILL)
+        for process in descendants:
+            with contextlib.suppress(Exception):  # psutil's: it is gone
+                process.kill()
         status = self._process.wait()
         deadline = time.monotonic() + GROUP_END_S
         while _group_exists(self.pid) and time.monotonic() < deadline:
@@ -105,11 +109,31 @@ class ChildProcess:
         self._close_pipes()
         self._process.returncode = 0  # else Popen warns that the process still runs
 
+    def cpu_seconds(self) -> float:
+        """CPU seconds, user and system, of the process and of those that it started, also of those that have ended."""
+        seconds = 0.0
+        for process in self._family():
+            with contextlib.suppress(Exception):  # psutil's: it is gone
+                times = process.cpu_times()
+                seconds += times.user + times.system + times.children_user + times.children_system
+        return seconds
+
     def last_error(self) -> str:
         """What the log says went wrong; see :func:`last_error_line`."""
         if self.log is None:
             return "(it has no log)"
         return last_error_line(self.log.read_text(errors="replace").splitlines())
+
+    def _family(self) -> list[Any]:
+        """The process and its descendants, as psutil has them; empty where it is gone."""
+        import psutil
+
+        if not self.alive:  # its number may be another's by now
+            return []
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            return [process, *process.children(recursive=True)]
+        return []
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError where all are zombies
@@ -120,17 +144,6 @@ class ChildProcess:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-
-
-def describe_status(status: int) -> str:
-    """An exit status in words.
-
-    >>> describe_status(-9), describe_status(3)
-    ('was killed by signal 9 (out of memory?)', 'ended with status 3')
-    """
-    if status < 0:
-        return f"was killed by signal {-status}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
-    return f"ended with status {status}"
 
 
 def last_error_line(lines: Sequence[str]) -> str:
@@ -147,9 +160,8 @@ def last_error_line(lines: Sequence[str]) -> str:
 
 def free_port(host: str = LOOPBACK) -> int:
     """A port of ``host`` on which nothing listens at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _group_exists(group: int) -> bool:
@@ -165,21 +177,6 @@ def _group_exists(group: int) -> bool:
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 return True
     return False
-
-
-@dataclass
-class RestartLimit:
-    """Counts failures in a row; :meth:`fail` returns whether another start is allowed."""
-
-    limit: int
-    failures: int = 0
-
-    def fail(self) -> bool:
-        self.failures += 1
-        return self.failures <= self.limit
-
-    def reset(self) -> None:
-        self.failures = 0
 
 
 FRAME_HEADER = struct.Struct(">Q")
@@ -204,7 +201,7 @@ class FrameChannel:
     @property
     def unsent(self) -> bool:
         """Whether :meth:`flush` must be called again."""
-        return len(self._outgoing) > 0
+        return bool(self._outgoing)
 
     def send(self, body: bytes) -> None:
         """Queue one frame (after the previous one has left) and write as much of it as the pipe takes."""

@@ -30,12 +30,12 @@ STATUSES = ("ok", "unparseable", "timeout", "refused")
 class Capabilities:
     """What a rollout backend can do. Each backend declares one record when it registers (``capabilities=``).
 
-    :func:`kl_comedy.config.combinations.check_backend` allows or refuses settings from it.
+    :func:`kl_comedy.config.combinations.check_combinations` allows or refuses settings from it.
     ``in_trainer_ranks``: samples inside the trainer's processes, not in engines beside them.
     ``draws_parts``: has ``generate_part``, which draws some prompts of a batch as it draws them among all of them,
     so several processes can share a batch. ``updates_between_tokens``: new weights can take effect within a
-    completion; in the trainer's ranks through ``call_before_each_pass``, beside them by ``update_weights`` from
-    another thread. ``needs_folder``: has ``work_in(folder)``, called once before the first ``generate``, and keeps
+    completion; in the trainer's ranks through ``call_before_each_pass``, beside them by ``load`` from another
+    thread. ``needs_folder``: has ``work_in(folder)``, called once before the first ``generate``, and keeps
     logs or weights there. ``recorded``: training batches are read from a file, not sampled.
     """
 

@@ -1,4 +1,4 @@
-"""One typed table per kind of registered part: estimators, rewards, rollout backends, callbacks, ...
+"""One typed table per kind of registered part.
 
 Registering is a decorator that returns the function unchanged. A duplicate name raises; an unknown
 name raises with the alternatives. The first lookup imports the package that registers the built-ins of the
@@ -7,10 +7,13 @@ kind and the entry points of the group ``kl_comedy.<kind>``; files join by :func
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -69,34 +72,25 @@ class Registry(Generic[T]):
     def register(
         self, name: str, *, source: str, summary: str | None = None, claims: tuple[str, ...] = (), **facts: Any
     ) -> Callable[[T], T]:
-        """Decorator that files a function under ``name`` and returns it unchanged.
+        """Decorator that registers a function under ``name`` and returns it unchanged.
 
-        ``source`` names the paper and equation, or the code, it comes from. ``summary`` defaults to
-        the first line of the docstring. Raises :class:`UserError` when the name is taken.
+        ``source`` is the paper and equation, or the code, it comes from; ``summary`` defaults to the docstring's first
+        line. Raises :class:`UserError` when the name is taken.
         """
 
-        def file(fn: T) -> T:
-            taken = self._entries.get(name)
-            if taken is not None:
-                raise UserError(
-                    f"{self.kind}: the name {name!r} is already registered by {taken.origin}; choose another name"
-                )
+        def add(fn: T) -> T:
+            if name in self._entries:
+                taken = f"the name {name!r} is already registered by {self._entries[name].origin}"
+                raise UserError(f"{self.kind}: {taken}; choose another name")
             line = summary or (fn.__doc__ or "").strip().split("\n")[0]
             if not line:
                 raise UserError(f"{self.kind}: {name!r} needs a docstring or a summary")
-            self._entries[name] = Entry(
-                kind=self.kind,
-                name=name,
-                fn=fn,
-                summary=line,
-                source=source,
-                claims=claims,
-                facts=facts,
-                origin=getattr(fn, "__module__", "?"),
-            )
+            declared: dict[str, Any] = {"summary": line, "source": source, "claims": claims, "facts": facts}
+            origin = getattr(fn, "__module__", "?")
+            self._entries[name] = Entry(kind=self.kind, name=name, fn=fn, origin=origin, **declared)
             return fn
 
-        return file
+        return add
 
     def get(self, name: str, *, key: str | None = None) -> Entry[T]:
         """The entry called ``name``; a miss names the alternatives. ``key`` is the config key at fault."""
@@ -131,10 +125,8 @@ class Registry(Generic[T]):
             except UserError:
                 raise
             except Exception as error:
-                raise UserError(
-                    f"entry point {point.name!r} of group kl_comedy.{self.kind} ({point.value}) failed to load: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+                which, why = f"{point.name!r} of group kl_comedy.{self.kind}", f"{type(error).__name__}: {error}"
+                raise UserError(f"entry point {which} ({point.value}) failed to load: {why}") from error
 
 
 ESTIMATORS: Registry[Any] = Registry("estimators", "kl_comedy.kl")
@@ -146,40 +138,42 @@ REWARDS: Registry[Any] = Registry("rewards", "kl_comedy.rewards")
 ROLLOUTS: Registry[Any] = Registry("rollouts", "kl_comedy.rollouts")
 DATASETS: Registry[Any] = Registry("datasets", "kl_comedy.data")
 CALLBACKS: Registry[Any] = Registry("callbacks", "kl_comedy.training")
+LOGGERS: Registry[Any] = Registry("loggers", "kl_comedy.tracking")
 RECIPES: Registry[Any] = Registry("recipes", "kl_comedy.kl")
-SUITES: Registry[Any] = Registry("suites", "kl_comedy.evaluation")
+SUITES: Registry[Any] = Registry("suites", "kl_comedy.evaluation.built_in_suites")
 
 KINDS: dict[str, Registry[Any]] = {
-    table.kind: table
-    for table in (
-        ESTIMATORS,
-        CORRECTIONS,
-        ADVANTAGES,
-        POLICY_LOSSES,
-        POLICY_CORRECTIONS,
-        REWARDS,
-        ROLLOUTS,
-        DATASETS,
-        CALLBACKS,
-        RECIPES,
-        SUITES,
-    )
+    table.kind: table for table in list(globals().values()) if isinstance(table, Registry)
 }
+
+
+PLUGIN_PATHS: set[str] = set()
+"""The absolute path of each of :data:`PLUGIN_FILES`."""
+
+PLUGIN_FILES: dict[str, bytes] = {}
+"""Every plugin file that this process loaded, and the local modules it imports, as read, by the path from the plugin's
+folder. Part of the hash of every config: a config may name what they register."""
 
 
 def load_plugin_file(path: str | Path, *, check_names: bool = True) -> None:
     """Import a Python file whose ``register`` calls add entries (``--plugin FILE``).
 
-    ``check_names`` first imports every built-in entry (and with them torch), so that a plugin that takes a built-in
-    name is the one at fault; a process that only loads what another one has checked can do without.
-    Raises :class:`UserError` when the file is missing or fails on import.
+    ``check_names`` first imports every built-in entry (and torch), so that a plugin that takes a built-in name is
+    refused. Raises :class:`UserError` when the file is missing or fails on import.
     """
     file = Path(path).resolve()
     if not file.is_file():
         raise UserError(f"--plugin: no such file: {path}")
     name = f"kl_comedy_plugin_{file.stem}"
+    sources = plugin_sources(file)
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
+        PLUGIN_FILES.update({**sources, **PLUGIN_FILES})
         return
+    for other in sources.keys() & PLUGIN_FILES.keys():
+        if sources[other] != PLUGIN_FILES[other]:
+            raise UserError(f"--plugin: {path}: two plugins bring another {other}; rename one of these files")
+    if len(sources) > 1 and str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     for table in KINDS.values() if check_names else ():
         table.load()
     spec = importlib.util.spec_from_file_location(name, file)
@@ -189,9 +183,54 @@ def load_plugin_file(path: str | Path, *, check_names: bool = True) -> None:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except UserError:
-        del sys.modules[name]
-        raise
     except Exception as error:
         del sys.modules[name]
+        if isinstance(error, UserError):
+            raise
+        PLUGIN_PATHS.add(str(file))
         raise UserError(f"--plugin: {path} failed on import: {type(error).__name__}: {error}") from error
+    PLUGIN_FILES.update(sources)
+    PLUGIN_PATHS.update(str(file.parent / other) for other in sources)
+
+
+def plugin_line(error: BaseException | None) -> str | None:
+    """The innermost line of a plugin that raised ``error`` or its cause, as ``FILE, line 3, in NAME``; else None."""
+    while error is not None:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in PLUGIN_PATHS]
+        if frames:
+            return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def plugin_sources(file: Path) -> dict[str, bytes]:
+    """The content of a plugin file and of the modules and packages in its folder that it imports, theirs included.
+
+    Found by reading ``import`` statements, those within functions too. Raises :class:`UserError` for a missing file.
+    """
+    folder, sources = file.resolve().parent, dict[str, bytes]()
+    waiting = [file.resolve()]
+    while waiting:
+        source = waiting.pop()
+        name = source.relative_to(folder).as_posix()
+        if name in sources:
+            continue
+        try:
+            sources[name] = source.read_bytes()
+            nodes = list(ast.walk(ast.parse(sources[name])))
+        except OSError:
+            raise UserError(f"--plugin: no such file: {source}") from None
+        except (SyntaxError, ValueError):  # the import that follows says where
+            continue
+        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        for module in {module.partition(".")[0] for module in modules} - {__package__}:
+            beside = folder / module
+            waiting += [beside.with_suffix(".py")] if beside.with_suffix(".py").is_file() else []
+            waiting += sorted(beside.rglob("*.py")) if (beside / "__init__.py").is_file() else []
+    return dict(sorted(sources.items()))
+
+
+def plugin_hashes(sources: Mapping[str, bytes]) -> dict[str, str]:
+    """The sha256 (first 12 hex digits) of each source by its name."""
+    return {name: hashlib.sha256(content).hexdigest()[:12] for name, content in sorted(sources.items())}

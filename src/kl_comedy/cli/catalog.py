@@ -27,12 +27,6 @@ PACKAGES = {
 }
 
 
-def mount(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("list")(list_parts)
-    app.command()(doctor)
-
-
 def list_parts(
     kind: Annotated[str, typer.Argument(help="estimators, corrections, recipes, rewards, ..., or peers")],
     format: TableOrJson = "table",
@@ -45,23 +39,20 @@ def list_parts(
     from kl_comedy.registry import KINDS
 
     check_choice("KIND", kind, (*KINDS, "peers"))
-    check_choice("--format", format)
     load_plugins(plugin)
     rows = _peer_rows() if kind == "peers" else [entry.row() for entry in KINDS[kind]]
     if format == "json":
         print(json.dumps(rows, indent=1, default=str))
         return
     if kind == "peers":
-        table = Table("system", "flag", "allowed", "default", "meaning", title=kind)
-        systems = [None, *(row["system"] for row in rows)]
-        for row, system_above in zip(rows, systems, strict=False):
-            name = f"{row['system']} {row['version']}" if row["system"] != system_above else ""
-            table.add_row(name, row["flag"], row["allowed"], row["default"], row["meaning"])
+        columns: tuple[str, ...] = ("system", "flag", "allowed", "default", "meaning")
+        rows = [{**row, "system": f"{row['system']} {row['version']}"} for row in rows]
     else:
-        table = Table("name", "summary", "claims", "source", title=kind)
-        for row in rows:
-            claims = row.get("terms") or ", ".join(row["claims"])
-            table.add_row(row["name"], row["summary"], str(claims), row["source"])
+        columns = ("name", "summary", "claims", "source")
+        rows = [{**row, "claims": row.get("terms") or ", ".join(row["claims"])} for row in rows]
+    table = Table(*columns, title=kind)
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
     Console().print(table)
 
 
@@ -82,7 +73,7 @@ def doctor() -> None:
     """
     import torch
 
-    from kl_comedy.rollouts.vllm.options import missing, vllm_version
+    from kl_comedy.rollouts.engines.options import missing, vllm_version
 
     table = Table("what", "version", "needed for")
     for name, purpose in PACKAGES.items():

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from kl_comedy.cli.common import Plugins, check_choice, load, load_plugins, parse_yaml
+from kl_comedy.cli import common
+from kl_comedy.cli.common import Plugins, choice_option, load, load_plugins, message, progress_bar
 from kl_comedy.errors import RunFailed, UserError, bad_value, nearest, unknown_key
+from kl_comedy.io import check_nesting
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
@@ -22,8 +26,6 @@ if TYPE_CHECKING:
     from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
     from kl_comedy.objective import PolicyTerm
 
-T = TypeVar("T")
-FORMATS = ("table", "json", "csv", "latex", "markdown")
 POLICY_FIELDS = {
     "policy_loss": "loss",
     "policy_loss_options": "options",
@@ -32,28 +34,28 @@ POLICY_FIELDS = {
 }
 """Keys of a mapping after ``--policy``, as under ``algorithm`` in a config."""
 
+POLICY_HELP = """Instead of KL terms: a policy loss or correction, decoupled_ppo, all, a config, or
+'{policy_loss: reinforce, correction: {tis: {cap: 2}}}'"""
+
 Names = Annotated[list[str] | None, typer.Argument(help="Recipes, or YAML files: a config, or a list of terms")]
 Terms = Annotated[list[str] | None, typer.Option("--term", help="One term, as '{estimator: k3, placement: loss}'")]
 Estimators = Annotated[
     list[str] | None,
     typer.Option("--estimator", help="Every meaningful combination of an estimator, uncorrected and not"),
 ]
-Policies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy",
-        help="Instead of KL terms: a policy loss or correction, decoupled_ppo, all, a config, or "
-        "'{policy_loss: reinforce, correction: {tis: {cap: 2}}}'",
-    ),
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, help="Of all that is drawn (default: drawn itself, and printed)")
 ]
+Search = Annotated[
+    float, typer.Option("--search", min=0.0, help="Seconds for a search of settings in which a claim is false")
+]
+Full = Annotated[
+    bool, typer.Option("--full", help="Of a plugin or --estimator: all rows, not the main ones and the failures only")
+]
+Policies = Annotated[list[str] | None, typer.Option("--policy", help=POLICY_HELP.replace("\n", " "))]
 Regimes = Annotated[
     list[str] | None, typer.Option("--regime", help="on_policy, off_policy or mixed (default: all three)")
 ]
-
-
-def mount(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(certify)
 
 
 def certify(
@@ -63,14 +65,17 @@ def certify(
     matrix: Annotated[bool, typer.Option("--matrix", help="Every combination of the registered parts")] = False,
     policy: Policies = None,
     regime: Regimes = None,
-    format: Annotated[str, typer.Option(help="table, json, csv, latex or markdown")] = "table",
+    format: Annotated[str, choice_option("--format", "table", "json", "csv", "latex", "markdown")] = "table",
     plot: Annotated[Path | None, typer.Option("--plot", help="Write the bias-variance plane to this picture")] = None,
+    full: Full = False,
+    seed: Seed = None,
+    search: Search = 0.0,
     plugin: Plugins = None,
 ) -> None:
-    """Say by exact enumeration which gradient KL terms have: target, bias, cosine, variance, in each regime.
+    """Compute by exact enumeration which gradient KL terms have: target, bias, cosine, variance, in each regime.
 
-    Without names: every recipe, or every combination of the parts that a plugin registers. Exit code 1
-    when a claim of a term or an estimator is false.
+    Without names: every recipe and part, or every combination of the parts that a plugin registers. Exit code 1
+    when a claim of a term or an estimator is false. The last line says what was checked.
 
     Example: `kl-comedy certify grpo rb/per_decision`
 
@@ -78,164 +83,274 @@ def certify(
 
     Example: `kl-comedy certify --policy tis --policy sequence --regime off_policy`
     """
-    check_choice("--format", format, FORMATS)
-    from kl_comedy.kl.oracle.enumeration import REGIMES
+    from kl_comedy.kl import REGIMES
 
     for each in regime or ():
-        check_choice("--regime", each, REGIMES)
+        common.check_choice("--regime", each, REGIMES)
     regimes = tuple(regime or REGIMES)
+    chosen_seed = secrets.randbelow(2**31) if seed is None else seed
     if policy and (names or term or estimator or matrix or plot):
         raise UserError("--policy certifies against the reward gradient; ask for KL terms in a second call")
     if policy:
         load_plugins(plugin)
-        false_claims = _certify_policies(policy, regimes, format)
+        false_claims = _certify_policies(policy, regimes, format, chosen_seed)
     else:
-        request, false_claims = _request(names or [], term or [], estimator or [], matrix, plugin or [])
-        false_claims += _certify_terms(request, regimes, format, plot)
+        request = _requested_terms(names or [], term or [], estimator or [], matrix, plugin or [])
+        false_claims = _certify_terms(
+            request, regimes, _Output(format=format, plot=plot, full=full), chosen_seed, search
+        )
     if false_claims:
         raise RunFailed("claims that do not hold:\n  " + "\n  ".join(false_claims))
 
 
+def _enumerate(requested: Mapping[str, Any], certify: Callable[[str, Any], Iterable[Any]]) -> list[Any]:
+    """The certificates of all that was requested, by name, behind a progress bar."""
+    certificates: list[Any] = []
+    with progress_bar("enumerating", len(requested)) as advance:
+        for name, item in requested.items():
+            certificates += certify(name, item)
+            advance()
+    return certificates
+
+
 # --- KL terms -----------------------------------------------------------------------------------------------------
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What is to be certified: lists of terms by name, and the algorithms around some of them."""
+    """Lists of terms by name, the algorithms around those of configs, further estimators and corrections to check.
 
-    lists: dict[str, tuple[KLTerm, ...]] = field(default_factory=dict)
-    around: dict[str, AlgorithmContext] = field(default_factory=dict)
+    ``hidden``: names whose rows a table leaves out while their claims hold.
+    """
 
-    def add(self, name: str, terms: Iterable[KLTerm]) -> None:
-        self.lists[name] = tuple(terms)
-
-    def add_single(self, terms: Iterable[KLTerm], *, frozen: bool = False) -> None:
-        """Each term alone; those frozen at rollout only with ``frozen``."""
-        for term in terms:
-            if frozen or term.anchor == "current":
-                self.add(term.label(), [term])
+    lists: dict[str, tuple[KLTerm, ...]]
+    contexts: dict[str, AlgorithmContext]
+    estimators: list[str]
+    corrections: list[str]
+    hidden: set[str] = field(default_factory=set)
 
 
-def _certify_terms(request: _Request, regimes: Sequence[str], format: str, plot: Path | None) -> list[str]:
-    """Print one certificate per list of terms and regime; the claims that are false."""
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    format: str
+    plot: Path | None
+    full: bool
+
+
+def _certify_terms(request: _Request, regimes: Sequence[str], output: _Output, seed: int, search: float) -> list[str]:
+    """Check the parts, print one certificate per list of terms and regime; return the false claims."""
     from kl_comedy.kl.oracle.algorithm_context import effects
     from kl_comedy.kl.oracle.certificate import certify as certify_terms
+    from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 
-    certificates = [
-        certificate
-        for name, listed in _progress(request.lists.items())
-        for certificate in certify_terms(name, listed, regimes=regimes)
+    false_claims, checked = _check_parts(request, seed)
+    share = search / max(1, len(request.lists) * len(regimes))
+    certificates: list[Certificate] = _enumerate(
+        request.lists,
+        lambda name, terms: certify_terms(name, terms, regimes=regimes, seed=seed, search_seconds=share),
+    )
+    checked |= _drawn(regimes, seed) | {
+        "search_seconds": search,
+        "worst_error": max((c.worst_error for c in certificates if c.target), default=0.0),
+    }
+    in_training = [
+        effect for name, context in request.contexts.items() for effect in effects(name, request.lists[name], context)
     ]
-    in_training = [row for name, around in request.around.items() for row in effects(name, request.lists[name], around)]
-    if format == "json":
+    if output.format == "json":
         by_regime = {(effect.name, effect.regime): effect.row() for effect in in_training}
-        rows = [{**c.row(), "in_training": by_regime.get((c.name, c.regime))} for c in certificates]
+        rows = [{**c.row(), "in_training": by_regime.get((c.name, c.regime)), "checked": checked} for c in certificates]
         print(json.dumps(rows, indent=1))
+    elif output.format == "csv":
+        _print_table([_csv_row(c) for c in certificates], "csv")
+        message(_covered(checked))
     else:
-        print(_render([_csv_row(c) if format == "csv" else _table_row(c) for c in certificates], format))
-        if in_training and format != "csv":
-            plain = [effect.row() for effect in in_training]
-            rows = [{k: _three_digits(v) if isinstance(v, float) else v for k, v in row.items()} for row in plain]
-            print("\n" + _render(rows, format))
-    if plot is not None:
+        shown = [c for c in certificates if output.full or c.name not in request.hidden or not c.claim_holds]
+        notes = [TERM_LEGEND] if shown else []
+        if len(shown) < len(certificates):
+            notes.append(f"{len(shown)} of {len(certificates)} rows: the main ones and the failures; --full prints all")
+        if shown:
+            _print_table([_table_row(c) for c in shown], output.format, [*notes, _covered(checked)])
+        if in_training:
+            print()
+            _print_table([_rounded(effect.row()) for effect in in_training], output.format, [STRENGTH_LEGEND])
+    if output.plot is not None:
         from kl_comedy.lab.certificate_plot import plot_certificates
 
-        plot_certificates(certificates, plot)
-        Console(stderr=True).print(f"figure: {plot}")
-    return [
+        plot_certificates(certificates, output.plot)
+        message(f"figure: {output.plot}")
+    return false_claims + [
         f"{c.name}, {c.regime}: claims {c.claimed}, and the enumerated gradient "
-        f"is {c.relative_bias[str(c.claimed)]:.3g} off it (relative)"
+        + (
+            f"is {c.worst_error:.2g} of what it sums up off it in a drawn setting ({c.worst_setting})"
+            if c.near_target == c.claimed and c.worst_error > DRAWN_TOLERANCE
+            else f"is {c.relative_bias[str(c.claimed)]:.3g} off it (relative)"
+        )
         for c in certificates
         if not c.claim_holds
     ]
 
 
-def _request(
+def _requested_terms(
     names: list[str], terms: list[str], estimators: list[str], matrix: bool, plugins: list[Path]
-) -> tuple[_Request, list[str]]:
-    """What the command line asks for, and the claims of estimators that are false before any enumeration."""
+) -> _Request:
     from kl_comedy.config.validate import parse_record
     from kl_comedy.kl.claims import all_terms
-    from kl_comedy.kl.oracle.estimator_claims import broken_claims
     from kl_comedy.kl.term import KLTerm
     from kl_comedy.registry import CORRECTIONS, ESTIMATORS, RECIPES
 
     before = {*ESTIMATORS.names(), *CORRECTIONS.names()}
     load_plugins(plugins)
-    new = [name for name in ESTIMATORS.names() if name not in before]
-    new_corrections = [name for name in CORRECTIONS.names() if name not in before]
-    request = _Request()
+    new, new_corrections = ([name for name in kind.names() if name not in before] for kind in (ESTIMATORS, CORRECTIONS))
+    lists: dict[str, tuple[KLTerm, ...]] = {}
+    contexts: dict[str, AlgorithmContext] = {}
     for name in names:
-        _add_name(request, name)
-    for text in terms:
-        term = parse_record(KLTerm, parse_yaml("--term", text), key="--term")
-        request.add(term.label(), [term])
+        _add_name(name, lists, contexts)
+    single = [parse_record(KLTerm, common.parse_yaml("--term", text), key="--term") for text in terms]
+    lists |= {term.label(): (term,) for term in single}
+    combinations: list[KLTerm] = []
+    every_part = matrix
     if not (names or terms or estimators or matrix):
         estimators = new
-        for entry in () if new or new_corrections else RECIPES:
-            request.add(entry.name, entry.fn())
-        request.add_single(all_terms(None, new_corrections) if new_corrections else ())
+        every_part = not (new or new_corrections)
+        if new_corrections:
+            combinations += all_terms(None, new_corrections)
+        elif not new:
+            lists |= {entry.name: entry.fn() for entry in RECIPES}
     if matrix or estimators:
-        request.add_single(all_terms(None if matrix else estimators), frozen=matrix)
-    checked = ESTIMATORS.names() if matrix else dict.fromkeys([*new, *estimators])
-    return request, [line for name in checked for line in broken_claims(ESTIMATORS.get(name))]
+        combinations += all_terms(None if matrix else estimators)
+    by_label = {term.label(): term for term in combinations if matrix or term.anchor == "current"}
+    hidden = {
+        label for label, term in by_label.items() if not (matrix or label in lists or _is_main(term, new_corrections))
+    }
+    lists |= {label: (term,) for label, term in by_label.items()}
+    return _Request(
+        lists=lists,
+        contexts=contexts,
+        estimators=ESTIMATORS.names() if every_part else [*new, *estimators],
+        corrections=CORRECTIONS.names() if every_part else new_corrections,
+        hidden=hidden,
+    )
 
 
-def _add_name(request: _Request, name: str) -> None:
-    """A recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too)."""
+def _is_main(term: KLTerm, new_corrections: Sequence[str]) -> bool:
+    """Whether a combination is one that is commonly trained: per token, uncorrected or per decision."""
+    usual = term.level == "token" and term.credit in (None, "to_go") and term.gradient == "natural"
+    if term.correction in new_corrections:
+        return usual and term.estimator in ("k1", "k3", "exact")
+    return usual and term.correction in ("none", "prefix" if term.needs == "log_ratio" else "prefix_previous")
+
+
+def _check_parts(request: _Request, seed: int) -> tuple[list[str], dict[str, Any]]:
+    """Check every estimator, with its options, and correction of the request: the false claims, what was covered."""
+    from kl_comedy.kl.oracle.certificate import LONG, TREE
+    from kl_comedy.kl.oracle.part_claims import check_parts
+
+    options: dict[str, list[Mapping[str, float]]] = {name: [] for name in request.estimators}
+    corrections = dict.fromkeys(request.corrections)
+    for term in (term for terms in request.lists.values() for term in terms):
+        options.setdefault(term.estimator, []).append(term.options)
+        corrections[term.correction] = None
+    failures, checked = check_parts(options, corrections, seed=seed)
+    return failures, {**checked, "enumerated_tokens": [TREE.length, LONG.length]}
+
+
+def _covered(checked: Mapping[str, Any]) -> str:
+    """What was checked, in a sentence."""
+    low, high = checked["log_ratios"]
+    dtypes = " and ".join(checked["dtypes"])
+    sentences = [f"estimators at {checked['points']:,} log-ratios from {low:g} to {high:g} nats in {dtypes}"]
+    bounds: dict[str, list[str]] = {}
+    for name, covered in checked["estimators"].items():
+        for edge, side, least in ((covered["float32"][0], "below", low), (covered["float32"][1], "above", high)):
+            if edge not in (least, 0.0):
+                bounds.setdefault(f"{side} {edge:.1f}", []).append(name)
+    if bounds:
+        sentences[0] += " (float32 overflows " + ", ".join(f"{where}: {', '.join(of)}" for where, of in bounds.items())
+        sentences[0] += ")"
+    for name, covered in checked["estimators"].items():
+        for option, values in covered["options"].items():
+            sentences.append(f"{name} with {option} = {', '.join(f'{value:.3g}' for value in values)}")
+    tokens = {length: None for covered in checked["corrections"].values() for length in covered["tokens"]}
+    if tokens:
+        reach = max(covered["float32"][1] for covered in checked["corrections"].values())
+        sentences.append(f"corrections over {_listed(tokens)} tokens (in float32 up to {reach:g} nats)")
+    sentences.append(
+        f"gradients enumerated in float64 over {_listed(checked['enumerated_tokens'])} tokens, {_in_drawn(checked)}"
+    )
+    sentences[-1] += f": largest error of a target that is hit {checked['worst_error']:.1g}"
+    if checked["search_seconds"]:
+        sentences.append(f"searched for {checked['search_seconds']:g} s")
+    return f"checked (seed {checked['seed']}): " + "; ".join(sentences)
+
+
+def _drawn(regimes: Sequence[str], seed: int) -> dict[str, Any]:
+    """How many settings are drawn per regime, and what they cover."""
+    from kl_comedy.kl.oracle.certificate import battery
+    from kl_comedy.kl.oracle.drawn import coverage
+
+    instances = [each.instance for regime in regimes for each in battery(regime, seed=seed) if each.setting]
+    return {"drawn_settings": len(instances) // len(regimes), "drawn": coverage(instances)}
+
+
+def _in_drawn(checked: Mapping[str, Any]) -> str:
+    spans = checked["drawn"]
+    vocabulary, steps, ratios = ("{:g} to {:g}".format(*spans[name]) for name in ("vocabulary", "steps", "log_ratios"))
+    return (
+        f"and in {checked['drawn_settings']} drawn settings per regime (vocabulary {vocabulary}, {steps} steps, "
+        f"log-ratios {ratios} nats, token log-probs from {spans['log_probs'][0]:.3g}; 1e4 nats stand for "
+        "a token that is impossible under the reference)"
+    )
+
+
+def _listed(items: Iterable[object]) -> str:
+    *others, last = map(str, items)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[str, AlgorithmContext]) -> None:
+    """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too)."""
+    from omegaconf import OmegaConf
+
+    from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, AlgorithmContext
     from kl_comedy.kl.recipes import resolve_terms
     from kl_comedy.registry import ADVANTAGES, RECIPES
 
     path = Path(name)
     if name in RECIPES:
-        request.add(name, RECIPES.get(name).fn())
+        lists[name] = RECIPES.get(name).fn()
         return
     if not name.endswith((".yaml", ".yml")) and not path.is_file():
-        hint = nearest(name, RECIPES.names())
-        raise UserError(
-            f"{name}: neither a recipe nor a file{f'; did you mean {hint!r}?' if hint else ''} (kl-comedy list recipes)"
-        )
-    terms = _bare_list(path) if path.is_file() else None
-    if terms is not None:
-        request.add(name, resolve_terms(terms, name))
-        return
-    config = load(path)
-    refuse_dpo(name, config)
-    request.add(name, resolve_terms(config.kl))
-    if not ADVANTAGES.get(config.algorithm.advantage).facts.get("critic"):  # a critic's values exist in training only
-        request.around[name] = _algorithm_context(config)
-
-
-def _bare_list(path: Path) -> list[Any] | None:
-    """The list in a YAML file; None where it holds something else."""
-    from omegaconf import OmegaConf
-
-    try:
-        value: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception as error:
-        raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
-    return value if isinstance(value, list) else None
-
-
-def _algorithm_context(config: Config) -> AlgorithmContext:
-    from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, AlgorithmContext
-
+        near = nearest(name, RECIPES.names())
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes)")
+    if path.is_file():
+        try:
+            check_nesting(path)
+            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        except Exception as error:
+            raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
+        if isinstance(content, list):
+            lists[name] = resolve_terms(content, name)
+            return
+    config = _load_without_dpo(name)
     algorithm = config.algorithm
-    return AlgorithmContext(
-        advantage=algorithm.advantage,
-        policy_loss=algorithm.policy_loss,
-        policy_loss_options=dict(algorithm.policy_loss_options),
-        correction=dict(algorithm.correction),
-        proximal=algorithm.proximal,
-        group_size=min(config.rollout.group_size, LARGEST_GROUP),
-        reduction="sequence_sum",
-        drop_truncated=algorithm.mask_truncated,
-    )
+    lists[name] = resolve_terms(config.kl)
+    if not ADVANTAGES.get(algorithm.advantage).facts.get("critic"):  # a critic's values exist in training only
+        contexts[name] = AlgorithmContext(
+            advantage=algorithm.advantage,
+            policy_loss=algorithm.policy_loss,
+            policy_loss_options=dict(algorithm.policy_loss_options),
+            correction=dict(algorithm.correction),
+            proximal=algorithm.proximal,
+            group_size=min(config.rollout.group_size, LARGEST_GROUP),
+            reduction="sequence_sum",
+            drop_truncated=algorithm.mask_truncated,
+        )
 
 
 def _csv_row(c: Certificate) -> dict[str, Any]:
     row = c.row()
-    biases = {f"relative_bias_{name}": value for name, value in row.pop("relative_bias").items()}
-    cosines = {f"cosine_{name}": value for name, value in row.pop("cosine").items()}
-    return {**row, **biases, **cosines, "terms": json.dumps(row["terms"])}
+    for measure in ("relative_bias", "cosine"):
+        row |= {f"{measure}_{name}": value for name, value in row.pop(measure).items()}
+    return {**row, "terms": json.dumps(row["terms"])}
 
 
 def _table_row(c: Certificate) -> dict[str, Any]:
@@ -252,27 +367,34 @@ def _table_row(c: Certificate) -> dict[str, Any]:
 
 
 # --- policy terms ---------------------------------------------------------------------------------------------------
-def _certify_policies(requested: Sequence[str], regimes: Sequence[str], format: str) -> list[str]:
-    """Print one certificate per policy term and regime; the claims that are false."""
+def _certify_policies(requested: Sequence[str], regimes: Sequence[str], format: str, seed: int) -> list[str]:
+    """Print one certificate per policy term and regime; return the false claims."""
+    from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.policy_certificate import UPDATES, certify_policy
 
-    certificates = [
-        certificate
-        for name, term in _progress(policy_terms(requested).items())
-        for certificate in certify_policy(name, term, regimes=regimes, updates=UPDATES)
-    ]
+    certificates: list[PolicyCertificate] = _enumerate(
+        _policy_terms(requested),
+        lambda name, term: certify_policy(name, term, regimes=regimes, updates=UPDATES, seed=seed),
+    )
     if format == "json":
         print(json.dumps([c.row() for c in certificates], indent=1))
+    elif format == "csv":
+        _print_table([_policy_csv_row(c) for c in certificates], format)
     else:
-        print(_render([_policy_row(c, full=format == "csv") for c in certificates], format))
+        covered = (
+            f"checked (seed {seed}): gradients enumerated in float64 over {TREE.length} and {LONG.length} tokens, "
+        )
+        covered += _in_drawn(_drawn(regimes, seed))
+        _print_table([_policy_table_row(c) for c in certificates], format, [POLICY_LEGEND, covered])
     return [
-        f"{c.name}, {c.regime}: claims the reward gradient, and the enumerated one is {c.relative_bias:.3g} off it"
+        f"{c.name}, {c.regime}: claims the reward gradient, and the enumerated one is "
+        + (f"not it in a drawn setting: {c.missed_in}" if c.missed_in else f"{c.relative_bias:.3g} off it")
         for c in certificates
         if not c.claim_holds
     ]
 
 
-def policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
+def _policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
     """Names (``all``: every one), YAML mappings and config files to policy terms. Raises :class:`UserError`."""
     from kl_comedy.kl.oracle.policy_certificate import named_policy_terms
     from kl_comedy.objective import PolicyTerm, check_policy_term
@@ -285,11 +407,13 @@ def policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
         elif text in known:
             terms[text] = known[text]
         elif text.endswith((".yaml", ".yml")):
-            config = load(Path(text))
-            refuse_dpo(text, config)
-            terms[text] = PolicyTerm.of(config.algorithm)
+            terms[text] = PolicyTerm.of(_load_without_dpo(text).algorithm)
         elif text.lstrip().startswith("{"):
-            term = _policy_of_mapping(parse_yaml("--policy", text))
+            fields = common.parse_yaml("--policy", text)
+            for name in fields:
+                if name not in POLICY_FIELDS:
+                    raise unknown_key(f"--policy.{name}", fields[name], list(POLICY_FIELDS))
+            term = PolicyTerm(**{POLICY_FIELDS[name]: value for name, value in fields.items()})
             terms[term.label()] = term
         else:
             raise bad_value("--policy", text, ["all", *known])
@@ -298,19 +422,12 @@ def policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
     return terms
 
 
-def _policy_of_mapping(fields: Mapping[str, Any]) -> PolicyTerm:
-    from kl_comedy.objective import PolicyTerm
-
-    for name in fields:
-        if name not in POLICY_FIELDS:
-            raise unknown_key(f"--policy.{name}", fields[name], list(POLICY_FIELDS))
-    return PolicyTerm(**{POLICY_FIELDS[name]: value for name, value in fields.items()})
+def _policy_csv_row(c: PolicyCertificate) -> dict[str, Any]:
+    row = c.row()
+    return {**row, "terms": json.dumps(row["terms"]), "relative_bias": c.relative_bias, "cosine": c.cosine}
 
 
-def _policy_row(c: PolicyCertificate, *, full: bool) -> dict[str, Any]:
-    if full:
-        row = c.row()
-        return {**row, "terms": json.dumps(row["terms"]), "relative_bias": c.relative_bias, "cosine": c.cosine}
+def _policy_table_row(c: PolicyCertificate) -> dict[str, Any]:
     return {
         "name": c.name,
         "regime": c.regime,
@@ -325,28 +442,71 @@ def _policy_row(c: PolicyCertificate, *, full: bool) -> dict[str, Any]:
 
 
 # --- both ---------------------------------------------------------------------------------------------------------
-def refuse_dpo(name: str, config: Config) -> None:
-    """Raise :class:`UserError` for a config that trains with DPO: it has no KL term and no policy term."""
-    if config.algorithm.dpo is not None:
-        raise UserError(
-            f"{name}: algorithm.dpo takes the place of the policy term and of kl, so there is no KL term and no policy "
-            "term to certify; its own gradient is tested in tests/unit/test_preferences.py (docs/replay.md)"
-        )
+TERM_LEGEND = (
+    "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL; noise: the variance of one "
+    "completion's gradient over that of the least noisy unbiased term"
+)
+STRENGTH_LEGEND = (
+    "strength: how much of the sequence-level reverse-KL gradient is left, the beta one gets for a beta of 1"
+)
+POLICY_LEGEND = (
+    "bias, cosine: of the expected gradient, against the gradient of the reward; strength: how much of that is "
+    "left; variance: of one completion's gradient, over its square"
+)
 
 
-def _progress(items: Iterable[T]) -> Iterable[T]:
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(list(items), "enumerating", console=console, transient=True, disable=not console.is_terminal)
-
-
-def _render(rows: list[dict[str, Any]], format: str) -> str:
+def _print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[str] = ()) -> None:
+    """Print rows and notes; as text, no line is wider than the terminal: long cells follow beneath their row."""
     import pandas as pd
 
     from kl_comedy.tracking.tables import render
 
-    return render(pd.DataFrame(rows), format)
+    width = shutil.get_terminal_size((0, 0)).columns
+    if format in ("csv", "latex", "markdown"):
+        print(render(pd.DataFrame(rows), format, notes))
+        return
+    lines = render(pd.DataFrame(rows), format).splitlines()
+    if width and max(map(len, lines)) > width:
+        lines = _narrow(rows, width)
+    notes = [textwrap.fill(note, width) if width else note for note in notes]
+    print("\n".join([*lines, *(f"\n{note}" for note in notes)]))
+
+
+def _narrow(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """The rows as text of at most ``width`` columns: names wrapped, sentences beneath their row."""
+    import pandas as pd
+
+    from kl_comedy.tracking.tables import render
+
+    beneath = [name for name in rows[0] if name in ("verdict", "around")]
+    short = [{name: value for name, value in row.items() if name not in beneath} for row in rows]
+    others = render(pd.DataFrame([{**row, "name": ""} for row in short]), "table").splitlines()
+    room = max(20, width - max(map(len, others)) + len("name"))
+    names = [textwrap.wrap(str(row["name"]), room) for row in short]
+    first = [
+        {**row, "name": name[0].ljust(room if len(name) > 1 else 0)} for row, name in zip(short, names, strict=True)
+    ]
+    head, rule, *lines = render(pd.DataFrame(first), "table").splitlines()
+    printed = [head, rule]
+    for line, name, row in zip(lines, names, rows, strict=True):
+        printed += [line, *name[1:]]
+        for key in beneath:
+            printed += textwrap.wrap(str(row[key]), width, initial_indent="    ", subsequent_indent="    ")
+    return printed
+
+
+def _load_without_dpo(name: str) -> Config:
+    config = load(Path(name))
+    if config.algorithm.dpo is not None:
+        raise UserError(
+            f"{name}: algorithm.dpo takes the place of the policy term and of kl, so there is no KL term and no policy "
+            "term to certify (docs/replay.md)"
+        )
+    return config
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: _three_digits(value) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def _three_digits(value: float) -> str:

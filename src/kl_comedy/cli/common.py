@@ -1,9 +1,11 @@
-"""What several commands share: arguments, loading plugins and configs, checks of options, messages on stderr."""
+"""What several commands share: arguments, loading plugins and configs, checks of options, output."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,16 +13,34 @@ import typer
 from rich.console import Console
 
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.redaction import printable, redact_command, redact_source, refuse_secrets
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
 
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+
+
+def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise :class:`UserError` unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise bad_value(option, value, allowed)
+
+
+def choice_option(name: str, *allowed: str) -> Any:
+    """The typer option ``name``, which takes ``allowed`` values only."""
+
+    def check(value: str) -> str:
+        check_choice(name, value, allowed)
+        return value
+
+    return typer.Option(name, help=f"{', '.join(allowed[:-1])} or {allowed[-1]}", callback=check)
+
+
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, as configs/quickstart.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as optimizer.lr=1e-4 kl.0.beta=0.1")]
 Plugins = Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file that registers parts")]
-TableOrJson = Annotated[str, typer.Option("--format", help="table or json")]
-
-RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+TableOrJson = Annotated[str, choice_option("--format", "table", "json")]
 
 
 def load_plugins(plugins: Iterable[str | Path] | None) -> None:
@@ -28,6 +48,7 @@ def load_plugins(plugins: Iterable[str | Path] | None) -> None:
     from kl_comedy.registry import load_plugin_file
 
     for file in plugins or ():
+        refuse_secrets({"--plugin": str(file)})
         load_plugin_file(file)
 
 
@@ -39,10 +60,18 @@ def load(config: Path, overrides: Sequence[str] | None = None, plugins: Iterable
     return load_config(config, list(overrides or []))
 
 
-def check_choice(option: str, value: str, allowed: Sequence[str] = ("table", "json")) -> None:
-    """Raise :class:`UserError` unless ``value`` is allowed; the default is what ``--format`` takes."""
-    if value not in allowed:
-        raise bad_value(option, value, allowed)
+def command_line() -> str:
+    """The command that runs, as a shell takes it; without secrets."""
+    return redact_command(["kl-comedy", *sys.argv[1:]])
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], format: str) -> None:
+    """Print rows in a format of :func:`kl_comedy.tracking.tables.render`."""
+    import pandas as pd
+
+    from kl_comedy.tracking.tables import render
+
+    print(render(pd.DataFrame(rows), format))
 
 
 def parse_yaml(option: str, text: str) -> Any:
@@ -60,6 +89,22 @@ def process_rank() -> int:
     return int(next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), 0))
 
 
+def message(text: str) -> None:
+    """Print a message to stderr; stdout is for data."""
+    print(printable(redact_source(text)), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, on a terminal only; what is yielded advances it by one."""
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda: progress.advance(task)
+
+
 def stderr_console() -> Console:
-    """Messages go to stderr, data to stdout. Only rank 0 prints messages."""
+    """Rich messages on stderr, of rank 0 only."""
     return Console(stderr=True, quiet=process_rank() != 0)

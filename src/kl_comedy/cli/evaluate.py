@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,17 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kl_comedy.cli.common import Plugins, check_choice, load_plugins, stderr_console
+from kl_comedy.cli.common import Plugins, choice_option, load_plugins, stderr_console
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import CLUSTER_METHODS
-
-FORMATS = ("table", "json", "csv", "markdown")
-
-
-def mount(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(evaluate)
-
 
 TargetArgument = Annotated[
     str, typer.Argument(help="A config, a run, a checkpoint, a model's folder or hub id, or pocket")
@@ -38,13 +32,13 @@ DataRoot = Annotated[
 ]
 Data = Annotated[list[str] | None, typer.Option("--data", help="SUITE=FILE or SUITE=FILE#SHA256, for one suite")]
 Template = Annotated[str, typer.Option(help="auto (the suite's choice), plain or chat")]
-IntervalOption = Annotated[str, typer.Option(help="auto (wilson for 0 and 1, else t), wilson, t, bootstrap")]
+IntervalOption = Annotated[str, choice_option("--interval", *CLUSTER_METHODS)]
 ShardOption = Annotated[
     str | None, typer.Option("--shard", help="I/N, this process's part; read from torchrun and srun")
 ]
 Chunk = Annotated[int, typer.Option(min=1, help="Problems sampled at a time; another number draws other samples")]
 Out = Annotated[Path, typer.Option(help="The folder of records; the same call resumes there")]
-Format = Annotated[str, typer.Option(help="table or json; with --suite also csv or markdown")]
+Format = Annotated[str, choice_option("--format", "table", "json", "csv", "markdown")]
 
 
 def evaluate(
@@ -72,8 +66,6 @@ def evaluate(
     from kl_comedy.evaluation.records import parse_shard
     from kl_comedy.evaluation.suites import parse_data_files
 
-    check_choice("--format", format, FORMATS)
-    check_choice("--interval", interval, CLUSTER_METHODS)
     load_plugins(plugin)
     console = stderr_console()
     with resolve_target(target, overrides or []) as resolved:
@@ -106,10 +98,11 @@ def evaluate(
 
 
 def _parse_ks(text: str | None) -> list[int] | None:
-    words = [] if text is None else text.split(",")
-    if not all(word.strip().isdigit() for word in words):
+    if text is None:
+        return None
+    if not re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", text):
         raise bad_value("--k", text, "whole numbers with commas, as 1,4,8")
-    return None if text is None else [int(word) for word in words]
+    return [int(word) for word in text.split(",")]
 
 
 MEASURED = {
@@ -121,45 +114,42 @@ MEASURED = {
 
 
 def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
-    """Print scores of evaluation sets, a row per set."""
+    """Print scores of evaluation sets, in the table a column per set."""
     if format == "json":
         print(json.dumps(rows, indent=1))
         return
-    shown = [name for name in MEASURED if any(name in row for row in rows)]
-    table = Table("set", "problems", "samples", "reward [95%]", "length", "truncated", *(MEASURED[n] for n in shown))
+    measured = [name for name in MEASURED if any(name in row for row in rows)]
+    headings = ("set", "problems", "samples", "reward [95%]", "length", "truncated", *(MEASURED[n] for n in measured))
+    cells = []
     for row in rows:
-        table.add_row(
-            row["set"],
-            str(row["problems"]),
-            str(row["samples"]),
-            escape(_with_interval(row, "reward")),
-            f"{row['length']:.1f}",
-            f"{row['truncated_share']:.1%}",
-            *(f"{row[name]:.4f}" for name in shown),
-        )
+        numbers = (f"{row['length']:.1f}", f"{row['truncated_share']:.1%}", *(f"{row[name]:.4f}" for name in measured))
+        cells.append((row["set"], str(row["problems"]), str(row["samples"]), _with_interval(row, "reward"), *numbers))
+    (first, *sets), *lines = zip(headings, *cells, strict=True)
+    table = Table(first, *map(escape, sets))
+    for heading, *values in lines:
+        table.add_row(escape(heading), *map(escape, values))
     Console().print(table)
 
 
 def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
     """Print scores of suites: a row per suite, in the table a row per score."""
+    cells = [{"suite": row["suite"], "problems": _size(row), **_scores(row)} for row in rows]
     if format == "json":
         print(json.dumps(rows, indent=1))
     elif format == "csv":
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
+        writer = csv.DictWriter(sys.stdout, list(dict.fromkeys(itertools.chain(*rows))), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     elif format == "markdown":
         from kl_comedy.tracking.tables import markdown
 
-        cells = [{"suite": row["suite"], "problems": _size(row), **_scores(row)} for row in rows]
-        names = list(dict.fromkeys(name for row in cells for name in row))
+        names = list(dict.fromkeys(itertools.chain(*cells)))
         print(markdown(names, [[row.get(name, "") for name in names] for row in cells]))
     else:
         table = Table("suite", "problems", "score", f"value [95%, {rows[0]['interval']}]")
-        for row in rows:
-            first = [row["suite"], _size(row)]
-            for name, value in _scores(row).items():
+        for row in cells:
+            first = [row.pop("suite"), row.pop("problems")]
+            for name, value in row.items():
                 table.add_row(*first, name, escape(value))
                 first = ["", ""]
             table.add_section()

@@ -9,45 +9,35 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 
 from kl_comedy.config import Config, load_config
 from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.config.schema import SuiteConfig, SuiteFile
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.evaluation import EvalResult
 from kl_comedy.evaluation import evaluate as evaluate_set
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.evaluation.likelihood import choice_scorer
-from kl_comedy.evaluation.records import (
-    ChunkEvaluator,
-    Shard,
-    SuitePlan,
-    SuiteRecords,
-    choice_evaluator,
-    completion_evaluator,
-)
+from kl_comedy.evaluation.records import Shard, SuitePlan, SuiteRecords, choice_evaluator, completion_evaluator
 from kl_comedy.evaluation.scores import check_ks, default_ks, score_choices, score_completions
 from kl_comedy.evaluation.suites import get_suite, resolve_template, suite_problems, suite_prompts
 from kl_comedy.models import LoadedModel, load_model, weights_hash
 from kl_comedy.records import Problem
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
-from kl_comedy.rollouts import RolloutBackend, Sampling
+from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.tracking.store import clean_path
 from kl_comedy.training.build import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.distributed import SINGLE_PROCESS
-from kl_comedy.training.eval_metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.export import export_policy
+from kl_comedy.training.metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.run_folder import RunDir, step_of
-
-# --- targets ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,43 +60,32 @@ class Target:
 def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
     """A config file, a run's folder, a checkpoint, or a model's folder or name.
 
-    The weights of a checkpoint are written to a temporary folder for as long as the context lasts. Raises
-    :class:`~kl_comedy.errors.UserError` for another target and for mistakes in the overrides.
+    Of a run, its RUN/policy, else its newest complete checkpoint. The weights of a checkpoint are written to a
+    temporary folder for as long as the context lasts. Raises :class:`~kl_comedy.errors.UserError` for another target
+    and for mistakes in the overrides.
     """
     path = Path(target)
-    checkpoint_run = path.parent.parent
+    checkpoint = path.suffix == ".ckpt"
+    run = RunDir(path=path.parent.parent if checkpoint else path)
     if path.suffix in (".yaml", ".yml"):
         config = load_config(path, overrides)
         yield Target(config=config, label=config.name)
-    elif (path / "config.yaml").is_file():
-        with _resolve_run(RunDir(path=path), None, overrides) as resolved:
-            yield resolved
-    elif path.suffix == ".ckpt" and (checkpoint_run / "config.yaml").is_file():
-        with _resolve_run(RunDir(path=checkpoint_run), path, overrides) as resolved:
-            yield resolved
-    else:
-        config = load_config(None, [f"model.source={target}", *overrides])
-        yield Target(config=config, label=path.name or target)
-
-
-@contextlib.contextmanager
-def _resolve_run(run: RunDir, checkpoint: Path | None, overrides: Sequence[str]) -> Iterator[Target]:
-    """``checkpoint``; without one RUN/policy of a finished run, else the newest complete checkpoint."""
-    trained = load_config(run.path / "config.yaml")
+        return
+    if not (run.path / "config.yaml").is_file():
+        yield Target(config=load_config(None, [f"model.source={target}", *overrides]), label=path.name or target)
+        return
+    read = run.config_reader()
+    trained = read([])
     changes = ["model.options={}", "model.lora=null", "model.gguf_file=null", "model.revision=null"]
     if trained.rollout.backend == "replay":
         changes += ["rollout.backend=hf", "rollout.options={}"]
     with tempfile.TemporaryDirectory(prefix="kl_comedy_policy_") as folder:
         source, step = run.policy, trained.train.steps
-        if checkpoint is not None or not run.policy.is_dir():
+        if checkpoint or not run.policy.is_dir():
             source = Path(folder) / "policy"
-            which = "newest" if checkpoint is None else str(step_of(checkpoint))
-            step = step_of(export_policy(run, trained, source, which=which))
-        config = load_config(run.path / "config.yaml", [f"model.source={source}", *changes, *overrides])
+            step = step_of(export_policy(run, trained, source, which=str(step_of(path)) if checkpoint else "newest"))
+        config = read([f"model.source={source}", *changes, *overrides])
         yield Target(config=config, label=f"{run.path.name}-{step}", run=run.path.name, step=step)
-
-
-# --- data.eval --------------------------------------------------------------------------------------------------------
 
 
 def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
@@ -116,43 +95,25 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
     problems = load_problem_sets(config, train=False)
     loaded = load_model(config.model)
     measure = completion_metrics(config, loaded=loaded, reference=load_eval_reference(config, loaded))
-    prompts = render_prompts(config, problems, loaded)
+    options: dict[str, Any] = {"samples": config.eval.samples, "sampling": eval_sampling(config), "measure": measure}
     rows = []
     with RewardSum(config.rewards) as scorer, _backend(config, loaded, None) as backend:
-        for eval_set in prompts.evals:
+        for eval_set in render_prompts(config, problems, loaded).evals:
+            seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
             with console.status(f"evaluating {eval_set.name} ({len(eval_set.prompts)} problems)"):
-                result = evaluate_set(
-                    backend,
-                    scorer,
-                    eval_set,
-                    samples=config.eval.samples,
-                    sampling=eval_sampling(config),
-                    seed=derive_seed(config.seed, f"eval/{eval_set.name}", 0),
-                    measure=measure,
-                )
-            rows.append(_set_row(result, config))
+                result = evaluate_set(backend, scorer, eval_set, seed=seed, **options)
+            scores = result.row()
+            row = {"set": result.name, "problems": result.problems, "samples": result.samples}
+            row |= {"reward": scores.pop("reward")}
+            row |= {"half_width_95": result.metrics().get(f"eval/{result.name}/reward_half_width"), **scores}
+            rows.append({**row, "model": config.model.source, "reference": config.eval.reference})
     return rows
-
-
-def _set_row(result: EvalResult, config: Config) -> dict[str, Any]:
-    scores = result.row()
-    return {
-        "set": result.name,
-        "problems": result.problems,
-        "samples": result.samples,
-        "reward": scores.pop("reward"),
-        "half_width_95": result.metrics().get(f"eval/{result.name}/reward_half_width"),
-        **scores,
-        "model": config.model.source,
-        "reference": config.eval.reference,
-    }
 
 
 @contextlib.contextmanager
 def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterator[RolloutBackend]:
-    backend: RolloutBackend = ROLLOUTS.get(config.rollout.backend, key="rollout.backend").fn(
-        config.rollout, loaded=loaded
-    )
+    entry = ROLLOUTS.get(config.rollout.backend, key="rollout.backend")
+    backend: RolloutBackend = entry.fn(config.rollout, loaded=loaded)
     try:
         if folder is not None and capabilities_of(config.rollout.backend).needs_folder:
             backend.work_in(folder)
@@ -160,8 +121,6 @@ def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterat
     finally:
         backend.close()
 
-
-# --- suites -----------------------------------------------------------------------------------------------------------
 
 PLAIN_EVERY_S = 5.0
 STALLED_AFTER_S = 3600.0
@@ -190,14 +149,23 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
 
     Mistakes in names, files, checksums, ``k`` and prompts raise :class:`UserError` before anything is sampled.
     """
+    import torch
+
     config = target.config
     suites = [get_suite(name) for name in request.suites]
-    _check_request(config, suites, request)
-    problems = [
-        suite_problems(suite, root=request.root, file=request.files.get(suite.name), limit=request.limit)
-        for suite in suites
-    ]
-    _use_local_gpu()
+    names = [suite.name for suite in suites]
+    for name in request.files:
+        if name not in names:
+            raise bad_value("--data", name, names, "suites of this call")
+    check_ks(request.ks or (), config.eval.samples)
+    if config.eval.samples > 1 and config.eval.temperature == 0 and any(suite.kind == "generate" for suite in suites):
+        why = "greedy samples are all the same; set eval.temperature, as 0.7"
+        raise bad_value("eval.samples", config.eval.samples, "1 with eval.temperature 0", why)
+    root, limit = request.root, request.limit
+    problems = [suite_problems(suite, root=root, file=request.files.get(suite.name), limit=limit) for suite in suites]
+    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
+    if local and torch.cuda.is_available():  # each of several ranks on a node has a GPU
+        torch.cuda.set_device(int(local) % torch.cuda.device_count())
     loaded = load_model(config.model)
     weights = weights_hash(loaded.model)
     plans = [_plan(config, *each, loaded, weights, request) for each in zip(suites, problems, strict=True)]
@@ -208,35 +176,15 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
             records = SuiteRecords(path=request.out / clean_path(target.label) / plan.folder_name, plan=plan)
             records.create()
             if records.missing():
-                with _evaluator(plan, config, loaded, backend) as evaluator, _progress(console, records) as advance:
+                with contextlib.ExitStack() as during, _progress(console, records) as advance:
+                    if plan.generates:
+                        evaluator = during.enter_context(completion_evaluator(plan, backend()))
+                    else:
+                        evaluator = choice_evaluator(plan, choice_scorer(config, loaded, SINGLE_PROCESS))
                     records.evaluate(evaluator, request.shard, advance)
             if _is_complete(records, request, console):
                 rows.append(_report(records, target, weights, request))
     return rows
-
-
-def _check_request(config: Config, suites: Sequence[SuiteConfig], request: EvaluationRequest) -> None:
-    names = [suite.name for suite in suites]
-    for name in request.files:
-        if name not in names:
-            raise bad_value("--data", name, names, "suites of this call")
-    check_ks(request.ks or (), config.eval.samples)
-    if config.eval.samples > 1 and config.eval.temperature == 0 and any(s.kind == "generate" for s in suites):
-        raise bad_value(
-            "eval.samples",
-            config.eval.samples,
-            "1 with eval.temperature 0",
-            "greedy samples are all the same; set eval.temperature, as 0.7",
-        )
-
-
-def _use_local_gpu() -> None:
-    """Each of several ranks on a node uses the GPU of its local rank."""
-    import torch
-
-    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
-    if local and torch.cuda.is_available():
-        torch.cuda.set_device(int(local) % torch.cuda.device_count())
 
 
 def _plan(
@@ -250,6 +198,8 @@ def _plan(
     template = resolve_template(suite, loaded.tokenizer, request.template)
     prompts, report = suite_prompts(suite, problems, loaded.tokenizer, template=template)
     rollout, model = config.rollout, config.model
+    identity = {"weights": weights, "device": loaded.device.type, "options": dict(rollout.options)}
+    identity |= {name: getattr(model, name) for name in ("dtype", "attention", "share_prompt")}
     return SuitePlan(
         suite=suite,
         prompts=prompts,
@@ -258,37 +208,10 @@ def _plan(
         seed=config.seed,
         seeds=functools.partial(derive_seed, config.seed),
         chunk=request.chunk,
-        sampling=Sampling(
-            temperature=config.eval.temperature,
-            max_new_tokens=config.eval.max_new_tokens or suite.max_new_tokens,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            stop=tuple(suite.stop),
-        ),
-        model={
-            "weights": weights,
-            "dtype": model.dtype,
-            "attention": model.attention,
-            "share_prompt": model.share_prompt,
-            "device": loaded.device.type,
-            "backend": rollout.backend,
-            "options": dict(rollout.options),
-            "batch_sequences": rollout.batch_sequences,
-        },
+        sampling=replace(eval_sampling(config, suite), top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p),
+        model={**identity, "backend": rollout.backend, "batch_sequences": rollout.batch_sequences},
         left_out={"too_long": report.too_long, "control_tokens": report.control_tokens},
     )
-
-
-@contextlib.contextmanager
-def _evaluator(
-    plan: SuitePlan, config: Config, loaded: LoadedModel, backend: Callable[[], RolloutBackend]
-) -> Iterator[ChunkEvaluator]:
-    if plan.generates:
-        with completion_evaluator(plan, backend()) as evaluator:
-            yield evaluator
-    else:
-        yield choice_evaluator(plan, choice_scorer(config, loaded, SINGLE_PROCESS))
 
 
 @contextlib.contextmanager
@@ -298,8 +221,7 @@ def _progress(console: Console, records: SuiteRecords) -> Iterator[Callable[[int
     total = len(plan.prompts)
     done = total - sum(len(plan.problems_of(chunk)) for chunk in records.missing())
     if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-        with Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console) as bar:
+        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
             task = bar.add_task(plan.suite.name, total=total, completed=done)
             yield lambda problems: bar.advance(task, problems)
         return
@@ -324,12 +246,9 @@ def _is_complete(records: SuiteRecords, request: EvaluationRequest, console: Con
     while not records.merge():
         missing = len(records.missing())
         if not request.launched:
-            console.print(
-                f"{records.plan.suite.name}: shard {shard.index}/{shard.count} is done; {missing} chunks of other "
-                "shards are missing; the call that finishes them reports",
-                soft_wrap=True,
-                highlight=False,
-            )
+            text = f"{records.plan.suite.name}: shard {shard.index}/{shard.count} is done; {missing} chunks of other "
+            text += "shards are missing; the call that finishes them reports"
+            console.print(text, soft_wrap=True, highlight=False)
             return False
         if missing != before:
             changed_at, before = time.monotonic(), missing
@@ -376,12 +295,13 @@ def evaluate_run(
     """
     words = shlex.split(summary["evaluate_command"])[2:]
     config = load_config(words[0], [*words[1:], *overrides])
-    if not config.data.eval and not config.eval.suites:
+    suites, root = config.eval.suites, config.eval.data_root
+    if not config.data.eval and not suites:
         raise UserError("evaluate: names nothing to evaluate on; data.eval and eval.suites are empty")
     rows = evaluate_sets(config, console) if config.data.eval else []
-    if config.eval.suites:
+    if suites:
         step = config.train.steps
-        root = None if config.eval.data_root is None else Path(config.eval.data_root)
         target = Target(config=config, label=f"{run.name}-{step}", run=run.name, step=step)
-        rows += evaluate_suites(target, EvaluationRequest(suites=config.eval.suites, out=records, root=root), console)
+        request = EvaluationRequest(suites=suites, out=records, root=None if root is None else Path(root))
+        rows += evaluate_suites(target, request, console)
     return rows

@@ -1,34 +1,40 @@
-"""``explain``: a recipe of ours, or the KL flags of another system, in words, numbers and flags that do better."""
+"""``explain``: a recipe of ours, or the KL flags or a launch script of another system, and flags that do better."""
 
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kl_comedy.cli.common import TableOrJson, check_choice
-from kl_comedy.errors import bad_value
+from kl_comedy.cli.common import TableOrJson
+from kl_comedy.errors import UserError, bad_value, error_prefix
+from kl_comedy.redaction import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kl_comedy.kl import KLTerm
     from kl_comedy.kl.oracle.certificate import Certificate
     from kl_comedy.lab.peers import Advice, Reading
 
-
-def mount(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(explain)
+FILES = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".yaml", ".yml", ".json", ".toml")
 
 
 def explain(
     what: Annotated[
-        list[str], typer.Argument(help="A recipe (kl-comedy list recipes) or SYSTEM:FLAGS (kl-comedy list peers)")
+        list[str],
+        typer.Argument(
+            help="A recipe (kl-comedy list recipes), SYSTEM:FLAGS (kl-comedy list peers), or a launch script or config "
+            "of another system (shell, Python, YAML, TOML), then key=value for what it leaves open"
+        ),
     ],
+    system: Annotated[str | None, typer.Option("--system", help="Of a file: its system, where it is not seen")] = None,
     format: TableOrJson = "table",
 ) -> None:
     """Say what a recipe, or the KL flags of another system, optimize, on- and off-policy; and which flags would.
@@ -36,15 +42,74 @@ def explain(
     Example: `kl-comedy explain grpo`
 
     Example: `kl-comedy explain "verl:use_kl_loss=true,kl_loss_type=low_var_kl"`
-    """
-    check_choice("--format", format)
-    from kl_comedy.lab.peers import is_peer
 
-    text = " ".join(what)
-    if is_peer(text):
-        _explain_peer(text, format)
+    Example: `kl-comedy explain run_grpo.sh`
+    """
+    from kl_comedy.lab.peers import is_peer, read
+
+    text, path = " ".join(what), Path(what[0])
+    if os.path.isfile(path) or (path.suffix in FILES and ":" not in what[0]):  # Path.is_file raises for a long text
+        _explain_file(path, system, what[1:], format)
+    elif system is not None:
+        raise UserError(f"--system is for a file, and {what[0]!r} is none")
+    elif is_peer(text):
+        _explain_peer(read(text), format)
     else:
         _explain_recipe(text, format)
+
+
+def _explain_file(path: Path, system: str | None, overrides: Sequence[str], format: str) -> None:
+    """What a launch script or config sets, where its KL is, its traps; then as for flags."""
+    from kl_comedy.lab.launch_files import read_launch_file
+
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    launch = read_launch_file(path, system=system, overrides=overrides)
+    with error_prefix(str(path)):
+        reading = launch.reading()
+    summary = {
+        "file": str(path),
+        "placement": _placement(reading),
+        "traps": _traps(reading),
+        "remarks": [printable(remark) for remark in launch.remarks],
+    }
+    if format == "table":
+        print(f"{path}: {launch.system.title}, read with the flags and defaults of version {launch.system.version}")
+        print(f"KL is on: {summary['placement']}")
+        for title in ("traps", "remarks"):
+            if summary[title]:
+                print("\n".join([f"{title.capitalize()}:", *(f"  - {line}" for line in summary[title])]))
+        print()
+    _explain_peer(reading, format, summary)
+
+
+def _placement(reading: Reading) -> str:
+    """Where the KL is, with estimates and coefficients; a cost before the baseline is in the reward."""
+    if reading.terms is None:
+        return "in a form that no term of ours has"
+    words = [
+        f"{'sampler, in the ' if term.reference == 'sampler' else ''}{term.placement} ({term.estimator}, {term.beta:g})"
+        for term in reading.terms
+    ]
+    return " and ".join(words) or "none"
+
+
+def _traps(reading: Reading) -> list[str]:
+    """Counted twice, does nothing, wrong gradient."""
+    from kl_comedy.kl.claims import TARGET_MEANINGS
+    from kl_comedy.kl.oracle.certificate import pulls_to_sampler
+    from kl_comedy.lab.peers import SENTENCES
+
+    traps = [f"counted twice: {SENTENCES['both']}"] if SENTENCES["both"] in reading.notes else []
+    traps += [f"does nothing: {line}" for line in reading.no_ops]
+    if pulls_to_sampler(reading.terms or ()):
+        return [*traps, "no reference: the KL is to the sampler, a trust region"]
+    for regime, certificate in reading.certificates(("on_policy", "off_policy")).items():
+        target = certificate.target or certificate.near_target
+        if target not in ("sequence_reverse", "token_reverse"):
+            words = TARGET_MEANINGS[target] if target else certificate.verdict.partition(";")[0]
+            traps.append(f"wrong gradient {_dashed(regime)}: {words}")
+    return traps
 
 
 def _explain_recipe(name: str, format: str) -> None:
@@ -74,50 +139,54 @@ def _explain_recipe(name: str, format: str) -> None:
     console.print(_numbers(certificates))
 
 
-def _explain_peer(text: str, format: str) -> None:
-    from kl_comedy.lab.peers import advise, find_system, read, switched_on
+def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | None = None) -> None:
+    from kl_comedy.lab.peers import advise, find_system, switched_on
 
-    reading = read(text)
     acting = switched_on(reading)
     advice = advise(find_system(reading.system))
     if format == "json":
         rows = [_advice_row(each) for each in advice]
-        plain = {**_plain(reading), "switched_on": _plain(acting) if acting else None, "advice": rows}
+        plain = {
+            **(summary or {}),
+            **_plain(reading),
+            "switched_on": _plain(acting) if acting else None,
+            "advice": rows,
+        }
         print(json.dumps(plain, indent=1))
         return
-    console = Console()
-    _say(console, f"{reading.text}  ({reading.system} {reading.version})", style="bold")
-    _show(reading, console)
+    print(f"{reading.text}  ({reading.system} {reading.version})")
+    _show(reading)
     if acting is not None:
-        _say(console, f"\nSwitched on, as {acting.text}:")
-        _show(acting, console)
-    _say(console, "\nIf you want")
+        print(f"\nSwitched on, as {acting.text}:")
+        _show(acting)
+    print("\nIf you want")
     for each in advice:  # whole lines, so that flags can be copied
         flags = f"set   {each.flags}   (noise {_advised_noise(each)})" if each.flags else f"-     {each.why_not}"
-        _say(console, f"  {each.goal.words}:\n    {flags}\n    ours  kl: {each.goal.recipe}")
+        print(f"  {each.goal.words}:\n    {flags}\n    ours  kl: {each.goal.recipe}")
+    print("\nTargets and recipes: docs/decision.md; this system: docs/peers.md")
 
 
-def _show(reading: Reading, console: Console) -> None:
+def _show(reading: Reading) -> None:
     from kl_comedy.kl import REGIMES
 
     if reading.terms is None:
-        _say(console, f"No term of ours says it. What it does: {reading.instead}.")
+        print(f"No term of ours is equivalent. What it does: {reading.instead}.")
     elif not reading.terms:
-        _say(console, "No KL: nothing holds the policy to a reference.")
+        print("No KL: nothing regularizes the policy toward a reference.")
     else:
-        _say(console, "It is: " + " + ".join(f"{term.label()}, beta {term.beta:g}" for term in reading.terms))
+        print("It is: " + " + ".join(f"{term.label()}, beta {term.beta:g}" for term in reading.terms))
         certificates = list(reading.certificates().values())
-        console.print(_numbers(certificates))
+        Console().print(_numbers(certificates))
         for certificate in certificates:
-            _say(console, f"{_dashed(certificate.regime)}: {certificate.verdict}")
+            print(f"{_dashed(certificate.regime)}: {certificate.verdict}")
         missing = [_dashed(regime) for regime in REGIMES if regime not in reading.holds_in]
         if missing:
-            _say(console, f"{', '.join(missing)}: no term of ours says what happens there")
+            print(f"{', '.join(missing)}: no term of ours is equivalent there")
     for title, lines in (("Notes", reading.notes), ("Does nothing", reading.no_ops)):
         if lines:
-            _say(console, "\n".join([f"{title}:", *(f"  - {line}" for line in lines)]))
+            print("\n".join([f"{title}:", *(f"  - {line}" for line in lines)]))
     if reading.terms:
-        _say(console, f"In our config:\n{_yaml(reading.terms)}")
+        print(f"In our config:\n{_yaml(reading.terms)}")
 
 
 def _numbers(certificates: Sequence[Certificate]) -> Table:
@@ -135,36 +204,21 @@ def _numbers(certificates: Sequence[Certificate]) -> Table:
 
 def _plain(reading: Reading) -> dict[str, Any]:
     """A reading with its certificates as plain data."""
+    names = ("text", "system", "version", "source", "given", "flags", "instead", "notes", "no_ops", "holds_in")
     return {
-        "text": reading.text,
-        "system": reading.system,
-        "version": reading.version,
-        "source": reading.source,
-        "given": dict(reading.given),
-        "flags": dict(reading.flags),
+        **{name: getattr(reading, name) for name in names},
         "terms": None if reading.terms is None else [term.to_mapping() for term in reading.terms],
         "yaml": _yaml(reading.terms) if reading.terms else None,
-        "instead": reading.instead,
-        "notes": list(reading.notes),
-        "no_ops": list(reading.no_ops),
-        "holds_in": list(reading.holds_in),
         "policy_ratio": reading.policy_ratio,
         "certificates": [c.row() for c in reading.certificates().values()],
     }
 
 
 def _advice_row(advice: Advice) -> dict[str, Any]:
-    goal = advice.goal
-    return {
-        "goal": goal.name,
-        "words": goal.words,
-        "target": goal.target,
-        "regime": goal.regime,
-        "flags": advice.flags,
-        "why_not": advice.why_not,
-        "noise": _advised_noise(advice),
-        "recipe": goal.recipe,
-    }
+    goal = asdict(advice.goal)
+    recipe = goal.pop("recipe")
+    answer = {"flags": advice.flags, "why_not": advice.why_not, "noise": _advised_noise(advice)}
+    return {"goal": goal.pop("name"), **goal, **answer, "recipe": recipe}
 
 
 def _advised_noise(advice: Advice) -> str:
@@ -183,11 +237,6 @@ def _yaml(terms: Sequence[KLTerm]) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml({"kl": [term.to_mapping() for term in terms]}).rstrip()
-
-
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    """Print whole lines; what looks like markup is not."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _dashed(regime: str) -> str:

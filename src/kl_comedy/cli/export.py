@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import itertools
 import shlex
-import tempfile
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load, load_plugins
-from kl_comedy.cli.results_query import DEFAULT_URI, Uri
+from kl_comedy.cli.common import Plugins, TableOrJson, load, load_plugins, print_rows
+from kl_comedy.cli.results import DEFAULT_URI, Uri
 from kl_comedy.errors import RunFailed, UserError
-
-if TYPE_CHECKING:
-    from kl_comedy.config import Config
-
-
-def mount(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command()(export)
-    app.command()(reproduce)
 
 
 def export(
@@ -44,8 +33,9 @@ def export(
     from kl_comedy.training.export import export_policy
     from kl_comedy.training.run_folder import RunDir
 
-    config = load(run_dir / "config.yaml", plugins=plugin)
-    source = export_policy(RunDir(path=run_dir), config, out, which=checkpoint)
+    load_plugins(plugin)
+    run = RunDir(path=run_dir)
+    source = export_policy(run, run.config_reader()([]), out, which=checkpoint)
     print(f"{out}  from {source}")
 
 
@@ -54,79 +44,82 @@ def reproduce(
     uri: Uri = DEFAULT_URI,
     output: Annotated[Path, typer.Option(help="Where the new run's folder goes")] = Path("runs/reproduced"),
     plugin: Plugins = None,
-    near: Annotated[float, typer.Option(help="Relative difference up to which a metric is near")] = 1e-3,
+    tolerance: Annotated[
+        str,
+        typer.Option(
+            help="Relative difference up to which a metric is near; or METRIC=DIFFERENCE, comma-separated, absolute: "
+            "only these metrics are then compared (* matches anything)"
+        ),
+    ] = "1e-3",
     format: TableOrJson = "table",
 ) -> None:
-    """Train a stored run again from its stored config and compare the final metrics: equal, near or different.
+    """Train a run of a store or an export again from its config and compare the final metrics.
 
-    First lists what differs in code, packages and machine. The new run is tracked in its folder only, because in the
-    store it would count as a repeat. Exits 1 where a metric is different or absent.
+    A metric is equal, near or different. Prints the commands: the run's own, with its commit, and the one that runs
+    now. Lists what differs in code, packages and machine, and says where the weights that training starts from differ.
+    The new run is tracked in its folder only, because in the store it would count as a repeat. Exits 1 where a metric
+    is different or absent.
 
-    Example: `kl-comedy reproduce 3f2a --uri sqlite:///mlflow.db`
+    Example: `kl-comedy reproduce k3-loss-94e1 --uri results/study/export.parquet --tolerance 'eval/*/reward=0.1'`
     """
-    check_choice("--format", format)
+    from kl_comedy.config import config_hash
     from kl_comedy.models.onednn_linear import linear_library
-    from kl_comedy.tracking import provenance_tags
-    from kl_comedy.tracking.verify import compare_metrics, environment_differences, final_metrics, find_run
+    from kl_comedy.tracking import provenance_tags, verify
+    from kl_comedy.tracking.runs import open_runs
+    from kl_comedy.tracking.store import clean_path
     from kl_comedy.training.run import train as run_training
 
     console = Console(stderr=True)
-    stored = find_run(uri, run)
-    tags: dict[str, str] = dict(stored.data.tags)
-    if stored.info.status != "FINISHED":
-        raise UserError(
-            f"run {stored.info.run_id} is {stored.info.status.lower()}; only finished runs have final metrics"
-        )
+    allowed = verify.parse_tolerance(tolerance)
+    row = verify.find_run(uri, run)
+    tags = {str(name).removeprefix("tags."): str(tag) for name, tag in row.items() if str(name).startswith("tags.")}
+    run_id, status = str(row["run_id"]), str(row["status"]).lower()
+    if status != "finished":
+        raise UserError(f"run {run_id} is {status}; only finished runs have final metrics")
+    folder = output / f"{clean_path(str(row.get('run_name', run_id)))}.inputs"
+    folder.mkdir(parents=True, exist_ok=True)
     words = itertools.pairwise(shlex.split(tags.get("run.command", "")))
     files = [value for option, value in words if option == "--plugin"]
-    if files and not plugin:
-        raise UserError(f"--plugin: the run needs parts of {', '.join(files)}; name the file")
+    names = [Path(file).name for file in files] or [
+        item.split()[0] for item in tags.get("plugins", "").split(", ") if item
+    ]
+    sources = {source.name: source for source in open_runs(uri).plugins(run_id, folder)}
+    plugin = plugin or [sources[name] for name in names if name in sources]
+    if names and not plugin:
+        raise UserError(f"--plugin: the run needs parts of {', '.join(files or names)}; name the file")
     load_plugins(plugin)
-    config = _stored_config(uri, stored, output, console)
-    for line in environment_differences(tags, {**provenance_tags(), "host.products": linear_library()}) or [
-        "code, packages and machine are what they were"
-    ]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    file = open_runs(uri).config(run_id, folder)
+    overrides = [f"output={output}", "resume=never", "tracking.uri=none"]
+    config = load(file, overrides)
+    here = {**provenance_tags(), "host.products": linear_library()}
+    notes = verify.environment_differences(tags, here) or ["code, packages and machine are what they were"]
+    before, now = tags.get("config.hash"), config_hash(config)
+    if before not in (None, now) and tags.get("plugins") == here.get("plugins"):
+        notes.insert(0, f"the stored config is {now} to this code and was {before}: what a config means has changed")
     if tags.get("git.diff"):
-        console.print("the run's code was changed after its commit; the change is its artifact provenance/code.diff")
-    command = shlex.join(["kl-comedy", "reproduce", stored.info.run_id, "--uri", uri])
+        notes.append("the run's code was changed after its commit; the change is its artifact provenance/code.diff")
+    commands = [f"git checkout {tags.get('git.commit', 'unknown')}", tags.get("run.command", "")]
+    again = [word for path in plugin for word in ("--plugin", str(path))]
+    notes.append(f"the run was made by: {' && '.join(filter(None, commands))}")
+    notes.append(f"runs now: {shlex.join(['kl-comedy', 'train', str(file), *overrides, *again])}")
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    command = shlex.join(["kl-comedy", "reproduce", run_id, "--uri", uri])
     outcome = run_training(config, console=console, command=command)
-    comparisons = compare_metrics(dict(stored.data.metrics), final_metrics(outcome.run.path), near)
-    _print_comparisons([asdict(item) for item in comparisons], format)
-    counts = Counter(item.verdict for item in comparisons)
-    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("equal", "near", "different", "absent", "new"))
-    console.print(f"{len(comparisons)} final metrics: {summary}", highlight=False)
-    if counts["different"] or counts["absent"]:
-        raise RunFailed(
-            f"run {stored.info.run_id} does not reproduce here: {summary}; the new one is {outcome.run.path}"
-        )
-
-
-def _stored_config(uri: str, stored: Any, output: Path, console: Console) -> Config:
-    """The run's config, changed to start a new run in ``output`` without a store."""
-    from kl_comedy.config import config_hash
-    from kl_comedy.tracking.verify import stored_config
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = stored_config(uri, stored, Path(folder))
-        config = load(file, [f"output={output}", "resume=never", "tracking.uri=none"])
-    stored_hash = stored.data.tags.get("config.hash")
-    if stored_hash and config_hash(config) != stored_hash:
+    started = verify.final_tags(outcome.run.path).get("reference.hash")
+    if started != tags.get("reference.hash", started):
         console.print(
-            f"the stored config is {config_hash(config)} to this code and was {stored_hash}: what a config means has "
-            "changed",
+            f"training started from other weights: {started}, and then {tags['reference.hash']}; expect other numbers",
             highlight=False,
             soft_wrap=True,
         )
-    return config
-
-
-def _print_comparisons(rows: list[dict[str, Any]], format: str) -> None:
-    """All metrics as JSON; as a table those that are not equal."""
-    import pandas as pd
-
-    from kl_comedy.tracking.tables import render
-
+    metrics = {str(name)[8:]: float(value) for name, value in row.items() if str(name).startswith("metrics.")}
+    rows = verify.compare_metrics(metrics, verify.final_metrics(outcome.run.path), allowed)
     shown = rows if format == "json" else [row for row in rows if row["verdict"] != "equal"]
     if shown:
-        typer.echo(render(pd.DataFrame(shown), "json" if format == "json" else "text"))
+        print_rows(shown, format)
+    counts = Counter(row["verdict"] for row in rows)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("equal", "near", "different", "absent", "new"))
+    console.print(f"{len(rows)} final metrics (tolerance {tolerance}): {summary}", highlight=False, soft_wrap=True)
+    if counts["different"] or counts["absent"] or not rows:
+        raise RunFailed(f"run {run_id} does not reproduce here: {summary}; the new one is {outcome.run.path}")

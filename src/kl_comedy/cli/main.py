@@ -1,18 +1,36 @@
-"""``kl-comedy``: one command per thing a user does. Exit codes: 0 done, 1 failed, 2 misuse, 75 saved, go on."""
+"""``kl-comedy``: one command per thing a user does. Exit codes: 0 done, 1 failed, 2 misuse, 75 saved, run again."""
 
 from __future__ import annotations
 
 import logging
 import os
-import shlex
 import sys
+import traceback
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from kl_comedy.cli import audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep, sweep_job
-from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, load, process_rank, stderr_console
+import kl_comedy
+from kl_comedy.cli import (
+    audit,
+    catalog,
+    certify,
+    check,
+    evaluate,
+    explain,
+    export,
+    init,
+    plan,
+    results,
+    sweep,
+    sweep_job,
+)
+from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, command_line, load, process_rank, stderr_console
+from kl_comedy.cuda import set_variables
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
+from kl_comedy.redaction import printable, redact_source
+from kl_comedy.registry import plugin_line
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,8 +39,39 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="The reference laboratory for KL regularization in RL of language models.",
 )
-for module in (audit, catalog, certify, evaluate, explain, export, plan, results, studies, sweep, sweep_job):
-    module.mount(app)
+app.command()(audit.audit)
+app.command("list")(catalog.list_parts)
+app.command()(catalog.doctor)
+app.command()(certify.certify)
+app.command()(check.check)
+app.command()(evaluate.evaluate)
+app.command()(explain.explain)
+app.command()(export.export)
+app.command()(export.reproduce)
+app.command()(init.init)
+app.command()(plan.plan)
+app.add_typer(results.app, name="results")
+app.command()(sweep.sweep)
+app.command()(sweep.status)
+app.command()(sweep.resubmit)
+app.command()(sweep.cancel)
+app.command()(sweep_job.cell)
+app.command()(sweep_job.sweep_report)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kl_comedy {kl_comedy.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 @app.command()
@@ -31,20 +80,10 @@ def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins =
 
     Example: `kl-comedy train configs/quickstart.yaml kl.0.beta=0.05 seed=1 resume=auto`
     """
-    console = stderr_console()
     loaded = load(config, overrides, plugin)
-    from kl_comedy.cli.summary import show_outcome
-    from kl_comedy.training.run import train as run_training
+    from kl_comedy.cli.summary import train_and_show
 
-    outcome = run_training(loaded, console=console, command=_command_line())
-    show_outcome(outcome, console)
-
-
-LAUNCHED = "KL_COMEDY_LAUNCHED"
-
-
-def _command_line() -> str:
-    return shlex.join(["kl-comedy", *sys.argv[1:]])
+    train_and_show(loaded, stderr_console(), command_line())
 
 
 def _quiet_libraries() -> None:
@@ -52,12 +91,15 @@ def _quiet_libraries() -> None:
     # slow a quiet machine down (bench/openmp.py, bench/NOTES.md). Set before torch is imported; your own value stays.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    set_variables()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Redacted("%(message)s"))
     logging.getLogger("kl_comedy").setLevel(logging.INFO if process_rank() == 0 else logging.ERROR)
     for name in ("lightning.pytorch", "lightning.fabric", "mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -66,34 +108,41 @@ def _quiet_libraries() -> None:
 def run() -> None:
     """The console script: a user's mistake is one line and exit 2, a failed run one line and exit 1.
 
-    Processes that a run started itself end with 0 after a failure that all of them share: the first tells it, and its
-    launcher would kill it for another code before it could.
+    Processes that a run started itself exit 0 after a failure: rank 0 reports it, and its launcher would kill it for
+    another exit code before it could.
     """
     _quiet_libraries()
-    helper = process_rank() != 0 and LAUNCHED in os.environ
-    try:
-        _run()
-    except SystemExit as end:
-        if helper and end.code in (1, 2, REQUEUE_EXIT_CODE):
-            sys.exit(0)
-        raise
-
-
-def _run() -> None:
+    launched = "KL_COMEDY_LAUNCHED" in os.environ  # kl_comedy.training.distributed.LAUNCHED
+    rank = process_rank()
     try:
         app()
+    except SystemExit as end:
+        code = end.code
     except UserError as error:
-        stderr_console().print(f"error: {error}", style="red", markup=False, soft_wrap=True, highlight=False)
-        sys.exit(2)
+        line = plugin_line(error.__cause__)
+        where = f" (plugin {line})" if line and line not in str(error) else ""
+        code = _print_error(stderr_console(), f"error: {error}{where}", 2)
     except RunStopped as error:
-        stderr_console().print(f"stopped: {error}", markup=False, soft_wrap=True, highlight=False)
-        sys.exit(REQUEUE_EXIT_CODE)
-    except RunFailed as error:
-        rank = process_rank()
-        where = f"rank {rank} " if rank else ""  # what one process alone fell over is told by no other
-        Console(stderr=True).print(
-            f"{where}failed: {error}", style="red", markup=False, soft_wrap=True, highlight=False
-        )
-        sys.exit(1)
+        code = _print_error(stderr_console(), f"stopped: {error}", REQUEUE_EXIT_CODE)
+    except RunFailed as error:  # every rank prints: a failure of one process alone is reported by no other
+        code = _print_error(Console(stderr=True), f"{f'rank {rank} ' if rank else ''}failed: {error}", 1)
     except BrokenPipeError:
-        sys.exit(1)
+        code = 1
+    except Exception as error:
+        line = plugin_line(error)
+        own = f"failed: {type(error).__name__}: {error} (plugin {line})"
+        code = _print_error(Console(stderr=True), traceback.format_exc() if line is None else own, 1)
+    sys.exit(0 if launched and rank and code in (1, 2, REQUEUE_EXIT_CODE) else code)
+
+
+class _Redacted(logging.Formatter):
+    """Log records without secrets and terminal escapes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(redact_source(super().format(record)))
+
+
+def _print_error(console: Console, text: str, code: int) -> int:
+    style = None if code == REQUEUE_EXIT_CODE else "red"
+    console.print(printable(redact_source(text)), style=style, markup=False, soft_wrap=True, highlight=False)
+    return code

@@ -1,120 +1,143 @@
-"""``kl-comedy plan``: memory, time and device hours of a run before it begins."""
+"""``kl-comedy plan``: memory, time and device hours of a run before it begins, and how to divide devices."""
 
 from __future__ import annotations
 
 import json
-import sys
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load
+from kl_comedy.cli.common import Plugins, TableOrJson, load, message, print_rows
 from kl_comedy.errors import RunFailed
 
 if TYPE_CHECKING:
-    from kl_comedy.config import Config
-    from kl_comedy.lab.planning import Plan
-
+    from kl_comedy.lab.planning.plan import Plan, Split
 
 GIB = 2**30
-
-
-def mount(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(plan)
+GPU_NAMES = "a100-40, a100-80, l40s-48, h100-80, h200-141, b200-180, ... or cpu"
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as train.strategy=fsdp")]
 
 
 def plan(
     config: Annotated[Path, typer.Argument(help="A YAML config, as configs/paper/on_policy_math_qwen.yaml")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, as train.strategy=fsdp")] = None,
-    gpu: Annotated[str, typer.Option(help="a100-40, a100-80, l40s-48, h100-80, h200-141, b200-180, ... or cpu")] = (
-        "h100-80"
-    ),
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option(help=GPU_NAMES)] = "h100-80",
     gpus: Annotated[int | None, typer.Option(min=1, help="Devices of each node; sets train.devices")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; sets train.nodes")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Of a prompt; default: data.prompt.max_tokens")] = None,
-    completion_tokens: Annotated[int | None, typer.Option(help="Default: rollout.max_new_tokens")] = None,
-    fail_if_too_big: Annotated[bool, typer.Option("--fail-if-too-big", help="Exit code 1 where it does not fit")] = (
-        False
-    ),
+    completion_tokens: Annotated[int | None, typer.Option(help="On average; default: --longest-tokens")] = None,
+    longest_tokens: Annotated[int | None, typer.Option(help="Of a batch; default: rollout.max_new_tokens")] = None,
+    split: Annotated[int | None, typer.Option(min=1, help="Devices to divide between ranks and engines")] = None,
+    fail_if_too_big: Annotated[bool, typer.Option("--fail-if-too-big", help="Exit 1 if it does not fit")] = False,
     format: TableOrJson = "table",
     plugin: Plugins = None,
 ) -> None:
-    """Estimate memory per device by component, tokens per second, time per update and device hours of a run.
+    """Estimate memory per device by component, time of each part of an update, idle time and device hours of a run.
 
-    From the architecture alone: no weights are loaded. Says what does not fit, and which settings would make it fit.
+    From the architecture alone: no weights are loaded. Says what does not fit, which settings would make it fit, what
+    an update waits for, and with --split which number of trainer ranks and engines is the fastest.
 
-    Example: `kl-comedy plan configs/paper/on_policy_math_qwen.yaml --gpu h100-80 --gpus 8 train.strategy=fsdp`
+    Example: `kl-comedy plan configs/paper/on_policy_math_qwen.yaml --gpu h100-80 --split 8`
     """
-    check_choice("--format", format)
-    from kl_comedy.lab.planning import Lengths, device_named, plan_run
+    from kl_comedy.lab.planning.plan import Plan, splits
+    from kl_comedy.lab.planning.sizes import device_named
 
     counts = {"train.devices": gpus, "train.nodes": nodes}
-    given = [f"{key}={count}" for key, count in counts.items() if count is not None]
-    loaded = load(config, [*(overrides or []), *given], plugin)
-    planned = plan_run(loaded, device_named(gpu), lengths=Lengths(prompt=prompt_tokens, completion=completion_tokens))
+    changes = [f"{key}={count}" for key, count in counts.items() if count is not None]
+    loaded = load(config, [*(overrides or []), *changes], plugin)
+    device = device_named(gpu)
+    tokens = {"prompt": prompt_tokens, "completion": completion_tokens, "longest": longest_tokens}
+    planned = Plan(loaded, device, **tokens)
+    divided = () if split is None else splits(loaded, device, split, **tokens)
     if format == "json":
-        print(json.dumps(_as_json(planned), indent=1))
+        print(json.dumps(_as_json(planned, divided), indent=1))
     else:
-        _show(planned, loaded)
+        _show(planned)
+        if divided:
+            _show_splits(divided)
+    if divided and divided[0].fits:
+        message(f"fastest of {split}: {' '.join(map(shlex.quote, divided[0].overrides))}")
     for line in planned.warnings:
-        print(f"warning: {line}", file=sys.stderr)
+        message(f"warning: {line}")
     for remedy in planned.remedies:
-        print(f"fits, with {remedy.peak_bytes / GIB:.1f} GiB: {' '.join(remedy.overrides)}", file=sys.stderr)
+        message(f"fits, with {remedy.peak_bytes / GIB:.1f} GiB: {' '.join(remedy.overrides)}")
     if not planned.fits and not planned.remedies:
-        print("no setting was found that makes it fit", file=sys.stderr)
+        message("no setting was found that makes it fit")
     if fail_if_too_big and not planned.fits:
         peak, limit = f"{planned.peak_bytes / GIB:.1f} GiB", f"{planned.limit_bytes / GIB:.1f} GiB"
         raise RunFailed(f"{peak} in one process, {limit} on {planned.device.name}")
 
 
-def _as_json(planned: Plan) -> dict[str, Any]:
+def _as_json(plan: Plan, divided: Sequence[Split]) -> dict[str, Any]:
     """A plan as plain data; bytes, seconds, counts."""
-    from dataclasses import asdict
-
-    shape = {name: value for name, value in vars(planned.shape).items() if name != "config"}
+    memory = {"components": [asdict(item) for item in plan.components], "peak_bytes": plan.peak_bytes}
     return {
-        "model": shape,
-        "device": asdict(planned.device),
-        "load": asdict(planned.load),
-        "memory": {
-            "components": [asdict(item) for item in planned.components],
-            "peak_bytes": planned.peak_bytes,
-            "limit_bytes": planned.limit_bytes,
-            "fits": planned.fits,
-        },
-        "time": asdict(planned.timing),
-        "assumed": asdict(planned.assumed),
-        "warnings": list(planned.warnings),
-        "remedies": [
-            {"overrides": list(remedy.overrides), "peak_bytes": remedy.peak_bytes} for remedy in planned.remedies
-        ],
+        "model": {name: value for name, value in vars(plan.shape).items() if name != "config"},
+        "device": asdict(plan.device),
+        "load": asdict(plan.load),
+        "memory": {**memory, "limit_bytes": plan.limit_bytes, "fits": plan.fits},
+        "time": asdict(plan.timing),
+        "assumed": asdict(plan.assumed),
+        "warnings": list(plan.warnings),
+        "remedies": [asdict(remedy) for remedy in plan.remedies],
+        "splits": [asdict(split) for split in divided],
     }
 
 
-def _show(planned: Plan, config: Config) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console = Console(width=120, markup=False, highlight=False)
-    load, device = planned.load, planned.device
-    strategy = f"{config.train.strategy}, {load.processes} x {device.name}"
-    console.print(
-        f"{planned.shape.source}: {_million(planned.shape.parameters)} parameters, {_million(planned.shape.trainable)} "
-        f"trained; {strategy}; {config.model.dtype} weights, {config.train.precision}"
+def _show(plan: Plan) -> None:
+    load, shape, times, assumed, train = plan.load, plan.shape, plan.timing, plan.assumed, plan.config.train
+    counts = f"{_million(shape.parameters)} parameters, {_million(shape.trainable)} trained"
+    dtypes = f"{plan.config.model.dtype} weights, {train.precision}"
+    print(f"{shape.source}: {counts}; {train.strategy}, {load.processes} x {plan.device.name}; {dtypes}\n")
+    parts = [(item.name, f"{item.bytes / GIB:.2f}", item.phase, item.what) for item in plan.components]
+    limit = f"{plan.limit_bytes / GIB:.1f} GiB a process"
+    parts.append(("peak", f"{plan.peak_bytes / GIB:.2f}", "fits" if plan.fits else "does not fit", limit))
+    drawers = f"{plan.engines} engine{'s' if plan.engines > 1 else ''}" if plan.beside else "the ranks"
+    by_transport = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.transfer_s.items())
+    idle = f"{times.trainer_idle:.0%}, {times.engine_idle:.0%}"
+    rows = [
+        ("generate", f"{times.generate_s:.3g} s", f"an update, by {drawers}"),
+        ("transfer", f"{times.publish_s + times.load_s:.3g} s", by_transport or "of the weights to the sampler"),
+        ("learn", f"{times.learn_s:.3g} s", f"an update; {load.update_micro} micro-batches a rank"),
+        ("update", f"{times.update_s:.3g} s", "without verification, evaluation and checkpoints"),
+        ("idle", idle, "trainer, engines: waiting for the other"),
+        ("bottleneck", times.bottleneck, f"{times.parts[times.bottleneck]:.3g} s of an update"),
+        ("generated", f"{times.generated_tokens_per_s:,.0f} tokens/s", "all processes, while generating"),
+        ("trained", f"{times.trained_tokens_per_s:,.0f} tokens/s", "all processes, while learning"),
+        ("run", f"{times.run_hours:.3g} h", f"{train.steps} updates"),
+        ("device hours", f"{times.device_hours:.3g}", f"{times.devices} devices"),
+    ]
+    for head, table in ((("memory of one process", "GiB", "when", "what"), parts), (("time", "", "of"), rows)):
+        print_rows([dict(zip(head, row, strict=True)) for row in table], "table")
+        print()
+    print(
+        f"prompts of {load.prompt} and completions of {load.completion} tokens, the longest {plan.longest}; assumed: "
+        f"{assumed.flops:.0%} of peak bf16 products, {assumed.fp32_flops:.0%} of float32 products, "
+        f"{assumed.bandwidth:.0%} of bandwidth, {assumed.link:.0%} of the link; {plan.device.source}"
     )
-    table = Table("memory of one process", "GiB", "when", "what")
-    table.columns[1].justify = "right"
-    for item in planned.components:
-        table.add_row(item.name, f"{item.bytes / GIB:.2f}", item.phase, item.what)
-    verdict = "fits" if planned.fits else "does not fit"
-    table.add_section()
-    table.add_row("peak", f"{planned.peak_bytes / GIB:.2f}", verdict, f"{planned.limit_bytes / GIB:.1f} GiB a process")
-    console.print(table)
-    console.print(_times(planned, config))
+
+
+def _show_splits(divided: Sequence[Split]) -> None:
+    print("\nways to divide the devices: those that fit, the fastest first; engines 0: every device trains and draws\n")
+    rows = [
+        {
+            "ranks": split.ranks,
+            "engines": split.engines,
+            "generate, s": f"{split.generate_s:.3g}",
+            "transfer, s": f"{split.transfer_s:.3g}",
+            "learn, s": f"{split.learn_s:.3g}",
+            "update, s": f"{split.update_s:.3g}",
+            "idle": f"{split.trainer_idle:.0%}, {split.engine_idle:.0%}",
+            "run, h": f"{split.run_hours:.3g}",
+            "GiB a rank": f"{split.peak_bytes / GIB:.1f}" + ("" if split.fits else ", does not fit"),
+        }
+        for split in divided
+    ]
+    print_rows(rows, "table")
 
 
 def _million(count: int) -> str:
@@ -124,25 +147,3 @@ def _million(count: int) -> str:
     ('7.62 B', '0.892 M')
     """
     return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
-
-
-def _times(planned: Plan, config: Config) -> Any:
-    from rich.table import Table
-
-    times, assumed = planned.timing, planned.assumed
-    table = Table("time", "", "of")
-    table.columns[1].justify = "right"
-    table.add_row(
-        "generate", f"{times.generate_s:.3g} s", f"an update; {planned.load.drawn_rows} completions a process"
-    )
-    table.add_row("learn", f"{times.learn_s:.3g} s", f"an update; {planned.load.update_micro} micro-batches a process")
-    table.add_row("update", f"{times.update_s:.3g} s", "without verification, evaluation and checkpoints")
-    table.add_row("generated", f"{times.generated_tokens_per_s:,.0f} tokens/s", "all processes, while generating")
-    table.add_row("trained", f"{times.trained_tokens_per_s:,.0f} tokens/s", "all processes, while learning")
-    table.add_row("run", f"{times.run_hours:.3g} h", f"{config.train.steps} updates")
-    table.add_row("device hours", f"{times.device_hours:.3g}", f"{planned.load.processes} devices")
-    table.caption = (
-        f"prompts of {planned.load.prompt} and completions of {planned.load.completion} tokens; assumed: "
-        f"{assumed.flops:.0%} of peak products, {assumed.bandwidth:.0%} of bandwidth; {planned.device.source}"
-    )
-    return table

@@ -1,16 +1,32 @@
-"""The summary that a run prints at its end: scores, and the commands to evaluate, plot and tabulate it."""
+"""Training by a command, and the summary at the end: scores, and commands to evaluate, plot and tabulate the run."""
 
 from __future__ import annotations
 
 import shlex
-from typing import Any
 
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
 
-from kl_comedy.training.run import Outcome
+from kl_comedy.config import Config
+from kl_comedy.training.build import check_before_loading
+from kl_comedy.training.run_folder import Outcome, finished_run
+
+METRICS = {
+    "train/reward": "train reward",
+    "kl/exact_reverse_sequence": "exact KL, nats a completion",
+    "policy/entropy": "entropy, nats a token",
+}
+
+
+def train_and_show(config: Config, console: Console, command: str) -> None:
+    """Check everything that needs no model, train unless the run is finished, and print how it ended."""
+    outcome = finished_run(config)
+    if outcome is None:
+        problems = check_before_loading(config)
+        from kl_comedy.training.run import train  # imports Lightning: some seconds
+
+        outcome = train(config, console=console, command=command, problems=problems)
+    show_outcome(outcome, console)
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
@@ -18,40 +34,33 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     summary, path = outcome.summary, outcome.run.path
     if outcome.already_finished:
         console.print(f"{path} is already finished; nothing to do (resume=never trains again)", soft_wrap=True)
-    console.print(_row(summary))
-    uri = f" --uri {shlex.quote(summary['mlflow_uri'])}"
-    lines = [
-        f"run       {summary['run_id'] or '(MLflow not reached; metrics are in the folder)'}",
-        f"folder    {path}",
-        f"again     {summary['command']}",
-        f"evaluate  {summary['evaluate_command']}",
-        f"table     kl-comedy results table{uri}",
-        f"plot      kl-comedy results plot{uri} --metric train/reward --out reward.png",
-    ]
-    seconds = summary.get("seconds")
-    title = f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}"
-    text = Text("\n".join(lines))  # a command may hold brackets, which are no markup
-    console.print(Panel(text, title=title + (f" in {seconds:.0f} s" if seconds else ""), expand=False))
-
-
-def _row(summary: dict[str, Any]) -> Table:
-    """The run's row of the results table, one column per line so that nothing is cut."""
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, 2))  # one score a line, so that nothing is cut
     table.add_row("KL terms", summary["kl"])
     for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
         for name, history in summary.get(key, {}).items():
-            ordered = sorted((int(step), value) for step, value in history.items())
-            first, last = ordered[0][1], ordered[-1][1]
-            table.add_row(f"{name} {score}", f"{first:.3f} -> {last:.3f} ({last - first:+.3f})")
-    metrics = summary.get("metrics", {})
-    for key, title in _COLUMNS.items():
-        if key in metrics:
-            table.add_row(title, f"{metrics[key]:.3f}")
-    return table
-
-
-_COLUMNS = {
-    "train/reward": "train reward",
-    "kl/exact_reverse_sequence": "exact KL, nats a completion",
-    "policy/entropy": "entropy, nats a token",
-}
+            ordered = sorted((int(update), value) for update, value in history.items())
+            (_, first), (update, last) = ordered[0], ordered[-1]
+            early = f" at update {update}" if update != summary.get("steps", update) else ""
+            table.add_row(f"{name} {score}", f"{first:.3f} -> {last:.3f} ({last - first:+.3f}){early}")
+    for key, title in METRICS.items():
+        if key in summary.get("metrics", {}):
+            table.add_row(title, f"{summary['metrics'][key]:.3f}")
+    console.print(table)
+    uri = f" --uri {shlex.quote(summary['mlflow_uri'])}"
+    seconds = f" in {summary['seconds']:.0f} s" if summary.get("seconds") else ""
+    tracked = summary["mlflow_uri"] != "none"
+    unreachable = "(MLflow not reached; metrics are in the folder) " if tracked else ""
+    lines = [
+        f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}{seconds}",
+        f"run {summary['run_id']} in {path}" if summary["run_id"] else f"run {unreachable}in {path}",
+        "to repeat, evaluate and compare it:",
+        summary["command"],
+        summary["evaluate_command"],
+    ]
+    if tracked:
+        lines += [
+            f"kl-comedy results table{uri}",
+            f"kl-comedy results plot{uri} --metric train/reward --out reward.svg",
+        ]
+    for line in lines:  # a command may hold brackets, which are no markup; a wrapped one could not be copied
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

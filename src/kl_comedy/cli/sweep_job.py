@@ -7,16 +7,20 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from kl_comedy.cli.common import load, load_plugins
+from kl_comedy.cli.common import load, load_plugins, message, process_rank
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
-
-if TYPE_CHECKING:
-    from kl_comedy.slurm.manifest import Cell, Sweep
+from kl_comedy.io import atomic_write, sha256_file
+from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
+from kl_comedy.slurm.manifest import Cell, Sweep, read_sweep
+from kl_comedy.slurm.servers import await_servers
+from kl_comedy.slurm.status import newest_runs, read_status, write_report
+from kl_comedy.training.run_folder import RunDir
+from kl_comedy.training.stop_signals import stop_requests
 
 
 def cell(
@@ -28,10 +32,6 @@ def cell(
 
     Example: `kl-comedy cell sweeps/pocket_beta 3`
     """
-    from kl_comedy.slurm.manifest import read_sweep
-    from kl_comedy.slurm.servers import await_servers
-    from kl_comedy.training.stop_signals import stop_requests
-
     with stop_requests():  # before the heavy imports, so that an early signal is not lost
         loaded = read_sweep(sweep)
         chosen = loaded.cell(index)
@@ -45,9 +45,6 @@ def sweep_report(sweep: Annotated[Path, typer.Argument(metavar="SWEEP", help="A 
 
     Example: `kl-comedy sweep-report pocket_beta`
     """
-    from kl_comedy.slurm.manifest import read_sweep
-    from kl_comedy.slurm.status import read_status, write_report
-
     loaded = read_sweep(sweep)
     print(write_report(loaded, read_status(loaded)))
     for page in write_html_reports(loaded):
@@ -62,20 +59,16 @@ def write_html_reports(sweep: Sweep) -> Iterator[Path]:
     """
     from kl_comedy.cli.results import report
 
+    name = sweep.manifest.name
     stores = [(uri, experiment) for uri, experiment in sweep.manifest.stores if uri != "none"]
     for number, (uri, experiment) in enumerate(stores, start=1):
         page = sweep.path / "report" / ("report.html" if number == 1 else f"report-{number}.html")
+        where = f"tags.sweep = '{name}'"
         try:
             with contextlib.chdir(sweep.manifest.directory), contextlib.redirect_stdout(sys.stderr):
-                report(
-                    out=page,
-                    title=f"Sweep {sweep.manifest.name}",
-                    uri=uri,
-                    experiment=experiment,
-                    where=f"tags.sweep = '{sweep.manifest.name}'",
-                )
+                report(out=page, title=f"Sweep {name}", uri=uri, experiment=experiment, where=where)
         except UserError as error:
-            print(f"no {page.name}: {error}", file=sys.stderr)
+            message(f"no {page.name}: {error}")
             continue
         yield page
 
@@ -83,63 +76,60 @@ def write_html_reports(sweep: Sweep) -> Iterator[Path]:
 @contextlib.contextmanager
 def _recorded_attempt(sweep: Sweep, cell: Cell, stage: str) -> Iterator[None]:
     """Record the start and the end of an attempt; of several processes of a job only the main one does."""
-    from kl_comedy.slurm.journal import is_main_process, record_end, record_start
     from kl_comedy.tracking.provenance import process_tags
 
-    if not is_main_process():
+    if process_rank():
         yield
         return
     process = process_tags()
-    record_start(sweep, cell.index, stage, process)
+    sweep.record_start(cell.index, stage, process)
     code, reason = 1, "interrupted"
     try:
         yield
         code, reason = 0, ""
     except (UserError, RunFailed) as error:
         code = 2 if isinstance(error, UserError) else REQUEUE_EXIT_CODE if isinstance(error, RunStopped) else 1
-        reason = str(error).split("; resume with: ")[0].split("; resume with: ")[0]
+        reason = str(error).split("; resume with: ")[0]
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        record_end(sweep, cell.index, process["process.pid"], code, reason or None)
+        sweep.record_end(cell.index, process["process.pid"], code, reason or None)
 
 
 def _train(sweep: Sweep, cell: Cell) -> None:
-    from kl_comedy.cli.summary import show_outcome
+    from kl_comedy.cli.summary import train_and_show
     from kl_comedy.config import config_hash
-    from kl_comedy.io import sha256_file
-    from kl_comedy.training.run import train
 
-    if sha256_file(sweep.base) != sweep.manifest.base_sha256:
+    if not sweep.base.is_file() or sha256_file(sweep.base) != sweep.manifest.base_sha256:
         raise UserError(f"{sweep.base} was changed after the sweep was planned; plan another sweep")
-    config = load(sweep.base, sweep.overrides(cell), sweep.manifest.plugins)
+    _load_plugins(sweep)
+    config = load(sweep.base, sweep.overrides(cell))
     if config_hash(config) != cell.config_hash:
         raise UserError(
             f"cell {cell.index}: its config is {config_hash(config)} now and was planned as {cell.config_hash}; "
             f"kl_comedy {sweep.manifest.package_version} planned it, and what a config means has changed since"
         )
-    console = Console(stderr=True)
-    show_outcome(train(config, console=console, command=sweep.command(cell)), console)
+    train_and_show(config, Console(stderr=True), sweep.command(cell))
 
 
 def _evaluate(sweep: Sweep, cell: Cell) -> None:
     """Evaluate the cell's trained policy, by the command in the run's summary, with the sweep's overrides."""
     from kl_comedy.cli.evaluation_runs import evaluate_run
-    from kl_comedy.io import atomic_write
-    from kl_comedy.slurm.status import newest_run
 
-    run = newest_run(sweep, cell)
-    summary = json.loads((run / "summary.json").read_text()) if run and (run / "summary.json").exists() else {}
-    if run is None or summary.get("status") != "FINISHED":
+    run = newest_runs(sweep).get(cell.run_stem)
+    summary = run and RunDir(path=run).summary()
+    if run is None or not summary or summary["status"] != "FINISHED":
         raise UserError(f"cell {cell.index} is not trained; kl-comedy cell {sweep.path} {cell.index} trains it")
+    _load_plugins(sweep)
+    file = sweep.evaluation(cell.index)
+    rows = evaluate_run(run, summary, sweep.manifest.evaluate or (), file.with_suffix(""), Console(stderr=True))
+    atomic_write(file, json.dumps(rows, indent=1) + "\n")
+
+
+def _load_plugins(sweep: Sweep) -> None:
+    """Raises :class:`UserError` where a plugin is not the one that the sweep was planned with."""
     load_plugins(sweep.manifest.plugins)
-    rows = evaluate_run(run, summary, sweep.manifest.evaluate or (), sweep.records(cell.index), Console(stderr=True))
-    atomic_write(sweep.evaluation(cell.index), json.dumps(rows, indent=1) + "\n")
-
-
-def mount(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    for command in (cell, sweep_report):
-        app.command()(command)
+    if change := sweep.changed_plugins(plugin_hashes(PLUGIN_FILES)):
+        raise UserError(f"{change}; put the older source back, or plan another sweep with --name")

@@ -1,44 +1,19 @@
-"""The typed configuration: schema with its documentation, one validator, YAML and overrides, hashing."""
+"""The typed configuration: schema, validator, YAML and overrides, hashing."""
 
-from kl_comedy.config.load import config_hash, config_reader, flatten, load_config, to_plain, to_yaml
-from kl_comedy.config.schema import (
-    SHARDED,
-    AlgorithmConfig,
-    AuditConfig,
-    Config,
-    DatasetConfig,
-    EvalConfig,
-    LagConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PromptConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrackingConfig,
-    TrainConfig,
-)
+from kl_comedy.config.load import config_hash, config_reader, flatten, load_config, standalone_text, to_plain, to_yaml
+from kl_comedy.config.schema import AlgorithmConfig, AuditConfig, Config, ModelConfig, OptimizerConfig
 
 __all__ = [
-    "SHARDED",
     "AlgorithmConfig",
     "AuditConfig",
     "Config",
-    "DatasetConfig",
-    "EvalConfig",
-    "LagConfig",
-    "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
-    "PromptConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "TrackingConfig",
-    "TrainConfig",
     "config_hash",
     "config_reader",
     "flatten",
     "load_config",
+    "standalone_text",
     "to_plain",
     "to_yaml",
 ]

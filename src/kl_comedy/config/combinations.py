@@ -3,94 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from kl_comedy.config.schema import Config, LagConfig
+from kl_comedy.config.schema import SHARDED, Config, LagConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Capabilities
-from kl_comedy.registry import ADVANTAGES, ROLLOUTS
+from kl_comedy.registry import ROLLOUTS
 
+Conflict = tuple[str, Any, str | list[str], str]
+"""A key, its value, what is allowed beside the other settings, and why: the arguments of :func:`bad_value`."""
 
-def check_lag(config: Config) -> None:
-    """Raise :class:`UserError` for settings of ``lag`` that contradict each other or the rest of the run."""
-    lag, per_batch = config.lag, updates_from_a_batch(config)
-    _check_lag_mode(lag)
-    if lag.mode == "replayed" and lag.steps % per_batch:
-        raise bad_value(
-            "lag.steps",
-            lag.steps,
-            f"a multiple of the {per_batch} updates made from one batch",
-            "otherwise a batch cannot be exactly that many updates old",
-        )
-    if lag.policy == "drop" and lag.max_steps < per_batch:
-        raise bad_value(
-            "lag.max_steps",
-            lag.max_steps,
-            f"at least {per_batch} with lag.policy drop",
-            f"{per_batch} updates are made from one batch, so all that is drawn meanwhile would be dropped; "
-            "lag.policy=wait takes any bound",
-        )
-    if lag.in_flight and lag.max_steps == 0:
-        raise bad_value("lag.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change")
-
-
-def capabilities_of(backend: str) -> Capabilities:
-    """What the registered ``backend`` declared that it can do."""
-    return ROLLOUTS.get(backend, key="rollout.backend").facts.get("capabilities", Capabilities())  # type: ignore[no-any-return]
-
-
-def check_backend(config: Config) -> None:
-    """Raise :class:`UserError` where strategy, rollout backend, lag and algorithm cannot work together."""
-    backend, lag, strategy = config.rollout.backend, config.lag, config.train.strategy
-    can = capabilities_of(backend)
-    if lag.mode == "async" and strategy != "single":
-        why = "the sampler process takes its weights from one learner's memory"
-        raise bad_value("train.strategy", strategy, "single with lag.mode async", why)
-    if can.recorded and lag.mode != "on_policy":
-        why = "recorded rollouts are as old as they are; nothing is sampled"
-        raise bad_value("lag.mode", lag.mode, f"on_policy with rollout.backend {backend}", why)
-    if lag.in_flight and not can.updates_between_tokens:
-        why = "it takes new weights between batches only"
-        raise bad_value("lag.in_flight", True, f"false with rollout.backend {backend}", why)
-    if strategy != "single" and not can.draws_parts:
-        able = [entry.name for entry in ROLLOUTS if capabilities_of(entry.name).draws_parts]
-        raise bad_value("rollout.backend", backend, able, f"with train.strategy {strategy}")
-    advantage = ADVANTAGES.get(config.algorithm.advantage, key="algorithm.advantage")
-    if strategy != "single" and advantage.facts.get("critic"):
-        allowed = f"single with a value head (algorithm.advantage: {advantage.name})"
-        raise bad_value("train.strategy", strategy, allowed)
-
-
-def updates_from_a_batch(config: Config) -> int:
-    """Optimizer updates made from one batch of rollouts."""
-    return config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
-
-
-def _check_lag_mode(lag: LagConfig) -> None:
-    if lag.mode == "on_policy" and lag.steps:
-        raise bad_value("lag.steps", lag.steps, "0", "lag.mode is on_policy; did you mean lag.mode=replayed?")
-    if lag.mode == "async" and lag.steps:
-        raise bad_value("lag.steps", lag.steps, "0 with lag.mode async", "did you mean lag.max_steps?")
-    if lag.mode != "async":
-        neutral = LagConfig()
-        for name in ("max_steps", "policy", "in_flight", "silence_limit_s", "answer_limit_s"):
-            value, off = getattr(lag, name), getattr(neutral, name)
-            if value != off:
-                raise bad_value(f"lag.{name}", value, f"{off} with lag.mode {lag.mode}", "it belongs to lag.mode=async")
+ENGINE_BESIDE = {"hf": "hf_server", "vllm": "vllm_server"}
+"""With ``lag.mode: async`` an engine of the same kind, beside the trainer, draws for a backend of its processes."""
 
 
 def check_combinations(config: Config) -> None:
     """Raise :class:`UserError` for the first impossible combination."""
-    _names(config)
-    _batches(config)
-    check_lag(config)
-    check_backend(config)
-    _processes(config)
-    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        raise bad_value("optimizer.betas", list(config.optimizer.betas), "two numbers in [0, 1)")
-    if config.optimizer.warmup_steps > config.train.steps:
-        raise bad_value(
-            "optimizer.warmup_steps", config.optimizer.warmup_steps, f"at most train.steps ({config.train.steps})"
-        )
+    for conflicts in (_names, _batches, _lag, _backend, _processes, _precision, _optimizer):
+        for conflict in conflicts(config):
+            raise bad_value(*conflict)
     if not config.rewards:
         raise UserError("rewards: needs at least one reward, as in [{name: math_verify}]")
     if config.train.eval_every and not (config.data.eval or config.eval.suites):
@@ -99,59 +31,119 @@ def check_combinations(config: Config) -> None:
             "evaluate on"
         )
     if config.model.lora and config.model.lora.dropout > 0:
-        raise bad_value(
-            "model.lora.dropout",
-            config.model.lora.dropout,
-            "0",
-            "dropout makes the policy that is differentiated another one than the policy that sampled",
-        )
+        why = "dropout makes the policy that is differentiated another one than the policy that sampled"
+        raise bad_value("model.lora.dropout", config.model.lora.dropout, "0", why)
 
 
-def _names(config: Config) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
-        raise bad_value("name", config.name, "letters, digits, '.', '_' and '-', since it names a folder")
-    for name in config.data.eval:
+def capabilities_of(backend: str) -> Capabilities:
+    """What the registered ``backend`` declared that it can do."""
+    return ROLLOUTS.get(backend, key="rollout.backend").facts.get("capabilities", Capabilities())  # type: ignore[no-any-return]
+
+
+def sampler_of(config: Config) -> str:
+    """The backend that draws: ``rollout.backend``, or the engine of its kind beside the trainer."""
+    backend = config.rollout.backend
+    return ENGINE_BESIDE.get(backend, backend) if config.lag.mode == "async" else backend
+
+
+def updates_from_a_batch(config: Config) -> int:
+    """Optimizer updates made from one batch of rollouts."""
+    return config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
+
+
+def _names(config: Config) -> Iterator[Conflict]:
+    letters = "letters, digits, '.', '_' and '-'"
+    for key, name in (("name", config.name), *(("data.eval", name) for name in config.data.eval)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise bad_value("data.eval", name, "set names of letters, digits, '.', '_' and '-'")
+            yield key, name, f"{letters}, since it names a folder" if key == "name" else f"set names of {letters}", ""
 
 
-def _batches(config: Config) -> None:
-    rollout, algorithm = config.rollout, config.algorithm
-    if rollout.prompts_per_batch % algorithm.updates_per_batch:
-        raise bad_value(
-            "algorithm.updates_per_batch",
-            algorithm.updates_per_batch,
-            f"a divisor of rollout.prompts_per_batch ({rollout.prompts_per_batch})",
-            "groups stay whole, and every update takes the same number of them",
-        )
-    if rollout.group_size < 2 and algorithm.advantage in ("rloo", "grpo"):
-        raise bad_value(
+def _batches(config: Config) -> Iterator[Conflict]:
+    prompts, group_size, algorithm = config.rollout.prompts_per_batch, config.rollout.group_size, config.algorithm
+    if prompts % algorithm.updates_per_batch:
+        allowed = f"a divisor of rollout.prompts_per_batch ({prompts})"
+        why = "groups stay whole, and every update takes the same number of them"
+        yield "algorithm.updates_per_batch", algorithm.updates_per_batch, allowed, why
+    if group_size < 2 and algorithm.advantage in ("rloo", "grpo"):
+        yield (
             "rollout.group_size",
-            rollout.group_size,
+            group_size,
             "at least 2",
             f"{algorithm.advantage} compares completions of one prompt",
         )
 
 
-def _processes(config: Config) -> None:
+def _lag(config: Config) -> Iterator[Conflict]:
+    lag, neutral, per_batch = config.lag, LagConfig(), updates_from_a_batch(config)
+    if lag.mode == "on_policy" and lag.steps:
+        yield "lag.steps", lag.steps, "0", "lag.mode is on_policy; did you mean lag.mode=replayed?"
+    if lag.mode == "async" and lag.steps:
+        yield "lag.steps", lag.steps, "0 with lag.mode async", "did you mean lag.max_steps?"
+    for name in ("max_steps", "policy", "in_flight") if lag.mode != "async" else ():
+        value, off = getattr(lag, name), getattr(neutral, name)
+        if value != off:
+            yield f"lag.{name}", value, f"{off} with lag.mode {lag.mode}", "it belongs to lag.mode=async"
+    if lag.mode == "replayed" and lag.steps % per_batch:
+        allowed = f"a multiple of the {per_batch} updates made from one batch"
+        yield "lag.steps", lag.steps, allowed, "otherwise a batch cannot be exactly that many updates old"
+    if lag.policy == "drop" and lag.max_steps < per_batch:
+        why = f"{per_batch} updates are made from one batch, so all that is drawn meanwhile would be dropped; "
+        why += "lag.policy=wait takes any bound"
+        yield "lag.max_steps", lag.max_steps, f"at least {per_batch} with lag.policy drop", why
+    if lag.in_flight and lag.max_steps == 0:
+        yield "lag.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change"
+
+
+def _backend(config: Config) -> Iterator[Conflict]:
+    """Strategy, rollout backend and lag."""
+    backend, lag, can = config.rollout.backend, config.lag, capabilities_of(sampler_of(config))
+    if can.recorded and lag.mode != "on_policy":
+        why = "recorded rollouts are as old as they are; nothing is sampled"
+        yield "lag.mode", lag.mode, f"on_policy with rollout.backend {backend}", why
+    if lag.mode == "async" and can.in_trainer_ranks:
+        why = "the trainer's processes learn meanwhile; an engine beside them has to draw"
+        yield "rollout.backend", backend, _backends(lambda can: not can.in_trainer_ranks), why
+    if lag.in_flight and (not can.updates_between_tokens or config.rollout.options.get("loop") == "library"):
+        why = "it takes new weights between batches only"
+        why += ", with loop: library" if can.updates_between_tokens else ""
+        yield "lag.in_flight", True, f"false with rollout.backend {backend}", why
+    if config.train.strategy != "single" and can.in_trainer_ranks and not can.draws_parts:
+        why = "with several processes each draws a part of a batch, and this backend draws it whole"
+        yield "rollout.backend", backend, _backends(lambda can: can.draws_parts or not can.in_trainer_ranks), why
+
+
+def _backends(able: Callable[[Capabilities], bool]) -> list[str]:
+    return [entry.name for entry in ROLLOUTS if able(capabilities_of(entry.name))]
+
+
+def _processes(config: Config) -> Iterator[Conflict]:
     train, prompts = config.train, config.rollout.prompts_per_batch
-    world = train.devices * train.nodes
+    processes = train.devices * train.nodes
     if train.strategy == "single":
-        for name, value in (("devices", train.devices), ("nodes", train.nodes)):
-            if value != 1:
-                raise bad_value(f"train.{name}", value, "1 with train.strategy: single", "the others take more")
-        return
-    if prompts % world:
-        raise bad_value(
-            "rollout.prompts_per_batch",
-            prompts,
-            f"a multiple of {world}",
-            f"it counts the prompts of all {world} processes (train.devices x train.nodes), and each draws as many",
+        for name in ("devices", "nodes"):
+            if getattr(train, name) != 1:
+                yield f"train.{name}", getattr(train, name), "1 with train.strategy: single", "the others take more"
+    elif prompts % processes:
+        why = (
+            f"it counts the prompts of all {processes} processes (train.devices x train.nodes), and each draws as many"
         )
-    if config.audit.every:
-        raise bad_value(
-            "audit.every",
-            config.audit.every,
-            "0 with train.strategy ddp or fsdp",
-            "an audit runs in one process: kl-comedy audit RUN_DIR train.strategy=single",
-        )
+        yield "rollout.prompts_per_batch", prompts, f"a multiple of {processes}", why
+
+
+def _precision(config: Config) -> Iterator[Conflict]:
+    """Attention and shards."""
+    model, train = config.model, config.train
+    wide = model.dtype == "float32" and train.precision == "fp32"
+    if model.attention == "varlen" and (wide or not model.share_prompt):
+        why = "its kernel takes packed rows (model.share_prompt) in 16 bits (train.precision=bf16)"
+        yield "model.attention", "varlen", ["sdpa", "eager"], why
+    if train.shards != "all" and train.strategy not in SHARDED:
+        yield "train.shards", train.shards, f"all with train.strategy {train.strategy}", "it does not shard"
+
+
+def _optimizer(config: Config) -> Iterator[Conflict]:
+    betas, warmup, steps = config.optimizer.betas, config.optimizer.warmup_steps, config.train.steps
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield "optimizer.betas", list(betas), "two numbers in [0, 1)", ""
+    if warmup > steps:
+        yield "optimizer.warmup_steps", warmup, f"at most train.steps ({steps})", ""

@@ -1,6 +1,6 @@
 """From a sparse YAML file and ``key=value`` overrides to a checked :class:`Config`.
 
-    defaults <- file <- overrides (plain data)  -> interpolations -> parse_record -> check_combinations -> Config
+    defaults <- files <- overrides (plain data)  -> interpolations -> parse_record -> check_combinations -> Config
 
 Every mistake is one :class:`UserError` that names the key, what was given, what is allowed and the nearest right name.
 """
@@ -12,6 +12,8 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,25 +22,41 @@ from typing import Any
 from kl_comedy.config.combinations import check_combinations
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, parse_record, without_none
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, error_prefix
 from kl_comedy.io import read_yaml
+from kl_comedy.redaction import redact, refuse_secrets
+from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
 
 log = logging.getLogger("kl_comedy")
 
-RENAMED_VALUES: dict[tuple[str, str], dict[str, str]] = {("train", "strategy"): {"fsdp1": "fsdp"}}
-"""Values of earlier versions and what they are called now; read with a warning."""
+EXTENDS = "extends"
+"""The key of a file that names another, whose keys it inherits."""
+
+REQUIRED = ("model", "data", "rewards", "kl", "optimizer.lr", "train.steps")
+"""What a run is; an empty file, which would train by defaults, is refused."""
+
+REMOVED = {("lag", "silence_limit_s"): 60.0, ("lag", "answer_limit_s"): 3600.0}
+"""Keys of earlier versions and their defaults: read and ignored, with a warning where another value was set. They stay
+in the config hash, so that runs of earlier versions resume."""
 
 NOT_IDENTITY = ("output", "resume", "audit", "tracking")
 """Keys that say where a run is stored or what is measured on the way, not what it is; not in the config hash."""
 
 NOT_IDENTITY_WITHIN = {
-    "train": ("strategy", "devices", "nodes"),
+    "train": ("strategy", "devices", "nodes", "shards"),
     "rollout": ("replica_gib", "bucket_mib"),
 }
 """Nested keys that are not in the hash: a run may resume on another number of processes."""
 
-NOT_IDENTITY_WHERE_EMPTY = ("callbacks", "trainer")
+NOT_IDENTITY_WHERE_EMPTY = ("callbacks", "trainer", "plugins")
 """Keys not in the hash at their default, so that runs from before these keys existed keep their hash."""
+
+NOT_IDENTITY_AT_DEFAULT = {
+    ("model", "head_dtype"): None,
+    ("algorithm", "reward_weight"): 1.0,
+    ("reference", "teacher"): None,
+}
+"""The same of nested keys, with their defaults."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -50,28 +68,112 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def config_reader(path: str | Path | None) -> Callable[[Sequence[str]], Config]:
-    """Read ``path`` once; the function returned applies overrides to it: many configs from one file."""
+    """Read ``path`` once; the function returned applies overrides to it: many configs from one file.
+
+    Where the file extends another, an error begins with the name of the file that set the key.
+    """
     base = to_plain(Config())
-    if path is not None:
-        for name, item in read_yaml(Path(path)).items():
-            _merge(base, name, item, _schema_within(Config, name))
-    return lambda overrides: _finish(copy.deepcopy(base), overrides)
+    files: list[tuple[Path, dict[str, Any]]] = [] if path is None else _read_files(Path(path))
+    for _, content in files:
+        _merge_all(base, content)
+    origins = {key: file for file, content in files for key in flatten(content)} if len(files) > 1 else {}
+
+    def read(overrides: Sequence[str]) -> Config:
+        try:
+            return _finish(copy.deepcopy(base), overrides)
+        except UserError as error:
+            key = str(error).partition(":")[0]
+            overridden = any(_overlap(key, text.partition("=")[0].strip()) for text in overrides)
+            file = next((file for name, file in reversed(origins.items()) if _overlap(key, name)), None)
+            if overridden or file is None:
+                raise
+            raise UserError(f"{file}: {error}") from error.__cause__
+
+    return read
+
+
+def standalone_text(path: Path) -> str:
+    """The text of a config file, to be stored elsewhere; where it extends another, that file's keys are merged in."""
+    from omegaconf import OmegaConf
+
+    files = _read_files(path)
+    merged: dict[str, Any] = {}
+    for _, content in files:
+        _merge_all(merged, content)
+    return path.read_text() if len(files) == 1 else OmegaConf.to_yaml(OmegaConf.create(merged))
+
+
+def _read_files(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The file that nothing extends first, ``path`` last, each with the keys that it sets.
+
+    Raises :class:`UserError` for a missing file, a file that extends itself, and an empty one.
+    """
+    files, chain = [(path, read_yaml(path))], [path]
+    while EXTENDS in files[0][1]:
+        file, content = files[0]
+        above = content.pop(EXTENDS)
+        with error_prefix(f"{file}: {EXTENDS}"):
+            if not isinstance(above, str) or not above:
+                raise UserError(f"got {above!r}; allowed: the path of a config, from the folder of this file")
+            base = Path(os.path.normpath(file.parent / above))
+            chain.insert(0, base)
+            if base.resolve() in [each.resolve() for each in chain[1:]]:
+                raise UserError(f"{' <- '.join(map(str, chain))}: a config cannot extend itself")
+            files.insert(0, (base, read_yaml(base)))
+    if not any(content for _, content in files):
+        raise UserError(f"{path}: is empty; a run needs {', '.join(REQUIRED)} (`kl-comedy init run` writes one)")
+    return files
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether one dotted key is the other or within it."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def _merge_all(base: dict[str, Any], content: Mapping[str, Any]) -> None:
+    for name, item in content.items():
+        _merge(base, name, item, _schema_within(Config, name))
 
 
 def _finish(plain: dict[str, Any], overrides: Sequence[str]) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    for text in overrides:
-        _override(plain, text)
+    values = [_override(plain, text) for text in overrides]
+    _refuse_lost(plain, values)
+    for key, value in flatten(plain).items():
+        if isinstance(value, str) and _calls_resolver(value):
+            why = "${a.key} takes another key's value; resolvers such as oc.env are off: write the value itself"
+            raise UserError(f"{key}: got {redact(value)!r}; {why}, or let your code read a secret's variable")
     try:
         plain = typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(plain), resolve=True))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'config'}: {str(error).strip().splitlines()[0]}") from None
-    _rename(plain)
+    refuse_secrets(plain)
+    train = plain["train"]
+    if isinstance(train, dict) and train.get("strategy") == "fsdp1":
+        log.warning("train.strategy: fsdp1 is now called fsdp")
+        train["strategy"] = "fsdp"
+    for (section, name), default in REMOVED.items():
+        if isinstance(plain[section], dict) and plain[section].pop(name, default) != default:
+            log.warning("%s.%s is not used any more; see rollout.options.request_timeout_s", section, name)
     config = parse_record(Config, plain)
     check_combinations(config)
     return config
+
+
+def _calls_resolver(text: str) -> bool:
+    """Whether an interpolation in ``text`` is more than the name of a key.
+
+    >>> _calls_resolver("${seed}: ${name}"), _calls_resolver("x-${oc.env:HOME}")
+    (False, True)
+    """
+    depth = 0
+    for part in re.findall(r"\$\{|[}:]", text):
+        if part == ":" and depth:
+            return True
+        depth = depth + 1 if part == "${" else max(depth - 1, 0) if part == "}" else depth
+    return False
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -105,19 +207,44 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
-    """sha256 (first 12 hex digits) of what the run is; ``without=("seed",)`` makes seeds share a hash."""
-    plain = to_plain(config)
+    """sha256 (first 12 hex digits) of what the run is; ``without=("seed",)`` makes seeds share a hash.
+
+    The source of the plugins that this process loaded is a key of it, ``plugins``.
+    """
+    plain = to_plain(config) | {"plugins": plugin_hashes(PLUGIN_FILES)}
     for name in (*NOT_IDENTITY, *without):
         del plain[name]
     for name in NOT_IDENTITY_WHERE_EMPTY:
-        if not plain[name]:
+        if not plain.get(name, True):
             del plain[name]
+    for (section, name), default in NOT_IDENTITY_AT_DEFAULT.items():
+        if plain[section][name] == default:
+            del plain[section][name]
+    for (section, name), default in REMOVED.items():
+        plain[section][name] = default
     for section, names in NOT_IDENTITY_WITHIN.items():
         plain[section] = {name: item for name, item in plain[section].items() if name not in names}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _override(plain: dict[str, Any], text: str) -> None:
+def _refuse_lost(plain: Mapping[str, Any], values: Sequence[tuple[str, Any]]) -> None:
+    """Raise :class:`UserError` where an override sets a part of what a later one replaces, as ``kl.beta=1 kl=grpo``."""
+    for at, (key, value) in enumerate(values):
+        for later, whole in values[at + 1 :]:
+            if key.startswith(f"{later}.") and _value_at(plain, key) != value:
+                why = f"the later {later}={redact(str(whole))} replaces it; set it after that, or within it"
+                raise UserError(f"{key}: got {redact(str(value))}, but {why}")
+
+
+def _value_at(node: Any, key: str) -> Any:
+    for part in key.split("."):
+        items = dict(enumerate(node)) if isinstance(node, list) else node
+        node = items.get(int(part) if isinstance(node, list) else part) if isinstance(items, Mapping) else None
+    return node
+
+
+def _override(plain: dict[str, Any], text: str) -> tuple[str, Any]:
+    """Set what ``text`` says; its key and value."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -125,12 +252,15 @@ def _override(plain: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise UserError(f"override {text!r}: write key=value, as in optimizer.lr=1e-4")
+        raise UserError(f"override {redact(text)!r}: write key=value, as in optimizer.lr=1e-4")
+    refuse_secrets({key: value})
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except (YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{key}: cannot read the value {value!r}: {' '.join(str(error).split())}") from None
-    _set(plain, Config, key.split("."), typing.cast(dict[str, Any], parsed)["value"], key)
+    item = typing.cast(dict[str, Any], parsed)["value"]
+    _set(plain, Config, key.split("."), copy.deepcopy(item), key)
+    return key, item
 
 
 def _set(node: Any, schema: Any, parts: Sequence[str], item: Any, key: str) -> None:
@@ -153,12 +283,18 @@ def _set(node: Any, schema: Any, parts: Sequence[str], item: Any, key: str) -> N
 
 
 def _merge(node: Any, name: Any, item: Any, schema: Any) -> None:
-    """Set ``node[name]``. A mapping with a schema is merged; a list or a free-form mapping replaces what was there."""
+    """Set ``node[name]``. A mapping with a schema is merged; a list or a free-form mapping replaces what was there.
+
+    Of a mapping of names to records (``data.eval``), null removes one.
+    """
     current = node[name] if isinstance(node, list) else node.get(name)
     of_records = typing.get_origin(schema) is dict and dataclasses.is_dataclass(typing.get_args(schema)[1])
     if isinstance(item, dict) and isinstance(current, dict) and (dataclasses.is_dataclass(schema) or of_records):
         for part, value in item.items():
-            _merge(current, part, value, _schema_within(schema, part))
+            if of_records and value is None:
+                current.pop(part, None)
+            else:
+                _merge(current, part, value, _schema_within(schema, part))
     else:
         node[name] = item
 
@@ -169,11 +305,3 @@ def _schema_within(schema: Any, name: str) -> Any:
         return without_none(field_types(typing.cast(type, schema)).get(name, Any))[0]
     args = typing.get_args(schema)
     return args[-1] if args and typing.get_origin(schema) in (dict, list) else Any
-
-
-def _rename(plain: dict[str, Any]) -> None:
-    for (section, name), names in RENAMED_VALUES.items():
-        values = plain[section]
-        if isinstance(values, dict) and values.get(name) in names:
-            log.warning("%s.%s: %s is now called %s", section, name, values[name], names[values[name]])
-            values[name] = names[values[name]]

@@ -5,7 +5,7 @@ docs/configuration.md is generated from this module (scripts/generate_docs.py). 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kl_comedy.config.validate import option
@@ -18,41 +18,51 @@ SHARDED = ("fsdp",)
 class LoraConfig:
     """A LoRA adapter on the policy; the reference is then the base model (adapter off)."""
 
-    rank: int = option(8, "Rank of the update.", minimum=1)
-    alpha: float = option(16.0, "Scale: the update is multiplied by `alpha / rank`.", above=0)
-    dropout: float = option(0.0, "Must be 0: dropout would make the trained policy differ from the sampler.", minimum=0)
-    target_modules: list[str] = option(
-        lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], "Names of the linear layers that get an adapter."
-    )
+    rank: int = option(8, "Rank.", minimum=1)
+    alpha: float = option(16.0, "Multiplies the update by `alpha / rank`.", above=0)
+    dropout: float = option(0.0, "Must be 0: with dropout the trained policy is not the sampler.", minimum=0)
+    target_modules: list[str] = option(lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], "Layers that get an adapter.")
 
 
 @dataclass
 class ModelConfig:
     """The policy's model."""
 
-    source: str = option("pocket", "`pocket` (built and pretrained here in seconds), a local folder, or a hub id.")
+    source: str = option("pocket", "`pocket` (built here in seconds), a local folder, or a hub id.")
     gguf_file: str | None = option(None, "The GGUF file within `source`.")
     revision: str | None = option(None, "The hub revision of the weights.")
-    tokenizer: str | None = option(None, "A folder or hub id, if not that of `source`.")
+    tokenizer: str | None = option(None, "Folder or hub id; `null`: that of `source`.")
     dtype: str = option(
         "float32",
-        "Type of the weights. Log-probs and KL are always float32 or wider.",
+        "Type of the weights; log-probs are float32. Training without `lora`: `float32` only.",
         choices=("float32", "bfloat16", "float16"),
     )
     device: str = option("auto", "`auto`: the GPU if there is one.", choices=("auto", "cpu", "cuda"))
     attention: str = option(
-        "sdpa", "The attention implementation of transformers.", choices=("sdpa", "eager", "flash_attention_2")
+        "sdpa",
+        "`varlen`: `sdpa`, with torch's flash kernel for sequences of different lengths in training (16 bits, "
+        "[on a GPU](speed.md#on-a-gpu)).",
+        choices=("sdpa", "eager", "flash_attention_2", "varlen"),
     )
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time.")
+    gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.")
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
-    head_chunk_elements: int | None = option(
-        None, "Rows x vocabulary of logits in memory at once; `null`: 2^23 (2^27 on a GPU).", minimum=1
+    head_dtype: str | None = option(
+        None,
+        "`bfloat16`: the head's products in bfloat16 with float32 sums ([faster on a GPU](speed.md#on-a-gpu)); `null`: "
+        "in the type of the weights.",
+        choices=("bfloat16",),
     )
-    share_prompt: bool = option(True, "Compute a prompt once for all its completions; same results.")
-    lora: LoraConfig | None = option(None, "Train a LoRA adapter; the reference is the model without it.")
+    head_chunk_elements: int | None = option(None, "Logits in memory at once; `null`: 2^23 (GPU: 2^27).", minimum=1)
+    share_prompt: bool = option(True, "Compute a prompt once for its completions; same results.")
+    lora: LoraConfig | None = option(None, "Train a LoRA adapter; the initial reference is the model without it.")
     options: dict[str, Any] = option(
-        dict, "`pocket`: `preset` (`base`, `tiny`) or fields of its recipe. Else: passed to transformers."
+        dict, "`pocket`: `preset` (`base`, `tiny`) or recipe fields; else for transformers."
     )
+
+    @property
+    def library_attention(self) -> str:
+        """:attr:`attention` as transformers knows it."""
+        return "sdpa" if self.attention == "varlen" else self.attention
 
 
 @dataclass
@@ -60,25 +70,22 @@ class DatasetConfig:
     """Where problems come from."""
 
     dataset: str = option("pocket", "The [loader](#names).", registry="datasets")
-    name: str | None = option(None, "`hub`: the dataset's name there. `reasoning_gym`: the task.")
+    name: str | None = option(None, "`hub`: the dataset. `reasoning_gym`: the task.")
     path: str | None = option(None, "`jsonl`, `parquet`: the file.")
-    subset: str | None = option(None, "`hub`: the configuration of the dataset.")
+    subset: str | None = option(None, "`hub`: the configuration.")
     split: str | None = option(
         None,
-        "`hub`: the split. `pocket`: `train`, `heldout`, `two_terms`, `four_terms`, `three_digits` or `subtraction`.",
+        "`hub`: the split. `pocket`: `train`, `heldout`, `two_terms`, `four_terms`, `three_digits`, `subtraction`.",
     )
     fields: dict[str, str] = option(
-        dict, "Maps our names (`text`, `answer`, `id`, `choices`; others go to the problem's meta) to the source's."
+        dict, "Our names (`text`, `answer`, `id`, `choices`, or meta fields) to the source's."
     )
-    limit: int | None = option(
-        None, "Maximum number of problems; procedural datasets: the number to generate.", minimum=1
-    )
-    seed: int = option(0, "0: the first `limit` rows; else a random subset. Procedural datasets: the generator's seed.")
+    limit: int | None = option(None, "Maximum number of problems; procedural datasets generate as many.", minimum=1)
+    seed: int = option(0, "0: the first `limit` rows; else a random subset. Procedural datasets: their seed.")
     options: dict[str, Any] = option(
         dict,
-        "Options of the loader. Files and `hub`: `text_after`, `answer_after`, `answer_boxed`, `render_choices`; `hub` "
-        "also `revision`; `pocket`: `terms`, `digits`; `reasoning_gym`: the task's settings, `text_field`, "
-        "`text_after`.",
+        "Files and `hub`: `text_after`, `answer_after`, `answer_boxed`, `render_choices`; `hub` also `revision`; "
+        "`pocket`: `terms`, `digits`; `reasoning_gym`: the task's settings, `text_field`, `text_after`.",
     )
 
 
@@ -86,15 +93,11 @@ class DatasetConfig:
 class PromptConfig:
     """How a problem becomes tokens: the model's chat template, or plain text."""
 
-    template: str = option(
-        "plain",
-        "`plain`: prefix + text + suffix + prefill. `chat`: prefix + text + suffix as the user's turn.",
-        choices=("plain", "chat"),
-    )
+    template: str = option("plain", "`plain`: the texts joined. `chat`: a user turn.", choices=("plain", "chat"))
     system: str | None = option(None, "The system turn (chat only).")
     prefix: str = option("", "Text before the problem.")
     suffix: str = option("", "Text after the problem.")
-    prefill: str = option("", "Beginning of the answer; `{text}` is the problem's text.")
+    prefill: str = option("", "Beginning of the answer; `{text}`: the problem.")
     max_tokens: int = option(512, "Longer prompts are skipped and counted.", minimum=1)
 
 
@@ -103,34 +106,29 @@ class DataConfig:
     """Problems to train and to evaluate on."""
 
     train: DatasetConfig = option(DatasetConfig, "The training problems.")
-    eval: dict[str, DatasetConfig] = option(dict, "Sets to evaluate on, each under a name you choose.")
+    eval: dict[str, DatasetConfig] = option(dict, "Sets to evaluate on, by a name you choose.")
     prompt: PromptConfig = option(PromptConfig, "How a problem becomes a prompt.")
-    decontaminate: bool = option(True, "Remove training problems that are also in an evaluation set.")
-    allow_test_split: bool = option(False, "Allow training on a split named test or evaluation.")
+    decontaminate: bool = option(True, "Remove training problems that an evaluation set contains.")
+    allow_test_split: bool = option(False, "Allow training on a test or evaluation split.")
 
 
 @dataclass
 class RolloutConfig:
     """How completions are sampled. The sampler must sample from the policy that is differentiated."""
 
-    backend: str = option("hf", "The [sampler](#names).", registry="rollouts")
+    backend: str = option("hf", "The [sampler](rollouts.md).", registry="rollouts")
     prompts_per_batch: int = option(8, "Prompts per batch, over all processes.", minimum=1)
     group_size: int = option(8, "Completions per prompt.", minimum=1)
     max_new_tokens: int = option(64, "Longest completion, in tokens.", minimum=1)
-    temperature: float = option(1.0, "Temperature of sampling and of every log-prob and KL.", above=0)
-    top_p: float = option(1.0, "Training accepts 1 (off) only: otherwise the sampler differs from the policy.")
-    top_k: int = option(0, "Training accepts 0 (off) only.")
-    min_p: float = option(0.0, "Training accepts 0 (off) only.")
+    temperature: float = option(1.0, "Of sampling and of every log-prob and KL.", above=0)
+    top_p: float = option(1.0, "Training takes 1 (off) only: else the sampler is not the policy.")
+    top_k: int = option(0, "Training takes 0 (off) only.")
+    min_p: float = option(0.0, "Training takes 0 (off) only.")
     stop: list[str] = option(list, "Texts that end a completion.")
     batch_sequences: int = option(256, "Completions sampled at once; changes the samples of a seed.", minimum=1)
-    replica_gib: float = option(
-        16.0,
-        "With `fsdp`: the largest model (GiB) a process may hold unsharded, to sample with `hf` or to load a format "
-        "that cannot be streamed.",
-        above=0,
-    )
-    bucket_mib: int = option(256, "With `fsdp`: MiB of weights gathered at a time for a sampler or a file.", minimum=1)
-    options: dict[str, Any] = option(dict, "Options of the backend (see [rollouts](rollouts.md)).")
+    replica_gib: float = option(16.0, "`fsdp`: largest model that one process may hold unsharded.", above=0)
+    bucket_mib: int = option(256, "`fsdp`: weights gathered at a time for a sampler or a file.", minimum=1)
+    options: dict[str, Any] = option(dict, "Options of the [backend](rollouts.md).")
 
 
 @dataclass
@@ -139,93 +137,94 @@ class RewardConfig:
 
     name: str = option("math_verify", "A [reward](#names).", registry="rewards")
     weight: float = option(1.0, "Factor in the sum of rewards.")
-    options: dict[str, Any] = option(
-        dict, "Options of the reward; `timeout_s`: CPU seconds per item in the worker pool."
-    )
+    options: dict[str, Any] = option(dict, "Its options; `timeout_s`: CPU seconds per item.")
 
 
 @dataclass
 class ValueConfig:
     """The value head of ``advantage: gae``: linear on the last hidden state."""
 
-    gamma: float = option(1.0, "Discount per token of `gae`.", minimum=0.0, maximum=1.0)
-    lam: float = option(
-        0.95,
-        "Lambda of `gae`: 1 is the return to go less the value, 0 one temporal difference.",
-        minimum=0.0,
-        maximum=1.0,
-    )
-    coefficient: float = option(0.5, "Coefficient of the value loss `(V - lambda return)^2 / 2`.", above=0)
-    lr: float | None = option(
-        None, "Learning rate of the value head; `null`: `optimizer.lr`. The schedule scales both.", above=0
-    )
-    clip: float | None = option(
-        None, "Clip values to this distance from those of the batch's first update; `null`: never.", above=0
-    )
-    trunk: bool = option(False, "The value loss also trains the policy's body; otherwise only the head.")
-    bootstrap_truncated: bool = option(
-        False,
-        "Bootstrap a completion cut at `max_new_tokens` with the value after its last token; otherwise the episode "
-        "ends there.",
-    )
-    normalize: bool = option(
-        False, "Normalize advantages to mean 0 and deviation 1 over the update's tokens; this scales beta too."
-    )
+    gamma: float = option(1.0, "Discount per token.", minimum=0, maximum=1)
+    lam: float = option(0.95, "1: return to go less value; 0: one-step TD.", minimum=0, maximum=1)
+    coefficient: float = option(0.5, "Of the value loss `(V - lambda return)^2 / 2`.", above=0)
+    lr: float | None = option(None, "Learning rate of the head, scheduled; `null`: `optimizer.lr`.", above=0)
+    clip: float | None = option(None, "Largest distance of values from the first update's.", above=0)
+    trunk: bool = option(False, "The value loss also trains the policy's body, not the head only.")
+    bootstrap_truncated: bool = option(False, "Bootstrap truncated completions with the value after the last token.")
+    normalize: bool = option(False, "Advantages with mean 0 and deviation 1 per update; scales beta too.")
 
 
 @dataclass
 class DpoConfig:
     """Direct preference optimization on pairs of a better and a worse completion of one prompt, by verified reward."""
 
-    beta: float = option(0.1, "DPO's beta.", above=0)
+    beta: float = option(0.1, "Beta of DPO.", above=0)
 
 
 @dataclass
 class AlgorithmConfig:
     """The task part of the objective, and how one batch is used."""
 
-    advantage: str = option("rloo", "From returns to the weight of each token's score.", registry="advantages")
+    advantage: str = option("rloo", "From returns to weights of the tokens' scores.", registry="advantages")
     value: ValueConfig = option(ValueConfig, "The value head of `gae`.")
     policy_loss: str = option("reinforce", "The task part of the loss.", registry="policy_losses")
-    policy_loss_options: dict[str, float] = option(
-        dict, "Options of the policy loss, as `clip_low`, `clip_high` of `ppo_clip`."
-    )
+    policy_loss_options: dict[str, float] = option(dict, "Its options, as `clip_low` of `ppo_clip`.")
     correction: dict[str, Any] = option(
         dict,
-        "Weights of the policy loss for stale samples: names to options, as `{tis: {cap: 2}}`; one ratio, any number "
-        "of masks ([algorithms.md](algorithms.md)). KL terms have a `correction` of their own.",
+        "[Weights](algorithms.md) of stale samples, as `{tis: {cap: 2}}`: one ratio, any masks.",
+    )
+    reward_weight: float = option(
+        1.0, "Factor of the reward in the returns; 0: the KL terms are the whole signal.", minimum=0
     )
     proximal: str = option(
         "behaviour",
-        "Denominator of the policy loss's ratio: the sampler, or the policy at the batch's first update (decoupled "
-        "PPO).",
+        "Denominator of the ratio: the sampler, or the policy at the batch's first update.",
         choices=("behaviour", "recomputed"),
     )
     reduction: str = option(
         "token_mean",
-        "The weight of a sequence's token sum: 1/(tokens of the update); 1/(sequences x its tokens); "
-        "1/(sequences x `reduction_constant`). The same weights hold for every KL term.",
+        "Factor of a sequence's token sum, in the policy loss and every KL term: 1/(tokens of the update); "
+        "1/(sequences x its tokens); 1/(sequences x `reduction_constant`).",
         choices=("token_mean", "sequence_mean_token_mean", "sequence_sum"),
     )
-    reduction_constant: float = option(1.0, "Only for `sequence_sum`.", above=0)
-    updates_per_batch: int = option(
-        1, "Parts of a batch, one optimizer update each; divides `prompts_per_batch`.", minimum=1
-    )
+    reduction_constant: float = option(1.0, "For `sequence_sum`.", above=0)
+    updates_per_batch: int = option(1, "Updates per batch and epoch; divides `prompts_per_batch`.", minimum=1)
     epochs_per_batch: int = option(1, "Passes over a batch.", minimum=1)
-    mask_truncated: bool = option(False, "Leave completions cut at `max_new_tokens` out of the loss.")
-    dpo: DpoConfig | None = option(
-        None,
-        "DPO on pairs of completions of one prompt with different rewards; replaces the policy loss and `kl` "
-        "([replay.md](replay.md)).",
+    mask_truncated: bool = option(False, "Leave truncated completions out of the loss.")
+    dpo: DpoConfig | None = option(None, "[DPO](replay.md#dpo) on pairs; replaces policy loss and `kl`.")
+
+
+@dataclass
+class TeacherConfig:
+    """A second model over the policy's tokens, never trained. Device, attention and head settings are the policy's."""
+
+    source: str = option("pocket", "`pocket`, a local folder, or a hub id.")
+    gguf_file: str | None = option(None, "The GGUF file within `source`.")
+    revision: str | None = option(None, "The hub revision of the weights.")
+    tokenizer: str | None = option(None, "Folder or hub id; `null`: that of `source`. Its tokens must be the policy's.")
+    dtype: str | None = option(
+        None, "Type of the weights; `null`: `model.dtype`.", choices=("float32", "bfloat16", "float16")
     )
+    adapter: str | None = option(None, "Folder of a LoRA adapter (PEFT) on `source`, as a LoRA run exports it.")
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
+    options: dict[str, Any] = option(
+        dict, "`pocket`: `preset` (`base`, `tiny`) or recipe fields; else for transformers."
+    )
+
+    def model(self, policy: ModelConfig) -> ModelConfig:
+        """The teacher as a model to load, with everything else as the policy has it."""
+        own = {name: value for name, value in vars(self).items() if name != "adapter"}
+        own["dtype"] = self.dtype or policy.dtype
+        return replace(policy, **own, lora=None, gradient_checkpointing=False)
 
 
 @dataclass
 class ReferenceConfig:
-    """Moving references, used by KL terms that name them."""
+    """References other than the initial policy, used by KL terms that name them."""
 
-    ema_decay: float = option(0.99, "Decay per update, for terms with `reference: ema`.", minimum=0.0, maximum=1.0)
-    period: int = option(100, "Updates between copies, for terms with `reference: periodic`.", minimum=1)
+    ema_decay: float = option(0.99, "Decay per update of `reference: ema`.", minimum=0, maximum=1)
+    period: int = option(100, "Updates between copies of `reference: periodic`.", minimum=1)
+    teacher: TeacherConfig | None = option(None, "The model of `reference: teacher` ([distillation](distillation.md)).")
 
 
 @dataclass
@@ -234,26 +233,15 @@ class LagConfig:
 
     mode: str = option(
         "on_policy",
-        "`replayed`: train on batches of older weights, in one process, reproducibly. `async`: another process samples "
-        "at the same time ([offpolicy.md](offpolicy.md)).",
+        "`replayed`: batches of older weights; `async`: engines sample [beside the trainer](offpolicy.md).",
         choices=("on_policy", "replayed", "async"),
     )
-    steps: int = option(
-        0, "`replayed`: age in updates; a multiple of `updates_per_batch * epochs_per_batch`.", minimum=0
-    )
-    max_steps: int = option(0, "`async`: the largest age in updates of a batch at its first update.", minimum=0)
+    steps: int = option(0, "`replayed`: age in updates; a multiple of the updates per batch.", minimum=0)
+    max_steps: int = option(0, "`async`: largest age of a batch at its first update, in updates.", minimum=0)
     policy: str = option(
-        "wait",
-        "`async`, at the largest age: `wait` pauses the sampler; `drop` discards old batches and samples again.",
-        choices=("wait", "drop"),
+        "wait", "`async`, at the largest age: pause sampling, or drop old batches.", choices=("wait", "drop")
     )
     in_flight: bool = option(False, "`async`: new weights take effect within completions.")
-    silence_limit_s: float = option(
-        60.0, "`async`: replace a sampler process after this many seconds without a heartbeat.", above=0
-    )
-    answer_limit_s: float = option(
-        3600.0, "`async`: and after this many without finishing a batch or an evaluation.", above=0
-    )
 
 
 @dataclass
@@ -261,14 +249,12 @@ class OptimizerConfig:
     """AdamW, its schedule, and gradient clipping."""
 
     lr: float = option(1e-6, "Learning rate of AdamW.", above=0)
-    betas: list[float] = option(lambda: [0.9, 0.999], "Betas of AdamW, two numbers in [0, 1).")
-    eps: float = option(1e-8, "Epsilon of AdamW.", above=0)
-    weight_decay: float = option(0.0, "Weight decay of AdamW.", minimum=0)
-    clip_norm: float | None = option(1.0, "Clip the gradient to this L2 norm; `null`: never.", above=0)
+    betas: list[float] = option(lambda: [0.9, 0.999], "Of AdamW, in [0, 1).")
+    eps: float = option(1e-8, "Of AdamW.", above=0)
+    weight_decay: float = option(0.0, "Of AdamW.", minimum=0)
+    clip_norm: float | None = option(1.0, "Largest L2 norm of the gradient; `null`: no clipping.", above=0)
     schedule: str = option(
-        "constant",
-        "After the warm-up: constant, or to zero at `train.steps`.",
-        choices=("constant", "linear", "cosine"),
+        "constant", "After the warm-up; all but `constant` end at 0.", choices=("constant", "linear", "cosine")
     )
     warmup_steps: int = option(0, "Updates of linear warm-up; at most `train.steps`.", minimum=0)
 
@@ -279,38 +265,30 @@ class TrainConfig:
 
     strategy: str = option(
         "single",
-        "`single`: one process; `ddp`: a copy of the policy in each process; `fsdp`: shards (FSDP2). Results agree up "
-        "to rounding ([clusters.md](clusters.md#several-processes)).",
+        "One process, a copy in each, or [shards](clusters.md#several-processes).",
         choices=("single", "ddp", *SHARDED),
     )
-    devices: int = option(1, "Processes on each node (one per GPU); 1 with `single`.", minimum=1)
+    devices: int = option(1, "Processes on each node, one per GPU; `single`: 1.", minimum=1)
     nodes: int = option(1, "Number of nodes.", minimum=1)
+    shards: str = option(
+        "all",
+        "`fsdp` on several nodes: over `all` processes (least memory), or over those of a `node`, a copy on each (less "
+        "traffic).",
+        choices=("all", "node"),
+    )
     steps: int = option(100, "Optimizer updates.", minimum=1)
     microbatch_tokens: int | None = option(
-        None,
-        "Tokens per backward pass; does not change the gradient. `null`: as many as fit 1 GiB of activations (16 GiB "
-        "on a GPU).",
-        minimum=1,
+        None, "Tokens per backward pass; `null`: 1 GiB of activations (GPU: 16).", minimum=1
     )
-    precision: str = option(
-        "fp32", "`bf16`: mixed precision; the sampler runs under the same.", choices=("fp32", "bf16")
-    )
-    eval_every: int = option(0, "Updates between evaluations; 0: only `eval.at_start` and `eval.at_end`.", minimum=0)
-    checkpoint_every: int = option(
-        10, "Updates between checkpoints; 0: none, and the run cannot be resumed.", minimum=0
-    )
-    keep_checkpoints: int = option(2, "Number of newest checkpoints to keep.", minimum=1)
-    samples_every: int = option(10, "Updates between tables of sampled completions; 0: none.", minimum=0)
-    exact_kl_every: int = option(
-        1, "Updates between measurements of exact KL and entropy; 0: at update 0 only.", minimum=0
-    )
-    record_rollouts: str = option(
-        "none",
-        "Write every batch to `rollouts/` of the run folder ([replay.md](replay.md)).",
-        choices=("none", "jsonl", "parquet"),
-    )
+    precision: str = option("fp32", "`bf16`: mixed precision, in the sampler too.", choices=("fp32", "bf16"))
+    eval_every: int = option(0, "Updates between evaluations; 0: only at start and end.", minimum=0)
+    checkpoint_every: int = option(10, "Updates between checkpoints; 0: none, no resuming.", minimum=0)
+    keep_checkpoints: int = option(2, "Newest checkpoints to keep.", minimum=1)
+    samples_every: int = option(10, "Updates between tables of completions; 0: none.", minimum=0)
+    exact_kl_every: int = option(1, "Updates between exact KL and entropy; 0: first and last only.", minimum=0)
+    record_rollouts: str = option("none", "[Record](replay.md) every batch.", choices=("none", "jsonl", "parquet"))
     deterministic: bool = option(True, "Ask torch for deterministic algorithms.")
-    threads: int | None = option(None, "CPU threads of torch; `null`: torch's default.", minimum=1)
+    threads: int | None = option(None, "CPU threads of torch; `null`: its default.", minimum=1)
 
 
 @dataclass
@@ -322,81 +300,67 @@ class EvalConfig:
     max_new_tokens: int | None = option(None, "`null`: `rollout.max_new_tokens`.", minimum=1)
     at_start: bool = option(True, "Evaluate before the first update.")
     at_end: bool = option(True, "Evaluate after the last one.")
-    kl: bool = option(
-        True,
-        "Also measure exact KL to the initial reference, total variation and entropy on the completions; costs two "
-        "forward passes.",
-    )
-    reference: str | None = option(
-        None,
-        "The model that `kl-comedy evaluate` measures KL against: a config file (a run's `config.yaml`: its initial "
-        "model) or a model as in `model.source`. `null`: entropy only.",
-    )
-    suites: list[str] = option(
-        list,
-        "[Suites](evaluation.md) to evaluate beside `data.eval`, by name or YAML file. `eval.samples` and "
-        "`eval.temperature` apply, except to likelihood suites.",
-    )
-    data_root: str | None = option(None, "The folder of the suites' files; `null`: by hub name.")
+    kl: bool = option(True, "Measure KL, total variation and entropy too: two forward passes.")
+    reference: str | None = option(None, "`evaluate`: KL to a run's `config.yaml` or a `model.source`.")
+    suites: list[str] = option(list, "Further sets: [suites](evaluation.md), by name or YAML file.")
+    data_root: str | None = option(None, "Folder of the suites' files; `null`: by hub name.")
 
 
 @dataclass
 class AuditConfig:
     """The gradient audit during a run. It changes nothing in training."""
 
-    every: int = option(
-        0, "Updates between [gradient audits](audit.md); 0: none. No audit key is in the config hash.", minimum=0
-    )
+    every: int = option(0, "Updates between [gradient audits](audit.md); 0: none.", minimum=0)
     terms: list[str] = option(lambda: ["own"], "`own` (the terms of `kl`), `panel`, or names of recipes.")
-    samples: int | None = option(
-        None, "Maximum completions, in whole groups; `null`: half of the update, at least 3 groups.", minimum=1
-    )
+    samples: int | None = option(None, "Maximum completions, in whole groups; `null`: half of the update.", minimum=1)
     blocks: int = option(8, "Blocks of whole groups; an update needs 3 groups.", minimum=3)
-    sketch: int = option(65536, "Sketch size of a layer group's gradient; 0: the whole gradient.", minimum=0)
+    sketch: int = option(65536, "Numbers per layer group's gradient; 0: all.", minimum=0)
 
 
 @dataclass
 class CallbackConfig:
     """One Lightning callback."""
 
-    name: str = option("", "A registered callback (`kl-comedy list callbacks`).", registry="callbacks")
-    options: dict[str, Any] = option(dict, "Keyword arguments of its constructor.")
+    name: str = option("", "`kl-comedy list callbacks`.", registry="callbacks")
+    options: dict[str, Any] = option(dict, "Arguments of its constructor.")
+
+
+@dataclass
+class LoggerConfig:
+    """One Lightning logger beside MLflow."""
+
+    name: str = option("", "`kl-comedy list loggers`.", registry="loggers")
+    options: dict[str, Any] = option(dict, "Its options.")
 
 
 @dataclass
 class TrackingConfig:
     """MLflow. The run folder stores everything as well, and survives an outage of the server."""
 
-    uri: str = option(
-        "sqlite:///mlflow.db",
-        "An MLflow store or server; `none`: files in the run folder only. Not in the config hash.",
-    )
+    uri: str = option("sqlite:///mlflow.db", "MLflow store or server; `none`: only files in the run folder.")
     experiment: str = option("kl_comedy", "The MLflow experiment.")
-    flush_every: int = option(10, "Steps of metrics between writes to the store.", minimum=1)
+    flush_every: int = option(10, "Steps between writes to the store.", minimum=1)
     tags: dict[str, str] = option(dict, "Further tags of the run.")
+    loggers: list[LoggerConfig] = option(list, "Lightning loggers beside MLflow.")
 
 
 @dataclass
 class Config:
     """A run."""
 
-    name: str = option("run", "Name of the run and its folder: letters, digits, `.`, `_`, `-`.")
-    seed: int = option(0, "Seed of every random draw: prompts, completions, evaluation.")
-    output: str = option("runs", "The folder that contains run folders. Not in the config hash.")
-    resume: str = option(
-        "never",
-        "`auto`: resume the newest run with the same config hash. Not in the config hash.",
-        choices=("never", "auto"),
-    )
+    name: str = option("run", "Name of run and folder: letters, digits, `.`, `_`, `-`.")
+    seed: int = option(0, "Seed of every random draw.")
+    output: str = option("runs", "Folder of run folders.")
+    resume: str = option("never", "`auto`: resume the newest run with this config hash.", choices=("never", "auto"))
     model: ModelConfig = option(ModelConfig)
     data: DataConfig = option(DataConfig)
     rollout: RolloutConfig = option(RolloutConfig)
-    rewards: list[RewardConfig] = option(lambda: [RewardConfig()], "The reward is the weighted sum of these.")
+    rewards: list[RewardConfig] = option(lambda: [RewardConfig()], "Their weighted sum is the reward.")
     algorithm: AlgorithmConfig = option(AlgorithmConfig)
     kl: list[Any] | dict[str, Any] | str = option(
         list,
-        "A list of [KL terms](#kl-terms), the name of a [recipe](#recipes), or `{recipe: NAME, beta: BETA}`. "
-        "Overrides: `kl.0.beta=0.1`, or `kl.beta=0.1` on a recipe.",
+        "[KL terms](#kl-terms), a [recipe's](#recipes) name, or `{recipe: NAME, beta: BETA}`. Override: "
+        "`kl.0.beta=0.1`, of a recipe `kl.beta=0.1`.",
         check="kl_comedy.kl.recipes:resolve_terms",
     )
     reference: ReferenceConfig = option(ReferenceConfig)
@@ -405,8 +369,10 @@ class Config:
     train: TrainConfig = option(TrainConfig)
     eval: EvalConfig = option(EvalConfig)
     audit: AuditConfig = option(AuditConfig)
-    callbacks: list[CallbackConfig] = option(list, "Lightning callbacks, in calling order.")
-    trainer: dict[str, Any] = option(dict, "Extra arguments of `lightning.Trainer`; those that a run sets are refused.")
+    callbacks: list[CallbackConfig] = option(list, "Lightning callbacks, in this order.")
+    trainer: dict[str, Any] = option(
+        dict, "Further arguments of `lightning.Trainer`; those that a run sets are refused."
+    )
     tracking: TrackingConfig = option(TrackingConfig)
 
 
@@ -436,10 +402,7 @@ class SuiteConfig:
     licence: str = option("", "Its licence.")
     group: str = option("own", "Which table it belongs to.", choices=GROUPS)
     kind: str = option(
-        "generate",
-        "`generate`: completions are judged by `reward`. `likelihood`: the choice with the highest log-prob as a "
-        "continuation is the answer.",
-        choices=KINDS,
+        "generate", "By `reward` on completions, or by the choice with the highest log-prob.", choices=KINDS
     )
     data: DatasetConfig | None = option(None, "Where the problems are published, or the task that generates them.")
     file: SuiteFile | None = option(None, "The same problems in a local file.")
@@ -447,8 +410,8 @@ class SuiteConfig:
     items: int | None = option(None, "How many problems there must be.", minimum=1)
     text: str = option(
         "{text}",
-        "The question: `{text}` is the problem, `{options}` its choices (each as `choice_line`), another name a field "
-        "of the problem's meta (`{subject:words}`: underscores as spaces).",
+        "The question, of `{text}` (the problem), `{options}` (its choices) and fields of its meta "
+        "(`{subject:words}`: underscores as spaces).",
     )
     choice_line: str = option("({letter}) {choice}", "How one choice is written.")
     score: str = option("letters", "`likelihood`: score the choice's letter or its text.", choices=("letters", "texts"))

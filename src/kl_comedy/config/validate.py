@@ -1,13 +1,12 @@
 """The one validator: plain data (from YAML, JSON or an override) to a dataclass, with errors that name the key.
 
 A schema is a dataclass. Its types are checked and converted; a field made by :func:`option` carries its documentation
-and further rules. Pure Python: no OmegaConf, no torch.
-
-    raw mapping --parse_record(schema)--> instance of schema, or UserError: key, value, what is allowed, nearest name
+and further rules.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -16,7 +15,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.errors import UserError, bad_value, error_prefix, unknown_key
 from kl_comedy.registry import KINDS
 
 T = TypeVar("T")
@@ -58,12 +57,8 @@ def parse_record(schema: type[T], raw: Any, *, key: str = "", origin: str = "") 
         ...
     kl_comedy.errors.UserError: servers.0.prt: no such key (given 80); allowed: port; did you mean 'port'?
     """
-    try:
+    with error_prefix(origin) if origin else contextlib.nullcontext():
         return _record(schema, raw, key)
-    except UserError as error:
-        if not origin:
-            raise
-        raise UserError(f"{origin}: {error}") from None
 
 
 def check_record(record: Any, key: str = "") -> None:
@@ -106,10 +101,10 @@ def _record(schema: type[T], raw: Any, key: str) -> T:
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
-            allowed = _allowed_names(field.metadata)
-            raise UserError(
-                f"{key or 'config'}: needs {name}" + (f"; allowed: {', '.join(allowed)}" if allowed else "")
-            )
+            rules = field.metadata
+            allowed = KINDS[rules["registry"]].names() if "registry" in rules else rules.get("choices", ())
+            hint = f"; allowed: {', '.join(allowed)}" if allowed else ""
+            raise UserError(f"{key or 'config'}: needs {name}{hint}")
     try:
         return schema(**values)
     except UserError as error:  # of __post_init__, which knows the field and not where the record stands
@@ -125,7 +120,7 @@ def _value(value: Any, hint: Any, key: str, rules: Mapping[str, Any]) -> Any:
     if value is None and (optional or inner is Any):
         return None
     value = _typed(value, inner, key)
-    _check_rules(value, rules, key)
+    check_rules(value, rules, key)
     return value
 
 
@@ -146,10 +141,11 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise bad_value(key, value, "a list")
         return origin(_value(item, args[0], f"{key}.{position}", {}) for position, item in enumerate(value))
-    return _scalar(value, hint, key)
+    return scalar(value, hint, key)
 
 
-def _scalar(value: Any, hint: Any, key: str) -> Any:
+def scalar(value: Any, hint: Any, key: str) -> Any:
+    """``value`` as a ``hint`` of str, bool or number. Raises :class:`UserError`."""
     if hint is float and isinstance(value, str):  # YAML reads 1e-4 as text
         try:
             value = float(value)
@@ -165,7 +161,7 @@ def _scalar(value: Any, hint: Any, key: str) -> Any:
     return value if hint is bool else hint(value)
 
 
-def _check_rules(value: Any, rules: Mapping[str, Any], key: str) -> None:
+def check_rules(value: Any, rules: Mapping[str, Any], key: str) -> None:
     if "choices" in rules and value not in rules["choices"]:
         raise bad_value(key, value, rules["choices"])
     if "registry" in rules:
@@ -176,13 +172,11 @@ def _check_rules(value: Any, rules: Mapping[str, Any], key: str) -> None:
         raise bad_value(key, value, f"at most {rules['maximum']:g}")
     if "above" in rules and value <= rules["above"]:
         raise bad_value(key, value, f"above {rules['above']:g}")
+    if rules.get("whole") and value != int(value):
+        raise bad_value(key, value, "a whole number")
     if "check" in rules:
         module, _, function = rules["check"].partition(":")
         getattr(importlib.import_module(module), function)(value, key)
-
-
-def _allowed_names(rules: Mapping[str, Any]) -> Sequence[str]:
-    return KINDS[rules["registry"]].names() if "registry" in rules else rules.get("choices", ())
 
 
 def _describe(hint: Any) -> str:

@@ -1,4 +1,4 @@
-"""Problems and prompts: datasets by name or file, procedural tasks, chat templates, decontamination, order.
+"""Problems and prompts: datasets, chat templates, decontamination, order.
 
     DatasetConfig -> load_problems -> [Problem] -> decontaminate -> render -> [Prompt] -> PromptOrder
 

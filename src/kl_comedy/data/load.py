@@ -44,12 +44,9 @@ def eval_only_word(name: str) -> str | None:
     ('test', None, 'math500')
     """
     words: list[str] = re.findall(r"[a-z0-9]+", name.lower())
-    pairs = [first + second for first, second in pairwise(words)]
-    for word in words + pairs:
-        for form in (word, word.rstrip("0123456789")):
-            if form in EVAL_ONLY:
-                return form
-    return None
+    words += [first + second for first, second in pairwise(words)]
+    forms = (form for word in words for form in (word, word.rstrip("0123456789")))
+    return next((form for form in forms if form in EVAL_ONLY), None)
 
 
 def refuse_test_split(config: DatasetConfig, *, key: str) -> None:
@@ -57,18 +54,12 @@ def refuse_test_split(config: DatasetConfig, *, key: str) -> None:
 
     The folder of a file and the owner of a hub dataset are ignored.
     """
-    names = {
-        "split": config.split,
-        "subset": config.subset,
-        "path": Path(config.path).name if config.path else None,
-        "name": config.name.rstrip("/").rpartition("/")[2] if config.name else None,
-    }
-    for setting, value in names.items():
-        word = eval_only_word(value) if value else None
-        if word is not None:
+    for setting in ("split", "subset", "path", "name"):
+        value = getattr(config, setting) or ""
+        if word := eval_only_word(Path(value).name if setting in ("path", "name") else value):
             raise UserError(
-                f"{key}.{setting}: got {getattr(config, setting)!r}, which says {word!r}: training on data meant for "
-                f"evaluation is refused; if you mean it, set data.allow_test_split=true"
+                f"{key}.{setting}: got {getattr(config, setting)!r}, which contains {word!r}: training on data meant "
+                "for evaluation is refused; if you mean it, set data.allow_test_split=true"
             )
 
 
@@ -90,7 +81,8 @@ def normalize(text: str) -> str:
     pieces, end = [], 0
     for run in _RUN.finditer(folded):
         if _EXPRESSION.search(run.group()):
-            pieces += [_letters_and_digits(folded[end : run.start()]), _expression(run.group())]
+            expression = _DROPPED.sub("", run.group())
+            pieces += [_letters_and_digits(folded[end : run.start()]), expression.rstrip("=.")]
             end = run.end()
     pieces.append(_letters_and_digits(folded[end:]))
     return "".join(pieces) or text.strip()
@@ -98,11 +90,6 @@ def normalize(text: str) -> str:
 
 def _letters_and_digits(text: str) -> str:
     return "".join(char for char in text if unicodedata.category(char)[0] in "LNM")
-
-
-def _expression(text: str) -> str:
-    """The expression without spaces, grouping and what merely surrounds it (``= ?``, a full stop)."""
-    return _DROPPED.sub("", text).rstrip("=.")
 
 
 def _normal_forms(problem: Problem) -> set[str]:
@@ -120,15 +107,10 @@ def decontaminate(
     A problem that is in two sets counts for both. Raises :class:`UserError` where no training problem is left.
     """
     eval_forms = {name: set().union(*map(_normal_forms, problems)) for name, problems in evals.items()}
-    counts = dict.fromkeys(evals, 0)
-    clean = []
-    for problem in train:
-        forms = _normal_forms(problem)
-        overlapping = [name for name, others in eval_forms.items() if forms & others]
-        for name in overlapping:
-            counts[name] += 1
-        if not overlapping:
-            clean.append(problem)
+    forms = map(_normal_forms, train)
+    overlaps = [[name for name, others in eval_forms.items() if texts & others] for texts in forms]
+    clean = [problem for problem, names in zip(train, overlaps, strict=True) if not names]
+    counts = {name: sum(name in names for names in overlaps) for name in evals}
     if train and not clean:
         listed = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
         raise UserError(
@@ -141,10 +123,9 @@ def decontaminate(
 def load_problems(config: DatasetConfig, *, key: str, training: bool, allow_test_split: bool) -> list[Problem]:
     """The problems of a registered dataset, at most ``config.limit``.
 
-    ``key`` is the config key in messages (``data.train``). With ``limit``, ``seed: 0`` takes the first
-    rows and any other seed a random subset, in the source's order; a procedural dataset makes ``limit``
-    problems from ``seed``. Raises :class:`UserError` for training on a split that is meant for evaluation,
-    unless ``allow_test_split``; for no problems, and for an id that occurs twice.
+    ``key`` is the config key in messages (``data.train``). Rows are limited by :func:`subset`; a procedural dataset
+    makes ``limit`` problems from ``seed``. Raises :class:`UserError` for training on a split that is meant for
+    evaluation, unless ``allow_test_split``; for no problems, and for an id that occurs twice.
     """
     entry = DATASETS.get(config.dataset, key=f"{key}.dataset")
     if training and not allow_test_split:
@@ -153,9 +134,9 @@ def load_problems(config: DatasetConfig, *, key: str, training: bool, allow_test
     problems: list[Problem] = entry.fn(config, key=key)
     if not problems:
         raise UserError(f"{key}: the dataset {config.dataset!r} gave no problems")
-    repeated = [name for name, count in Counter(problem.id for problem in problems).items() if count > 1]
-    if repeated:
-        raise UserError(f"{key}: the dataset {config.dataset!r} gave the id {repeated[0]!r} twice")
+    name, count = Counter(problem.id for problem in problems).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{key}: the dataset {config.dataset!r} gave the id {name!r} twice")
     return problems if config.limit is None else subset(problems, config.limit, config.seed)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kl_comedy.config.validate import option, parse_record
+from kl_comedy.data.sources import refuse_unused
 from kl_comedy.errors import bad_value
 from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from kl_comedy.config.schema import DatasetConfig
 
 HELD_OUT_ONE_IN = 10
-"""One problem in this many is held out, chosen by the hash of its text."""
 
 TRAIN_LIMIT, EVAL_LIMIT = 4096, 256
 """How many problems a split gives where the config sets no ``limit``."""
@@ -49,11 +49,6 @@ class Family:
         """The values an operand takes: no leading zero."""
         return range(10 ** (self.digits - 1), 10**self.digits)
 
-    @property
-    def size(self) -> int:
-        """Operand tuples before anything is left out."""
-        return int(len(self.operands) ** self.terms)
-
     def text(self, operands: tuple[int, ...]) -> str:
         return self.sign.join(map(str, operands)) + "="
 
@@ -62,24 +57,16 @@ class Family:
         return self.sign == "+" or operands[0] >= sum(operands[1:])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """A family and the half it is drawn from. Only a ``tunable`` split takes ``terms`` and ``digits``."""
-
-    family: Family
-    held_out: bool
-    tunable: bool = False
-
-
-SPLITS: Mapping[str, Split] = {
-    "train": Split(family=Family(), held_out=False, tunable=True),
-    "heldout": Split(family=Family(), held_out=True, tunable=True),
-    "two_terms": Split(family=Family(terms=2), held_out=True),
-    "four_terms": Split(family=Family(terms=4), held_out=True),
-    "three_digits": Split(family=Family(digits=3), held_out=True),
-    "subtraction": Split(family=Family(sign="-"), held_out=True),
+SPLITS: Mapping[str, Family] = {
+    "train": Family(),
+    "heldout": Family(),
+    "two_terms": Family(terms=2),
+    "four_terms": Family(terms=4),
+    "three_digits": Family(digits=3),
+    "subtraction": Family(sign="-"),
 }
-"""``train`` and ``heldout`` share a family; the others are out of domain, all from the held-out half."""
+"""``train`` and ``heldout`` share a family, which takes options; the others are out of domain. All but ``train`` are
+drawn from the held-out half."""
 
 
 @dataclass
@@ -107,7 +94,7 @@ def draw(family: Family, *, count: int | None, seed: int, held_out: bool) -> Ite
         return family.admits(operands) and is_held_out(family.text(operands)) == held_out
 
     share = HELD_OUT_ONE_IN if held_out else 1
-    if count is not None and family.size < _ENUMERATE_BELOW * share * count:
+    if count is not None and len(family.operands) ** family.terms < _ENUMERATE_BELOW * share * count:
         everything = [o for o in itertools.product(family.operands, repeat=family.terms) if fits(o)]
         if len(everything) < count:
             raise ValueError(f"only {len(everything)} such problems exist")
@@ -116,11 +103,10 @@ def draw(family: Family, *, count: int | None, seed: int, held_out: bool) -> Ite
     drawn: set[tuple[int, ...]] = set()
     while count is None or len(drawn) < count:
         operands = tuple(rng.choice(family.operands) for _ in range(family.terms))
-        if operands in drawn or not fits(operands):
-            continue
-        if count is not None:
-            drawn.add(operands)
-        yield operands
+        if operands not in drawn and fits(operands):
+            if count is not None:
+                drawn.add(operands)
+            yield operands
 
 
 def make_problem(family: Family, operands: tuple[int, ...]) -> Problem:
@@ -139,13 +125,9 @@ def steps(text: str) -> list[tuple[str, int]]:
     """
     if not re.fullmatch(r"[0-9]+([+-][0-9]+)+=", text):
         raise ValueError(f"not a pocket problem: {text!r}")
-    first, *rest = re.findall(r"[+-]?\d+", text)
-    total, chain = int(first), []
-    for term in rest:
-        result = total + int(term)
-        chain.append((f"{total}{term}", result))
-        total = result
-    return chain
+    terms = re.findall(r"[+-]?\d+", text)
+    totals = list(itertools.accumulate(map(int, terms)))
+    return [(f"{before}{term}", total) for before, term, total in zip(totals, terms[1:], totals[1:], strict=False)]
 
 
 def write_steps(chain: list[tuple[str, int]]) -> str:
@@ -157,11 +139,6 @@ def write_steps(chain: list[tuple[str, int]]) -> str:
     return ";".join(f"{left}={result}" for left, result in chain)
 
 
-def demonstration(problem: Problem) -> str:
-    """The completion a careful solver writes after ``problem.text``; it ends in ``problem.answer``."""
-    return write_steps(steps(problem.text))
-
-
 @DATASETS.register("pocket", source="procedural; kl_comedy.data.pocket", splits=tuple(SPLITS))
 def pocket_problems(config: DatasetConfig, *, key: str) -> list[Problem]:
     """Chains of additions or subtractions with two-digit terms; out-of-domain splits are harder.
@@ -170,21 +147,19 @@ def pocket_problems(config: DatasetConfig, *, key: str) -> list[Problem]:
     256), ``seed`` the draw. Options for train and heldout: ``terms`` (2 to 5), ``digits`` (1 to 4).
     Raises UserError for an unknown split or option, a value out of range, or a limit beyond what exists.
     """
-    for field in ("name", "path", "subset", "fields"):
-        if getattr(config, field):
-            raise bad_value(f"{key}.{field}", getattr(config, field), "nothing", why="dataset pocket is procedural")
+    refuse_unused(config, "name", "path", "subset", "fields", key=key)
     name = "train" if config.split is None else config.split
     if name not in SPLITS:
         raise bad_value(f"{key}.split", name, SPLITS)
-    split, family = SPLITS[name], SPLITS[name].family
-    if split.tunable:
+    family, held_out = SPLITS[name], name != "train"
+    if name in ("train", "heldout"):
         tuned = parse_record(PocketOptions, config.options, key=f"{key}.options")
         family = replace(family, terms=tuned.terms, digits=tuned.digits)
     elif config.options:
         raise bad_value(f"{key}.options", config.options, "nothing", why=f"split {name} is fixed")
-    count = config.limit or (EVAL_LIMIT if split.held_out else TRAIN_LIMIT)
+    count = config.limit or (EVAL_LIMIT if held_out else TRAIN_LIMIT)
     try:
-        drawn = list(draw(family, count=count, seed=config.seed, held_out=split.held_out))
+        drawn = list(draw(family, count=count, seed=config.seed, held_out=held_out))
     except ValueError as error:
         raise bad_value(f"{key}.limit", count, "a smaller count", why=str(error)) from None
     return [make_problem(family, operands) for operands in drawn]

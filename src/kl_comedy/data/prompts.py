@@ -21,42 +21,36 @@ if TYPE_CHECKING:
 
 
 class PromptOrder:
-    """Batches of item indices over endless shuffled epochs.
+    """Batches of item indices over endless shuffled epochs; ``indices(i)`` depends on the arguments and ``i`` only.
 
-    ``indices(i)`` depends on ``(n_items, batch, seed)`` and ``i`` only. The batches laid end to end are whole
-    epochs, each a permutation of all items; a batch may straddle two epochs and then still holds no item
-    twice, provided ``n_items >= batch`` (a smaller set must repeat within a batch).
-
-    An epoch is a seeded shuffle; items that the straddling batch already holds are swapped out of its first
-    positions, each with the next free item behind them. With ``n_items >= 2 * batch`` these swaps never touch the last
-    ``batch`` positions, so the plain shuffle of the epoch before is enough and any epoch is computed at once. Below,
-    epochs are computed one after the other from the last cached one.
+    The batches laid end to end are whole epochs, each a permutation of all items; a batch that straddles two epochs
+    holds no item twice, provided ``n_items >= batch``. An epoch is a seeded shuffle; items that the straddling batch
+    already holds are swapped out of its first positions, each with the next free item behind them. With
+    ``n_items >= 2 * batch`` these swaps never touch the last ``batch`` positions, so any epoch is computed from the
+    plain shuffle of the one before. Below, epochs are computed one after the other from the last cached one.
     """
 
     def __init__(self, n_items: int, batch: int, seed: int) -> None:
         if n_items < 1 or batch < 1:
             raise UserError(f"PromptOrder: needs at least one item and one prompt a batch, got {n_items} and {batch}")
-        self.n_items = n_items
-        self.batch = batch
-        self.seed = seed
+        self.n_items, self.batch, self.seed = n_items, batch, seed
         self._epochs: dict[int, list[int]] = {}
 
     def indices(self, i: int) -> list[int]:
         """The item indices of batch ``i`` (counted from 0), ``batch`` of them."""
         if i < 0:
             raise ValueError(f"batches are counted from 0, got {i}")
-        start = i * self.batch
         indices: list[int] = []
         while len(indices) < self.batch:
-            epoch, offset = divmod(start + len(indices), self.n_items)
+            epoch, offset = divmod(i * self.batch + len(indices), self.n_items)
             indices += self._epoch(epoch)[offset : offset + self.batch - len(indices)]
         return indices
 
     def _epoch(self, epoch: int) -> list[int]:
         """The permutation of ``epoch``; the last two are cached."""
         if epoch not in self._epochs:
-            known = [e for e in self._epochs if e < epoch]
-            start = epoch if self.n_items >= 2 * self.batch else max(known, default=-1) + 1
+            earlier = [e for e in self._epochs if e < epoch]
+            start = epoch if self.n_items >= 2 * self.batch else max(earlier, default=-1) + 1
             for e in range(start, epoch + 1):
                 order = self._join(e)
                 self._epochs = {k: v for k, v in self._epochs.items() if k == e - 1} | {e: order}
@@ -73,8 +67,7 @@ class PromptOrder:
         shared = epoch * self.n_items % self.batch
         if shared == 0 or self.n_items < self.batch:
             return order
-        wide = self.n_items >= 2 * self.batch
-        before = self._shuffled(epoch - 1) if wide else self._epochs[epoch - 1]
+        before = self._shuffled(epoch - 1) if self.n_items >= 2 * self.batch else self._epochs[epoch - 1]
         in_batch = set(before[self.n_items - shared :])
         head = self.batch - shared
         free = (position for position in range(head, self.n_items) if order[position] not in in_batch)
@@ -87,7 +80,7 @@ class PromptOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderReport:
-    """How many problems were kept and left out: ``total = kept + too_long + control_tokens``; lengths in tokens."""
+    """Counts of problems, ``total = kept + too_long + control_tokens``; lengths in tokens."""
 
     total: int
     kept: int
@@ -102,17 +95,22 @@ def render(
 ) -> tuple[list[Prompt], RenderReport]:
     """Render and tokenize every problem; keep those of at most ``config.max_tokens`` tokens, in order.
 
-    plain: ``prefix + text + suffix + prefill``, with the special tokens the tokenizer puts in front of a text (never
-    an end token behind it). chat: the template's generation prompt for ``system`` and the user's turn
-    ``prefix + text + suffix``, then ``prefill``; the template writes its own special tokens, none are added.
-    A beginning-of-text token that would be there twice is there once.
+    plain: ``prefix + text + suffix + prefill`` after the tokenizer's special tokens. chat: the template's generation
+    prompt for ``system`` and the user's turn ``prefix + text + suffix``, then ``prefill``; no special tokens are added.
 
     Raises :class:`UserError` for chat without a chat template, for settings the template refuses or plain text
     cannot carry, for a prompt without tokens, and when no problem is left.
     """
     control = [token for token in tokenizer.all_special_tokens if token]
     safe = [problem for problem in problems if not any(token in problem.text for token in control)]
-    texts = _plain(safe, config, key=key) if config.template == "plain" else _chat(safe, config, tokenizer, key=key)
+    turns = [config.prefix + problem.text + config.suffix for problem in safe]
+    if config.template == "chat":
+        turns = _chat(turns, config, tokenizer, key=key)
+    elif config.template != "plain":
+        raise bad_value(f"{key}.template", config.template, ["plain", "chat"])
+    elif config.system is not None:
+        raise UserError(f"{key}.system: plain text has no system turn; use {key}.prefix, or {key}.template=chat")
+    texts = [turn + config.prefill.replace("{text}", p.text) for turn, p in zip(turns, safe, strict=True)]
     ids = _tokenize(texts, tokenizer, special=config.template == "plain", key=key)
     prompts = []
     for problem, text, token_ids in zip(safe, texts, ids, strict=True):
@@ -155,20 +153,8 @@ def continuation_ids(
     return whole[size:]
 
 
-def _plain(problems: Sequence[Problem], config: PromptConfig, *, key: str) -> list[str]:
-    if config.system is not None:
-        raise UserError(f"{key}.system: plain text has no system turn; use {key}.prefix, or {key}.template=chat")
-    return [
-        config.prefix + problem.text + config.suffix + config.prefill.replace("{text}", problem.text)
-        for problem in problems
-    ]
-
-
-def _chat(
-    problems: Sequence[Problem], config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, key: str
-) -> list[str]:
-    if config.template != "chat":
-        raise bad_value(f"{key}.template", config.template, ["plain", "chat"])
+def _chat(texts: Sequence[str], config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, key: str) -> list[str]:
+    """The template's text up to the answer, with each text as the user's turn."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{key}.template: got 'chat', but the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat "
@@ -177,15 +163,11 @@ def _chat(
     from jinja2 import TemplateError
 
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
-    texts = []
-    for problem in problems:
-        turns = [*system, {"role": "user", "content": config.prefix + problem.text + config.suffix}]
-        try:
-            opening = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise UserError(f"{key}: the chat template refuses the conversation: {error}") from error
-        texts.append(str(opening) + config.prefill.replace("{text}", problem.text))
-    return texts
+    turns = [[*system, {"role": "user", "content": text}] for text in texts]
+    try:
+        return [str(tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True)) for t in turns]
+    except TemplateError as error:
+        raise UserError(f"{key}: the chat template refuses the conversation: {error}") from error
 
 
 def _tokenize(

@@ -14,73 +14,58 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kl_comedy.config.schema import DatasetConfig
 from kl_comedy.config.validate import option, parse_record
-from kl_comedy.data.rows import RowOptions, read_rows
-from kl_comedy.errors import UserError, bad_value, nearest
+from kl_comedy.data.rows import RowOptions, Rows, read_rows
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.io import existing_file
 from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
-
-Rows = Iterator[tuple[str, str, Mapping[str, Any]]]
-"""Triples of place, fallback id and row, as :func:`kl_comedy.data.rows.read_rows` takes them."""
 
 
 def refuse_unused(config: DatasetConfig, *settings: str, key: str) -> None:
     """Raise :class:`UserError` for a setting that the loader does not use."""
     for setting in settings:
-        if getattr(config, setting):
-            raise UserError(
-                f"{key}.{setting}: got {getattr(config, setting)!r}, but the dataset {config.dataset!r} "
-                f"does not use it; leave it out"
-            )
-
-
-def existing_file(config: DatasetConfig, suffix: str, *, key: str) -> Path:
-    """The file at ``config.path`` (``~`` expanded). An error names the nearest file of that folder."""
-    if not config.path:
-        raise UserError(f"{key}.path: the dataset {config.dataset!r} needs the path of a file")
-    path = Path(config.path).expanduser()
-    if path.is_file():
-        return path
-    if path.is_dir():
-        raise bad_value(f"{key}.path", config.path, "a file", "this is a folder")
-    folder = path.parent
-    if not folder.is_dir():
-        raise bad_value(f"{key}.path", config.path, "an existing file", f"there is no folder {str(folder)!r}")
-    files = sorted(file.name for file in folder.iterdir() if file.is_file())
-    near = nearest(path.name, [name for name in files if name.endswith(suffix)]) or nearest(path.name, files)
-    hint = f"did you mean {str(folder / near)!r}?" if near else f"no similar name among the {len(files)} files there"
-    raise bad_value(f"{key}.path", config.path, "an existing file", hint)
+        if value := getattr(config, setting):
+            raise UserError(f"{key}.{setting}: got {value!r}, but the dataset {config.dataset!r} does not use it")
 
 
 @DATASETS.register("jsonl", source="JSON Lines: one RFC 8259 object a line, UTF-8")
 def jsonl(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A local JSONL file; an error names the file and line of the malformed row."""
-    return _read_file(config, ".jsonl", _jsonl_rows, key=key)
+    return _read_file(config, ".jsonl", key=key)
 
 
 @DATASETS.register("parquet", source="Apache Parquet, read with pyarrow")
 def parquet(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A local Parquet file; an error names the file and number of the malformed row."""
-    return _read_file(config, ".parquet", _parquet_rows, key=key)
+    return _read_file(config, ".parquet", key=key)
 
 
-def _read_file(config: DatasetConfig, suffix: str, rows: Callable[[Path, str], Rows], *, key: str) -> list[Problem]:
+def _read_file(config: DatasetConfig, suffix: str, *, key: str) -> list[Problem]:
     options = parse_record(RowOptions, config.options, key=f"{key}.options")
     refuse_unused(config, "name", "subset", "split", key=key)
-    path = existing_file(config, suffix, key=key)
-    return read_rows(rows(path, key), config, options, key=key, source=str(path))
+    if not config.path:
+        raise UserError(f"{key}.path: the dataset {config.dataset!r} needs the path of a file")
+    path = existing_file(Path(config.path).expanduser(), f"{key}.path")
+    rows = _jsonl_rows(path) if suffix == ".jsonl" else _numbered(str(path), path.stem, _parquet_rows(path, key))
+    return read_rows(rows, config, options, key=key, source=str(path))
 
 
-def _jsonl_rows(path: Path, key: str) -> Rows:
-    """``(file:line, fallback id, row)``; lines count from 1 and end in ``\\n`` only (U+2028 is text)."""
+def _numbered(label: str, stem: str, rows: Iterator[Mapping[str, Any]]) -> Rows:
+    """Rows with their number, from 1, as place and id."""
+    return ((f"{label} row {number}", f"{stem}/{number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _jsonl_rows(path: Path) -> Rows:
+    """Lines count from 1 and end in ``\\n`` only (U+2028 is text)."""
     with path.open("rb") as file:
-        blank: str | None = None
+        blank = None
         for number, line in enumerate(file, start=1):
             place = f"{path}:{number}"
             if not line.strip():
@@ -88,23 +73,16 @@ def _jsonl_rows(path: Path, key: str) -> Rows:
                 continue
             if blank:
                 raise UserError(f"{blank}: blank line between rows; remove it")
-            yield place, f"{path.stem}/{number}", _parse(line, place)
-
-
-def _parse(line: bytes, place: str) -> Mapping[str, Any]:
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line: {error.reason})") from error
-    try:
-        row = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
-    except RecursionError as error:
-        raise UserError(f"{place}: malformed JSON: nested too deeply") from error
-    except ValueError as error:
-        raise UserError(f"{place}: malformed JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: a row must be a JSON object, got {type(row).__name__}")
-    return row
+            try:
+                row = json.loads(line.decode("utf-8"), object_pairs_hook=_distinct, parse_constant=_no_constant)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line: {error.reason})") from error
+            except (ValueError, RecursionError) as error:
+                reason = "nested too deeply" if isinstance(error, RecursionError) else error
+                raise UserError(f"{place}: malformed JSON: {reason}") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: a row must be a JSON object, got {type(row).__name__}")
+            yield place, f"{path.stem}/{number}", row
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,25 +97,20 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _parquet_rows(path: Path, key: str) -> Rows:
-    """``(file row N, fallback id, row)``; rows count from 1 and are read in batches."""
+def _parquet_rows(path: Path, key: str) -> Iterator[Mapping[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             for batch in table.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path} row {number}", f"{path.stem}/{number}", row
+                yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        where = f" after row {number}" if number else ""
-        raise UserError(f"{key}.path: {path} is not a readable Parquet file{where}: {error}") from error
+        raise UserError(f"{key}.path: {path} is not a readable Parquet file: {error}") from error
 
 
 class DatasetUnavailable(UserError):
-    """A hub dataset that could not be loaded; ``what`` says which and why, without advice."""
+    """A hub dataset that could not be loaded; ``what`` names it and the reason, without advice."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(f"{what}. {advice}")
@@ -160,9 +133,8 @@ def hub(config: DatasetConfig, *, key: str) -> list[Problem]:
         if not getattr(config, setting):
             raise UserError(f"{key}.{setting}: the dataset 'hub' needs it, for example {key}.{setting}={example}")
     label = f"{config.name}[{config.split}]"
-    rows = enumerate(_download(config, options.revision, key=key), start=1)
-    numbered = ((f"{label} row {number}", f"{label}/{number}", row) for number, row in rows)
-    return read_rows(numbered, config, options, key=key, source=label)
+    rows = _numbered(label, label, _download(config, options.revision, key=key))
+    return read_rows(rows, config, options, key=key, source=label)
 
 
 def _download(config: DatasetConfig, revision: str | None, *, key: str) -> Any:
@@ -189,25 +161,22 @@ TEXT_OPTIONS = ("text_field", "text_after")
 def reasoning_gym(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A reasoning-gym task: name = the task, options = its settings (size, seed, min_terms, ...).
 
-    ``size`` defaults to ``limit`` and ``seed`` to ``config.seed``. The text is the task's question; with
-    ``text_field`` a string of its metadata (``expression``), with ``text_after`` what follows a marker in the
-    question (``"problem: "`` leaves ``4 - 1 =`` of chain_sum). The few tasks without an oracle answer
-    (several solutions are right) have the answer ``""``: only their own scorer can judge them.
+    ``size`` defaults to ``limit`` and ``seed`` to ``config.seed``. The text is the task's question; with ``text_field``
+    a string of its metadata, with ``text_after`` what follows a marker in the question. Where several solutions are
+    right the answer is ``""``: only the task's own scorer can judge them.
     """
     refuse_unused(config, "path", "subset", "split", "fields", key=key)
     task = _build(config, key=key)
-    problems = []
-    for index in range(task.size if config.limit is None else min(task.size, config.limit)):
-        entry = _entry(task, index, key=key)
-        problems.append(
-            Problem(
-                id=f"{config.name}/{task.seed}/{index}",
-                text=_text(entry, config, key=key),
-                answer="" if entry["answer"] is None else str(entry["answer"]),
-                meta={"task": config.name, "entry": entry},
-            )
+    count = task.size if config.limit is None else min(task.size, config.limit)
+    return [
+        Problem(
+            id=f"{config.name}/{task.seed}/{index}",
+            text=_text(entry, config, key=key),
+            answer="" if entry["answer"] is None else str(entry["answer"]),
+            meta={"task": config.name, "entry": entry},
         )
-    return problems
+        for index, entry in ((index, _entry(task, index, key=key)) for index in range(count))
+    ]
 
 
 def _build(config: DatasetConfig, *, key: str) -> Any:
@@ -216,7 +185,7 @@ def _build(config: DatasetConfig, *, key: str) -> Any:
         with contextlib.redirect_stdout(sys.stderr):
             from reasoning_gym.factory import DATASETS as TASKS
     except ImportError as error:
-        raise UserError(f"{key}.dataset: reasoning_gym is not installed; pip install 'kl_comedy[gym]'") from error
+        raise UserError(f"{key}.dataset: reasoning_gym is not installed; pip install -e '.[gym]'") from error
     names = sorted(name for name in TASKS if name != "composite")
     if config.name not in names:
         raise bad_value(f"{key}.name", config.name, names)
@@ -226,11 +195,9 @@ def _build(config: DatasetConfig, *, key: str) -> Any:
     for name in settings:
         if name not in allowed:
             raise bad_value(f"{key}.options", name, [*allowed, *TEXT_OPTIONS])
-    if config.seed and settings.get("seed", config.seed) != config.seed:
-        raise UserError(
-            f"{key}: seed={config.seed} and options.seed={settings['seed']} contradict each other; keep one"
-        )
-    settings.setdefault("seed", config.seed)
+    seed = settings.setdefault("seed", config.seed)
+    if config.seed and seed != config.seed:
+        raise UserError(f"{key}: seed={config.seed} and options.seed={seed} contradict each other; keep one")
     if config.limit is not None:
         settings.setdefault("size", config.limit)
     try:
@@ -238,22 +205,20 @@ def _build(config: DatasetConfig, *, key: str) -> Any:
         chosen.validate()
         return build(config=chosen)
     except Exception as error:
-        raise UserError(
-            f"{key}.options: the task {config.name!r} rejects {settings}: {str(error) or type(error).__name__}"
-        ) from error
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{key}.options: the task {config.name!r} rejects {settings}: {reason}") from error
 
 
 def _entry(task: Any, index: int, *, key: str) -> dict[str, Any]:
-    """Item ``index`` of the task; some tasks print while they generate, which is kept off stdout."""
+    """Item ``index`` of the task; some tasks print while they generate, which must not reach stdout."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             entry = dict(task[index])
         json.dumps(entry)
+        return entry
     except Exception as error:
-        raise UserError(
-            f"{key}: the task could not make item {index} with these options: {type(error).__name__}: {error}"
-        ) from error
-    return entry
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{key}: the task could not make item {index} with these options: {reason}") from error
 
 
 def _text(entry: dict[str, Any], config: DatasetConfig, *, key: str) -> str:
@@ -265,12 +230,11 @@ def _text(entry: dict[str, Any], config: DatasetConfig, *, key: str) -> str:
         if field not in strings:
             raise bad_value(f"{key}.options.text_field", field, strings, f"metadata strings of {config.name}")
         return str(entry["metadata"][field])
+    question = str(entry["question"])
     if marker is None:
-        return str(entry["question"])
-    present = isinstance(marker, str) and marker and marker in entry["question"]
-    tail = entry["question"].rpartition(marker)[2] if present else ""
-    if not tail.strip():
-        raise bad_value(
-            f"{key}.options.text_after", marker, "a marker with text after it", f"question: {entry['question']!r}"
-        )
-    return str(tail.strip())
+        return question
+    tail = question.rpartition(marker)[2].strip() if isinstance(marker, str) and marker and marker in question else ""
+    if not tail:
+        allowed = "a marker with text after it"
+        raise bad_value(f"{key}.options.text_after", marker, allowed, f"question: {question!r}")
+    return tail

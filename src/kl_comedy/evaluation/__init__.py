@@ -1,4 +1,4 @@
-"""Evaluation on held-out problems, with confidence intervals over problems; evaluation suites by name.
+"""Evaluation on held-out problems, with intervals over problems; suites by name.
 
     YAML -> suite -> problems -> prompts -> SuitePlan -> chunks of records (any process, resumable) -> EvalResult
 

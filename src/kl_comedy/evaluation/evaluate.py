@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kl_comedy.evaluation.likelihood import ChoiceScorer, ChoiceSet
 from kl_comedy.evaluation.scores import EvalResult, score_choices
-from kl_comedy.records import Prompt, Rollout, Scored
+from kl_comedy.records import Prompt, Scored
+from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import RolloutBackend, Sampling
 from kl_comedy.statistics import clustered_interval
 
 CHUNK = 32
 """Problems evaluated at a time: what a killed process may lose."""
-
-
-class Scorer(Protocol):
-    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

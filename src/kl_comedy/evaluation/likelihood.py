@@ -22,7 +22,7 @@ from kl_comedy.models.introspection import head_chunk, microbatch_tokens
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.records import Prompt
 from kl_comedy.rollouts import Sampling
-from kl_comedy.rollouts.hf import check_lengths
+from kl_comedy.rollouts.hf import check_request
 
 if TYPE_CHECKING:
     from kl_comedy.models import LoadedModel
@@ -55,37 +55,28 @@ class ChoiceSet:
     texts: Sequence[Sequence[str]]
     rows: Sequence[tuple[int, tuple[int, ...]]]
 
-    def prompt_length(self, row: int) -> int:
-        return len(self.prompts[self.rows[row][0]].token_ids)
-
-    def length(self, row: int) -> int:
-        """Tokens of the row's prompt and choice."""
-        return self.prompt_length(row) + len(self.rows[row][1])
+    def prompt_ids(self, row: int) -> tuple[int, ...]:
+        return tuple(self.prompts[self.rows[row][0]].token_ids)
 
     def padded_length(self, batch: Sequence[int]) -> int:
         """Tokens of a forward pass over the rows ``batch``."""
-        return len(batch) * max(map(self.length, batch))
+        return len(batch) * max(len(self.prompt_ids(row)) + len(self.rows[row][1]) for row in batch)
 
     def batches(self, budget: int, chunk: int | None = None) -> list[list[int]]:
-        """Rows in batches of at most ``budget`` padded tokens, at least one row in each.
+        """Rows in batches of at most ``budget`` padded tokens (or one row), longest prompts first.
 
-        Rows of different chunks of ``chunk`` prompts are never batched together, so a batch does not depend on the
-        other chunks. Within a chunk the longest prompts come first.
+        Rows of different chunks of ``chunk`` prompts are never batched together.
         """
         chunks: dict[int, list[int]] = {}
         for row, (prompt, _) in enumerate(self.rows):
             chunks.setdefault(prompt // (chunk or len(self.prompts)), []).append(row)
         batches: list[list[int]] = []
         for rows in chunks.values():
-            batch: list[int] = []
-            longest = 0
-            for row in sorted(rows, key=lambda row: (-self.prompt_length(row), row)):
-                longest = max(longest, self.length(row))
-                if batch and longest * (len(batch) + 1) > budget:
-                    batches.append(batch)
-                    batch, longest = [], self.length(row)
-                batch.append(row)
-            batches.append(batch)
+            batches.append([])
+            for row in sorted(rows, key=lambda row: (-len(self.prompt_ids(row)), row)):
+                if batches[-1] and self.padded_length([*batches[-1], row]) > budget:
+                    batches.append([])
+                batches[-1].append(row)
         return batches
 
     def records(self, logps: Sequence[Sequence[float]], *, first: int = 0) -> list[dict[str, Any]]:
@@ -93,33 +84,21 @@ class ChoiceSet:
 
         The likeliest choice is picked, by log-prob and by log-prob per character; of equals the first.
         """
-        return [
-            _record(first + position, prompt, texts, row)
-            for position, (prompt, texts, row) in enumerate(zip(self.prompts, self.texts, logps, strict=True))
-        ]
-
-
-def _record(index: int, prompt: Prompt, texts: Sequence[str], logps: Sequence[float]) -> dict[str, Any]:
-    per_character = [logp / len(text) for logp, text in zip(logps, texts, strict=True)]
-    picked, picked_norm = (LETTERS[max(range(len(row)), key=row.__getitem__)] for row in (logps, per_character))
-    gold = prompt.problem.answer
-    return {
-        "index": index,
-        "id": prompt.problem.id,
-        "gold": gold,
-        "picked": picked,
-        "picked_norm": picked_norm,
-        "correct": picked == gold,
-        "correct_norm": picked_norm == gold,
-        "logps": list(logps),
-        "prompt": prompt.text,
-    }
+        records = []
+        for index, (prompt, texts, row) in enumerate(zip(self.prompts, self.texts, logps, strict=True), start=first):
+            per_character = [logp / len(text) for logp, text in zip(row, texts, strict=True)]
+            picked, picked_norm = (LETTERS[each.index(max(each))] for each in (list(row), per_character))
+            problem = prompt.problem
+            record = {"index": index, "id": problem.id, "gold": problem.answer}
+            record |= {"picked": picked, "picked_norm": picked_norm}
+            record |= {"correct": picked == problem.answer, "correct_norm": picked_norm == problem.answer}
+            records.append({**record, "logps": list(row), "prompt": prompt.text})
+        return records
 
 
 def tokenize_choices(suite: SuiteConfig, prompts: Sequence[Prompt], loaded: LoadedModel, *, template: str) -> ChoiceSet:
     """The choices of each prompt, letters or texts as ``suite.score`` says, tokenized together with the prompt.
 
-    ``template``: ``plain`` (the tokenizer's special tokens precede the prompt) or ``chat`` (the template wrote them).
     Raises :class:`~kl_comedy.errors.UserError` for a choice without tokens of its own, and for text longer than the
     model's context.
     """
@@ -131,7 +110,7 @@ def tokenize_choices(suite: SuiteConfig, prompts: Sequence[Prompt], loaded: Load
         for text in texts[index]
     ]
     longest = max(len(ids) for _, ids in rows)
-    check_lengths(loaded, prompts, Sampling(temperature=0.0, max_new_tokens=longest))
+    check_request(loaded, prompts, Sampling(temperature=0.0, max_new_tokens=longest))
     return ChoiceSet(name=suite.name, prompts=prompts, texts=texts, rows=rows)
 
 
@@ -167,7 +146,7 @@ class ChoiceScorer:
     @torch.no_grad()
     def _sums(self, choices: ChoiceSet, batch: Sequence[int]) -> list[float]:
         """The log-probs of the rows ``batch``, summed in float64."""
-        prompts = [list(choices.prompts[choices.rows[row][0]].token_ids) for row in batch]
+        prompts = [list(choices.prompt_ids(row)) for row in batch]
         continuations = [list(choices.rows[row][1]) for row in batch]
         p, t = max(map(len, prompts)), max(map(len, continuations))
         pad = int(self.loaded.tokenizer.pad_token_id)

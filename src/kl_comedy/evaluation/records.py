@@ -12,14 +12,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kl_comedy.config import flatten
 from kl_comedy.config.schema import SuiteConfig
@@ -28,12 +31,11 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.evaluation.likelihood import ChoiceScorer, tokenize_choices
 from kl_comedy.evaluation.scores import EvalResult, canonical
-from kl_comedy.io import atomic_write, file_lock
+from kl_comedy.io import atomic_write, decode_json, encode_json, file_lock, set_aside
 from kl_comedy.records import Problem, Prompt, Scored
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend, Sampling
 from kl_comedy.tracking import provenance_tags
-from kl_comedy.tracking.logger import RunLogger
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import TrackingConfig
@@ -48,15 +50,11 @@ FORMAT = 1
 _NOT_IDENTITY = ("name", "summary", "source", "licence", "group", "data", "file", "where", "items", "template")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(NamedTuple):
     """This process's part of the chunks."""
 
     index: int = 0
     count: int = 1
-
-    def takes(self, chunk: int) -> bool:
-        return chunk % self.count == self.index
 
 
 def parse_shard(text: str | None) -> Shard:
@@ -70,19 +68,16 @@ def parse_shard(text: str | None) -> Shard:
             if os.environ.get(rank) and os.environ.get(size):
                 return Shard(index=int(os.environ[rank]), count=int(os.environ[size]))
         return Shard()
-    index, slash, count = text.partition("/")
-    if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
         raise bad_value("--shard", text, "I/N with I from 0 to N-1, as 0/4")
-    return Shard(index=int(index), count=int(count))
+    return Shard(index=int(match[1]), count=int(match[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuitePlan:
-    """One suite on one model. ``seeds(purpose, index)`` returns the seed of a chunk.
-
-    ``model``: what identifies the weights and how they are computed. ``left_out``: how many problems have a prompt
-    that is too long or holds a control token.
-    """
+    """One suite on one model. ``seeds(purpose, index)`` returns the seed of a chunk, ``model`` identifies weights and
+    how they are computed, ``left_out`` counts problems whose prompt is too long or holds a control token."""
 
     suite: SuiteConfig
     prompts: Sequence[Prompt]
@@ -101,7 +96,7 @@ class SuitePlan:
 
     @property
     def chunks(self) -> range:
-        return range((len(self.prompts) + self.chunk - 1) // self.chunk)
+        return range(math.ceil(len(self.prompts) / self.chunk))
 
     def problems_of(self, chunk: int) -> range:
         """Positions of the chunk's problems."""
@@ -136,12 +131,8 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _json(value: Any, indent: int | None = None) -> bytes:
-    return json.dumps(value, allow_nan=False, indent=indent).encode("ascii") + b"\n"
-
-
-def _parse(content: bytes) -> list[Record]:
-    return [json.loads(line) for line in content.splitlines()]
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, allow_nan=False, indent=indent) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +147,6 @@ class SuiteRecords:
         """Every record, as JSON lines; present once all chunks are."""
         return self.path / "items.jsonl"
 
-    @property
-    def table(self) -> Path:
-        return self.path / "items.parquet"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
     def create(self) -> None:
         """Make the folder and its manifest. Raises :class:`UserError` where it cannot be written."""
         try:
@@ -173,14 +156,21 @@ class SuiteRecords:
             raise UserError(f"--out: cannot write {self.path}: {error.strerror or error}") from error
 
     def missing(self) -> list[int]:
-        """Chunks without a complete file."""
-        return [] if self.items.is_file() else [chunk for chunk in self.plan.chunks if not self._is_complete(chunk)]
+        """Chunks without a complete file. A damaged file of all records is renamed, and its chunks are missing."""
+        if self.items.is_file():
+            if self._holds(self.items, range(len(self.plan.prompts))):
+                return []
+            log.warning(f"{self.items} is damaged; its problems are evaluated again")
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                set_aside(self.items)
+        return [chunk for chunk in self.plan.chunks if not self._is_complete(chunk)]
 
     def evaluate(self, evaluator: ChunkEvaluator, shard: Shard, advance: Callable[[int], None]) -> None:
         """Evaluate and write the shard's missing chunks; ``advance(problems)`` is called after each."""
-        for chunk in filter(shard.takes, self.missing()):
-            atomic_write(self._file(chunk), b"".join(map(_json, evaluator(chunk))))
-            advance(len(self.plan.problems_of(chunk)))
+        for chunk in self.missing():
+            if chunk % shard.count == shard.index:
+                atomic_write(self._file(chunk), b"".join(map(encode_json, evaluator(chunk))))
+                advance(len(self.plan.problems_of(chunk)))
 
     def merge(self) -> bool:
         """Join the chunks in one file; False while chunks are missing. Several processes may call it at a time."""
@@ -195,27 +185,28 @@ class SuiteRecords:
 
     def rows(self) -> list[Record]:
         """Every record, in the order of problems and samples."""
-        return _parse(self.items.read_bytes())
+        return [decode_json(line) for line in self.items.read_bytes().splitlines()]
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the scores, and the records as Parquet."""
         import pandas as pd
 
-        draft = self.table.with_name(f".{self.table.name}")
+        draft = self.path / ".items.parquet"
         pd.DataFrame(self.rows()).to_parquet(draft, index=False)
-        draft.replace(self.table)
-        atomic_write(self.summary, _json(dict(summary), indent=1))
+        draft.replace(self.path / "items.parquet")
+        atomic_write(self.path / "summary.json", _json(dict(summary), indent=1))
 
     def track(self, result: EvalResult, config: TrackingConfig, *, tags: Mapping[str, str], step: int) -> None:
-        """Log the scores and the records to MLflow, once. The experiment has the suffix ``-evaluations``.
+        """Log the scores and the records to MLflow, once; the experiment has the suffix ``-evaluations``.
 
-        The file ``tracked`` then holds the id of the MLflow run (None where the store is off or down; ``kl-comedy
-        results sync FOLDER`` uploads the spool later).
+        The file ``tracked`` then holds the id of the MLflow run (None where the store is off or down).
         """
         marker = self.path / "tracked"
         if marker.exists():
             return
-        tracker = RunLogger.start(
+        from kl_comedy.tracking.logger import RunLogger  # imports Lightning
+
+        tracker = RunLogger(
             dataclasses.replace(config, experiment=f"{config.experiment}-evaluations"),
             run_dir=self.path,
             run_name=self.path.name,
@@ -223,8 +214,8 @@ class SuiteRecords:
             tags={**provenance_tags(), "kind": "evaluation", "suite": self.plan.suite.name, **tags},
         )
         tracker.log_metrics({f"eval/{result.name}/{key}": value for key, value in result.row().items()}, step=step)
-        for file in (self.items, self.table, self.summary):
-            tracker.log_artifact(file, folder="records")
+        for name in ("items.jsonl", "items.parquet", "summary.json"):
+            tracker.log_artifact(self.path / name, folder="records")
         tracker.finish()
         marker.write_text(f"{tracker.run_id}\n")
 
@@ -236,24 +227,23 @@ class SuiteRecords:
         file = self._file(chunk)
         if not file.is_file():
             return False
-        try:
-            indices = [row["index"] for row in _parse(file.read_bytes())]
-        except (ValueError, KeyError, TypeError):
-            indices = []
-        records_per_problem = self.plan.samples if self.plan.generates else 1
-        if indices == [index for index in self.plan.problems_of(chunk) for _ in range(records_per_problem)]:
+        if self._holds(file, self.plan.problems_of(chunk)):
             return True
         log.warning(f"{file} is damaged; its problems are evaluated again")
         return False
 
+    def _holds(self, file: Path, problems: Iterable[int]) -> bool:
+        """Whether the file holds every record of these problems, undamaged."""
+        per_problem = self.plan.samples if self.plan.generates else 1
+        expected = [index for index in problems for _ in range(per_problem)]
+        with contextlib.suppress(ValueError, KeyError):
+            return [decode_json(line)["index"] for line in file.read_bytes().splitlines()] == expected
+        return False
 
-GOLDS_CHECKED = 256
-"""Gold answers, evenly spaced, that the verifier must be able to judge before anything is sampled."""
 
-
-def check_golds(rewards: RewardSum, problems: Sequence[Problem]) -> None:
-    """Raise :class:`UserError` where ``rewards`` cannot judge the gold answers of some of ``problems``."""
-    rewards.check(problems[:: max(len(problems) // GOLDS_CHECKED, 1)])
+def check_golds(rewards: RewardSum, problems: Sequence[Problem], count: int = 256) -> None:
+    """Raise :class:`UserError` where ``rewards`` cannot judge the gold answers of ``count`` problems, evenly spaced."""
+    rewards.check(problems[:: max(len(problems) // count, 1)])
 
 
 @contextlib.contextmanager
@@ -269,11 +259,9 @@ def completion_evaluator(plan: SuitePlan, backend: RolloutBackend) -> Iterator[C
                 sampling=plan.sampling,
                 seed=plan.seeds(f"suite/{plan.suite.name}", chunk),
             )
-            positions = [(index, sample) for index in plan.problems_of(chunk) for sample in range(plan.samples)]
-            return [
-                _completion_record(plan.suite, index, sample, scored)
-                for (index, sample), scored in zip(positions, scorer.score(rollouts), strict=True)
-            ]
+            positions = itertools.product(plan.problems_of(chunk), range(plan.samples))
+            scored = zip(positions, scorer.score(rollouts), strict=True)
+            return [_completion_record(plan.suite, index, sample, each) for (index, sample), each in scored]
 
         yield evaluate_chunk
 

@@ -12,12 +12,14 @@ string rules only, never the gold answer, and takes linear time on hostile text:
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kl_comedy.data.rows import LETTERS
+from kl_comedy.data.rows import LETTERS, in_braces
 from kl_comedy.errors import bad_value
 from kl_comedy.rewards import text as answers
 from kl_comedy.statistics import (
@@ -50,9 +52,7 @@ def canonical(completion: str, form: str, choices: Sequence[str] = ()) -> str | 
     if form == "letter":
         return answers.chosen_letter(text, LETTERS[: len(choices) or 10])
     if form == "answer_tag":
-        _, opened, rest = text.rpartition("<answer>")
-        inside, closed, _ = rest.partition("</answer>")
-        return ("".join(inside.split()).casefold() or None) if opened and closed else None
+        return "".join(answers.answer_tag(text).split()).casefold() or None
     if form == "text":
         lines = [line for line in text.split("\n") if line.strip()]
         return (lines[-1].strip(" .,;:!?\"'()[]{}*_`$").casefold() or None) if lines else None
@@ -64,10 +64,8 @@ def _math(text: str) -> str | None:
     if boxed is None:
         return _number(text)
     plain = _LAYOUT.sub("", boxed).rstrip(".").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    fraction = _FRACTION.fullmatch(plain)
-    if fraction:
-        sign, top, bottom = fraction.groups()
-        plain = f"{sign}{top}/{bottom}".replace("--", "")
+    if fraction := _FRACTION.fullmatch(plain):
+        plain = "{}{}/{}".format(*fraction.groups()).replace("--", "")
     plain = re.sub(r"\\%$|%$|\^\{?\\circ\}?$", "", plain)
     if plain.startswith("{") and plain.endswith("}") and plain.count("{") == 1:
         plain = plain[1:-1]
@@ -87,13 +85,8 @@ def last_box(text: str) -> str | None:
     >>> last_box("\\boxed{1} then \\boxed{\\frac{1}{2}} and \\boxed{3"), last_box("none")
     ('\\frac{1}{2}', None)
     """
-    for tail in reversed(text.split("\\boxed")[1:]):
-        depth = 0
-        for position, char in enumerate(tail if tail.startswith("{") else ""):
-            depth += {"{": 1, "}": -1}.get(char, 0)
-            if depth == 0:
-                return tail[1:position].strip()
-    return None
+    contents = map(in_braces, reversed(text.split("\\boxed")[1:]))
+    return next((content for content in contents if content is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,21 +107,19 @@ class EvalResult:
         """Every number by name; an interval as ``NAME``, ``NAME_low``, ``NAME_high`` (from two problems on)."""
         row: dict[str, Any] = {}
         for name, value in self.values.items():
+            row[name] = value.mean if isinstance(value, Interval) else value
             if isinstance(value, Interval):
-                row |= {name: value.mean, f"{name}_low": value.low, f"{name}_high": value.high}
+                row |= {f"{name}_low": value.low, f"{name}_high": value.high}
                 row[f"{name}_se"] = self.standard_errors.get(name)
-            else:
-                row[name] = value
         return {name: number for name, number in row.items() if number is not None}
 
     def metrics(self) -> dict[str, float]:
         """The metrics of a run, under ``eval/<name>/``: means and half widths of 95% intervals, and plain numbers."""
         metrics: dict[str, Any] = {}
         for name, value in self.values.items():
+            metrics[name] = value.mean if isinstance(value, Interval) else value
             if isinstance(value, Interval):
-                metrics |= {name: value.mean, f"{name}_half_width": value.half_width}
-            else:
-                metrics[name] = value
+                metrics[f"{name}_half_width"] = value.half_width
         return {f"eval/{self.name}/{name}": number for name, number in metrics.items() if number is not None}
 
     def line(self) -> str:
@@ -159,36 +150,33 @@ def score_completions(
 ) -> EvalResult:
     """Scores of completions. ``rows``: records of kind ``generate``, equally many samples of each problem, in order.
 
-    ``accuracy`` is the mean over problems and samples. ``pass@k`` is unbiased; ``maj@k`` is the vote over canonical
-    answers with ties by lot (``maj@k_ties``: share of problems with a tie). ``unparseable``: completions in which the
-    verifier found no answer; ``unanswered``: those without a canonical answer, which do not vote. Shares are of
-    completions, ``tokens`` is their mean length. ``method``: of :func:`kl_comedy.statistics.clustered_interval`.
+    ``accuracy`` is the mean over problems and samples, ``pass@k`` unbiased, ``maj@k`` the vote over canonical answers
+    with ties by lot (``maj@k_ties``: share of problems with one). Completions without a canonical answer are
+    ``unanswered`` and do not vote. ``method``: of :func:`kl_comedy.statistics.clustered_interval`.
     """
-    groups: dict[int, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["index"], []).append(row)
-    samples = len(next(iter(groups.values())))
-    if any(len(group) != samples for group in groups.values()):
+    groups = [list(group) for _, group in itertools.groupby(rows, key=operator.itemgetter("index"))]
+    samples = len(groups[0])
+    if any(len(group) != samples for group in groups):
         raise bad_value("records", "problems with different numbers of samples", "equally many of each problem")
-    correct = [[float(row["correct"]) for row in group] for group in groups.values()]
+    correct = [[float(row["correct"]) for row in group] for group in groups]
     values: dict[str, Interval | float] = {"accuracy": clustered_interval(correct, method)}
     for k in check_ks(ks, samples):
         passed = [[pass_at_k(samples, int(sum(group)), k)] for group in correct]
         values[f"pass@{k}"] = clustered_interval(passed, method)
-        votes = [
-            majority_at_k([row["answer"] for row in group], [row["correct"] for row in group], k)
-            for group in groups.values()
-        ]
+        answers_of = ([row["answer"] for row in group] for group in groups)
+        votes = [majority_at_k(given, right, k) for given, right in zip(answers_of, correct, strict=True)]
         values[f"maj@{k}"] = clustered_interval([[vote.correct] for vote in votes], method)
         values[f"maj@{k}_ties"] = sum(vote.tied for vote in votes) / len(votes)
-    total = len(rows)
-    values["truncated_share"] = sum(row["stop_reason"] == "length" for row in rows) / total
+
+    def mean(numbers: Iterable[float]) -> float:
+        return sum(numbers) / len(rows)
+
+    values["truncated_share"] = mean(row["stop_reason"] == "length" for row in rows)
     for status in ("unparseable", "timeout", "refused"):
-        values[f"{status}_share"] = sum(row["status"] == status for row in rows) / total
-    values["unanswered_share"] = sum(row["answer"] is None for row in rows) / total
-    values["tokens"] = sum(row["tokens"] for row in rows) / total
-    values["reward"] = sum(row["reward"] for row in rows) / total
-    return _result(suite, len(groups), samples, values, {"accuracy": correct}, ())
+        values[f"{status}_share"] = mean(row["status"] == status for row in rows)
+    values["unanswered_share"] = mean(row["answer"] is None for row in rows)
+    values |= {name: mean(row[name] for row in rows) for name in ("tokens", "reward")}
+    return _result(suite, samples, values, {"accuracy": correct})
 
 
 def score_choices(suite: str, rows: Sequence[Mapping[str, Any]], *, method: str = "auto") -> EvalResult:
@@ -198,18 +186,18 @@ def score_choices(suite: str, rows: Sequence[Mapping[str, Any]], *, method: str 
         for name, key in (("accuracy", "correct"), ("accuracy_norm", "correct_norm"))
     }
     values = {name: clustered_interval(each, method) for name, each in clusters.items()}
-    return _result(suite, len(rows), 1, values, clusters, rows)
+    return _result(suite, 1, values, clusters, rows)
 
 
 def _result(
     name: str,
-    problems: int,
     samples: int,
     values: Mapping[str, Interval | float],
     clusters: Mapping[str, Sequence[Sequence[float]]],
-    rows: Sequence[Any],
+    rows: Sequence[Any] = (),
 ) -> EvalResult:
     errors = {key: error for key, each in clusters.items() if (error := clustered_se(each)) is not None}
+    problems = len(clusters["accuracy"])
     return EvalResult(
         name=name, problems=problems, samples=samples, values=values, standard_errors=errors, rows=tuple(rows)
     )

@@ -19,8 +19,8 @@ from kl_comedy.data import RenderReport, load_problems, render
 from kl_comedy.data.load import subset
 from kl_comedy.data.rows import LETTERS, read_choices
 from kl_comedy.data.sources import DatasetUnavailable
-from kl_comedy.errors import UserError, bad_value
-from kl_comedy.io import read_yaml, sha256_file
+from kl_comedy.errors import UserError, bad_value, error_prefix
+from kl_comedy.io import existing_file, read_yaml, sha256_file
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.registry import SUITES
 from kl_comedy.rewards import check_options
@@ -33,22 +33,21 @@ DEFINITIONS = Path(__file__).with_name("definitions")
 
 def register_suite(path: str | Path) -> str:
     """Register the suite of a YAML file, for scripts and plugins. Returns its name."""
+    SUITES.load()  # the built-in ones have their names first
     file = Path(path)
     raw = _with_base(read_yaml(file), file)
     suite = _parse_suite(raw, file)
     facts = {"kind_of_suite": suite.kind, "group": suite.group, "items": suite.items, "licence": suite.licence}
-    SUITES.register(suite.name, source=suite.source, summary=suite.summary, raw=lambda: raw, file=str(file), **facts)(
-        lambda: _parse_suite(raw, file)
-    )
+    facts |= {"source": suite.source, "summary": suite.summary, "raw": lambda: raw, "file": str(file)}
+    SUITES.register(suite.name, **facts)(lambda: _parse_suite(raw, file))
     return suite.name
 
 
 def get_suite(name: str, *, key: str = "--suite") -> SuiteConfig:
     """The suite with this name, or that of a YAML file by path. Raises :class:`UserError` where there is none."""
     if name.endswith((".yaml", ".yml")):
-        file = Path(name)
-        if not file.is_file():
-            raise bad_value(key, name, "an existing YAML file, or a name", f"known: {', '.join(SUITES.names())}")
+        advice = f"; known names: {', '.join(SUITES.names())}"
+        file = existing_file(Path(name), key, "an existing YAML file, or a name", advice)
         return _parse_suite(_with_base(read_yaml(file), file), file)
     suite: SuiteConfig = SUITES.get(name, key=key).fn()
     return suite
@@ -96,10 +95,6 @@ def _parse_suite(raw: Mapping[str, Any], file: Path) -> SuiteConfig:
     return suite
 
 
-for _file in sorted(DEFINITIONS.glob("*.yaml")):
-    register_suite(_file)
-
-
 def parse_data_files(words: Sequence[str]) -> dict[str, SuiteFile]:
     """``SUITE=FILE`` or ``SUITE=FILE#SHA256``, by suite.
 
@@ -135,7 +130,12 @@ def suite_problems(
     except DatasetUnavailable as error:
         folder = f"--data-root FOLDER (with {suite.file.path}) or " if suite.file else ""
         raise UserError(f"{error.what}. Take a local file: {folder}--data {suite.name}=FILE") from error
-    problems = [problem for problem in problems if _is_wanted(problem, suite, key)]
+    for name, allowed in suite.where.items():
+        for problem in problems:
+            if name not in problem.meta:
+                what = f"fields of the problem {problem.id!r}"
+                raise bad_value(f"{key}: where", name, sorted(problem.meta), what)
+        problems = [problem for problem in problems if str(problem.meta[name]) in allowed]
     if not problems:
         wanted = " and ".join(f"{name} in {', '.join(allowed)}" for name, allowed in suite.where.items())
         raise UserError(f"{key}: no problem has {wanted}")
@@ -146,27 +146,19 @@ def suite_problems(
         )
     if suite.kind == "likelihood":
         for problem in problems:
-            _check_choices(problem, f"{key}: the problem {problem.id!r}")
+            with error_prefix(f"{key}: the problem {problem.id!r}"):
+                _check_choices(problem)
     selected = problems if limit is None else subset(problems, limit, 0)
     return [dataclasses.replace(problem, text=question(problem, suite)) for problem in selected]
 
 
-def _is_wanted(problem: Problem, suite: SuiteConfig, key: str) -> bool:
-    for name, allowed in suite.where.items():
-        if name not in problem.meta:
-            raise bad_value(f"{key}: where", name, sorted(problem.meta), f"fields of the problem {problem.id!r}")
-        if str(problem.meta[name]) not in allowed:
-            return False
-    return True
-
-
-def _check_choices(problem: Problem, key: str) -> None:
+def _check_choices(problem: Problem) -> None:
     choices = problem.meta.get("choices")
     if not choices:
-        raise UserError(f"{key} has no choices to compare")
-    letters = list(LETTERS[: len(read_choices(choices, field="choices", place=key))])
+        raise UserError("has no choices to compare")
+    letters = list(LETTERS[: len(read_choices(choices, field="choices"))])
     if problem.answer not in letters:
-        raise bad_value(f"{key}: answer", problem.answer, letters)
+        raise bad_value("answer", problem.answer, letters)
 
 
 def question(problem: Problem, suite: SuiteConfig) -> str:
@@ -179,16 +171,12 @@ def question(problem: Problem, suite: SuiteConfig) -> str:
     values = {**problem.meta, "text": problem.text, "options": "\n".join(lines)}
 
     def value(match: re.Match[str]) -> str:
-        name, words = match.groups()
+        name, as_words = match.groups()
         if name not in values or (name == "options" and not choices):
-            raise bad_value(
-                f"suite {suite.name}: text",
-                match.group(),
-                [f"{{{known}}}" for known in values],
-                f"the problem {problem.id!r} has no such value",
-            )
-        text = str(values[name])
-        return text.replace("_", " ") if words else text
+            known = [f"{{{name}}}" for name in values]
+            why = f"the problem {problem.id!r} has no such value"
+            raise bad_value(f"suite {suite.name}: text", match.group(), known, why)
+        return str(values[name]).replace("_", " ") if as_words else str(values[name])
 
     return re.sub(r"\{(\w+)(:words)?\}", value, suite.text)
 
@@ -211,37 +199,30 @@ def resolve_template(suite: SuiteConfig, tokenizer: Any, template: str = "auto")
     return "chat" if getattr(tokenizer, "chat_template", None) else "plain"
 
 
-def _dataset(suite: SuiteConfig, root: Path | None, file: SuiteFile | None) -> DatasetConfig:
+def _dataset(suite: SuiteConfig, root: Path | None, given: SuiteFile | None) -> DatasetConfig:
     """Where the rows come from: the file of ``--data``, the suite's file, or where it is published."""
-    if file is not None:
-        given = dataclasses.replace(suite.file or SuiteFile(), path=file.path, sha256=file.sha256)
-        return _local_dataset(suite, given, Path(file.path).expanduser(), f"--data {suite.name}")
-    if suite.file is not None and suite.file.path:
-        path = Path(suite.file.path).expanduser()
-        if path.is_absolute() or root is not None or suite.data is None:
-            return _local_dataset(suite, suite.file, path if root is None else root.expanduser() / path, "--data-root")
-    assert suite.data is not None
-    return dataclasses.replace(suite.data, options=_options(suite.data.dataset, suite.data.options))
-
-
-def _local_dataset(suite: SuiteConfig, file: SuiteFile, path: Path, option: str) -> DatasetConfig:
-    if not path.is_file():
-        folder = path.parent
-        names = sorted(item.name for item in folder.glob("*") if item.is_file())[:20]
-        where = f"{folder} holds {', '.join(names) or 'no file'}" if folder.is_dir() else f"there is no folder {folder}"
+    option, file = "--data-root", suite.file
+    if given is not None:
+        option = f"--data {suite.name}"
+        file = dataclasses.replace(file or SuiteFile(), path=given.path, sha256=given.sha256)
+    path = None if file is None or not file.path else Path(file.path).expanduser()
+    if path is not None and given is None:
+        path = root.expanduser() / path if root else path
+        path = path if root or path.is_absolute() or suite.data is None else None
+    if file is None or path is None:
+        assert suite.data is not None
+        config = suite.data
+    else:
         published = f"; published as {suite.data.name} (leave {option} out to load it)" if suite.data else ""
-        raise bad_value(option, str(path), f"an existing file for the suite {suite.name}", where + published)
-    if file.sha256 is not None and (digest := sha256_file(path)) != file.sha256:
-        raise UserError(
-            f"{option}: {path} is another file than the suite {suite.name} names: SHA-256 {digest}, expected "
-            f"{file.sha256}; --data {suite.name}={path} takes it as it is"
-        )
-    dataset = "parquet" if path.suffix == ".parquet" else "jsonl"
-    return DatasetConfig(
-        dataset=dataset, path=str(path), fields=dict(file.fields), options=_options(dataset, file.options)
-    )
-
-
-def _options(dataset: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The suite writes the choices, so the reader of rows does not."""
-    return {"render_choices": False, **options} if dataset in ("jsonl", "parquet", "hub") else dict(options)
+        existing_file(path, option, f"an existing file for the suite {suite.name}", published)
+        if file.sha256 is not None and (digest := sha256_file(path)) != file.sha256:
+            raise UserError(
+                f"{option}: {path} is another file than the suite {suite.name} names: SHA-256 {digest}, expected "
+                f"{file.sha256}; --data {suite.name}={path} takes it as it is"
+            )
+        dataset = "parquet" if path.suffix == ".parquet" else "jsonl"
+        config = DatasetConfig(dataset=dataset, path=str(path), fields=dict(file.fields), options=dict(file.options))
+    if config.dataset not in ("jsonl", "parquet", "hub"):
+        return config
+    # the suite writes the choices, so the reader of rows does not
+    return dataclasses.replace(config, options={"render_choices": False, **config.options})

@@ -3,7 +3,7 @@
 from kl_comedy.kl.beta import BetaSchedule, BetaState, BetaTarget
 from kl_comedy.kl.claims import REGIMES, TARGETS, claimed_target, term_warnings, verdict
 from kl_comedy.kl.recipes import recipe, resolve_terms
-from kl_comedy.kl.surrogate import TermParts, kl_diagnostics, kl_parts, kl_surrogate, own_baseline
+from kl_comedy.kl.surrogate import TermParts, kl_diagnostics, kl_parts, kl_surrogate, kl_value, own_baseline
 from kl_comedy.kl.term import KLTerm
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "kl_diagnostics",
     "kl_parts",
     "kl_surrogate",
+    "kl_value",
     "own_baseline",
     "recipe",
     "resolve_terms",

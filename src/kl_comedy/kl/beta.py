@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kl_comedy.config.validate import option, parse_record
+from kl_comedy.config.validate import check_record, option, parse_record
 from kl_comedy.errors import bad_value
 
+NEGATIVE = "below 0 the term pays for leaving the reference, and KL has no upper bound"
 SHAPES = ("linear", "cosine")
 
 
@@ -20,8 +21,8 @@ SHAPES = ("linear", "cosine")
 class BetaSchedule:
     """From ``start`` to ``end`` over ``steps`` updates, then constant."""
 
-    start: float = option(..., "Coefficient of the first update.")
-    end: float = option(..., "Coefficient from update `steps` on.")
+    start: float = option(..., "Coefficient of the first update.", minimum=0)
+    end: float = option(..., "Coefficient from update `steps` on.", minimum=0)
     steps: int = option(..., "Updates between the two.", minimum=1)
     shape: str = option("linear", "How it moves between the two.", choices=SHAPES)
 
@@ -46,10 +47,10 @@ class BetaTarget:
     """
 
     target: float = option(..., "Nats of a completion.", above=0)
-    init: float = option(0.1, "Coefficient of the first update.")
-    gain: float = option(0.1, "Gain of the controller.")
-    minimum: float = option(1e-6, "Smallest coefficient.")
-    maximum: float = option(1e3, "Largest coefficient.")
+    init: float = option(0.1, "Coefficient of the first update.", above=0)
+    gain: float = option(0.1, "Gain of the controller.", minimum=0)
+    minimum: float = option(1e-6, "Smallest coefficient.", minimum=0)
+    maximum: float = option(1e3, "Largest coefficient.", above=0)
 
     def next(self, beta: float, measured_kl: float) -> float:
         """The coefficient after an update that measured ``measured_kl`` (nats a completion).
@@ -64,12 +65,14 @@ class BetaTarget:
 Beta = float | BetaSchedule | BetaTarget
 
 
-def parse_beta(value: Any, key: str) -> Beta:
+def parse_beta(value: Any, key: str, *, signed: bool = False) -> Beta:
     """Read ``beta`` from config: a number, ``{start, end, steps, shape}`` or ``{target, ...}``.
 
-    Raises :class:`UserError` that names the key for anything else, and for numbers that are not finite.
+    Raises :class:`UserError` that names the key for anything else, and for numbers below 0 (unless ``signed``) or not
+    finite.
     """
     if isinstance(value, BetaSchedule | BetaTarget):
+        check_record(value, key)
         return value
     if isinstance(value, Mapping) and "target" in value:
         return parse_record(BetaTarget, value, key=key)
@@ -79,6 +82,8 @@ def parse_beta(value: Any, key: str) -> Beta:
         raise bad_value(key, value, "a number, {start, end, steps} or {target: nats}")
     if not math.isfinite(value):
         raise bad_value(key, value, "a finite number")
+    if value < 0 and not signed:
+        raise bad_value(key, value, "at least 0", NEGATIVE)
     return float(value)
 
 

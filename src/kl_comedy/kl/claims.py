@@ -15,7 +15,7 @@ from typing import Any
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl.term import ANCHORS, CREDITS, GRADIENTS, LEVELS, KLTerm
-from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
 
 TARGETS = ("sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero")
 REGIMES = ("on_policy", "off_policy", "mixed")
@@ -35,31 +35,31 @@ def claimed_target(term: KLTerm, regime: str) -> str | None:
         return None
     if not on_policy and (term.cap is not None or term.window is not None or term.anchor == "behaviour"):
         return None
-    if on_policy and term.window is not None and term.placement == "loss":
-        return _windowed(term)
-    if on_policy and term.cap is not None and term.cap < 1:
+    if (term.cap is not None and term.cap < 1) or term.discount != 1:
         return None
-    claims = ESTIMATORS.get(term.estimator).claims
+    claims = claims_of(term, regime)
     unbiased = "value:reverse" in claims
+    if term.window is not None and term.placement == "loss":
+        # Differentiated, a window of ratios is future credit cut after ``window`` tokens: one token keeps none.
+        one_token = term.correction == "prefix" and term.window == 1
+        return "token_reverse" if one_token and unbiased and term.gradient == "natural" else None
     pathwise = next((claim.split(":")[1] for claim in claims if claim.startswith("pathwise:")), None)
     if term.gradient == "k2":
         pathwise = "token_reverse"
     if term.placement == "loss":
-        return _in_loss(term, on_policy, unbiased, pathwise)
+        return _in_loss(term, on_policy, unbiased, pathwise, forward="value:forward" in claims)
     return _in_reward(term, on_policy, unbiased, pathwise)
 
 
-def _windowed(term: KLTerm) -> str | None:
-    """Differentiated, a window of ratios is future credit cut after ``window`` tokens: one token keeps none."""
-    claims = ESTIMATORS.get(term.estimator).claims
-    if term.correction == "prefix" and term.window == 1:
-        return "token_reverse" if "value:reverse" in claims and term.gradient == "natural" else None
-    return None
+def claims_of(term: KLTerm, regime: str) -> tuple[str, ...]:
+    """The claims of the term's estimator that hold with its options in a regime."""
+    entry, options = ESTIMATORS.get(term.estimator), term.estimator_options
+    needed = entry.facts.get("claims_need", {}).get("on_policy" if regime == "on_policy" else "off_policy", {})
+    return tuple(entry.claims) if all(options[name] in values for name, values in needed.items()) else ()
 
 
-def _in_loss(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None) -> str | None:
+def _in_loss(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None, *, forward: bool) -> str | None:
     exact = term.needs != "log_ratio"
-    forward = "value:forward" in ESTIMATORS.get(term.estimator).claims
     name = term.correction
     if term.level == "sequence":
         if name == "none":
@@ -100,9 +100,7 @@ def _in_reward(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | No
         return "token_reverse" if on_policy or scope == "token" else None
     if not complete:
         return None
-    if on_policy:
-        return "sequence_reverse"
-    if scope == "sequence":
+    if on_policy or scope == "sequence":
         return "sequence_reverse"
     if scope == "prefix" and ratio.get("weights") == "cost" and term.credit == "to_go":
         return "sequence_reverse" if exact or ratio.get("own", True) else None
@@ -119,26 +117,32 @@ TARGET_MEANINGS = {
 
 
 def verdict(term: KLTerm, regime: str) -> str:
-    """One sentence for a user: the claimed target in a regime, or that there is none.
+    """One sentence for a user: the claimed target in a regime, or that there is none; a plugin may claim too little.
 
     >>> verdict(KLTerm("k1", placement="loss"), "on_policy")
     'zero: zero expected gradient: no regularization, only noise that grows with beta and length'
     """
     target = claimed_target(term, regime)
-    if target is None:
+    if target is None and all(part.origin.startswith("kl_comedy.") for part in _parts(term)):
         return "none: a biased gradient that equals no target"
+    if target is None:
+        return "not claimed: kl-comedy certify computes what it optimizes"
     return f"{target}: {TARGET_MEANINGS[target]}"
 
 
 def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
     """Warnings for a user who trains with this term; empty where it regularizes as its value suggests."""
-    if term.reference == "sampler":
+    if term.reference == "sampler" or term.beta == 0:
         return []
     regime = "off_policy" if off_policy else "on_policy"
     target = claimed_target(term, regime)
     if target in ("sequence_reverse", "token_reverse") or (target == "token_forward" and term.direction == "forward"):
         return []
-    return [f"{term.label()}: {regime.replace('_', '-')} it has {verdict(term, regime)}"]
+    return [f"{term.label()}: its target {regime.replace('_', '-')} is {verdict(term, regime)}"]
+
+
+def _parts(term: KLTerm) -> tuple[Entry[Any], Entry[Any]]:
+    return ESTIMATORS.get(term.estimator), CORRECTIONS.get(term.correction)
 
 
 def all_terms(estimators: Iterable[str] | None = None, corrections: Iterable[str] | None = None) -> list[KLTerm]:

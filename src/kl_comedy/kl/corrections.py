@@ -1,7 +1,7 @@
 """Importance ratios between the policy and the behaviour policy, applied to the KL part.
 
 ``delta_BT = logp - behaviour_logp`` (nats, zero outside the mask). Each function returns the
-uncapped, differentiable ratio ``[B, T]``; :func:`apply_cap` truncates or masks it where a term asks.
+uncapped, differentiable ratio ``[B, T]``; :func:`weights_of` bounds it where a term asks.
 
 Facts an entry declares: ``weights`` ("score": the ratio weights the score of its own token; "cost": it
 weights each cost at its own position, per decision), ``detached`` (never differentiated, even in loss),
@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kl_comedy.cuda import running_sum
 from kl_comedy.registry import CORRECTIONS
 
 
@@ -90,7 +91,7 @@ def _shifted(delta_BT: Tensor, by: int) -> Tensor:
 
 def _running_sum(delta_BT: Tensor, window: int | None) -> Tensor:
     """The sum up to each token, of the last ``window`` tokens where it is given."""
-    total_BT = delta_BT.cumsum(-1)
+    total_BT = running_sum(delta_BT)
     return total_BT if window is None else total_BT - _shifted(total_BT, window)
 
 
@@ -99,24 +100,16 @@ def weights_of(
 ) -> Tensor:
     """The ratios of a registered correction with its bounds, ``[B, T]``.
 
+    ``truncate`` is ``min(ratio, cap)``, ``mask`` zeroes what exceeds it, ``each`` truncates every token's ratio before
+    the product. All introduce bias, so they are options of a term and are counted in its diagnostics.
+
     >>> weights_of("prefix", torch.tensor([[0.0, 1.0, 2.0]]), window=1).log().round(decimals=3)
     tensor([[0., 1., 2.]])
     """
     if cap is not None and cap_mode == "each":
-        delta_BT = delta_BT.clamp(max=math.log(cap))
-    options = {} if window is None else {"window": window}
-    return apply_cap(CORRECTIONS.get(name).fn(delta_BT, **options), cap, cap_mode)
-
-
-def apply_cap(ratio_BT: Tensor, cap: float | None, cap_mode: str) -> Tensor:
-    """Bound a ratio: ``truncate`` is ``min(ratio, cap)``, ``mask`` zeroes what exceeds it; ``each`` was done before.
-
-    All introduce bias, so they are options of a term and are counted in its diagnostics.
-
-    >>> apply_cap(torch.tensor([0.5, 3.0]), 2.0, "mask")
-    tensor([0.5000, 0.0000])
-    """
-    if cap is None or cap_mode == "each":
+        delta_BT, cap = delta_BT.clamp(max=math.log(cap)), None
+    ratio_BT: Tensor = CORRECTIONS.get(name).fn(delta_BT, **({} if window is None else {"window": window}))
+    if cap is None:
         return ratio_BT
     if cap_mode == "truncate":
         return ratio_BT.clamp(max=cap)

@@ -1,30 +1,75 @@
 """Estimators of the log-ratio ``l = log pi - log ref`` of the sampled token (or of the completion), and exact ones.
 
 Names follow Schulman's note (2020): k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l. The exact (Rao-Blackwellized) ones
-receive the KL of the next-token distributions over the whole vocabulary (``exact_kl_BT``) in place of a log-ratio.
+receive the KL of the next-token distributions over the whole vocabulary (``exact_kl_BT``) in place of a log-ratio,
+top-k ones (:class:`TopK`) the log-probs of the k likeliest tokens and of the sampled one.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kl_comedy.registry import ESTIMATORS
+from kl_comedy.errors import UserError
+from kl_comedy.registry import ESTIMATORS, Entry
 
 
 class Estimator(Protocol):
-    """A function from a log-ratio (or an exact KL, for ``needs="exact_*"``) to an estimate in nats."""
+    """A function from a log-ratio (``needs="exact_*"``: an exact KL; ``"top_k"``: a :class:`TopK`) to nats."""
 
     def __call__(self, log_ratio: Tensor, /, **options: float) -> Tensor:
         """Map ``log_ratio`` (any shape, nats, ``log pi - log ref``) to an estimate of the same shape.
 
         Pure and elementwise: no mask, no reduction, no coefficient, no clamp inside. The estimate must
-        be differentiable in ``log_ratio``; whether the gradient is used is the placement's business.
-        Keyword options become ``KLTerm.options``.
+        be differentiable in ``log_ratio``. Keyword options become ``KLTerm.options``: any numbers, or what the fact
+        ``options`` allows, as ``{"width": {"above": 0}}`` (rules of :func:`kl_comedy.config.validate.option`). The
+        fact ``claims_need`` maps ``on_policy`` and ``off_policy`` to the options without which the claims do not hold,
+        as ``{"on_policy": {"form": ("sampled_tail",)}}``.
         """
         ...
+
+
+class TopTokens(NamedTuple):
+    """The k likeliest tokens S of policy or reference at each prefix: log-probs ``[B, T, K]`` (nats) of both.
+
+    ``logp_BTK`` is differentiable. ``inside_BT``: whether the sampled token is in S.
+    """
+
+    logp_BTK: Tensor
+    ref_logp_BTK: Tensor
+    inside_BT: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK:
+    """What a top-k estimator reads: the top tokens, and log-probs (nats) of the sampled token.
+
+    ``logp_BT`` and ``top.logp_BTK`` are differentiable; ``behaviour_logp_BT`` is the sampler's.
+    """
+
+    top: TopTokens
+    logp_BT: Tensor
+    ref_logp_BT: Tensor
+    behaviour_logp_BT: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.logp_BT.shape
+
+
+def estimate(entry: Entry[Any], argument: Tensor | TopK, **options: Any) -> Tensor:
+    """The value of a registered estimator. Raises :class:`UserError` where it is not of the argument's shape."""
+    value = entry.fn(argument, **options)
+    if not isinstance(value, Tensor) or value.shape != argument.shape:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise UserError(
+            f"estimator {entry.name!r} must return a tensor of the shape of its argument "
+            f"{tuple(argument.shape)}, and returned {got}"
+        )
+    return value
 
 
 @ESTIMATORS.register(
@@ -68,7 +113,8 @@ def k2(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """``exp(-l) - 1 + l``: unbiased value, never negative, its own gradient is that of the forward KL.
 
-    Grows like ``exp(-l)`` where the reference is far likelier than the policy; nothing is clamped.
+    Grows like ``exp(-l)`` where the reference is far likelier than the policy; nothing is clamped, so float32
+    overflows below -88.7 nats.
 
     >>> k3(torch.tensor([0.0]))
     tensor([0.])
@@ -76,12 +122,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-@ESTIMATORS.register(
-    "abs",
-    source="verl kl_penalty 'abs'",
-    claims=("nonnegative",),
-    needs="log_ratio",
-)
+@ESTIMATORS.register("abs", source="verl kl_penalty 'abs'", claims=("nonnegative",), needs="log_ratio")
 def absolute(log_ratio: Tensor) -> Tensor:
     """The absolute log-ratio, ``|l|``: neither its value nor its gradient is that of a KL.
 
@@ -99,6 +140,8 @@ def absolute(log_ratio: Tensor) -> Tensor:
 )
 def k_lambda(log_ratio: Tensor, lam: float = 0.5) -> Tensor:
     """``l + lam * (exp(-l) - 1)``: unbiased value for every ``lam``; its gradient is ``lam`` x forward KL.
+
+    Float32 overflows as in k3.
 
     >>> k_lambda(torch.tensor([0.3]), lam=0.0)
     tensor([0.3000])
@@ -126,3 +169,77 @@ def exact(exact_kl: Tensor) -> Tensor:
 def exact_forward(exact_kl: Tensor) -> Tensor:
     """``KL(ref(.|h) || pi(.|h))`` summed over the vocabulary at the prefix of the token."""
     return exact_kl
+
+
+TOP_K_FORMS = (
+    "sampled_tail",
+    "unweighted_tail",
+    "naive_tail",
+    "generalized",
+    "bucket",
+    "truncated",
+    "renormalized",
+)
+TAIL_FLOOR = 1e-7
+"""The least probability outside S in form ``bucket``: what float32 resolves beside 1."""
+
+
+@ESTIMATORS.register(
+    "top_k",
+    source="2606.30406 Eq. 5 (generalized); NeMo-RL #3608 (tail); 2601.19897 (bucket); 2604.13016 (renormalized)",
+    claims=("value:reverse", "pathwise:token_reverse", "nonnegative"),
+    claims_need={
+        "on_policy": {"form": ("sampled_tail", "unweighted_tail")},
+        "off_policy": {"form": ("sampled_tail",)},
+    },
+    needs="top_k",
+    options={
+        "k": {"minimum": 1, "whole": True},
+        "tokens": {"choices": ("policy", "reference")},
+        "form": {"choices": TOP_K_FORMS},
+    },
+)
+def top_k(at: TopK, k: float = 16, tokens: str = "policy", form: str = "sampled_tail") -> Tensor:
+    """``sum_S g_v + 1[y not in S] g_y / mu_y``, ``g = p l - p + q``: k tokens exactly, the rest by the sampled token y.
+
+    S holds the ``k`` likeliest tokens of policy or reference (``tokens``); ``p``, ``q`` and ``mu`` are probabilities
+    under policy, reference and sampler. Forms: ``sampled_tail`` (above: unbiased, stale samples or not),
+    ``unweighted_tail`` (divided by the policy's own p, so biased on stale samples), ``generalized`` (no tail),
+    ``bucket`` (``sum_S p l`` plus ``(1 - P) log((1 - P) / (1 - Q))``, masses outside S below 1e-7 counted as 1e-7),
+    ``renormalized`` (``KL(p_S || q_S)``), and the naive ones: ``truncated`` (``sum_S p l``), ``naive_tail`` (that plus
+    ``1[y not in S] l_y``).
+
+    Proof for ``sampled_tail``: at a prefix ``E_mu[1[y not in S] g_y / mu_y]`` is the sum of ``g_v`` over v outside S,
+    for any S and any mu that does not depend on the parameters and reaches every such v. With ``sum_S g_v`` that is the
+    sum of ``p l - p + q`` over the vocabulary, the KL, as a function of the parameters: the mean of the value is the KL
+    and the mean of the gradient, ``sum_S l dp + 1[y not in S] l_y dp_y / mu_y``, is its gradient. No ``g`` is below 0.
+    """
+    logp_BTK, ref_logp_BTK, inside_BT = at.top
+    if form == "renormalized":
+        logp_BTK, ref_logp_BTK = logp_BTK.log_softmax(-1), ref_logp_BTK.log_softmax(-1)
+    if form in ("sampled_tail", "unweighted_tail", "generalized"):
+        head_BT = _generalized(logp_BTK, ref_logp_BTK).sum(-1)
+    else:
+        head_BT = (logp_BTK.exp() * (logp_BTK - ref_logp_BTK)).sum(-1)
+    if form == "bucket":
+        rest_p_BT, rest_q_BT = (
+            (1.0 - logs_BTK.double().exp().sum(-1)).clamp(min=TAIL_FLOOR) for logs_BTK in (logp_BTK, ref_logp_BTK)
+        )
+        return head_BT + (rest_p_BT * (rest_p_BT / rest_q_BT).log()).to(head_BT.dtype)
+    if not form.endswith("tail"):
+        return head_BT
+    if form == "naive_tail":
+        return head_BT + torch.where(inside_BT, 0.0, at.logp_BT - at.ref_logp_BT)
+    drawn_logp_BT = at.behaviour_logp_BT if form == "sampled_tail" else at.logp_BT.detach()
+    # Masked before the exponential: a ratio that overflows inside S would make the gradient 0 x inf.
+    logs = (torch.where(inside_BT, 0.0, logp_BT - drawn_logp_BT) for logp_BT in (at.logp_BT, at.ref_logp_BT))
+    return head_BT + _generalized(*logs)
+
+
+def _generalized(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """``p l - p + q`` of logarithms of any common scale: at least 0, with the derivative ``l`` by p."""
+    log_ratio = logp - ref_logp
+    above = log_ratio > 0  # q - p by the larger of the two: neither overflow nor cancellation
+    from_p = logp.exp() * torch.expm1(-torch.where(above, log_ratio, 0.0))
+    from_q = ref_logp.exp() * torch.expm1(torch.where(above, 0.0, log_ratio))
+    return logp.exp() * log_ratio + torch.where(above, from_p, -from_q)

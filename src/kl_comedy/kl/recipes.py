@@ -6,199 +6,202 @@ A recipe fixes the shape; ``beta`` is the source's default and can be overridden
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import bad_value
-from kl_comedy.kl.beta import Beta, parse_beta
+from kl_comedy.kl.beta import NEGATIVE, Beta, BetaState, parse_beta
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.registry import RECIPES
 
 
-def _recipe(name: str, summary: str, source: str, *terms: KLTerm) -> Callable[[], tuple[KLTerm, ...]]:
-    def build() -> tuple[KLTerm, ...]:
-        return terms
-
-    build.__module__ = __name__
+def _recipe(name: str, summary: str, source: str, *terms: KLTerm) -> None:
     labels = " + ".join(term.label() for term in terms) or "no KL"
-    RECIPES.register(name, source=source, summary=summary, terms=labels)(build)
-    return build
+    RECIPES.register(name, source=source, summary=summary, terms=labels)(lambda: terms)
 
+
+_reward, _loss = partial(KLTerm, placement="reward"), partial(KLTerm, placement="loss")
+_before = partial(KLTerm, placement="reward", credit="total", baseline="before")
+_rao_blackwell = partial(KLTerm, "exact", placement="reward", correction="prefix_previous", beta=0.01)
+_teacher = partial(KLTerm, reference="teacher", beta=1.0)
 
 _recipe("none", "no KL term", "beta = 0 in TRL, prime-rl, verl defaults")
 _recipe(
     "comedy/k1_in_reward",
     "k1 as a cost of the whole completion, before the baseline",
     "2512.21852 Table 1",
-    KLTerm("k1", placement="reward", credit="total", baseline="before", beta=0.05),
+    _before("k1", beta=0.05),
 )
-_recipe("comedy/k1_in_loss", "k1 differentiated", "2512.21852 Table 1", KLTerm("k1", placement="loss", beta=0.05))
+_recipe("comedy/k1_in_loss", "k1 differentiated", "2512.21852 Table 1", _loss("k1", beta=0.05))
 _recipe(
     "comedy/k3_in_reward",
     "k3 as a cost of the whole completion, before the baseline",
     "2512.21852 Table 1",
-    KLTerm("k3", placement="reward", credit="total", baseline="before", beta=0.05),
+    _before("k3", beta=0.05),
 )
-_recipe("comedy/k3_in_loss", "k3 differentiated", "2512.21852 Table 1", KLTerm("k3", placement="loss", beta=0.05))
+_recipe("comedy/k3_in_loss", "k3 differentiated", "2512.21852 Table 1", _loss("k3", beta=0.05))
 _recipe(
     "comedy/k3_both",
     "k3 in reward and in loss, the same beta in each",
     "2512.21852 Sec. 4.3",
-    KLTerm("k3", placement="reward", credit="total", baseline="before", beta=0.1),
-    KLTerm("k3", placement="loss", beta=0.1),
+    _before("k3", beta=0.1),
+    _loss("k3", beta=0.1),
 )
-_recipe("grpo", "k3 differentiated", "2402.03300 Eq. 4", KLTerm("k3", placement="loss", beta=0.04))
+_recipe("grpo", "k3 differentiated", "2402.03300 Eq. 4", _loss("k3", beta=0.04))
 _recipe(
     "trl/default",
     "k3 times the differentiable token ratio",
     "TRL 1.16 GRPO, use_bias_correction_kl=True",
-    KLTerm("k3", placement="loss", correction="token", beta=0.04),
+    _loss("k3", correction="token", beta=0.04),
 )
-_recipe(
-    "trl/rloo",
-    "k1 of the whole completion inside the reward",
-    "TRL 1.16 RLOO",
-    KLTerm("k1", placement="reward", credit="total", baseline="before", beta=0.05),
-)
+_recipe("trl/rloo", "k1 of the whole completion inside the reward", "TRL 1.16 RLOO", _before("k1", beta=0.05))
 _recipe(
     "verl/low_var_kl",
     "k3 differentiated, without gradient beyond its clamps",
     "verl 0.9.1 use_kl_loss, kl_loss_type=low_var_kl",
-    KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, beta=0.001),
+    _loss("k3", input_clamp=20.0, output_clamp=10.0, beta=0.001),
 )
 _recipe(
-    "verl/k3+",
-    "value of k3, gradient of k2",
-    "verl 0.9.1 kl_loss_type=k3+",
-    KLTerm("k3", placement="loss", gradient="k2", beta=0.001),
+    "verl/k3+", "value of k3, gradient of k2", "verl 0.9.1 kl_loss_type=k3+", _loss("k3", gradient="k2", beta=0.001)
 )
 _recipe(
-    "openrlhf/default",
-    "k1 to go, after the group baseline",
-    "OpenRLHF 0.11.2 reward path",
-    KLTerm("k1", placement="reward", credit="to_go", beta=0.01),
+    "openrlhf/default", "k1 to go, after the group baseline", "OpenRLHF 0.11.2 reward path", _reward("k1", beta=0.01)
 )
 _recipe(
     "openrlhf/unbiased",
     "value of k3, gradient of k2, times the detached token ratio up to 10",
     "OpenRLHF 0.11.2 unbiased_gradient",
-    KLTerm("k3", placement="loss", gradient="k2", correction="token_detached", cap=10.0, beta=0.01),
+    _loss("k3", gradient="k2", correction="token_detached", cap=10.0, beta=0.01),
 )
 _recipe(
     "openrlhf/k3_loss",
     "k3 differentiated, without gradient beyond its clamp",
     "OpenRLHF 0.11.2 algo.kl.use_loss, algo.kl.estimator=k3",
-    KLTerm("k3", placement="loss", output_clamp=10.0, beta=0.01),
+    _loss("k3", output_clamp=10.0, beta=0.01),
 )
 _recipe(
     "nemo_rl/default",
     "value of k3, gradient of k2 (NeMo-RL gives no gradient beyond k3 = 10, this term does)",
     "NeMo-RL 7ea279a ClippedPGLossFn",
-    KLTerm("k3", placement="loss", gradient="k2", beta=0.01),
+    _loss("k3", gradient="k2", beta=0.01),
 )
 _recipe(
     "skyrl/default",
     "k3 differentiated, without gradient beyond its clamps",
     "SkyRL 0.3.0 use_kl_loss",
-    KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, beta=0.001),
+    _loss("k3", input_clamp=20.0, output_clamp=10.0, beta=0.001),
 )
 _recipe(
     "open_instruct/default",
     "k3 differentiated",
     "open-instruct e6c3044 kl_estimator=2",
-    KLTerm("k3", placement="loss", input_clamp=40.0, beta=0.05),
+    _loss("k3", input_clamp=40.0, beta=0.05),
 )
 _recipe(
-    "deepseek_v3_2",
-    "k3 times the differentiable token ratio",
-    "2512.02556",
-    KLTerm("k3", placement="loss", correction="token", beta=0.01),
+    "deepseek_v3_2", "k3 times the differentiable token ratio", "2512.02556", _loss("k3", correction="token", beta=0.01)
 )
-_recipe("liu/k2_loss", "k2 differentiated", "2510.01555", KLTerm("k2", placement="loss", beta=0.01))
+_recipe("liu/k2_loss", "k2 differentiated", "2510.01555", _loss("k2", beta=0.01))
 _recipe(
     "liu/corrected",
     "k2 differentiated, times the detached token ratio",
     "2510.01555 (off-policy correction)",
-    KLTerm("k2", placement="loss", correction="token_detached", beta=0.01),
+    _loss("k2", correction="token_detached", beta=0.01),
 )
 _recipe(
     "frpo",
     "k1 to go, added to the advantage after normalization",
     "FRPO: reverse cumulative log-ratios",
-    KLTerm("k1", placement="reward", credit="to_go", baseline="after", beta=0.01),
+    _reward("k1", beta=0.01),
 )
-_recipe("rb/token", "exact per-prefix KL differentiated", "2506.09477", KLTerm("exact", placement="loss", beta=0.01))
-_recipe(
-    "rb/full",
-    "exact per-prefix KL with future credit",
-    "2506.09477",
-    KLTerm("exact", placement="reward", credit="to_go", beta=0.01),
-)
+_recipe("rb/token", "exact per-prefix KL differentiated", "2506.09477", _loss("exact", beta=0.01))
+_recipe("rb/full", "exact per-prefix KL with future credit", "2506.09477", _reward("exact", beta=0.01))
 _recipe(
     "rb/per_decision",
     "exact KL times the ratio of the tokens before: unbiased on- and off-policy",
-    "answers the open problem of 2512.21852 Sec. 3",
-    KLTerm("exact", placement="loss", correction="prefix_previous", beta=0.01),
+    "per-decision importance sampling (Precup et al. 2000) of the Rao-Blackwellized KL (2504.10637)",
+    _loss("exact", correction="prefix_previous", beta=0.01),
 )
 _recipe(
     "rb/baselined",
     "rb/per_decision with the leave-one-out mean of its own returns: unbiased, less noise",
     "results/open_problem",
-    KLTerm("exact", placement="reward", credit="to_go", correction="prefix_previous", baseline="own", beta=0.01),
+    _rao_blackwell(baseline="own"),
 )
 _recipe(
     "rb/robust",
     "rb/baselined with the prefix ratio truncated at 8: least error on stale batches",
     "results/open_problem",
-    KLTerm(
-        "exact", placement="reward", credit="to_go", correction="prefix_previous", cap=8.0, baseline="own", beta=0.01
-    ),
+    _rao_blackwell(cap=8.0, baseline="own"),
 )
 _recipe(
     "rb/windowed",
     "rb/per_decision with the product of the last 4 ratios",
     "results/open_problem (a negative result)",
-    KLTerm("exact", placement="reward", credit="to_go", correction="prefix_previous", window=4, beta=0.01),
+    _rao_blackwell(window=4),
 )
 _recipe(
     "rb/masked",
     "rb/per_decision without the costs whose prefix ratio is above 4",
     "results/open_problem",
-    KLTerm(
-        "exact", placement="reward", credit="to_go", correction="prefix_previous", cap=4.0, cap_mode="mask", beta=0.01
-    ),
+    _rao_blackwell(cap=4.0, cap_mode="mask"),
 )
 _recipe(
     "is/sequence_total",
     "k1 of the whole completion times its ratio",
     "2512.21852 Sec. 3",
-    KLTerm("k1", placement="reward", credit="total", correction="sequence", beta=0.01),
+    _reward("k1", credit="total", correction="sequence", beta=0.01),
 )
 _recipe(
     "is/k3_sequence",
     "k3 times the differentiated ratio of the completion",
     "Amini et al., kl-rb code",
-    KLTerm("k3", placement="loss", correction="sequence", beta=0.01),
+    _loss("k3", correction="sequence", beta=0.01),
 )
 _recipe(
     "is/k3_per_decision",
     "k3 times the differentiated ratio of the prefix",
     "per-decision importance sampling",
-    KLTerm("k3", placement="loss", correction="prefix", beta=0.01),
+    _loss("k3", correction="prefix", beta=0.01),
 )
 _recipe(
     "is/sequence",
     "k1 in reward times the ratio of the completion",
     "2512.21852 Sec. 3",
-    KLTerm("k1", placement="reward", credit="to_go", correction="sequence", beta=0.01),
+    _reward("k1", correction="sequence", beta=0.01),
 )
 _recipe(
     "is/per_decision",
     "k1 in reward times the ratio of the prefix",
     "per-decision importance sampling",
-    KLTerm("k1", placement="reward", credit="to_go", correction="prefix", beta=0.01),
+    _reward("k1", correction="prefix", beta=0.01),
+)
+_recipe(
+    "opd/sampled",
+    "on-policy distillation: k1 to the teacher, each token its own",
+    "Thinking Machines, On-Policy Distillation (2025); tinker-cookbook",
+    _teacher("k1", placement="reward", credit="own"),
+)
+_recipe(
+    "opd/reverse",
+    "on-policy distillation: exact reverse KL to the teacher, differentiated",
+    "MiniLLM 2306.08543 without future credit; GKD 2306.13649",
+    _teacher("exact", placement="loss"),
+)
+_recipe(
+    "opd/forward",
+    "exact forward KL to the teacher on the policy's completions",
+    "GKD 2306.13649, lambda 1, forward KL",
+    _teacher("exact_forward", placement="loss"),
+)
+_recipe(
+    "g_opd",
+    "max E[1.25 log(teacher / initial)] - KL(pi || initial), each token its own",
+    "G-OPD 2602.12125: beta lambda to the teacher and 1 - lambda to the initial policy, lambda 1.25",
+    _teacher("k1", placement="reward", credit="own", beta=1.25),
+    _reward("k1", credit="own", beta=-0.25),
 )
 
 
@@ -211,6 +214,10 @@ def recipe(name: str, *, beta: Any = None, key: str = "kl") -> tuple[KLTerm, ...
     terms: tuple[KLTerm, ...] = RECIPES.get(name, key=key).fn()
     if beta is None:
         return terms
+    if len({term.beta for term in terms}) > 1:
+        listed = ", ".join(f"{term.beta:g}" for term in terms)
+        why = f"its terms have betas of their own ({listed}); write the terms out to change them"
+        raise bad_value(f"{key}.beta", beta, "none with this recipe", why)
     return tuple(dataclasses.replace(term, beta=parse_beta(beta, f"{key}.beta")) for term in terms)
 
 
@@ -227,6 +234,16 @@ def resolve_terms(value: Any, key: str = "kl") -> tuple[KLTerm, ...]:
 
     Raises :class:`UserError` that names the full key (``kl.0.estimator``).
     """
+    terms = _resolve(value, key)
+    betas = [BetaState(term.beta).value for term in terms]
+    for position, beta in enumerate(betas):
+        if beta < 0 and sum(betas) <= 0:  # the sum weights pi log pi, so above 0 the objective has an optimum
+            allowed = "at least 0, or less than the betas of the other terms in size"
+            raise bad_value(f"{key}.{position}.beta", beta, allowed, NEGATIVE)
+    return terms
+
+
+def _resolve(value: Any, key: str) -> tuple[KLTerm, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
@@ -239,7 +256,7 @@ def resolve_terms(value: Any, key: str = "kl") -> tuple[KLTerm, ...]:
     terms: list[KLTerm] = []
     for position, item in enumerate(value):
         if isinstance(item, str) or (isinstance(item, Mapping) and "recipe" in item):
-            terms += resolve_terms(item, f"{key}.{position}")
+            terms += _resolve(item, f"{key}.{position}")
         else:
             terms.append(parse_record(KLTerm, item, key=f"{key}.{position}"))
     return tuple(terms)

@@ -11,15 +11,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kl_comedy.cuda import running_sum
 from kl_comedy.errors import UserError
 from kl_comedy.kl.corrections import weights_of
-from kl_comedy.kl.estimators import k2
+from kl_comedy.kl.estimators import TopK, TopTokens, estimate, k2
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermParts:
+    """A term taken apart: ``surrogate = weight * cost * logp + pathwise``.
+
+    ``cost_BT`` and the weights are detached; ``pathwise_BT`` is differentiable. A cost that enters
+    before the baseline is taken from here into the return, and only ``pathwise_BT`` stays a loss.
+    ``baseline_weight_BT`` is what a baseline of the cost is weighted by: the ratio up to the token.
+    """
+
+    cost_BT: Tensor
+    weight_BT: Tensor
+    baseline_weight_BT: Tensor
+    pathwise_BT: Tensor
 
 
 def own_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor) -> Tensor:
@@ -49,70 +66,53 @@ def _sum_of_others(values_BT: Tensor, group_B: Tensor) -> Tensor:
     return sums_GT[index_B] - values_BT
 
 
-@dataclass(frozen=True, kw_only=True)
-class TermParts:
-    """A term taken apart: ``surrogate = weight * cost * logp + pathwise``.
-
-    ``cost_BT`` and the weights are detached; ``pathwise_BT`` is differentiable. A cost that enters
-    before the baseline is taken from here into the return, and only ``pathwise_BT`` stays a loss.
-    ``baseline_weight_BT`` is what a baseline of the cost is weighted by: the ratio up to the token.
-    """
-
-    cost_BT: Tensor
-    weight_BT: Tensor
-    baseline_weight_BT: Tensor
-    pathwise_BT: Tensor
-
-
-def credit_costs(cost_BT: Tensor, credit: str) -> Tensor:
+def credit_costs(cost_BT: Tensor, credit: str, discount: float = 1.0) -> Tensor:
     """The cost that weights the score of each token.
 
     ``total``: the sum over the completion; ``to_go``: the sum over u >= t (2506.09477; past costs have
-    zero mean); ``own``: the token's own.
+    zero mean), each times ``discount^(u - t)``; ``own``: the token's own.
 
     >>> credit_costs(torch.tensor([[1.0, 2.0, 3.0]]), "to_go")
     tensor([[6., 5., 3.]])
     """
     if credit == "total":
         return cost_BT.sum(-1, keepdim=True).expand_as(cost_BT)
+    if credit == "to_go" and discount != 1:
+        costs = list(cost_BT.unbind(-1))
+        for t in reversed(range(len(costs) - 1)):
+            costs[t] = costs[t] + discount * costs[t + 1]
+        return torch.stack(costs, -1)
     if credit == "to_go":
-        return cost_BT.flip(-1).cumsum(-1).flip(-1)
+        return running_sum(cost_BT.flip(-1)).flip(-1)
     return cost_BT
 
 
-def in_reward(value_BT: Tensor, ratio_BT: Tensor, up_to_BT: Tensor, *, credit: str, per_decision: bool) -> TermParts:
-    """A sampled estimate as a cost. ``ratio_BT`` weights the score (or each cost, ``per_decision``).
+def in_reward(
+    value_BT: Tensor,
+    ratio_BT: Tensor,
+    up_to_BT: Tensor,
+    *,
+    credit: str,
+    discount: float = 1.0,
+    per_decision: bool,
+    pathwise_BT: Tensor | None = None,
+) -> TermParts:
+    """An estimate as a cost. ``ratio_BT`` weights the score, or each cost where ``per_decision``.
 
-    ``up_to_BT`` is the ratio up to and including each token.
+    ``up_to_BT`` is the ratio up to and including each token. ``pathwise_BT`` is the differentiated own step of an exact
+    KL, which is then left out of the cost: unbiased for the sequence KL on-policy,
+    ``sum_t s_t sum_{u>t} KL_u + grad KL_t`` (chain rule, 2506.09477).
     """
     value_BT, ratio_BT = value_BT.detach(), ratio_BT.detach()
-    cost_BT = credit_costs(ratio_BT * value_BT if per_decision else value_BT, credit)
-    return TermParts(
-        cost_BT=cost_BT,
-        weight_BT=torch.ones_like(ratio_BT) if per_decision else ratio_BT,
-        baseline_weight_BT=up_to_BT.detach() if per_decision else ratio_BT,
-        pathwise_BT=torch.zeros_like(value_BT),
-    )
-
-
-def exact_in_reward(
-    exact_kl_BT: Tensor, ratio_BT: Tensor, up_to_BT: Tensor, *, credit: str, per_decision: bool, own_ratio: bool
-) -> TermParts:
-    """An exact KL as a cost: the future weights the score, the own step is differentiated.
-
-    Unbiased for the sequence KL on-policy: ``sum_t s_t sum_{u>t} KL_u + grad KL_t`` (chain rule, 2506.09477).
-    ``own_ratio`` says whether the own step carries the ratio: not for a token ratio, whose mean given
-    the prefix is one.
-    """
-    ratio_BT = ratio_BT.detach()
-    value_BT = exact_kl_BT.detach()
     step_BT = ratio_BT * value_BT if per_decision else value_BT
-    cost_BT = credit_costs(step_BT, credit) - step_BT
+    cost_BT = credit_costs(step_BT, credit, discount)
+    if pathwise_BT is not None:
+        cost_BT = cost_BT - step_BT
     return TermParts(
         cost_BT=cost_BT,
         weight_BT=torch.ones_like(ratio_BT) if per_decision else ratio_BT,
         baseline_weight_BT=up_to_BT.detach() if per_decision else ratio_BT,
-        pathwise_BT=ratio_BT * exact_kl_BT if own_ratio else exact_kl_BT,
+        pathwise_BT=torch.zeros_like(value_BT) if pathwise_BT is None else pathwise_BT,
     )
 
 
@@ -130,14 +130,15 @@ def kl_surrogate(
     behaviour_logp_BT: Tensor,
     mask_BT: Tensor,
     exact_kl_BT: Tensor | None = None,
+    top: TopTokens | None = None,
     baseline_BT: Tensor | None = None,
 ) -> Tensor:
     """The surrogate of a term, per token, unreduced, at beta = 1, zero outside the mask. ``[B, T]``.
 
     Over sequences drawn from the behaviour policy, the expectation of ``grad sum_t surrogate[b, t]`` is
     the term's contribution to the gradient of the objective to be *minimized*. Gradients flow into
-    ``logp_BT`` and ``exact_kl_BT`` only. The algorithm's baseline does not change that expectation and is
-    not applied here; a term with ``reference: sampler`` is measured against ``behaviour_logp_BT``.
+    ``logp_BT``, ``exact_kl_BT`` and ``top.logp_BTK`` only. The algorithm's baseline does not change that expectation
+    and is not applied here; a term with ``reference: sampler`` is measured against ``behaviour_logp_BT``.
 
     Args:
         term: the KL term.
@@ -147,8 +148,8 @@ def kl_surrogate(
         mask_BT: true on completion tokens; each row has at least one.
         exact_kl_BT: for ``exact`` (``exact_forward``): the exact reverse (forward) KL of the next-token
             distributions at the prefix of token t, differentiable.
-        baseline_BT: for ``baseline: own``: :func:`~kl_comedy.kl.surrogate.own_baseline` of the update's
-            rows; None is no baseline (a group of one).
+        top: for ``top_k``: the top tokens that its options ask for.
+        baseline_BT: for ``baseline: own``: :func:`own_baseline` of the update's rows; None is no baseline.
 
     Raises:
         UserError: shapes that differ, a row without tokens, a log-prob that is not finite, an exact
@@ -159,28 +160,29 @@ def kl_surrogate(
     ...     behaviour_logp_BT=logp.detach(), mask_BT=torch.tensor([[True, True]])).detach()
     tensor([[0.5000, 0.0000]])
     """
-    logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT = _checked(
-        term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT
-    )
-    parts = _parts(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT)
+    batch = _checked(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT, top)
+    parts = _parts(term, batch)
     credited_BT = parts.weight_BT * parts.cost_BT
-    if baseline_BT is not None and term.baseline == "own":
+    if term.baseline == "exact":
+        baseline_BT = batch.exact_kl_BT
+    if baseline_BT is not None and term.baseline in ("own", "exact"):
         credited_BT = credited_BT - parts.baseline_weight_BT * baseline_BT.detach()
-    surrogate_BT = credited_BT * logp_BT + parts.pathwise_BT
-    return torch.where(mask_BT, surrogate_BT, torch.zeros_like(surrogate_BT))
+    surrogate_BT = credited_BT * batch.logp_BT + parts.pathwise_BT
+    return torch.where(batch.mask_BT, surrogate_BT, 0.0)
 
 
-def kl_parts(
-    term: KLTerm,
-    *,
-    logp_BT: Tensor,
-    ref_logp_BT: Tensor,
-    behaviour_logp_BT: Tensor,
-    mask_BT: Tensor,
-    exact_kl_BT: Tensor | None = None,
-) -> TermParts:
-    """The same term taken apart (see :class:`TermParts`), for a cost that enters before the baseline."""
-    return _parts(term, *_checked(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT))
+def kl_parts(term: KLTerm, **tensors_BT: Any) -> TermParts:
+    """The same term taken apart, for a cost that enters before the baseline; takes :func:`kl_surrogate`'s tensors."""
+    return _parts(term, _checked(term, **tensors_BT))
+
+
+@torch.no_grad()
+def kl_value(term: KLTerm, **tensors_BT: Any) -> Tensor:
+    """The estimate per token (nats), ``[B, T]``, zero outside the mask; takes :func:`kl_surrogate`'s tensors.
+
+    Nothing is refused: where a log-prob is not finite the estimate is not either.
+    """
+    return _value(term, _batch(**tensors_BT))
 
 
 def kl_diagnostics(
@@ -199,54 +201,75 @@ def kl_diagnostics(
             diagnostics["ratio_max"] = float(ratio_BT[mask_BT].max())
             diagnostics["capped_share"] = float(beyond_BT[mask_BT].double().mean())
         if term.input_clamp is not None or term.output_clamp is not None:
-            diagnostics["clamped_share"] = float(_clamped(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT))
+            against_BT = behaviour_logp_BT if term.reference == "sampler" else ref_logp_BT
+            log_ratio_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(against_BT), 0.0)
+            diagnostics["clamped_share"] = _clamped_share(term, log_ratio_BT, mask_BT)
     return diagnostics
 
 
-def _clamped(term: KLTerm, logp_BT: Tensor, ref_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def _clamped_share(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> float:
     """The share of tokens (of completions, at level sequence) beyond a clamp; exact estimators have none here."""
     if term.needs != "log_ratio":
-        return torch.zeros(())
-    against_BT = behaviour_logp_BT if term.reference == "sampler" else ref_logp_BT
-    log_ratio_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(against_BT), 0.0)
+        return 0.0
     if term.level == "sequence":
         log_ratio_BT, mask_BT = log_ratio_BT.sum(-1, keepdim=True), mask_BT.any(-1, keepdim=True)
-    beyond_BT = log_ratio_BT.abs() > (term.input_clamp or math.inf)
     free = dataclasses.replace(term, input_clamp=None, output_clamp=None)
+    beyond_BT = log_ratio_BT.abs() > (term.input_clamp or math.inf)
     beyond_BT = beyond_BT | (_evaluate(free, log_ratio_BT).abs() > (term.output_clamp or math.inf))
-    return beyond_BT[mask_BT].double().mean()
+    return float(beyond_BT[mask_BT].double().mean())
 
 
-def _parts(
-    term: KLTerm,
-    logp_BT: Tensor,
-    ref_logp_BT: Tensor,
-    behaviour_logp_BT: Tensor,
-    mask_BT: Tensor,
-    exact_kl_BT: Tensor | None,
-) -> TermParts:
-    correction = CORRECTIONS.get(term.correction)
-    delta_BT = torch.where(mask_BT, logp_BT - behaviour_logp_BT, torch.zeros_like(logp_BT))
+class _Batch(NamedTuple):
+    """The checked tensors, at least float32; what must not be differentiated is detached."""
+
+    logp_BT: Tensor
+    ref_logp_BT: Tensor
+    behaviour_logp_BT: Tensor
+    mask_BT: Tensor
+    exact_kl_BT: Tensor | None
+    top: TopTokens | None
+
+
+def _parts(term: KLTerm, batch: _Batch) -> TermParts:
+    mask_BT, facts = batch.mask_BT, CORRECTIONS.get(term.correction).facts
+    delta_BT = torch.where(mask_BT, batch.logp_BT - batch.behaviour_logp_BT, 0.0)
     ratio_BT = weights_of(term.correction, delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
-    per_decision = correction.facts.get("weights") == "cost"
-    up_to_BT = ratio_BT
-    if per_decision and term.placement == "reward":
-        up_to_BT = weights_of("prefix", delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
-    if exact_kl_BT is not None and term.needs != "log_ratio":
-        value_BT = _evaluate(term, torch.where(mask_BT, exact_kl_BT, torch.zeros_like(exact_kl_BT)))
-        if term.placement == "loss":
-            return in_loss(value_BT, ratio_BT)
-        own_ratio = correction.facts.get("scope") != "token"
-        return exact_in_reward(
-            value_BT, ratio_BT, up_to_BT, credit=str(term.credit), per_decision=per_decision, own_ratio=own_ratio
-        )
-    at_BT = behaviour_logp_BT if term.anchor == "behaviour" else logp_BT
-    against_BT = behaviour_logp_BT if term.reference == "sampler" else ref_logp_BT
-    log_ratio_BT = torch.where(mask_BT, at_BT - against_BT, torch.zeros_like(at_BT))
-    value_BT = _sampled_value(term, log_ratio_BT, mask_BT)
+    exact = term.needs != "log_ratio"
+    value_BT = _value(term, batch)
     if term.placement == "loss":
         return in_loss(value_BT, ratio_BT)
-    return in_reward(value_BT, ratio_BT, up_to_BT, credit=str(term.credit), per_decision=per_decision)
+    per_decision, up_to_BT, pathwise_BT = facts.get("weights") == "cost", ratio_BT, None
+    if per_decision:
+        up_to_BT = weights_of("prefix", delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
+    if exact:  # a token ratio has mean one given the prefix, so the own step does without it
+        pathwise_BT = value_BT if facts.get("scope") == "token" else ratio_BT.detach() * value_BT
+    return in_reward(
+        value_BT,
+        ratio_BT,
+        up_to_BT,
+        credit=str(term.credit),
+        discount=term.discount,
+        per_decision=per_decision,
+        pathwise_BT=pathwise_BT,
+    )
+
+
+def _value(term: KLTerm, batch: _Batch) -> Tensor:
+    """The estimate per token, differentiable, zero outside the mask."""
+    mask_BT = batch.mask_BT
+    if term.needs == "top_k" and batch.top is not None:
+        at = TopK(
+            top=batch.top,
+            logp_BT=torch.where(mask_BT, batch.logp_BT, 0.0),
+            ref_logp_BT=torch.where(mask_BT, batch.ref_logp_BT, 0.0),
+            behaviour_logp_BT=torch.where(mask_BT, batch.behaviour_logp_BT, 0.0),
+        )
+        return torch.where(mask_BT, _evaluate(term, at), 0.0)
+    if term.needs != "log_ratio" and batch.exact_kl_BT is not None:
+        return _evaluate(term, torch.where(mask_BT, batch.exact_kl_BT, 0.0))
+    at_BT = batch.behaviour_logp_BT if term.anchor == "behaviour" else batch.logp_BT
+    against_BT = batch.behaviour_logp_BT if term.reference == "sampler" else batch.ref_logp_BT
+    return _sampled_value(term, torch.where(mask_BT, at_BT - against_BT, 0.0), mask_BT)
 
 
 def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -259,19 +282,13 @@ def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tenso
         value_BT = half_square_BT + (value_BT - half_square_BT).detach()
     if term.level == "sequence":
         value_BT = value_BT * mask_BT / mask_BT.sum(-1, keepdim=True)
-    return torch.where(mask_BT, value_BT, torch.zeros_like(value_BT))
+    return torch.where(mask_BT, value_BT, 0.0)
 
 
-def _evaluate(term: KLTerm, argument_BT: Tensor) -> Tensor:
-    if term.input_clamp is not None:
+def _evaluate(term: KLTerm, argument_BT: Tensor | TopK) -> Tensor:
+    if term.input_clamp is not None and isinstance(argument_BT, Tensor):
         argument_BT = argument_BT.clamp(-term.input_clamp, term.input_clamp)
-    value_BT = ESTIMATORS.get(term.estimator).fn(argument_BT, **term.options)
-    if not isinstance(value_BT, Tensor) or value_BT.shape != argument_BT.shape:
-        got = tuple(value_BT.shape) if isinstance(value_BT, Tensor) else type(value_BT).__name__
-        raise UserError(
-            f"estimator {term.estimator!r} must return a tensor of the shape of its argument "
-            f"{tuple(argument_BT.shape)}, and returned {got}"
-        )
+    value_BT = estimate(ESTIMATORS.get(term.estimator), argument_BT, **term.options)
     if term.output_clamp is not None:
         value_BT = value_BT.clamp(-term.output_clamp, term.output_clamp)
     return value_BT
@@ -287,13 +304,19 @@ def _checked(
     ref_logp_BT: Tensor,
     behaviour_logp_BT: Tensor,
     mask_BT: Tensor,
-    exact_kl_BT: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Check ranks, shapes and values; detach what must not be differentiated."""
+    exact_kl_BT: Tensor | None = None,
+    top: TopTokens | None = None,
+) -> _Batch:
+    """Check ranks, shapes and values. Raises :class:`UserError`."""
     tensors = {"logp_BT": logp_BT, "ref_logp_BT": ref_logp_BT, "behaviour_logp_BT": behaviour_logp_BT}
-    if term.needs != "log_ratio":
+    if term.needs == "top_k":
+        if top is None:
+            raise UserError(f"estimator {term.estimator!r} needs top: the log-probs of the top tokens at each prefix")
+        tensors |= {"top.inside_BT": top.inside_BT}
+        tensors |= {"top.logp_BTK": top.logp_BTK.sum(-1), "top.ref_logp_BTK": top.ref_logp_BTK.sum(-1)}
+    elif term.reads != {"log_ratio"}:
         if exact_kl_BT is None:
-            raise UserError(f"estimator {term.estimator!r} needs exact_kl_BT: the {term.direction} KL at each prefix")
+            raise UserError(f"{term.label()} needs exact_kl_BT: the {term.direction} KL at each prefix")
         tensors["exact_kl_BT"] = exact_kl_BT
     if logp_BT.dim() != 2:
         raise UserError(f"logp_BT must be [B, T], got shape {tuple(logp_BT.shape)}")
@@ -312,10 +335,19 @@ def _checked(
                 f"{name} is not finite at [{row}, {column}] ({float(tensor[row, column].detach())}), "
                 f"{int(bad.sum())} such value(s) in all"
             )
-    return (
-        _wide(logp_BT),
-        _wide(ref_logp_BT).detach(),
-        _wide(behaviour_logp_BT).detach(),
-        mask_BT,
-        None if exact_kl_BT is None else _wide(exact_kl_BT),
-    )
+    return _batch(logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT, top)
+
+
+def _batch(
+    logp_BT: Tensor,
+    ref_logp_BT: Tensor,
+    behaviour_logp_BT: Tensor,
+    mask_BT: Tensor,
+    exact_kl_BT: Tensor | None = None,
+    top: TopTokens | None = None,
+) -> _Batch:
+    reference_BT, behaviour_BT = _wide(ref_logp_BT).detach(), _wide(behaviour_logp_BT).detach()
+    exact_BT = None if exact_kl_BT is None else _wide(exact_kl_BT)
+    if top is not None:
+        top = TopTokens(_wide(top.logp_BTK), _wide(top.ref_logp_BTK).detach(), top.inside_BT.bool())
+    return _Batch(_wide(logp_BT), reference_BT, behaviour_BT, mask_BT.bool(), exact_BT, top)

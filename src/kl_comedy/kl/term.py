@@ -10,22 +10,23 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from kl_comedy.config.validate import check_record, option
+from kl_comedy.config.validate import check_record, check_rules, option, scalar
 from kl_comedy.errors import UserError, unknown_key
 from kl_comedy.kl import corrections as _corrections  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl import estimators as _estimators  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl.beta import Beta, BetaSchedule, BetaTarget, parse_beta
-from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
 
 LEVELS = ("token", "sequence")
 PLACEMENTS = ("reward", "loss")
 CREDITS = ("total", "to_go", "own")
 GRADIENTS = ("natural", "k2")
 ANCHORS = ("current", "behaviour")
-REFERENCES = ("initial", "ema", "periodic", "sampler")
-BASELINES = ("before", "after", "own")
+REFERENCES = ("initial", "ema", "periodic", "sampler", "teacher")
+BASELINES = ("before", "after", "own", "exact")
 CAP_MODES = ("truncate", "mask", "each")
 
 
@@ -43,10 +44,10 @@ class KLTerm:
 
     estimator: str = option(
         ...,
-        "From the log-ratio `l = logp - ref_logp` to nats. `exact*`: the KL over the whole vocabulary.",
+        "From `l = logp - ref_logp` to nats; `exact*`: over the whole vocabulary.",
         registry="estimators",
     )
-    level: str = option("token", "Estimate each token's ratio, or the ratio of the whole completion.", choices=LEVELS)
+    level: str = option("token", "The log-ratio of each token, or of the whole completion.", choices=LEVELS)
     placement: str = option(
         "reward",
         "`reward`: a detached cost that weights the score function. `loss`: differentiated.",
@@ -54,69 +55,73 @@ class KLTerm:
     )
     credit: str | None = option(
         None,
-        "In reward, the costs that weight the score of token t: all, those at u >= t, or its own.",
+        "In reward: costs that weight the score of token t: all, those at u >= t, its own.",
         choices=CREDITS,
     )
-    correction: str = option(
-        "none", "Ratio of policy to behaviour policy on the KL part ([names](#names)).", registry="corrections"
+    discount: float = option(
+        1.0,
+        "With credit `to_go`: the cost at u weights the score at t by `discount^(u - t)` (2603.25562).",
+        above=0,
+        maximum=1,
     )
+    correction: str = option("none", "[Ratio](#names) of policy to behaviour policy.", registry="corrections")
     gradient: str = option(
         "natural",
-        "In loss: the estimate's gradient, or its value with the gradient of k2 (straight-through).",
+        "In loss: the estimate's own, or its value with that of k2 (straight-through).",
         choices=GRADIENTS,
     )
-    anchor: str = option(
-        "current", "The log-probs the estimate is evaluated at: current, or recorded at rollout.", choices=ANCHORS
-    )
+    anchor: str = option("current", "Log-probs of the estimate: current, or recorded at rollout.", choices=ANCHORS)
     reference: str = option(
         "initial",
-        "What KL is measured against: the initial policy, a moving average, a periodic copy, the sampler.",
+        "The initial policy, a moving average, a periodic copy, the sampler, or [`reference.teacher`](#reference).",
         choices=REFERENCES,
     )
     beta: Beta = option(
         1.0,
-        "A number; a schedule `{start, end, steps, shape: linear or cosine}` in updates; or `{target: nats}`: adapted "
-        "to keep the KL of a completion near it, exact where measured, else k1 "
+        "At least 0 (below, where the other terms outweigh it); a schedule `{start, end, steps, shape: linear or "
+        "cosine}` in updates; or `{target: nats}`, adapted to the KL of a completion, exact where measured, else k1 "
         "(`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000).",
-        parse=parse_beta,
+        parse=partial(parse_beta, signed=True),
     )
     baseline: str | None = option(
         None,
-        "In reward: the cost enters before or after the advantage's baseline and normalization; `own`: after it, less "
-        "the leave-one-out mean of the term's returns over the group, weighted so that it stays unbiased off-policy.",
+        "In reward: the cost enters before or after the advantage's baseline and normalization; `own`: after, less the "
+        "group's leave-one-out mean of the term's returns, weighted to stay unbiased off-policy; `exact`: after, less "
+        "the exact KL of the token's own prefix (vOPD, 2605.07865).",
         choices=BASELINES,
     )
-    cap: float | None = option(
-        None, "The bound of the correction's ratio. Biased, so capped ratios are counted and logged.", above=0
-    )
+    cap: float | None = option(None, "Bound of the correction's ratio: biased. Logged.", above=0)
     cap_mode: str = option(
         "truncate",
-        "`truncate`: min(ratio, cap). `mask`: ratios beyond it become 0. `each`: every token's ratio is truncated "
-        "before the product (V-trace).",
+        "`truncate`: min(ratio, cap). `mask`: 0 beyond it. `each`: truncate every token's ratio before the product "
+        "(V-trace).",
         choices=CAP_MODES,
     )
-    window: int | None = option(
-        None, "For prefix ratios: the product of the last so many ratios instead of all.", minimum=1
-    )
+    window: int | None = option(None, "Prefix ratios: the product of the last so many.", minimum=1)
     input_clamp: float | None = option(
-        None, "Bound of the log-ratio (nats, both sides) before the estimator: no gradient beyond. Logged.", above=0
+        None, "Bound of the log-ratio (nats, both sides): no gradient beyond. Logged.", above=0
     )
     output_clamp: float | None = option(
-        None, "Bound of the estimate (nats, both sides): no gradient beyond. Counted and logged.", above=0
+        None, "Bound of the estimate (nats, both sides): no gradient beyond. Logged.", above=0
     )
-    options: Mapping[str, float] = dataclasses.field(
+    options: Mapping[str, float | str] = dataclasses.field(
         default_factory=dict,
         hash=False,
-        metadata={"doc": "Keyword arguments of the estimator, as `{lam: 0.5}` of `k_lambda`."},
+        metadata={"doc": "Options of the estimator, as `{lam: 0.5}` of `k_lambda`."},
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "beta", parse_beta(self.beta, "beta"))
+        object.__setattr__(self, "beta", parse_beta(self.beta, "beta", signed=True))
         check_record(self)
-        allowed = list(inspect.signature(ESTIMATORS.get(self.estimator).fn).parameters)[1:]
-        for name, value in self.options.items():
+        estimator = ESTIMATORS.get(self.estimator)
+        allowed = estimator_defaults(estimator)
+        options = dict(self.options)
+        for name, value in options.items():
             if name not in allowed:
-                raise unknown_key(f"options.{name}", value, allowed, f"{self.estimator} takes no such option")
+                raise unknown_key(f"options.{name}", value, list(allowed), f"{self.estimator} takes no such option")
+            options[name] = scalar(value, str if isinstance(allowed[name], str) else float, f"options.{name}")
+            check_rules(options[name], estimator.facts.get("options", {}).get(name, {}), f"options.{name}")
+        object.__setattr__(self, "options", options)
         if self.placement == "reward":
             if self.credit is None:
                 object.__setattr__(self, "credit", "to_go" if self.level == "token" else "total")
@@ -128,8 +133,24 @@ class KLTerm:
 
     @property
     def needs(self) -> str:
-        """What the estimator reads: ``log_ratio``, ``exact_reverse`` or ``exact_forward``."""
+        """What the estimator reads: ``log_ratio``, ``exact_reverse``, ``exact_forward`` or ``top_k``."""
         return str(ESTIMATORS.get(self.estimator).facts.get("needs", "log_ratio"))
+
+    @property
+    def reads(self) -> set[str]:
+        """What the term reads: :attr:`needs`, and the exact KL where that is its baseline."""
+        return {self.needs} | ({"exact_reverse"} if self.baseline == "exact" else set())
+
+    @property
+    def estimator_options(self) -> dict[str, Any]:
+        """The estimator's options, defaults included."""
+        return {**estimator_defaults(ESTIMATORS.get(self.estimator)), **self.options}
+
+    @property
+    def top(self) -> tuple[int, str] | None:
+        """How many top tokens the estimator reads, and whose (``policy`` or ``reference``); None without any."""
+        options = self.estimator_options
+        return (int(options["k"]), str(options["tokens"])) if self.needs == "top_k" else None
 
     @property
     def direction(self) -> str:
@@ -144,9 +165,9 @@ class KLTerm:
         """
         words = [f"{self.estimator}_{self.direction}_{self.level} in {self.placement}"]
         if self.placement == "reward" and self.level == "token":
-            words.append(str(self.credit))
+            words.append(str(self.credit) + (f" x {self.discount:g}^n" if self.discount != 1 else ""))
         if self.options:
-            words.append(",".join(f"{name}={value:g}" for name, value in sorted(self.options.items())))
+            words.append(",".join(f"{name}={_short(value)}" for name, value in sorted(self.options.items())))
         if self.correction != "none":
             cap = "" if self.cap is None else f"<={self.cap:g} {self.cap_mode}"
             window = "" if self.window is None else f" last {self.window}"
@@ -157,7 +178,7 @@ class KLTerm:
         for name, default in (("gradient", "natural"), ("anchor", "current"), ("reference", "initial")):
             if getattr(self, name) != default:
                 words.append(f"{name}={getattr(self, name)}")
-        if self.baseline in ("before", "own"):
+        if self.baseline in ("before", "own", "exact"):
             words.append(f"{self.baseline} baseline")
         return " ".join(words)
 
@@ -174,6 +195,16 @@ class KLTerm:
         return plain
 
 
+def estimator_defaults(estimator: Entry[Any]) -> dict[str, Any]:
+    """The options that an estimator takes, and their defaults."""
+    parameters = list(inspect.signature(estimator.fn).parameters.values())[1:]
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
+def _short(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
 def _why_impossible(term: KLTerm) -> str | None:
     """The reason why a combination has no meaning, or None."""
     exact = term.needs != "log_ratio"
@@ -184,8 +215,16 @@ def _why_impossible(term: KLTerm) -> str | None:
         return f"input_clamp bounds a log-ratio, and {term.estimator} reads none"
     if term.window is not None and correction.get("scope") != "prefix":
         return f"window limits the ratios of a prefix, and correction {term.correction} has no prefix"
+    if term.needs == "top_k" and correction.get("scope") != "none" and correction.get("own", True):
+        return f"{term.estimator} has the ratio of its own token in its tail; use none or prefix_previous"
     if exact and term.level == "sequence":
         return f"{term.estimator} sums over the vocabulary at each prefix, and level sequence has none"
+    if term.discount != 1 and term.credit != "to_go":
+        return f"discount fades the costs of later tokens, and credit is {term.credit}; use credit: to_go"
+    if term.baseline == "exact" and exact:
+        return f"{term.estimator} has no noise that the exact KL of the prefix could take away; leave baseline out"
+    if term.baseline == "exact" and term.reference == "sampler":
+        return "baseline: exact needs the sampler's full distribution, which rollouts do not carry"
     if exact and term.anchor == "behaviour":
         return f"{term.estimator} needs the full distribution, and rollouts record sampled log-probs only"
     if exact and term.reference == "sampler":
@@ -194,10 +233,20 @@ def _why_impossible(term: KLTerm) -> str | None:
         return f"{term.estimator} already has the gradient of its own KL; gradient: k2 is for sampled estimates"
     if term.level == "sequence" and term.correction not in ("none", "sequence", "token", "token_detached"):
         return f"correction {term.correction} weights per-token costs, and level sequence has one cost"
+    if term.reference == "teacher" and isinstance(term.beta, BetaTarget):
+        return "beta.target aims at the KL to the initial policy, and this term pulls to a teacher"
     if term.anchor == "behaviour" and term.reference == "sampler":
         return "the log-ratio of the sampler to itself is zero everywhere"
     if term.placement == "loss":
-        return _why_impossible_in_loss(term)
+        if term.credit is not None:
+            return "credit says which costs weight a score, and a term in loss has no score; leave credit out"
+        if term.baseline is not None:
+            return "baseline is about costs in the reward; leave baseline out"
+        if term.anchor == "behaviour":
+            return "log-probs frozen at rollout carry no gradient, so a term in loss would do nothing"
+        if term.level == "sequence" and term.correction in ("token", "token_detached"):
+            return f"correction {term.correction} is per token, and level sequence has one ratio; use sequence"
+        return None
     if term.gradient != "natural":
         return "gradient is for terms in loss; in reward the estimate is a detached cost"
     if term.level == "sequence" and term.credit != "total":
@@ -207,16 +256,4 @@ def _why_impossible(term: KLTerm) -> str | None:
             f"before the baseline the cost is part of the reward, and the policy loss weights its score; "
             f"correction {term.correction} would weight it twice (use baseline: after)"
         )
-    return None
-
-
-def _why_impossible_in_loss(term: KLTerm) -> str | None:
-    if term.credit is not None:
-        return "credit says which costs weight a score, and a term in loss has no score; leave credit out"
-    if term.baseline is not None:
-        return "baseline is about costs in the reward; leave baseline out"
-    if term.anchor == "behaviour":
-        return "log-probs frozen at rollout carry no gradient, so a term in loss would do nothing"
-    if term.level == "sequence" and term.correction in ("token", "token_detached"):
-        return f"correction {term.correction} is per token, and level sequence has one ratio; use sequence"
     return None

@@ -1,1 +1,1 @@
-"""The laboratory: what the oracle says, drawn and measured over lengths, distances and optima."""
+"""What train, sweep and results never use: audits of gradients, planning, other systems' flags."""

@@ -1,4 +1,4 @@
-"""Policies and references: loading, chunked token log-probs with exact KL and entropy, weight hashes."""
+"""Policies and references: loading, chunked log-probs with exact KL and entropy, hashes."""
 
 from kl_comedy.models.introspection import head_weights, unwrap
 from kl_comedy.models.load import LoadedModel, load_model

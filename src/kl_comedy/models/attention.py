@@ -1,13 +1,11 @@
 """Shared-prompt attention: a prompt is computed once for all of its completions, without padding.
 
-The batch is packed into one line of tokens that runs through an otherwise unchanged transformers model:
-
     prompt a | completion 1 | completion 2 | ... | prompt b | completion 1 | ...
 
-A completion attends to its prompt and to itself, at the positions it would have alone, so hidden states and
-gradients are those of separate padded rows. The last token of a completion predicts nothing and is left out.
-transformers looks its attention up in a registry by name. Ours is the library's ``sdpa``, unless the call carries a
-``kl_layout``, which then computes the attention. Every other part of a decoder works token by token.
+The batch is one line of tokens through an otherwise unchanged transformers model, whose attention (``sdpa``) we replace
+in the library's registry for calls that carry a ``kl_layout``. A completion attends to its prompt and to itself, at the
+positions it would have alone, so hidden states and gradients are those of separate rows. Its last token is left out.
+:class:`PackedBatch` attends in padded rows with an additive mask, :class:`VariableLengths` without either.
 
 Shape legend: ``S`` tokens of the line, ``B`` completions, ``F`` distinct prompts, ``P`` and ``T`` longest prompt and
 completion, ``K`` key-value heads, ``R`` query heads per key-value head, ``D`` head width, ``N`` completion tokens.
@@ -15,6 +13,9 @@ completion, ``K`` key-value heads, ``R`` query heads per key-value head, ``D`` h
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from kl_comedy.models.introspection import decoder_body
+from kl_comedy.models.introspection import decoder_body, uses_varlen
 
 ATTENTION_NAME = "kl_comedy"
 """Name of our attention in the registry of transformers."""
 
-NEUTRAL_ARGUMENTS = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None, "is_causal": True}
+NEUTRAL_ARGUMENTS: dict[str, Any] = {"is_causal": True, "dropout": 0.0}
+NEUTRAL_ARGUMENTS |= dict.fromkeys(("sliding_window", "softcap", "s_aux", "position_bias"))
 """Arguments of an attention call that change the result, and the values (beside None) that do not."""
 
 
@@ -46,7 +48,7 @@ def use_layout_attention(model: nn.Module) -> bool:
     """
     body: Any = decoder_body(model)
     layer_types = set(getattr(body.config, "layer_types", None) or ["full_attention"])
-    implementation = getattr(body.config, "_attn_implementation", None)
+    implementation = body.config._attn_implementation
     if layer_types != {"full_attention"} or implementation not in ("sdpa", ATTENTION_NAME):
         return False
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -64,52 +66,35 @@ def forward_with_layout(model: nn.Module, layout: Layout, ids_S: Tensor, positio
     """Hidden states ``[S, H]`` of a line of tokens; :func:`use_layout_attention` must have returned True."""
     body: Any = decoder_body(model)
     # transformers passes a four-dimensional mask through unchanged instead of building one.
-    unused_mask = torch.empty((1, 1, 1, 1), device=ids_S.device)
-    out = body(
-        input_ids=ids_S[None],
-        position_ids=position_S[None],
-        attention_mask=unused_mask,
-        use_cache=False,
-        kl_layout=layout,
-    )
-    hidden_SH: Tensor = out.last_hidden_state[0]
+    mask = torch.empty((1, 1, 1, 1), device=ids_S.device)
+    line = {"input_ids": ids_S[None], "position_ids": position_S[None], "attention_mask": mask}
+    hidden_SH: Tensor = body(**line, use_cache=False, kl_layout=layout).last_hidden_state[0]
     return hidden_SH
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    kl_layout: Layout | None = None,
-    **rest: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
     """The calling convention of transformers: ``[1, heads, S, D]`` in, ``[1, S, heads, D]`` out."""
-    if kl_layout is None:
+    layout: Layout | None = arguments.pop("kl_layout", None)
+    if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        output: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest
-        )
+        output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         return output
-    unsupported = {k: rest[k] for k, neutral in NEUTRAL_ARGUMENTS.items() if rest.get(k) not in (neutral, None)}
-    if dropout:
-        unsupported["dropout"] = dropout
+    neutral = NEUTRAL_ARGUMENTS.items()
+    unsupported = {name: arguments[name] for name, value in neutral if arguments.get(name) not in (value, None)}
     if unsupported:
         raise ValueError(f"attention of {type(module).__name__} asks for {unsupported}")
     heads, size, width = query.shape[1:]
-    kv_heads = key.shape[1]
-    query_SKRD = query[0].view(kv_heads, heads // kv_heads, size, width).permute(2, 0, 1, 3)
+    query_SKRD = query[0].view(key.shape[1], -1, size, width).permute(2, 0, 1, 3)
+    scaling = arguments.get("scaling")
     scale = width**-0.5 if scaling is None else scaling
-    out_SKRD = kl_layout.attend(module.layer_idx, query_SKRD, key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
+    out_SKRD = layout.attend(module.layer_idx, query_SKRD, key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
     return out_SKRD.reshape(1, size, heads, width), None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PaddedRows:
     """Right-padded rows of a line: ``index_BT`` is each token's place in the line, ``real_BT`` False on padding."""
 
@@ -122,12 +107,16 @@ class PaddedRows:
 
 
 def padded_rows(spans: list[range], *, device: torch.device) -> PaddedRows:
-    """Rows of a line, given the span of each row's tokens in it."""
-    width = max(map(len, spans))
-    index = torch.tensor([[*span, *[0] * (width - len(span))] for span in spans], dtype=torch.long, device=device)
-    sizes = torch.tensor([len(span) for span in spans], device=device)
-    index_BT = index.view(len(spans), width)
-    return PaddedRows(index_BT=index_BT, real_BT=torch.arange(width, device=device) < sizes[:, None])
+    """Rows of a line, given the span of each row's tokens in it.
+
+    Padding names the tokens that follow in the line: a GPU adds the gradients of equal indices one after the other, so
+    that one index for all padding would be slow.
+    """
+    starts_B1 = torch.tensor([[span.start] for span in spans], device=device)
+    sizes_B1 = torch.tensor([[len(span)] for span in spans], device=device)
+    place_T = torch.arange(max(map(len, spans)), device=device)
+    line = max(1, *(span.stop for span in spans))
+    return PaddedRows((starts_B1 + place_T) % line, place_T < sizes_B1)
 
 
 def causal_mask(real_BT: Tensor) -> Tensor:
@@ -140,20 +129,16 @@ def causal_mask(real_BT: Tensor) -> Tensor:
     return (index_T[:, None] >= index_T) & real_BT[:, None, :]
 
 
-def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where ``mask`` is true, minus infinity elsewhere."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-
-
-def repeat_for_heads(mask_BTS: Tensor, heads: int) -> Tensor:
-    """The mask ``[B, R T, S]`` of ``heads`` query heads stacked along the queries."""
-    return mask_BTS.repeat(1, heads, 1)
+def additive_mask(mask_BTS: Tensor, dtype: torch.dtype, heads: int = 1) -> Tensor:
+    """0 where the mask is true, else minus infinity; ``[B, R T, S]`` for ``R`` heads stacked along the queries."""
+    mask = torch.zeros(mask_BTS.shape, dtype=dtype, device=mask_BTS.device).masked_fill_(~mask_BTS, float("-inf"))
+    return mask if heads == 1 else mask.repeat(1, heads, 1)
 
 
 def attend_rows(query_BTKRD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, mask_BQS: Tensor, scale: float) -> Tensor:
     """Attention output ``[B, T, K, R, D]``. Query heads that share keys are stacked, so that no key is repeated.
 
-    ``mask_BQS [B, R T, S]`` (:func:`repeat_for_heads`) is added to the scores.
+    ``mask_BQS [B, R T, S]`` (:func:`additive_mask`) is added to the scores.
     """
     b, t, k, r, d = query_BTKRD.shape
     query = query_BTKRD.permute(0, 2, 3, 1, 4).reshape(b, k, r * t, d)
@@ -163,23 +148,25 @@ def attend_rows(query_BTKRD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, mask_
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedPromptLayout:
-    """Prompts attend to themselves; completions to their prompt and themselves. The cost is that of separate rows.
+class PackedBatch:
+    """A batch as one line, and its layout: prompts attend to themselves, completions to their prompt and themselves.
 
-    ``prompt_of_B`` prompt index of each completion. ``line_index_S`` position of each token of the line within the
-    padded prompt rows followed by the padded completion rows.
+    ``before_N`` index of the hidden state before each completion token. ``prompt_of_B`` prompt of each completion.
+    ``place_S`` place of each token of the line in the padded prompt rows followed by the padded completion rows.
     """
 
+    ids_S: Tensor
+    position_S: Tensor
+    before_N: Tensor
     prompts: PaddedRows
     completions: PaddedRows
     prompt_of_B: Tensor
-    line_index_S: Tensor
+    place_S: Tensor
     _masks: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, query_SKRD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float) -> Tensor:
-        """See :class:`Layout`."""
-        device_type = query_SKRD.device.type
-        dtype = query_SKRD.dtype
+        """See :class:`Layout`. The cost is that of separate rows."""
+        dtype, device_type = query_SKRD.dtype, query_SKRD.device.type
         if torch.is_autocast_enabled(device_type):  # a mask of another dtype would be copied in every layer
             dtype = torch.get_autocast_dtype(device_type)
         prompt_mask, completion_mask = self._masks_for(dtype, query_SKRD.shape[2])
@@ -189,83 +176,133 @@ class SharedPromptLayout:
             key = torch.cat([prompt_key[self.prompt_of_B], self.completions.gather(key_SKD)], 1)
             value = torch.cat([prompt_value[self.prompt_of_B], self.completions.gather(value_SKD)], 1)
             rows.append(attend_rows(self.completions.gather(query_SKRD), key, value, completion_mask, scale))
-        return torch.cat([part.flatten(0, 1) for part in rows])[self.line_index_S]
+        return torch.cat([part.flatten(0, 1) for part in rows])[self.place_S]
 
     def _masks_for(self, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
         """Additive masks of prompts ``[F, R P, P]`` and completions ``[B, R T, P + T]``, shared by all layers."""
         if (dtype, heads) not in self._masks:
-            own_BTT = causal_mask(self.completions.real_BT)
-            prompt_BTP = self.prompts.real_BT[self.prompt_of_B][:, None, :].expand(-1, own_BTT.shape[1], -1)
-            prompt_mask, completion_mask = (
-                repeat_for_heads(additive_mask(mask, dtype), heads)
-                for mask in (causal_mask(self.prompts.real_BT), torch.cat([prompt_BTP, own_BTT], 2))
+            among_BTT = causal_mask(self.completions.real_BT)
+            to_prompt_BTP = self.prompts.real_BT[self.prompt_of_B][:, None, :].expand(-1, among_BTT.shape[1], -1)
+            self._masks[dtype, heads] = (
+                additive_mask(causal_mask(self.prompts.real_BT), dtype, heads),
+                additive_mask(torch.cat([to_prompt_BTP, among_BTT], 2), dtype, heads),
             )
-            self._masks[dtype, heads] = (prompt_mask, completion_mask)
         return self._masks[dtype, heads]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedBatch:
-    """A batch as one line. ``before_N`` is the index of the hidden state before each completion token."""
+class VariableLengths:
+    """A :class:`PackedBatch` as sequences of different lengths, for torch's flash kernel on a GPU (``varlen``).
 
-    ids_S: Tensor
-    position_S: Tensor
-    layout: SharedPromptLayout
-    before_N: Tensor
+    A prompt is a sequence; so is a completion, whose keys are those of its prompt and its own. Each query is computed
+    once, nothing is padded, and the kernel skips what causality hides: it aligns the last query with the last key.
+    """
+
+    def __init__(self, batch: PackedBatch) -> None:
+        prompts, completions = batch.prompts, batch.completions
+        nonempty_C = completions.real_BT.any(1)  # a completion of one token has none in the line
+        prompt_of_C = batch.prompt_of_B[nonempty_C]
+        own_index_CT, own_real_CT = completions.index_BT[nonempty_C], completions.real_BT[nonempty_C]
+        key_index_CL = torch.cat([prompts.index_BT[prompt_of_C], own_index_CT], 1)
+        key_real_CL = torch.cat([prompts.real_BT[prompt_of_C], own_real_CT], 1)
+        prompt_index = prompts.index_BT[prompts.real_BT]
+        self._queries = torch.cat([prompt_index, own_index_CT[own_real_CT]])
+        self._place_S = self._queries.argsort()
+        self._keys = torch.cat([prompt_index, key_index_CL[key_real_CL]])
+        prompt_sizes = prompts.real_BT.sum(1)
+        self._query_ends, self._most_queries = _ends(torch.cat([prompt_sizes, own_real_CT.sum(1)]))
+        self._key_ends, self._most_keys = _ends(torch.cat([prompt_sizes, key_real_CL.sum(1)]))
+
+    def attend(self, layer: int, query_SKRD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float) -> Tensor:
+        """See :class:`Layout`. The kernel takes 16 bits: those of autocast, else of the model, else bfloat16."""
+        from torch.nn.attention import varlen
+
+        dtype, device_type = value_SKD.dtype, value_SKD.device.type
+        if torch.is_autocast_enabled(device_type):  # which does not know this kernel
+            dtype = torch.get_autocast_dtype(device_type)
+        elif dtype == torch.float32:
+            dtype = torch.bfloat16
+        options, takes_scale, takes_groups = _varlen_options(varlen.varlen_attn)
+        if takes_scale:
+            options = {**options, "scale": scale}
+        else:  # the kernel's own is D ** -0.5
+            query_SKRD = query_SKRD * (scale * query_SKRD.shape[-1] ** 0.5)
+        key, value = key_SKD, value_SKD
+        if not takes_groups:
+            key, value = (each[:, :, None].expand(query_SKRD.shape).flatten(1, 2) for each in (key, value))
+        query, key, value = (each.to(dtype) for each in (query_SKRD.flatten(1, 2), key, value))
+        out: Any = varlen.varlen_attn(
+            query[self._queries],
+            key[self._keys],
+            value[self._keys],
+            self._query_ends,
+            self._key_ends,
+            self._most_queries,
+            self._most_keys,
+            **options,
+        )
+        return out[self._place_S].view(query_SKRD.shape).to(value_SKD.dtype)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _varlen_options(kernel: Callable[..., Any]) -> tuple[Mapping[str, Any], bool, bool]:
+    """What makes torch's kernel causal; whether it takes a scale, and fewer key-value heads than query heads.
+
+    Torch 2.10 has ``is_causal``, 2.11 ``window_size`` and ``scale``, 2.13 ``enable_gqa``.
+    """
+    known = inspect.signature(kernel).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    return options, "scale" in known, "enable_gqa" in known
+
+
+def _ends(sizes: Tensor) -> tuple[Tensor, int]:
+    """Where each sequence ends, after a zero, as the kernel takes it; and the longest."""
+    return nn.functional.pad(sizes.cumsum(0), (1, 0)).int(), int(sizes.max())
 
 
 def packed_hidden(model: nn.Module, batch: PackedBatch) -> Tensor:
     """Hidden state before each completion token, ``[N, H]``, rows of the batch in reading order."""
-    return forward_with_layout(model, batch.layout, batch.ids_S, batch.position_S)[batch.before_N]
+    layout = VariableLengths(batch) if uses_varlen(model) else batch
+    return forward_with_layout(model, layout, batch.ids_S, batch.position_S)[batch.before_N]
 
 
-def group_by_prompt(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor) -> list[list[int]]:
-    """Row numbers grouped by equal prompts, in the order of first appearance."""
+def group_by_prompt(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor) -> dict[tuple[int, ...], list[int]]:
+    """Row numbers by their prompt's tokens, in the order of first appearance."""
     rows_of_prompt: dict[tuple[int, ...], list[int]] = {}
-    ids, mask = prompt_ids_BP.tolist(), prompt_mask_BP.tolist()
-    for row, (tokens, real) in enumerate(zip(ids, mask, strict=True)):
-        prompt = tuple(token for token, is_real in zip(tokens, real, strict=True) if is_real)
-        rows_of_prompt.setdefault(prompt, []).append(row)
-    return list(rows_of_prompt.values())
+    for row, (ids_P, mask_P) in enumerate(zip(prompt_ids_BP.cpu(), prompt_mask_BP.bool().cpu(), strict=True)):
+        rows_of_prompt.setdefault(tuple(ids_P[mask_P].tolist()), []).append(row)
+    return rows_of_prompt
 
 
 def pack_batch(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> PackedBatch:
     """Pack rows of left-padded prompts (at least one token) and right-padded completions into a line."""
-    prompt_sizes, sizes = prompt_mask_BP.bool().sum(-1).tolist(), mask_BT.bool().sum(-1).tolist()
-    prompt_ids, ids = prompt_ids_BP.tolist(), ids_BT.tolist()
+    sizes, ids, device = mask_BT.bool().sum(-1).tolist(), ids_BT.tolist(), ids_BT.device
     tokens: list[int] = []
     positions: list[int] = []
     prompt_spans: list[range] = []
-    completion_spans = [range(0)] * len(sizes)
-    prompt_of = [0] * len(sizes)
-    for prompt, rows in enumerate(group_by_prompt(prompt_ids_BP, prompt_mask_BP)):
-        length = prompt_sizes[rows[0]]
-        prompt_spans.append(range(len(tokens), len(tokens) + length))
-        tokens += prompt_ids[rows[0]][-length:]
-        positions += range(length)
+    spans, prompt_of = [range(0)] * len(sizes), [0] * len(sizes)
+
+    def append(ids: list[int], position: int) -> range:
+        positions.extend(range(position, position + len(ids)))
+        tokens.extend(ids)
+        return range(len(tokens) - len(ids), len(tokens))
+
+    for prompt, (prompt_ids, rows) in enumerate(group_by_prompt(prompt_ids_BP, prompt_mask_BP).items()):
+        prompt_spans.append(append(list(prompt_ids), 0))
         for row in rows:
-            inputs = max(sizes[row] - 1, 0)
             prompt_of[row] = prompt
-            completion_spans[row] = range(len(tokens), len(tokens) + inputs)
-            tokens += ids[row][:inputs]
-            positions += range(length, length + inputs)
+            spans[row] = append(ids[row][: max(sizes[row] - 1, 0)], len(prompt_ids))
     before: list[int] = []
-    for size, prompt, span in zip(sizes, prompt_of, completion_spans, strict=True):
+    for size, prompt, span in zip(sizes, prompt_of, spans, strict=True):
         before += [prompt_spans[prompt][-1], *span][:size]
-    device = ids_BT.device
-    prompts, completions = (padded_rows(spans, device=device) for spans in (prompt_spans, completion_spans))
-    index = torch.cat([prompts.index_BT[prompts.real_BT], completions.index_BT[completions.real_BT]])
+    prompts, completions = padded_rows(prompt_spans, device=device), padded_rows(spans, device=device)
+    index = torch.cat([prompts.index_BT.flatten(), completions.index_BT.flatten()])
     real = torch.cat([prompts.real_BT.flatten(), completions.real_BT.flatten()])
-    line_index_S = torch.empty(len(tokens), dtype=torch.long, device=device)
-    line_index_S[index] = real.nonzero()[:, 0]
-    return PackedBatch(
-        ids_S=torch.tensor(tokens, dtype=torch.long, device=device),
-        position_S=torch.tensor(positions, dtype=torch.long, device=device),
-        layout=SharedPromptLayout(
-            prompts=prompts,
-            completions=completions,
-            prompt_of_B=torch.tensor(prompt_of, device=device),
-            line_index_S=line_index_S,
-        ),
-        before_N=torch.tensor(before, dtype=torch.long, device=device),
+    place_S = torch.empty(len(tokens), dtype=torch.long, device=device)
+    place_S[index[real]] = real.nonzero()[:, 0]
+    ids_S, position_S, prompt_of_B, before_N = (
+        torch.tensor(numbers, dtype=torch.long, device=device) for numbers in (tokens, positions, prompt_of, before)
     )
+    line = {"ids_S": ids_S, "position_S": position_S, "before_N": before_N}
+    return PackedBatch(**line, prompts=prompts, completions=completions, prompt_of_B=prompt_of_B, place_S=place_S)

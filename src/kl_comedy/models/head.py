@@ -1,5 +1,7 @@
 """From hidden states to log-probs, exact KLs, entropy and total variation, without ever holding ``[N, V]``.
 
+Also the log-probs of the ``k`` likeliest tokens of either policy at each position, where a top-k KL asks for them.
+
 The backward pass is written by hand: with the log-probs of a chunk at hand (kept where everything fits one
 chunk, else computed again), the gradient of every column with respect to the logits is one expression in the
 probabilities, built in place. Autograd would hold several tensors ``[n, V]`` for it.
@@ -8,44 +10,36 @@ probabilities, built in place. Autograd would hold several tensors ``[n, V]`` fo
     d KL(p || q) / d logits   = p (log p - log q - KL)
     d KL(q || p) / d logits   = p - q
 
-Legend: ``N`` positions, ``n`` rows of one chunk, ``H`` hidden width, ``V`` vocabulary. The matrix product runs in the
-dtype of the weights, as it does in a sampler; temperature, softmax and sums in float32 or wider.
+Legend: ``N`` positions, ``n`` rows of one chunk, ``H`` hidden width, ``V`` vocabulary, ``K`` top tokens. The matrix
+product runs in the dtype of the weights, as it does in a sampler, or on factors rounded to ``factor_dtype`` with sums
+in float32 (``model.head_dtype``); temperature, softmax and sums in float32 or wider, whatever autocast is in force.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kl_comedy.cuda import wide_product
 from kl_comedy.models.introspection import Head
 from kl_comedy.models.onednn_linear import product
 
+QUANTITIES = ("kl", "forward_kl", "entropy", "total_variation")
+"""What can be requested beside the log-prob; entropy and total variation carry no gradient."""
+AGAINST_REFERENCE = {"kl", "forward_kl", "total_variation"}
 
-@dataclass(frozen=True, kw_only=True)
-class RequestedQuantities:
-    """The columns after the log-prob, in this order; entropy and total variation carry no gradient."""
+TopRequest = tuple[int, str]
+"""``k``, and whose likeliest tokens: ``policy`` or ``reference``."""
 
-    kl: bool = False
-    forward_kl: bool = False
-    entropy: bool = False
-    total_variation: bool = False
+TOP_COLUMNS = ("logp", "ref_logp", "ids")
 
-    @property
-    def need_reference(self) -> bool:
-        return self.kl or self.forward_kl or self.total_variation
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceHead:
-    """The reference policy's hidden states ``[N, H]`` and head."""
-
-    hidden_NH: Tensor
-    head: Head
+ReferenceHead = tuple[Tensor, Head]
+"""The reference policy's hidden states ``[N, H]`` and head."""
 
 
 def head_columns(
@@ -55,20 +49,30 @@ def head_columns(
     *,
     temperature: float,
     chunk_elements: int,
-    requested: RequestedQuantities,
+    requested: Sequence[str] = (),
+    top: Sequence[TopRequest] = (),
     reference: ReferenceHead | None = None,
-) -> list[Tensor]:
-    """Columns ``[N]``: log-prob of ``ids_N``, then the ``requested`` ones, at most ``chunk_elements`` logits at a time.
+    factor_dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Columns ``[N]``: ``logp`` of ``ids_N`` and the ``requested`` :data:`QUANTITIES`.
 
-    Log-prob and KLs are differentiable in ``hidden_NH`` and ``head``. A chunk is whole rows, so every sum over the
-    vocabulary is one reduction whatever the chunk size. Raises :class:`ValueError` for a missing ``reference``.
+    Of the ``top`` request number n, columns ``[N, K]`` of the top tokens: ``top<n>_logp`` of the policy,
+    ``top<n>_ref_logp`` of the reference, ``top<n>_ids``; K is at most the vocabulary.
+    At most ``chunk_elements`` logits are held at a time. Log-probs and KLs are differentiable in ``hidden_NH`` and
+    ``head``; a column without a gradient costs nothing in the backward pass. A chunk is whole rows, so every sum over
+    the vocabulary is one reduction whatever the chunk size. Raises :class:`ValueError` for a missing ``reference``.
     """
-    if requested.need_reference and reference is None:
+    names = [name for name in QUANTITIES if name in requested]
+    if (top or not AGAINST_REFERENCE.isdisjoint(names)) and reference is None:
         raise ValueError("an exact value needs a reference pass that kept its hidden states")
     rows = max(1, chunk_elements // head[0].shape[0])
-    plan = _Plan(ids_N=ids_N, temperature=temperature, rows=rows, requested=requested, reference=reference)
+    plan = _Plan(ids_N=ids_N, temperature=temperature, rows=rows, names=names, top=top, factor_dtype=factor_dtype)
+    if reference is not None:
+        hidden, (weight, bias) = reference
+        plan = replace(plan, reference=(hidden, (plan.factor(weight), bias)))
     columns: Sequence[Tensor] = _HeadColumns.apply(hidden_NH, *head, plan)  # type: ignore[no-untyped-call]
-    return list(columns)
+    tops = [f"top{n}_{column}" for n in range(len(top)) for column in TOP_COLUMNS]
+    return dict(zip(("logp", *names, *tops), columns, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,26 +80,28 @@ class _Plan:
     ids_N: Tensor
     temperature: float
     rows: int
-    requested: RequestedQuantities
-    reference: ReferenceHead | None
+    names: list[str]
+    top: Sequence[TopRequest]
+    factor_dtype: torch.dtype | None
+    reference: ReferenceHead | None = None
+
+    def factor(self, weight_VH: Tensor) -> Tensor:
+        """The weight as a factor of products: rounded once, not for every chunk."""
+        return weight_VH if self.factor_dtype is None else weight_VH.to(self.factor_dtype)
+
+    def log_softmax(self, hidden_nH: Tensor, factor_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        return log_softmax(hidden_nH, factor_VH, bias_V, self.temperature, self.factor_dtype)
 
     def chunks(self) -> Iterator[slice]:
         for start in range(0, max(len(self.ids_N), 1), self.rows):
             yield slice(start, start + self.rows)
 
-    @property
-    def single(self) -> bool:
-        return len(self.ids_N) <= self.rows
-
-    @property
-    def differentiates_kl(self) -> bool:
-        return self.requested.kl or self.requested.forward_kl
-
-    def reference_logp(self, part: slice) -> Tensor | None:
-        """The reference's log-probs ``[n, V]``."""
-        if self.reference is None or not self.requested.need_reference:
+    def reference_logp(self, part: slice) -> Any:
+        """The reference's log-probs ``[n, V]``; None without a reference."""
+        if self.reference is None:
             return None
-        return log_softmax(self.reference.hidden_NH[part], *self.reference.head, self.temperature)
+        hidden_NH, head = self.reference
+        return self.log_softmax(hidden_NH[part], *head)
 
 
 class _HeadColumns(torch.autograd.Function):
@@ -105,99 +111,150 @@ class _HeadColumns(torch.autograd.Function):
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, plan: _Plan) -> Any:
         pieces: list[list[Tensor]] = []
         logp_nV = logq_nV = None
+        factor_VH = plan.factor(weight_VH)
         for part in plan.chunks():
-            logp_nV = log_softmax(hidden_NH[part], weight_VH, bias_V, plan.temperature)
+            logp_nV = plan.log_softmax(hidden_NH[part], factor_VH, bias_V)
             logq_nV = plan.reference_logp(part)
-            pieces.append(_columns(logp_nV, logq_nV, plan.ids_N[part], plan.requested))
+            tops = [column for request in plan.top for column in _top_columns(logp_nV, logq_nV, *request)]
+            pieces.append([*_columns(logp_nV, logq_nV, plan.ids_N[part], plan.names), *tops])
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
-        differentiable = 1 + plan.requested.kl + plan.requested.forward_kl
-        ctx.mark_non_differentiable(*columns[differentiable:])
+        kls = [name for name in plan.names if name in ("kl", "forward_kl")]
+        first = 1 + len(plan.names)
+        reference_columns = [column for n, column in enumerate(columns[first:]) if n % 3]
+        ctx.mark_non_differentiable(*columns[1 + len(kls) : first], *reference_columns)
+        ctx.set_materialize_grads(False)
         ctx.plan = plan
-        chunk_logps = (logp_nV, logq_nV if plan.differentiates_kl else None) if plan.single else (None, None)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, columns[1] if plan.requested.kl else None, *chunk_logps)
+        single = len(plan.ids_N) <= plan.rows
+        chunk_logps = (logp_nV, logq_nV if kls else None) if single else (None, None)
+        saved = (columns[1] if "kl" in kls else None, *chunk_logps, *columns[first + 2 :: 3])
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, *saved)
         return tuple(columns)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hidden_NH, weight_VH, bias_V, kl_N, *chunk_logps = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        device = ctx.saved_tensors[0].device
+        with torch.autocast(device_type=device.type, enabled=False):  # a training step's is in force
+            return _HeadColumns._backward(ctx, *gradients)
+
+    @staticmethod
+    def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        hidden_NH, weight_VH, bias_V, kl_N, logp_nV, logq_nV, *top_ids = ctx.saved_tensors
         plan: _Plan = ctx.plan
+        first = 1 + len(plan.names)
+        columns = dict(zip(("logp", *plan.names), gradients, strict=False))
+        given = {name: grad for name, grad in columns.items() if grad is not None}
+        tops = [(ids, grad) for ids, grad in zip(top_ids, gradients[first::3], strict=True) if grad is not None]
+        if not given and not tops:
+            return None, None, None, None
+        needs_reference = not {"kl", "forward_kl"}.isdisjoint(given)
+        saved_chunk = logp_nV is not None
         hidden_grad = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         wide = torch.promote_types(weight_VH.dtype, torch.float32)
         weight_grad = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and ctx.needs_input_grad[2] else None
+        factor_VH = plan.factor(weight_VH)
         for part in plan.chunks():
-            logp_nV, logq_nV = chunk_logps
-            if logp_nV is None:
-                logp_nV = log_softmax(hidden_NH[part], weight_VH, bias_V, plan.temperature)
-                logq_nV = plan.reference_logp(part) if plan.differentiates_kl else None
+            if not saved_chunk:
+                logp_nV = plan.log_softmax(hidden_NH[part], factor_VH, bias_V)
+                logq_nV = plan.reference_logp(part) if needs_reference else None
             kl_n = None if kl_N is None else kl_N[part]
-            grad_nV = _logits_gradient(logp_nV, logq_nV, plan, part, [grad[part] for grad in gradients], kl_n)
-            narrow_nV = grad_nV.to(weight_VH.dtype)
+            grad_nV = _logits_gradient(
+                logp_nV,
+                logq_nV,
+                plan,
+                plan.ids_N[part],
+                {name: grad[part] for name, grad in given.items()},
+                kl_n,
+                [(ids_NK[part], grad_NK[part]) for ids_NK, grad_NK in tops],
+            )
+            narrow_nV = grad_nV.to(factor_VH.dtype)
             if hidden_grad is not None:
-                hidden_grad[part] = product(narrow_nV, weight_VH.t()).to(hidden_grad.dtype)
+                hidden_grad[part] = head_product(narrow_nV, factor_VH.t(), None, plan.factor_dtype)
             if weight_grad is not None:
-                rows_nH = hidden_NH[part].to(weight_VH.dtype)
-                if wide == weight_VH.dtype:
+                rows_nH = hidden_NH[part].to(factor_VH.dtype)
+                if wide == factor_VH.dtype:
                     weight_grad.addmm_(narrow_nV.t(), rows_nH)
+                elif plan.factor_dtype is not None:
+                    weight_grad += wide_product(narrow_nV.t(), rows_nH)
                 else:
                     weight_grad += narrow_nV.t() @ rows_nH
             if bias_grad is not None:
                 bias_grad += grad_nV.sum(0)
-        return (
-            hidden_grad,
-            None if weight_grad is None else weight_grad.to(weight_VH.dtype),
-            None if bias_grad is None else bias_grad.to(bias_V.dtype),
-            None,
-        )
+        narrow = [None if grad is None else grad.to(weight_VH.dtype) for grad in (weight_grad, bias_grad)]
+        return (hidden_grad, *narrow, None)
 
 
 def _logits_gradient(
     logp_nV: Tensor,
-    logq_nV: Tensor | None,
+    logq_nV: Any,
     plan: _Plan,
-    part: slice,
-    gradients: Sequence[Tensor],
-    kl_n: Tensor | None,
+    ids_n: Tensor,
+    gradients: dict[str, Tensor],
+    kl_n: Any,
+    tops: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """The gradient ``[n, V]`` of the logits; ``gradients`` are those of the columns."""
-    column_gradients = iter(gradients)
-    logp_grad_n = next(column_gradients)
-    kl_grad_n = next(column_gradients) if plan.requested.kl else None
-    forward_grad_n = next(column_gradients) if plan.requested.forward_kl else None
-    share_n = -logp_grad_n
+    """The gradient ``[n, V]`` of the logits; ``gradients`` are those of the columns, ``tops`` ids and gradients."""
+    logp_grad_n, kl_grad_n, forward_grad_n = (gradients.get(name) for name in ("logp", "kl", "forward_kl"))
+    if logp_grad_n is not None:
+        tops = [(ids_n[:, None], logp_grad_n[:, None]), *tops]
+    share_n = logp_nV.new_zeros(len(ids_n))
+    for _, top_grad_nK in tops:
+        share_n = share_n - top_grad_nK.sum(1)
     if kl_grad_n is not None:
         share_n = share_n - kl_grad_n * kl_n
     if forward_grad_n is not None:
         share_n = share_n + forward_grad_n
     grad_nV = logp_nV.exp()
-    if kl_grad_n is not None and logq_nV is not None:
+    if kl_grad_n is not None:
         grad_nV *= (logp_nV - logq_nV).mul_(kl_grad_n[:, None]).add_(share_n[:, None])
     else:
         grad_nV *= share_n[:, None]
-    if forward_grad_n is not None and logq_nV is not None:
+    if forward_grad_n is not None:
         grad_nV -= logq_nV.exp().mul_(forward_grad_n[:, None])
-    grad_nV.scatter_add_(1, plan.ids_N[part][:, None], logp_grad_n[:, None])
+    for top_ids_nK, top_grad_nK in tops:
+        grad_nV.scatter_add_(1, top_ids_nK, top_grad_nK)
     return grad_nV if plan.temperature == 1 else grad_nV.div_(plan.temperature)
 
 
-def _columns(logp_nV: Tensor, logq_nV: Tensor | None, ids_n: Tensor, requested: RequestedQuantities) -> list[Tensor]:
+def _columns(logp_nV: Tensor, logq_nV: Any, ids_n: Tensor, names: Sequence[str]) -> list[Tensor]:
     """Columns ``[n]`` of one chunk. A KL is zero bit by bit where both distributions are the same."""
     columns = [logp_nV.gather(1, ids_n[:, None])[:, 0]]
-    if requested.kl and logq_nV is not None:
+    if "kl" in names:
         columns.append((logp_nV.exp().mul_(logp_nV - logq_nV)).sum(1))
-    if requested.forward_kl and logq_nV is not None:
+    if "forward_kl" in names:
         columns.append(-(logq_nV.exp().mul_(logp_nV - logq_nV)).sum(1) + 0.0)
-    if requested.entropy:
+    if "entropy" in names:
         columns.append(-(logp_nV.exp().mul_(logp_nV)).sum(1))
-    if requested.total_variation and logq_nV is not None:
+    if "total_variation" in names:
         columns.append(0.5 * logp_nV.exp().sub_(logq_nV.exp()).abs_().sum(1))
     return columns
 
 
-def log_softmax(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+def _top_columns(logp_nV: Tensor, logq_nV: Tensor, k: int, tokens: str) -> tuple[Tensor, ...]:
+    """:data:`TOP_COLUMNS` ``[n, K]`` of one chunk."""
+    chosen_nV = logp_nV if tokens == "policy" else logq_nV
+    ids_nK = chosen_nV.topk(min(k, chosen_nV.shape[1]), dim=1).indices
+    return logp_nV.gather(1, ids_nK), logq_nV.gather(1, ids_nK), ids_nK
+
+
+def log_softmax(
+    hidden_nH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    temperature: float,
+    factor_dtype: torch.dtype | None = None,
+) -> Tensor:
     """``log_softmax(head(hidden) / temperature)`` in float32 or wider, whatever autocast is in force."""
     with torch.autocast(device_type=hidden_nH.device.type, enabled=False):
-        logits_nV = product(hidden_nH.to(weight_VH.dtype), weight_VH, bias_V)
+        logits_nV = head_product(hidden_nH, weight_VH, bias_V, factor_dtype)
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         return (logits_nV if temperature == 1 else logits_nV.div_(temperature)).log_softmax(-1)
+
+
+def head_product(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, factor_dtype: torch.dtype | None) -> Tensor:
+    """``rows @ weight.T + bias`` ``[M, N]`` in the dtype of the weight; in float32 of factors in ``factor_dtype``."""
+    if factor_dtype is None:
+        return product(rows_MK.to(weight_NK.dtype), weight_NK, bias_N)
+    out_MN = wide_product(rows_MK.to(factor_dtype), weight_NK.to(factor_dtype).t())
+    return out_MN if bias_N is None else out_MN + bias_N

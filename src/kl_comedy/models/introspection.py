@@ -1,6 +1,6 @@
-"""Parts of a causal language model under its wrappers, calls inside FSDP2, and default sizes per device.
+"""Parts of a causal language model under its PEFT wrapper, calls inside FSDP2, and default sizes per device.
 
-``policy -> (DDP, compile, PEFT) -> causal LM = decoder body -> hidden [B, S, H] -> linear head -> logits [B, S, V]``
+policy -> (PEFT) -> causal LM = decoder body -> hidden [B, S, H] -> linear head -> logits [B, S, V]
 """
 
 from __future__ import annotations
@@ -19,22 +19,14 @@ from kl_comedy.errors import UserError
 Head = tuple[Tensor, Tensor | None]
 """Weight ``[V, H]`` and bias ``[V]`` (or None) of the linear head."""
 
-LOGIT_TRANSFORMS = (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0))
+LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 """Config keys of architectures that transform the logits after the head, and the value that does nothing."""
 
 
 def unwrap(model: nn.Module) -> Any:
-    """The causal LM inside DDP, ``torch.compile`` and PEFT wrappers (adapters stay in place and active)."""
+    """The causal LM inside a PEFT wrapper (adapters stay in place and active)."""
     inner: Any = model
-    while True:
-        if hasattr(inner, "_orig_mod"):  # torch.compile; it has no public accessor
-            inner = inner._orig_mod
-        elif isinstance(inner, nn.parallel.DistributedDataParallel):
-            inner = inner.module
-        elif is_peft(inner):
-            return inner.get_base_model()
-        else:
-            return inner
+    return inner.get_base_model() if is_peft(model) else inner
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -66,11 +58,30 @@ def head_weights(model: nn.Module) -> Head:
     return head.weight, head.bias
 
 
+def head_dtype(model: nn.Module) -> torch.dtype | None:
+    """What the factors of the head's product are rounded to; None: to nothing (``model.head_dtype``).
+
+    The policy carries it, so that its copies and samplers compute log-probs as the learner does.
+    """
+    dtype: torch.dtype | None = getattr(unwrap(model), "_kl_comedy_head_dtype", None)
+    return dtype
+
+
+def layers_in_bf16(model: nn.Module) -> bool:
+    """Whether the decoder layers compute in bfloat16 even outside autocast (``kl_comedy.models.sharding``)."""
+    return bool(getattr(unwrap(model), "_kl_comedy_layers_in_bf16", False))
+
+
+def uses_varlen(model: nn.Module) -> bool:
+    """Whether packed rows are attended to by torch's kernel for sequences of different lengths, in 16 bits."""
+    return bool(getattr(unwrap(model), "_kl_comedy_varlen", False))
+
+
 def refuse_scaled_logits(config: Any) -> None:
     """Raise :class:`UserError` when the config names a transformation of the logits after the head."""
-    for key, neutral in LOGIT_TRANSFORMS:
-        value = getattr(config, key, neutral)
-        if value is not None and value != neutral:
+    for key, neutral in LOGIT_TRANSFORMS.items():
+        value = getattr(config, key, None)
+        if value not in (None, neutral):
             raise UserError(
                 f"model.source: this architecture sets {key} = {value}, which changes the logits after its linear "
                 "head; its log-probs would be computed wrongly, so it is not supported"
@@ -89,14 +100,11 @@ def disable_dropout(model: nn.Module) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 shards ``model``."""
-    try:
-        from torch.distributed.fsdp import FSDPModule
-    except ImportError:  # a build of torch without distributed
+    if not torch.distributed.is_available():
         return False
+    from torch.distributed.fsdp import FSDPModule
+
     return isinstance(model, FSDPModule)
-
-
-_FORWARD_METHOD = "_kl_comedy_forward"
 
 
 def run_inside_fsdp_forward(model: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -106,10 +114,10 @@ def run_inside_fsdp_forward(model: nn.Module, run: Callable[[], tuple[Tensor, ..
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     sharded: Any = model
-    if _FORWARD_METHOD not in vars(sharded):
-        setattr(sharded, _FORWARD_METHOD, types.MethodType(lambda self, inner: inner(), sharded))
-        register_fsdp_forward_method(sharded, _FORWARD_METHOD)
-    result: tuple[Tensor, ...] = getattr(sharded, _FORWARD_METHOD)(run)
+    if "_kl_comedy_forward" not in vars(sharded):
+        sharded._kl_comedy_forward = types.MethodType(lambda self, inner: inner(), sharded)
+        register_fsdp_forward_method(sharded, "_kl_comedy_forward")
+    result: tuple[Tensor, ...] = sharded._kl_comedy_forward(run)
     return result
 
 
@@ -126,22 +134,19 @@ MAX_MICROBATCH_TOKENS = 2**16
 
 def head_chunk(configured: int | None, device: torch.device) -> int:
     """``configured``, or the default of the device."""
-    return configured or CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
+    return configured or CHUNK_ELEMENTS[device.type]
 
 
 def microbatch_tokens(configured: int | None, model: Any, device: torch.device, *, checkpoints: bool) -> int:
-    """``configured``, or as many tokens as fit the device's share for activations (:data:`ACTIVATION_BYTES`)."""
-    if configured:
-        return configured
+    """``configured``, or :func:`default_microbatch_tokens`."""
     element_bytes = next(model.parameters()).element_size()
-    return default_microbatch_tokens(model.config, element_bytes, device.type, checkpoints=checkpoints)
+    return configured or default_microbatch_tokens(model.config, element_bytes, device.type, checkpoints=checkpoints)
 
 
 def default_microbatch_tokens(config: Any, element_bytes: int, device_type: str, *, checkpoints: bool) -> int:
-    """Tokens whose activations fit the share of a device of this type."""
-    available = ACTIVATION_BYTES.get(device_type, ACTIVATION_BYTES["cuda"])
+    """Tokens whose activations fit :data:`ACTIVATION_BYTES` of the device."""
     per_token = element_bytes * activation_values(config, checkpoints=checkpoints)
-    return min(MAX_MICROBATCH_TOKENS, max(1, available // per_token))
+    return min(MAX_MICROBATCH_TOKENS, max(1, ACTIVATION_BYTES[device_type] // per_token))
 
 
 def activation_values(config: Any, *, checkpoints: bool) -> int:
@@ -149,7 +154,7 @@ def activation_values(config: Any, *, checkpoints: bool) -> int:
 
     With ``checkpoints`` the inputs of the layers, and one layer's values while it is recomputed.
     """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config.get_text_config()
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     heads = int(getattr(config, "num_attention_heads", 1))
@@ -159,9 +164,6 @@ def activation_values(config: Any, *, checkpoints: bool) -> int:
 
 
 def release_free_memory() -> None:
-    """Return free pages of glibc's allocator to the system (``malloc_trim``); does nothing with other C libraries.
-
-    What activation checkpointing frees lies between live blocks and would otherwise stay resident.
-    """
+    """Return free pages to the system (glibc's ``malloc_trim``): what activation checkpointing frees would stay."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -6,7 +6,16 @@ ends with a check that the chunked log-probs equal those of the model's own logi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import importlib.util
+import logging
+import os
+import ssl
+import threading
+import urllib.error
+import urllib.request
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +23,17 @@ import torch
 from torch import Tensor
 
 from kl_comedy.errors import UserError, bad_value, nearest
+from kl_comedy.io import CHECKSUMS, find_damage
 from kl_comedy.models.attention import pack_batch, packed_hidden, use_layout_attention
-from kl_comedy.models.gguf import SMOLLM2_FOLDER, load_gguf_model, load_gguf_tokenizer
 from kl_comedy.models.introspection import (
     disable_dropout,
+    head_dtype,
     head_weights,
+    layers_in_bf16,
     refuse_scaled_logits,
     run_inside_fsdp_forward,
     unwrap,
+    uses_varlen,
 )
 from kl_comedy.models.logprobs import completion_hidden, token_pass
 from kl_comedy.models.lora import add_lora
@@ -30,18 +42,15 @@ from kl_comedy.models.onednn_linear import linear_library, use_onednn_linears
 if TYPE_CHECKING:
     from kl_comedy.config.schema import ModelConfig
 
+log = logging.getLogger("kl_comedy")
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RESERVED_OPTIONS = (
-    "attn_implementation",
-    "device_map",
-    "dtype",
-    "gguf_file",
-    "quantization_config",
-    "revision",
-    "torch_dtype",
-    "trust_remote_code",
-)
+UNSUPPORTED_OPTIONS = {"device_map", "quantization_config", "attn_implementation", "dtype", "torch_dtype", "gguf_file"}
+UNSUPPORTED_OPTIONS |= {"revision", "trust_remote_code"}
 """Options of transformers that other keys of ``model`` set, or that would load the model in an unsupported way."""
+HUB_SECONDS = 2.0
+SMOLLM2_FOLDER = Path("models/SmolLM2-135M-Instruct")
+"""Where scripts/fetch_smollm2.py (``make smollm2``) puts the converted model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,34 +74,74 @@ class LoadedModel:
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the policy that ``config`` describes. Raises :class:`UserError` for mistakes in the config."""
-    device = pick_device(config.device)
-    dtype = DTYPES.get(config.dtype)
-    if dtype is None:
-        raise bad_value("model.dtype", config.dtype, DTYPES)
-    tokenizer = load_tokenizer(config)
-    model = load_base(config)
+    check_undamaged(config)
+    device, tokenizer, model = pick_device(config.device), load_tokenizer(config), load_base(config)
     refuse_scaled_logits(model.config)
     disable_dropout(model)
-    model.to(device)
-    if device.type == "cpu" and linear_library() == "onednn":
-        use_onednn_linears(model)
+    check_kernels(config, device)
+    carry_options(model, config)
+    place(model, device)
     if config.lora is not None:
         model = add_lora(model, config.lora)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train(config.gradient_checkpointing)  # transformers recomputes in training mode only
-    check_log_probs(model, share_prompt=config.share_prompt)
+    try:
+        check_log_probs(model, share_prompt=config.share_prompt)
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # sizes in its config that do not fit its weights
+        raise UserError(f"model.source: {config.source!r} cannot compute a pass: {first_line(error)}") from error
     return LoadedModel(model=model, tokenizer=tokenizer, device=device, source=config.source)
+
+
+def check_undamaged(config: ModelConfig) -> None:
+    """Raise :class:`UserError` where files of an exported policy are not as they were written."""
+    folder = Path(config.source)
+    if (folder / CHECKSUMS).is_file() and (damage := find_damage(folder)):
+        remedy = f"export it again (kl-comedy export RUN_DIR), or remove {CHECKSUMS} where the change is yours"
+        raise UserError(f"model.source: {folder} is damaged ({damage}); {remedy}")
+
+
+def check_kernels(config: ModelConfig, device: torch.device) -> None:
+    """Raise :class:`UserError` for an attention kernel that is not there; warn where prompts will not be shared."""
+    if config.attention == "varlen":
+        why = "" if device.type == "cuda" else f"its kernel needs a GPU, not {device.type}"
+        if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+            why = f"torch {torch.__version__} has no such kernel; 2.10 and later have it"
+        if why:
+            raise bad_value("model.attention", "varlen", ["sdpa", "eager"], why)
+    if config.attention == "flash_attention_2" and config.share_prompt:
+        log.warning(
+            "model.attention=flash_attention_2 computes the prompt again for each completion, and samples by "
+            "transformers' generate; model.attention=varlen shares it in training passes"
+        )
+
+
+def carry_options(causal: Any, config: ModelConfig) -> None:
+    """Options of the pass that every copy of the policy must compute with."""
+    causal._kl_comedy_head_dtype = None if config.head_dtype is None else DTYPES[config.head_dtype]
+    causal._kl_comedy_varlen = config.attention == "varlen"
+
+
+def place(model: Any, device: torch.device) -> None:
+    """Move ``model`` to ``device``, with the linear layers that are fastest there."""
+    use_fast_linears(model.to(device), device)
+
+
+def use_fast_linears(model: Any, device: torch.device) -> None:
+    """Replace the linear layers of ``model`` by those that are fastest on ``device``."""
+    if device.type == "cpu" and linear_library() == "onednn":
+        use_onednn_linears(model)
 
 
 def pick_device(name: str) -> torch.device:
     """``auto`` is the GPU where there is one. Raises :class:`UserError` for ``cuda`` without a GPU."""
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
+    if name != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if name == "cuda":
         raise bad_value("model.device", name, "auto, cpu", why="torch sees no GPU here")
-    if name == "cpu" or not has_gpu:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def load_base(config: ModelConfig) -> Any:
@@ -101,24 +150,26 @@ def load_base(config: ModelConfig) -> Any:
     if config.source == "pocket":
         from kl_comedy.models.pocket import load_pocket
 
-        return load_pocket(config)[0].to(dtype)
+        return load_pocket(replace(config, attention=config.library_attention)).to(dtype)
     from transformers import AutoModelForCausalLM
 
-    reserved = next((key for key in config.options if key in RESERVED_OPTIONS), None)
-    if reserved is not None:
-        raise UserError(f"model.options.{reserved}: not allowed here; the other keys of model decide it")
-    options = {**config.options, "attn_implementation": config.attention, "dtype": dtype}
+    for option in config.options:
+        if option in UNSUPPORTED_OPTIONS:
+            raise UserError(f"model.options.{option}: not allowed here; the other keys of model decide it")
+    options = {**config.options, "attn_implementation": config.library_attention, "dtype": dtype}
     if config.gguf_file is not None:
-        return load_gguf_model(_gguf_folder(config), config.gguf_file, **options)
+        return load_gguf_model(_gguf_path(config), **options)
     options |= {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    return _from_pretrained(AutoModelForCausalLM, config.source, "model.source", **options)
+    model, loading = from_pretrained(
+        AutoModelForCausalLM, config.source, "model.source", output_loading_info=True, **options
+    )
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(f"model.source: {config.source!r} lacks {len(missing)} weights, as {missing[0]}")
+    return model
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer named by ``tokenizer``, else that of the GGUF file, else that of the source; it pads on the left.
-
-    Raises :class:`UserError` for a tokenizer without padding and end token.
-    """
+    """The tokenizer named by ``tokenizer``, else that of the GGUF file, else of the source; it pads on the left."""
     if config.source == "pocket":
         from kl_comedy.models.pocket import load_pocket_tokenizer
 
@@ -127,11 +178,11 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
     options = {"trust_remote_code": config.trust_remote_code}
     if config.tokenizer is not None:
-        tokenizer = _from_pretrained(AutoTokenizer, config.tokenizer, "model.tokenizer", **options)
+        tokenizer = from_pretrained(AutoTokenizer, config.tokenizer, "model.tokenizer", **options)
     elif config.gguf_file is not None:
-        tokenizer = load_gguf_tokenizer(_gguf_folder(config), config.gguf_file)
+        tokenizer = load_gguf_tokenizer(_gguf_path(config))
     else:
-        tokenizer = _from_pretrained(AutoTokenizer, config.source, "model.source", revision=config.revision, **options)
+        tokenizer = from_pretrained(AutoTokenizer, config.source, "model.source", revision=config.revision, **options)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -140,71 +191,197 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-def _gguf_folder(config: ModelConfig) -> Path:
-    """The folder that holds the GGUF file: the source itself, or the hub's snapshot of it."""
-    folder = Path(config.source)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(config.source, config.gguf_file, revision=config.revision)).parent
-    except Exception as error:  # the hub client raises many kinds of errors
-        raise _unavailable("model.source", config.source, error) from error
-
-
-def _from_pretrained(auto: Any, name: str, key: str, **options: Any) -> Any:
+def from_pretrained(auto: Any, name: str, key: str, **options: Any) -> Any:
     """``auto.from_pretrained``, with a one-line :class:`UserError` for the mistakes a user can make."""
-    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise _unavailable(key, name, FileNotFoundError("no such folder"))
+    if not check_available(key, name, options.get("revision")):
+        options["local_files_only"] = True
     try:
         return auto.from_pretrained(name, **options)
     except (OSError, ImportError) as error:
         raise _unavailable(key, name, error) from error
     except TypeError as error:  # an option that the architecture's constructor does not know
-        raise UserError(f"model.options: {name!r} does not take them: {_first_line(error)}") from error
-    except ValueError as error:
-        raise UserError(f"{key}: {name!r} cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"model.options: {name!r} does not take them: {first_line(error)}") from error
+    except UserError:
+        raise
+    except Exception as error:  # damaged files: parsers in Python and Rust raise what they trip over
+        raise UserError(f"{key}: {name!r} cannot be loaded: {first_line(error)}") from error
+
+
+def check_source(config: ModelConfig) -> None:
+    """Raise :class:`UserError` within seconds where the source or the tokenizer cannot be had on this machine."""
+    for key, name in (("model.source", config.source), ("model.tokenizer", config.tokenizer)):
+        if name not in (None, "pocket"):
+            check_available(key, name, config.revision if key == "model.source" else None)
+
+
+def check_available(key: str, name: str, revision: str | None = None) -> bool:
+    """Whether the hub may be asked for ``name``: it is a folder, or the hub answers. False: it is in the hub's cache.
+
+    Raises :class:`UserError` where it is nowhere; the hub's client would repeat its requests for half a minute.
+    """
+    if Path(name).is_dir():
+        return True
+    if name.startswith(("/", ".", "~")):
+        raise _unavailable(key, name, FileNotFoundError("no such folder"))
+    if hub_answers():
+        return True
+    from huggingface_hub import constants
+
+    if any(Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots").glob("*/*")):
+        return False
+    why = f"no such folder, not in the hub's cache ({constants.HF_HUB_CACHE}), and {hub_address()} does not answer"
+    raise _unavailable(key, name, ConnectionError(why))
+
+
+def hub_address() -> str:
+    """The address of the Hugging Face hub, or of what stands in for it."""
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+@functools.cache
+def hub_answers() -> bool:
+    """Whether the hub answers within two seconds; asked once in a process. ``HF_HUB_OFFLINE`` says that it does not."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    reached = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(hub_address(), method="HEAD"), timeout=HUB_SECONDS).close()
+        except urllib.error.HTTPError:
+            pass
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ssl.SSLError):  # the client may know other certificates
+                return
+        except OSError:
+            return
+        reached.set()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)  # a resolver may take longer than any timeout
+    return reached.is_set()
 
 
 def _unavailable(key: str, name: str, error: Exception) -> UserError:
-    """The error for a missing source; it suggests the sibling folder with the nearest name."""
-    why = f"it could not be loaded: {_first_line(error)}"
-    path = Path(name)
-    siblings = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
-    suggestion = nearest(path.name, [sibling for sibling in siblings if sibling != path.name])
-    if suggestion:
+    """The error for a missing source; it suggests the folder in models/, or the sibling, with the nearest name."""
+    path, why = Path(name), f"it could not be loaded: {first_line(error)}"
+    siblings = sorted(p.name for p in path.parent.glob("*/") if p != path)
+    if (local := Path("models") / path.name).is_dir() and local != path:
+        why += f"; did you mean {str(local)!r}?"
+    elif suggestion := nearest(path.name, siblings):
         why += f"; did you mean {str(path.parent / suggestion)!r}?"
     if path.name == SMOLLM2_FOLDER.name and not path.is_dir():
         why += "; `make smollm2` makes this folder"
     return bad_value(key, name, "pocket, an existing folder, or a hub id", why=why)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().split("\n") or [""])[0][:300] or type(error).__name__
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type."""
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
+def _gguf_path(config: ModelConfig) -> Path:
+    """The GGUF file in the folder ``source``, or in the hub's snapshot of it."""
+    name = str(config.gguf_file)
+    folder = source_folder(config, [name])
+    if not (folder / name).is_file():
+        present = sorted(file.name for file in folder.glob("*.gguf"))
+        raise bad_value("model.gguf_file", name, present, why=f"no such file in {folder}")
+    return folder / name
+
+
+def source_folder(config: ModelConfig, patterns: list[str]) -> Path:
+    """The local folder ``source``, or the hub's snapshot of it with the files that match ``patterns``."""
+    if Path(config.source).is_dir():
+        return Path(config.source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(config.source, revision=config.revision, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many kinds of errors
+        raise _unavailable("model.source", config.source, error) from error
+
+
+def load_gguf_model(path: Path, *, dtype: torch.dtype, **options: Any) -> Any:
+    """The weights of a GGUF file, dequantized, as an ordinary trainable model."""
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    # Loaded plainly the model would keep a quantizer, and could then neither train nor be saved.
+    options |= {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+    model = from_pretrained(AutoModelForCausalLM, str(path.parent), "model.gguf_file", dtype=dtype, **options)
+    check_tied(model)
+    return model
+
+
+def check_tied(model: Any) -> None:
+    """Raise :class:`UserError` for a model with tied embeddings whose head was left with fresh random numbers."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if model.config.tie_word_embeddings and head.weight.data_ptr() != embedding.weight.data_ptr():
+        raise UserError("model.gguf_file: the embeddings should be tied, and the loaded head is not the embedding")
+
+
+def load_gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer of a GGUF file with the pre-tokenizer and the context length of its metadata."""
+    import gguf
+    from transformers import AutoTokenizer
+
+    try:
+        fields = gguf.GGUFReader(path).fields
+
+        def metadata(key: str) -> Any:
+            return fields[key].contents() if key in fields else None
+
+        kind, pre = metadata("tokenizer.ggml.model"), str(metadata("tokenizer.ggml.pre") or "")
+        context_length = int(metadata(f"{metadata('general.architecture')}.context_length") or 0)
+    except Exception as error:  # the reader raises whatever its parsing trips over
+        raise UserError(f"model.gguf_file: {path.name} is not a readable GGUF file: {first_line(error)}") from error
+    tokenizer = from_pretrained(AutoTokenizer, str(path.parent), "model.gguf_file", gguf_file=path.name)
+    if kind == "gpt2":
+        repair_pre_tokenizer(tokenizer, pre)
+    if context_length:
+        tokenizer.model_max_length = context_length
+    return tokenizer
+
+
+def repair_pre_tokenizer(tokenizer: Any, kind: str) -> None:
+    """Set the pre-tokenizer for ``tokenizer.ggml.pre == kind``; warn where it is not known.
+
+    The conversion in transformers sets a bare byte-level one. The ``smollm`` kind splits every digit first; without
+    that, spaces before a digit become other tokens.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    if kind == "smollm":
+        steps = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(steps)
+    elif kind not in ("default", "gpt-2", "gpt2", ""):  # these are byte-level already
+        warnings.warn(
+            f"the GGUF file asks for the pre-tokenizer {kind!r}, which its conversion may not reproduce; "
+            "name the original tokenizer in model.tokenizer",
+            stacklevel=2,
+        )
+
+
+@torch.no_grad()
 def check_log_probs(model: Any, *, share_prompt: bool = True) -> None:
     """Raise :class:`UserError` where our log-probs of a few tokens differ from those of the model's own logits.
 
-    Tolerance: 1e-4 of the largest logit in float32, one unit in the last place or two in narrower types.
+    Tolerance: 1e-4 of the largest logit in float32, one unit in the last place or two in narrower types. The kernel
+    ``varlen`` takes 16 bits, so both sides are then computed as training computes them, under autocast.
     """
+    if uses_varlen(model) and not torch.is_autocast_enabled(model.device.type):
+        with torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False):
+            return check_log_probs(model, share_prompt=share_prompt)
     weight, _ = head_weights(model)
     vocabulary = weight.shape[0]
-    narrow = weight.dtype in (torch.bfloat16, torch.float16)
+    narrow = weight.dtype in (torch.bfloat16, torch.float16) or head_dtype(model) is not None
+    narrow = narrow or layers_in_bf16(model) or uses_varlen(model)
     ids = (torch.arange(24, device=weight.device) * 7919 % vocabulary).view(2, 12)
     ones = torch.ones_like(ids)
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=ones, use_cache=False).logits.to(torch.float64)
-        logp_BT = token_pass(
-            model,
-            prompt_ids_BP=ids[:, :4],
-            prompt_mask_BP=ones[:, :4],
-            ids_BT=ids[:, 4:],
-            mask_BT=ones[:, 4:],
-            temperature=1.0,
-            chunk_elements=5 * vocabulary,
-        ).logp_BT
+    logits = model(input_ids=ids, attention_mask=ones, use_cache=False).logits.to(torch.float64)
+    rows = {"prompt_ids_BP": ids[:, :4], "prompt_mask_BP": ones[:, :4], "ids_BT": ids[:, 4:], "mask_BT": ones[:, 4:]}
+    logp_BT = token_pass(model, **rows, temperature=1.0, chunk_elements=5 * vocabulary).logp_BT
     if share_prompt and use_layout_attention(model):
         _check_shared_prompt(model, ids, ones, tolerance=2.0**-4 if narrow else 1e-3)
     expected_BT = logits[:, 3:-1].log_softmax(-1).gather(2, ids[:, 4:, None])[..., 0]
@@ -217,15 +394,14 @@ def check_log_probs(model: Any, *, share_prompt: bool = True) -> None:
         )
 
 
-@torch.no_grad()
 def _check_shared_prompt(model: Any, ids_BS: Tensor, ones_BS: Tensor, *, tolerance: float) -> None:
     """Compare hidden states of completions that share a prompt's computation with those of separate rows."""
-    prompt_BP = ids_BS[:1, :4].expand_as(ids_BS[:, :4])
-    batch = (prompt_BP, ones_BS[:, :4], ids_BS[:, 4:], ones_BS[:, 4:].bool())
-    (separate_NH,) = run_inside_fsdp_forward(
-        model, lambda: (completion_hidden(model, *batch, share_prompt=False).double(),)
-    )
-    (shared_NH,) = run_inside_fsdp_forward(model, lambda: (packed_hidden(model, pack_batch(*batch)).double(),))
+    batch = (ids_BS[:1, :4].expand(2, -1), ones_BS[:, :4], ids_BS[:, 4:], ones_BS[:, 4:].bool())
+
+    def run() -> tuple[Tensor, Tensor]:
+        return completion_hidden(model, *batch, share_prompt=False), packed_hidden(model, pack_batch(*batch))
+
+    separate_NH, shared_NH = (hidden_NH.double() for hidden_NH in run_inside_fsdp_forward(model, run))
     gap, size = float((separate_NH - shared_NH).abs().max()), float(separate_NH.abs().max())
     if not gap <= tolerance * max(1.0, size):
         raise UserError(

@@ -3,27 +3,24 @@
     prompt [B, P] + completion [B, T] -> body -> hidden of the N = mask.sum() positions -> head, row chunks -> [B, T]
 
 Shape legend: ``B`` sequences, ``P`` prompt tokens (left-padded), ``T`` completion tokens (right-padded), ``N``
-completion tokens inside the mask, ``n`` rows of one chunk, ``H`` hidden width, ``V`` vocabulary. All values are
-in nats (total variation: a probability) at the sampling temperature, in float32 (float64 for a float64 model),
-and exactly zero outside the mask.
-
-The head's matrix product runs in the dtype of its weights, as it does in the sampler; temperature and softmax
-run in float32 or wider (:mod:`kl_comedy.models.head`). At most ``chunk_elements`` logits are held at once. Chunks
-are of whole rows, so that every sum over the vocabulary is one reduction whatever the chunk size: the smallest
-chunk is one row of ``V`` logits.
+completion tokens inside the mask, ``H`` hidden width, ``V`` vocabulary, ``K`` top tokens. All values are in nats (total
+variation: a probability) at the sampling temperature, in float32 (float64 for a float64 model), and exactly zero
+outside the mask.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from kl_comedy.kl.estimators import TopTokens
 from kl_comedy.models.attention import pack_batch, packed_hidden, use_layout_attention
-from kl_comedy.models.head import ReferenceHead, RequestedQuantities, head_columns
-from kl_comedy.models.introspection import decoder_body, head_weights, run_inside_fsdp_forward
+from kl_comedy.models.head import AGAINST_REFERENCE, TOP_COLUMNS, ReferenceHead, TopRequest, head_columns
+from kl_comedy.models.introspection import decoder_body, head_dtype, head_weights, run_inside_fsdp_forward
 from kl_comedy.models.weights import full_tensor
 
 if TYPE_CHECKING:
@@ -40,6 +37,7 @@ class TokenPass:
     ``entropy_BT`` entropy of the next-token distribution; detached: it is a metric here.
     ``total_variation_BT`` total variation ``sum |pi - ref| / 2`` of the next-token distributions, in [0, 1]; detached.
     ``hidden_NH`` hidden state before each masked token, row by row; detached unless ``detach_hidden=False``.
+    ``top`` by request (``k``, and whose likeliest tokens): the :class:`TopTokens` of each prefix.
     """
 
     logp_BT: Tensor
@@ -48,6 +46,7 @@ class TokenPass:
     entropy_BT: Tensor | None
     total_variation_BT: Tensor | None
     hidden_NH: Tensor | None
+    top: Mapping[TopRequest, TopTokens] = field(default_factory=dict)
 
 
 def token_pass(
@@ -64,6 +63,7 @@ def token_pass(
     forward_kl: bool = False,
     entropy: bool = False,
     total_variation: bool = False,
+    top: Sequence[TopRequest] = (),
     keep_hidden: bool = False,
     detach_hidden: bool = True,
     share_prompt: bool = True,
@@ -71,16 +71,15 @@ def token_pass(
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
     ``share_prompt`` lets rows with the same prompt share its computation; the reference's pass must agree.
-    ``chunk_elements`` bounds the logits in memory (at least one row). ``kl``, ``forward_kl`` and ``total_variation``
-    need a ``reference`` pass of the same batch and temperature that kept its hidden states. With equal weights all
-    three are exactly 0.0, because both sides run the same operations.
-
-    Raises :class:`ValueError` on shapes, padding sides or a reference that does not fit.
+    ``chunk_elements`` bounds the logits in memory (at least one row). ``kl``, ``forward_kl``, ``total_variation`` and
+    ``top`` need a ``reference`` pass of the same batch and temperature. With equal weights the first three are exactly
+    0.0, because both sides run the same operations. Raises :class:`ValueError` on shapes, padding sides or a reference
+    that does not fit.
     """
-    requested = RequestedQuantities(kl=kl, forward_kl=forward_kl, entropy=entropy, total_variation=total_variation)
+    flags = {"kl": kl, "forward_kl": forward_kl, "entropy": entropy, "total_variation": total_variation}
+    requested = [name for name, wanted in flags.items() if wanted]
     mask_BT = check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, temperature=temperature)
-    if requested.need_reference:
-        _check_reference(reference, rows=int(mask_BT.sum()), temperature=temperature)
+    compared = reference if top or not AGAINST_REFERENCE.isdisjoint(requested) else None
 
     def run() -> tuple[Tensor, ...]:
         hidden_NH = completion_hidden(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, share_prompt=share_prompt)
@@ -91,30 +90,44 @@ def token_pass(
             temperature=temperature,
             chunk_elements=chunk_elements,
             requested=requested,
-            reference=_reference_head(reference) if requested.need_reference else None,
+            top=top,
+            reference=None if compared is None else _reference_head(compared, len(hidden_NH), temperature),
+            factor_dtype=head_dtype(model),
         )
-        return (hidden_NH.detach() if detach_hidden else hidden_NH, *columns)
+        return (hidden_NH.detach() if detach_hidden else hidden_NH, *columns.values())
 
     hidden_NH, *columns = run_inside_fsdp_forward(model, run)
-    columns_BT = [column.new_zeros(mask_BT.shape).masked_scatter(mask_BT, column) for column in columns]
-    optional = iter(columns_BT[1:])
+    names = ["logp", *requested, *(f"top{n}_{column}" for n in range(len(top)) for column in TOP_COLUMNS)]
+    columns_BT = {name: _rows_of(column, mask_BT) for name, column in zip(names, columns, strict=True)}
     return TokenPass(
-        logp_BT=columns_BT[0],
-        kl_BT=next(optional) if kl else None,
-        forward_kl_BT=next(optional) if forward_kl else None,
-        entropy_BT=next(optional) if entropy else None,
-        total_variation_BT=next(optional) if total_variation else None,
+        logp_BT=columns_BT["logp"],
+        **{f"{name}_BT": columns_BT.get(name) for name in flags},
         hidden_NH=hidden_NH if keep_hidden else None,
+        top={
+            request: TopTokens(
+                logp_BTK=columns_BT[f"top{n}_logp"],
+                ref_logp_BTK=columns_BT[f"top{n}_ref_logp"],
+                inside_BT=(columns_BT[f"top{n}_ids"] == ids_BT[..., None]).any(-1) & mask_BT,
+            )
+            for n, request in enumerate(top)
+        },
     )
 
 
-def _reference_head(reference: ReferencePass | None) -> ReferenceHead | None:
+def _rows_of(column: Tensor, mask_BT: Tensor) -> Tensor:
+    """A column ``[N, ...]`` at its places ``[B, T, ...]``, zero outside the mask."""
+    rows = column.new_zeros(*mask_BT.shape, *column.shape[1:])
+    return rows.masked_scatter(mask_BT.reshape(*mask_BT.shape, *[1] * (column.ndim - 1)), column)
+
+
+def _reference_head(reference: ReferencePass, rows: int, temperature: float) -> ReferenceHead:
     """The reference's hidden states and its whole head (a sharded reference keeps its head in shards)."""
-    if reference is None or reference.hidden_NH is None:
-        return None
+    if reference.temperature != temperature:
+        raise ValueError(f"the reference pass is at temperature {reference.temperature}, the policy at {temperature}")
+    if len(reference.hidden_NH) != rows:
+        raise ValueError(f"the reference pass has {len(reference.hidden_NH)} tokens, the batch {rows}")
     weight, bias = reference.head
-    head = (full_tensor(weight), None if bias is None else full_tensor(bias))
-    return ReferenceHead(hidden_NH=reference.hidden_NH, head=head)
+    return reference.hidden_NH, (full_tensor(weight), None if bias is None else full_tensor(bias))
 
 
 def check_batch(
@@ -135,15 +148,6 @@ def check_batch(
     return mask
 
 
-def _check_reference(reference: ReferencePass | None, *, rows: int, temperature: float) -> None:
-    if reference is None or reference.hidden_NH is None:
-        raise ValueError("an exact value needs a reference pass that kept its hidden states")
-    if reference.temperature != temperature:
-        raise ValueError(f"the reference pass is at temperature {reference.temperature}, the policy at {temperature}")
-    if len(reference.hidden_NH) != rows:
-        raise ValueError(f"the reference pass holds {len(reference.hidden_NH)} tokens, the batch {rows}")
-
-
 def completion_hidden(
     model: nn.Module,
     prompt_ids_BP: Tensor,
@@ -156,15 +160,14 @@ def completion_hidden(
     """Hidden state before each masked completion token, ``[N, H]``, rows in reading order.
 
     Positions count real tokens, so that padding changes nothing. Rows with the same prompt share its
-    computation where that is cheaper (:mod:`kl_comedy.models.attention`), unless ``share_prompt`` is off.
+    computation where the attention allows it (:mod:`kl_comedy.models.attention`), unless ``share_prompt`` is off.
     """
     if share_prompt and use_layout_attention(model):
         return packed_hidden(model, pack_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT))
     ids_BS = torch.cat([prompt_ids_BP, ids_BT], dim=1)
     real_BS = torch.cat([prompt_mask_BP.bool(), mask_BT.bool()], dim=1)
     position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)
-    body = decoder_body(model)
-    out: Any = body(input_ids=ids_BS, attention_mask=real_BS.long(), position_ids=position_BS, use_cache=False)
+    body: Any = decoder_body(model)
+    out = body(input_ids=ids_BS, attention_mask=real_BS.long(), position_ids=position_BS, use_cache=False)
     start = prompt_ids_BP.shape[1] - 1
-    before_BTH = out.last_hidden_state[:, start : start + ids_BT.shape[1]]
-    return before_BTH[mask_BT.bool()]
+    return out.last_hidden_state[:, start : start + ids_BT.shape[1]][mask_BT.bool()]  # type: ignore[no-any-return]

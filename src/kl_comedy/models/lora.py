@@ -29,12 +29,11 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
         why = "dropout makes the trained policy differ from the sampler"
         raise bad_value("model.lora.dropout", config.dropout, "0", why=why)
     head = model.get_output_embeddings()
-    linear_layers = {
-        name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
-    }
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    allowed = sorted({name.rsplit(".", 1)[-1] for name in linear})
     for target in config.target_modules:
-        if target not in linear_layers:
-            raise bad_value("model.lora.target_modules", target, sorted(linear_layers))
+        if target not in allowed:
+            raise bad_value("model.lora.target_modules", target, allowed)
     adapted = get_peft_model(model, _peft_config(config))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -44,16 +43,10 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
 
 
 def _peft_config(config: LoraConfig) -> Any:
-    from peft import LoraConfig as PeftLora
-    from peft import TaskType
+    import peft
 
-    return PeftLora(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=0.0,
-        target_modules=list(config.target_modules),
-        task_type=TaskType.CAUSAL_LM,
-    )
+    targets = list(config.target_modules)
+    return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
 
 
 def initial_factor(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -125,10 +118,7 @@ def save_adapter(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor
 
     assert config.lora is not None
     settings = _peft_config(config.lora)
-    settings.base_model_name_or_path = config.source
-    settings.inference_mode = True
+    settings.base_model_name_or_path, settings.inference_mode = config.source, True
     settings.save_pretrained(folder)
-    factors = {
-        name.replace(".default.", "."): tensor.contiguous() for name, tensor in weights.items() if is_lora_factor(name)
-    }
+    factors = {name.replace(".default.", "."): t.contiguous() for name, t in weights.items() if is_lora_factor(name)}
     save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,9 +1,9 @@
 """Float32 products of rows and weights by oneDNN, on CPUs where torch's choice (MKL) is slow.
 
-MKL leaves half of an AVX-512 core idle when the processor is not Intel's; oneDNN, which torch also ships, does not (one
-update of SmolLM2-135M: 21 s instead of 39 s, bench/NOTES.md). On such a processor :func:`load_model` replaces the
-linear layers by :class:`OnednnLinear`; a GPU and every other CPU keep ``nn.Linear``. The arithmetic is the same float32
-arithmetic, summed in another order. ``KL_COMEDY_LINEAR`` (``auto``, ``torch`` or ``onednn``) overrides the choice.
+MKL leaves half of an AVX-512 core idle when the processor is not Intel's; oneDNN, which torch also ships, does not
+(bench/NOTES.md). On such a processor :func:`load_model` replaces the linear layers by :class:`OnednnLinear`; a GPU and
+every other CPU keep ``nn.Linear``. The arithmetic is the same float32 arithmetic, summed in another order.
+``KL_COMEDY_LINEAR`` (``auto``, ``torch`` or ``onednn``) overrides the choice.
 
 Legend: ``M`` rows, ``K`` inputs, ``N`` outputs.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ from kl_comedy.errors import bad_value
 
 VARIABLE = "KL_COMEDY_LINEAR"
 LIBRARIES = ("auto", "torch", "onednn")
-MIN_ELEMENTS = 100_000
-"""Weights with fewer elements stay with torch: the gain is less than the cost of a call."""
+MIN_ELEMENTS, MIN_PRODUCTS = 100_000, 3_000_000
+"""Weights with fewer elements, where they and the rows have fewer products, stay with torch: a call costs more."""
 FEW_ROWS = range(9, 65)
 """Numbers of rows for which the product is computed as weight times rows and transposed."""
 LARGE_SIDE, BLOCK = 16_384, 2048
@@ -85,11 +84,9 @@ def use_onednn_linears(model: nn.Module) -> None:
 def product(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """``rows @ weight.T + bias`` ``[M, N]``, differentiable once; either matrix may be a transposed view."""
     suitable = (
-        weight_NK.numel() >= MIN_ELEMENTS
-        and rows_MK.dtype == weight_NK.dtype == torch.float32
-        and rows_MK.device.type == weight_NK.device.type == "cpu"
-        and type(rows_MK) in (Tensor, nn.Parameter)
-        and type(weight_NK) in (Tensor, nn.Parameter)
+        (weight_NK.numel() >= MIN_ELEMENTS or weight_NK.numel() * len(rows_MK) >= MIN_PRODUCTS)
+        and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in (rows_MK, weight_NK))
+        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in (rows_MK, weight_NK))
         and not torch.is_autocast_enabled("cpu")
         and linear_library() == "onednn"
     )
@@ -103,29 +100,22 @@ def product(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) ->
 
 def _onednn(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """oneDNN copies its second factor into another layout at every call: pass the smaller one there, or blocks."""
+    # torch has no public function that asks for oneDNN; this is the operator that torch.compile uses
+    call = functools.partial(torch.ops.mkldnn._linear_pointwise, attr="none", scalars=[], algorithm="")
     rows, (outputs, inputs) = len(rows_MK), weight_NK.shape
+    out_MN: Tensor
     if inputs >= LARGE_SIDE:
         out_MN = rows_MK.new_zeros(rows, outputs) if bias_N is None else bias_N.expand(rows, -1).clone()
-        for part in _blocks(inputs):
-            out_MN += _call(rows_MK[:, part], weight_NK[:, part], None)
-        return out_MN
-    if bias_N is None and rows in FEW_ROWS and rows < outputs and weight_NK.is_contiguous():
-        return _call(weight_NK, rows_MK, None).t().contiguous()
-    if bias_N is None and outputs >= LARGE_SIDE and rows >= FEW_ROWS.stop:
+        for start in range(0, inputs, BLOCK):
+            out_MN += call(rows_MK[:, start : start + BLOCK], weight_NK[:, start : start + BLOCK], None)
+    elif bias_N is None and rows in FEW_ROWS and rows < outputs and weight_NK.is_contiguous():
+        out_MN = call(weight_NK, rows_MK, None).t().contiguous()
+    elif bias_N is None and outputs >= LARGE_SIDE and rows >= FEW_ROWS.stop:
         out_MN = rows_MK.new_empty(rows, outputs)
-        for part in _blocks(outputs):
-            out_MN[:, part] = _call(rows_MK, weight_NK[part], None)
-        return out_MN
-    return _call(rows_MK, weight_NK, bias_N)
-
-
-def _blocks(size: int) -> Iterator[slice]:
-    return (slice(start, start + BLOCK) for start in range(0, size, BLOCK))
-
-
-def _call(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    # torch has no public function that asks for oneDNN; this is the operator that torch.compile uses
-    out_MN: Tensor = torch.ops.mkldnn._linear_pointwise(rows_MK, weight_NK, bias_N, "none", [], "")
+        for start in range(0, outputs, BLOCK):
+            out_MN[:, start : start + BLOCK] = call(rows_MK, weight_NK[start : start + BLOCK], None)
+    else:
+        out_MN = call(rows_MK, weight_NK, bias_N)
     return out_MN
 
 

@@ -1,9 +1,10 @@
-"""The pocket policy: a small Llama over characters that is built, warm-started and cached on this machine.
+"""The pocket policy: a small Llama over characters, warm-started without a hub or a GPU, and cached on this machine.
 
     recipe -> random Llama -> next-character training on a careless teacher's demonstrations -> cache folder
 
-No hub and no GPU: the first load trains it for about a minute, later loads read the cache. The cached
-folder is an ordinary Hugging Face folder, so ``model.source=<that folder>`` works as well.
+The package has the weights of the base recipe, trained by this code: training rounds differently on other machines, so
+runs of two machines would not start alike. Other recipes are trained at the first load, in about a minute; later loads
+read the cache. The cached folder is an ordinary Hugging Face folder, so ``model.source=<that folder>`` works as well.
 
 Shape legend: ``B`` sequences, ``L`` characters of prompt and completion, right-padded; ``V`` vocabulary.
 """
@@ -19,7 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from kl_comedy.config.validate import option, parse_record
 from kl_comedy.data import pocket as problems
 from kl_comedy.data.pocket import SPLITS, Family, draw, steps, write_steps
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.io import file_lock, sha256_file
+from kl_comedy.io import file_lock, find_damage, sha256_file, write_checksums
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -55,7 +56,8 @@ class PocketRecipe:
     right as well as wrong continuations, so sampling finds the right answer now and then, greedy decoding rarely,
     and RL has a signal from its first update. ``mixture`` is the share of demonstrations from the out-of-domain
     splits, which RL on ``terms`` x ``digits`` never sees again. Learning rates are AdamW's; ``clip_norm`` bounds the
-    gradient's L2 norm.
+    gradient's L2 norm. ``warmstart`` is where the weights come from: ``shipped`` with the package, ``trained`` on this
+    machine, or ``auto``: shipped where the package has them.
     """
 
     seed: int = option(0, minimum=0, maximum=2**31 - 1)
@@ -72,21 +74,18 @@ class PocketRecipe:
     lr: float = option(2e-3, minimum=1e-8, maximum=1)
     weight_decay: float = option(0.1, minimum=0, maximum=10)
     clip_norm: float = option(1.0, minimum=1e-6, maximum=1e6)
+    warmstart: str = option("auto", choices=("auto", "shipped", "trained"))
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the weights come with the package."""
+        return self.warmstart != "trained" and replace(self, warmstart="auto") == PocketRecipe()
 
 
-PRESETS: Mapping[str, PocketRecipe] = {
-    "base": PocketRecipe(),
-    "tiny": PocketRecipe(
-        hidden_size=64,
-        layers=1,
-        heads=4,
-        intermediate_size=160,
-        digits=1,
-        slip=0.6,
-        mixture=0.0,
-        warmstart_steps=300,
-        lr=5e-3,
-    ),
+_TINY_SIZES = {"hidden_size": 64, "layers": 1, "heads": 4, "intermediate_size": 160, "digits": 1}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "base": {},
+    "tiny": {**_TINY_SIZES, "slip": 0.6, "mixture": 0.0, "warmstart_steps": 300, "lr": 5e-3},
 }
 """``base`` has 0.9M parameters. ``tiny`` (49k, sums of three one-digit numbers) is for tests of training loops."""
 
@@ -101,14 +100,13 @@ def recipe_from_options(options: Mapping[str, Any]) -> PocketRecipe:
     if preset not in PRESETS:
         raise bad_value("model.options.preset", preset, PRESETS)
     overrides = {name: value for name, value in options.items() if name != "preset"}
-    recipe = parse_record(PocketRecipe, {**asdict(PRESETS[preset]), **overrides}, key="model.options")
+    recipe = parse_record(PocketRecipe, {**PRESETS[preset], **overrides}, key="model.options")
     if recipe.hidden_size % (2 * recipe.heads):
-        raise bad_value(
-            "model.options.heads",
-            recipe.heads,
-            f"divisors of half the hidden size ({recipe.hidden_size // 2})",
-            why="rotary positions rotate pairs of a head's dimensions",
-        )
+        allowed = f"divisors of half the hidden size ({recipe.hidden_size // 2})"
+        why = "rotary positions rotate pairs of a head's dimensions"
+        raise bad_value("model.options.heads", recipe.heads, allowed, why)
+    if recipe.warmstart == "shipped" and not recipe.is_shipped:
+        raise bad_value("model.options.warmstart", "shipped", "auto or trained", "only the base recipe's are shipped")
     return recipe
 
 
@@ -123,40 +121,24 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        padding_side="left",
-        model_max_length=MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
+    settings = {"pad_token": PAD, "eos_token": EOS, "padding_side": "left", "model_max_length": MAX_LENGTH}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **settings)
 
 
 def build_model(recipe: PocketRecipe, *, attention: str = "sdpa") -> LlamaForCausalLM:
     """A freshly initialized policy in float32 on the CPU, embeddings untied; the global RNG is left as it was."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        pad_token_id=VOCABULARY.index(PAD),
-        eos_token_id=VOCABULARY.index(EOS),
-        attn_implementation=attention,
-        dtype=torch.float32,
-    )
+    sizes = {"hidden_size": recipe.hidden_size, "intermediate_size": recipe.intermediate_size}
+    sizes |= {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads}
+    tokens = {"pad_token_id": VOCABULARY.index(PAD), "eos_token_id": VOCABULARY.index(EOS), "bos_token_id": None}
+    shape = {**sizes, **tokens, "vocab_size": len(VOCABULARY), "max_position_embeddings": MAX_LENGTH}
+    config = LlamaConfig(**shape, tie_word_embeddings=False, attn_implementation=attention, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(recipe.seed)
         return LlamaForCausalLM(config)
 
 
-_TOKEN_IDS = {token: index for index, token in enumerate(VOCABULARY)}
 _IGNORED = -100  # cross_entropy's default ignore_index
 _WARMUP_STEPS = 50
 _FINAL_LR_SHARE = 0.1
@@ -168,15 +150,14 @@ def careless_steps(text: str, *, slip: float, rng: random.Random) -> list[tuple[
     Each step continues from the result written before it. With ``slip`` 0 these are the right steps.
     """
     sign = "-" if "-" in text else "+"
-    first, *rest = (int(term) for term in text.removesuffix("=").split(sign))
-    total, chain = first, []
+    total, *rest = (int(term) for term in text.removesuffix("=").split(sign))
+    chain = []
     for term in rest:
-        carries = total % 10 + term % 10 >= 10 if sign == "+" else total % 10 < term % 10
-        right = steps(f"{total}{sign}{term}=")[0][1]
-        slipped = right - 10 if sign == "+" else right + 10
-        result = slipped if carries and rng.random() < slip else right
-        chain.append((f"{total}{sign}{term}", result))
-        total = result
+        left, carries = total, total % 10 + term % 10 >= 10 if sign == "+" else total % 10 < term % 10
+        total = steps(f"{left}{sign}{term}=")[0][1]
+        if carries and rng.random() < slip:
+            total += -10 if sign == "+" else 10
+        chain.append((f"{left}{sign}{term}", total))
     return chain
 
 
@@ -184,11 +165,9 @@ def demonstrations(recipe: PocketRecipe) -> Iterator[tuple[str, str]]:
     """Problem text and written completion, without end; never a problem of the held-out half."""
     rng = random.Random(f"teacher/{recipe.seed}")
     trained = Family(terms=recipe.terms, digits=recipe.digits)
-    others = [split.family for split in SPLITS.values() if split.family != trained and not split.tunable]
-    operands = {
-        family: draw(family, count=None, seed=recipe.seed, held_out=False)
-        for family in dict.fromkeys([trained, *others])
-    }
+    others = [family for family in SPLITS.values() if family not in (trained, Family())]
+    families = dict.fromkeys([trained, *others])
+    operands = {family: draw(family, count=None, seed=recipe.seed, held_out=False) for family in families}
     while True:
         family = rng.choice(others) if rng.random() < recipe.mixture else trained
         text = family.text(next(operands[family]))
@@ -201,7 +180,7 @@ def collate(pairs: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
     ids_BL = torch.zeros(len(pairs), length, dtype=torch.long)
     targets_BL = torch.full_like(ids_BL, _IGNORED)
     for row, (text, completion) in enumerate(pairs):
-        ids = torch.tensor([_TOKEN_IDS[token] for token in (*text, *completion, EOS)])
+        ids = torch.tensor([VOCABULARY.index(token) for token in (*text, *completion, EOS)])
         ids_BL[row, : len(ids)] = ids
         targets_BL[row, len(text) : len(ids)] = ids[len(text) :]
     return ids_BL, targets_BL
@@ -213,14 +192,13 @@ def warm_start(recipe: PocketRecipe, *, report: Callable[[int, float], None]) ->
     The weights depend on the recipe only, and on how torch rounds on this machine with this many threads. The global
     RNG is left as it was. ``report`` is called after every update with its number and its loss in nats per character.
     """
-    model = build_model(recipe).train()
-    total = recipe.warmstart_steps
+    model, stream, total = build_model(recipe).train(), demonstrations(recipe), recipe.warmstart_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(1.0, (step + 1) / _WARMUP_STEPS) * (1 - (1 - _FINAL_LR_SHARE) * step / max(total, 1)),
-    )
-    stream = demonstrations(recipe)
+
+    def lr_factor(step: int) -> float:
+        return min(1.0, (step + 1) / _WARMUP_STEPS) * (1 - (1 - _FINAL_LR_SHARE) * step / max(total, 1))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     for step in range(1, total + 1):
         ids_BL, targets_BL = collate([next(stream) for _ in range(recipe.batch_size)])
         with torch.inference_mode(False), torch.enable_grad():
@@ -235,25 +213,20 @@ def warm_start(recipe: PocketRecipe, *, report: Callable[[int, float], None]) ->
     return model.eval()
 
 
-MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
+SHIPPED = Path(__file__).with_name("pocket_base.safetensors")
+"""The base recipe's weights, trained with one thread on an AMD EPYC, torch 2.13.0 (``warmstart: trained`` there)."""
+SHIPPED_SHA256 = "4353a4067ab5ab95098e15bdb5187a3d2db181c05b532c4c2c5e2e3001df9859"
 
 
-def load_pocket(config: ModelConfig) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The warm-started policy (float32, CPU, eval mode) and its tokenizer, built on first use and then cached.
-
-    ``config.options`` overrides fields of :class:`PocketRecipe`, or names a ``preset``: base or tiny. Raises
-    :class:`UserError` for an unknown option, a value out of range, a setting that fits other sources only, or
-    a cache that cannot be written.
-    """
+def load_pocket(config: ModelConfig) -> LlamaForCausalLM:
+    """The warm-started policy (float32, CPU, eval mode) of the recipe in ``config.options``, built on first use."""
     from safetensors.torch import load_file
 
-    tokenizer = load_pocket_tokenizer(config)
     recipe = recipe_from_options(config.options)
-    weights = load_file(pocket_folder(recipe) / WEIGHTS)
     model = build_model(recipe, attention=config.attention)
-    model.load_state_dict(weights, strict=True)
-    return model.eval(), tokenizer
+    model.load_state_dict(load_file(pocket_folder(recipe) / WEIGHTS))
+    return model.eval()
 
 
 def load_pocket_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
@@ -266,20 +239,24 @@ def load_pocket_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
 
 def pocket_folder(recipe: PocketRecipe) -> Path:
     """The cached Hugging Face folder of this recipe's policy; trained on first use."""
-    return cached_folder("pocket", recipe_key(recipe), lambda folder: write_policy(recipe, folder))
+    return cached_folder(recipe_key(recipe), lambda folder: write_policy(recipe, folder))
 
 
 def recipe_key(recipe: PocketRecipe) -> str:
     """Hash of the recipe and of the code that uses it, so that a change of either builds a new policy."""
-    digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
+    weights = SHIPPED_SHA256 if recipe.is_shipped else ""
+    digest = hashlib.sha256(json.dumps({**asdict(recipe), "weights": weights}, sort_keys=True).encode())
     for source in (problems.__file__, __file__):
         digest.update(Path(str(source)).read_bytes())
     return digest.hexdigest()[:16]
 
 
 def write_policy(recipe: PocketRecipe, folder: Path) -> None:
-    """Train the recipe's policy and save it, its tokenizer and the recipe to ``folder``."""
-    from safetensors.torch import save_file
+    """Save the recipe's policy, trained unless it is shipped, its tokenizer and the recipe to ``folder``.
+
+    Raises :class:`UserError` where the shipped weights are damaged.
+    """
+    from safetensors.torch import load_file, save_file
 
     total, start = recipe.warmstart_steps, time.monotonic()
 
@@ -288,7 +265,13 @@ def write_policy(recipe: PocketRecipe, folder: Path) -> None:
             seconds = time.monotonic() - start
             _print(f"pocket policy: warm start: {step}/{total} updates, loss {loss:.3f} nats, {seconds:.0f} s")
 
-    model = warm_start(recipe, report=report)
+    if recipe.is_shipped:
+        if sha256_file(SHIPPED) != SHIPPED_SHA256:
+            raise UserError(f"{SHIPPED} is damaged; install kl_comedy again, or set model.options.warmstart: trained")
+        model = build_model(recipe)
+        model.load_state_dict(load_file(SHIPPED))
+    else:
+        model = warm_start(recipe, report=report)
     # Not model.save_pretrained, because it shows a progress bar.
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -299,65 +282,36 @@ def write_policy(recipe: PocketRecipe, folder: Path) -> None:
     (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
 
 
-def cache_root() -> Path:
-    """``$KL_COMEDY_CACHE``, else ``~/.cache/kl_comedy``."""
-    return Path(os.environ.get("KL_COMEDY_CACHE") or "~/.cache/kl_comedy").expanduser()
+def cached_folder(key: str, build: Callable[[Path], None]) -> Path:
+    """The folder ``pocket/<key>`` of the cache, made by ``build(empty folder)`` unless an undamaged one exists.
 
-
-def cached_folder(kind: str, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder ``<cache>/<kind>/<key>``, made by ``build(empty folder)`` unless an undamaged one exists.
-
-    ``build`` runs in a folder beside it that is renamed once its manifest is written, so a reader never sees a part.
-    Of several processes one builds and the others wait. A folder whose files differ from its manifest is built again.
-    Raises :class:`UserError` where the cache cannot be written.
+    The cache is ``$KL_COMEDY_CACHE``, else ``~/.cache/kl_comedy``. ``build`` runs in a draft that is renamed once its
+    checksums are written, so a reader never sees a part. Of several processes one builds and the others wait. Raises
+    :class:`UserError` where the cache cannot be written.
     """
-    folder = cache_root() / kind / key
+    folder = Path(os.environ.get("KL_COMEDY_CACHE") or "~/.cache/kl_comedy").expanduser() / "pocket" / key
     if find_damage(folder) is None:
         return folder
+    waiting = f"another process is building pocket {key}; waiting for it"
     try:
-        waiting = f"another process is building {kind} {key}; waiting for it"
         with file_lock(folder.parent / f"{key}.lock", wait_s=math.inf, on_wait=lambda: _print(waiting)):
             damage = find_damage(folder)
-            if damage is not None:
-                if folder.exists():
-                    _print(f"{kind} policy: the cached copy {folder} is damaged ({damage}); building it again")
-                _build_into(folder, build)
+            if damage is None:  # another process has built it
+                return folder
+            if folder.exists():
+                _print(f"pocket policy: the cached copy {folder} is damaged ({damage}); building it again")
+            draft = folder.with_name(f"{key}.tmp")
+            shutil.rmtree(draft, ignore_errors=True)  # what a killed build left
+            draft.mkdir()
+            build(draft)
+            write_checksums(draft)
+            shutil.rmtree(folder, ignore_errors=True)
+            draft.rename(folder)
     except OSError as error:
         raise UserError(
-            f"KL_COMEDY_CACHE: cannot write the {kind} policy to {folder}: {error}; set it to a writable folder"
+            f"KL_COMEDY_CACHE: cannot write the pocket policy to {folder}: {error}; set it to a writable folder"
         ) from error
     return folder
-
-
-def find_damage(folder: Path) -> str | None:
-    """What is wrong with a cached folder, or None when every file of its manifest is there unchanged."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, digest in files.items():
-            if sha256_file(folder / name) != digest:
-                return f"{name} has changed"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} cannot be read"
-    return None if files else f"{MANIFEST} names no files"
-
-
-def _build_into(folder: Path, build: Callable[[Path], None]) -> None:
-    """Build beside ``folder``, write the manifest, and rename. Leftovers of killed builds are removed first."""
-    for leftover in folder.parent.glob(f"{folder.name}.*.tmp"):
-        shutil.rmtree(leftover)
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir()
-    try:
-        build(temporary)
-        files = {path.name: sha256_file(path) for path in sorted(temporary.iterdir()) if path.is_file()}
-        (temporary / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _print(line: str) -> None:

@@ -5,15 +5,19 @@
 Rank 0 reads one tensor at a time; the others receive their shard of it. Where the weights are not safetensors under
 the model's own names (GGUF, a conversion on loading), rank 0 loads the whole model into host memory, up to a limit.
 The root FSDP unit contains embedding, final norm and head, so tied weights stay tied.
+
+Under ``train.precision=bf16`` the matrices of the decoder layers are gathered as bfloat16, at half the traffic.
+Autocast would round the gathered weights in the same way, so the numbers are those of float32 gathers. Norms, embedding
+and head are gathered in float32, and gradients are summed over the ranks in float32.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +27,21 @@ from torch import Tensor, nn
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models.introspection import decoder_body, disable_dropout, refuse_scaled_logits, unwrap
-from kl_comedy.models.load import DTYPES, LoadedModel, check_log_probs, load_base, load_tokenizer, pick_device
+from kl_comedy.models.load import (
+    DTYPES,
+    LoadedModel,
+    carry_options,
+    check_kernels,
+    check_log_probs,
+    check_undamaged,
+    first_line,
+    from_pretrained,
+    load_base,
+    load_tokenizer,
+    pick_device,
+    source_folder,
+    use_fast_linears,
+)
 from kl_comedy.models.lora import add_lora, base_name, initial_factor, is_lora_factor
 
 if TYPE_CHECKING:
@@ -35,16 +53,20 @@ ReadWeight = Callable[[str], Tensor]
 """Reads one weight by its name in the causal LM; called on rank 0 only."""
 
 
-def load_sharded(config: ModelConfig, *, limit_bytes: int) -> LoadedModel:
+def load_sharded(config: ModelConfig, *, limit_bytes: int, copies: int = 1, bf16: bool = False) -> LoadedModel:
     """Load the policy of ``config`` over all processes of the default process group, which must exist.
 
-    ``limit_bytes`` bounds a model that rank 0 has to load whole. Raises :class:`UserError` on every process alike.
+    ``limit_bytes`` bounds a model that rank 0 has to load whole. ``copies``: of the policy, each sharded over as many
+    consecutive ranks (HSDP). ``bf16``: see the module. Raises :class:`UserError` on every process alike.
     """
     device = pick_device(config.device)
-    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    check_kernels(config, device)
+    sizes: dict[str, int] = {"copies": copies} if copies > 1 else {}
+    sizes["shards"] = dist.get_world_size() // copies
+    mesh = dist.device_mesh.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     tokenizer = load_tokenizer(config)
-    model = _sharded_skeleton(config, mesh, device)
-    _fill_weights(model, _open_on_rank_zero(lambda: _weight_reader(config, model, limit_bytes)))
+    model = _sharded_skeleton(config, mesh, device, bf16)
+    _fill_weights(model, _weight_reader_on_rank_zero(config, model, limit_bytes))
     model.train(config.gradient_checkpointing)
     check_log_probs(model, share_prompt=config.share_prompt)
     return LoadedModel(model=model, tokenizer=tokenizer, device=device, source=config.source)
@@ -58,6 +80,7 @@ def skeleton(config: ModelConfig) -> Any:
         model = _build_architecture(config).to(DTYPES[config.dtype])
     refuse_scaled_logits(model.config)
     disable_dropout(model)
+    carry_options(model, config)
     return model.eval()
 
 
@@ -71,7 +94,7 @@ def unsharded_skeleton(config: ModelConfig) -> Any:
 
 def clone_sharded(model: nn.Module) -> nn.Module:
     """A copy of a sharded model in its own memory; all processes must call. (FSDP2 models cannot be deep-copied.)"""
-    clone: nn.Module = vars(model)[_BUILD_EMPTY]()
+    clone: nn.Module = vars(model)["_kl_comedy_build_empty"]()
     with torch.no_grad():
         for target, source in zip(_local_tensors(clone), _local_tensors(model), strict=True):
             target.copy_(source)
@@ -79,36 +102,57 @@ def clone_sharded(model: nn.Module) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers says must not be split; else the items of the body's longest module list."""
-    names = set(getattr(unwrap(model), "_no_split_modules", None) or ())  # transformers has no public accessor
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if layers:
-        return layers
-    lists = [module for module in decoder_body(model).modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
+    """The items of the body's first module list. Raises :class:`UserError` where it has none."""
+    modules = decoder_body(model).modules()
+    layers = next((module for module in modules if isinstance(module, nn.ModuleList)), None)
+    if layers is None:
         raise UserError(f"model.source: no decoder layers to shard in {type(unwrap(model)).__name__}")
-    return list(max(lists, key=len))
+    return list(layers)
 
 
-_BUILD_EMPTY = "_kl_comedy_build_empty"
-"""Attribute of a sharded model: a function that builds another one, sharded alike and without weights."""
+def rounded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What autocast rounds to bfloat16 in decoder layers: parameters of linear layers and of modules with matrices."""
+    rounded: list[nn.Parameter] = []
+    for module in chain.from_iterable(layer.modules() for layer in decoder_layers(model)):
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, nn.Linear) or any(parameter.dim() > 1 for parameter in own):
+            rounded += own
+    return rounded
 
 
-def _sharded_skeleton(config: ModelConfig, mesh: DeviceMesh, device: torch.device) -> Any:
+def compute_in_bf16(model: nn.Module, device: torch.device) -> None:
+    """Let decoder layers compute under autocast wherever they are called: rounded weights fit nothing else."""
+    layer: Any
+    for layer in decoder_layers(model):
+        layer.forward = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)(layer.forward)
+    unwrap(model)._kl_comedy_layers_in_bf16 = True
+
+
+def _sharded_skeleton(config: ModelConfig, mesh: DeviceMesh, device: torch.device, bf16: bool) -> Any:
     """The policy of ``config``, sharded, shards allocated but not filled; buffers are final."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = skeleton(config)
     if config.lora is not None:
         model = add_lora(model, config.lora)
+    use_fast_linears(model, device)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for unit in (*decoder_layers(model), model):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    policy, layers = MixedPrecisionPolicy(), decoder_layers(model)
+    if bf16:
+        narrow: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        policy, rounded = MixedPrecisionPolicy(**narrow, cast_forward_inputs=False), set(rounded_parameters(model))
+        for module in chain.from_iterable([list(layer.modules()) for layer in layers]):
+            if not rounded.issuperset(module.parameters(recurse=False)):  # a norm: a unit of its own, in float32
+                fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        compute_in_bf16(model, device)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     _allocate(model, device)
-    if getattr(unwrap(model).config, "tie_word_embeddings", False):
+    if unwrap(model).config.tie_word_embeddings:
         unwrap(model).tie_weights()  # on the meta device tied weights are built apart
-    setattr(model, _BUILD_EMPTY, lambda: _sharded_skeleton(config, mesh, device))
+    model._kl_comedy_build_empty = lambda: _sharded_skeleton(config, mesh, device, bf16)  # for clone_sharded
     return model
 
 
@@ -121,24 +165,19 @@ def _build_architecture(config: ModelConfig) -> Any:
     if config.source == "pocket":
         from kl_comedy.models.pocket import build_model, recipe_from_options
 
-        return build_model(recipe_from_options(config.options), attention=config.attention)
+        return build_model(recipe_from_options(config.options), attention=config.library_attention)
     if config.gguf_file is not None:
-        raise bad_value(
-            "model.gguf_file",
-            config.gguf_file,
-            "null with train.strategy: fsdp",
-            "a GGUF file cannot be streamed; save it as a Hugging Face folder first",
-        )
+        why = "a GGUF file cannot be streamed; save it as a Hugging Face folder first"
+        raise bad_value("model.gguf_file", config.gguf_file, "null with train.strategy: fsdp", why)
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    options = {**trust, "revision": config.revision, **copy.deepcopy(config.options)}
+    model_config = from_pretrained(AutoConfig, config.source, "model.source", **options)
     try:
-        model_config = AutoConfig.from_pretrained(config.source, **options, **copy.deepcopy(config.options))
-        model = AutoModelForCausalLM.from_config(
-            model_config, attn_implementation=config.attention, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.source: {config.source!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        model = AutoModelForCausalLM.from_config(model_config, attn_implementation=config.library_attention, **trust)
+    except Exception as error:  # a config that its architecture trips over
+        raise UserError(f"model.source: {config.source!r} cannot be loaded: {first_line(error)}") from error
     with contextlib.suppress(OSError):  # a model without generation_config.json keeps the one of its config
         model.generation_config = GenerationConfig.from_pretrained(config.source, revision=config.revision)
     return model
@@ -153,14 +192,15 @@ def _local_tensors(model: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def _fill_weights(model: nn.Module, read: ReadWeight | None) -> None:
     """Distribute every weight from rank 0 (which alone has ``read``), the adapter's initial values too."""
-    rank_zero = dist.get_rank() == 0
+    from torch.distributed.tensor import distribute_tensor
+
     for name, parameter in model.named_parameters():
-        value = None
-        if is_lora_factor(name):
-            value = initial_factor(name, tuple(parameter.shape)) if rank_zero else None
-        elif read is not None:
-            value = read(base_name(name))
-        _scatter(parameter, value)
+        shard: Any = parameter
+        local, shape = shard.to_local(), tuple(shard.shape)
+        full = torch.empty(shape, dtype=shard.dtype, device=local.device)
+        if read is not None:
+            full.copy_(initial_factor(name, shape) if is_lora_factor(name) else read(base_name(name)))
+        local.copy_(distribute_tensor(full, shard.device_mesh, shard.placements).to_local())
     causal = unwrap(model)
     saved_names = set(causal.state_dict())
     for name, buffer in causal.named_buffers():
@@ -170,24 +210,12 @@ def _fill_weights(model: nn.Module, read: ReadWeight | None) -> None:
             dist.broadcast(buffer, src=0)
 
 
-def _scatter(parameter: Any, value: Tensor | None) -> None:
-    """Give each process its shard of ``value`` (rank 0's; None elsewhere)."""
-    from torch.distributed.tensor import distribute_tensor
-
-    local = parameter.to_local()
-    if value is None:
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
-    else:
-        full = value.to(dtype=parameter.dtype, device=local.device)
-    local.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements).to_local())
-
-
-def _open_on_rank_zero(open_reader: Callable[[], ReadWeight]) -> ReadWeight | None:
+def _weight_reader_on_rank_zero(config: ModelConfig, model: nn.Module, limit_bytes: int) -> ReadWeight | None:
     """The reader on rank 0, None elsewhere. A :class:`UserError` of rank 0 is raised on every process."""
     reader, message = None, [""]
     if dist.get_rank() == 0:
         try:
-            reader = open_reader()
+            reader = _weight_reader(config, model, limit_bytes)
         except UserError as error:
             message = [str(error)]
     dist.broadcast_object_list(message, src=0)
@@ -198,17 +226,35 @@ def _open_on_rank_zero(open_reader: Callable[[], ReadWeight]) -> ReadWeight | No
 
 def _weight_reader(config: ModelConfig, model: nn.Module, limit_bytes: int) -> ReadWeight:
     """Reads safetensors files where they have the model's own names, else a model loaded whole."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    names = {base_name(name) for name, _ in model.named_parameters() if not is_lora_factor(name)}
-    files = _safetensors_files(_model_folder(config))
+    if config.source == "pocket":
+        from kl_comedy.models.pocket import pocket_folder, recipe_from_options
+
+        folder = pocket_folder(recipe_from_options(config.options))
+    else:
+        folder = source_folder(config, ["*.safetensors", "*.json"])
+    check_undamaged(config)
+    weights = ((base_name(name), weight) for name, weight in model.named_parameters() if not is_lora_factor(name))
+    shapes = {name: tuple(weight.shape) for name, weight in weights}
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no dict
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"model.source: {path} cannot be read: {first_line(error)}") from error
+        for name in shapes.keys() & there.keys():
+            if there[name] != shapes[name]:
+                raise UserError(f"model.source: {path}: {name} has shape {there[name]}, and the model {shapes[name]}")
+        files |= dict.fromkeys(there, path)
 
     def read(name: str) -> Tensor:
         with safe_open(files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
-    if names <= set(files):
+    if shapes.keys() <= files.keys():
         return read
     size = sum(p.numel() * p.element_size() for p in unwrap(model).parameters())
     if size > limit_bytes:
@@ -219,34 +265,3 @@ def _weight_reader(config: ModelConfig, model: nn.Module, limit_bytes: int) -> R
         )
     state = load_base(replace(config, lora=None)).state_dict()
     return lambda name: state[name]
-
-
-def _safetensors_files(folder: Path) -> dict[str, Path]:
-    """The safetensors file of every weight in ``folder``."""
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    files = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            files |= dict.fromkeys(file.keys(), path)
-    return files
-
-
-def _model_folder(config: ModelConfig) -> Path:
-    if config.source == "pocket":
-        from kl_comedy.models.pocket import pocket_folder, recipe_from_options
-
-        return pocket_folder(recipe_from_options(config.options))
-    if Path(config.source).is_dir():
-        return Path(config.source)
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.safetensors", "*.json"]
-    try:
-        return Path(snapshot_download(config.source, revision=config.revision, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many kinds of errors
-        raise UserError(f"model.source: {config.source!r} cannot be had: {str(error).splitlines()[0]}") from error

@@ -1,23 +1,31 @@
-"""Weights of a model, sharded or not: their hash, a stream of whole tensors in bounded buckets, copying.
+"""Weights of a model, sharded or not: their hash, streams of whole tensors, copying.
 
-    sharded model -> (gather a bucket, pass it on, drop it) -> replica, sampler, file
+    sharded model -> (gather a bucket, pass it on, drop it) -> replica, file
+    sharded model -> (cast a shard, gather the tensor, pass it on) -> inference engine
 
-Beside its own shards a process has at most one bucket in memory.
+Beside its own shards a process has at most one bucket in memory. Of a sharded model every process must walk a stream
+to its end, in step, because gathering is a collective.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kl_comedy.models.lora import base_name, is_lora_factor
+from kl_comedy.models.introspection import is_peft, unwrap
+from kl_comedy.models.lora import base_name, is_lora_factor, merge_adapter, peft_scaling
 
 HASH_BYTES = 1 << 24
 """Bytes hashed at a time, so that a weight on a GPU never needs a second full copy in host memory."""
+
+FUSED = {part: "qkv_proj" for part in ("q_proj", "k_proj", "v_proj")}
+FUSED |= {part: "gate_up_proj" for part in ("gate_proj", "up_proj")}
+"""Linear layers that vLLM stores as parts of one."""
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
@@ -27,9 +35,8 @@ Bucket = list[tuple[str, Tensor]]
 def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only: bool = False) -> str:
     """Hex SHA-256 over names, dtypes, shapes and bytes; independent of device and sharding.
 
-    A tensor tied under several names is hashed under each. ``base_only`` leaves a PEFT model's adapters out
-    and strips the wrapper from the names, so that the hash equals that of the model before it was wrapped.
-    Of a sharded model every process must call.
+    ``base_only`` leaves a PEFT model's adapters out and strips the wrapper from the names, so that the hash equals that
+    of the model before it was wrapped. Of a sharded model every process must call.
     """
     state: Mapping[str, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
@@ -37,11 +44,84 @@ def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only:
         tensors = {base_name(name): tensor for name, tensor in tensors.items() if not is_lora_factor(name)}
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        flat = full_tensor(tensor).contiguous().reshape(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), HASH_BYTES):
-            digest.update(memoryview(flat[start : start + HASH_BYTES].cpu().numpy()))
+        full = full_tensor(tensor)
+        digest.update(f"{name}|{full.dtype}|{tuple(full.shape)}|".encode())
+        _hash_bytes(digest, full)
     return digest.hexdigest()
+
+
+def _hash_bytes(digest: Any, tensor: Tensor) -> None:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), HASH_BYTES):
+        digest.update(memoryview(flat[start : start + HASH_BYTES].cpu().numpy()))
+
+
+class Checksums:
+    """SHA-256 of the bytes of every weight, by name, as vLLM gives it.
+
+    ``fused``: the parts that vLLM stores as one are hashed as one, in their order.
+
+    >>> weights = {"q_proj.bias": torch.ones(2), "k_proj.bias": torch.zeros(1), "v_proj.bias": torch.ones(1)}
+    >>> sums, whole = Checksums(fused=True), Checksums()
+    >>> for name, tensor in weights.items():
+    ...     sums.add(name, tensor)
+    >>> whole.add("qkv_proj.bias", torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    >>> sums.hexdigests() == whole.hexdigests()
+    True
+    """
+
+    def __init__(self, *, fused: bool = False) -> None:
+        self._fused = fused
+        self._digests: dict[str, Any] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Parts of a fused weight must come in their order."""
+        if self._fused:
+            name = ".".join(FUSED.get(part, part) for part in name.split("."))
+        _hash_bytes(self._digests.setdefault(name, hashlib.sha256()), tensor)
+
+    def hexdigests(self) -> dict[str, str]:
+        return {name: digest.hexdigest() for name, digest in self._digests.items()}
+
+
+def full_weights(
+    model: nn.Module, dtype: torch.dtype | None = None, *, adapter: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the policy under its checkpoint name, whole and detached, in ``dtype`` if given.
+
+    A shard is cast before it is gathered. An adapter is merged (its module's weight is gathered and summed in its own
+    dtype, then cast), or left out. Tied weights are gathered once and come one after the other, each under its own
+    name, since vLLM has a packed copy of a tied head.
+    """
+    causal = unwrap(model)
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in causal.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    tied = {base_name(first): names for first, *names in names_of.values()}
+    repeated = {name for names in tied.values() for name in names}
+    weights: Iterable[tuple[str, Tensor]] = ((n, t) for n, t in causal.state_dict().items() if n not in repeated)
+    if is_peft(model) and adapter:
+        weights = merge_adapter(((name, full_tensor(tensor)) for name, tensor in weights), peft_scaling(model))
+    for name, tensor in weights:
+        if not is_lora_factor(name):
+            whole = full_tensor(_cast(tensor, dtype))
+            yield from ((each, whole) for each in (base_name(name), *tied.get(base_name(name), ())))
+
+
+def adapter_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The factors of a PEFT model's adapter, as ``MODULE.lora_A`` and ``MODULE.lora_B``, in ``dtype`` if given.
+
+    The scaling is part of B, so that it is rounded once. Of a sharded model every process must walk them, in step.
+    """
+    for name, tensor in unwrap(model).state_dict().items():
+        if is_lora_factor(name):
+            name = name.removesuffix(".default.weight")
+            whole = full_tensor(tensor)
+            yield name, _cast(peft_scaling(model) * whole if name.endswith(".lora_B") else whole, dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def stream_weights(model: nn.Module, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
@@ -56,14 +136,11 @@ def stream_weights(model: nn.Module, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     bucket: Bucket = []
-    filled = 0
     for name, tensor in named_weights(model):
-        size = tensor.numel() * tensor.element_size()
-        if bucket and filled + size > bucket_bytes:
+        if bucket and sum(each.nbytes for _, each in bucket) + tensor.nbytes > bucket_bytes:
             yield bucket
-            bucket, filled = [], 0
+            bucket = []
         bucket.append((name, full_tensor(tensor)))
-        filled += size
     if bucket:
         yield bucket
 
@@ -86,7 +163,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of the whole model, sharded or not."""
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in named_weights(model))
+    return sum(tensor.nbytes for _, tensor in named_weights(model))
 
 
 @torch.no_grad()
@@ -94,11 +171,10 @@ def copy_into(model: nn.Module, buckets: Iterable[Bucket]) -> None:
     """Overwrite the weights of a model that is not sharded. Raises :class:`ValueError` for names that differ."""
     weights = dict(named_weights(model))
     missing = set(weights)
-    for bucket in buckets:
-        for name, tensor in bucket:
-            if name not in weights:
-                raise ValueError(f"no such weight: {name}")
-            weights[name].copy_(tensor)
-            missing.discard(name)
+    for name, tensor in itertools.chain.from_iterable(buckets):
+        if name not in weights:
+            raise ValueError(f"no such weight: {name}")
+        weights[name].copy_(tensor)
+        missing.discard(name)
     if missing:
         raise ValueError(f"weights that did not come: {', '.join(sorted(missing)[:3])}")

@@ -1,4 +1,4 @@
-"""The task part of the objective: advantages, policy losses, and reductions with explicit denominators."""
+"""The task part of the objective: advantages, policy losses, reductions."""
 
 from kl_comedy.objective.advantages import Advantage, value_loss
 from kl_comedy.objective.policy_corrections import PolicyCorrection

@@ -1,15 +1,9 @@
-"""Advantages: from returns to what weights the score of each token.
+"""Advantages: from returns (and a value function) to what weights the score of each token.
 
-``returns_BT[b, t]`` is the return that the score of token t earns: the verified reward, less the KL
-costs that enter before the baseline (so it may differ along t, and is defined beyond the end of a
-completion, where no cost is left). Baselines are taken column by column, over the completions of the
-same prompt (``group_B``) or of the batch. With no KL cost the columns are equal, and each function is
-the textbook one.
-
-Generalized advantage estimation: from returns and a value function to advantages with credit per token.
-
-Legend: ``B`` sequences, ``T`` completion tokens. ``values_BT[b, t]`` is the value of the prefix before token t,
-``last_value_B`` that after the last token: 0 where the completion is over, a value where it is bootstrapped.
+``returns_BT[b, t]`` is the return that the score of token t earns: the verified reward, less the KL costs that enter
+before the baseline (so it may differ along t, and is defined beyond the end of a completion, where no cost is left).
+Baselines are taken column by column, over the completions of the same prompt (``group_B``) or of the batch. With no KL
+cost the columns are equal, and each function is the textbook one. Legend: ``B`` sequences, ``T`` completion tokens.
 """
 
 from __future__ import annotations
@@ -110,13 +104,12 @@ def reinforce_pp_baseline(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) 
 def token_rewards(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The reward of each token, ``[B, T]``, zero outside the mask: ``G_t - G_{t+1}``, and ``G`` at the last token.
 
-    ``returns_BT`` is the reward less the KL cost to go, so a KL cost comes back as a cost of its own token (of the
-    token that led to the prefix, for an exact KL), and the verified reward as the last token's.
+    A KL cost to go comes back as a cost of its own token (of the token that led to the prefix, for an exact KL).
 
     >>> token_rewards(torch.tensor([[0.5, 0.7, 0.9]]), torch.tensor([[True, True, False]]))
     tensor([[-0.2000,  0.7000,  0.0000]])
     """
-    inside_BT = torch.where(mask_BT.bool(), returns_BT, torch.zeros_like(returns_BT))
+    inside_BT = torch.where(mask_BT.bool(), returns_BT, 0.0)
     return inside_BT - torch.nn.functional.pad(inside_BT[:, 1:], (0, 1))
 
 
@@ -133,13 +126,14 @@ def gae(
 ) -> Tensor:
     """``sum_l (gamma lam)^l delta_{t+l}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``: a value head, credit per token.
 
-    With ``gamma = lam = 1`` it is the return to go less the value, so unbiased whatever the values are; a smaller
-    ``lam`` trades variance for the bias of the values. Options: ``algorithm.value``. ``[B, T]``, zero outside the mask.
+    ``values_BT[b, t]`` is the value of the prefix before token t, ``last_value_B`` that after the last token (0 where
+    the completion is over). With ``gamma = lam = 1`` it is the return to go less the value, so unbiased whatever the
+    values are; a smaller ``lam`` trades variance for their bias. ``[B, T]``, zero outside the mask.
     """
     if values_BT is None:
         raise UserError("algorithm.advantage: gae needs the values of a value head, which only training has")
     mask_BT = mask_BT.bool()
-    values_BT = torch.where(mask_BT, values_BT, torch.zeros_like(values_BT)).to(returns_BT.dtype)
+    values_BT = torch.where(mask_BT, values_BT, 0.0).to(returns_BT.dtype)
     after_B = values_BT.new_zeros(len(values_BT)) if last_value_B is None else last_value_B.to(values_BT.dtype)
     ends_BT = mask_BT & ~torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
     next_BT = torch.where(ends_BT, after_B[:, None], torch.nn.functional.pad(values_BT[:, 1:], (0, 1)))
@@ -155,8 +149,8 @@ def gae(
 def value_loss(value_BT: Tensor, old_value_BT: Tensor, target_BT: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """``(V - target)^2 / 2`` per token, and where the clip silenced it (bool); both ``[B, T]``.
 
-    With ``clip`` (Schulman et al.'s PPO code): the larger of it and the same at ``V`` clamped to within ``clip`` of
-    the value at the batch's first use, so that a value that has moved that far towards its target has no gradient.
+    With ``clip`` (Schulman et al.'s PPO code): the larger of it and the same at ``V`` clamped to within ``clip`` of the
+    old value, so that a value that has moved that far towards its target has no gradient.
     """
     free_BT = 0.5 * (value_BT - target_BT).square()
     if clip is None:

@@ -39,25 +39,24 @@ class PolicyCorrection(Protocol):
         ...
 
 
-def _free(weight_BT: Tensor) -> Weights:
+def _weights(weight_BT: Tensor, *, truncated_BT: Tensor | None = None, masked_BT: Tensor | None = None) -> Weights:
     never_BT = torch.zeros_like(weight_BT, dtype=torch.bool)
-    return Weights(weight_BT=weight_BT, truncated_BT=never_BT, masked_BT=never_BT)
+    truncated_BT = never_BT if truncated_BT is None else truncated_BT
+    return Weights(
+        weight_BT=weight_BT, truncated_BT=truncated_BT, masked_BT=never_BT if masked_BT is None else masked_BT
+    )
 
 
 def _truncated(log_BT: Tensor, cap: float) -> Weights:
     beyond_BT = log_BT > math.log(cap)
     weight_BT = torch.where(beyond_BT, torch.full_like(log_BT, cap), log_BT.exp())
-    return Weights(weight_BT=weight_BT, truncated_BT=beyond_BT, masked_BT=torch.zeros_like(beyond_BT))
+    return _weights(weight_BT, truncated_BT=beyond_BT)
 
 
 def _masked(log_BT: Tensor, low: float, high: float, *, keep_ratio: bool) -> Weights:
     inside_BT = (log_BT >= (math.log(low) if low > 0 else -math.inf)) & (log_BT <= math.log(high))
     value_BT = log_BT.exp() if keep_ratio else torch.ones_like(log_BT)
-    return Weights(
-        weight_BT=torch.where(inside_BT, value_BT, torch.zeros_like(value_BT)),
-        truncated_BT=torch.zeros_like(inside_BT),
-        masked_BT=~inside_BT,
-    )
+    return _weights(torch.where(inside_BT, value_BT, 0.0), masked_BT=~inside_BT)
 
 
 def _sequence(delta_BT: Tensor) -> Tensor:
@@ -68,25 +67,20 @@ def _sequence(delta_BT: Tensor) -> Tensor:
 def sequence_mean(delta_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The mean log-ratio of a completion's tokens (the log of the geometric-mean ratio), at every token."""
     tokens_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1).to(delta_BT.dtype)
-    inside_BT = torch.where(mask_BT.bool(), delta_BT, torch.zeros_like(delta_BT))
+    inside_BT = torch.where(mask_BT.bool(), delta_BT, 0.0)
     return (inside_BT.sum(-1, keepdim=True) / tokens_B1).expand_as(delta_BT)
 
 
 @POLICY_CORRECTIONS.register("none", source="every on-policy paper", claims=("on_policy",), role="none")
 def none(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Weights:
     """Weight one everywhere (the neutral element)."""
-    return _free(torch.ones_like(delta_BT))
+    return _weights(torch.ones_like(delta_BT))
 
 
-@POLICY_CORRECTIONS.register(
-    "token",
-    source="1707.06347 without its clip",
-    claims=("on_policy",),
-    role="ratio",
-)
+@POLICY_CORRECTIONS.register("token", source="1707.06347 without its clip", claims=("on_policy",), role="ratio")
 def token(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Weights:
     """``rho_t`` of the token itself, unbounded. Misses the ratios of the other tokens."""
-    return _free(delta_BT.exp())
+    return _weights(delta_BT.exp())
 
 
 @POLICY_CORRECTIONS.register(
@@ -114,7 +108,7 @@ def icepop(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float =
 )
 def sequence(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Weights:
     """``omega``: the ratio of the whole completion, unbounded. The only unbiased one; variance explodes with length."""
-    return _free(_sequence(delta_BT).exp())
+    return _weights(_sequence(delta_BT).exp())
 
 
 @POLICY_CORRECTIONS.register(
@@ -168,14 +162,10 @@ def geometric_mask(
 
 
 @POLICY_CORRECTIONS.register(
-    "opsm",
-    source="DeepSeek-V3.2 2512.02556, off-policy sequence masking",
-    claims=("on_policy",),
-    role="mask",
+    "opsm", source="DeepSeek-V3.2 2512.02556, off-policy sequence masking", claims=("on_policy",), role="mask"
 )
 def opsm(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, threshold: float = 0.5) -> Weights:
     """0 on completions with a mean advantage below 0 whose mean ``log mu - log pi`` exceeds ``threshold`` nats."""
     far_BT = -sequence_mean(delta_BT, mask_BT) > threshold
     masked_BT = far_BT & (sequence_mean(advantage_BT, mask_BT) < 0)
-    weight_BT = (~masked_BT).to(delta_BT.dtype)
-    return Weights(weight_BT=weight_BT, truncated_BT=torch.zeros_like(masked_BT), masked_BT=masked_BT)
+    return _weights((~masked_BT).to(delta_BT.dtype), masked_BT=masked_BT)

@@ -94,11 +94,7 @@ def ppo_clip(
 
 
 @POLICY_LOSSES.register(
-    "gspo",
-    source="Zheng et al. 2507.18071 (GSPO-token)",
-    claims=("on_policy",),
-    scope="sequence",
-    bounded=gspo_clipped,
+    "gspo", source="Zheng et al. 2507.18071 (GSPO-token)", claims=("on_policy",), scope="sequence", bounded=gspo_clipped
 )
 def gspo(
     logp_BT: Tensor,

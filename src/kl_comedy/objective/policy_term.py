@@ -25,8 +25,6 @@ from kl_comedy.registry import POLICY_CORRECTIONS, POLICY_LOSSES, Entry
 if TYPE_CHECKING:
     from kl_comedy.config import AlgorithmConfig
 
-PROXIMAL = ("behaviour", "recomputed")
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerm:
@@ -82,17 +80,16 @@ def policy_term(
     ``proximal_logp_BT``: with ``proximal: recomputed``, the log-probs of the policy at the batch's first use.
     Raises :class:`UserError` where that is missing.
     """
-    recomputed = term.proximal == "recomputed"
-    if recomputed and proximal_logp_BT is None:
+    old_BT = proximal_logp_BT if term.proximal == "recomputed" else behaviour_logp_BT
+    if old_BT is None:
         raise UserError("algorithm.proximal: recomputed needs the log-probs of the policy at the batch's first use")
-    old_BT = proximal_logp_BT if recomputed and proximal_logp_BT is not None else behaviour_logp_BT
     old_BT = torch.where(mask_BT, old_BT, logp_BT).detach()
     entry = POLICY_LOSSES.get(term.loss)
     options = {**term.options, **({"mask_BT": mask_BT} if entry.facts.get("scope") == "sequence" else {})}
     loss_BT = torch.where(mask_BT, entry.fn(logp_BT, old_BT, advantage_BT, **options), 0.0)
     bounded = entry.facts.get("bounded")
     with torch.no_grad():
-        anchor_BT = old_BT if recomputed else logp_BT
+        anchor_BT = old_BT if term.proximal == "recomputed" else logp_BT
         delta_BT = torch.where(mask_BT, anchor_BT - behaviour_logp_BT, 0.0).detach()
         weights = {
             name: POLICY_CORRECTIONS.get(name).fn(delta_BT, advantage_BT, mask_BT, **(given or {}))
@@ -107,15 +104,13 @@ def policy_term(
 def check_policy_term(term: PolicyTerm) -> None:
     """Raise :class:`UserError` naming the config key of the first name, option or combination that cannot work."""
     loss = POLICY_LOSSES.get(term.loss, key="algorithm.policy_loss")
-    _check_options("algorithm.policy_loss_options", loss, term.options, first=3)
-    if term.proximal not in PROXIMAL:
-        raise bad_value("algorithm.proximal", term.proximal, PROXIMAL)
+    _check_options("algorithm.policy_loss_options", loss, term.options)
     ratios = []
     for name, options in term.corrections.items():
         entry = POLICY_CORRECTIONS.get(name, key="algorithm.correction")
         if not isinstance(options, Mapping | None):
             raise bad_value(f"algorithm.correction.{name}", options, "a mapping of its options, as {}")
-        _check_options(f"algorithm.correction.{name}", entry, options or {}, first=3)
+        _check_options(f"algorithm.correction.{name}", entry, options or {})
         ratios += [name] if entry.facts.get("role", "ratio") == "ratio" else []
     if len(ratios) > 1:
         raise UserError(
@@ -135,8 +130,8 @@ def check_policy_term(term: PolicyTerm) -> None:
         )
 
 
-def _check_options(key: str, entry: Entry[Any], options: Mapping[str, Any], *, first: int) -> None:
-    allowed = [name for name in list(inspect.signature(entry.fn).parameters)[first:] if name != "mask_BT"]
+def _check_options(key: str, entry: Entry[Any], options: Mapping[str, Any]) -> None:
+    allowed = [name for name in list(inspect.signature(entry.fn).parameters)[3:] if name != "mask_BT"]
     for name, value in options.items():
         if name not in allowed:
             raise unknown_key(f"{key}.{name}", value, allowed, f"{entry.name} takes no such option")

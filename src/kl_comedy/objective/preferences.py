@@ -19,16 +19,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Preferences:
-    """What an update's pairs give. Without a pair: zeros, and no gradient."""
+    """What an update's pairs give. Without a pair: zeros, and no gradient.
+
+    ``coefficient_B`` weights the score of a completion: positive where it is preferred; its sum over a prompt is 0.
+    ``loss`` in nats; ``accuracy`` is the share of pairs, weighted as in the loss, whose better completion gained more
+    over the reference; ``margin`` the mean of ``beta (h_i - h_j)`` under the same weights.
+    """
 
     coefficient_B: Tensor
-    """What weights the score of a completion: positive where it is preferred. Sums to 0 over a prompt."""
     loss: float
-    """Nats, as above."""
     accuracy: float
-    """Share of pairs, weighted as in the loss, whose better completion gained more over the reference."""
     margin: float
-    """Mean of ``beta (h_i - h_j)`` under the same weights."""
     pairs: int
     prompts: int
 

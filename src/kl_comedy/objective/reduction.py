@@ -28,13 +28,11 @@ def sequence_weights(reduction: str, mask_BT: Tensor, *, constant: float = 1.0, 
     """The weight of each sequence, ``[B]``, float32 or wider.
 
     - ``token_mean``: ``1 / (tokens in the batch)``; long completions count more.
-    - ``sequence_mean_token_mean``: ``1 / (sequences x own tokens)``; every completion counts the same
-      (GRPO, 2402.03300).
-    - ``sequence_sum``: ``1 / (sequences x constant)``: the sum over tokens, over a constant (1 for the
-      sequence-level objective; Dr. GRPO's generation budget, 2503.20783).
+    - ``sequence_mean_token_mean``: ``1 / (sequences x own tokens)``; all count the same (GRPO, 2402.03300).
+    - ``sequence_sum``: ``1 / (sequences x constant)``; the constant is 1 for the sequence-level objective, the
+      generation budget for Dr. GRPO (2503.20783).
 
-    ``keep_B`` (bool) drops sequences, truncated ones say: their weight is zero and they leave the
-    denominator. All dropped: all weights are zero.
+    ``keep_B`` (bool) drops sequences: their weight is zero and they leave the denominator.
 
     >>> sequence_weights("token_mean", torch.tensor([[True, True], [True, False]]))
     tensor([0.3333, 0.3333])
@@ -42,11 +40,11 @@ def sequence_weights(reduction: str, mask_BT: Tensor, *, constant: float = 1.0, 
     if reduction not in REDUCTIONS:
         raise bad_value("algorithm.reduction", reduction, REDUCTIONS)
     tokens_B = mask_BT.sum(-1).to(torch.float64)
-    kept_B = torch.ones_like(tokens_B) if keep_B is None else keep_B.to(torch.float64)
+    counts_B = torch.ones_like(tokens_B) if keep_B is None else keep_B.to(torch.float64)
     if reduction == "token_mean":
-        weight_B = kept_B / (kept_B * tokens_B).sum().clamp(min=1.0)
+        weight_B = counts_B / (counts_B * tokens_B).sum().clamp(min=1.0)
     elif reduction == "sequence_mean_token_mean":
-        weight_B = kept_B / tokens_B.clamp(min=1.0) / kept_B.sum().clamp(min=1.0)
+        weight_B = counts_B / tokens_B.clamp(min=1.0) / counts_B.sum().clamp(min=1.0)
     else:
-        weight_B = kept_B / (kept_B.sum().clamp(min=1.0) * constant)
+        weight_B = counts_B / (counts_B.sum().clamp(min=1.0) * constant)
     return weight_B.to(torch.float32)

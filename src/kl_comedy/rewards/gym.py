@@ -11,13 +11,14 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
+from kl_comedy.rewards.base import Meta
+from kl_comedy.rewards.text import answer_tag
 
 CALLABLE = (
     *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
@@ -43,7 +44,7 @@ _ENTRY = {"question": "State the final answer: 4 - 1 =", "answer": "3", "metadat
 def reasoning_gym(
     completion: str,
     answer: str,
-    meta: Mapping[str, Any],
+    meta: Meta,
     *,
     solved_at: float = 0.99,
     partial: bool = False,
@@ -52,9 +53,8 @@ def reasoning_gym(
 ) -> Reward:
     """The task's own score of the answer: 1 from ``solved_at`` on, else 0; the score itself with ``partial``.
 
-    Reads ``meta["task"]`` and ``meta["entry"]``. ``part`` is what counts as the answer, always stripped;
-    ``unparseable``: it is empty. ``refused``: longer than ``max_chars``, or code in an answer that the
-    task's scorer would evaluate. The raw score travels in the part ``score``.
+    Reads ``meta["task"]`` and ``meta["entry"]``. ``part`` is what counts as the answer, stripped. ``refused``: longer
+    than ``max_chars``, or code in an answer that the task's scorer would evaluate. The part ``score`` is the raw score.
     """
     if "task" not in meta or "entry" not in meta:
         raise UserError("the reward reasoning_gym needs problems of the dataset reasoning_gym (meta task and entry)")
@@ -73,9 +73,7 @@ def reasoning_gym(
 def _answer_part(completion: str, part: str) -> str:
     text = completion.strip()
     if part == "answer_tag":
-        _, opened, rest = text.rpartition("<answer>")
-        inside, closed, _ = rest.partition("</answer>")
-        return inside.strip() if opened and closed else ""
+        return answer_tag(text)
     if part == "whole" or not text:
         return text
     lines = text.split("\n")
@@ -88,11 +86,11 @@ def _score(task: Any, given: str, entry: dict[str, Any]) -> float:
         return float(task.score_answer(given, entry))
     except MemoryError:
         raise
-    except Exception as error:
+    except Exception:
         try:
             task.score_answer(entry["answer"], entry)
         except Exception as fault:
-            raise UserError(f"the task's scorer cannot score its own entry {entry!r:.200}: {fault}") from error
+            raise UserError(f"the task's scorer cannot score its own entry {entry!r:.200}: {fault}") from fault
         return 0.0
 
 
@@ -128,8 +126,7 @@ def is_plain(text: str) -> bool:
     for opening in re.finditer(r"\(", text):
         before = text[: opening.start()].rstrip()
         name = re.search(r"[A-Za-z_]\w*$", before)
-        if name and name.group() in CALLABLE:
-            continue
-        if before and before[-1] not in "+-*/^%(,[=<>:":
+        called = name is not None and name.group() in CALLABLE
+        if before and not called and before[-1] not in "+-*/^%(,[=<>:":
             return False
     return True

@@ -7,13 +7,12 @@ the machine's load. They stay off here; the pool's clock decides (:mod:`kl_comed
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
-from kl_comedy.rewards.base import BadGold
+from kl_comedy.rewards.base import BadGold, Meta
 from kl_comedy.rewards.text import clean, nesting_depth, tail
 
 
@@ -34,7 +33,7 @@ from kl_comedy.rewards.text import clean, nesting_depth, tail
 def math_verify(
     completion: str,
     answer: str,
-    meta: Mapping[str, Any],
+    meta: Meta,
     *,
     max_chars: int = 16_384,
     max_depth: int = 64,
@@ -43,10 +42,10 @@ def math_verify(
 ) -> Reward:
     """1 where the completion's final answer equals the gold mathematically, else 0.
 
-    The gold is always wrapped before parsing (:func:`wrapped`). ``unparseable``: there is no answer. ``refused``:
-    nesting above ``max_depth``, or a number of more than ``max_digits`` digits. Text before the last ``max_chars``
-    characters is not read. Among several formulas the last counts, and several boxes outside formulas are one answer
-    together, a set (math-verify's defaults). Raises :class:`BadGold` where the gold itself cannot be parsed.
+    ``unparseable``: there is no answer. ``refused``: nesting above ``max_depth``, or a number of more than
+    ``max_digits`` digits. Text before the last ``max_chars`` characters is not read. Among several formulas the last
+    counts, and several boxes outside formulas are one answer together, a set (math-verify's defaults). Raises
+    :class:`BadGold` where the gold itself cannot be parsed.
     """
     text = clean(tail(completion, max_chars))
     if nesting_depth(text) > max_depth or re.search(rf"\d{{{max_digits + 1}}}", text):

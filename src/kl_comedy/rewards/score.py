@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from kl_comedy.config.schema import RewardConfig
 from kl_comedy.errors import UserError, bad_value
@@ -30,7 +30,7 @@ def score(
     may cost. Works from any thread. Raises :class:`UserError` for unknown names or options and for
     lists that do not pair up.
     """
-    entry = check_options(name, options, key=f"score({name!r})")
+    part = _Part(name, 1.0, *check_options(name, options, key=f"score({name!r})"))
     metas = [{}] * len(completions) if metas is None else metas
     for key, texts in (("completions", completions), ("answers", answers)):
         if isinstance(texts, str):
@@ -42,57 +42,50 @@ def score(
         raise UserError(
             f"score: {len(completions)} completions, {len(answers)} answers and {len(metas)} metas do not pair up"
         )
-    return _run(entry, options, completions, answers, metas, pool)
+    return part.judge(completions, answers, metas, pool or shared_pool())
 
 
-def _run(
-    entry: Entry[Any],
-    options: Mapping[str, Any],
-    completions: Sequence[str],
-    answers: Sequence[str],
-    metas: Sequence[Mapping[str, Any]],
-    pool: RewardPool | None,
-) -> list[Reward]:
-    passed = {key: value for key, value in options.items() if key != TIMEOUT_OPTION}
-    items = zip(completions, answers, metas, strict=True)
-    pool = pool or shared_pool()
-    if entry.facts.get("isolated"):
-        timeout_s = float(options.get(TIMEOUT_OPTION, TIMEOUT_S))
-        return pool.run(
-            [
-                Job(name=entry.name, completion=text, answer=answer, meta=meta, options=passed, timeout_s=timeout_s)
-                for text, answer, meta in items
-            ]
-        )
-    rewards = []
-    for text, answer, meta in items:
-        try:
-            reward = normalized(entry.fn(text, answer, meta, **passed), name=entry.name)
-        except BadGold as error:
-            pool.warn_bad_gold(str(error))
-            reward = Reward(value=0.0, status="refused")
-        parts = {entry.name: reward.value, **reward.parts}
-        rewards.append(Reward(value=reward.value, status=reward.status, parts=parts))
-    return rewards
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Part:
-    """One summand: its label in the parts, and what it takes to compute it."""
+    """One summand; ``label`` names it in the parts."""
 
     label: str
     weight: float
     entry: Entry[Any]
     options: Mapping[str, Any]
 
+    def judge(
+        self, completions: Sequence[str], answers: Sequence[str], metas: Sequence[Mapping[str, Any]], pool: RewardPool
+    ) -> list[Reward]:
+        """The rewards of the items; the value of each is also its part under the entry's name."""
+        name, options = self.entry.name, dict(self.options)
+        timeout_s = options.pop(TIMEOUT_OPTION, TIMEOUT_S)
+        items = list(zip(completions, answers, metas, strict=True))
+        if self.entry.facts.get("isolated"):
+            return pool.run([Job(name, *item, options=options, timeout_s=timeout_s) for item in items])
+        rewards = []
+        for item in items:
+            try:
+                reward = normalized(self.entry.fn(*item, **options), name=name)
+            except BadGold as error:
+                pool.warn_bad_gold(str(error))
+                reward = Reward(value=0.0, status="refused")
+            rewards.append(replace(reward, parts={name: reward.value, **reward.parts}))
+        return rewards
+
+
+class Scorer(Protocol):
+    """What scores rollouts: a :class:`RewardSum`, or the ranks of a run together."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]: ...
+
 
 class RewardSum:
-    """The weighted sum of configured rewards over rollouts.
+    """The weighted sum of configured rewards over rollouts; a context manager. Has its own pool unless given one.
 
-    ``Reward.value`` is ``sum_i weight_i * value_i``, ``Reward.parts`` holds each unweighted ``value_i``
-    under the reward's name (the second of a name is ``name_2``) and what a reward reports besides under
-    ``name/...``; the status is the worst of all, in the order of ``STATUSES``. Names, weights and options
-    are checked when it is built. Brings its own pool unless given one; a context manager.
+    ``Reward.value`` is ``sum_i weight_i * value_i``, ``Reward.parts`` holds each unweighted ``value_i`` under the
+    reward's name (the second of a name is ``name_2``) and what a reward reports besides under ``name/...``; the status
+    is the worst of all, in the order of ``STATUSES``. Names, weights and options are checked here.
     """
 
     def __init__(self, configs: Sequence[RewardConfig], *, pool: RewardPool | None = None) -> None:
@@ -101,14 +94,12 @@ class RewardSum:
         self.parts: list[_Part] = []
         for index, config in enumerate(configs):
             key = f"rewards.{index}"
-            entry = check_options(config.name, config.options, key=key)
-            if isinstance(config.weight, bool) or not math.isfinite(config.weight):
+            checked = check_options(config.name, config.options, key=key)
+            if not math.isfinite(config.weight):
                 raise bad_value(f"{key}.weight", config.weight, "a finite number")
             earlier = sum(part.entry.name == config.name for part in self.parts)
             label = f"{config.name}_{earlier + 1}" if earlier else config.name
-            self.parts.append(
-                _Part(label=label, weight=float(config.weight), entry=entry, options=dict(config.options))
-            )
+            self.parts.append(_Part(label, float(config.weight), *checked))
         self._closes_pool = pool is None
         self.pool = pool or RewardPool()
 
@@ -132,20 +123,19 @@ class RewardSum:
     def rewards(self, completions: Sequence[str], problems: Sequence[Problem]) -> list[Reward]:
         """The reward of each text as a completion of the problem at the same place."""
         answers, metas = [problem.answer for problem in problems], [problem.meta for problem in problems]
-        columns = [_run(part.entry, part.options, completions, answers, metas, self.pool) for part in self.parts]
+        columns = [part.judge(completions, answers, metas, self.pool) for part in self.parts]
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
     def check(self, problems: Sequence[Problem]) -> None:
-        """Raise :class:`UserError` naming the problems whose answers the rewards cannot work with.
+        """Raise :class:`UserError` naming problems whose gold answers, given as completions, a reward cannot judge.
 
-        Every reward judges each gold answer given as a completion: tens of milliseconds a problem with
-        ``math_verify``. Meant for the beginning of a run, on all problems or a sample.
+        Tens of milliseconds a problem with ``math_verify``.
         """
+        answers, metas = [problem.answer for problem in problems], [problem.meta for problem in problems]
         for part in self.parts:
             boxed = part.entry.facts.get("boxed", True)
-            golds = [f"\\boxed{{{problem.answer}}}" if boxed else problem.answer for problem in problems]
-            answers, metas = [problem.answer for problem in problems], [problem.meta for problem in problems]
-            verdicts = _run(part.entry, part.options, golds, answers, metas, self.pool)
+            golds = [f"\\boxed{{{answer}}}" for answer in answers] if boxed else answers
+            verdicts = part.judge(golds, answers, metas, self.pool)
             bad = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict.status in ("refused", "timeout")]
             if bad:
                 shown = ", ".join(f"{problem.id} ({problem.answer[:60]!r})" for problem in bad[:3])
@@ -154,12 +144,10 @@ class RewardSum:
                 )
 
     def _sum(self, row: Sequence[Reward]) -> Reward:
+        pairs = list(zip(self.parts, row, strict=True))
         parts: dict[str, float] = {}
-        for part, reward in zip(self.parts, row, strict=True):
+        for part, reward in pairs:
             parts[part.label] = reward.value
             parts |= {f"{part.label}/{key}": value for key, value in reward.parts.items() if key != part.entry.name}
-        return Reward(
-            value=math.fsum(part.weight * reward.value for part, reward in zip(self.parts, row, strict=True)),
-            status=max((reward.status for reward in row), key=STATUSES.index),
-            parts=parts,
-        )
+        value = math.fsum(part.weight * reward.value for part, reward in pairs)
+        return Reward(value=value, status=max((reward.status for reward in row), key=STATUSES.index), parts=parts)

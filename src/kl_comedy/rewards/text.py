@@ -7,34 +7,28 @@ pool's clock does); they make common attacks cost microseconds instead of the wh
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
-from kl_comedy.rewards.base import BadGold, Regex
+from kl_comedy.rewards.base import BadGold, Meta, Regex
 
 _MIRROR = {"{": "}", "}": "{", "(": ")", ")": "(", "[": "]", "]": "["}
 _CONTROLS = {code: " " for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def clean(text: str) -> str:
-    """``text`` without control characters (each becomes a space) and lone surrogates (each becomes ``?``).
-
-    >>> clean("4" + chr(0) + "2")
-    '4 2'
-    """
+    """``text`` without control characters (each becomes a space) and lone surrogates (each becomes ``?``)."""
     return text.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
 
 
 def tail(text: str, max_chars: int) -> str:
-    """The last ``max_chars`` characters, from the first line break among them on.
+    """The last ``max_chars`` characters, from the first line break among them on, so that formulas stay whole.
 
-    The tail is kept, and long text is not refused, because the final answer of a reasoning stands at its
-    end: a long honest completion keeps its verdict. Starting at a line keeps inline formulas whole.
+    The final answer of a reasoning stands at its end: a long honest completion keeps its verdict.
 
     >>> tail("first line; second; last", 6), tail("a $x$ b\\nthe $answer$", 18)
     ('; last', 'the $answer$')
@@ -46,10 +40,17 @@ def tail(text: str, max_chars: int) -> str:
     return rest if newline and rest.strip() else end
 
 
+def answer_tag(text: str) -> str:
+    """The content of the last ``<answer>`` tag, stripped; empty without one that is closed."""
+    _, opened, rest = text.rpartition("<answer>")
+    inside, closed, _ = rest.partition("</answer>")
+    return inside.strip() if opened and closed else ""
+
+
 def nesting_depth(text: str) -> int:
     """The deepest nesting of ``{([`` in ``text``; braces count across lines, the others within one line.
 
-    Closers without openers count as well: the openers may lie before the part of the text that was kept.
+    Closers without openers count as well: the openers may stand before the part of the text that is read.
 
     >>> nesting_depth("{{(x)}}"), nesting_depth("a) {"), nesting_depth("}" * 9)
     (3, 1, 9)
@@ -92,24 +93,18 @@ _MAX_NUMBER = 100
     ),
 )
 def exact_answer(
-    completion: str,
-    answer: str,
-    meta: Mapping[str, Any],
-    *,
-    markers: tuple[str, ...] = MARKERS,
-    max_chars: int = 16_384,
+    completion: str, answer: str, meta: Meta, *, markers: tuple[str, ...] = MARKERS, max_chars: int = 16_384
 ) -> Reward:
     """1 where the text after the last marker (or the last line) is the gold, as a number or a string.
 
-    With a numeric gold, the first number after the marker counts (units may follow), or without any
-    marker the last number of the last line; arithmetic left to do (``3+4``) is no answer. Otherwise
-    strings are compared without case, outer spaces and punctuation. ``unparseable``: nothing to compare.
-    Raises :class:`BadGold` for a gold without any letter or digit.
+    With a numeric gold the first number after the marker counts, or without a marker the last number of the last line;
+    arithmetic left to do (``3+4``) is no answer. Strings are compared without case, outer spaces and punctuation.
+    ``unparseable``: nothing to compare. Raises :class:`BadGold` for a gold without any letter or digit.
     """
     if not _plain(answer):
         raise BadGold(f"exact_answer has nothing to compare with in the gold answer {answer!r}")
     gold = number(answer)
-    segment, marked = final_segment(clean(tail(completion, max_chars)), tuple(markers))
+    segment, marked = final_segment(clean(tail(completion, max_chars)), markers)
     if gold is None:
         given = _plain(segment)
         return Reward(value=float(given == _plain(answer)), status="ok" if given else "unparseable")
@@ -186,18 +181,12 @@ _LONE = r"(?<![\w'-])([{letters}])(?![\w'-])(?!\s+[a-z])"
     ),
 )
 def multiple_choice(
-    completion: str,
-    answer: str,
-    meta: Mapping[str, Any],
-    *,
-    letters: str = "ABCDEFGHIJ",
-    max_chars: int = 16_384,
+    completion: str, answer: str, meta: Meta, *, letters: str = "ABCDEFGHIJ", max_chars: int = 16_384
 ) -> Reward:
     """1 where the letter the completion settles on is the gold letter.
 
-    The last of the most explicit form wins: a boxed letter, "answer is (B)", "(B)", a letter alone at the
-    start of its line, a lone capital not followed by a lower-case word ("A train" is no choice). Letters
-    are the first ``len(meta["choices"])`` of ``letters`` where the problem lists its choices.
+    The last of the most explicit form wins: a boxed letter, "answer is (B)", "(B)", a letter alone at the start of its
+    line, a lone capital not followed by a lower-case word. ``meta["choices"]`` limits the letters.
     """
     if not re.fullmatch(r"[A-Z]+", letters) or len(set(letters)) != len(letters):
         raise bad_value("letters", letters, "distinct capital letters")
@@ -231,7 +220,7 @@ def chosen_letter(text: str, letters: str) -> str | None:
     claims=("constant",),
     examples=({"completion": "anything", "answer": "", "value": 0.0},),
 )
-def zero(completion: str, answer: str, meta: Mapping[str, Any]) -> float:
+def zero(completion: str, answer: str, meta: Meta) -> float:
     """Always 0: a run whose only objective is its KL terms."""
     return 0.0
 
@@ -245,25 +234,23 @@ def zero(completion: str, answer: str, meta: Mapping[str, Any]) -> float:
         {"completion": "", "answer": "", "value": 0.0},
     ),
 )
-def length(completion: str, answer: str, meta: Mapping[str, Any], *, free: int = 0, full: int = 4_096) -> float:
+def length(completion: str, answer: str, meta: Meta, *, free: int = 0, full: int = 4_096) -> float:
     """How far the completion's length in characters is from ``free`` (0) to ``full`` (1), clipped."""
     if not 0 <= free < full:
         raise UserError(f"length: needs 0 <= free < full; got free={free}, full={full}")
     return min(max((len(completion) - free) / (full - free), 0.0), 1.0)
 
 
+_NO_TAG = "(?:(?!</?(?:think|answer)>).)"
 STYLES = {
     "boxed": r"\\boxed\s*\{\s*[^\s{}]",
     "gsm8k": r"(?:\A|\n)####[ \t]*[^\s#][^\n]*\s*\Z",
     "answer_line": r"(?:\A|\n)A:[ \t]*[^\s][^\n]*\s*\Z",
     "answer_tag": r"\A(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*\Z",
-    "think_answer": (
-        r"\A\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)+</answer>\s*\Z"
-    ),
+    "think_answer": rf"\A\s*<think>{_NO_TAG}*</think>\s*<answer>{_NO_TAG}+</answer>\s*\Z",
     "number": r"\A\s*[-+]?\d[\d,]*(?:\.\d+)?\s*\Z",
 }
 """Named forms. The tag forms want each tag exactly once, in order, and nothing after the last."""
-
 Style = Literal["boxed", "gsm8k", "answer_line", "answer_tag", "think_answer", "number"]
 
 
@@ -275,19 +262,13 @@ Style = Literal["boxed", "gsm8k", "answer_line", "answer_tag", "think_answer", "
     examples=(
         {"completion": "so \\boxed{4}", "answer": "", "value": 1.0},
         {"completion": "4", "answer": "", "value": 0.0},
-        {
-            "completion": "<think>2+2</think><answer>4</answer>",
-            "answer": "",
-            "value": 1.0,
-            "options": {"style": "think_answer"},
-        },
         {"completion": "ab", "answer": "", "value": 0.0, "options": {"pattern": "a", "whole": True}},
     ),
 )
 def format_(
     completion: str,
     answer: str,
-    meta: Mapping[str, Any],
+    meta: Meta,
     *,
     style: Style | None = None,
     pattern: Regex | None = None,
@@ -296,9 +277,8 @@ def format_(
 ) -> Reward:
     """1 where the completion matches a named ``style`` (default ``boxed``) or the regular expression ``pattern``.
 
-    ``.`` matches line breaks. ``whole`` asks the pattern to match the whole completion. It runs in the
-    worker pool, since a pattern can backtrack for ever on a text made for it. ``refused``: more than
-    ``max_chars`` characters (a part of the text cannot show the form of the whole).
+    ``.`` matches line breaks; ``whole``: the whole completion must match. Isolated, since a pattern can backtrack for
+    ever on a text made for it. ``refused``: more than ``max_chars`` characters.
     """
     if style is not None and pattern is not None:
         raise UserError(f"style={style!r} and pattern={pattern!r} exclude each other; keep one")

@@ -1,22 +1,22 @@
-"""Samplers: the protocol, what training may ask of one, and the built-in backends (registered on import)."""
+"""Samplers: the protocol, what training may ask of one, the built-in backends."""
 
 from kl_comedy.rollouts.base import (
-    Policy,
     RolloutBackend,
     Sampling,
     check_training_sampling,
     sampling_from,
 )
+from kl_comedy.rollouts.engines import EngineRollouts, build_hf_server, build_vllm, build_vllm_server
 from kl_comedy.rollouts.hf import build_hf
-from kl_comedy.rollouts.replay import ReplayRollouts, build_replay
-from kl_comedy.rollouts.vllm import build_vllm, build_vllm_server
+from kl_comedy.rollouts.recording import ReplayRollouts, build_replay
 
 __all__ = [
-    "Policy",
+    "EngineRollouts",
     "ReplayRollouts",
     "RolloutBackend",
     "Sampling",
     "build_hf",
+    "build_hf_server",
     "build_replay",
     "build_vllm",
     "build_vllm_server",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Protocol
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Prompt, Rollout
 
 if TYPE_CHECKING:
-    import torch
-
     from kl_comedy.config.schema import RolloutConfig
 
 
@@ -44,63 +42,35 @@ class Sampling:
         if isinstance(self.stop, str) or any(not text for text in self.stop):
             raise bad_value("stop", self.stop, "a list of non-empty strings")
 
-    def training_mismatches(self) -> list[str]:
-        """Which settings make the sampler another policy than ``softmax(logits / temperature)``; empty if none."""
-        mismatches = []
-        if self.temperature == 0:
-            mismatches.append(
-                "temperature: got 0.0; training needs a value above 0 (a greedy sampler has no score to weight)"
-            )
-        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            value = getattr(self, name)
-            if value != off:
-                mismatches.append(
-                    f"{name}: got {value}; training needs {off} (the sampler would draw from a truncated "
-                    "distribution, while the learner differentiates the full one)"
-                )
-        return mismatches
-
 
 def sampling_from(config: RolloutConfig) -> Sampling:
     """The sampling that ``config`` describes. Raises :class:`UserError` for a value out of range."""
+    values = {field.name: getattr(config, field.name) for field in fields(Sampling)}
     try:
-        return Sampling(
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop=tuple(config.stop),
-        )
+        return Sampling(**{**values, "stop": tuple(config.stop)})
     except UserError as error:
         raise UserError(f"rollout.{error}") from None
 
 
 def check_training_sampling(config: RolloutConfig) -> None:
     """Raise :class:`UserError` when training would differentiate another policy than the one that samples."""
-    mismatches = sampling_from(config).training_mismatches()
+    sampling, mismatches = sampling_from(config), []
+    if sampling.temperature == 0:
+        mismatches.append(
+            "temperature: got 0.0; training needs a value above 0 (a greedy sampler has no score to weight)"
+        )
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(sampling, name) != off:
+            mismatches.append(
+                f"{name}: got {getattr(sampling, name)}; training needs {off} (the sampler would draw from a truncated "
+                "distribution, while the learner differentiates the full one)"
+            )
     if mismatches:
         raise UserError("\n".join(f"rollout.{line}" for line in mismatches))
 
 
-class Policy(Protocol):
-    """What a backend needs of a loaded model (:class:`kl_comedy.models.LoadedModel` fits)."""
-
-    @property
-    def model(self) -> Any: ...
-
-    @property
-    def causal(self) -> Any: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
 class RolloutBackend(Protocol):
-    """A sampler. Built by a registered ``(config: RolloutConfig, *, loaded: Policy) -> RolloutBackend``.
+    """A sampler. Built by a registered ``(config: RolloutConfig, *, loaded: LoadedModel) -> RolloutBackend``.
 
     What else it can do is declared where it registers: ``capabilities=Capabilities(...)``. ``update_weights`` and
     ``generate`` must not overlap unless the backend declares ``updates_between_tokens`` and runs beside the

@@ -1,11 +1,11 @@
-"""Our own sampling loop over a transformers model: each prompt computed once per group, ended rows dropped.
+"""Sampling loops over a transformers model: our own (:func:`decode`), and transformers' :func:`generate`.
 
     prompts -> one pass -> first token of every row -> one pass per token over the rows still running
 
-The caches are layouts of our attention (:mod:`kl_comedy.models.attention`): a token attends to its prompt's keys (one
-copy per group, read by all of its rows in one matrix product) and to the keys of its own completion (written in
-place). Nothing is concatenated or repeated from token to token. The uniform number behind every token is drawn
-beforehand, so what a row gets does not depend on which other rows have ended.
+Ours computes each prompt once per group and drops ended rows. The caches are layouts of our attention
+(:mod:`kl_comedy.models.attention`): a token attends to its prompt's keys (one copy per group, read by all of its rows
+in one matrix product) and to the keys of its own completion (written in place). The uniform number behind every token
+is drawn beforehand, so a row does not depend on the others.
 
 Shape legend: ``F`` prompts, ``P`` longest prompt, ``B`` rows being drawn, ``M`` most rows of one prompt, ``T`` tokens
 drawn, ``V`` vocabulary; ``K``, ``R``, ``D``, ``S`` as in :mod:`kl_comedy.models.attention`.
@@ -20,17 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
 
-from kl_comedy.models.attention import (
-    additive_mask,
-    attend_rows,
-    causal_mask,
-    forward_with_layout,
-    padded_rows,
-    repeat_for_heads,
-)
-from kl_comedy.models.introspection import head_weights
+from kl_comedy.cuda import running_probability
+from kl_comedy.models.attention import additive_mask, attend_rows, causal_mask, forward_with_layout, padded_rows
+from kl_comedy.models.head import head_product
+from kl_comedy.models.introspection import head_dtype, head_weights
 from kl_comedy.records import Prompt
 from kl_comedy.rollouts.base import Sampling
 
@@ -56,9 +51,7 @@ class PromptCache:
     def attend(self, layer: int, query_SKRD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float) -> Tensor:
         """See :class:`kl_comedy.models.attention.Layout`."""
         if self._mask_FQP is None:
-            self._mask_FQP = repeat_for_heads(
-                additive_mask(causal_mask(self.real_FP), query_SKRD.dtype), query_SKRD.shape[2]
-            )
+            self._mask_FQP = additive_mask(causal_mask(self.real_FP), query_SKRD.dtype, query_SKRD.shape[2])
         key, value = self._rows.gather(key_SKD), self._rows.gather(value_SKD)
         self.keys[layer] = key.transpose(1, 2).contiguous()
         self.values[layer] = value.transpose(1, 2).contiguous()
@@ -150,18 +143,14 @@ class GroupCache:
 
 
 class StopStrings:
-    """Finds the token that completes one of the ``stop`` strings, in the text of a completion alone.
+    """The ``stop`` strings, searched for in the text of a completion alone; special tokens take part as their text.
 
-    Special tokens take part as their text. A string of n bytes spans at most n tokens, so the last tokens are
-    looked at first, and then the whole text confirms.
+    A string of n bytes spans at most n tokens, so the last tokens are searched first; then the whole text confirms.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._window = max((len(text.encode()) for text in stop), default=0) + 4
-
-    def __bool__(self) -> bool:
-        return bool(self._stop)
 
     def completed_by(self, ids: Sequence[int]) -> bool:
         """Whether the text of ``ids`` contains a stop string. Asked after every token, so the last one completed it."""
@@ -178,8 +167,6 @@ class StopStrings:
 def ending(ids: Sequence[int], ends: Sequence[int], stop_length: int) -> tuple[int, str]:
     """Number of tokens of a completion up to its end, and why it ended. ``stop_length`` 0: without a stop string.
 
-    What follows the end is padding, which may be an end token itself: only the first end counts.
-
     >>> ending([5, 2, 2, 2], [2], 0), ending([5, 6, 2, 2], [2], 2), ending([5, 6, 7, 8], [2], 0)
     ((2, 'eos'), (2, 'stop'), (4, 'length'))
     """
@@ -193,18 +180,14 @@ def warpers(sampling: Sampling) -> list[Any]:
     """Temperature and truncations as the library's processors ``(ids, scores [B, V]) -> scores``, in its order."""
     import transformers
 
-    if sampling.temperature == 0:
-        return []
-    chosen: list[Any] = []
-    if sampling.temperature != 1:
-        chosen.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
-    if sampling.top_k:
-        chosen.append(transformers.TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        chosen.append(transformers.TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p > 0:
-        chosen.append(transformers.MinPLogitsWarper(sampling.min_p))
-    return chosen
+    temperature = float(sampling.temperature)
+    choices = (
+        (temperature != 1, transformers.TemperatureLogitsWarper, temperature),
+        (sampling.top_k > 0, transformers.TopKLogitsWarper, sampling.top_k),
+        (sampling.top_p < 1, transformers.TopPLogitsWarper, sampling.top_p),
+        (sampling.min_p > 0, transformers.MinPLogitsWarper, sampling.min_p),
+    )
+    return [warper(value) for is_on, warper, value in choices if is_on and temperature > 0]
 
 
 @dataclass(kw_only=True)
@@ -215,6 +198,40 @@ class Completion:
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stop_reason: str = "length"
+
+
+class Draws:
+    """The completions of some rows, token by token: row ``n`` draws its token ``t`` with ``uniform_BT[n, t]``."""
+
+    def __init__(self, *, sampling: Sampling, uniform_BT: Tensor, ends: Sequence[int], stops: StopStrings) -> None:
+        self.completions = [Completion() for _ in range(len(uniform_BT))]
+        self.ended = [False] * len(uniform_BT)
+        self._greedy, self._warpers = sampling.temperature == 0, warpers(sampling)
+        self._uniform_BT, self._ends, self._stops = uniform_BT, ends, stops
+        self._step = 0
+
+    def draw(self, scores_BV: Tensor, rows: Sequence[int], version: int) -> Tensor:
+        """The next token ``[B]`` of each of ``rows``, stamped with ``version``. Rows that have ended add nothing."""
+        scores_BV = scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32))
+        for warp in self._warpers:
+            scores_BV = warp(None, scores_BV)
+        logp_BV = scores_BV.log_softmax(-1)
+        chosen_B = pick(logp_BV, self._uniform_BT[rows, self._step], greedy=self._greedy)
+        self._step += 1
+        logps = logp_BV.gather(1, chosen_B[:, None])[:, 0].tolist()
+        for row, token, logp in zip(rows, chosen_B.tolist(), logps, strict=True):
+            if self.ended[row]:
+                continue
+            completion = self.completions[row]
+            completion.ids.append(token)
+            completion.logps.append(logp)
+            completion.versions.append(version)
+            if token in self._ends:  # an end token counts before a stop string
+                completion.stop_reason = "eos"
+            elif self._stops.completed_by(completion.ids):
+                completion.stop_reason = "stop"
+            self.ended[row] = completion.stop_reason != "length"
+        return chosen_B
 
 
 def decode(
@@ -234,6 +251,7 @@ def decode(
     ``uniform_BT`` are numbers in [0, 1), one for each token that may be drawn. Call without gradient.
     """
     device = uniform_BT.device
+    draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=stops)
     prompt_of_B = torch.tensor(prompt_of, device=device)
     stamp = version()
     prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
@@ -244,26 +262,10 @@ def decode(
     hidden_BH = hidden_SH[prompt_cache.last_F][prompt_of_B]
     lengths_B = torch.tensor(prompt_lengths, device=device)[prompt_of_B]
     cache = GroupCache(prompt_cache, prompt_of_B)
-    completions = [Completion() for _ in prompt_of]
-    rows, ended = list(range(len(prompt_of))), [False] * len(prompt_of)
-    process = warpers(sampling)
+    rows = list(range(len(prompt_of)))
     for step in range(sampling.max_new_tokens):
-        logp_BV = _log_probs(model, hidden_BH, process)
-        chosen_B = pick(logp_BV, uniform_BT[rows, step], greedy=sampling.temperature == 0)
-        logps = logp_BV.gather(1, chosen_B[:, None])[:, 0].tolist()
-        for row, token, logp in zip(rows, chosen_B.tolist(), logps, strict=True):
-            if ended[row]:
-                continue
-            completion = completions[row]
-            completion.ids.append(token)
-            completion.logps.append(logp)
-            completion.versions.append(stamp)
-            if token in ends:  # an end token counts before a stop string
-                completion.stop_reason = "eos"
-            elif stops.completed_by(completion.ids):
-                completion.stop_reason = "stop"
-            ended[row] = completion.stop_reason != "length"
-        running = [position for position, row in enumerate(rows) if not ended[row]]
+        chosen_B = draws.draw(_scores(model, hidden_BH), rows, stamp)
+        running = [position for position, row in enumerate(rows) if not draws.ended[row]]
         if not running or step + 1 == sampling.max_new_tokens:
             break
         if len(running) <= COMPACT_BELOW * len(rows):
@@ -274,23 +276,71 @@ def decode(
         stamp = version()
         hidden_BH = forward_with_layout(model, cache, chosen_B, lengths_B + step)
         cache.length += 1
-    return completions
+    return draws.completions
 
 
-def _log_probs(model: Any, hidden_BH: Tensor, process: Sequence[Any]) -> Tensor:
-    """Log-probs ``[B, V]`` of what is sampled from, in float32 or wider."""
+def _scores(model: Any, hidden_BH: Tensor) -> Tensor:
+    """The output of the head ``[B, V]``, computed in the head's own type, as the learner computes it."""
     weight_VH, bias_V = head_weights(model)
-    scores_BV = linear(hidden_BH.to(weight_VH.dtype), weight_VH, bias_V)
-    scores_BV = scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32))
-    for change in process:
-        scores_BV = change(None, scores_BV)
-    return scores_BV.log_softmax(-1)
+    with torch.autocast(hidden_BH.device.type, enabled=False):
+        return head_product(hidden_BH, weight_VH, bias_V, head_dtype(model))
+
+
+def generate(
+    causal: Any,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: Sampling,
+    uniform_BT: Tensor,
+    ends: Sequence[int],
+    stops: StopStrings,
+    pad_id: int,
+    version: int,
+) -> list[Completion]:
+    """One completion of each prompt by transformers' ``generate``: its passes and cache, our head and :class:`Draws`.
+
+    A logits processor draws the token and leaves only its score finite.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    device = uniform_BT.device
+    ids = [torch.tensor(prompt.token_ids, device=device) for prompt in prompts]
+    padding: Any = {"batch_first": True, "padding_side": "left"}
+    draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=stops)
+    rows = list(range(len(prompts)))
+
+    def draw(ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+        chosen_B = draws.draw(scores_BV, rows, version)
+        return torch.full_like(scores_BV, float("-inf")).scatter(1, chosen_B[:, None], 0.0)
+
+    def ended(ids_BL: Tensor, scores: Any, **unused: Any) -> Tensor:
+        return torch.tensor(draws.ended, device=device)
+
+    head = causal.get_output_embeddings()
+    head.forward = lambda hidden_BSH: _scores(causal, hidden_BSH.flatten(0, 1)).unflatten(0, hidden_BSH.shape[:2])
+    try:
+        causal.generate(
+            input_ids=pad_sequence(ids, padding_value=pad_id, **padding),
+            attention_mask=pad_sequence([torch.ones_like(row) for row in ids], **padding),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=sampling.max_new_tokens,
+                eos_token_id=list(ends) or None,
+                pad_token_id=pad_id,
+                use_cache=True,
+            ),
+            logits_processor=LogitsProcessorList([draw]),
+            stopping_criteria=StoppingCriteriaList([ended]),
+        )
+    finally:
+        del head.forward
+    return draws.completions
 
 
 def pick(logp_BV: Tensor, uniform_B: Tensor, *, greedy: bool = False) -> Tensor:
     """The token of each row ``[B]``: the likeliest, or the first whose cumulative probability exceeds the number.
 
-    The cumulative sum is in float64. A token of probability zero is never taken.
+    A token of probability zero is never taken.
 
     >>> logp_BV = torch.tensor([[0.5, 0.0, 0.5]]).log().expand(3, 3)
     >>> pick(logp_BV, torch.tensor([0.0, 0.49, 0.5])).tolist()
@@ -298,6 +348,6 @@ def pick(logp_BV: Tensor, uniform_B: Tensor, *, greedy: bool = False) -> Tensor:
     """
     if greedy:
         return logp_BV.argmax(-1)
-    cumulative_BV = logp_BV.exp().double().cumsum_(-1)
+    cumulative_BV = running_probability(logp_BV.exp())
     goal_B1 = (uniform_B.double() * cumulative_BV[:, -1])[:, None]
     return torch.searchsorted(cumulative_BV, goal_B1, right=True)[:, 0].clamp_(max=logp_BV.shape[1] - 1)

@@ -19,24 +19,24 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError, bad_value, unknown_key
 from kl_comedy.io import read_yaml
+from kl_comedy.redaction import refuse_secrets
 
 RANGE_KEYS = ("from", "to", "step", "num", "log")
 MAX_VALUES = 100_000
 """A range with more values than this is a typing mistake."""
 MAX_CELLS = 100_000
-RESERVED = {
-    "name": "the sweep names its cells",
-    "output": "the sweep keeps its runs together",
-    "resume": "a cell always resumes",
-}
+RESERVED = ("name", "output", "resume")
+"""Keys that a sweep sets itself."""
+NAME = "letters, digits, '.', '_' and '-'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,99 +57,57 @@ class Point:
     values: Mapping[str, str]
 
 
-@dataclass
-class GridFile:
-    """The keys of a grid file; ``seeds`` and ``exclude`` are checked further in :func:`read_grid`."""
+@dataclass(kw_only=True)
+class Grid:
+    """A grid file. Shapes and names are checked here, keys and values of configs when the sweep is planned."""
 
     base: str
-    name: str | None = None
-    overrides: dict[str, Any] | None = None
-    grid: dict[str, Any] | None = None
+    name: str
+    overrides: dict[str, Any] = option(dict)
+    grid: dict[str, Any] = option(dict)
     seeds: Any = None
-    exclude: Any = None
-    rows: dict[str, Any] | None = None
+    exclude: list[dict[str, Any]] = option(list)
+    rows: dict[str, dict[str, Any] | None] = option(dict)
     evaluate: dict[str, Any] | None = None
     max_parallel: int | None = option(None, minimum=1)
+    axes: dict[str, list[Value]] = field(init=False)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """A grid file as read: shapes and names are checked, keys and values of configs are not yet."""
-
-    name: str
-    base: Path
-    overrides: Mapping[str, Any]
-    axes: Mapping[str, tuple[Value, ...]]
-    seeds: tuple[int, ...] | None
-    exclude: tuple[Mapping[str, Any], ...]
-    rows: Mapping[str, Mapping[str, Any]]
-    evaluate: Mapping[str, Any] | None
-    max_parallel: int | None
-
-
-def read_grid(path: Path) -> Grid:
-    """Read a grid file. Raises :class:`UserError` naming the key at fault and the nearest right name."""
-    raw = read_yaml(path, "grid")
-    if "base" not in raw:
-        raise UserError(f"{path}: needs base, the config that every cell starts from")
-    file = parse_record(GridFile, raw)
-    name = path.stem if file.name is None else file.name
-    if slug(name) != name:
-        raise bad_value("name", name, "letters, digits, '.', '_' and '-', since it names a folder")
-    axes = {key: parse_values(key, item) for key, item in (file.grid or {}).items()}
-    rows = {key: settings or {} for key, settings in (file.rows or {}).items()}
-    for key, settings in rows.items():
-        if not isinstance(settings, dict):
-            raise bad_value(f"rows.{key}", settings, "a mapping of config keys to values")
-        if slug(key) != key:
-            raise bad_value("rows", key, "names of letters, digits, '.', '_' and '-'")
-    overrides = file.overrides or {}
-    for place, keys in {"overrides": overrides, "grid": axes, **{f"rows.{key}": rows[key] for key in rows}}.items():
-        for key in keys:
+    def __post_init__(self) -> None:
+        for key, name in (("name", self.name), *(("rows", name) for name in self.rows)):
+            if slug(name) != name:
+                raise bad_value(key, name, f"{NAME}, since it names a folder")
+        for key in [*self.overrides, *self.grid, *(key for row in self.rows.values() for key in row or ())]:
             if key in RESERVED:
-                raise UserError(f"{place}.{key}: cannot be set in a sweep: {RESERVED[key]}")
-    seeds = _parse_seeds(file.seeds)
-    if seeds is not None and ("seed" in axes or "seed" in overrides):
-        raise UserError("seed: is set twice, by seeds and as a key; keep one")
-    return Grid(
-        name=name,
-        base=(path.parent / file.base).resolve(),
-        overrides=overrides,
-        axes=axes,
-        seeds=seeds,
-        exclude=_parse_exclusions(file.exclude, axes),
-        rows=rows,
-        evaluate=file.evaluate,
-        max_parallel=file.max_parallel,
-    )
+                raise UserError(f"{key}: cannot be set in a sweep, which sets {', '.join(RESERVED)} itself")
+        self.axes = {key: parse_values(key, item) for key, item in self.grid.items()}
+        self.seeds = None if self.seeds is None else _parse_seeds(self.seeds)
+        if self.seeds is not None and ("seed" in self.grid or "seed" in self.overrides):
+            raise UserError("seed: is set twice, by seeds and as a key; keep one")
+        for position, rule in enumerate(self.exclude):
+            for key in set(rule) - {*self.grid, "seed"}:
+                raise bad_value(f"exclude.{position}", key, [*self.grid, "seed"], "an exclusion names keys of the grid")
 
 
-def _parse_seeds(seeds: Any) -> tuple[int, ...] | None:
-    if seeds is None:
-        return None
+def _parse_seeds(seeds: Any) -> list[int]:
     if type(seeds) is int and seeds >= 1:
-        return tuple(range(seeds))
+        return list(range(seeds))
     if isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds) and len(set(seeds)) == len(seeds):
-        return tuple(seeds)
+        return seeds
     raise bad_value("seeds", seeds, "how many (at least 1), or a list of different whole numbers")
 
 
-def _parse_exclusions(rules: Any, axes: Mapping[str, tuple[Value, ...]]) -> tuple[Mapping[str, Any], ...]:
-    if rules is None:
-        return ()
-    if not isinstance(rules, list) or not all(isinstance(rule, dict) and rule for rule in rules):
-        raise bad_value("exclude", rules, "a list of mappings, as in [{kl: grpo, optimizer.lr: 1e-4}]")
-    for position, rule in enumerate(rules):
-        for key in rule:
-            if key not in axes and key != "seed":
-                raise bad_value(f"exclude.{position}", key, [*axes, "seed"], "an exclusion names keys of the grid")
-    return tuple(rules)
+def read_grid(path: Path, name: str | None = None) -> Grid:
+    """Read a grid file; ``name`` replaces its name. Raises :class:`UserError` naming the key at fault."""
+    if name is not None and slug(name) != name:
+        raise bad_value("--name", name, f"{NAME}, since it names a folder")
+    raw = {key: item for key, item in read_yaml(path, "grid").items() if item is not None}
+    refuse_secrets(raw)
+    grid = parse_record(Grid, {"name": path.stem, **raw, **({"name": name} if name else {})}, origin=str(path))
+    grid.base = str((path.parent / grid.base).resolve())
+    return grid
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
-def parse_values(key: str, item: Any) -> tuple[Value, ...]:
+def parse_values(key: str, item: Any) -> list[Value]:
     """The values of ``key``: a list, a range ``{from, to, step | num | log}``, or a mapping of names to values.
 
     Raises :class:`UserError` for an empty or impossible range, no values, or a value twice.
@@ -158,60 +116,55 @@ def parse_values(key: str, item: Any) -> tuple[Value, ...]:
     [0.01, 0.1, 1.0]
     """
     if isinstance(item, Mapping) and ("from" in item or "to" in item):
-        values = tuple(Value(raw=number) for number in _parse_range(key, item))
+        values = [Value(raw=number) for number in _parse_range(f"grid.{key}", item)]
     elif isinstance(item, Mapping):
         for name in item:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)):
-                raise bad_value(f"grid.{key}", name, "names of letters, digits, '.', '_' and '-'")
-        values = tuple(Value(raw=raw, label=str(name)) for name, raw in item.items())
+                raise bad_value(f"grid.{key}", name, f"names of {NAME}")
+        values = [Value(raw=raw, label=str(name)) for name, raw in item.items()]
     elif isinstance(item, list):
-        values = tuple(Value(raw=raw) for raw in item)
+        values = [Value(raw=raw) for raw in item]
     else:
         raise bad_value(f"grid.{key}", item, "a list, a range {from, to, step|num|log}, or {name: value, ...}")
     if not values:
         raise UserError(f"grid.{key}: is empty; give it at least one value, or leave the key out")
     texts = [json.dumps(value.raw, sort_keys=True, default=str) for value in values]
-    for position, text in enumerate(texts):
-        if text in texts[:position]:
-            raise bad_value(f"grid.{key}", values[position].raw, "each value once")
+    for text, count in Counter(texts).items():
+        if count > 1:
+            raise bad_value(f"grid.{key}", values[texts.index(text)].raw, "each value once")
     return values
 
 
 def _parse_range(key: str, item: Mapping[str, Any]) -> list[float | int]:
     for name, number in item.items():
         if name not in RANGE_KEYS:
-            raise unknown_key(f"grid.{key}.{name}", number, RANGE_KEYS)
+            raise unknown_key(f"{key}.{name}", number, RANGE_KEYS)
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise bad_value(f"grid.{key}.{name}", number, "a finite number")
+            raise bad_value(f"{key}.{name}", number, "a finite number")
     kinds = [name for name in ("step", "num", "log") if name in item]
     if "from" not in item or "to" not in item or len(kinds) != 1:
-        raise bad_value(f"grid.{key}", dict(item), "from, to and one of step, num (points) or log (points)")
-    (kind,) = kinds
-    first, last, amount = item["from"], item["to"], item[kind]
-    if kind == "step":
+        raise bad_value(key, dict(item), "from, to and one of step, num (points) or log (points)")
+    first, last, amount = item["from"], item["to"], item[kinds[0]]
+    if kinds == ["step"]:
         if amount == 0 or (last - first) * amount < 0:
-            raise UserError(f"grid.{key}: the range from {first:g} to {last:g} by {amount:g} is empty")
+            raise UserError(f"{key}: the range from {first:g} to {last:g} by {amount:g} is empty")
         count = math.floor((last - first) / amount + 1e-9) + 1
         if count > MAX_VALUES:
-            raise bad_value(f"grid.{key}.step", amount, f"a step that makes at most {MAX_VALUES} values, not {count}")
-        whole = all(isinstance(number, int) for number in (first, last, amount))
-        steps = (first + position * amount for position in range(count))
-        return list(steps) if whole else [_round(number) for number in steps]
-    if not isinstance(amount, int) or not 1 <= amount <= MAX_VALUES:
-        raise bad_value(f"grid.{key}.{kind}", amount, f"a whole number of points from 1 to {MAX_VALUES}")
-    if kind == "log" and (first <= 0 or last <= 0):
-        raise bad_value(f"grid.{key}", dict(item), "from and to above 0, since the points are spaced by logarithm")
-    if amount == 1 and first != last:
-        raise bad_value(f"grid.{key}.{kind}", amount, "at least 2 points, since from and to differ")
-    shares = [position / max(amount - 1, 1) for position in range(amount)]
-    if kind == "log":
-        return [_round(first ** (1 - share) * last**share) for share in shares]
-    return [_round(first * (1 - share) + last * share) for share in shares]
-
-
-def _round(number: float) -> float:
-    """Twelve significant digits: 0.1 + 2 * 0.1 is written 0.3."""
-    return float(f"{number:.12g}")
+            raise bad_value(f"{key}.step", amount, f"a step that makes at most {MAX_VALUES} values, not {count}")
+        numbers = [first + position * amount for position in range(count)]
+        if all(isinstance(number, int) for number in item.values()):
+            return numbers
+    else:
+        if not isinstance(amount, int) or not (2 if first != last else 1) <= amount <= MAX_VALUES:
+            allowed = f"a whole number of points, 1 (2 if they differ) to {MAX_VALUES}"
+            raise bad_value(f"{key}.{kinds[0]}", amount, allowed)
+        shares = [position / max(amount - 1, 1) for position in range(amount)]
+        numbers = [first * (1 - share) + last * share for share in shares]
+        if kinds == ["log"]:
+            if first <= 0 or last <= 0:
+                raise bad_value(key, dict(item), "from and to above 0, since the points are spaced by logarithm")
+            numbers = [first ** (1 - share) * last**share for share in shares]
+    return [float(f"{number:.12g}") for number in numbers]  # 0.1 + 2 * 0.1 is written 0.3
 
 
 def value_label(key: str, value: Value, short_key: str) -> str:
@@ -224,11 +177,10 @@ def value_label(key: str, value: Value, short_key: str) -> str:
         return value.label
     if isinstance(raw, str):
         return slug(raw)
-    if isinstance(raw, list) and raw and not any(isinstance(item, list | Mapping) for item in raw):
-        return slug(short_key + "_".join(value_text(item) for item in raw))
-    if isinstance(raw, list | Mapping):
+    items = raw if isinstance(raw, list) and raw else [raw]
+    if any(isinstance(item, list | Mapping) for item in items):
         raise bad_value(f"grid.{key}", raw, f"a name for it, as in grid: {{{key}: {{my-name: ...}}}}")
-    return slug(short_key + value_text(raw))
+    return slug(short_key + "_".join(map(value_text, items)))
 
 
 def value_text(raw: Any) -> str:
@@ -253,12 +205,13 @@ def shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     >>> shorten_keys(["kl.0.beta", "kl.1.beta", "optimizer.lr"])
     {'kl.0.beta': '0.beta', 'kl.1.beta': '1.beta', 'optimizer.lr': 'lr'}
     """
-    short = {}
-    for key in keys:
+
+    def shorten(key: str) -> str:
         parts = key.split(".")
-        tails = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-        short[key] = next(t for t in tails if t == key or sum(k == t or k.endswith(f".{t}") for k in keys) == 1)
-    return short
+        tails = (".".join(parts[-length:]) for length in range(1, len(parts)))
+        return next((tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in keys) == 1), key)
+
+    return {key: shorten(key) for key in keys}
 
 
 def override(key: str, raw: Any) -> str:
@@ -275,39 +228,32 @@ def override(key: str, raw: Any) -> str:
     return f"{key}={json.dumps(raw, ensure_ascii=False)}"
 
 
-# --- expansion -------------------------------------------------------------------------------------------------------
-
-
 def expand(grid: Grid) -> list[Point]:
     """Every point, in the order of the file: the product without what is excluded, then the rows.
 
     Raises :class:`UserError` for an exclusion that excludes nothing and for a grid without points.
     """
-    count = math.prod(len(values) for values in grid.axes.values()) * len(grid.seeds or (0,))
+    seeds = grid.seeds or (None,)
+    count = math.prod(map(len, grid.axes.values())) * len(seeds)
     if count > MAX_CELLS:
         raise bad_value("grid", f"{count} cells", f"at most {MAX_CELLS} cells")
-    combinations: Iterator[dict[str, Value]] = (
-        dict(zip(grid.axes, values, strict=True)) for values in itertools.product(*grid.axes.values())
-    )
+    combinations = [dict(zip(grid.axes, values, strict=True)) for values in itertools.product(*grid.axes.values())]
     if not grid.axes and grid.rows:
-        combinations = iter(())
-    used = [False] * len(grid.exclude)
-    chosen = []
-    for combination, seed in itertools.product(combinations, grid.seeds or (None,)):
-        excluded = [_matches(rule, combination, seed) for rule in grid.exclude]
-        used = [before or now for before, now in zip(used, excluded, strict=True)]
-        if not any(excluded):
+        combinations = []
+    unused, chosen = list(grid.exclude), []
+    for combination, seed in itertools.product(combinations, seeds):
+        matching = [rule for rule in grid.exclude if _matches(rule, combination, seed)]
+        unused = [rule for rule in unused if rule not in matching]
+        if not matching:
             chosen.append((combination, seed))
-    for rule, matched in zip(grid.exclude, used, strict=True):
-        if not matched:
-            raise UserError(f"exclude: {dict(rule)} matches no cell of the grid")
+    if unused:
+        raise UserError(f"exclude: {unused[0]} matches no cell of the grid")
     points = _label_points(grid, chosen)
-    for name in grid.rows:
-        if any(point.label == name for point in points):
-            raise UserError(f"rows.{name}: a cell of the grid is called {name} too; choose another name")
     for name, settings in grid.rows.items():
-        seeds = (None,) if "seed" in settings or grid.seeds is None else grid.seeds
-        points += [Point(label=name, seed=seed, settings=settings, values={"row": name}) for seed in seeds]
+        if any(point.label == name and "row" not in point.values for point in points):
+            raise UserError(f"rows.{name}: a cell of the grid is called {name} too; choose another name")
+        for seed in (None,) if "seed" in (settings or {}) else seeds:
+            points.append(Point(label=name, seed=seed, settings=settings or {}, values={"row": name}))
     if not points:
         raise UserError("the grid has no cells: everything is excluded")
     return points
@@ -316,13 +262,13 @@ def expand(grid: Grid) -> list[Point]:
 def _matches(rule: Mapping[str, Any], combination: Mapping[str, Value], seed: int | None) -> bool:
     for key, wanted in rule.items():
         value = combination.get(key, Value(raw=seed))
-        options = wanted if isinstance(wanted, list) else [wanted]
-        if value.raw != wanted and not any(option in (value.label, value.raw) for option in options):
+        allowed = wanted if isinstance(wanted, list) else [wanted]
+        if value.raw != wanted and value.label not in allowed and value.raw not in allowed:
             return False
     return True
 
 
-def _label_points(grid: Grid, chosen: list[tuple[dict[str, Value], int | None]]) -> list[Point]:
+def _label_points(grid: Grid, chosen: Sequence[tuple[dict[str, Value], int | None]]) -> list[Point]:
     """Points with labels: equal settings share one, different settings never do."""
     short = shorten_keys(list(grid.axes))
     taken: dict[str, dict[str, Value]] = {}
@@ -332,12 +278,7 @@ def _label_points(grid: Grid, chosen: list[tuple[dict[str, Value], int | None]])
         base = "-".join(parts) or grid.name
         labels = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
         label = next(label for label in labels if taken.setdefault(label, combination) == combination)
-        points.append(
-            Point(
-                label=label,
-                seed=seed,
-                settings={key: value.raw for key, value in combination.items()},
-                values={key: value.label or value_text(value.raw) for key, value in combination.items()},
-            )
-        )
+        settings = {key: value.raw for key, value in combination.items()}
+        values = {key: value.label or value_text(value.raw) for key, value in combination.items()}
+        points.append(Point(label=label, seed=seed, settings=settings, values=values))
     return points

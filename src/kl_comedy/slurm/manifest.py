@@ -1,35 +1,44 @@
-"""The manifest: what a sweep is, frozen in one JSON file, and the folder it lives in.
+"""A sweep's folder: the manifest, frozen in one JSON file, and the journal of submissions and attempts.
 
-    sweeps/NAME/  manifest.json  base.yaml  *.sbatch  submissions.jsonl  cells/  logs/  runs/  evaluations/  report/
+    sweeps/NAME/  manifest.json  base.yaml  plugins/  *.sbatch  submissions.jsonl  cells/  logs/  runs/  evaluations/
+                  report/
 
 Every cell is the base file plus overrides, and its config hash. Every config is loaded and checked when the sweep is
 planned, so that no job dies of a typo. The manifest is written once: planning the same grid again leaves it unchanged,
-planning another one under its name is refused.
+planning another one under its name is refused. A line of the journal is one ``write``, so concurrent writers do not
+tear each other's; a line cut by a kill is skipped.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
 import hashlib
 import json
+import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import kl_comedy
-from kl_comedy.config import Config, config_hash, config_reader
-from kl_comedy.errors import UserError, bad_value, nearest
-from kl_comedy.io import atomic_write, sha256_file
-from kl_comedy.kl import resolve_terms
-from kl_comedy.objective import PolicyTerm, check_policy_term
+from kl_comedy.config import Config, config_hash, config_reader, standalone_text
+from kl_comedy.config.validate import parse_record
+from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
+from kl_comedy.io import atomic_write, decode_json, encode_json, read_json
+from kl_comedy.redaction import redact_source
+from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
 from kl_comedy.slurm.grid import RESERVED, Grid, expand, override
 
+T = TypeVar("T")
 VERSION = 1
 STAGES = ("train", "evaluate", "report")
 FILE = "manifest.json"
+SUBMISSIONS = "submissions.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +71,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A planned sweep. Paths in configs are relative to ``directory``; ``stores``: (MLflow uri, experiment) pairs."""
+    """A planned sweep. Paths in configs are relative to ``directory``; ``stores``: (MLflow uri, experiment) pairs.
+
+    ``plugin_hashes``: of the source of ``plugins`` and of the local modules they import, by name.
+    """
 
     name: str
     directory: str
@@ -71,9 +83,10 @@ class Manifest:
     plugins: tuple[str, ...]
     evaluate: tuple[str, ...] | None
     max_parallel: int | None
-    stores: tuple[tuple[str, str], ...]
+    stores: tuple[tuple[str, ...], ...]
     package_version: str
     cells: tuple[Cell, ...]
+    plugin_hashes: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
@@ -81,13 +94,61 @@ class Manifest:
         return hashlib.sha256(json.dumps(self.data(), sort_keys=True).encode()).hexdigest()[:12]
 
     def data(self) -> dict[str, Any]:
-        """As written to the file. Sizes of 1 are left out, as in manifests written before cells had sizes."""
+        """As written to the file. Sizes of 1 and no hashes are left out, as in manifests from before these keys."""
         data = asdict(self)
+        if not self.plugin_hashes:
+            del data["plugin_hashes"]
         for cell in data["cells"]:
-            for key in ("nodes", "devices"):
-                if cell[key] == 1:
-                    del cell[key]
+            for key in [key for key in ("nodes", "devices") if cell[key] == 1]:
+                del cell[key]
         return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """Cells given to SLURM (``job``, indices minus ``offset`` being its array) or to a local manager (``process``)."""
+
+    stage: str
+    indices: tuple[int, ...]
+    time: float
+    job: str | None = None
+    offset: int = 0
+    profile: str | None = None
+    process: Mapping[str, str] = field(default_factory=dict)
+    workers: int | None = None
+
+    @property
+    def local(self) -> bool:
+        return self.job is None
+
+    def task(self, index: int) -> str:
+        """SLURM's name of a cell's array task."""
+        return f"{self.job}_{index - self.offset}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One process that worked on a cell. ``code``: its exit code, minus the signal's number, None while unknown.
+
+    ``parent``: the process id of the process that started it, which is a local manager's.
+    """
+
+    stage: str
+    started: float
+    process: Mapping[str, str]
+    node: str
+    job: str | None = None
+    restart: int = 0
+    parent: str | None = None
+    ended: float | None = None
+    code: int | None = None
+    reason: str | None = None
+
+    def is_of(self, submission: Submission, index: int) -> bool:
+        """Whether this attempt belongs to ``submission``: by job or manager, since the clocks of nodes may differ."""
+        if submission.local:
+            return self.job is None and self.parent == submission.process.get("process.pid")
+        return self.job == submission.task(index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +157,8 @@ class Sweep:
 
     path: Path
     manifest: Manifest
+    unreadable: dict[str, int] = field(default_factory=dict, compare=False)
+    """How many lines of each journal that was read were damaged."""
 
     @property
     def base(self) -> Path:
@@ -115,12 +178,8 @@ class Sweep:
         return [f"{self.manifest.name}-{stage}" for stage in STAGES]
 
     def evaluation(self, index: int) -> Path:
-        """The scores of a cell's evaluation job."""
+        """The scores of a cell's evaluation job; the folder of the same name has every sample that suites drew."""
         return self.path / "evaluations" / f"{index:05d}.json"
-
-    def records(self, index: int) -> Path:
-        """The folder of every sample that suites drew of a cell."""
-        return self.path / "evaluations" / f"{index:05d}"
 
     def cell(self, index: int) -> Cell:
         if not 0 <= index < len(self.manifest.cells):
@@ -142,6 +201,88 @@ class Sweep:
         plugins = [word for file in self.manifest.plugins for word in ("--plugin", file)]
         return shlex.join(["kl-comedy", "train", str(self.base), *self.overrides(cell), *plugins])
 
+    def changed_plugins(self, now: Mapping[str, str]) -> str | None:
+        """Which of the hashes ``now`` are not those it was planned with, in words; None where all are."""
+        before = self.manifest.plugin_hashes
+        if before == now:
+            return None
+        if not before and self.manifest.plugins:
+            return f"the source of {', '.join(now)} was not recorded when {self.path} was planned"
+        names = ", ".join(sorted(name for name in {*before, *now} if before.get(name) != now.get(name)))
+        return f"{names} changed since {self.path} was planned (the older source is in its folder plugins)"
+
+    def record_submission(self, submission: Submission) -> None:
+        _append(self.path / SUBMISSIONS, asdict(submission))
+
+    def submissions(self) -> list[Submission]:
+        rows = [row for row in self._read(self.path / SUBMISSIONS) if "stage" in row]
+        return self._records(Submission, rows, self.path / SUBMISSIONS)
+
+    def record_cancel(self) -> None:
+        _append(self.path / SUBMISSIONS, {"cancel": time.time()})
+
+    def cancelled_at(self) -> float:
+        """When the sweep was last cancelled (Unix seconds), 0 for never."""
+        times = [row.get("cancel") for row in self._read(self.path / SUBMISSIONS)]
+        return max((time for time in times if isinstance(time, float)), default=0.0)
+
+    def record_start(self, index: int, stage: str, process: Mapping[str, str]) -> None:
+        """Record that this process starts on a cell; SLURM's ids are taken from the environment."""
+        get = os.environ.get
+        array, task = get("SLURM_ARRAY_JOB_ID"), get("SLURM_ARRAY_TASK_ID")
+        job = f"{array}_{task}" if array and task else get("SLURM_JOB_ID")
+        place = {"node": get("SLURMD_NODENAME") or os.uname().nodename, "restart": int(get("SLURM_RESTART_COUNT") or 0)}
+        start = {"stage": stage, "started": time.time(), "process": dict(process), "parent": str(os.getppid()), **place}
+        _append(self._journal(index), start if job is None else {**start, "job": job})
+
+    def record_end(self, index: int, pid: str, code: int, reason: str | None) -> None:
+        """Record how the attempt of process ``pid`` ended; the last record counts. ``code`` below 0: minus a signal."""
+        if code < 0 and reason is None:
+            reason = f"killed by {signal.Signals(-code).name}"
+        _append(self._journal(index), {"pid": pid, "ended": time.time(), "code": code, "reason": reason})
+
+    def attempts(self, index: int, stage: str = "train") -> list[Attempt]:
+        """The attempts at a cell, oldest first, each with its end where there is one."""
+        starts: list[dict[str, Any]] = []
+        for row in self._read(self._journal(index)):
+            if "started" in row and isinstance(row.get("process"), dict):
+                starts.append(row)
+                continue
+            pid = row.pop("pid", None)
+            of_process = [each for each in starts if each["process"].get("process.pid") == pid]
+            if not of_process:  # its start is gone
+                self.unreadable[str(self._journal(index))] += 1
+            for start in of_process[-1:]:
+                start |= row
+        return [each for each in self._records(Attempt, starts, self._journal(index)) if each.stage == stage]
+
+    def _journal(self, index: int) -> Path:
+        return self.path / "cells" / f"{index:05d}.jsonl"
+
+    def _read(self, path: Path) -> list[dict[str, Any]]:
+        """The rows of a journal; lines that cannot be read are counted."""
+        rows, lines = [], (path.read_bytes().splitlines() or [b""]) if path.is_file() else []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                row = decode_json(line)
+                rows += [row] if row.keys() & {"stage", "cancel", "pid"} else []
+        self.unreadable[str(path)] = len(lines) - len(rows)
+        return rows
+
+    def _records(self, schema: type[T], rows: Sequence[dict[str, Any]], path: Path) -> list[T]:
+        records = []
+        for row in rows:
+            with contextlib.suppress(UserError):
+                records.append(parse_record(schema, row))
+        self.unreadable[f"{path}, of {schema.__name__.lower()}s,"] = len(rows) - len(records)
+        return records
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(encode_json(row))
+
 
 def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
     """Write the manifest once. The same one again is fine; another one in the same folder is refused."""
@@ -154,12 +295,16 @@ def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
                 "give the grid another name, or --output another folder"
             )
         return sweep
+    if redact_source(base_text) != base_text:
+        raise UserError(f"{manifest.base}: a comment looks like a secret, and the file is copied into the sweep")
     try:
         for name in ("cells", "logs", "runs", "evaluations"):
             (sweep.path / name).mkdir(parents=True, exist_ok=True)
-        sweep.base.write_text(base_text)
+        atomic_write(sweep.base, base_text, private=True)
+        for name, content in PLUGIN_FILES.items() if manifest.plugin_hashes else ():
+            atomic_write(sweep.path / "plugins" / name, redact_source(content.decode("utf-8", "replace")))
         text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
-        atomic_write(sweep.path / FILE, text + "\n")
+        atomic_write(sweep.path / FILE, text + "\n", private=True)
     except OSError as error:
         raise UserError(f"--output: cannot write {folder}: {error.strerror}") from None
     return sweep
@@ -175,42 +320,24 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"no sweep at {path}{hint}")
     file = folder / FILE
     try:
-        data = json.loads(file.read_text())
-        version = data.pop("version")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{file} is not a manifest; plan the sweep again in another folder") from None
+        data = read_json(file, "manifest", {"version": int})
+    except UserError as error:
+        raise UserError(f"{error}; plan the sweep again in another folder") from None
+    version, digest = data.pop("version"), data.pop("digest", None)
     if version != VERSION:
         raise bad_value(f"{file}: version", version, str(VERSION), "it was written by another version of kl_comedy")
-    digest = data.pop("digest", None)
-    try:
-        manifest = _manifest(data)
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{file} is not a whole manifest; plan the sweep again in another folder") from None
+    manifest = parse_record(Manifest, data, origin=str(file))
     if manifest.digest != digest:
         raise UserError(f"{file} was changed by hand; a manifest is written once: plan another sweep instead")
     return Sweep(path=folder.resolve(), manifest=manifest)
-
-
-def _manifest(data: dict[str, Any]) -> Manifest:
-    cells = tuple(Cell(**{**cell, "overrides": tuple(cell["overrides"])}) for cell in data.pop("cells"))
-    evaluate = data.pop("evaluate")
-    return Manifest(
-        cells=cells,
-        evaluate=None if evaluate is None else tuple(evaluate),
-        plugins=tuple(data.pop("plugins")),
-        stores=tuple((uri, experiment) for uri, experiment in data.pop("stores")),
-        **data,
-    )
 
 
 def _difference(old: Manifest, new: Manifest) -> str:
     if len(old.cells) != len(new.cells):
         return f"{len(old.cells)} cells there, {len(new.cells)} planned now"
     for before, now in zip(old.cells, new.cells, strict=True):
-        if (before.name, before.seed) != (now.name, now.seed):
-            return f"cell {now.index} is {before.name} seed {before.seed} there and {now.name} seed {now.seed} now"
         if before != now:
-            return f"cell {now.index} has other settings"
+            return f"cell {now.index} is {before.name} there and {now.name} now, with other settings or another seed"
     return f"another {', '.join(key for key in asdict(old) if getattr(old, key) != getattr(new, key))}"
 
 
@@ -220,69 +347,67 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
     Plugins must have been loaded. Raises :class:`UserError` naming the cell for any mistake, and for two cells that
     are the same run.
     """
+    from kl_comedy.kl import resolve_terms
+    from kl_comedy.objective import PolicyTerm, check_policy_term
     from kl_comedy.tracking.store import check_uri
 
     for text in extra:
         if (key := text.partition("=")[0]) in {*grid.axes, *RESERVED, *(["seed"] if grid.seeds else [])}:
             raise UserError(f"{text}: {key} is set by the sweep, cell by cell")
-    read = config_reader(grid.base)
-    common = [*_overrides(grid.overrides), *extra]
-    cells: list[Cell] = []
-    by_hash: dict[str, Cell] = {}
-    stores: dict[tuple[str, str], None] = {}
-    loaded: dict[tuple[str, ...], Config] = {}
-    for point in expand(grid):
-        settings = dict(sorted(point.settings.items(), key=lambda item: item[0].count(".")))
-        overrides = [*common, override("name", point.label), *_overrides(settings)]
-        key_of_config = tuple(overrides)
-        if key_of_config not in loaded:  # points that differ in the seed alone are loaded once
-            loaded[key_of_config] = _load(read, overrides, f"cell {len(cells)} ({point.label})")
-        config = loaded[key_of_config]
-        if point.seed is not None:
-            overrides.append(override("seed", point.seed))
-            config = dataclasses.replace(config, seed=point.seed)
-        cell = Cell(
-            index=len(cells),
-            name=config.name,
-            seed=config.seed,
-            steps=config.train.steps,
-            config_hash=config_hash(config),
-            values=dict(point.values),
-            overrides=tuple(overrides),
-            nodes=config.train.nodes,
-            devices=config.train.devices,
-        )
-        same = by_hash.setdefault(config_hash(dataclasses.replace(config, name="")), cell)
-        if same is not cell:
-            raise UserError(
-                f"cells {same.index} ({same.name}) and {cell.index} ({cell.name}) are the same run, seed {cell.seed}"
-            )
-        cells.append(cell)
-        stores[(check_uri(config.tracking.uri), config.tracking.experiment)] = None
-    if grid.evaluate is not None:
-        _load(read, [*cells[0].overrides, *_overrides(grid.evaluate)], "evaluate")
-    return Manifest(
-        name=grid.name,
-        directory=str(directory.resolve()),
-        base=str(grid.base),
-        base_sha256=sha256_file(grid.base),
-        plugins=tuple(str(file.resolve()) for file in plugins),
-        evaluate=None if grid.evaluate is None else tuple(_overrides(grid.evaluate)),
-        max_parallel=grid.max_parallel,
-        stores=tuple(stores),
-        package_version=kl_comedy.__version__,
-        cells=tuple(cells),
-    )
+    read = config_reader(Path(grid.base))
 
-
-def _load(read: Callable[[Sequence[str]], Config], overrides: Sequence[str], where: str) -> Config:
-    try:
+    @functools.cache  # cells that differ in the seed alone are loaded once
+    def load(overrides: tuple[str, ...]) -> Config:
         config = read(overrides)
         resolve_terms(config.kl)
         check_policy_term(PolicyTerm.of(config.algorithm))
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    return config
+        return config
+
+    common = [*_overrides(grid.overrides), *extra]
+    cells: dict[str, Cell] = {}  # by the hash of the config without its name
+    stores: dict[tuple[str, str], None] = {}
+    for index, point in enumerate(expand(grid)):
+        settings = dict(sorted(point.settings.items(), key=lambda item: item[0].count(".")))
+        overrides = (*common, override("name", point.label), *_overrides(settings))
+        with error_prefix(f"cell {index} ({point.label})"):
+            config = load(overrides)
+        if point.seed is not None:
+            overrides = (*overrides, override("seed", point.seed))
+            config = replace(config, seed=point.seed)
+        train, tracking = config.train, config.tracking
+        cell = Cell(
+            index=index,
+            name=config.name,
+            seed=config.seed,
+            steps=train.steps,
+            config_hash=config_hash(config),
+            values=dict(point.values),
+            overrides=overrides,
+            nodes=train.nodes,
+            devices=train.devices,
+        )
+        same = cells.setdefault(config_hash(replace(config, name="")), cell)
+        if same is not cell:
+            names = f"{same.index} ({same.name}) and {cell.index} ({cell.name})"
+            raise UserError(f"cells {names} are the same run, seed {cell.seed}")
+        stores[check_uri(tracking.uri), tracking.experiment] = None
+    evaluate = None if grid.evaluate is None else tuple(_overrides(grid.evaluate))
+    if evaluate is not None:
+        with error_prefix("evaluate"):
+            load((*next(iter(cells.values())).overrides, *evaluate))
+    return Manifest(
+        name=grid.name,
+        directory=str(directory.resolve()),
+        base=grid.base,
+        base_sha256=hashlib.sha256(standalone_text(Path(grid.base)).encode()).hexdigest(),
+        plugins=tuple(str(file.resolve()) for file in plugins),
+        evaluate=evaluate,
+        max_parallel=grid.max_parallel,
+        stores=tuple(stores),
+        package_version=kl_comedy.__version__,
+        cells=tuple(cells.values()),
+        plugin_hashes=plugin_hashes(PLUGIN_FILES) if plugins else {},
+    )
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:

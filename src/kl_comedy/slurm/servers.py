@@ -1,9 +1,10 @@
 """Inference servers beside a trainer, in one allocation: each task of a step starts one and publishes its address.
 
-    servers' step:  python -m kl_comedy.slurm.servers -- vllm serve MODEL --port {port}   ->  DIR/0.url, DIR/1.url
-    trainer's step: kl-comedy cell SWEEP 3                                      <-  KL_COMEDY_SERVER_URLS
+    servers' step:  python -m kl_comedy.slurm.servers --cell SWEEP 3    ->  DIR/0.url, DIR/1.url
+    trainer's step: kl-comedy cell SWEEP 3                              <-  KL_COMEDY_SERVER_URLS
 
-DIR is KL_COMEDY_SERVERS_DIR, on a shared file system. When the trainer ends, the file DIR/done ends the servers.
+DIR is KL_COMEDY_SERVERS_DIR, on a shared file system. When the trainer ends, the file DIR/done ends the servers. With
+``--cell`` the command comes from the cell's config; ``-- COMMAND --port {port}`` starts a command of your own.
 srun starts and places them; how weights reach them is the rollout backend's concern.
 """
 
@@ -13,23 +14,28 @@ import argparse
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from kl_comedy.errors import RunFailed
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import atomic_write
+from kl_comedy.processes import LOOPBACK, ChildProcess, free_port
 
 DIRECTORY, COUNT, URLS = "KL_COMEDY_SERVERS_DIR", "KL_COMEDY_SERVERS_COUNT", "KL_COMEDY_SERVER_URLS"
 KEY = "VLLM_API_KEY"
 """Holds the servers' key, in their environment and in the trainer's."""
 POLL_S = 0.25
-GRACE_S = 10.0
+GRACE_S = 5.0
 """How long a server may take to end by itself after SIGTERM."""
+
+Environment = Mapping[str, str] | None
+Command = Callable[[int], tuple[Sequence[str], Environment]]
+"""The words and the environment (None: this one) of a server on a port."""
 
 
 def await_servers() -> list[str]:
@@ -40,54 +46,72 @@ def await_servers() -> list[str]:
     """
     if DIRECTORY not in os.environ:
         return []
-    folder, count = Path(os.environ[DIRECTORY]), int(os.environ[COUNT])
-    while True:
+    folder = Path(os.environ[DIRECTORY])
+    files = [folder / f"{index}.url" for index in range(int(os.environ[COUNT]))]
+    while not all(file.exists() for file in files):
         for file in sorted(folder.glob("*.failed")):
             raise RunFailed(f"server {file.stem} of this job {file.read_text().strip()}; the job's log says more")
-        files = [folder / f"{index}.url" for index in range(count)]
-        if all(file.exists() for file in files):
-            urls = [file.read_text().strip() for file in files]
-            os.environ[URLS] = ",".join(urls)
-            return urls
         time.sleep(POLL_S)
+    urls = [file.read_text().strip() for file in files]
+    os.environ[URLS] = ",".join(urls)
+    return urls
 
 
-def serve(words: Sequence[str], *, folder: Path, index: int, host: str, ready: str, wait_s: float) -> int:
+def serve(
+    command: Command,
+    *,
+    folder: Path,
+    index: int,
+    host: str,
+    ready: str,
+    wait_s: float,
+    prepare: Callable[[str], None] = lambda url: None,
+) -> int:
     """Run one server until the trainer is done; its address is in ``folder`` once ``ready`` answers.
 
-    SIGUSR1, which SLURM sends to the whole job before its time limit, is ignored here and in the server: the
+    ``prepare(url)`` is called before that. A server that ends afterwards is started again on the same port; the trainer
+    waits for it and sends its weights. SIGUSR1 and SIGTERM, which SLURM sends to every process of a job before its time
+    limit or its preemption, are ignored here and by a server without a handler of its own (vLLM ends at SIGTERM): the
     trainer still needs it for the current update. Returns 0 when the trainer ended first, else the server's code.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    port = _free_port(host)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # and in the server, which inherits it
+    port = free_port(host)
     url = f"http://{host}:{port}"
-    server = subprocess.Popen(
-        [word.replace("{port}", str(port)).replace("{host}", host).replace("{index}", str(index)) for word in words],
-        stdin=subprocess.DEVNULL,
-    )
+
+    def fail(why: str) -> None:
+        atomic_write(folder / f"{index}.failed", f"{why}\n")
+
     try:
-        published = False
-        deadline = time.monotonic() + wait_s
+        words, environment = command(port)
+    except UserError as error:
+        fail(f"cannot be started: {error}")
+        return 2
+    published, deadline = False, time.monotonic() + wait_s
+    server = ChildProcess(words, env=environment)
+    try:
         while not (folder / "done").exists():
-            if server.poll() is not None:
-                atomic_write(folder / f"{index}.failed", f"ended with code {server.returncode}\n")
-                return server.returncode or 1
+            if not server.alive and not published:
+                fail(f"ended with code {server.status}")
+                return server.status or 1
+            if not server.alive:
+                print(f"server {index} ended with code {server.kill()}; starting it again", file=sys.stderr, flush=True)
+                server = ChildProcess(words, env=environment)
             if not published and _answers(url + ready):
-                atomic_write(folder / f"{index}.url", url + "\n")
+                try:
+                    prepare(url)
+                except Exception as error:  # a server that answers, and not as ours do
+                    fail(f"answers, and takes no weights: {error}")
+                    return 1
+                atomic_write(folder / f"{index}.url", url + "\n", private=True)
                 published = True
             if not published and time.monotonic() > deadline:
-                atomic_write(folder / f"{index}.failed", f"did not answer {ready} within {wait_s:g} s\n")
+                fail(f"did not answer {ready} within {wait_s:g} s")
                 return 1
             time.sleep(POLL_S)
         return 0
     finally:
-        _end(server)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+        server.terminate(GRACE_S)
 
 
 def _answers(url: str) -> bool:
@@ -95,18 +119,41 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(request, timeout=2) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is None:
-        server.terminate()
-        try:
-            server.wait(timeout=GRACE_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+def filled_in(words: Sequence[str], host: str, index: int, port: int) -> tuple[Sequence[str], Environment]:
+    """``words`` with port, host and index in their places.
+
+    >>> filled_in(["vllm", "serve", "--port", "{port}"], "localhost", 0, 8000)[0]
+    ['vllm', 'serve', '--port', '8000']
+    """
+    values = {"{port}": str(port), "{host}": host, "{index}": str(index)}
+    for place, value in values.items():
+        words = [word.replace(place, value) for word in words]
+    return words, None
+
+
+def cell_command(sweep: Path, cell: int, folder: Path, host: str, port: int) -> tuple[Sequence[str], Environment]:
+    """The command of a server for a cell, by its config. Raises :class:`UserError` where its run uses no server."""
+    from kl_comedy.config import load_config
+    from kl_comedy.registry import load_plugin_file
+    from kl_comedy.rollouts.engines.jobs import job_server
+    from kl_comedy.slurm.manifest import read_sweep
+
+    loaded = read_sweep(sweep)
+    for plugin in loaded.manifest.plugins:
+        load_plugin_file(Path(plugin))
+    config = load_config(loaded.base, loaded.overrides(loaded.cell(cell)))
+    words, environment = job_server(config, folder, host=host, port=port)
+    return [sys.executable, *words], environment
+
+
+def _expect_weights(url: str) -> None:
+    from kl_comedy.rollouts.engines.jobs import expect_weights
+
+    expect_weights(url, os.environ.get(KEY))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -115,16 +162,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--reachable", action="store_true", help="bind to this host's address, for other nodes")
     parser.add_argument("--ready", default="/health", help="the path that answers when the server is up")
     parser.add_argument("--wait", type=float, default=600, help="seconds it may take")
-    parser.add_argument("words", nargs="+", help="the server's command")
+    parser.add_argument("--cell", nargs=2, metavar=("SWEEP", "INDEX"), help="start what this cell's config asks for")
+    parser.add_argument("words", nargs="*", help="the server's command, without --cell")
     given = parser.parse_args(arguments)
-    return serve(
-        given.words,
-        folder=Path(os.environ[DIRECTORY]),
-        index=int(os.environ.get("SLURM_PROCID", "0")),
-        host=socket.gethostname() if given.reachable else "127.0.0.1",
-        ready=given.ready,
-        wait_s=given.wait,
-    )
+    host = socket.gethostname() if given.reachable else LOOPBACK
+    index = int(os.environ.get("SLURM_PROCID", "0"))
+    folder = Path(os.environ[DIRECTORY])
+    place: dict[str, Any] = {"folder": folder, "index": index, "host": host, "ready": given.ready, "wait_s": given.wait}
+    if given.cell is None:
+        return serve(partial(filled_in, given.words, host, index), **place)
+    sweep, cell = given.cell
+    command = partial(cell_command, Path(sweep), int(cell), folder / f"{index}.model", host)
+    return serve(command, prepare=_expect_weights, **place)
 
 
 if __name__ == "__main__":

@@ -9,30 +9,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
-from kl_comedy.io import atomic_write
-from kl_comedy.slurm import scheduler
-from kl_comedy.slurm.journal import (
-    Attempt,
-    Submission,
-    cancelled_at,
-    latest_submissions,
-    read_attempts,
-    read_submissions,
-)
-from kl_comedy.slurm.manifest import Cell, Sweep
-from kl_comedy.slurm.scheduler import JobState
-
-if TYPE_CHECKING:
-    import pandas as pd
+from kl_comedy.io import atomic_write, read_json
+from kl_comedy.slurm import submit
+from kl_comedy.slurm.manifest import Attempt, Cell, Submission, Sweep
+from kl_comedy.slurm.submit import JobState, Work
+from kl_comedy.tracking.provenance import is_dead
+from kl_comedy.tracking.spool import UNREADABLE, decode_event
 
 STATES = ("FINISHED", "RUNNING", "PENDING", "PLANNED", "STOPPED", "FAILED", "DIED", "CANCELLED")
-MISSING = ("PLANNED", "STOPPED", "FAILED", "DIED", "CANCELLED")
+MISSING = STATES[3:]
 """The states that ``resubmit`` runs again."""
 TAIL_BYTES = 1 << 16
 """Enough of a spool's end to hold its last metrics."""
@@ -68,8 +59,8 @@ class SweepStatus:
     notes: tuple[str, ...]
 
     def counts(self) -> dict[str, int]:
-        counts = {state: sum(row.state == state for row in self.rows) for state in STATES}
-        return {state: number for state, number in counts.items() if number}
+        counts = Counter(row.state for row in self.rows)
+        return {state: counts[state] for state in STATES if state in counts}
 
     def summary(self) -> str:
         """The counts as text: ``3 finished, 1 failed``."""
@@ -78,80 +69,85 @@ class SweepStatus:
 
 def read_status(sweep: Sweep) -> SweepStatus:
     """The state of every cell now."""
-    submissions = read_submissions(sweep)
-    train, evaluate = (latest_submissions(submissions, stage) for stage in ("train", "evaluate"))
-    runs = _newest_runs(sweep)
-    jobs, notes = _ask_slurm(sweep, submissions)
-    cancelled = cancelled_at(sweep)
-    rows = []
+    train, evaluate = (
+        {index: item for item in sweep.submissions() if item.stage == stage for index in item.indices}
+        for stage in ("train", "evaluate")
+    )
+    jobs, notes = _ask_slurm(
+        sweep, {item.task(n) for stage in (train, evaluate) for n, item in stage.items() if item.job}
+    )
+    cancelled, runs = sweep.cancelled_at(), newest_runs(sweep)
+    rows, damaged = [], list[str]()
     for cell in sweep.manifest.cells:
-        submission = train.get(cell.index)
-        job = _job_state(jobs, submission, cell.index)
-        rows.append(_cell_status(sweep, cell, runs.get(cell.run_stem), submission, job, cancelled))
-    evaluating = {
-        index
-        for index, submission in evaluate.items()
-        if not sweep.evaluation(index).exists() and _is_active(submission, _job_state(jobs, submission, index))
-    }
-    return SweepStatus(rows=tuple(rows), evaluating=frozenset(evaluating), notes=notes)
+        submission, run = train.get(cell.index), runs.get(cell.run_stem)
+        job = jobs.get(submission.task(cell.index)) if submission else None
+        rows.append(_cell_status(sweep, cell, run, submission, job, cancelled, damaged))
+    evaluating = set()
+    for index, submission in evaluate.items():
+        job = jobs.get(submission.task(index))
+        active = not is_dead(submission.process) if submission.local else job and (job.active or job is UNKNOWN)
+        if active and not sweep.evaluation(index).exists():
+            evaluating.add(index)
+    damaged += [f"{count} lines of {file} cannot be read" for file, count in sweep.unreadable.items() if count]
+    return SweepStatus(rows=tuple(rows), evaluating=frozenset(evaluating), notes=(*notes, *damaged))
 
 
-def _ask_slurm(sweep: Sweep, submissions: list[Submission]) -> tuple[dict[str, JobState] | None, tuple[str, ...]]:
-    """States by job id from squeue, from sacct for jobs that left the queue; None where squeue does not answer."""
-    own = {item.job for item in submissions if item.job is not None}
-    if not own:
+def missing_work(sweep: Sweep, status: SweepStatus) -> Work:
+    """What is missing or failed. Cells that run, wait or are finished are left alone."""
+    trained = [row.cell for row in status.rows if row.state == "FINISHED" and not row.evaluated]
+    evaluate = [] if sweep.manifest.evaluate is None else [cell for cell in trained if cell not in status.evaluating]
+    return Work(train=tuple(row.cell for row in status.rows if row.state in MISSING), evaluate=tuple(evaluate))
+
+
+def _ask_slurm(sweep: Sweep, tasks: set[str]) -> tuple[dict[str, JobState], tuple[str, ...]]:
+    """States from squeue, from sacct for ``tasks`` that left the queue; and notes."""
+    if not tasks:
         return {}, ()
     try:
-        queue = scheduler.queue(sweep.job_names)
+        jobs = submit.queue(sweep.job_names)
     except (UserError, RunFailed) as error:
-        return None, (f"the queue cannot be asked, states are from the run folders alone: {error}",)
-    jobs = {job: state for job, state in queue.items() if job.split("_")[0] in own}
-    gone = {
-        str(item.job)
-        for stage in ("train", "evaluate")
-        for index, item in latest_submissions(submissions, stage).items()
-        if not item.local and f"{item.job}_{index - item.offset}" not in jobs
-    }
+        note = f"the queue cannot be asked, states are from the run folders alone: {error}"
+        return dict.fromkeys(tasks, UNKNOWN), (note,)
     try:
-        return {**scheduler.accounting(sorted(gone)), **jobs}, ()
+        return {**submit.accounting(sorted(tasks - jobs.keys())), **jobs}, ()
     except (UserError, RunFailed) as error:
         return jobs, (f"jobs that left the queue cannot be looked up: {error}",)
 
 
-def _job_state(jobs: Mapping[str, JobState] | None, submission: Submission | None, index: int) -> JobState | None:
-    if submission is None or submission.local:
-        return None
-    return UNKNOWN if jobs is None else jobs.get(f"{submission.job}_{index - submission.offset}")
-
-
-def _is_active(submission: Submission, job: JobState | None) -> bool:
-    from kl_comedy.tracking.provenance import is_dead
-
-    if submission.local:
-        return not is_dead(submission.process)
-    return job is not None and (job.active or job is UNKNOWN)
-
-
 def _cell_status(
-    sweep: Sweep, cell: Cell, run: Path | None, submission: Submission | None, job: JobState | None, cancelled: float
+    sweep: Sweep,
+    cell: Cell,
+    run: Path | None,
+    submission: Submission | None,
+    job: JobState | None,
+    cancelled: float,
+    damaged: list[str],
 ) -> CellStatus:
-    attempts = read_attempts(sweep, cell.index)
+    """A row; what cannot be read is added to ``damaged``."""
+    attempts = sweep.attempts(cell.index)
     last = attempts[-1] if attempts else None
-    summary = None if run is None else _read_json(run / "summary.json")
-    if isinstance(summary, dict) and summary.get("status") == "FINISHED":
-        state, why = "FINISHED", ""
+    step, reward, summary, evaluated = 0, None, dict[str, Any](), False
+    if run is not None:
+        step, reward, unreadable = _progress(run)
+        if unreadable:
+            damaged.append(f"{unreadable} of the last lines of {run}/spool.jsonl cannot be read")
+        try:
+            summary = read_summary(run)
+        except UserError as error:
+            damaged.append(f"{error}; resubmit finishes its cell from the checkpoint")
+    try:
+        evaluated = read_scores(sweep, cell.index) is not None
+    except UserError as error:
+        damaged.append(f"{error}; resubmit evaluates its cell again")
+    if summary.get("status") == "FINISHED":
+        step, reward = summary.get("steps", step), summary.get("metrics", {}).get("train/reward", reward)
+        failed = [] if evaluated else sweep.attempts(cell.index, "evaluate")
+        state, why = "FINISHED", f"evaluation: {failed[-1].reason}" if failed and failed[-1].reason else ""
     else:
         state, why = _unfinished_state(cell.index, last, submission, job, cancelled)
-    step, reward = _progress(run)
-    if state == "PENDING" and attempts:
+    if state == "PENDING" and last:
         why = f"started again at update {step}" + (f" ({why})" if why else "")
-    evaluated = sweep.evaluation(cell.index).exists()
-    if state == "FINISHED" and not evaluated:
-        reason = next((item.reason for item in reversed(read_attempts(sweep, cell.index, "evaluate"))), None)
-        why = f"evaluation: {reason}" if reason else ""
-    job_id = (last.job if last else None) or ""
-    if submission is not None and not submission.local:
-        job_id = f"{submission.job}_{cell.index - submission.offset}"
+    submitted = submission is not None and not submission.local
     return CellStatus(
         cell=cell.index,
         name=cell.name,
@@ -161,8 +157,8 @@ def _cell_status(
         steps=cell.steps,
         reward=reward,
         evaluated=evaluated,
-        node=job.node if job and job.state == "RUNNING" and job.node else last.node if last else "",
-        job=job_id,
+        node=(job.node if job and job.state == "RUNNING" else "") or (last.node if last else ""),
+        job=submission.task(cell.index) if submission and submitted else (last and last.job) or "",
         attempts=len(attempts),
         why=why,
         run=None if run is None else str(run),
@@ -173,8 +169,6 @@ def _unfinished_state(
     index: int, last: Attempt | None, submission: Submission | None, job: JobState | None, cancelled: float
 ) -> tuple[str, str]:
     """The state of a cell whose run is not finished, and why."""
-    from kl_comedy.tracking.provenance import is_dead
-
     if job is not None and job.active:
         return ("PENDING", job.why) if job.state == "PENDING" else ("RUNNING", "")
     if job is UNKNOWN and (last is None or last.code is None):
@@ -202,46 +196,53 @@ def _unfinished_state(
     return "DIED", f"ended without a message: {reason}"
 
 
-def newest_run(sweep: Sweep, cell: Cell) -> Path | None:
-    """The folder of a cell's run, or None before it began."""
-    return _newest_runs(sweep).get(cell.run_stem)
-
-
-def _newest_runs(sweep: Sweep) -> dict[str, Path]:
-    """The newest run folder of each name and hash, in one listing."""
+def newest_runs(sweep: Sweep) -> dict[str, Path]:
+    """The newest run folder of each cell that began, by the cell's ``run_stem``."""
     numbers: dict[str, int] = {}
-    for entry in os.scandir(sweep.runs) if sweep.runs.is_dir() else ():
-        stem, _, number = entry.name.rpartition("-")
+    for name in os.listdir(sweep.runs) if sweep.runs.is_dir() else ():
+        stem, _, number = name.rpartition("-")
         if number.isdigit():
             numbers[stem] = max(int(number), numbers.get(stem, 0))
     return {stem: sweep.runs / f"{stem}-{number}" for stem, number in numbers.items()}
 
 
-def _progress(run: Path | None) -> tuple[int, float | None]:
-    """The last update in the spool and its reward."""
-    if run is None:
-        return 0, None
+def _progress(run: Path) -> tuple[int, float | None, int]:
+    """The last update in the spool, its reward, and the number of lines after it that cannot be read."""
     try:
         with (run / "spool.jsonl").open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
+            start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+            file.seek(start)
+            lines = file.read().split(b"\n")
     except OSError:
-        return 0, None
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row.get("kind") == "metrics" and "train/reward" in row["data"]:
-            return int(row["step"]), float(row["data"]["train/reward"])
-    return 0, None
+        return 0, None, 0
+    unreadable = 0
+    for line in reversed(lines[1 if start else 0 : -1]):  # whole ones
+        event = decode_event(line)
+        unreadable += event.kind == UNREADABLE
+        if event.kind == "metrics" and "train/reward" in event.data:
+            return event.step or 0, event.data["train/reward"], unreadable
+    return 0, None, unreadable
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+def read_summary(run: Path) -> dict[str, Any]:
+    """A run's summary; empty before it has one. Raises :class:`UserError` for a damaged file."""
+    file = run / "summary.json"
+    return read_json(file, "summary of a run", {"status": str}) if file.is_file() else {}
+
+
+def read_scores(sweep: Sweep, index: int) -> list[dict[str, Any]] | None:
+    """The scores of a cell's evaluation; None before it has any. Raises :class:`UserError` for a damaged file."""
+    file = sweep.evaluation(index)
+    if not file.exists():
         return None
+    try:
+        rows = json.loads(file.read_bytes())
+        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+            return rows
+        reason = "it holds no list of rows"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    raise UserError(f"{file} is no readable list of scores ({reason})")
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -257,14 +258,14 @@ def write_report(sweep: Sweep, status: SweepStatus) -> Path:
     from kl_comedy.tracking.compare import summarize
     from kl_comedy.tracking.tables import readable, render
 
-    folder = sweep.path / "report"
     cells = [{**asdict(row), **cell_metrics(sweep, row)} for row in status.rows]
     frame = pd.DataFrame(cells)
     metrics = [name for name in frame.columns if "/" in name]
     counted = frame.assign(status=frame["state"].replace({"DIED": "FAILED", "CANCELLED": "KILLED"}))
     summary = summarize(counted, ["name"], metrics)
-    columns = ["cell", "name", "seed", "state", "step", "why", *metrics]
-    table = render(readable(summary, ["name"]), "markdown") if metrics else "No cell has finished."
+    rounded = frame[["cell", "name", "seed", "state", "step", "why", *metrics]]
+    for name in rounded.select_dtypes("float").columns:
+        rounded = rounded.assign(**{str(name): rounded[name].map("{:.4g}".format)})
     page = f"""# Sweep {sweep.manifest.name}
 
 {len(status.rows)} cells: {status.summary()}.
@@ -274,41 +275,34 @@ Manifest {sweep.manifest.digest}, kl_comedy {sweep.manifest.package_version}.
 
 Mean and 95% interval (Student) of finished cells.
 
-{table}
+{render(readable(summary, ["name"]), "markdown") if metrics else "No cell has finished."}
 
 ## Cells
 
-{render(_rounded(frame[columns]), "markdown")}
+{render(rounded, "markdown")}
 """
-    for name, text in {
-        "cells.csv": render(frame, "csv") + "\n",
-        "cells.json": json.dumps(cells, indent=1) + "\n",
-        "table.csv": render(summary, "csv") + "\n",
-        "report.md": page,
-    }.items():
-        atomic_write(folder / name, text)
+    folder = sweep.path / "report"
+    atomic_write(folder / "cells.csv", render(frame, "csv") + "\n")
+    atomic_write(folder / "cells.json", json.dumps(cells, indent=1) + "\n")
+    atomic_write(folder / "table.csv", render(summary, "csv") + "\n")
+    atomic_write(folder / "report.md", page)
     return folder / "report.md"
 
 
 def cell_metrics(sweep: Sweep, row: CellStatus) -> dict[str, float]:
-    """The last update's metrics, the run's own last evaluations, and those of the evaluation job."""
+    """The last update's metrics, the run's own evaluations after it, and those of the evaluation job."""
     metrics: dict[str, float] = {}
-    summary = _read_json(Path(row.run) / "summary.json") if row.run else None
-    if isinstance(summary, dict) and row.state == "FINISHED":
+    if row.run and row.state == "FINISHED":
+        summary = read_summary(Path(row.run))  # FINISHED, so it is readable
         last = summary.get("metrics", {})
         metrics |= {name: float(last[name]) for name in LAST_METRICS if name in last}
         for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
             for name, history in summary.get(key, {}).items():
-                metrics[f"eval/{name}/{score}"] = float(history[max(history, key=int)])
-    for item in _read_json(sweep.evaluation(row.cell)) or []:
-        if "set" in item:
-            metrics[f"evaluate/{item['set']}/reward"] = float(item["reward"])
-        else:  # a suite: every score that has an interval
-            scores = [name for name in item if f"{name}_low" in item]
-            metrics |= {f"evaluate/{item['suite']}/{name}": float(item[name]) for name in scores}
+                if str(row.steps) in history:  # an earlier evaluation is not of the trained policy
+                    metrics[f"eval/{name}/{score}"] = float(history[str(row.steps)])
+    for item in (read_scores(sweep, row.cell) or ()) if row.evaluated else ():
+        # of a suite every score that has an interval
+        scores = ["reward"] if "set" in item else [name for name in item if f"{name}_low" in item]
+        for name in scores:
+            metrics[f"evaluate/{item.get('set', item.get('suite'))}/{name}"] = float(item[name])
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _rounded(frame: pd.DataFrame) -> pd.DataFrame:
-    numbers = frame.select_dtypes("float").columns
-    return frame.assign(**{str(name): frame[name].map(lambda value: f"{value:.4g}") for name in numbers})

@@ -1,21 +1,99 @@
-"""Give cells to SLURM: arrays for training and evaluation, a job for the report, chained by dependencies."""
+"""SLURM: its commands, called and read, and the jobs of a sweep.
+
+Training and evaluation are arrays, the report is a job, chained by dependencies. Nothing else talks to SLURM.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import shlex
 import shutil
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kl_comedy.slurm import scheduler
-from kl_comedy.slurm.journal import Submission, read_submissions, record_cancel, record_submission
-from kl_comedy.slurm.manifest import Manifest, Sweep
-from kl_comedy.slurm.profile import Profile
-from kl_comedy.slurm.render import Array, array_ranges, arrays, script_path, scripts
-from kl_comedy.slurm.status import MISSING, SweepStatus
+from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.slurm.manifest import Manifest, Submission, Sweep
+from kl_comedy.slurm.scripts import Array, Profile, array_ranges, arrays, scripts
+
+TIMEOUT_S = 60
+ACTIVE = frozenset(
+    {
+        *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING"),
+        *("SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "SPECIAL_EXIT"),
+    }
+)
+"""States of a job that is not over (squeue's long names)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """SLURM's state of one job or array task. ``node`` and ``why`` may be empty; ``comment`` is sbatch's."""
+
+    state: str
+    node: str = ""
+    why: str = ""
+    comment: str = ""
+
+    @property
+    def active(self) -> bool:
+        return self.state in ACTIVE
+
+
+def sbatch(words: Sequence[str]) -> str:
+    """Submit and return the job's id. Raises :class:`RunFailed` with sbatch's message."""
+    return _call(list(words)).strip().split(";")[0]
+
+
+def queue(job_names: Sequence[str]) -> dict[str, JobState]:
+    """Jobs of these names in squeue, by ``JOB`` or ``ARRAY_TASK``; pending array tasks are listed singly."""
+    words = ["squeue", "--noheader", "--array", "--states=all", f"--name={','.join(job_names)}"]
+    jobs = {}
+    for line in _call([*words, "--format=%F|%K|%T|%N|%k|%r"]).splitlines():
+        job, task, state, node, comment, reason = (part.strip() for part in line.split("|", 5))
+        key = f"{job}_{task}" if task and task != "N/A" else job
+        why = "" if reason == "None" else reason
+        jobs[key] = JobState(state=state, node=node, why=why, comment="" if comment == "(null)" else comment)
+    return jobs
+
+
+def accounting(jobs: Sequence[str]) -> dict[str, JobState]:
+    """States from the accounting database. Raises :class:`RunFailed` where accounting is off."""
+    if not jobs:
+        return {}
+    words = ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={','.join(jobs)}"]
+    states = {}
+    for line in _call([*words, "--format=JobID,State,ExitCode,NodeList"]).splitlines():
+        job, state, code, node = line.split("|")[:4]
+        why = state if code in ("0:0", "") else f"{state}, exit code {code}"
+        states[job] = JobState(state=state.split()[0], node="" if node == "None assigned" else node, why=why)
+    return states
+
+
+def scancel(jobs: Sequence[str]) -> None:
+    if jobs:
+        _call(["scancel", *jobs])
+
+
+def _call(words: list[str]) -> str:
+    """Standard output of a command. Raises :class:`UserError` if it is missing, :class:`RunFailed` if it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except FileNotFoundError:
+        raise UserError(
+            f"{words[0]}: no such command here; run this on a login node of the cluster, or use --local N"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"{words[0]} did not answer within {TIMEOUT_S} s; ask again when SLURM is less busy") from None
+    if done.returncode:
+        message = " ".join((done.stderr or done.stdout).split())
+        raise RunFailed(f"{words[0]}: {message or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+# --- jobs of a sweep -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,27 +103,12 @@ class Work:
     train: tuple[int, ...]
     evaluate: tuple[int, ...]
 
-    def __bool__(self) -> bool:
-        return bool(self.train or self.evaluate)
-
-
-def missing_work(sweep: Sweep, status: SweepStatus) -> Work:
-    """What is missing or failed. Cells that run, wait or are finished are left alone."""
-    train = tuple(row.cell for row in status.rows if row.state in MISSING)
-    evaluate = tuple(
-        row.cell
-        for row in status.rows
-        if row.state == "FINISHED" and not row.evaluated and row.cell not in status.evaluating
-    )
-    return Work(train=train, evaluate=() if sweep.manifest.evaluate is None else evaluate)
-
 
 def create_stores(manifest: Manifest) -> None:
     """Create every MLflow store and experiment once, here, before many jobs find it missing at the same time.
 
     Raises :class:`RunFailed` where a store cannot be reached: better now than in a thousand jobs.
     """
-    from kl_comedy.errors import RunFailed
     from kl_comedy.tracking import store
 
     for uri, experiment in manifest.stores:
@@ -65,13 +128,12 @@ def adopt_unrecorded_jobs(sweep: Sweep) -> list[Submission]:
     """
     if shutil.which("squeue") is None:
         return []
-    recorded = {item.job for item in read_submissions(sweep)}
-    mark = _comment_mark(sweep)
+    recorded = {item.job for item in sweep.submissions()}
     indices: dict[tuple[str, str, int], list[int]] = {}
-    for name, state in scheduler.queue(sweep.job_names).items():
+    for name, state in queue(sweep.job_names).items():
         job, _, task = name.partition("_")
-        job_mark, _, rest = state.comment.partition(":")
-        if job_mark == mark and job not in recorded:
+        mark, _, rest = state.comment.partition(":")
+        if mark == _comment_mark(sweep) and job not in recorded:
             stage, _, offset = rest.partition(":")
             indices.setdefault((job, stage, int(offset)), []).extend([int(task) + int(offset)] if task else [])
     adopted = [
@@ -79,7 +141,7 @@ def adopt_unrecorded_jobs(sweep: Sweep) -> list[Submission]:
         for (job, stage, offset), numbers in indices.items()
     ]
     for submission in adopted:
-        record_submission(sweep, submission)
+        sweep.record_submission(submission)
     return adopted
 
 
@@ -93,48 +155,56 @@ def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Work) -> li
 
     Raises :class:`UserError`, before anything is submitted, for a cell that the profile has no shape for.
     """
-    limit = _limit(sweep.manifest, profile)
-    training, evaluating = (
-        arrays([sweep.cell(index) for index in indices], profile, limit) for indices in (work.train, work.evaluate)
-    )
-    cells = [sweep.cell(index) for index in (*work.train, *work.evaluate)]
-    for name, text in scripts(sweep, profile, cells).items():
-        script_path(sweep, name).write_text(text)
-    submissions: list[Submission] = []
-
-    def submit_stage(stage: str, array: Array | None, dependency: str | None) -> str:
-        job = scheduler.sbatch(_sbatch_words(sweep, stage, array, dependency))
-        indices, offset = ((), 0) if array is None else (array.indices, array.offset)
+    texts = scripts(sweep, profile, [sweep.cell(index) for index in (*work.train, *work.evaluate)])
+    for name, text in texts.items():
+        (sweep.path / f"{name}.sbatch").write_text(text)
+    submissions = []
+    for stage, array, job in _submit_jobs(sweep, profile, work, sbatch):
         submission = Submission(
-            stage=stage, indices=indices, time=time.time(), job=job, offset=offset, profile=str(profile_file)
+            stage=stage,
+            indices=() if array is None else array.indices,
+            time=time.time(),
+            job=job,
+            offset=0 if array is None else array.offset,
+            profile=str(profile_file),
         )
-        record_submission(sweep, submission)
+        sweep.record_submission(submission)
         submissions.append(submission)
-        return job
-
-    for array in training:
-        job = submit_stage("train", array, None)
-        if sweep.manifest.evaluate is not None:
-            submit_stage("evaluate", array, f"aftercorr:{job}")
-    for array in evaluating:
-        submit_stage("evaluate", array, None)
-    submit_stage("report", None, "afterany:" + ":".join(str(item.job) for item in submissions))
     return submissions
 
 
 def planned_commands(sweep: Sweep, profile: Profile) -> list[str]:
-    """The sbatch lines of a first submission, with words where job ids will be."""
-    lines = []
-    for array in arrays(sweep.manifest.cells, profile, _limit(sweep.manifest, profile)):
-        lines.append(_sbatch_words(sweep, "train", array, None))
-        if sweep.manifest.evaluate is not None:
-            lines.append(_sbatch_words(sweep, "evaluate", array, "aftercorr:TRAIN_JOB"))
-    last = "TRAIN" if sweep.manifest.evaluate is None else "EVALUATE"
-    lines.append(_sbatch_words(sweep, "report", None, f"afterany:{last}_JOBS"))
-    return [shlex.join(words) for words in lines]
+    """The sbatch lines of a first submission, with ``JOB_1``, ``JOB_2``, ... where job ids will be."""
+    lines: list[str] = []
+
+    def note(words: Sequence[str]) -> str:
+        lines.append(shlex.join(words))
+        return f"JOB_{len(lines)}"
+
+    list(_submit_jobs(sweep, profile, Work(train=tuple(range(len(sweep.manifest.cells))), evaluate=()), note))
+    return lines
 
 
-def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, dependency: str | None) -> list[str]:
+def _submit_jobs(
+    sweep: Sweep, profile: Profile, work: Work, submit_job: Callable[[Sequence[str]], str]
+) -> Iterator[tuple[str, Array | None, str]]:
+    """Call ``submit_job`` for one job after another; yield stage, array (None: the report) and id of each."""
+    limits = [limit for limit in (sweep.manifest.max_parallel, profile.max_parallel) if limit is not None]
+    training, evaluating = (
+        arrays([sweep.cell(index) for index in indices], profile, min(limits, default=None))
+        for indices in (work.train, work.evaluate)
+    )
+    stages = ("train",) if sweep.manifest.evaluate is None else ("train", "evaluate")
+    chain = [(stage, array) for array in training for stage in stages] + [("evaluate", array) for array in evaluating]
+    jobs: list[str] = []
+    for stage, array in chain:
+        dependency = f"aftercorr:{jobs[-1]}" if stage == "evaluate" and array in training else ""
+        jobs.append(submit_job(_sbatch_words(sweep, stage, array, dependency)))
+        yield stage, array, jobs[-1]
+    yield "report", None, submit_job(_sbatch_words(sweep, "report", None, f"afterany:{':'.join(jobs)}"))
+
+
+def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, dependency: str) -> list[str]:
     """sbatch's command line for a stage of an array; without an array, for the report."""
     offset = 0 if array is None else array.offset
     words = ["sbatch", "--parsable", f"--comment={_comment_mark(sweep)}:{stage}:{offset}"]
@@ -143,25 +213,18 @@ def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, dependency: str
         words.append(f"--array={ranges}" + (f"%{array.share}" if array.share else ""))
     if dependency:
         words += [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
-    script = script_path(sweep, stage if array is None else array.script(stage))
-    return [*words, str(script), *([] if array is None else [str(offset)])]
+    script = f"{sweep.path}/{stage}{'' if array is None else array.suffix}.sbatch"
+    return [*words, script, *([] if array is None else [str(offset)])]
 
 
 def cancel(sweep: Sweep, jobs: Sequence[str]) -> None:
     """Cancel ``jobs`` of the sweep, running or not, and record it."""
-    record_cancel(sweep)
-    scheduler.scancel(sorted({job.split("_")[0] for job in jobs}))
+    sweep.record_cancel()
+    scancel(sorted({job.split("_")[0] for job in jobs}))
 
 
 def active_jobs(sweep: Sweep) -> list[str]:
     """The jobs of the sweep that are not over, as SLURM says."""
-    own = {item.job for item in read_submissions(sweep) if item.job is not None}
-    if not own:
-        return []
-    queue = scheduler.queue(sweep.job_names)
-    return [job for job, state in queue.items() if job.split("_")[0] in own and state.active]
-
-
-def _limit(manifest: Manifest, profile: Profile) -> int | None:
-    limits = [limit for limit in (manifest.max_parallel, profile.max_parallel) if limit is not None]
-    return min(limits, default=None)
+    submitted = {item.job for item in sweep.submissions() if item.job is not None}
+    jobs = queue(sweep.job_names) if submitted else {}
+    return [job for job, state in jobs.items() if job.split("_")[0] in submitted and state.active]

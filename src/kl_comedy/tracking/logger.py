@@ -4,7 +4,7 @@
 
 Metric points reach MLflow when a checkpoint has made them final (:meth:`RunLogger.commit`) or when the run ends;
 with ``live`` every ``flush_every`` steps. So a resumed run continues its MLflow run with exactly one point per step
-(see :mod:`kl_comedy.tracking.mlflow_sync`). A store or a disk that fails is one warning, never an error in training.
+(see :mod:`kl_comedy.tracking.spool`). A store or a disk that fails is one warning, never an error in training.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
-from kl_comedy.io import atomic_write
-from kl_comedy.tracking import mlflow_sync, store
-from kl_comedy.tracking.mlflow_sync import SyncState
+from kl_comedy.io import atomic_write, sha256_file
+from kl_comedy.redaction import redact
+from kl_comedy.tracking import spool, store
 from kl_comedy.tracking.provenance import mark_dead_runs, process_tags
-from kl_comedy.tracking.spool import Spool, json_safe
+from kl_comedy.tracking.spool import Spool, SyncState
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import TrackingConfig
@@ -41,24 +42,17 @@ FIRST_RETRY_S, MAX_RETRY_S = 60.0, 900.0
 
 
 class RunLogger(Logger):
-    """Logs one run. Create it with :meth:`start` in the first process; the others take a :class:`NullLogger`."""
+    """Logs the run in ``run_dir``, or with ``resume`` continues it. Only the first process has one; the others take a
+    :class:`NullLogger`.
 
-    def __init__(self, config: TrackingConfig, spool: Spool, state: SyncState, *, uri: str, live: bool) -> None:
-        super().__init__()
-        self._config, self._spool, self._state, self._uri, self._live = config, spool, state, uri, live
-        self._client: Any = None
-        self._committed = -math.inf
-        self._steps_since_flush: set[int] = set()
-        self._params: dict[str, str] = {}
-        self._resume_step: int | None = None
-        self._logged_at_resume_step: set[str] = set()
-        self._retry_at, self._retry_s = 0.0, FIRST_RETRY_S
-        self._warned: set[str] = set()
-        self._finished = False
+    ``params`` is the flattened config. On resume everything logged beyond ``resume_step`` (None: everything) is
+    dropped, because it will be computed again. Without ``resume`` an earlier spool in the folder is renamed. ``live``:
+    upload before checkpoints make points final; for runs without checkpoints. Raises
+    :class:`~kl_comedy.errors.UserError` for a ``tracking.uri`` that MLflow cannot use.
+    """
 
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         config: TrackingConfig,
         *,
         run_dir: Path | str,
@@ -68,36 +62,31 @@ class RunLogger(Logger):
         resume: bool = False,
         resume_step: int | None = None,
         live: bool = False,
-    ) -> RunLogger:
-        """Start logging the run in ``run_dir``, or with ``resume`` continue it.
-
-        ``params`` is the flattened config. On resume everything logged beyond ``resume_step`` (None: everything)
-        is dropped, because it will be computed again. Without ``resume`` an earlier spool in the folder is renamed.
-        ``live``: upload before checkpoints make points final; for runs without checkpoints.
-        Raises :class:`~kl_comedy.errors.UserError` for a ``tracking.uri`` that MLflow cannot use.
-        """
-        uri = store.check_uri(config.uri)
-        spool = Spool(run_dir)
-        state = SyncState(uri=store.redact(uri), experiment=config.experiment, run_name=run_name)
-        resume = resume and spool.path.exists()
-        if resume:
-            state = _truncate(spool, state, resume_step)
+    ) -> None:
+        super().__init__()
+        self._config, self._live, self._uri = config, live, store.check_uri(config.uri)
+        self._spool = Spool(run_dir)
+        self._state = SyncState(uri=self._uri, experiment=config.experiment, run_name=run_name)
+        self._client: Any = None
+        self._committed = -math.inf
+        self._steps_since_flush: set[int] = set()
+        self._params: dict[str, str] = {}
+        self._logged_already: set[tuple[int | None, str]] = set()
+        self._retry_at, self._retry_s = 0.0, FIRST_RETRY_S
+        self._warned: set[str] = set()
+        self._finished = False
+        if resume and self._spool.path.exists():
+            start_tags = self._resume(resume_step, store.param_texts(params))
         else:
-            _rename_earlier_spool(spool)
-        logger = cls(config, spool, state, uri=uri, live=live)
-        state.save(spool.run_dir)
-        start_tags: dict[str, str | None] = {**config.tags, **tags}
-        if resume:
-            start_tags |= logger._continue_from(resume_step, store.param_texts(params))
-        else:
-            start_tags[mlflow_sync.SPOOL_ID] = uuid.uuid4().hex
-        logger.log_hyperparams(params)
-        logger.set_tags({**start_tags, **process_tags()})
-        logger._append("status", {"status": "RUNNING", "reason": None})
-        if uri == store.NO_STORE:
-            log.info("tracking to files only: %s", spool.path)
-        logger._push()
-        return logger
+            start_tags = {spool.SPOOL_ID: uuid.uuid4().hex}
+            self._rename_earlier_spool()
+        self._state.save(self._spool.run_dir)
+        self.log_hyperparams(params)
+        self.set_tags({**config.tags, **tags, **start_tags, **process_tags()})
+        self._append("status", {"status": "RUNNING", "reason": None})
+        if self._uri == store.NO_STORE:
+            log.info("tracking to files only: %s", self._spool.path)
+        self._push()
 
     @property
     def name(self) -> str:
@@ -116,23 +105,23 @@ class RunLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run, or None as long as MLflow has not been reached."""
-        return self._state.run_id
+        """The MLflow run; None before it exists, and where the store was a file that is gone."""
+        file = store.sqlite_file(self._state.uri)
+        return self._state.run_id if file is None or file.exists() else None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Record metric values of optimizer update ``step``. NaN and infinities are kept as such."""
+        """Record metric values of optimizer update ``step``. NaN and infinities are recorded as such."""
         step = step or 0
         values = {store.clean_name(name): float(value) for name, value in metrics.items()}
-        if step == self._resume_step:
-            values = {name: value for name, value in values.items() if name not in self._logged_at_resume_step}
+        values = {name: value for name, value in values.items() if (step, name) not in self._logged_already}
         if values:
-            self._append("metrics", values, step=step)
+            self._append("metrics", values, step)
         self._steps_since_flush.add(step)
         if len(self._steps_since_flush) >= self._config.flush_every:
             self._flush()
 
     def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace, *args: Any, **kwargs: Any) -> None:
-        """Record params as texts; one that has a value already keeps it, because MLflow allows no other."""
+        """Record params as texts; of one that has a value already the first stays: MLflow allows no other."""
         texts = store.param_texts(vars(params) if isinstance(params, argparse.Namespace) else params)
         self._append("params", {key: text for key, text in texts.items() if key not in self._params})
         self._params = {**texts, **self._params}
@@ -143,21 +132,35 @@ class RunLogger(Logger):
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Record rows (sampled completions, ...) as the JSON artifact ``tables/<name>/<step>.json``."""
         folder = f"tables/{store.clean_path(name)}"
-        path = f"{folder}/{step}.json"
-        content = json.dumps(json_safe(list(rows)), allow_nan=False, indent=1) + "\n"
+        path, content = f"{folder}/{step}.json", json.dumps(spool.json_safe(list(rows)), allow_nan=False, indent=1)
         with self._warn_on_disk_failure():
-            atomic_write(self._spool.run_dir / path, content)
-            self._spool.append("table", {"name": name, "path": path, "folder": folder}, step=step)
+            file = self._spool.run_dir / path
+            atomic_write(file, content + "\n")
+            self._spool.append(
+                "table", {"name": name, "path": path, "folder": folder, "sha256": sha256_file(file)}, step
+            )
 
     def log_artifact(self, path: Path | str, folder: str = "") -> None:
-        """Record a file or directory of the run; it is read when it is uploaded, so leave it in place."""
+        """Record a file or directory of the run; it is read when it is uploaded, so leave it in place.
+
+        One outside the run's folder is copied into its folder ``files``.
+        """
         file, root = Path(path).absolute(), self._spool.run_dir.absolute()
-        inside = file.is_relative_to(root)
-        self._append("artifact", {"path": str(file.relative_to(root) if inside else file), "folder": folder})
+        with self._warn_on_disk_failure():
+            if not file.is_relative_to(root):
+                copy = root / "files" / store.clean_path(file.name)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                if file.is_dir():
+                    shutil.copytree(file, copy, dirs_exist_ok=True)
+                elif file.exists():
+                    shutil.copy(file, copy)
+                file = copy
+            digest = {"sha256": sha256_file(file)} if file.is_file() else {}
+            self._spool.append("artifact", {"path": str(file.relative_to(root)), "folder": folder, **digest})
 
     def set_tags(self, tags: Mapping[str, str | None]) -> None:
         """Set tags (None: delete); uploaded with the next flush."""
-        texts = {key: None if value is None else store.redact(str(value)) for key, value in tags.items()}
+        texts = {key: None if value is None else redact(str(value), key) for key, value in tags.items()}
         self._append("tags", {store.clean_name(key): text for key, text in texts.items()})
 
     def commit(self, step: int) -> None:
@@ -176,11 +179,12 @@ class RunLogger(Logger):
 
     def finish(self, status: str = "FINISHED", reason: str | None = None) -> None:
         """End the run: ``FINISHED``, ``FAILED`` or ``KILLED``, with the reason as tag ``failure.reason``. Sends all."""
-        if self._finished:
-            return
         if status not in STATUSES:
             raise ValueError(f"status {status!r}; allowed: {', '.join(STATUSES)}")
+        if self._finished:
+            return
         self._finished = True
+        reason = None if reason is None else redact(reason)
         if reason:
             self.set_tags({"failure.reason": reason})
         self._append("status", {"status": status, "reason": reason})
@@ -189,29 +193,61 @@ class RunLogger(Logger):
         with self._warn_on_disk_failure():
             self._spool.close()
 
-    def _continue_from(self, step: int | None, params: Mapping[str, str]) -> dict[str, str | None]:
-        """Take over what the spool holds up to ``step``. Returns the tags of a resume."""
-        events = self._spool.events()
-        self._params = {key: text for event in events if event.kind == "params" for key, text in event.data.items()}
+    def _resume(self, step: int | None, params: Mapping[str, str]) -> dict[str, str | None]:
+        """Drop what comes after ``step`` from the spool and take over the rest. Returns the tags of a resume.
+
+        Where points beyond ``step`` may already be in MLflow, a new MLflow run takes the place of the old one.
+        """
+        last_step = -math.inf if step is None else step
+        unchanged = self._spool.truncate_after(last_step)
+        self._warn_of_damage(step)
+        state = SyncState.load(self._spool.run_dir)
+        if state is not None and state.same_place(self._state):
+            if state.run_id is not None and state.mirrored_step is not None and state.mirrored_step > last_step:
+                message = "MLflow run %s holds points beyond step %s; a new run takes its place, filled from the spool"
+                log.warning(message, state.run_id, step or 0)
+                self._state = replace(self._state, replaced=(*state.replaced, state.run_id))
+            else:
+                self._state = replace(state, run_name=self.version, offset=min(state.offset, unchanged))
+        events = self._spool.read()
+        self._params = spool.merged(events, "params")
         resumes = sum(event.kind == "tags" and "resume.count" in event.data for event in events)
         tags = {"resume.count": str(resumes + 1), "resume.step": str(step), "failure.reason": None}
-        before = {key: self._params.get(key, text) for key, text in params.items()}
+        before = {**params, **self._params}
         if changed := [f"{key}: {before[key]} -> {text}" for key, text in params.items() if before[key] != text]:
             tags["resume.params_changed"] = "; ".join(changed)
         if step is not None:
-            self._committed, self._resume_step = step, step
+            self._committed = step
             points = [event for event in events if event.kind == "metrics" and event.step == step]
-            self._logged_at_resume_step = {name for event in points for name in event.data}
+            self._logged_already = {(step, name) for event in points for name in event.data}
         return tags
 
-    def _append(self, kind: str, data: Mapping[str, Any], *, step: int | None = None) -> None:
+    def _warn_of_damage(self, step: int | None) -> None:
+        """Say what of the record up to ``step`` cannot be read any more."""
+        events = self._spool.read()
+        if lost := spool.lost_lines(events):
+            log.warning("%s is damaged: %s lines cannot be read and are left out", self._spool.path, lost)
+        last = max((event.step or 0 for event in events if event.kind == "metrics"), default=0)
+        if last < (step or 0):
+            log.warning("%s ends at update %s: the points up to update %s are lost", self._spool.path, last, step)
+
+    def _rename_earlier_spool(self) -> None:
+        """An earlier run's spool and state in this folder get another name."""
+        folder, path = self._spool.run_dir, self._spool.path
+        if path.exists():
+            number = 1 + len(list(folder.glob("spool.*.jsonl")))
+            for file in filter(Path.exists, (path, folder / "tracking.json")):
+                file.rename(file.with_name(f"{file.stem}.{number}{file.suffix}"))
+            log.warning("%s contains an earlier run; its spool is now spool.%s.jsonl", folder, number)
+
+    def _append(self, kind: str, data: Mapping[str, Any], step: int | None = None) -> None:
         with self._warn_on_disk_failure():
-            self._spool.append(kind, data, step=step)
+            self._spool.append(kind, data, step)
 
     def _flush(self) -> None:
         self.save()
-        if self._live and self._steps_since_flush:
-            self._committed = max(*self._steps_since_flush, self._committed)
+        if self._live:
+            self._committed = max(self._steps_since_flush | {self._committed})
         self._steps_since_flush.clear()
         if time.monotonic() >= self._retry_at:
             self._push()
@@ -222,29 +258,28 @@ class RunLogger(Logger):
             return
         try:
             first_time = self._client is None
-            if first_time:
-                self._client = store.connect(self._uri)
-            result = mlflow_sync.push(self._client, self._spool, self._state, self._uri, up_to=self._committed)
+            self._client = self._client or store.connect(self._uri)
+            result = spool.push(self._client, self._spool, self._state, self._uri, up_to=self._committed)
             self._state = result.state
             if first_time:
                 mark_dead_runs(self._client, self._config.experiment)
         except Exception as error:
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-            missing = isinstance(error, ImportError)
-            problem = "mlflow is not installed" if missing else f"MLflow at {store.redact(self._uri)} fails"
+            no_mlflow = isinstance(error, ImportError)
+            problem = "mlflow is not installed" if no_mlflow else f"MLflow at {self._state.uri} fails"
             self._warn(
                 "mlflow",
                 f"{problem} ({store.first_line(error)}); the run continues and is recorded in {self._spool.path}; "
                 f"upload it with: kl-comedy results sync {os.path.relpath(self._spool.run_dir)}",
             )
             return
-        if result.missing:
-            self._warn("missing", f"files gone before their upload: {', '.join(result.missing)}")
+        if result.left_out:
+            self._warn("files", f"not uploaded: {', '.join(result.left_out)}")
         if "mlflow" in self._warned:
             self._warned.discard("mlflow")
             self._retry_s = FIRST_RETRY_S
-            log.warning("MLflow at %s answers again; what was spooled has been uploaded", store.redact(self._uri))
+            log.warning("MLflow at %s answers again; what was spooled has been uploaded", self._state.uri)
 
     @contextlib.contextmanager
     def _warn_on_disk_failure(self) -> Iterator[None]:
@@ -258,34 +293,6 @@ class RunLogger(Logger):
         if topic not in self._warned:
             self._warned.add(topic)
             log.warning(message)
-
-
-def _truncate(spool: Spool, new: SyncState, resume_step: int | None) -> SyncState:
-    """Drop what comes after ``resume_step`` from the spool. Returns the state with which the upload continues.
-
-    Where points beyond ``resume_step`` may already be in MLflow, that is a new MLflow run in place of the old one.
-    """
-    last_step = -math.inf if resume_step is None else resume_step
-    unchanged = spool.truncate_after(last_step)
-    state = SyncState.load(spool.run_dir)
-    if state is None or (state.uri, state.experiment) != (new.uri, new.experiment):
-        return new
-    if state.run_id is not None and state.mirrored_step is not None and state.mirrored_step > last_step:
-        message = "MLflow run %s holds points beyond step %s; a new run takes its place, filled from the spool"
-        log.warning(message, state.run_id, resume_step or 0)
-        return replace(new, replaced=(*state.replaced, state.run_id))
-    return replace(state, run_name=new.run_name, offset=min(state.offset, unchanged))
-
-
-def _rename_earlier_spool(spool: Spool) -> None:
-    """Keep an earlier run's spool and state in this folder under another name."""
-    if not spool.path.exists():
-        return
-    number = 1 + len(list(spool.run_dir.glob("spool.*.jsonl")))
-    for path in (spool.path, spool.run_dir / "tracking.json"):
-        if path.exists():
-            path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
-    log.warning("%s held an earlier run; its spool is now spool.%s.jsonl", spool.run_dir, number)
 
 
 class NullLogger(Logger):

@@ -1,8 +1,8 @@
-"""Pictures of runs: curves over updates, reward against KL, certificates beside outcomes, estimator x placement.
+"""Pictures of runs: curves over updates, reward against KL, certificates beside outcomes, KL family x beta.
 
-A line or mark is a group of runs: its mean over seeds with the 95% interval. Groups differ in colour, marker and line
-style. Collapsed runs are drawn hollow and counted, and a group's mean includes them. Figures are made without pyplot's
-global state and need no display.
+A line or mark is a group of runs: its mean over seeds with the 95% interval; on a logarithmic axis the geometric mean
+and the interval of the logarithms. A KL family looks the same in every figure of a study. Collapsed runs are drawn
+hollow, and a group's mean includes them.
 """
 
 from __future__ import annotations
@@ -10,82 +10,94 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError
-from kl_comedy.statistics import Interval, t_interval
-from kl_comedy.tracking.compare import band, collapsed_runs, groups_of
-from kl_comedy.tracking.runs import BETA, FAMILY, LABEL, NO_KL, short
+from kl_comedy.statistics import Interval, geometric_interval, interval
+from kl_comedy.tracking.compare import band, by_seed, collapsed_runs, groups_of, seeds_of
+from kl_comedy.tracking.figures import (
+    COLOURS,
+    COLUMN,
+    MARKERS,
+    PAGE,
+    WITHOUT_KL,
+    Look,
+    legend_below,
+    look,
+    new_figure,
+    paper_style,
+    plain_ticks,
+)
+from kl_comedy.tracking.metric_labels import axis_label, metric_label
+from kl_comedy.tracking.runs import BETA, FAMILY, LABEL, NO_KL, family_of, short, sort_key
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SUFFIXES = (".png", ".svg", ".pdf")
-DPI = 150
-PAGE, PANEL, SMALL_PANEL = 16.0, (6.8, 4.2), (3.9, 3.3)
-"""Inches: the width of a figure of several panels, the only panel, a panel among others."""
-
 MOST_LINES = 8
 """More lines than this cannot be told apart in one panel."""
+
+DECADES = 5
+"""A logarithmic axis of curves shows at most so many below the largest value."""
+
+METHODS = (
+    "k1_reverse_token in reward total before baseline",
+    "k3_reverse_token in loss",
+    "k1_reverse_token in loss",
+    "k3_reverse_token in reward total before baseline",
+    "k2_reverse_token in loss",
+    "k1_reverse_token in reward to_go",
+    "exact_reverse_token in loss",
+    "exact_reverse_token in reward to_go",
+)
+"""The KL families with a colour and a marker of their own, in the order of :func:`kl_comedy.tracking.figures.look`."""
+
+OTHER_LOOKS = [at for at in range(len(COLOURS) * len(MARKERS)) if at % len(MARKERS) >= len(METHODS)]
+"""Another family has one of these, by a hash of its name; the next one where two in a figure would have the same."""
+
+WORDS = {
+    "_reverse_token": "",
+    "exact in": "exact KL in",
+    "optimizer.lr=": "learning rate ",
+    "algorithm.updates_per_batch=": "updates of a batch: ",
+    "lag.steps=": "lag ",
+    "_": " ",
+}
+"""What titles and legends write instead of parts of KL labels and keys. KL is reverse and per token where nothing else
+is said."""
 
 KL_KEYS = (FAMILY, BETA, LABEL)
 NAME = "params.name"
 SELF_EXPLANATORY = (FAMILY, LABEL, NAME, "tags.sweep")
 """Keys whose values need no name beside them."""
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
-"""Of Okabe and Ito (2008) and Paul Tol, told apart by colour-blind readers too."""
-
-MARKERS = "osD^vP*Xh<>"
-LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
-"""Eight colours, eleven markers, five line styles: no two of 88 groups share colour and marker."""
-
 BIAS, VARIANCE = "tags.kl.relative_bias", "tags.kl.variance"
-FRONTIER_LEGEND = "numbers: beta; hollow: runs collapsed, their count where not all; bars: 95%, cut at edges"
-Style = Mapping[str, Any]
+Looks = Mapping[str, Look]
+Panels = list[tuple[str, "pd.DataFrame"]]
+"""Titles (empty: the only panel) and the runs under them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """The runs of ``frame`` under the heading ``title`` (empty: the only panel)."""
-
-    title: str
-    frame: pd.DataFrame
-
-
-def panels_of(frame: pd.DataFrame, keys: Sequence[str]) -> list[Panel]:
+def panels_of(frame: pd.DataFrame, keys: Sequence[str]) -> Panels:
     """A panel for each combination of ``keys``.
 
     Runs without KL are beta 0 of every family. Where ``keys`` separate families or betas, these runs stand in each
-    panel that shares their other keys, and have a panel of their own only where there is none.
+    panel that shares their other keys, and have a panel to themselves only where there is none.
     """
     import pandas as pd
 
     if not keys:
-        return [Panel(title="", frame=frame)]
-    by_kl = FAMILY in frame and not {*keys}.isdisjoint(KL_KEYS)
-    shared: dict[tuple[str, ...], pd.DataFrame] = {}
-    parts = []
-    for values, members in groups_of(frame, keys):
-        without_kl = members[FAMILY] == NO_KL if by_kl else members["run_id"].isna()
-        if without_kl.any():
-            shared[_other_values(keys, values)] = members[without_kl]
-        if not without_kl.all():
-            parts.append((values, members[~without_kl]))
-    panels = []
-    for values, members in parts:
-        without_kl = shared.get(_other_values(keys, values), members[:0])
-        panels.append(Panel(title=group_title(keys, values), frame=pd.concat([without_kl, members])))
-    covered = {_other_values(keys, values) for values, _ in parts}
+        return [("", frame)]
     others = [key for key in keys if key not in KL_KEYS]
-    lonely = [(values, members) for values, members in shared.items() if values not in covered]
-    return panels + [
-        Panel(title=", ".join(filter(None, [group_title(others, values), NO_KL])), frame=members)
-        for values, members in lonely
-    ]
+    by_kl = FAMILY in frame and len(others) < len(keys)
+    without_kl = frame[FAMILY] == NO_KL if by_kl else pd.Series(False, frame.index)
+    shared, covered, panels = dict(groups_of(frame[without_kl], others)), set(), []
+    for values, members in groups_of(frame[~without_kl], keys):
+        rest = tuple(value for key, value in zip(keys, values, strict=True) if key in others)
+        covered.add(rest)
+        panels.append((group_title(keys, values), pd.concat([shared.get(rest, members[:0]), members])))
+    return panels + [(_no_kl(others, rest), shared[rest]) for rest in shared if rest not in covered]
 
 
 def lines_and_panels(frame: pd.DataFrame, groups: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -112,46 +124,61 @@ def group_title(keys: Sequence[str], values: Sequence[str]) -> str:
     return ", ".join(f"{name}{value}" for name, value in zip(names, values, strict=True))
 
 
+def _no_kl(keys: Sequence[str], values: Sequence[str]) -> str:
+    return ", ".join(filter(None, [group_title(keys, values), NO_KL]))
+
+
 def line_label(groups: Sequence[str], values: Sequence[str]) -> str:
     """The name of a line: its values, ``no KL`` for whatever has none."""
     given = dict(zip(groups, values, strict=True))
     if NO_KL in (given.get(FAMILY), given.get(LABEL)) or (given.get(BETA) == "0" and FAMILY not in given):
         others = [key for key in groups if key not in KL_KEYS]
-        return ", ".join(filter(None, [group_title(others, [given[key] for key in others]), NO_KL]))
+        return _no_kl(others, [given[key] for key in others])
     return group_title(groups, values) or "all runs"
 
 
-def styles(labels: Sequence[str]) -> dict[str, Style]:
-    """Colour, marker and line style of each label, as matplotlib's keywords; without KL is grey and dotted."""
-    found: dict[str, Style] = {}
-    for at, label in enumerate(label for label in dict.fromkeys(labels) if label != NO_KL):
-        line, marker = LINES[at % len(LINES)], MARKERS[at % len(MARKERS)]
-        found[label] = {"color": COLOURS[at % len(COLOURS)], "linestyle": line, "marker": marker}
-    return found | {NO_KL: {"color": "0.3", "linestyle": ":", "marker": "p"}}
+def in_words(text: str) -> str:
+    """A title or legend entry without raw keys, as matplotlib shows it: ``$`` would start a formula, and a leading
+    ``_`` would hide a legend entry.
+
+    >>> in_words("optimizer.lr=0.1, k1_reverse_token in reward to_go")
+    'learning rate 0.1, k1 in reward to go'
+    """
+    for key, words in WORDS.items():
+        text = text.replace(key, words)
+    return text.replace("$", r"\$")
 
 
-def save(figure: Any, out: Path | str) -> Path:
-    """Write the figure as ``out`` says by its suffix (.png, .svg or .pdf); the path."""
-    target = check_suffix(out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=DPI, bbox_inches="tight", metadata={"Date": None} if target.suffix == ".svg" else None)
-    return target
+def styles(lines: Iterable[str], families: Iterable[str] | None = None) -> dict[str, Look]:
+    """The look of each line: by its KL family where ``families`` names a different one for each, else by its place.
+
+    Without KL is grey and dotted.
+    """
+    pairs = dict(zip(lines, families or itertools.repeat(""), strict=families is not None))
+    names = [family for label, family in pairs.items() if label != NO_KL]
+    looks = {NO_KL: WITHOUT_KL} if NO_KL in pairs else {}
+    if "" in names or len({*names}) < len(names) or len(names) > len(OTHER_LOOKS):
+        return looks | {label: look(at) for at, label in enumerate(label for label in pairs if label != NO_KL)}
+    places = {family: at for at, family in enumerate(METHODS)}
+    for family in names:
+        if family not in METHODS:
+            at = zlib.crc32(family.encode())
+            while OTHER_LOOKS[at % len(OTHER_LOOKS)] in places.values():
+                at += 1
+            places[family] = OTHER_LOOKS[at % len(OTHER_LOOKS)]
+    return looks | {label: look(places[family]) for label, family in pairs.items() if label != NO_KL}
 
 
-def check_suffix(out: Path | str) -> Path:
-    """``out`` as a path. Raises :class:`UserError` when its suffix names no format we write."""
-    target = Path(out)
-    if target.suffix.lower() not in SUFFIXES:
-        raise UserError(f"--out: got {str(out)!r}; allowed: a file that ends in {', '.join(SUFFIXES)}")
-    return target
+def _styles_of(frame: pd.DataFrame, groups: Sequence[str]) -> dict[str, Look]:
+    """:func:`styles` of the groups of ``frame`` as lines."""
+    lines: dict[str, str] = {}
+    for values, _ in groups_of(frame, groups):
+        given = dict(zip(groups, values, strict=True))
+        lines[line_label(groups, values)] = given.get(FAMILY) or family_of(given.get(LABEL, ""))[0]
+    return styles(lines, lines.values())
 
 
-def plain(text: str) -> str:
-    """``$`` would start a formula, and a leading ``_`` would hide a legend entry."""
-    text = text.replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text
-
-
+@paper_style()
 def plot_curves(
     points: Mapping[str, pd.DataFrame],
     frame: pd.DataFrame,
@@ -164,37 +191,55 @@ def plot_curves(
     """The figure of metrics over updates, a row of panels for each; a line is the mean over a group's runs.
 
     ``points``: metric to columns run_id, step, value (:func:`kl_comedy.tracking.runs.history`). ``smooth`` replaces
-    each value by the mean of the run's last so many. Metrics in ``log`` get a logarithmic axis, without what is not
-    above 0. Raises :class:`UserError` when a metric has no finite point.
+    each value by the mean of the run's last so many. Metrics in ``log`` get a logarithmic axis: values not above 0 are
+    left out, a line is the geometric mean and its band the interval of the logarithms. Raises :class:`UserError` when
+    a metric has no point to draw.
     """
     parts = panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
     smoothed = {metric: smooth_curves(values, smooth) for metric, values in points.items()}
-    bands = {metric: [_bands(values, part.frame, lines) for part in parts] for metric, values in smoothed.items()}
+    bands = {
+        metric: [_bands(values, runs, lines, log=metric in log) for _, runs in parts]
+        for metric, values in smoothed.items()
+    }
     counts: dict[str, set[int]] = {}
     for metric, drawn in bands.items():
         if not any(drawn):
-            raise UserError(f"--metric: no finite point of {metric!r} in these {len(frame)} runs")
-        for label, curve in itertools.chain.from_iterable(each.items() for each in drawn):
+            why = " above 0, as --log needs," if metric in log else ""
+            raise UserError(f"--metric: no finite point{why} of {metric!r} in these {len(frame)} runs")
+        for label, curve in itertools.chain.from_iterable(curves.items() for curves in drawn):
             counts.setdefault(label, set()).update(curve["n"])
-    look = styles(list(counts))
+    looks = {label: style for label, style in _styles_of(frame, lines).items() if label in counts}
     spans = {label: f"{min(n)}–{max(n)}" if len(n) > 1 else str(min(n)) for label, n in counts.items()}
-    same = spans[next(iter(spans))] if len(set(spans.values())) == 1 and max(map(len, counts.values())) == 1 else ""
+    same = next(iter(spans.values())) if len(set.union(*counts.values())) == 1 else ""
     figure, grid = _layout(parts, len(points), share=True)
     for row, (metric, drawn) in zip(grid, bands.items(), strict=True):
-        floor = _smallest_positive(drawn) if metric in log else None
         for axes, curves in zip(row, drawn, strict=True):
-            for label, curve in curves.items():
-                name = label if same else f"{label} (n={spans[label]})"
-                _draw_curve(axes, curve, plain(name), look[label], floor)
+            shade = 0.15 if len(curves) < 4 else 0.07
+            for at, (label, curve) in enumerate(curves.items()):
+                name, style = in_words(label if same else f"{label} (n={spans[label]})"), looks[label]
+                every = max(1, len(curve) // 8)
+                axes.plot(curve["step"], curve["mean"], label=name, markevery=(at % every, every), **style)
+                axes.fill_between(
+                    curve["step"], curve["low"], curve["high"], color=style["color"], alpha=shade, linewidth=0
+                )
             if metric in log:
-                axes.set_yscale("log", nonpositive="mask")
-        _limit(row[0], smoothed[metric]["value"], floor)  # when all panels, which share the axis, are drawn
-        _name_axes(row, "step (optimizer updates)", metric)
-    if smooth > 1:
-        figure.suptitle(f"each point: mean of a run's last {smooth}", fontsize="x-small", x=0.01, ha="left")
-    interval = f"mean and 95% interval {f'of {same}' if same else 'over'} runs"
-    _legend(figure, "one run each" if same == "1" else interval)
+                axes.set_yscale("log")
+        # Bands that reach far beyond the runs' points, as those of two seeds do, are cut; all panels share the axis.
+        values = smoothed[metric]["value"]
+        values = values[(values.abs() < math.inf) & ((values > 0) | (metric not in log))]
+        (least, most), (low, high) = values.agg(["min", "max"]), row[0].get_ylim()
+        if metric in log:
+            row[0].set_ylim(max(low, least / 1.3, most / 10**DECADES), min(high, most * 1.3))
+            plain_ticks(row[0].yaxis)
+        else:
+            margin = 0.05 * (most - least) or 0.05 * abs(most) or 0.05
+            row[0].set_ylim(max(low, least - margin), min(high, most + margin))
+        _name_axes(row, "optimizer updates", metric)
+    middle = "mean" if not {*log} & {*points} else "geometric mean" if {*points} <= {*log} else "mean (log: geometric)"
+    title = "one run each" if same == "1" else f"{middle} and 95% interval {f'of {same}' if same else 'over'} seeds"
+    title += f"; each point: mean of a run's last {smooth}" if smooth > 1 else ""
+    legend_below(figure, title + ("; number before a term: beta" if LABEL in lines else ""))
     return figure
 
 
@@ -207,53 +252,18 @@ def smooth_curves(points: pd.DataFrame, last: int) -> pd.DataFrame:
     return points.assign(value=windows.mean().reset_index(level=0, drop=True))
 
 
-def _bands(points: pd.DataFrame, frame: pd.DataFrame, groups: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """Label of a line to its band, for those groups that have a finite point."""
-    curves = {
-        line_label(groups, keys): band(points[points["run_id"].isin(list(members["run_id"]))])
-        for keys, members in groups_of(frame, groups)
-    }
+def _bands(points: pd.DataFrame, frame: pd.DataFrame, groups: Sequence[str], *, log: bool) -> dict[str, pd.DataFrame]:
+    """Label of a line to its band over seeds, for those groups that have a point to draw."""
+    curves = {}
+    for keys, members in groups_of(frame, groups):
+        seeds = seeds_of(members.set_index("run_id", drop=False))
+        finite = points[points["run_id"].isin(seeds.index) & (points["value"].abs() < math.inf)]
+        values = finite.groupby([finite["run_id"].map(seeds).rename("seed"), "step"], sort=False)["value"].mean()
+        curves[line_label(groups, keys)] = band(values.reset_index(), log=log)
     return {label: curve for label, curve in curves.items() if len(curve)}
 
 
-def _smallest_positive(drawn: Sequence[Mapping[str, pd.DataFrame]]) -> float:
-    means = [mean for curves in drawn for curve in curves.values() for mean in curve["mean"] if mean > 0]
-    return min(means, default=1.0)
-
-
-def _draw_curve(axes: Any, curve: pd.DataFrame, name: str, style: Style, floor: float | None) -> None:
-    """``floor``: the least mean of a logarithmic axis; a band that reaches 0 ends below it instead of vanishing."""
-    axes.plot(curve["step"], curve["mean"], label=name, markevery=max(1, len(curve) // 8), markersize=4, **style)
-    low = curve["low"] if floor is None else curve["low"].clip(lower=floor / 10)
-    axes.fill_between(curve["step"], low, curve["high"], color=style["color"], alpha=0.13, linewidth=0)
-
-
-def _limit(axes: Any, values: pd.Series, floor: float | None) -> None:
-    """Cut bands that reach far beyond the runs' own points, as those of two seeds do."""
-    finite = values[values.abs() < math.inf]
-    least, most = finite.min(), finite.max()
-    if floor is not None:
-        axes.set_ylim(floor / 1.3, 1.3 * max(most, floor))
-        return
-    low, high = axes.get_ylim()
-    margin = 0.05 * (most - least) or 0.05 * abs(most) or 0.05
-    axes.set_ylim(max(low, least - margin), min(high, most + margin))
-
-
-def plot_families(
-    kind: str, frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str], kl: str, panels: Sequence[str] = ()
-) -> Any:
-    """The figure ``kind`` (frontier, plane, heatmap) of the runs, a row of panels for each metric.
-
-    Raises :class:`UserError` where no run has what is drawn.
-    """
-    if FAMILY not in frame:
-        raise UserError("these runs lack the tag kl.label, by which families are drawn; they were not trained by us")
-    if kind == "heatmap":
-        return _heatmap(frame, metrics, panels)
-    return frontier(frame, groups, metrics, kl, panels, certificates=kind == "plane")
-
-
+@paper_style()
 def frontier(
     frame: pd.DataFrame,
     groups: Sequence[str],
@@ -264,191 +274,192 @@ def frontier(
     certificates: bool = False,
 ) -> Any:
     """A metric against KL, a line for each group through its betas in the order of KL; before it, where
-    ``certificates``, bias and variance of each group's certificate."""
+    ``certificates``, bias and variance of each group's certificate. A row of panels for each metric.
+
+    The size of a mark is its beta, and a hollow one collapsed. KL is on a logarithmic axis where all of it is above 0.
+    Raises :class:`UserError` where no run has what is drawn.
+    """
+    from matplotlib.lines import Line2D
+
     for column in (BIAS, VARIANCE) if certificates else ():
         if column not in frame or frame[column].isna().all():
-            raise UserError(
-                f"--kind: plane needs the tag {short(column)}, which these runs lack: an older version tracked them"
-            )
+            why = "which these runs lack: an older version tracked them"
+            raise UserError(f"--kind: plane needs the tag {short(column)}, {why}")
     parts = panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
-    look = styles([line_label(lines, keys) for keys, _ in groups_of(frame, lines)])
-    first = [Panel(title="certificates", frame=frame)] if certificates else []
+    looks = _styles_of(frame, lines)
+    betas = sorted({*frame.loc[frame[FAMILY] != NO_KL, BETA]}, key=sort_key) if FAMILY in frame else []
+    sizes = {beta: 3.0 + 3.5 * (at + 1) / len(betas) for at, beta in enumerate(betas)}
+    first: Panels = [("certificates", frame)] if certificates else []
     figure, grid = _layout([*first, *parts], len(metrics))
+    scale = ""
     for row, metric in zip(grid, metrics, strict=True):
-        reached = row[len(first) :]
-        for axes, part in zip(reached, parts, strict=True):
-            _draw_frontier(axes, part.frame, lines, f"metrics.{metric}", kl, look)
-        if not any(axes.lines for axes in reached):
+        finite = (frame[f"metrics.{metric}"].abs() < math.inf) & (frame[kl].abs() < math.inf)
+        if not finite.any():
             raise UserError(f"--metric: no run has a finite {metric!r} and {short(kl)!r}")
-        _name_axes(row, f"{short(kl)} (nats)", metric)
+        log = bool((frame.loc[finite, kl] > 0).all())
+        scale = " (of KL in logarithms)" if log else ""
+        for axes, (_, runs) in zip(row[len(first) :], parts, strict=True):
+            placed = runs.assign(x=runs[kl].where(finite[runs.index]), y=runs[f"metrics.{metric}"])
+            _draw_frontier(axes, placed, lines, looks, sizes, log=log)
+        _name_axes(row, axis_label(short(kl), 40), metric)
         if certificates:
-            _draw_certificates(row[0], frame, lines, look)
-            row[1].set_ylabel(plain(metric))
-    _legend(figure, FRONTIER_LEGEND)
+            row[1].set_ylabel(row[0].get_ylabel())
+            _draw_certificates(row[0], frame, lines, looks)
+    grey = {"color": "0.4", "linestyle": "none"}
+    marks = [Line2D([], [], label=in_words(label), **style | {"linestyle": "none"}) for label, style in looks.items()]
+    marks += [Line2D([], [], marker="o", markersize=size, label=f"beta {beta}", **grey) for beta, size in sizes.items()]
+    if collapsed_runs(frame):
+        half = {"fillstyle": "left", "markerfacecoloralt": "white"}
+        marks.append(Line2D([], [], marker="o", label="some runs collapsed", **half, **grey))
+        marks.append(Line2D([], [], marker="o", label="all runs collapsed", fillstyle="none", **grey))
+    legend_below(figure, f"mean and 95% interval over seeds{scale}, cut at the edges", marks)
     return figure
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spot:
-    """A configuration: where its seeds ended. ``collapsed`` of ``runs`` runs."""
-
-    beta: str
-    kl: Interval
-    reward: Interval
-    runs: int
-    collapsed: int
-
-
-def spots(members: pd.DataFrame, metric: str, kl: str) -> list[Spot]:
-    """The betas of one group, ordered by mean KL. Runs without a finite metric and KL are counted, not placed."""
-    found = []
-    for (beta,), side in groups_of(members, [BETA]):
-        finite = side[(side[metric].abs() < math.inf) & (side[kl].abs() < math.inf)]
-        if len(finite):
-            ends = {"kl": t_interval(list(finite[kl])), "reward": t_interval(list(finite[metric]))}
-            found.append(Spot(beta=beta, runs=len(side), collapsed=collapsed_runs(side) or 0, **ends))
-    return sorted(found, key=lambda spot: spot.kl.mean or 0.0)
 
 
 def _draw_frontier(
-    axes: Any, frame: pd.DataFrame, groups: Sequence[str], metric: str, kl: str, look: Mapping[str, Style]
+    axes: Any, frame: pd.DataFrame, groups: Sequence[str], looks: Looks, sizes: Mapping[str, float], *, log: bool
 ) -> None:
-    """Solid lines only between betas of which no run collapsed: nothing is read off across a collapsed one either."""
-    for at, (keys, members) in enumerate(groups_of(frame, groups)):
-        label = line_label(groups, keys)
-        colour, marker = look[label]["color"], look[label]["marker"]
-        line = spots(members, metric, kl)
-        for left, right in itertools.pairwise(line):
-            ends = [left.kl.mean, right.kl.mean], [left.reward.mean, right.reward.mean]
-            axes.plot(*ends, ":" if left.collapsed or right.collapsed else "-", color=colour, alpha=0.5)
-        for spot in line:
-            where = (spot.kl.mean, spot.reward.mean)
-            bars = {"xerr": _error_bar(spot.kl), "yerr": _error_bar(spot.reward), "ecolor": (colour, 0.4)}
-            face = "none" if spot.collapsed else colour
-            mark = {"fmt": marker, "color": colour, "markerfacecolor": face, "markersize": 5, "elinewidth": 0.7}
-            axes.errorbar(*([x] for x in where), label=plain(label), **bars, **mark)
-            note = f"{spot.beta} ({spot.collapsed}/{spot.runs})" if 0 < spot.collapsed < spot.runs else spot.beta
-            offset = {"textcoords": "offset points", "xytext": (4, 4 if at % 2 else -9)}
-            axes.annotate(plain(note), where, fontsize="xx-small", color=colour, **offset)
-    axes.set_xscale("symlog", linthresh=1.0)
-    finite = frame[(frame[metric].abs() < math.inf) & (frame[kl].abs() < math.inf)]
-    if len(finite):  # the axes hold every run, a quarter wider; the bar of two seeds may reach far beyond
-        low, high, most = finite[metric].min(), finite[metric].max(), finite[kl].max()
-        margin = 0.25 * (high - low) or 0.05 * abs(high) or 0.05
-        axes.set_xlim(min(0.0, 1.3 * finite[kl].min()), 1.3 * max(most, 0.1))
-        axes.set_ylim(low - margin, high + margin)
-
-
-def _error_bar(mean: Interval) -> list[list[float]] | None:
-    return None if mean.low is None else [[mean.mean - mean.low], [mean.high - mean.mean]]
-
-
-def _draw_certificates(axes: Any, frame: pd.DataFrame, groups: Sequence[str], look: Mapping[str, Style]) -> None:
+    """The betas of each group in the order of their mean KL ``x``, joined by solid lines only where no run collapsed:
+    nothing is read off across a collapsed one either. Runs whose ``x`` is missing are not placed."""
     for keys, members in groups_of(frame, groups):
-        known = members[[BIAS, VARIANCE]].dropna().astype(float)
-        if len(known):
-            style = look[line_label(groups, keys)] | {"linestyle": "none"}
-            axes.plot(known[BIAS].iloc[:1], known[VARIANCE].iloc[:1], label=plain(line_label(groups, keys)), **style)
-    axes.set_xlabel("relative bias of the gradient (0: optimizes KL(π‖ref))")
-    axes.set_ylabel("relative variance of the gradient")
+        style = looks[line_label(groups, keys)]
+        spots: list[tuple[Interval, Interval, str, str]] = []
+        for (beta,), side in groups_of(members, [BETA]):
+            placed, lost = side[side["x"].notna()], collapsed_runs(side) or 0
+            if len(placed):
+                x = (geometric_interval if log else interval)(by_seed(placed, "x"))
+                fill = "full" if not lost else "none" if lost == len(side) else "left"
+                spots.append((x, interval(by_seed(placed, "y")), beta, fill))
+        spots.sort(key=lambda spot: spot[0].mean or 0.0)
+        colour = style["color"]
+        for left, right in itertools.pairwise(spots):
+            ends = [left[0].mean, right[0].mean], [left[1].mean, right[1].mean]
+            dash = "-" if left[3] == right[3] == "full" else ":"
+            axes.plot(*ends, dash, color=colour, alpha=0.5, linewidth=0.9)
+        for x, y, beta, fill in spots:
+            bars = {"xerr": _reach(x), "yerr": _reach(y), "ecolor": (colour, 0.35), "elinewidth": 0.6}
+            mark = {"fmt": style["marker"], "color": colour, "fillstyle": fill, "markerfacecoloralt": "white"}
+            mark |= {"markeredgecolor": "white", "markeredgewidth": 0.4} if fill == "full" else {}
+            axes.errorbar([x.mean], [y.mean], markersize=sizes.get(beta, 5.0), **bars, **mark)
+    finite = frame[frame["x"].notna()]
+    if len(finite):  # the axes hold every run, a quarter wider; the bar of two seeds may reach far beyond
+        low, high = finite["y"].min(), finite["y"].max()
+        margin = 0.25 * (high - low) or 0.05 * abs(high) or 0.05
+        axes.set_ylim(low - margin, high + margin)
+        least, most = finite["x"].min(), finite["x"].max()
+        if log:
+            axes.set_xscale("log")
+            axes.set_xlim(least / 1.5, most * 1.5)
+            plain_ticks(axes.xaxis)
+        else:
+            axes.set_xlim(min(0.0, 1.3 * least), 1.3 * max(most, 0.1))
+
+
+def _reach(of: Interval) -> list[list[float]] | None:
+    """The bar of an interval, below and above its mean."""
+    if of.mean is None or of.low is None or of.high is None:
+        return None
+    return [[of.mean - of.low], [of.high - of.mean]]
+
+
+def _draw_certificates(axes: Any, frame: pd.DataFrame, groups: Sequence[str], looks: Looks) -> None:
+    for keys, members in groups_of(frame, groups):
+        known = members[[BIAS, VARIANCE]].dropna().astype(float)[:1]
+        axes.plot(known[BIAS], known[VARIANCE], **looks[line_label(groups, keys)] | {"linestyle": "none"})
+    axes.set_xlabel("relative bias of the gradient\n(0: optimizes KL(π‖ref))")
+    axes.set_ylabel("relative variance\nof the gradient")
     axes.set_yscale("symlog", linthresh=0.1)
+    plain_ticks(axes.yaxis)
 
 
-def _heatmap(frame: pd.DataFrame, metrics: Sequence[str], panels: Sequence[str]) -> Any:
-    """Estimator by placement (credit and the like with it): the mean over all runs of a cell, with their number."""
-    split = frame[FAMILY].astype(str).str.partition(" in ")
-    frame = frame.assign(estimator=split[0], placement=split[2].where(split[2] != "", "(none)"))
-    rows, columns = list(dict.fromkeys(frame["estimator"])), list(dict.fromkeys(frame["placement"]))
-    parts = panels_of(frame, panels)
-    single, several = (
-        (a + b * len(columns), c + d * len(rows)) for a, b, c, d in ((2.4, 1.3, 1.6, 0.6), (1.2, 1.1, 0.9, 0.55))
-    )
-    figure, grid = _layout(parts, len(metrics), single, several)
+@paper_style()
+def heatmap(frame: pd.DataFrame, metrics: Sequence[str], panels: Sequence[str]) -> Any:
+    """KL family by beta: the mean over the seeds of a cell. Runs without KL are one row."""
+    with_kl = frame[frame[FAMILY] != NO_KL]
+    rows = list(dict.fromkeys(frame[FAMILY]))
+    betas = sorted({*with_kl[BETA]}, key=sort_key) or ["0"]
+    parts = panels_of(frame, [key for key in panels if key not in KL_KEYS])
+    columns = min(len(parts), max(1, int((PAGE - 1.9) / (0.6 * len(betas)))))
+    size = max(COLUMN, min(PAGE, 2.2 + 0.62 * len(betas) * columns)), 0.45 + 0.4 * len(rows)
+    figure, grid = _layout(parts, len(metrics), columns=columns, size=size)
     for line, metric in zip(grid, metrics, strict=True):
         column = f"metrics.{metric}"
-        finite = [
-            part.frame.assign(value=part.frame[column].where(part.frame[column].abs() < math.inf)) for part in parts
-        ]
-        cells = [values.groupby(["estimator", "placement"]) for values in finite]
-        means = [groups["value"].mean() for groups in cells]
-        known = [value for mean in means for value in mean.dropna()]
+        means = [_cells(runs, column, rows, betas) for _, runs in parts]
+        known = [value for image, _ in means for value in image.stack().dropna()]
         if not known:
             raise UserError(f"--metric: no run has a finite {metric!r}")
-        for axes, groups, mean in zip(line, cells, means, strict=True):
-            image = mean.unstack().reindex(index=rows, columns=columns)
+        counts = {n for _, numbers in means for n in numbers.values()}
+        for axes, (image, numbers), (_, runs) in zip(line, means, parts, strict=True):
             shown = axes.imshow(image, cmap="viridis", aspect="auto", vmin=min(known), vmax=max(known))
-            for key, members in groups:
+            for (family, beta), members in runs.groupby([FAMILY, BETA]):
                 lost = collapsed_runs(members)
-                value = "-" if math.isnan(mean[key]) else f"{mean[key]:.3g}"
-                text = f"{value}\nn={members['value'].count()}" + (f"\n{lost} collapsed" if lost else "")
-                paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.85, "linewidth": 0}
-                at = columns.index(key[1]), rows.index(key[0])
-                axes.text(*at, text, ha="center", va="center", fontsize="x-small", bbox=paper)
-            names = ["\n".join(textwrap.wrap(plain(name), 16)) for name in columns]
-            axes.set_xticks(range(len(columns)), names, fontsize="x-small")
-            axes.set_yticks(range(len(rows)), map(plain, rows), fontsize="x-small")
+                value = image.at[family, betas[0] if family == NO_KL else beta]
+                text = "-" if math.isnan(value) else f"{value:.3g}"
+                text += f"\nn={numbers.get((family, beta), 0)}" if len(counts) > 1 else ""
+                text += f"\n{lost} of {len(members)}\ncollapsed" if lost else ""
+                at = (len(betas) - 1) / 2 if family == NO_KL else betas.index(beta)
+                dark = not math.isnan(value) and shown.norm(value) < 0.6
+                axes.text(
+                    at, rows.index(family), text, ha="center", va="center", fontsize=6, color="w" if dark else "k"
+                )
+            names = ["\n".join(textwrap.wrap(in_words(name), 18)) for name in rows]
+            axes.set_xticks(range(len(betas)), betas)
+            axes.set_yticks(range(len(rows)), names)
             axes.grid(visible=False)
+            axes.set_xlabel("beta")
             axes.label_outer(remove_inner_ticks=True)
-        figure.colorbar(shown, ax=line, label=plain(metric), aspect=40)
+        seeds = f"mean of {counts.pop()} seeds" if len(counts) == 1 else "mean over seeds"
+        words, unit = metric_label(metric)
+        text = "\n".join(textwrap.wrap(f"{words} ({unit + ', ' if unit else ''}{seeds})", 30))
+        figure.colorbar(shown, ax=line, label=text, aspect=30)
     return figure
 
 
+def _cells(
+    frame: pd.DataFrame, column: str, rows: Sequence[str], betas: Sequence[str]
+) -> tuple[pd.DataFrame, dict[tuple[str, str], int]]:
+    """The mean over seeds of each family and beta, without KL in every column; the number of seeds of each."""
+    finite = frame[frame[column].abs() < math.inf]
+    of_seeds = finite.groupby([FAMILY, BETA, seeds_of(finite).rename("seed")])[column].mean().groupby(level=[0, 1])
+    image = of_seeds.mean().unstack().reindex(index=rows, columns=[*dict.fromkeys([*betas, "0"])])
+    if NO_KL in rows:
+        image.loc[NO_KL] = image.at[NO_KL, "0"]
+    return image[list(betas)], {(str(family), str(beta)): int(n) for (family, beta), n in of_seeds.size().items()}
+
+
 def _layout(
-    panels: Sequence[Panel],
-    metrics: int,
-    single: tuple[float, float] = PANEL,
-    several: tuple[float, float] = SMALL_PANEL,
-    *,
-    share: bool = False,
+    panels: Panels, metrics: int, *, share: bool = False, columns: int = 0, size: tuple[float, float] | None = None
 ) -> tuple[Any, list[list[Any]]]:
     """A figure and its axes, ``[metric][panel]``, those of one metric with the same scales where they ``share``.
 
-    ``single`` is the size of the only panel, ``several`` that of each of several, in inches.
+    One panel: metrics in two columns. Several: those of one metric below those of another, in up to four columns, as
+    fill the rows best. ``size`` is the width of the figure and the height of a row.
     """
-    from matplotlib.figure import Figure
-
-    width, height = single if len(panels) == 1 else several
-    columns = max(1, min(len(panels), int(PAGE / width)))
-    rows = -(-len(panels) // columns)
-    size = (max(width * columns, single[0]), height * rows * metrics)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(rows * metrics, columns, squeeze=False)
-    blocks = [list(grid[at * rows : (at + 1) * rows].flat) for at in range(metrics)]
+    alone = len(panels) == 1
+    best = min(metrics, 2) if alone else min(range(min(len(panels), 4), 1, -1), key=lambda n: -len(panels) % n)
+    columns = columns or best
+    width, height = size or (PAGE if columns > 1 else COLUMN, (2.5, 2.5, 2.3, 2.0)[columns - 1])
+    each = 1 if alone else -(-len(panels) // columns) * columns
+    rows = -(-metrics * each // columns)
+    figure = new_figure(width, height * rows)
+    flat = list(figure.subplots(rows, columns, squeeze=False).flat)
+    blocks = [flat[at * each : at * each + len(panels)] for at in range(metrics)]
+    for axes in set(flat).difference(*blocks):
+        axes.set_axis_off()
     for block in blocks:
-        for spare in block[len(panels) :]:
-            spare.set_axis_off()
-        for axes, panel in zip(block, panels, strict=False):
+        for axes, (title, _) in zip(block, panels, strict=True):
             if share and axes is not block[0]:
                 axes.sharex(block[0])
                 axes.sharey(block[0])
-            axes.set_title(plain(panel.title), fontsize="small", loc="left")
-            axes.grid(alpha=0.3)
-    return figure, [block[: len(panels)] for block in blocks]
+            axes.set_title(in_words(title))
+    return figure, blocks
 
 
-def _name_axes(row: Sequence[Any], x: str, y: str) -> None:
-    """``x`` below the panels with none beneath them, ``y`` at the left ones."""
+def _name_axes(row: Sequence[Any], x: str, metric: str) -> None:
+    """``x`` below the panels with none beneath them, ``metric`` in words at the left ones."""
     columns = row[0].get_subplotspec().get_gridspec().ncols
-    for at, axes in enumerate(row):
-        if at + columns >= len(row):
-            axes.set_xlabel(plain(x))
-        if at % columns == 0:
-            axes.set_ylabel(plain(y))
-
-
-def _legend(figure: Any, title: str) -> None:
-    """Each name once, below all panels; the figure grows by the legend's height."""
-    named: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            named.setdefault(label, handle)
-    width, height = figure.get_size_inches()
-    columns = max(1, min(len(named), int(width / (0.5 + 0.075 * max(map(len, named))))))
-    figure.set_size_inches(width, height + 0.35 + 0.17 * -(-len(named) // columns))
-    look = {"fontsize": "x-small", "title_fontsize": "x-small", "alignment": "left", "frameon": False}
-    figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=columns, title=title, **look)
-
-
-def _other_values(keys: Sequence[str], values: Sequence[str]) -> tuple[str, ...]:
-    return tuple(value for key, value in zip(keys, values, strict=True) if key not in KL_KEYS)
+    for axes in row[-columns:]:
+        axes.set_xlabel(x)
+    for axes in row[::columns]:
+        axes.set_ylabel(axis_label(metric, 34 if columns <= 2 else 24))

@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import shlex
 import socket
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from typing import Any
 import psutil
 
 import kl_comedy
-from kl_comedy.tracking.store import redact
+from kl_comedy.redaction import redact_command, redact_source
+from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
 
 HOST, PID, START, NAMESPACE = "process.host", "process.pid", "process.start", "process.namespace"
 START_TOLERANCE_S = 5.0
@@ -49,20 +49,20 @@ MAX_DIFF_CHARACTERS = 2_000_000
 
 def process_tags() -> dict[str, str]:
     """The tags that identify this process: host, pid, start (Unix seconds) and pid namespace (containers)."""
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
     start = psutil.Process().create_time()
-    return {HOST: socket.gethostname(), PID: str(os.getpid()), START: f"{start:.2f}", NAMESPACE: _pid_namespace()}
+    return {HOST: socket.gethostname(), PID: str(os.getpid()), START: f"{start:.2f}", NAMESPACE: namespace}
 
 
 def is_dead(tags: Mapping[str, str]) -> bool | None:
     """Whether the process that ``tags`` names is gone; None where this host cannot tell (another host or container)."""
-    if tags.get(HOST) != socket.gethostname() or tags.get(NAMESPACE, "") != _pid_namespace():
+    here = process_tags()
+    if (tags.get(HOST), tags.get(NAMESPACE, "")) != (here[HOST], here[NAMESPACE]) or not tags.get(PID, "").isdigit():
         return None
     try:
-        pid = int(tags[PID])
-    except (KeyError, ValueError):
-        return None
-    try:
-        process = psutil.Process(pid)
+        process = psutil.Process(int(tags[PID]))
         if process.status() == psutil.STATUS_ZOMBIE:
             return True
         return bool(tags.get(START)) and abs(process.create_time() - float(tags[START])) > START_TOLERANCE_S
@@ -73,10 +73,10 @@ def is_dead(tags: Mapping[str, str]) -> bool | None:
 
 
 def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
-    """Mark RUNNING runs of this host whose process is gone as FAILED, with the tag ``failure.reason``.
+    """Mark RUNNING runs of this host whose process is gone as FAILED, with the tag ``failure.reason``; their ids.
 
     ``client`` is an ``MlflowClient``; ``experiment`` a name, or None for every experiment of the store. Runs of
-    other hosts are left alone. Returns the ids marked.
+    other hosts are left alone.
     """
     ids = [item.experiment_id for item in client.search_experiments() if experiment in (None, item.name)]
     host = socket.gethostname().replace("'", "")
@@ -90,27 +90,21 @@ def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
 
 def search_runs(client: Any, experiment_ids: list[str], where: str = "") -> list[Any]:
     """All active runs of the experiments that match MLflow's filter, through every page, newest first."""
-    if not experiment_ids:
-        return []
-    page = client.search_runs(experiment_ids, where, max_results=1000)
-    runs = list(page)
-    while page.token:
-        page = client.search_runs(experiment_ids, where, max_results=1000, page_token=page.token)
-        runs += page
+    runs: list[Any] = []
+    token = ""
+    while experiment_ids and token is not None:
+        page = client.search_runs(experiment_ids, where, max_results=1000, page_token=token or None)
+        runs, token = [*runs, *page], page.token or None
     return runs
 
 
-def _pid_namespace() -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
-
-
 def provenance_tags(repo: Path | None = None) -> dict[str, str]:
-    """Tags ``git.*``, ``version.*``, ``host.*``, ``slurm.*`` and ``command``.
+    """Tags ``git.*``, ``code.package``, ``plugins``, ``version.*``, ``host.*``, ``slurm.*`` and ``command``.
 
-    ``repo`` is the checkout whose commit counts; by default the one this package is tracked in, if any (an
-    installed package inside someone else's repository does not count).
+    ``git.dirty`` is true or false; where true, ``git.diff`` is a hash of the change: the diff of tracked files and
+    untracked files of the package. ``repo`` is the checkout whose commit counts; by default the one this package is
+    tracked in, if any (an installed package inside someone else's repository does not count). ``code.package`` is a
+    hash of the package's files; ``plugins`` has name and hash of each plugin file, and is absent without any.
     """
     host = {
         "host.python": platform.python_version(),
@@ -121,59 +115,59 @@ def provenance_tags(repo: Path | None = None) -> dict[str, str]:
         "host.gpus": _gpu_names(),
     }
     slurm = {tag: os.environ[name] for name, tag in SLURM.items() if os.environ.get(name)}
-    arguments = [argument.partition("=") for argument in sys.argv[1:]]
-    words = [f"{key}={redact(value, key)}" if equals else redact(key) for key, equals, value in arguments]
-    command = shlex.join([Path(sys.argv[0]).name, *words])
+    command = redact_command([Path(sys.argv[0]).name, *sys.argv[1:]])
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[f"version.{name.replace('-', '_')}"] = importlib.metadata.version(name)
-    return {**_git_tags(repo), **versions, **host, **slurm, "command": command}
+    root = repo or _package_checkout()
+    git = {"git.commit": "unknown", "git.dirty": "unknown"}
+    if commit := _git(root, "rev-parse", "HEAD").strip():
+        change = _local_change(root)
+        git = {"git.commit": commit, "git.dirty": str(bool(change)).lower(), "mlflow.source.git.commit": commit}
+        if change:
+            git["git.diff"] = hashlib.sha256(change.encode("utf-8", "replace")).hexdigest()[:12]
+    code = {"code.package": _package_hash()}
+    if PLUGIN_FILES:
+        code["plugins"] = ", ".join(f"{name} {digest}" for name, digest in plugin_hashes(PLUGIN_FILES).items())
+    return {**git, **code, **versions, **host, **slurm, "command": command}
 
 
 def provenance_files(folder: Path, repo: Path | None = None) -> list[Path]:
     """Write what does not fit into tags: ``packages.txt`` (every installed one) and, where dirty, ``code.diff``.
 
-    The diff is of tracked files against the commit, followed by untracked files of the package itself; what looks like
-    a credential is hidden.
+    The diff is of tracked files against the commit, followed by untracked files of the package itself; ``git apply``
+    takes it. What looks like a credential is hidden.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     packages = sorted({f"{item.name}=={item.version}" for item in importlib.metadata.distributions()}, key=str.lower)
     files = {folder / "packages.txt": "\n".join(packages) + "\n"}
-    root = repo if repo is not None else _package_checkout()
-    change = _change(root) if root is not None else ""
-    if change:
+    if change := _local_change(repo or _package_checkout()):
         cut = "" if len(change) <= MAX_DIFF_CHARACTERS else f"\n(cut; {len(change)} characters)\n"
-        files[folder / "code.diff"] = "\n".join(map(redact, change[:MAX_DIFF_CHARACTERS].split("\n"))) + cut
+        files[folder / "code.diff"] = redact_source(change[:MAX_DIFF_CHARACTERS]) + cut
+    folder.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         file.write_text(text, encoding="utf-8", errors="replace")
     return list(files)
 
 
-def _change(root: Path) -> str:
-    """What ``git apply`` needs to come from the commit to this code."""
-    top = _git(root, "rev-parse", "--show-toplevel")
-    if top is None:
+def _local_change(repo: Path | None) -> str:
+    """The diff of tracked files against the commit, followed by untracked files of the package."""
+    top = _git(repo, "rev-parse", "--show-toplevel").strip()
+    if not top:
         return ""
-    parts = [_git(Path(top), "diff", "HEAD", strip=False) or ""]
     package = "src/kl_comedy" if (Path(top) / "src" / "kl_comedy").is_dir() else "."
-    for name in (_git(Path(top), "ls-files", "--others", "--exclude-standard", "--", package) or "").splitlines():
-        parts.append(_git(Path(top), "diff", "--no-index", "--", "/dev/null", name, strip=False, codes=(0, 1)) or "")
-    return "".join(parts)
+    untracked = _git(top, "ls-files", "--others", "--exclude-standard", "--", package).splitlines()
+    additions = [_git(top, "diff", "--no-index", "--", "/dev/null", name, code=1) for name in untracked]
+    return "".join([_git(top, "diff", "HEAD"), *additions])
 
 
-def _git_tags(repo: Path | None) -> dict[str, str]:
-    """``git.commit``, ``git.dirty`` (true, false) and, where dirty, ``git.diff``: a hash of the change."""
-    root = repo if repo is not None else _package_checkout()
-    commit = _git(root, "rev-parse", "HEAD") if root else None
-    if root is None or commit is None:
-        return {"git.commit": "unknown", "git.dirty": "unknown"}
-    changes = _git(root, "status", "--porcelain") or ""
-    tags = {"git.commit": commit, "git.dirty": "true" if changes else "false", "mlflow.source.git.commit": commit}
-    if changes:
-        diff = (_git(root, "diff", "HEAD") or "") + changes
-        tags["git.diff"] = hashlib.sha256(diff.encode("utf-8", "replace")).hexdigest()[:12]
-    return tags
+def _package_hash() -> str:
+    """sha256 (first 12 hex digits) of the names and contents of the files of the package."""
+    folder, digest = Path(kl_comedy.__file__ or "").parent, hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _package_checkout() -> Path | None:
@@ -181,21 +175,16 @@ def _package_checkout() -> Path | None:
     return file.parent if _git(file.parent, "ls-files", "--error-unmatch", file.name) else None
 
 
-def _git(root: Path, *arguments: str, strip: bool = True, codes: tuple[int, ...] = (0,)) -> str | None:
-    """The output of a git command, or None where git or the repository is missing."""
+def _git(root: Path | str | None, *arguments: str, code: int = 0) -> str:
+    """The output of a git command that exits with ``code``; empty where git or the repository is missing."""
+    if root is None:
+        return ""
+    command, env = ["git", "-C", str(root), *arguments], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],
-            capture_output=True,
-            timeout=GIT_TIMEOUT_S,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
+        done = subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S, env=env)
     except (OSError, subprocess.SubprocessError):
-        return None
-    if done.returncode not in codes:
-        return None
-    text = done.stdout.decode("utf-8", "replace")
-    return text.strip() if strip else text
+        return ""
+    return done.stdout.decode("utf-8", "replace") if done.returncode == code else ""
 
 
 def _cpu_model() -> str:

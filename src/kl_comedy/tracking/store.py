@@ -1,7 +1,7 @@
-"""The MLflow store: which addresses are allowed, how a client is made, names and values that MLflow accepts, secrets.
+"""The MLflow store: which addresses are allowed, how a client is made, names and values that MLflow accepts.
 
 A new SQLite store is created under a file lock, because MLflow's migrations are not safe against several processes
-that open the same empty file. Artifacts of a store that is a database are kept beside it.
+that open the same empty file. Artifacts of a store that is a database lie beside it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.errors import UserError, nearest
+from kl_comedy.errors import UserError
 from kl_comedy.io import file_lock
+from kl_comedy.redaction import redact, refuse_secrets
 
-PARAM_VALUE_LIMIT = 6000
-TAG_VALUE_LIMIT = 8000
-KEY_LIMIT = 250
-PARAMS_PER_BATCH = 100
-METRICS_PER_BATCH = 1000
+PARAM_VALUE_LIMIT, TAG_VALUE_LIMIT, KEY_LIMIT = 6000, 8000, 250
 """Limits of MLflow 3: mlflow/utils/validation.py."""
-
-SECRET_KEY = re.compile(
-    r"(?i)(password|passwd|secret|credential|api_?key|access_?key|auth_?token|hf_?token)|(^|[._-])token$"
-)
-SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{12,})")
-CREDENTIALS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/@\s]+@")
-KEY_VALUE = re.compile(r"(?P<key>[\w.\-]+)=(?P<value>[^\s'\"]+)")
-HIDDEN = "***"
 
 NO_STORE = "none"
 """The address that means: track to files in the run folder only."""
@@ -88,42 +77,28 @@ def shorten(text: str, limit: int) -> str:
     return text[: limit - len(note)] + note
 
 
-def redact(text: str, key: str = "") -> str:
-    """``text`` without credentials in addresses, tokens of well-known shapes and ``secret_key=value`` pairs.
-
-    Where ``key`` names a secret, ``text`` is its value and all of it is hidden.
-
-    >>> redact("https://me:pw@host/x train model.options.token=abc seed=1")
-    'https://***@host/x train model.options.token=*** seed=1'
-    >>> redact("abc", "model.options.hf_token"), redact("512", "max_tokens")
-    ('***', '512')
-    """
-    if text and SECRET_KEY.search(key):
-        return HIDDEN
-    text = SECRET_VALUE.sub(HIDDEN, CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text))
-    return KEY_VALUE.sub(lambda pair: f"{pair['key']}={HIDDEN}" if SECRET_KEY.search(pair["key"]) else pair[0], text)
-
-
 def first_line(error: BaseException, limit: int = 200) -> str:
     """The type and first line of an error, without secrets."""
-    text = redact(str(error).strip().split("\n")[0])
-    text = text if len(text) <= limit else text[:limit] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    lines = str(error).strip().split("\n")
+    autoflush = lines[0].startswith("(raised as a result of Query-invoked autoflush") and len(lines) > 1
+    text = redact(lines[1] if autoflush else lines[0])
+    return f"{type(error).__name__}: {text[:limit]}{'...' if len(text) > limit else ''}".removesuffix(": ")
 
 
 def check_uri(uri: str, key: str = "tracking.uri") -> str:
-    """``uri`` with a SQLite path made absolute. Raises :class:`UserError` for an address MLflow cannot use."""
-    if uri == NO_STORE:
-        return uri
-    scheme = uri.partition("://")[0].partition("+")[0] if "://" in uri else uri
-    if scheme not in SCHEMES:
-        raise UserError(
-            f"{key}: got {redact(uri)!r}; allowed: sqlite:///FILE, http(s)://HOST:PORT, a database address, "
-            f"or {NO_STORE!r} for files only (a folder or a .db file is written sqlite:///path/to/mlflow.db)"
-        )
-    file = sqlite_file(uri)
+    """``uri`` with a SQLite path made absolute.
+
+    Raises :class:`UserError` for an address that MLflow cannot use, and for one with a user or a password in it.
+    """
+    refuse_secrets({key: uri})
+    scheme, file = uri.partition("://")[0].partition("+")[0], sqlite_file(uri)
     if scheme == "sqlite" and file is None:
         raise UserError(f"{key}: got {uri!r}; a SQLite store is written sqlite:///FILE (three slashes)")
+    if uri != NO_STORE and scheme not in SCHEMES:
+        raise UserError(
+            f"{key}: got {uri!r}; allowed: sqlite:///FILE, http(s)://HOST:PORT, a database address, "
+            f"or {NO_STORE!r} for files only (a folder or a .db file is written sqlite:///path/to/mlflow.db)"
+        )
     return uri if file is None else f"sqlite:///{file}"
 
 
@@ -144,10 +119,10 @@ def connect(uri: str) -> Any:
         os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
-    # Migrations and retries stay off the terminal: the caller's message says what went wrong.
-    for name in ("alembic", "mlflow.store.db.utils", "mlflow.tracking"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+    # Migrations, retries and tracebacks stay off the terminal: the caller's message says what went wrong.
+    levels = {"alembic": logging.WARNING, "mlflow.tracking": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
+    for name, level in {**levels, "mlflow.store.db.utils": logging.CRITICAL, "sqlalchemy": logging.CRITICAL}.items():
+        logging.getLogger(name).setLevel(level)
     with _creation_lock(uri):  # making the client already runs the migrations
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
@@ -167,17 +142,26 @@ def open_existing(uri: str) -> Any:
     except ImportError as error:
         raise UserError(f"reading results needs mlflow: {error}") from error
     except Exception as error:
-        message = _newer_schema_message(uri, str(error)) or f"--uri: cannot read {redact(uri)}: {first_line(error)}"
-        raise UserError(message) from error
+        raise cannot_be_read(uri, error) from error
+
+
+def cannot_be_read(uri: str, error: Exception) -> UserError:
+    """The error for a store that fails while it is read, as a damaged database does."""
+    problem = _newer_schema(str(error)) or f"cannot be read: {first_line(error)}"
+    return UserError(f"--uri: {uri} {problem}")
 
 
 def ensure_experiment(client: Any, uri: str, name: str) -> str:
     """The id of experiment ``name``, created (or restored from deleted) where needed."""
+    file, root = sqlite_file(uri), None
+    if not uri.startswith(("http", "databricks")):  # a server decides where its artifacts go
+        folder = file.parent if file else Path.cwd()
+        root = (folder / "mlartifacts" / re.sub(r"[^\w.\-]", "_", name)).as_uri()
     with _creation_lock(uri):
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
             try:
-                return str(client.create_experiment(name, artifact_location=_artifact_root(uri, name)))
+                return str(client.create_experiment(name, artifact_location=root))
             except Exception:  # another process may have created it meanwhile
                 experiment = client.get_experiment_by_name(name)
                 if experiment is None:
@@ -187,20 +171,7 @@ def ensure_experiment(client: Any, uri: str, name: str) -> str:
         return str(experiment.experiment_id)
 
 
-def experiment_names(client: Any, experiment: str | None) -> dict[str, str]:
-    """Id to name of ``experiment``, or of all for None. Raises :class:`UserError` naming the nearest for a miss."""
-    names = {str(item.experiment_id): item.name for item in client.search_experiments()}
-    if experiment is None:
-        return names
-    if experiment not in names.values():
-        near = nearest(experiment, names.values())
-        listed = ", ".join(sorted(names.values())) or "(none)"
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise UserError(f"--experiment: got {experiment!r}; the store has: {listed}{hint}")
-    return {key: name for key, name in names.items() if name == experiment}
-
-
-def _newer_schema_message(uri: str, error: str) -> str | None:
+def _newer_schema(error: str) -> str | None:
     """What to do about a database whose schema revision, named in MLflow's ``error``, this MLflow does not know."""
     revision = re.search(r"(?:found version |revision identified by ')(\w+)", error)
     if revision is None:
@@ -211,19 +182,9 @@ def _newer_schema_message(uri: str, error: str) -> str | None:
     if list((Path(str(migrations.__file__)).parent / "versions").glob(f"{revision[1]}*.py")):
         return None
     return (
-        f"--uri: {redact(uri)} was written by a newer MLflow than {mlflow.__version__}, which is installed (its "
-        f"schema {revision[1]} is unknown here); upgrade mlflow, or export there with `kl-comedy results export`; "
-        "nothing was changed"
+        f"was written by a newer MLflow than {mlflow.__version__}, which is installed (its schema {revision[1]} is "
+        "unknown here); upgrade mlflow, or export there with `kl-comedy results export`; nothing was changed"
     )
-
-
-def _artifact_root(uri: str, experiment: str) -> str | None:
-    """Where a database store puts artifacts; None leaves it to the server."""
-    if uri.startswith(("http", "databricks")):
-        return None
-    file = sqlite_file(uri)
-    root = (file.parent if file else Path.cwd()) / "mlartifacts" / re.sub(r"[^\w.\-]", "_", experiment)
-    return root.as_uri()
 
 
 @contextlib.contextmanager

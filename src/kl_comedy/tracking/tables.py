@@ -1,46 +1,58 @@
-"""The one table of the project: text, Markdown, CSV, JSON or LaTeX. Markup in a cell is escaped, never interpreted."""
+"""The one table of the project: text, Markdown, CSV, JSON or LaTeX.
+
+Markup in a cell is escaped, never interpreted: pipes and HTML in Markdown, macros in LaTeX, formulas in CSV. Terminal
+escapes are removed.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import bad_value
+from kl_comedy.redaction import printable
+from kl_comedy.tracking.compare import groups_of
 from kl_comedy.tracking.runs import short
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = ("text", "table", "markdown", "csv", "json", "latex")
-"""``table`` is another name of ``text``."""
-
-MACHINE_FORMATS = ("csv", "json")
-"""Formats that keep full precision and one number a field; the others are for reading."""
+"""``table`` is another name of ``text``. csv and json have full precision; the others are for reading."""
 
 
-def render(frame: pd.DataFrame, format: str) -> str:
-    """``frame`` in ``format``, without a final newline. Raises :class:`UserError` for an unknown format."""
+def render(frame: pd.DataFrame, format: str, notes: Sequence[str] = ()) -> str:
+    """``frame`` in ``format``, without a final newline; text, Markdown and LaTeX have ``notes`` below.
+
+    Raises :class:`UserError` for an unknown format.
+    """
     if format not in FORMATS:
         raise bad_value("--format", format, FORMATS)
-    names = [str(name) for name in frame.columns]
-    rows = [list(row) for row in frame.itertuples(index=False, name=None)]
+    import numpy as np
+    from tabulate import tabulate
+
+    names = [printable(str(name)) for name in frame.columns]
+    rows = list(frame.itertuples(index=False, name=None))
     if format == "json":
         return json.dumps([dict(zip(names, map(_json, row), strict=True)) for row in rows], indent=1)
     if format == "csv":
-        return str(frame.to_csv(index=False, lineterminator="\n")).rstrip("\n")
-    numeric = [bool(rows) and all(_is_number(row[column]) for row in rows) for column in range(len(names))]
+        safe = frame.set_axis([_csv(name) for name in names], axis=1).map(_csv)
+        return str(safe.to_csv(index=False, lineterminator="\n")).rstrip("\n")
+    notes = list(map(printable, notes))
+    columns = list(zip(*rows, strict=True))
+    numeric = [all(isinstance(value, int | float | np.number) for value in column) for column in columns]
     cells = [[_text(value) for value in row] for row in rows]
     if format == "markdown":
-        return markdown(names, cells, numeric)
-    from tabulate import tabulate
-
-    align = ["right" if right else "left" for right in numeric]
+        return "\n".join([markdown(names, cells, numeric), *(f"\n{_escaped(note)}" for note in notes)])
     style = "latex_booktabs" if format == "latex" else "simple"  # the former escapes the cells
-    options = {"colalign": align} if rows else {}
+    options = {"colalign": ["right" if right else "left" for right in numeric]} if rows else {}
     text = tabulate(cells, headers=names, tablefmt=style, disable_numparse=True, **options)
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    if format == "latex":
+        notes = [rf"\par{{\footnotesize {_latex(note)}}}" for note in notes]
+    return "\n".join([*(line.rstrip() for line in text.splitlines()), *notes])
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[bool] = ()) -> str:
@@ -53,8 +65,7 @@ def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], numeric: Seque
     """
 
     def line(cells: Iterable[str]) -> str:
-        escaped = (" ".join(cell.split()).replace("\\", "\\\\").replace("|", "\\|") for cell in cells)
-        return f"| {' | '.join(escaped)} |"
+        return f"| {' | '.join(map(_escaped, cells))} |"
 
     rule = "|".join("---:" if right else "---" for right in (*numeric, *[False] * (len(names) - len(numeric))))
     return "\n".join([line(names), f"|{rule}|", *map(line, rows)])
@@ -67,18 +78,14 @@ def readable(summary: pd.DataFrame, group: list[str]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    lines = summary.to_dict("records")
-    counts: dict[tuple[Any, ...], int] = {}
-    for line in lines:
-        key = tuple(line[name] for name in group)
-        counts[key] = max(counts.get(key, 0), line["n"])
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in lines:
-        key = tuple(line[name] for name in group)
-        row = rows.setdefault(key, {short(name): line[name] for name in group} | {"n": counts[key]})
-        row[short(line["metric"])] = f"{number(line['mean'])}{bounds(line, counts[key])}" if line["n"] else "-"
-        row |= {name: row.pop(name, line[name]) for name in ("runs", "failed", "collapsed") if name in line}
-    return pd.DataFrame(list(rows.values()))
+    rows = []
+    for keys, lines in groups_of(summary, group):
+        n = lines["n"].max()
+        row = dict(zip(map(short, group), keys, strict=True)) | {"n": n}
+        for line in lines.to_dict("records"):
+            row[short(line["metric"])] = f"{number(line['mean'])}{bounds(line, n)}" if line["n"] else "-"
+        rows.append(row | {name: lines[name].iloc[0] for name in ("runs", "failed", "collapsed") if name in lines})
+    return pd.DataFrame(rows)
 
 
 def number(value: float) -> str:
@@ -96,23 +103,37 @@ def bounds(line: Mapping[Any, Any], runs: int) -> str:
     return ends + (f" (n={line['n']})" if line["n"] != runs else "")
 
 
+def _escaped(text: str) -> str:
+    """A text on one line of Markdown, in a cell too. Of HTML what would begin a tag is escaped: ``p < 0.05`` stays."""
+    text = " ".join(printable(text).split()).replace("\\", "\\\\").replace("|", "\\|")
+    return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", text)
+
+
+def _csv(value: Any) -> Any:
+    """A value as a spreadsheet shows it: a text that begins like a formula has an apostrophe in front."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "@")) else text
+
+
+def _latex(text: str) -> str:
+    """``text`` as LaTeX prints it: a table of one cell, whose first line tabulate escapes."""
+    from tabulate import tabulate
+
+    row = tabulate([[" ".join(text.split())]], tablefmt="latex", disable_numparse=True).splitlines()[2]
+    return row.removesuffix("\\\\").strip()
+
+
 def _text(value: Any) -> str:
-    if _missing(value):
-        return ""
-    return " ".join((number(value) if isinstance(value, float) else str(value)).split())
+    if isinstance(value, float):
+        return "" if math.isnan(value) else number(value)
+    return "" if value is None else " ".join(printable(str(value)).split())
 
 
 def _json(value: Any) -> Any:
     """A value strict JSON can hold: missing and non-finite numbers are null."""
     value = value.item() if hasattr(value, "item") else value
-    if _missing(value) or (isinstance(value, float) and not math.isfinite(value)):
-        return None
-    return value if isinstance(value, str | int | float | bool) else str(value)
-
-
-def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or hasattr(value, "item")
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)

@@ -2,62 +2,188 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
-from kl_comedy.config import Config
+from kl_comedy.config import AlgorithmConfig, Config
+from kl_comedy.config.combinations import sampler_of, updates_from_a_batch
+from kl_comedy.config.schema import SHARDED, SuiteConfig, ValueConfig
+from kl_comedy.config.validate import parse_record
 from kl_comedy.data import data_hash, decontaminate, load_problems, render
-from kl_comedy.errors import bad_value
-from kl_comedy.evaluation import EvalSet
-from kl_comedy.evaluation.likelihood import ChoiceSet
+from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.evaluation import EvalSet, get_suite
+from kl_comedy.evaluation.likelihood import ChoiceSet, tokenize_choices
 from kl_comedy.evaluation.records import check_golds
+from kl_comedy.evaluation.suites import resolve_template, suite_problems, suite_prompts
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
+from kl_comedy.kl.term import REFERENCES
 from kl_comedy.models import LoadedModel
-from kl_comedy.objective import PolicyTerm
+from kl_comedy.models.load import check_source, pick_device
+from kl_comedy.objective import PolicyTerm, check_policy_term
 from kl_comedy.records import Problem, Prompt
-from kl_comedy.rewards import RewardSum
+from kl_comedy.registry import ROLLOUTS
+from kl_comedy.rewards import RewardPool, RewardSum, check_options
 from kl_comedy.rollouts import Sampling, check_training_sampling
-from kl_comedy.training.critic import check_algorithm
-from kl_comedy.training.dpo import check_dpo
-from kl_comedy.training.eval_metrics import RunSuite, load_suites
-
-if TYPE_CHECKING:
-    from kl_comedy.kl.oracle.certificate import Certificate
+from kl_comedy.tracking.loggers import check_loggers
+from kl_comedy.tracking.store import check_uri
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks, teacher_errors
+from kl_comedy.training.loss import uses_critic
+from kl_comedy.training.sampling import ShardedScorer
 
 log = logging.getLogger("kl_comedy")
 
+Pool = RewardPool | None
+_UNUSED_BY_DPO = "reward_weight advantage value policy_loss policy_loss_options correction proximal reduction"
+_UNUSED_BY_DPO += " reduction_constant"
 
-# --- KL terms ---------------------------------------------------------------------------------------------------------
+
+# --- KL terms and algorithm -------------------------------------------------------------------------------------------
 
 
-def check_terms(config: Config) -> tuple[KLTerm, ...]:
-    """Build the KL terms; warns where one optimizes something else than its value suggests."""
+TRAINER_ARGUMENTS = {
+    "accelerator": "model.device",
+    "accumulate_grad_batches": "train.microbatch_tokens",
+    "callbacks": "callbacks",
+    "default_root_dir": "output",
+    "deterministic": "train.deterministic",
+    "devices": "train.devices",
+    "enable_checkpointing": "train.checkpoint_every",
+    "gradient_clip_algorithm": "optimizer.clip_norm",
+    "gradient_clip_val": "optimizer.clip_norm",
+    "logger": "tracking",
+    **dict.fromkeys(("max_epochs", "max_steps", "min_epochs", "min_steps"), "train.steps"),
+    "num_nodes": "train.nodes",
+    "num_sanity_val_steps": "eval.at_start",
+    "precision": "train.precision",
+    "reload_dataloaders_every_n_epochs": "rollout",
+    "strategy": "train.strategy",
+    "use_distributed_sampler": "train.strategy",
+}
+"""Arguments of Lightning's Trainer that ``trainer`` may not name, and the config key that sets each."""
+
+
+def check_before_loading(config: Config) -> ProblemSets | None:
+    """Raise :class:`UserError` for every mistake that shows without the model, on the machine that would train.
+
+    What a command calls before the imports that take seconds. Warnings come with :func:`check_training`. Returns the
+    problems, unless several processes train, each of which loads them.
+    """
+    check_training(config, warn=False)
+    check_parts(config)
+    check_trainer_arguments(config)
+    if config.model.device == "cuda":
+        pick_device("cuda")
+    check_source(config.model)
+    if config.reference.teacher is not None:
+        with teacher_errors():
+            check_source(config.reference.teacher.model(config.model))
+    return load_problem_sets(config) if config.train.devices * config.train.nodes == 1 else None
+
+
+def check_trainer_arguments(config: Config) -> None:
+    """Raise :class:`UserError` for a name in ``trainer`` that Lightning's Trainer does not take or a config key sets.
+
+    The names are read in Lightning's source: its import takes some seconds.
+    """
+    if not config.trainer:
+        return
+    (package,) = importlib.util.find_spec("lightning").submodule_search_locations
+    module = ast.parse(Path(package, "pytorch", "trainer", "trainer.py").read_text(encoding="utf-8"))
+    definitions = (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    allowed = {argument.arg for node in definitions for argument in node.args.kwonlyargs} - set(TRAINER_ARGUMENTS)
+    for name, value in config.trainer.items():
+        if name in TRAINER_ARGUMENTS:
+            raise UserError(f"trainer.{name}: got {value!r}; {TRAINER_ARGUMENTS[name]} sets this argument")
+        if name not in allowed:
+            raise unknown_key(f"trainer.{name}", value, sorted(allowed), "an argument of lightning.Trainer")
+
+
+def check_parts(config: Config) -> None:
+    """Raise :class:`UserError` for options of the sampler and the rewards, and for an address of the store."""
+    options = ROLLOUTS.get(sampler_of(config)).facts.get("options")
+    if options is not None:
+        parse_record(options, config.rollout.options, key="rollout.options")
+    for position, reward in enumerate(config.rewards):
+        check_options(reward.name, reward.options, key=f"rewards.{position}")
+    check_uri(config.tracking.uri)
+    check_loggers(config.tracking.loggers)
+
+
+def check_training(config: Config, *, warn: bool = True) -> tuple[KLTerm, ...]:
+    """The KL terms; warns where one optimizes something else than its value suggests.
+
+    Raises :class:`UserError` for settings of terms, sampling and algorithm that cannot train.
+    """
+    algorithm, group_size = config.algorithm, config.rollout.group_size
+    if config.model.dtype != "float32" and config.model.lora is None:
+        why = f"updates are smaller than the rounding of {config.model.dtype} weights, which would not move; set "
+        why += "train.precision=bf16 (float32 weights, products in bfloat16), or model.lora to train an adapter"
+        raise bad_value("model.dtype", config.model.dtype, "float32 where all weights are trained", why)
     terms = resolve_terms(config.kl)
-    for position, term in enumerate(terms):
-        if term.baseline == "own" and config.rollout.group_size < 2:
-            raise bad_value(
-                f"kl.{position}.baseline", "own", "before or after with rollout.group_size 1 (own compares a group)"
-            )
-        for line in term_warnings(term, off_policy=is_off_policy(config)):
-            log.warning(line)
-    return terms
-
-
-def check_training(config: Config) -> tuple[KLTerm, ...]:
-    """The KL terms. Raises :class:`UserError` for settings of terms, sampling and algorithm that cannot train."""
-    terms = check_terms(config)
     check_training_sampling(config.rollout)
-    check_algorithm(config.algorithm, terms)
-    check_dpo(config.algorithm, terms, config.rollout.group_size)
+    check_policy_term(PolicyTerm.of(algorithm))
+    critic = uses_critic(algorithm)
+    if not critic and algorithm.value != ValueConfig():
+        raise UserError(
+            f"algorithm.value: {algorithm.advantage} has no value function, so these settings would do nothing; "
+            "remove them or set algorithm.advantage=gae"
+        )
+    _check_teacher(config, terms)
+    for position, term in enumerate(terms):
+        if term.baseline == "own" and group_size < 2:
+            allowed = "before or after with rollout.group_size 1 (own compares a group)"
+            raise bad_value(f"kl.{position}.baseline", "own", allowed)
+        if critic and term.baseline == "before" and term.credit == "own":
+            reason = "gae itself gives later costs to earlier tokens"
+            raise bad_value(f"kl.{position}.credit", "own", "to_go or total", reason)
+        for line in term_warnings(term, off_policy=is_off_policy(config)) if warn else ():
+            log.warning(line)
+    if warn and config.lag.mode == "async" and config.lag.max_steps == 0:
+        log.warning("lag.max_steps is 0: with lag.mode=async the sampler waits for every update; 1 or more overlaps")
+    if algorithm.dpo is None:
+        return terms
+    for name in _UNUSED_BY_DPO.split():
+        if getattr(algorithm, name) != getattr(AlgorithmConfig(), name):
+            raise UserError(
+                f"algorithm.{name}: algorithm.dpo takes the place of the policy term, so this would do nothing; "
+                "remove one of the two"
+            )
+    if terms:
+        raise UserError(
+            f"kl: got {len(terms)} term(s); with algorithm.dpo it must be [] (its strength is algorithm.dpo.beta)"
+        )
+    if group_size < 2:
+        raise bad_value("rollout.group_size", group_size, "at least 2", "algorithm.dpo compares a prompt's completions")
     return terms
+
+
+def _check_teacher(config: Config, terms: Sequence[KLTerm]) -> None:
+    """Raise :class:`UserError` where a term names a teacher that is not there, and where none names one that is."""
+    teacher, named = config.reference.teacher, [n for n, term in enumerate(terms) if term.reference == "teacher"]
+    if named and teacher is None:
+        why = "reference.teacher names no model; set reference.teacher.source"
+        raise bad_value(f"kl.{named[0]}.reference", "teacher", [n for n in REFERENCES if n != "teacher"], why)
+    if teacher is None:
+        return
+    if not named:
+        raise UserError(
+            "reference.teacher: no KL term has reference: teacher, so this model would do nothing; remove it or name it"
+        )
+    if teacher.adapter is not None and config.train.strategy in SHARDED:
+        why = "a teacher in shards is read from its files; name the merged policy of the LoRA run in source"
+        raise bad_value("reference.teacher.adapter", teacher.adapter, f"null with {config.train.strategy}", why)
 
 
 def is_off_policy(config: Config) -> bool:
     """Whether any update uses samples of other weights than its own."""
-    several = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch > 1
-    return config.lag.steps > 0 or config.lag.max_steps > 0 or several or config.rollout.backend == "replay"
+    lag, several = config.lag, updates_from_a_batch(config) > 1
+    return lag.steps > 0 or lag.max_steps > 0 or several or config.rollout.backend == "replay"
 
 
 def kl_label(terms: Sequence[KLTerm]) -> str:
@@ -69,39 +195,25 @@ def kl_label(terms: Sequence[KLTerm]) -> str:
 def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
     """A run's tags for its KL configuration: a label for tables, and its certificates by enumeration.
 
-    ``kl.*`` is the certificate of the whole list in the run's regime, ``kl.N.*`` that of each term alone. Warns where
-    a declared claim does not hold.
+    ``kl.*`` is the certificate of the whole list in the run's regime, ``kl.N.*`` that of each term alone; bias, cosine
+    and variance are against the sequence-level reverse KL. Warns where a declared claim does not hold.
     """
     from kl_comedy.kl.oracle.certificate import certify
 
     regime = "mixed" if config.lag.in_flight else "off_policy" if is_off_policy(config) else "on_policy"
-    lists = {"kl": tuple(terms), **{f"kl.{position}": (term,) for position, term in enumerate(terms)}}
     tags = {"kl.label": kl_label(terms), "kl.regime": regime}
+    lists = {"kl": tuple(terms), **{f"kl.{position}": (term,) for position, term in enumerate(terms)}}
     for name, listed in lists.items():
         (certificate,) = certify(name, listed, regimes=(regime,))
-        tags |= {f"{name}.{fact}": value for fact, value in _certificate_tags(certificate).items()}
+        target = certificate.target or "none"
+        figures = {"strength": certificate.strength, "variance": certificate.variance}
+        figures |= {key: getattr(certificate, key)["sequence_reverse"] for key in ("relative_bias", "cosine")}
+        tags |= {f"{name}.verdict": f"{target}: {certificate.verdict}", f"{name}.target": target}
+        tags |= {f"{name}.{figure}": _without_rounding(value) for figure, value in figures.items()}
         if not certificate.claim_holds:
-            log.warning(
-                f"{name}: {kl_label(listed)} claims {certificate.claimed} {regime.replace('_', '-')}, and the "
-                f"enumeration says: {certificate.verdict}"
-            )
+            claim = f"{kl_label(listed)} claims {certificate.claimed} {regime.replace('_', '-')}"
+            log.warning(f"{name}: {claim}, and the enumeration says: {certificate.verdict}")
     return tags
-
-
-def _certificate_tags(certificate: Certificate) -> dict[str, str]:
-    """Bias, cosine and variance are against the sequence-level reverse KL, without rounding."""
-    figures = {
-        "relative_bias": certificate.relative_bias["sequence_reverse"],
-        "cosine": certificate.cosine["sequence_reverse"],
-        "strength": certificate.strength,
-        "variance": certificate.variance,
-    }
-    target = certificate.target or "none"
-    return {
-        "verdict": f"{target}: {certificate.verdict}",
-        "target": target,
-        **{name: _without_rounding(value) for name, value in figures.items()},
-    }
 
 
 def policy_tags(config: Config) -> dict[str, str]:
@@ -130,12 +242,12 @@ def _without_rounding(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemSets:
-    """Problems before the tokenizer: loaded and decontaminated, with what was removed; suites in training only."""
+    """Problems before the tokenizer, decontaminated, with counts of what was removed; ``suites`` in training only."""
 
     train: Sequence[Problem]
     evals: Mapping[str, Sequence[Problem]]
-    counts: Mapping[str, int]
-    suites: Sequence[RunSuite] = ()
+    suites: Sequence[tuple[SuiteConfig, Sequence[Problem]]] = ()
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,58 +256,81 @@ class PromptSets:
 
     train: Sequence[Prompt]
     evals: Sequence[EvalSet]
+    choice_sets: Sequence[ChoiceSet]
     counts: Mapping[str, int]
     hashes: Mapping[str, str]
-    choice_sets: Sequence[ChoiceSet] = ()
 
 
 def load_problem_sets(config: Config, *, train: bool = True) -> ProblemSets:
-    """Load every set, and remove from training what an evaluation set holds too."""
+    """Load every set, and remove from training what an evaluation set holds too.
+
+    Raises :class:`UserError` for errors in the data, and for a suite named like a set or another suite.
+    """
     data = config.data
-    evals = {
-        name: load_problems(item, key=f"data.eval.{name}", training=False, allow_test_split=True)
-        for name, item in data.eval.items()
-    }
+    test: dict[str, Any] = {"training": False, "allow_test_split": True}
+    evals = {name: load_problems(item, key=f"data.eval.{name}", **test) for name, item in data.eval.items()}
     if not train:
-        return ProblemSets(train=[], evals=evals, counts={})
-    suites = load_suites(config)
+        return ProblemSets(train=[], evals=evals)
+    root = None if config.eval.data_root is None else Path(config.eval.data_root)
+    suites: list[tuple[SuiteConfig, Sequence[Problem]]] = []
+    held_out: dict[str, Sequence[Problem]] = dict(evals)
+    for name in config.eval.suites:
+        suite = get_suite(name, key="eval.suites")
+        if suite.name in held_out:
+            raise bad_value("eval.suites", name, "names that neither data.eval nor another suite has")
+        asked = suite_problems(suite, root=root)
+        suites.append((suite, asked))
+        held_out[suite.name] = [dataclasses.replace(p, text=p.meta.get("question", p.text)) for p in asked]
     problems = load_problems(data.train, key="data.train", training=True, allow_test_split=data.allow_test_split)
     removed: Mapping[str, int] = {}
     if data.decontaminate:
-        asked = evals | {each.suite.name: each.unrendered() for each in suites}
-        problems, removed = decontaminate(problems, asked)
+        problems, removed = decontaminate(problems, held_out)
     counts = {f"decontaminated.{name}": count for name, count in removed.items()}
     return ProblemSets(train=problems, evals=evals, suites=suites, counts=counts)
 
 
-def check_answers(rewards: RewardSum, problems: ProblemSets) -> None:
-    """Raise :class:`UserError` naming problems whose answers the rewards cannot judge."""
-    for each in (problems.train, *problems.evals.values()):
-        check_golds(rewards, each)
+def render_prompts(
+    config: Config, problems: ProblemSets, loaded: LoadedModel, *, pool: Pool = None, ranks: Ranks = SINGLE_PROCESS
+) -> PromptSets:
+    """Problems to prompts, filtered by length; counts and hashes of each set. The suites' verifiers run in ``pool``.
 
-
-def render_prompts(config: Config, problems: ProblemSets, loaded: LoadedModel) -> PromptSets:
-    """Problems to prompts, filtered by length; counts and hashes of each set. Suites are left out."""
+    Raises :class:`UserError` where a suite's verifier rejects its answers, or the tokenizer cannot encode its choices.
+    """
     counts = dict(problems.counts)
     sets = {f"eval.{name}": each for name, each in problems.evals.items()}
     if problems.train:
         sets["train"] = problems.train
     prompts: dict[str, Sequence[Prompt]] = {}
+
+    def count(name: str, report: object) -> None:
+        counts.update({f"{name}.{key}": getattr(report, key) for key in ("kept", "too_long", "control_tokens")})
+
     for name, each in sets.items():
         prompts[name], report = render(each, config.data.prompt, loaded.tokenizer)
-        counts |= {f"{name}.{key}": getattr(report, key) for key in ("kept", "too_long", "control_tokens")}
-    return PromptSets(
-        train=prompts.get("train", ()),
-        evals=[EvalSet(name=name, prompts=prompts[f"eval.{name}"]) for name in problems.evals],
-        counts=counts,
-        hashes={name: data_hash(each) for name, each in sets.items()},
-    )
+        count(name, report)
+    evals = [EvalSet(name=name, prompts=prompts[f"eval.{name}"]) for name in problems.evals]
+    choice_sets: list[ChoiceSet] = []
+    for suite, each in problems.suites:
+        rendered, report = suite_prompts(suite, each, loaded.tokenizer)
+        sets[f"eval.{suite.name}"] = each
+        count(f"eval.{suite.name}", report)
+        if suite.kind == "likelihood":
+            template = resolve_template(suite, loaded.tokenizer)
+            choice_sets.append(tokenize_choices(suite, rendered, loaded, template=template))
+        else:
+            verifier = RewardSum([suite.reward], pool=pool)
+            if ranks.is_rank_zero:
+                check_golds(verifier, each)
+            scorer = verifier if ranks.size == 1 else ShardedScorer(verifier, ranks)
+            sampling = eval_sampling(config, suite)
+            evals.append(EvalSet(name=suite.name, prompts=rendered, scorer=scorer, sampling=sampling))
+    hashes = {name: data_hash(each) for name, each in sets.items()}
+    train = prompts.get("train", ())
+    return PromptSets(train=train, evals=evals, choice_sets=choice_sets, counts=counts, hashes=hashes)
 
 
-def eval_sampling(config: Config) -> Sampling:
-    """How completions are drawn in evaluation."""
-    return Sampling(
-        temperature=config.eval.temperature,
-        max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
-        stop=tuple(config.rollout.stop),
-    )
+def eval_sampling(config: Config, suite: SuiteConfig | None = None) -> Sampling:
+    """How completions are drawn in evaluation; a suite has stop strings and a length of its own."""
+    settings = suite or config.rollout
+    tokens = config.eval.max_new_tokens or settings.max_new_tokens
+    return Sampling(temperature=config.eval.temperature, max_new_tokens=tokens, stop=tuple(settings.stop))

@@ -5,31 +5,38 @@ Around an update, in this order: the user's callbacks, metrics and samples, eval
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
+import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from signal import SIGTERM
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from kl_comedy.config import Config
+from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.evaluation import EvalResult, EvalSet, evaluate
+from kl_comedy.evaluation import EvalResult, evaluate
 from kl_comedy.evaluation.evaluate import evaluate_choices
-from kl_comedy.evaluation.likelihood import ChoiceSet, choice_scorer
+from kl_comedy.evaluation.likelihood import choice_scorer
 from kl_comedy.records import Scored
 from kl_comedy.registry import CALLBACKS
 from kl_comedy.rollouts.recording import RecordingWriter
 from kl_comedy.training.build import eval_sampling
-from kl_comedy.training.checkpoint import CheckpointManager, SaveFailed
-from kl_comedy.training.eval_metrics import completion_metrics
+from kl_comedy.training.checkpoint import SaveFailed, save_checkpoint
 from kl_comedy.training.experience import derive_seed
-from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.metrics import completion_metrics
 from kl_comedy.training.run_folder import RunDir, saved, step_of
-from kl_comedy.training.stop_signals import StopRequest
+from kl_comedy.training.stop_signals import SIGNAL_SECONDS, StopRequest
+
+log = logging.getLogger("kl_comedy")
 
 SAMPLE_ROWS = 16
 """Completions per samples table: enough to see a group beside another."""
@@ -41,8 +48,7 @@ PLAIN_EVERY_S = 5.0
 def configured_callbacks(config: Config) -> list[Callback]:
     """The callbacks that ``callbacks``, ``audit`` and ``train.record_rollouts`` ask for.
 
-    Raises :class:`UserError` for a name that is not registered and for options that the callback does not take. A
-    callback may have a method ``check_config(config)``, which raises one before anything is built.
+    Raises :class:`UserError` for an unknown name or option, as a callback's own ``check_config(config)`` may.
     """
     wanted = [(f"callbacks.{n}", each.name, each.options) for n, each in enumerate(config.callbacks)]
     if config.audit.every:
@@ -66,7 +72,7 @@ def configured_callbacks(config: Config) -> list[Callback]:
 
 
 def sample_rows(rows: Sequence[Scored]) -> list[dict[str, Any]]:
-    """The first completions as table rows; hostile text is kept as it is (the table is JSON)."""
+    """The first completions as table rows, with their text unchanged."""
     return [
         {
             "problem": row.rollout.prompt.problem.text,
@@ -94,8 +100,8 @@ class RecordRollouts(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         config, folder = pl_module.config, pl_module.run_folder
         self._writer = RecordingWriter(folder / "rollouts", self._format, temperature=config.rollout.temperature)
-        per_batch = config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
-        pl_module.ranks.on_rank_zero(lambda: self._writer.remove_from(-(-pl_module.version // per_batch)))
+        next_batch = -(-pl_module.version // updates_from_a_batch(config))
+        pl_module.ranks.on_rank_zero(lambda: self._writer.remove_from(next_batch))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch.first:
@@ -110,7 +116,8 @@ class MetricsCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         version = pl_module.version
-        trainer.logger.log_metrics(pl_module.last_metrics, step=version)
+        for logger in trainer.loggers:
+            logger.log_metrics(pl_module.last_metrics, step=version)
         if self._every and (version == 1 or version % self._every == 0):
             trainer.logger.log_table("samples", sample_rows(pl_module.last_batch.rows), step=version)
 
@@ -127,60 +134,47 @@ class EvaluationCallback(Callback):
         self.accuracies: dict[str, dict[int, float]] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        ranks, loaded = pl_module.ranks, pl_module.loaded
-        self._measure = completion_metrics(
-            self._config, loaded=loaded, reference=pl_module.references["initial"], ranks=ranks
-        )
+        ranks, loaded, reference = pl_module.ranks, pl_module.loaded, pl_module.references["initial"]
+        self._measure = completion_metrics(self._config, loaded=loaded, reference=reference, ranks=ranks)
         self._choice_scorer = choice_scorer(self._config, loaded, ranks)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._config.eval.at_start and pl_module.version == 0:
-            self.run(trainer, pl_module)
+            self.run(trainer, pl_module.version)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         every, version = self._config.train.eval_every, pl_module.version
         last = version == self._config.train.steps
         if (every and version % every == 0) or (last and self._config.eval.at_end):
-            self.run(trainer, pl_module)
+            self.run(trainer, version)
 
-    def run(self, trainer: Any, module: PolicyModule) -> None:
-        prompts = trainer.datamodule.prompts
+    def run(self, trainer: Any, version: int) -> None:
+        data, config, logger = trainer.datamodule, self._config, trainer.logger
+
+        def record(result: EvalResult, history: dict[str, dict[int, float]], score: str) -> None:
+            history.setdefault(result.name, {})[version] = result.row()[score]
+            for each in trainer.loggers:
+                each.log_metrics(result.metrics(), step=version)
+            line = f"eval {result.name} at update {version}: {result.line()}"
+            self._console.print(line, soft_wrap=True, highlight=False)
+
         with trainer.precision_plugin.forward_context():
-            for eval_set in prompts.evals:
-                self._evaluate(trainer, module, eval_set)
-            for choices in prompts.choice_sets:
-                self._evaluate_choices(trainer, module, choices)
-
-    def _evaluate(self, trainer: Any, module: PolicyModule, eval_set: EvalSet) -> None:
-        result = evaluate(
-            trainer.datamodule.backend,
-            trainer.datamodule.scorer,
-            eval_set,
-            samples=self._config.eval.samples,
-            sampling=eval_sampling(self._config),
-            seed=derive_seed(self._config.seed, f"eval/{eval_set.name}", 0),
-            measure=self._measure,
-        )
-        self._record(trainer, module, result, self.history, "reward")
-        trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=module.version)
-
-    def _evaluate_choices(self, trainer: Any, module: PolicyModule, choices: ChoiceSet) -> None:
-        result = evaluate_choices(self._choice_scorer, choices)
-        self._record(trainer, module, result, self.accuracies, "accuracy")
-        trainer.logger.log_table(f"choices/{result.name}", list(result.rows[:SAMPLE_ROWS]), step=module.version)
-
-    def _record(
-        self,
-        trainer: Any,
-        module: PolicyModule,
-        result: EvalResult,
-        history: dict[str, dict[int, float]],
-        score: str,
-    ) -> None:
-        history.setdefault(result.name, {})[module.version] = result.row()[score]
-        trainer.logger.log_metrics(result.metrics(), step=module.version)
-        line = f"eval {result.name} at update {module.version}: {result.line()}"
-        self._console.print(line, soft_wrap=True, highlight=False)
+            for eval_set in data.prompts.evals:
+                result = evaluate(
+                    data.backend,
+                    data.scorer,
+                    eval_set,
+                    samples=config.eval.samples,
+                    sampling=eval_sampling(config),
+                    seed=derive_seed(config.seed, f"eval/{eval_set.name}", 0),
+                    measure=self._measure,
+                )
+                record(result, self.history, "reward")
+                logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
+            for choices in data.prompts.choice_sets:
+                result = evaluate_choices(self._choice_scorer, choices)
+                record(result, self.accuracies, "accuracy")
+                logger.log_table(f"choices/{result.name}", list(result.rows[:SAMPLE_ROWS]), step=version)
 
     def reward_at(self, version: int) -> float | None:
         """The mean reward over the sets evaluated at ``version``, suites by log-prob aside; None without any."""
@@ -188,15 +182,10 @@ class EvaluationCallback(Callback):
         return sum(rewards) / len(rewards) if rewards else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": _copied(self.history), "accuracies": _copied(self.accuracies)}
+        return copy.deepcopy({"history": self.history, "accuracies": self.accuracies})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history = _copied(state_dict["history"])
-        self.accuracies = _copied(state_dict.get("accuracies", {}))
-
-
-def _copied(history: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
-    return {name: dict(values) for name, values in history.items()}
+        self.history, self.accuracies = state_dict["history"], state_dict.get("accuracies", {})
 
 
 class CheckpointCallback(Checkpoint):
@@ -208,48 +197,80 @@ class CheckpointCallback(Checkpoint):
 
     def __init__(self, config: Config, evaluation: EvaluationCallback, request: StopRequest) -> None:
         self._train, self._evaluation, self._request = config.train, evaluation, request
+        self._warning_s = float(os.environ.get(SIGNAL_SECONDS) or math.inf)
+        self._update_s = self._save_s = 0.0  # the longest of either so far; an update with its evaluation
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._since = time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self._update_s = max(self._update_s, time.monotonic() - self._since)
         every, version, last = self._train.checkpoint_every, pl_module.version, self._train.steps
-        if every and (version % every == 0 or version == last):
+        due = bool(every) and (version % every == 0 or version == last)
+        if due:
             self.save(trainer, version)
         received = {signal for signal in pl_module.ranks.gather(self._request.signal) if signal is not None}
         if received and version < last:
             self._request.signal = SIGTERM if SIGTERM in received else received.pop()
             trainer.should_stop = True
-            if not every or version % every:
+            if not due:
                 self.save(trainer, version)
+        self._warn_if_a_stop_takes_too_long()
+        self._since = time.monotonic()
+
+    def _warn_if_a_stop_takes_too_long(self) -> None:
+        needed_s = self._update_s + self._save_s
+        if needed_s > self._warning_s:
+            parts = f"an update with evaluation {self._update_s:.0f} s, a checkpoint {self._save_s:.0f} s"
+            when = f"this job is signalled {self._warning_s:g} s before its end"
+            log.warning(
+                f"to stop takes up to {needed_s:.0f} s ({parts}), and {when}: it may be killed before it has saved; "
+                "raise signal_seconds in the profile"
+            )
+            self._warning_s = math.inf  # once
 
     def save(self, trainer: Any, version: int) -> None:
         module: Any = trainer.lightning_module
-        root = RunDir(path=module.run_folder).checkpoints
-        manager = CheckpointManager(root=root, keep=self._train.keep_checkpoints, ranks=module.ranks)
+        root, reward = RunDir(path=module.run_folder).checkpoints, self._evaluation.reward_at(version)
+        options = {"keep": self._train.keep_checkpoints, "reward": reward, "ranks": module.ranks}
+        start = time.monotonic()
         try:
-            manager.save(version, trainer.save_checkpoint, reward=self._evaluation.reward_at(version))
+            save_checkpoint(root, version, trainer.save_checkpoint, **options)
         except SaveFailed as error:
-            there = saved(root)
+            last = max(map(step_of, saved(root)), default=0)
             raise RunFailed(
                 f"the checkpoint of update {version} cannot be written ({error}); the run goes on from "
-                f"update {step_of(there[-1]) if there else 0} when {root} can be written again"
+                f"update {last} when {root} can be written again"
             ) from error
+        self._save_s = max(self._save_s, time.monotonic() - start)
         trainer.logger.commit(version)
 
 
 def status_line(metrics: Mapping[str, float]) -> str:
-    """The few numbers worth watching; the KL is per completion.
+    """The few numbers worth watching. The KL is per completion: exact at updates that measure it, else sampled k1.
 
     >>> status_line({"train/reward": 0.5, "kl/k1_reverse_sequence": 0.01, "time/tokens_per_second": 100.0})
-    'reward 0.500  k1 KL 0.0100 nats  100 tok/s'
+    'reward 0.500  sampled k1 KL 0.0100 nats  100 tok/s'
     """
-    name = "exact" if "kl/exact_reverse_sequence" in metrics else "k1"
-    kl = metrics.get(f"kl/{name}_reverse_sequence", float("nan"))
-    words = [f"reward {metrics.get('train/reward', float('nan')):.3f}", f"{name} KL {kl:.4f} nats"]
-    if "policy/entropy" in metrics:
-        words.append(f"entropy {metrics['policy/entropy']:.3f}")
-    if "train/length" in metrics:
-        words.append(f"length {metrics['train/length']:.1f}")
-    words.append(f"{metrics.get('time/tokens_per_second', 0.0):.0f} tok/s")
-    return "  ".join(words)
+    name, word = ("exact", "exact") if "kl/exact_reverse_sequence" in metrics else ("k1", "sampled k1")
+    formats = {
+        "train/reward": "reward {:.3f}",
+        f"kl/{name}_reverse_sequence": f"{word} KL {{:.4f}} nats",
+        "policy/entropy": "entropy {:.3f}",
+        "train/length": "length {:.1f}",
+        "time/tokens_per_second": "{:.0f} tok/s",
+    }
+    return "  ".join(text.format(metrics[key]) for key, text in formats.items() if key in metrics)
+
+
+class _TwoLines(Progress):
+    """The bar, and beneath it ``line``: 80 columns do not hold both."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.line, no_wrap=True, overflow="ellipsis")
 
 
 class ConsoleProgress(ProgressBar):
@@ -258,15 +279,15 @@ class ConsoleProgress(ProgressBar):
     def __init__(self, console: Console, steps: int) -> None:
         super().__init__()
         self._console, self._steps = console, steps
-        self._bar: Progress | None = None
-        self._task: Any = None
-        self._enabled = True
+        columns = (TextColumn("[bold]update"), BarColumn(bar_width=24), MofNCompleteColumn())
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._bar = _TwoLines(*columns, *times, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("train", total=steps, start=False)
+
+    def enable(self) -> None: ...
 
     def disable(self) -> None:
-        self._enabled = False
-
-    def enable(self) -> None:
-        self._enabled = True
+        """Ranks other than 0 print nothing, because their console is quiet."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         self._console.print(*args, **kwargs)
@@ -274,36 +295,21 @@ class ConsoleProgress(ProgressBar):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._started = self._printed = time.monotonic()
         self._first = pl_module.version
-        if self._enabled and self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("[bold]update"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[line]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("train", total=self._steps, completed=self._first, line="")
+        if not self._console.quiet:
             self._bar.start()
+            self._bar.reset(self._task, completed=self._first)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:  # type: ignore[override]
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         version, line, now = pl_module.version, status_line(pl_module.last_metrics), time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=version, line=line)
-        elif self._enabled and (now - self._printed >= PLAIN_EVERY_S or version in (1, self._steps)):
+        self._bar.line = line
+        self._bar.update(self._task, completed=version)
+        due = now - self._printed >= PLAIN_EVERY_S or version in (1, self._steps)
+        if not self._console.is_terminal and due:
             self._printed = now
             left = (now - self._started) / max(version - self._first, 1) * (self._steps - version)
             self._console.print(f"update {version}/{self._steps}  {line}  {left:.0f} s left", soft_wrap=True)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._stop()
+    def on_train_end(self, trainer: Any, pl_module: Any, *exception: BaseException) -> None:
+        self._bar.stop()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    on_exception = on_train_end

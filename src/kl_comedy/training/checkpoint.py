@@ -13,14 +13,13 @@ number that wrote.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
-from kl_comedy.io import atomic_write, sha256_file
+from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.io import read_json, sha256_file, write_json
 from kl_comedy.models.weights import named_weights
 from kl_comedy.training.distributed import SINGLE_PROCESS, RankFailed, Ranks
-from kl_comedy.training.run_folder import saved
+from kl_comedy.training.run_folder import saved, step_of
 
 log = logging.getLogger("kl_comedy")
 
 FORMAT = 1
 MANIFEST, STATE, INDEX, UNFINISHED, DAMAGED = "manifest.json", "state.pt", ".metadata", ".tmp", ".damaged"
+Write = Callable[[Path], None]
 _WRITE_ERRORS = (OSError, RuntimeError, RankFailed, CheckpointException)
 
 
@@ -51,120 +52,122 @@ class SaveFailed(Exception):
 
 
 def write_checkpoint(folder: Path, state: dict[str, Any], module: Any, optimizers: list[Any], ranks: Ranks) -> None:
-    """Write everything but the manifest into the new ``folder``. Every process must call.
-
-    Raises :class:`SaveFailed` on every process, or on none.
-    """
+    """Write everything but the manifest into the new ``folder``. Every process must call, and all raise."""
     run_state = dict(state["kl_comedy"])
-    moving = run_state.pop("moving")
-    rank_state = {"torch_rng": run_state.pop("torch_rng")}
-    run_state["moving"] = {
-        name: {key: value for key, value in reference.items() if key != "weights"} for name, reference in moving.items()
-    }
-    param_groups = [
-        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]
-    tensors = {**_weights(module), **_optimizer_tensors(module, optimizers), **_reference_tensors(moving)}
+    moving, rank_state = run_state["moving"], {"torch_rng": run_state.pop("torch_rng")}
+    run_state["moving"] = {name: _without("weights", reference) for name, reference in moving.items()}
+    param_groups = [[_without("params", group) for group in optimizer.param_groups] for optimizer in optimizers]
+    tensors = _tensors(module, optimizers, moving)
 
     def write_states() -> None:
         _save(folder / f"rank-{ranks.rank}.pt", rank_state)
         if ranks.is_rank_zero:
             _save(folder / STATE, {**state, "kl_comedy": run_state, "param_groups": param_groups})
 
-    try:
-        ranks.on_rank_zero(lambda: folder.mkdir(parents=True))
-        ranks.raise_on_all_ranks(write_states)
-        ranks.raise_on_all_ranks(lambda: _save_tensors(tensors, folder))
-    except _WRITE_ERRORS as error:
-        raise SaveFailed(_message(error)) from error
+    ranks.on_rank_zero(lambda: folder.mkdir(parents=True))
+    ranks.raise_on_all_ranks(write_states)
+    ranks.raise_on_all_ranks(lambda: _save_tensors(tensors, folder))
 
 
 def read_checkpoint(folder: Path, module: Any, optimizers: list[Any], ranks: Ranks) -> dict[str, Any]:
     """Load weights, optimizer states and moving references in place. Returns the state that Lightning restores."""
-    state: dict[str, Any] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
-    rank_file = folder / f"rank-{ranks.rank}.pt"
-    rank_file = rank_file if rank_file.exists() else folder / "rank-0.pt"  # more processes than wrote it
-    run_state = state["kl_comedy"]
-    run_state |= torch.load(rank_file, weights_only=True, map_location="cpu")
-    reader = SafeReader(folder)
+    with unreadable(folder):
+        return _read(folder, module, optimizers, ranks)
+
+
+@contextlib.contextmanager
+def unreadable(folder: Path) -> Iterator[None]:
+    """Raise :class:`RunFailed` for whatever is raised inside over the content of a checkpoint: its files are as they
+    were written, so it was not written by us, or by another version."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:
+        if isinstance(error, CheckpointException):
+            _raise_interrupt(error)
+        raise RunFailed(
+            f"checkpoint {folder} cannot be read ({_message(error)}); move it elsewhere to resume from the one before"
+        ) from error
+
+
+def _read(folder: Path, module: Any, optimizers: list[Any], ranks: Ranks) -> dict[str, Any]:
+    def load_states() -> dict[str, Any]:
+        state: dict[str, Any] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+        rank_file = folder / f"rank-{ranks.rank}.pt"
+        rank_file = rank_file if rank_file.exists() else folder / "rank-0.pt"  # more processes than wrote it
+        state["kl_comedy"] |= torch.load(rank_file, weights_only=True, map_location="cpu")
+        return state
+
+    state = ranks.raise_on_all_ranks(load_states)
+    run_state, reader = state["kl_comedy"], SafeReader(folder)
     _allocate_optimizer_states(module, optimizers, reader.read_metadata().state_dict_metadata)
     for optimizer, groups in zip(optimizers, state.pop("param_groups"), strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)
     moving = {name: dict(module.references[name].state_dict()) for name in run_state["moving"]}
-    load_tensors({**_weights(module), **_optimizer_tensors(module, optimizers), **_reference_tensors(moving)}, reader)
+    load_tensors(_tensors(module, optimizers, moving), reader)
     for name, reference in moving.items():
         run_state["moving"][name]["weights"] = reference["weights"]
     return state
 
 
-def load_tensors(tensors: Mapping[str, Tensor], reader: SafeReader) -> None:
-    """Fill ``tensors`` in place by name, each process its shards. Raises where the checkpoint lacks one."""
-    with _dcp_without_processes():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+def _without(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{name}": tensor.detach() for name, tensor in named_weights(module)}
-
-
-def _reference_tensors(moving: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {
-        f"reference.{name}.{weight}": tensor
-        for name, reference in moving.items()
-        for weight, tensor in reference["weights"].items()
-    }
-
-
-def _optimizer_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Tensor]:
-    """``optimizer.<number>.<parameter>.<key>`` to tensor, in the same order on every process."""
-    return {
-        f"optimizer.{number}.{name}.{key}": value
-        for number, optimizer in enumerate(optimizers)
-        for name, parameter in module.named_parameters()
-        for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, Tensor)
-    }
+def _tensors(module: nn.Module, optimizers: Sequence[Any], moving: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by its name in the file, in the same order on every process."""
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in named_weights(module)}
+    for number, optimizer in enumerate(optimizers):
+        for name, parameter in module.named_parameters():
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{number}.{name}.{key}"] = value
+    for name, reference in moving.items():
+        tensors |= {f"reference.{name}.{weight}": tensor for weight, tensor in reference["weights"].items()}
+    return tensors
 
 
 def _allocate_optimizer_states(module: nn.Module, optimizers: Sequence[Any], metadata: Mapping[str, Any]) -> None:
-    """Give each parameter zeros for the state tensors that the checkpoint has for it, laid out as the parameter is."""
+    """Give each parameter zeros for the state tensors that the checkpoint has for it.
+
+    A state tensor is sharded as its parameter where it has the same shape; a step count is whole.
+    """
     for number, optimizer in enumerate(optimizers):
         optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in module.named_parameters():
-            prefix = f"optimizer.{number}.{name}."
-            keys = [key for key in metadata if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
-            if keys and parameter in optimized:
-                optimizer.state[parameter] = {
-                    key.removeprefix(prefix): _zeros(parameter, metadata[key]) for key in keys
-                }
+            prefix, states = f"optimizer.{number}.{name}.", {}
+            for key in (key for key in metadata if key.startswith(prefix) and "." not in key[len(prefix) :]):
+                size, dtype = metadata[key].size, metadata[key].properties.dtype
+                if size == parameter.shape:
+                    states[key[len(prefix) :]] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                else:
+                    states[key[len(prefix) :]] = torch.zeros(size, dtype=dtype, device=parameter.device)
+            if states and parameter in optimized:
+                optimizer.state[parameter] = states
 
 
-def _zeros(parameter: Tensor, metadata: Any) -> Tensor:
-    """A state tensor is sharded as its parameter where it has the same shape; a step count is whole."""
-    dtype = metadata.properties.dtype
-    if metadata.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(metadata.size, dtype=dtype, device=parameter.device)
+def load_tensors(tensors: Mapping[str, Tensor], reader: SafeReader) -> None:
+    """Fill ``tensors`` in place by name, each process its shards. Raises where the checkpoint lacks one."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it works without processes
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    with _dcp_without_processes():
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=not dist.is_initialized())
-        except CheckpointException as error:
-            for failure in error.failures.values():
-                if isinstance(failure[0], KeyboardInterrupt | SystemExit):  # DCP wraps these too
-                    raise failure[0] from error
-            raise
+    except CheckpointException as error:
+        _raise_interrupt(error)
+        raise
 
 
-@contextlib.contextmanager
-def _dcp_without_processes() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _raise_interrupt(error: CheckpointException) -> None:
+    """Raise a KeyboardInterrupt or SystemExit that DCP wrapped."""
+    for failure, _ in error.failures.values():
+        if isinstance(failure, KeyboardInterrupt | SystemExit):
+            raise failure from error
 
 
 def _save(path: Path, content: Any) -> None:
@@ -176,19 +179,13 @@ def _save(path: Path, content: Any) -> None:
 
 # --- reading DCP's index without running anything -------------------------------------------------------------------
 
+# without BytesStorageMetadata: what it describes DCP unpickles, and runs
+_METADATA_TYPES = (
+    "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING"
+)
 _INDEX_TYPES = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_TYPES.split()),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -198,10 +195,12 @@ _INDEX_TYPES = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Accepts the record types of DCP's index, dtypes and layouts."""
+    """Accepts the record types of DCP's index of tensors, dtypes and layouts."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _INDEX_TYPES or (module == "torch" and isinstance(getattr(torch, name), torch.dtype)):
+        if (module, name) in _INDEX_TYPES or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"a checkpoint's index holds {module}.{name}")
 
@@ -212,6 +211,12 @@ class SafeReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         with open(Path(self.path) / INDEX, "rb") as file:
             metadata = _IndexUnpickler(file).load()
+        if not all(type(entry) is TensorStorageMetadata for entry in metadata.state_dict_metadata.values()):
+            raise pickle.UnpicklingError("a checkpoint's index holds something else than tensors")
+        root = Path(self.path).resolve()
+        for storage in metadata.storage_data.values():
+            if not (root / storage.relative_path).resolve().is_relative_to(root):
+                raise pickle.UnpicklingError(f"a checkpoint's index names {storage.relative_path}, outside its folder")
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -221,83 +226,87 @@ class SafeReader(dcp.FileSystemReader):
 # --- the folder of checkpoints --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointManager:
-    """The checkpoints of a run in ``root``: the ``keep`` newest, and the one with the best evaluation."""
+def save_checkpoint(
+    root: Path, step: int, write: Write, *, keep: int, reward: float | None = None, ranks: Ranks = SINGLE_PROCESS
+) -> Path:
+    """Let ``write`` fill a new folder in ``root``, add the manifest, and rename the folder to its final name.
 
-    root: Path
-    keep: int
-    ranks: Ranks = SINGLE_PROCESS
+    The ``keep`` newest checkpoints stay, and the one with the best evaluation. Every process must call. Raises
+    :class:`SaveFailed` on every process where any could not write; earlier checkpoints are unchanged.
+    """
+    target = root / f"step-{step:08d}.ckpt"
+    folder = target.with_suffix(UNFINISHED)
 
-    def save(self, step: int, write: Callable[[Path], None], *, reward: float | None = None) -> Path:
-        """Let ``write`` fill a new folder, add the manifest, and rename the folder to its final name.
+    def entries() -> dict[str, Any]:
+        """Each process hashes the files that it wrote."""
+        written = [*folder.glob(f"__{ranks.rank}_*.distcp"), folder / f"rank-{ranks.rank}.pt"]
+        written += [folder / STATE, folder / INDEX] if ranks.is_rank_zero else []
+        return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in written}
 
-        Every process must call. Raises :class:`SaveFailed` on every process where any could not write; earlier
-        checkpoints are unchanged.
-        """
-        target = self.root / f"step-{step:08d}.ckpt"
-        folder = target.with_suffix(UNFINISHED)
-        try:
-            self.ranks.on_rank_zero(lambda: _remove(folder))
-            write(folder)
-            self._write_manifest(folder, step, reward)
-            self.ranks.on_rank_zero(lambda: _replace(folder, target))
-        except (*_WRITE_ERRORS, SaveFailed) as error:
-            if self.ranks.is_rank_zero:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise SaveFailed(_message(error)) from error
-        if self.ranks.is_rank_zero:
-            for path in set(saved(self.root)[: -self.keep]) - {best(self.root)}:
-                shutil.rmtree(path, ignore_errors=True)
-        return target
+    try:
+        ranks.on_rank_zero(lambda: folder.exists() and shutil.rmtree(folder))
+        write(folder)
+        parts = ranks.gather(ranks.raise_on_all_ranks(entries))
+        files = {name: entry for of_rank in parts for name, entry in of_rank.items()}
+        content = {"format": FORMAT, "step": step, "processes": ranks.size, "reward": reward, "files": files}
+        ranks.on_rank_zero(lambda: write_json(folder / MANIFEST, content))
+        ranks.on_rank_zero(lambda: _replace(folder, target))
+    except _WRITE_ERRORS as error:
+        if ranks.is_rank_zero:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise SaveFailed(_message(error)) from error
+    if ranks.is_rank_zero:
+        for path in set(saved(root)[:-keep]) - {best(root)}:
+            shutil.rmtree(path, ignore_errors=True)
+    return target
 
-    def _write_manifest(self, folder: Path, step: int, reward: float | None) -> None:
-        """Each process hashes the files that it wrote; the first writes the manifest."""
-        rank = self.ranks.rank
-        written = [*folder.glob(f"__{rank}_*.distcp"), folder / f"rank-{rank}.pt"]
-        written += [folder / STATE, folder / INDEX] if self.ranks.is_rank_zero else []
-        entries = self.ranks.raise_on_all_ranks(
-            lambda: {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in written}
-        )
-        files = {name: entry for of_rank in self.ranks.gather(entries) for name, entry in of_rank.items()}
-        content = {"format": FORMAT, "step": step, "processes": self.ranks.size, "reward": reward, "files": files}
-        self.ranks.on_rank_zero(lambda: atomic_write(folder / MANIFEST, json.dumps(content, indent=1)))
 
-    def newest(self) -> Path | None:
-        """The newest undamaged checkpoint, or None. Every process must call.
+def newest_checkpoint(root: Path, ranks: Ranks = SINGLE_PROCESS, *, rename: bool = True) -> Path | None:
+    """The newest undamaged checkpoint in ``root``, or None. Every process must call.
 
-        Damaged ones are named in a warning and renamed to ``*.damaged``.
-        """
-        paths = saved(self.root)
-        while paths:
-            path = paths.pop()
-            fault = self.ranks.raise_on_all_ranks(lambda path=path: damage(path, ranks=self.ranks))  # type: ignore[misc]
-            fault = next((fault for fault in self.ranks.gather(fault) if fault), None)
-            if fault is None:
-                return path
-            if self.ranks.is_rank_zero:
-                instead = "the one before" if paths else "the beginning: there is none before"
-                log.warning(f"checkpoint {path} is damaged ({fault}); going on from {instead}")
-                try:
-                    _remove(path.with_suffix(DAMAGED))
-                    path.rename(path.with_suffix(DAMAGED))
-                except OSError as error:
-                    log.warning(f"{path} cannot be renamed ({error.strerror}); it stays, unused")
-        return None
+    Damaged ones are named in a warning and renamed to ``*.damaged``, if ``rename``.
+    """
+    paths = saved(root)
+    if ranks.is_rank_zero:
+        for path in sorted(set(root.glob("*.ckpt")).difference(paths)):
+            log.warning(f"{path} is no name of a checkpoint (step-NUMBER.ckpt) and is ignored")
+    while paths:
+        path = paths.pop()
+        faults = ranks.gather(ranks.raise_on_all_ranks(partial(damage, path, ranks=ranks)))
+        fault = next(filter(None, faults), None)
+        if fault is None:
+            return path
+        if ranks.is_rank_zero:
+            instead = "the one before" if paths else "the beginning: there is none before"
+            log.warning(f"checkpoint {path} is damaged ({fault}); going on from {instead}")
+        if ranks.is_rank_zero and rename:
+            try:
+                damaged = path.with_suffix(DAMAGED)
+                shutil.rmtree(damaged, ignore_errors=True)
+                path.rename(damaged)
+            except OSError as error:
+                log.warning(f"{path} cannot be renamed ({error.strerror}); it stays, unused")
+    return None
 
 
 def best(root: Path) -> Path | None:
     """The checkpoint with the highest evaluation reward, the newest of equals; None without an evaluated one."""
-    rewards = [(manifest(path).get("reward"), path) for path in saved(root)]
-    return max(((reward, path) for reward, path in rewards if reward is not None), default=(None, None))[1]
+    rewards = []
+    for path in saved(root):
+        try:
+            reward = manifest(path).get("reward")
+        except UserError as error:
+            log.warning(f"{error}; this checkpoint cannot be the best one")
+        else:
+            rewards += [(reward, path)] if isinstance(reward, int | float) else []
+    return max(rewards, default=(None, None))[1]
 
 
 def manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, empty where it cannot be read."""
-    try:
-        content: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return {}
+    """The manifest of a checkpoint. Raises :class:`UserError` where it cannot be read."""
+    content = read_json(path / MANIFEST, "manifest of a checkpoint", {"files": dict, "step": int})
+    if not all(isinstance(entry, dict) for entry in content["files"].values()):
+        raise UserError(f"{path / MANIFEST} is no readable manifest of a checkpoint")
     return content
 
 
@@ -305,47 +314,43 @@ def damage(path: Path, *, ranks: Ranks = SINGLE_PROCESS) -> str | None:
     """What is wrong with a checkpoint's files (this rank's share of them): missing, cut short, changed. Else None."""
     if not path.is_dir():
         return "it is not a folder; another version wrote it"
-    content = manifest(path)
-    if content.get("format") != FORMAT or not content.get("files"):
+    try:
+        content = manifest(path)
+    except UserError:
+        return f"no {MANIFEST} that can be read"
+    if content.get("format") != FORMAT or not content["files"]:
         return f"no {MANIFEST} of format {FORMAT}"
+    if content["step"] != step_of(path):
+        return f"its {MANIFEST} is of update {content['step']}"
     for name in filter(None, ranks.split(sorted(content["files"]))):
         file, entry = path / name, content["files"][name]
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes and should have {entry['bytes']}"
-        if sha256_file(file) != entry["sha256"]:
+        if file.stat().st_size != entry.get("bytes"):
+            return f"{name} has {file.stat().st_size} bytes and should have {entry.get('bytes')}"
+        if sha256_file(file) != entry.get("sha256"):
             return f"{name} was changed"
     return None
 
 
 def _message(error: BaseException) -> str:
-    """Why writing failed: the operating system's message where one is among the causes.
-
-    Torch's writer says only that its file is shorter than it should be. The system's error is among the causes, in
-    DCP's one list per process, and lost where the process was another one.
-    """
+    """Why writing failed: the operating system's message where one is among the causes (DCP has one per process)."""
     causes: list[BaseException] = [error]
     for cause in causes:  # grows meanwhile
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror + (f": {cause.filename}" if cause.filename else "")
         failures = cause.failures.values() if isinstance(cause, CheckpointException) else ()
-        for inner in (*(failure[0] for failure in failures), cause.__cause__, cause.__context__):
-            if inner is not None and inner not in causes:
-                causes.append(inner)
+        inner = (*(failure[0] for failure in failures), cause.__cause__, cause.__context__)
+        causes += [each for each in inner if each is not None and each not in causes]
     text = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    # what torch's writer says of a short file, where the system's error is lost with another process
     return f"a file was cut short; no space left? ({text})" if "unexpected pos" in text else text
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
 def _replace(folder: Path, target: Path) -> None:
-    """Rename ``folder`` durably. An earlier checkpoint of the same update is removed after the rename."""
+    """Rename ``folder`` durably; an earlier checkpoint of the same update is removed after that."""
     old = target.with_suffix(".old")
-    _remove(old)
+    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
     folder.rename(target)
@@ -354,4 +359,4 @@ def _replace(folder: Path, target: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    _remove(old)
+    shutil.rmtree(old, ignore_errors=True)

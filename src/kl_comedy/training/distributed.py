@@ -1,37 +1,28 @@
-"""The processes of one run: who is who, exchanges between them, and sampling and scoring spread over them.
+"""The processes of one run (started by Lightning's Trainer, srun or torchrun), and exchanges between them.
 
-Lightning's Trainer starts the processes (or srun and torchrun do). What may fail on one rank alone goes through
-:meth:`Ranks.raise_on_all_ranks`, so that no rank waits for another that has stopped.
-
-    prompts -> each rank draws its part -> all rows on every rank -> each rank scores its part -> all rewards
-
-Every rank holds all rows (text and ids), so baselines, denominators, micro-batch plans and the stream's state are the
-same on all of them.
+What may fail on one rank alone goes through :meth:`Ranks.raise_on_all_ranks`, so that no rank waits for another that
+has stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from kl_comedy.config import Config
+from kl_comedy.config import Config, ModelConfig
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.models import LoadedModel, load_model
-from kl_comedy.models.sharding import unsharded_skeleton
-from kl_comedy.models.weights import copy_into, stream_weights, weight_bytes
-from kl_comedy.records import Prompt, Rollout, Scored
-from kl_comedy.registry import ROLLOUTS
-from kl_comedy.rollouts import RolloutBackend, Sampling
-from kl_comedy.training.experience import Scorer
+from kl_comedy.models.load import pick_device
+from kl_comedy.models.reference import match_teacher
 
 T = TypeVar("T")
 
@@ -46,9 +37,6 @@ _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_
 
 class RankFailed(RuntimeError):
     """An error other than :class:`UserError` and :class:`RunFailed` on one rank; raised on all."""
-
-
-_RAISED_AS_IS = {"UserError": UserError, "RunFailed": RunFailed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +101,20 @@ class Ranks:
         """
         if self.size == 1:
             return action()
+        from torch.distributed.checkpoint.api import CheckpointException  # slow to import
+
         result: Any = None
         failure: BaseException | None = None
+        report: tuple[type[Exception], str] | None = None
         try:
             result = action()
         except (Exception, CheckpointException) as error:
             failure = error
-        kind = next((name for name, cls in _RAISED_AS_IS.items() if isinstance(failure, cls)), "RankFailed")
-        for rank, report in enumerate(self.gather(None if failure is None else (kind, str(failure)))):
-            if report is not None:
-                where = "" if rank == 0 else f" (on rank {rank})"
-                raise _RAISED_AS_IS.get(report[0], RankFailed)(report[1] + where) from failure
+            report = next((cls for cls in (UserError, RunFailed) if isinstance(error, cls)), RankFailed), str(error)
+        for rank, reported in enumerate(self.gather(report)):
+            if reported is not None:
+                kind, text = reported
+                raise kind(text if rank == 0 else f"{text} (on rank {rank})") from failure
         done: T = result
         return done
 
@@ -157,132 +148,76 @@ def cluster_environment(config: Config) -> Any:
     """Who starts the processes: SLURM, torchrun, or Lightning's launcher. SLURM's own signal handlers stay off.
 
     Raises :class:`UserError` where several nodes are asked for and nothing starts processes on the others, and where
-    srun or torchrun started another number of processes than the config says.
+    srun, torchrun or another launcher started another number of processes than the config says.
     """
     from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
     devices, nodes = config.train.devices, config.train.nodes
-    if TorchElasticEnvironment.detect():
-        environment: Any = TorchElasticEnvironment()
-    elif SLURMEnvironment.detect():
-        environment = SLURMEnvironment(auto_requeue=False)
-    else:
-        environment = LightningEnvironment()
-        if nodes > 1 and "NODE_RANK" not in os.environ:
-            raise bad_value(
-                "train.nodes",
-                nodes,
-                "1 where nothing starts processes on other nodes",
-                "start it by srun, by torchrun on each node, or as a sweep's cell",
-            )
+    variable = "WORLD_SIZE"
     try:
+        if TorchElasticEnvironment.detect():
+            environment: Any = TorchElasticEnvironment()
+        elif SLURMEnvironment.detect():
+            environment, variable = SLURMEnvironment(auto_requeue=False), "SLURM_NTASKS"
+        else:
+            environment = LightningEnvironment()
+        started = os.environ.get(variable)
+        if environment.creates_processes_externally and started not in (None, str(devices * nodes)):
+            allowed = f"train.devices x train.nodes = {started}"
+            raise bad_value("train.devices", devices, allowed, f"{variable}: so many processes were started")
         environment.validate_settings(num_devices=devices, num_nodes=nodes)
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:  # of srun's variables
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"train.devices, train.nodes: {error}") from error
+    if nodes > 1 and isinstance(environment, LightningEnvironment) and "NODE_RANK" not in os.environ:
+        why = "start it by srun, by torchrun on each node, or as a sweep's cell"
+        raise bad_value("train.nodes", nodes, "1 where nothing starts processes on other nodes", why)
     return environment
 
 
-class PartialBackend(RolloutBackend, Protocol):
-    """A sampler that declares ``draws_parts``: it can draw some prompts of a batch as it would among all of them."""
-
-    def generate_part(
-        self, prompts: Sequence[Prompt], part: tuple[int, int], *, group_size: int, sampling: Sampling, seed: int
-    ) -> list[Rollout]:
-        """What ``generate`` returns for ``prompts[part[0]:part[1]]``."""
-        ...
-
-
-class ShardedRollouts:
-    """A :class:`RolloutBackend` of which each rank draws the completions of its own prompts, whole groups.
-
-    ``inner`` draws a part of a batch as it would draw it among the whole, so completions do not depend on the number
-    of ranks. ``refresh`` brings its weights up to date.
-    """
-
-    def __init__(self, inner: PartialBackend, ranks: Ranks, *, refresh: Callable[[], None] | None = None) -> None:
-        self._inner, self._ranks, self._refresh = inner, ranks, refresh
-
-    @property
-    def version(self) -> int:
-        return self._inner.version
-
-    def update_weights(self, version: int) -> None:
-        if self._refresh is not None:
-            self._refresh()
-        self._inner.update_weights(version)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def generate(self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
-        """See :class:`RolloutBackend`; what fails on one rank is raised on all."""
-        part = self._ranks.bounds(len(prompts))
-        mine = self._ranks.raise_on_all_ranks(
-            lambda: self._inner.generate_part(prompts, part, group_size=group_size, sampling=sampling, seed=seed)
-        )
-        # Prompts are on every rank already, so they are left out of the exchange.
-        gathered = self._ranks.gather([replace(rollout, prompt=None) for rollout in mine])  # type: ignore[arg-type]
-        return [replace(rollout, prompt=prompts[rollout.group_id]) for rows in gathered for rollout in rows]
-
-
-class ShardedScorer:
-    """A scorer of which each rank judges its part of the completions."""
-
-    def __init__(self, inner: Scorer, ranks: Ranks) -> None:
-        self._inner, self._ranks = inner, ranks
-
-    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
-        start, end = self._ranks.bounds(len(rollouts))
-        mine = self._ranks.raise_on_all_ranks(lambda: self._inner.score(rollouts[start:end]))
-        rewards = [reward for part in self._ranks.gather([row.reward for row in mine]) for reward in part]
-        return [Scored(rollout=rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
-
-
 def load_policy(config: Config, ranks: Ranks) -> LoadedModel:
-    """The policy: whole in every process, or in shards. Raises :class:`UserError` on all ranks."""
+    """The policy: whole in every process, or in shards. Raises :class:`UserError` on all ranks, also where some of them
+    see a GPU and others do not."""
+    kinds = ranks.gather(pick_device(config.model.device).type)
+    if len(set(kinds)) > 1:
+        without = ", ".join(str(rank) for rank, kind in enumerate(kinds) if kind == "cpu")
+        raise bad_value("model.device", config.model.device, "cpu", f"torch sees no GPU on rank {without}")
+    return _load(config.model, config, ranks)
+
+
+def load_teacher(config: Config, policy: LoadedModel, ranks: Ranks) -> LoadedModel:
+    """The model of ``reference.teacher``, whole in every process or in shards as the policy is; it never trains.
+
+    Raises :class:`UserError` on all ranks where it cannot be loaded, or where its tokens are not the policy's.
+    """
+    settings = config.reference.teacher
+    assert settings is not None
+    with teacher_errors():
+        loaded = _load(settings.model(config.model), config, ranks)
+        adapter = settings.adapter
+        model = ranks.raise_on_all_ranks(lambda: match_teacher(loaded, policy, adapter))
+    return replace(loaded, model=model)
+
+
+@contextlib.contextmanager
+def teacher_errors() -> Iterator[None]:
+    """Messages about ``model.*`` are about ``reference.teacher.*`` inside."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(re.sub(r"^model\.", "reference.teacher.", str(error))) from error
+
+
+def _load(model: ModelConfig, config: Config, ranks: Ranks) -> LoadedModel:
     if not ranks.sharded:
-        return ranks.raise_on_all_ranks(lambda: load_model(config.model))
+        return ranks.raise_on_all_ranks(lambda: load_model(model))
     from kl_comedy.models.sharding import load_sharded
 
-    return load_sharded(config.model, limit_bytes=_replica_limit_bytes(config))
-
-
-def build_backend(config: Config, loaded: LoadedModel, ranks: Ranks) -> RolloutBackend:
-    """This rank's sampler and, with several processes, what spreads the prompts over the ranks."""
-    build: Callable[..., Any] = ROLLOUTS.get(config.rollout.backend).fn
-    if config.train.strategy == "single":
-        single: RolloutBackend = build(config.rollout, loaded=loaded)
-        return single
-    if not ranks.sharded:
-        return ShardedRollouts(build(config.rollout, loaded=loaded), ranks)
-    replica = ranks.raise_on_all_ranks(lambda: Replica.build(config, loaded))
-    replica.refresh()
-    return ShardedRollouts(build(config.rollout, loaded=replica.loaded), ranks, refresh=replica.refresh)
-
-
-def _replica_limit_bytes(config: Config) -> int:
-    return int(config.rollout.replica_gib * 2**30)
-
-
-class Replica:
-    """A whole copy of a sharded policy to sample from; :meth:`refresh` streams the weights into it."""
-
-    def __init__(self, loaded: LoadedModel, model: Any, bucket_bytes: int) -> None:
-        self._source, self._bucket_bytes = loaded.model, bucket_bytes
-        dtype = next(iter(loaded.model.parameters())).dtype
-        self.loaded = replace(loaded, model=model.to(dtype).to(loaded.device).requires_grad_(False).eval())
-
-    @classmethod
-    def build(cls, config: Config, loaded: LoadedModel) -> Replica:
-        """Raises :class:`UserError` where the copy does not fit ``rollout.replica_gib``."""
-        size, limit = weight_bytes(loaded.model), _replica_limit_bytes(config)
-        if size > limit:
-            raise UserError(
-                f"rollout.replica_gib: got {limit / 2**30:g}; this policy takes {size / 2**30:.1f} GiB, and the hf "
-                "backend samples from a whole copy of it on every rank; raise the limit where that fits"
-            )
-        return cls(loaded, unsharded_skeleton(config.model), config.rollout.bucket_mib * 2**20)
-
-    def refresh(self) -> None:
-        """Copy the policy's weights; all ranks must call."""
-        copy_into(self.loaded.model, stream_weights(self._source, self._bucket_bytes))
+    train = config.train
+    return load_sharded(
+        model,
+        limit_bytes=int(config.rollout.replica_gib * 2**30),
+        copies=train.nodes if train.shards == "node" else 1,
+        bf16=train.precision == "bf16" and model.dtype == "float32",
+    )

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning
 import torch
 
 from kl_comedy.config import Config
-from kl_comedy.config.combinations import capabilities_of
-from kl_comedy.data import PromptOrder
+from kl_comedy.config.combinations import capabilities_of, sampler_of, updates_from_a_batch
 from kl_comedy.errors import bad_value
+from kl_comedy.evaluation.records import check_golds
+from kl_comedy.models import LoadedModel
 from kl_comedy.records import Prompt, Rollout
-from kl_comedy.rewards import RewardSum
-from kl_comedy.rollouts import RolloutBackend, sampling_from
-from kl_comedy.training.asynchronous.sampler import Asynchronous, SamplerProcess
-from kl_comedy.training.build import ProblemSets, PromptSets, check_answers, load_problem_sets, render_prompts
-from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks, ShardedScorer, build_backend
-from kl_comedy.training.eval_metrics import suite_sets
-from kl_comedy.training.experience import (
-    DrawnHere,
-    ExperienceStream,
-    Recorded,
-    Scorer,
-    Source,
-    StreamShape,
-    UpdateBatch,
-)
+from kl_comedy.rewards import RewardSum, Scorer
+from kl_comedy.rollouts import RolloutBackend
+from kl_comedy.training.asynchronous import Producer
+from kl_comedy.training.build import ProblemSets, PromptSets, load_problem_sets, render_prompts
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
+from kl_comedy.training.experience import DrawnHere, ExperienceStream, Recorded, TrainingPrompts, UpdateBatch
 from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.sampling import ShardedRollouts, ShardedScorer, build_backend, build_engines
 
 
 class ExperienceModule(lightning.LightningDataModule):
@@ -41,11 +33,11 @@ class ExperienceModule(lightning.LightningDataModule):
     scorer: Scorer
     stream: ExperienceStream
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, problems: ProblemSets | None = None) -> None:
         super().__init__()
         self.config = config
-        self._rewards: RewardSum | None = None
-        self._problems: ProblemSets | None = None
+        self._problems = problems
+        self._to_close = contextlib.ExitStack()
 
     def load_problems(self) -> ProblemSets:
         """Load every problem, once. Raises :class:`UserError` for a mistake in ``data``."""
@@ -55,10 +47,8 @@ class ExperienceModule(lightning.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Here the processes are connected. Prompts need the policy's tokenizer, so the policy is loaded here too."""
-        assert self.trainer is not None
-        module: Any = self.trainer.lightning_module
-        strategy: Any = self.trainer.strategy
-        self.build(module, strategy.ranks)
+        trainer: Any = self.trainer
+        self.build(trainer.lightning_module, trainer.strategy.ranks)
 
     def build(self, module: PolicyModule, ranks: Ranks = SINGLE_PROCESS) -> None:
         """Load the policy of ``module`` and build everything that draws and judges its completions; all ranks call.
@@ -67,66 +57,55 @@ class ExperienceModule(lightning.LightningDataModule):
         """
         config = self.config
         problems = ranks.raise_on_all_ranks(self.load_problems)
-        self._rewards = rewards = RewardSum(config.rewards)
-        ranks.on_rank_zero(lambda: check_answers(rewards, problems))
+        rewards = RewardSum(config.rewards)
+        self._to_close.callback(rewards.close)
+        for each in (problems.train, *problems.evals.values()):
+            ranks.on_rank_zero(partial(check_golds, rewards, each))
         module.load(ranks)
-        loaded = module.loaded
-        prompts = ranks.raise_on_all_ranks(lambda: render_prompts(config, problems, loaded))
-        suites = ranks.raise_on_all_ranks(
-            lambda: suite_sets(config, problems.suites, loaded, pool=rewards.pool, ranks=ranks)
+        self.prompts = ranks.raise_on_all_ranks(
+            lambda: render_prompts(config, problems, module.loaded, pool=rewards.pool, ranks=ranks)
         )
-        self.prompts = replace(
-            prompts,
-            evals=[*prompts.evals, *suites.eval_sets],
-            choice_sets=suites.choice_sets,
-            counts={**prompts.counts, **suites.counts},
-            hashes={**prompts.hashes, **suites.hashes},
-        )
-        if ranks.size > 1 and len(prompts.train) < config.rollout.prompts_per_batch:
+        if ranks.size > 1 and len(self.prompts.train) < config.rollout.prompts_per_batch:
             raise bad_value(  # a prompt that is twice in a batch would be drawn with the same random numbers
                 "rollout.prompts_per_batch",
                 config.rollout.prompts_per_batch,
-                f"at most the {len(prompts.train)} training prompts with more than one process",
+                f"at most the {len(self.prompts.train)} training prompts with more than one process",
             )
-        is_async = config.lag.mode == "async"
-        self.backend = SamplerProcess(config, loaded) if is_async else build_backend(config, loaded, ranks)
-        module.backend = self.backend
         self.scorer = rewards if ranks.size == 1 else ShardedScorer(rewards, ranks)
-        shape = StreamShape(
-            updates=config.train.steps,
-            updates_per_batch=config.algorithm.updates_per_batch,
-            epochs_per_batch=config.algorithm.epochs_per_batch,
-            seed=config.seed,
-        )
-        self.stream = ExperienceStream(shape, prompts=prompts.train, source=self._source(shape, rewards))
+        self._build_stream(module.loaded, rewards, ranks)
+        module.backend = self.backend
 
-    def _source(self, shape: StreamShape, rewards: RewardSum) -> Source:
-        """Where batches come from, as ``lag`` and ``rollout.backend`` say."""
-        config, backend, prompts = self.config, self.backend, self.prompts.train
-        indices = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed).indices
-        if isinstance(backend, SamplerProcess):
-            return Asynchronous(config, shape, prompts=prompts, indices=indices, sampler=backend)
-        if capabilities_of(config.rollout.backend).recorded:
-            recording: Any = backend
+    def _build_stream(self, loaded: LoadedModel, rewards: RewardSum, ranks: Ranks) -> None:
+        """The sampler, and where batches come from, as ``lag`` and ``rollout.backend`` say."""
+        config, prompts = self.config, TrainingPrompts(self.config, self.prompts.train, ranks)
+        capabilities = capabilities_of(sampler_of(config))
+        source: DrawnHere | Recorded | Producer
+        if config.lag.mode == "async":
+            self.backend = engines = build_engines(config, loaded, ranks)
+            source = Producer(config, engines, prompts, rewards, ranks, self._precision)
+            self._to_close.callback(source.close)
+        else:
+            build = build_backend if capabilities.in_trainer_ranks else build_engines
+            self.backend = build(config, loaded, ranks)
+            self._to_close.callback(self.backend.close)
+            source = DrawnHere(config, prompts, self._generate, self.scorer)
+        if capabilities.recorded:
+            recording: Any = self.backend.inner if isinstance(self.backend, ShardedRollouts) else self.backend
             weights = {part.label: part.weight for part in rewards.parts}
-            recording.bind(prompts, weights=weights, updates=shape.updates, per_batch=shape.per_iteration)
-            return Recorded(recording, self.scorer)
-        sampling, group_size = sampling_from(config.rollout), config.rollout.group_size
+            updates, per_batch = config.train.steps, updates_from_a_batch(config)
+            ranks.on_rank_zero(
+                lambda: recording.bind(self.prompts.train, weights=weights, updates=updates, per_batch=per_batch)
+            )
+            source = Recorded(recording, prompts, self.scorer, ranks)
+        self.stream = ExperienceStream(config, prompts, source)
 
-        def generate(prompts: Sequence[Prompt], *, seed: int) -> list[Rollout]:
-            # The trainer's precision: the sampler computes as the learner does.
-            precision = self.trainer.precision_plugin.forward_context() if self.trainer else contextlib.nullcontext()
-            with precision:
-                return backend.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+    def _generate(self, prompts: list[Prompt], **settings: Any) -> list[Rollout]:
+        with self._precision():
+            return self.backend.generate(prompts, **settings)
 
-        return DrawnHere(
-            shape,
-            lag=config.lag.steps // shape.per_iteration,
-            prompts=prompts,
-            indices=indices,
-            generate=generate,
-            scorer=self.scorer,
-        )
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """The trainer's precision: the sampler computes as the learner does."""
+        return self.trainer.precision_plugin.forward_context() if self.trainer else contextlib.nullcontext()
 
     def train_dataloader(self) -> ExperienceStream:
         return self.stream
@@ -142,11 +121,8 @@ class ExperienceModule(lightning.LightningDataModule):
         self.stream.restore(state_dict)
 
     def close(self) -> None:
-        """Stop worker processes and the sampler."""
-        if self._rewards is not None:
-            self._rewards.close()
-        if hasattr(self, "backend"):
-            self.backend.close()
+        """Stop the sampler, then the worker processes of the rewards."""
+        self._to_close.close()
 
 
 def build_in_process(config: Config) -> tuple[PolicyModule, ExperienceModule]:

@@ -1,13 +1,11 @@
 """A trained policy as a Hugging Face folder: at the end of a run, or from any of its checkpoints.
 
-A LoRA run gives the merged model, which needs no PEFT to load, and beside it the adapter. Folders are written under
-another name and renamed when complete.
+A LoRA run gives the merged model, which needs no PEFT to load, and beside it the adapter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,19 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kl_comedy.config import Config
+import kl_comedy
+from kl_comedy.config import Config, config_hash
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.io import write_checksums
+from kl_comedy.kl import resolve_terms
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import unwrap
 from kl_comedy.models.load import load_base, load_tokenizer
 from kl_comedy.models.lora import lora_scaling, merge_adapter, save_adapter
 from kl_comedy.models.sharding import skeleton
 from kl_comedy.models.weights import stream_weights
-from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors
+from kl_comedy.training.build import term_tags
+from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors, newest_checkpoint, unreadable
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run_folder import RunDir, saved, step_of
-
-log = logging.getLogger("kl_comedy")
 
 _CHECKPOINT_PREFIX = "model.policy."
 
@@ -45,10 +45,10 @@ def save_policy(run: RunDir, module: PolicyModule) -> None:
             weights |= {name: tensor.cpu() for name, tensor in bucket}
     if not ranks.is_rank_zero:
         return
-    with atomic_folder(run.policy) as folder:
-        write_policy(folder, loaded, config, weights)
+    with _atomic_folder(run.policy) as folder:
+        _write_policy(folder, loaded, config, weights)
     if config.model.lora is not None:
-        with atomic_folder(run.adapter) as folder:
+        with _atomic_folder(run.adapter) as folder:
             save_adapter(folder, config.model, weights)
 
 
@@ -64,10 +64,20 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
     model: Any = skeleton(config.model) if config.model.gguf_file is None else load_base(config.model)
     tokenizer = load_tokenizer(config.model)
     loaded = LoadedModel(model=model, tokenizer=tokenizer, device=torch.device("cpu"), source=config.model.source)
-    weights = _read_weights(checkpoint)
+    reader = SafeReader(checkpoint)
+    with unreadable(checkpoint):
+        tensors = {
+            name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+            for name, metadata in reader.read_metadata().state_dict_metadata.items()
+            if name.startswith(_CHECKPOINT_PREFIX)
+        }
+        load_tensors(tensors, reader)
+    weights = {name.removeprefix(_CHECKPOINT_PREFIX): tensor for name, tensor in tensors.items()}
     try:
-        with atomic_folder(out) as folder:
-            write_policy(folder, loaded, config, weights)
+        with _atomic_folder(out) as folder:
+            _write_policy(folder, loaded, config, weights)
+            certificate = term_tags(config, resolve_terms(config.kl))
+            write_card(folder, config, run.summary() or {}, certificate, step_of(checkpoint))
             if config.model.lora is not None:
                 save_adapter(folder / "adapter", config.model, weights)
     except OSError as error:
@@ -75,7 +85,7 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
     return checkpoint
 
 
-def write_policy(folder: Path, loaded: LoadedModel, config: Config, weights: Mapping[str, Tensor]) -> None:
+def _write_policy(folder: Path, loaded: LoadedModel, config: Config, weights: Mapping[str, Tensor]) -> None:
     """Config, tokenizer and ``weights`` (whole tensors by their names in the model), a LoRA adapter merged."""
     if config.model.lora is not None:
         weights = dict(merge_adapter(weights.items(), lora_scaling(config.model.lora)))
@@ -83,14 +93,54 @@ def write_policy(folder: Path, loaded: LoadedModel, config: Config, weights: Map
     loaded.tokenizer.save_pretrained(folder)
 
 
+def write_card(
+    folder: Path, config: Config, summary: Mapping[str, Any], certificate: Mapping[str, str], update: int | None = None
+) -> None:
+    """Write README.md, a model card: the certificate of the KL terms and the results of the run up to ``update``."""
+    source, update = config.model.source, update or config.train.steps
+    header = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    header |= {} if source == "pocket" or Path(source).is_dir() else {"base_model": source}
+    facts = {
+        "base model": source,
+        "update": update,
+        "config hash, seed": f"{config_hash(config)}, {config.seed}",
+        "KL terms": certificate["kl.label"],
+        "they optimize (exact enumeration)": certificate["kl.verdict"],
+        "regime": certificate["kl.regime"].replace("_", "-"),
+        "relative bias, cosine to the sequence-level reverse KL": (
+            f"{certificate['kl.relative_bias']}, {certificate['kl.cosine']}"
+        ),
+    }
+    for kind, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
+        for name, history in summary.get(kind, {}).items():
+            scores = [(int(at), value) for at, value in history.items() if int(at) <= update]
+            facts[f"{name}, {score}"] = ", ".join(f"{value:.3f} at update {at}" for at, value in sorted(scores))
+    if update == config.train.steps:
+        measured = summary.get("metrics", {})
+        names = {"train/reward": "training reward", "kl/exact_reverse_sequence": "exact KL, nats a completion"}
+        facts |= {text: f"{measured[name]:.4g}" for name, text in names.items() if name in measured}
+    lines = ["---", *(f"{key}: {value}" for key, value in header.items()), "tags: [reinforcement-learning, kl_comedy]"]
+    lines += ["---", f"# {config.name}", "", f"A policy trained with kl_comedy {kl_comedy.__version__}.", ""]
+    lines += [
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in facts.items()),
+    ]
+    lines += ["", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += ["policy = AutoModelForCausalLM.from_pretrained(FOLDER)"]
+    lines += ["tokenizer = AutoTokenizer.from_pretrained(FOLDER)", "```", ""]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
 @contextlib.contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
+def _atomic_folder(target: Path) -> Iterator[Path]:
     """A new folder to write into, renamed to ``target`` in place of an older one where no exception was raised."""
     folder = target.with_name(f".{target.name}.writing")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
         yield folder
+        write_checksums(folder)
         if target.exists():
             shutil.rmtree(target)
         folder.rename(target)
@@ -101,35 +151,19 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 def _find_checkpoint(run: RunDir, which: str) -> Path:
     """The checkpoint that ``which`` names; for ``newest``, damaged ones are skipped with a warning."""
-    paths = saved(run.checkpoints)
-    if not paths:
+    steps = {str(step_of(path)): path for path in saved(run.checkpoints)}
+    if not steps:
         raise UserError(f"{run.path} holds no checkpoint; a finished run's policy is in {run.policy}")
     if which == "newest":
-        for path in reversed(paths):
-            fault = damage(path)
-            if fault is None:
-                return path
-            log.warning(f"checkpoint {path} is damaged ({fault}); taking the one before")
-        raise UserError(f"{run.checkpoints} holds no whole checkpoint")
-    steps = {str(step_of(path)): path for path in paths}
+        newest = newest_checkpoint(run.checkpoints, rename=False)
+        if newest is None:
+            raise UserError(f"{run.checkpoints} holds no whole checkpoint")
+        return newest
     chosen = best(run.checkpoints) if which == "best" else steps.get(which)
-    if chosen is None and which == "best":
-        raise bad_value("--checkpoint", which, "newest or a number", "no checkpoint of this run was evaluated")
     if chosen is None:
-        raise bad_value("--checkpoint", which, ["newest", "best", *steps])
+        reason = "no checkpoint of this run was evaluated" if which == "best" else ""
+        raise bad_value("--checkpoint", which, ["newest", *([] if reason else ["best"]), *steps], reason)
     fault = damage(chosen)
     if fault is not None:
         raise UserError(f"checkpoint {chosen} is damaged: {fault}")
     return chosen
-
-
-def _read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The policy's weights by their names in the model."""
-    reader = SafeReader(checkpoint)
-    tensors = {
-        name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
-        for name, metadata in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(_CHECKPOINT_PREFIX)
-    }
-    load_tensors(tensors, reader)
-    return {name.removeprefix(_CHECKPOINT_PREFIX): tensor for name, tensor in tensors.items()}

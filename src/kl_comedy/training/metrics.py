@@ -1,4 +1,4 @@
-"""Metrics of an update: sums over micro-batches and ranks, each with its own denominator, reduced once at the end.
+"""Metrics of an update and of evaluation completions, summed over micro-batches and ranks, then reduced.
 
 Names say estimator, direction and level. ``..._token`` is a mean over tokens, ``..._sequence`` a mean over completions
 of the sum over tokens. Units are nats, except for total variation, which is a probability.
@@ -9,35 +9,43 @@ weights, mu the sampler; ``delta = log pi - log mu`` of a sampled token, ``rho =
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kl_comedy.config import Config, ModelConfig, load_config
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.kl import kl_diagnostics
 from kl_comedy.kl.estimators import k1, k2, k3
+from kl_comedy.models import LoadedModel, build_reference, load_model
+from kl_comedy.models.introspection import head_weights
+from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.reference import Reference, check_tokens
 from kl_comedy.objective.policy_term import PolicyLossParts
-from kl_comedy.records import FOREIGN_VERSION, Scored
-from kl_comedy.training.distributed import Ranks
-from kl_comedy.training.prepare import MicroBatch
+from kl_comedy.records import FOREIGN_VERSION, Experience, Scored
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
+from kl_comedy.training.loss import MicroBatch, MicroLoss
+from kl_comedy.training.packing import Packer, model_inputs, pass_options
 
 if TYPE_CHECKING:
+    from kl_comedy.kl import KLTerm
     from kl_comedy.models.logprobs import TokenPass
 
 RATIO_PERCENTS = (1, 10, 50, 90, 99)
 AGE_PERCENTS = (50, 90)
-VERSIONS_REMEMBERED = 1024
-"""Versions whose replacement time is stored: far more than any useful lag."""
+Terms = Sequence["KLTerm"]
 
 _REDUCTIONS = {
     "mean": lambda total, count: total / count,
     "root_mean_square": lambda squares, count: math.sqrt(squares / count),
     "effective_sample_share": lambda total, squares, count: total * total / (squares * count) if squares > 0 else 0.0,
 }
+"""From sums to a metric. The share is Kish's effective sample size over the number: ``(sum w)^2 / (n sum w^2)``."""
 
 
 class MetricAccumulator:
@@ -48,17 +56,11 @@ class MetricAccumulator:
         self._maxima: dict[str, float] = {}
         self._samples: dict[str, list[Tensor]] = defaultdict(list)
 
-    def add(self, name: str, total: float | Tensor, count: float) -> None:
-        """``name`` is the sum of all totals over the sum of all counts."""
-        self._add("mean", name, total, count)
-
-    def add_squares(self, name: str, squares: float | Tensor, count: float) -> None:
-        """``name`` is the root mean square, from sums of squares."""
-        self._add("root_mean_square", name, squares, count)
-
-    def add_weights(self, name: str, weight_B: Tensor) -> None:
-        """``name`` is Kish's effective sample size of all weights over their number: ``(sum w)^2 / (n sum w^2)``."""
-        self._add("effective_sample_share", name, weight_B.sum(), weight_B.square().sum(), len(weight_B))
+    def add(self, name: str, *terms: float | Tensor, reduction: str = "mean") -> None:
+        """Add each term to its sum; the last term is a count. ``name`` is the ``reduction`` of all sums."""
+        sums = self._sums.setdefault((reduction, name), [0.0] * len(terms))
+        for position, term in enumerate(terms):
+            sums[position] += float(term)
 
     def maximum(self, name: str, value: float | Tensor) -> None:
         self._maxima[name] = max(self._maxima.get(name, -math.inf), float(value))
@@ -74,7 +76,7 @@ class MetricAccumulator:
         merged = MetricAccumulator()
         for sums, maxima, samples in ranks.gather((self._sums, self._maxima, dict(self._samples))):
             for (reduction, name), terms in sums.items():
-                merged._add(reduction, name, *terms)
+                merged.add(name, *terms, reduction=reduction)
             for name, value in maxima.items():
                 merged.maximum(name, value)
             for name, values in samples.items():
@@ -83,20 +85,11 @@ class MetricAccumulator:
 
     def values(self) -> dict[str, float]:
         """The reduced metrics, without those whose count is 0."""
-        return {
-            **{name: _REDUCTIONS[kind](*terms) for (kind, name), terms in self._sums.items() if terms[-1]},
-            **self._maxima,
-            **{
-                name.replace("*", f"{percent:02d}"): value
-                for name, values in self._samples.items()
-                for percent, value in _quantiles(torch.cat(values), RATIO_PERCENTS).items()
-            },
-        }
-
-    def _add(self, reduction: str, name: str, *terms: float | Tensor) -> None:
-        sums = self._sums.setdefault((reduction, name), [0.0] * len(terms))
-        for position, term in enumerate(terms):
-            sums[position] += float(term)
+        reduced = {name: _REDUCTIONS[kind](*terms) for (kind, name), terms in self._sums.items() if terms[-1]}
+        for name, values in self._samples.items():
+            quantiles = _quantiles(torch.cat(values), RATIO_PERCENTS).items()
+            reduced |= {name.replace("*", f"{percent:02d}"): value for percent, value in quantiles}
+        return reduced | self._maxima
 
 
 def _quantiles(values_N: Tensor, percents: Sequence[int]) -> dict[int, float]:
@@ -105,23 +98,113 @@ def _quantiles(values_N: Tensor, percents: Sequence[int]) -> dict[int, float]:
     return {percent: float(ordered_N[math.ceil(percent / 100 * n) - 1]) for percent in percents}
 
 
-def accumulate_tokens(metrics: MetricAccumulator, micro: MicroBatch, policy: TokenPass, *, version: int) -> None:
-    """Divergence from the initial reference, entropy, and the policy against its sampler."""
-    experience = micro.experience
-    mask_BT, logp_BT = experience.mask_BT, policy.logp_BT.detach()
-    accumulate_exact(metrics, mask_BT, policy)
-    accumulate_estimates(metrics, mask_BT, torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0), policy.kl_BT)
-    accumulate_behaviour(
-        metrics,
-        logp_BT=logp_BT,
-        behaviour_logp_BT=experience.behaviour_logp_BT,
-        versions_BT=experience.policy_version_BT,
-        mask_BT=mask_BT,
-        version=version,
-    )
+# --- of a micro-batch -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
+def accumulate_micro_batch(
+    metrics: MetricAccumulator, micro: MicroBatch, policy: TokenPass, result: MicroLoss, terms: Terms, *, version: int
+) -> None:
+    """Everything that is measured of a micro-batch with a pass of the policy at ``version``."""
+    experience, logp_BT, mask_BT = micro.experience, policy.logp_BT, micro.experience.mask_BT
+    tokens = float(mask_BT.sum())
+    accumulate_divergence(metrics, mask_BT, policy, torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0))
+    accumulate_behaviour(metrics, experience, logp_BT, version)
+    accumulate_policy(metrics, result.policy, mask_BT)
+    log_probs = {"logp_BT": logp_BT, "behaviour_logp_BT": experience.behaviour_logp_BT, "mask_BT": mask_BT}
+    for position, term in enumerate(terms):
+        metrics.add(f"kl_term/{position}/value_token", result.values[position].double().sum(), tokens)
+        ref_logp_BT = micro.reference_of(term).logp_BT
+        for name, value in kl_diagnostics(term, ref_logp_BT=ref_logp_BT, **log_probs).items():
+            if name == "ratio_max":
+                metrics.maximum(f"kl_term/{position}/ratio_max", value)
+            else:
+                metrics.add(f"kl_term/{position}/{name}", value * tokens, tokens)
+
+
+@torch.no_grad()
+def accumulate_teacher(metrics: MetricAccumulator, micro: MicroBatch, passes: Mapping[str, TokenPass]) -> None:
+    """Divergences from the teacher: k1, and the exact ones that the update computed."""
+    policy, mask_BT = passes.get("teacher", passes["initial"]), micro.experience.mask_BT
+    k1_BT = torch.where(mask_BT, policy.logp_BT - micro.references["teacher"].logp_BT, 0.0)
+    exact = passes.get("teacher")
+    for name, value_BT in (
+        ("k1_reverse", k1_BT),
+        ("exact_reverse", exact and exact.kl_BT),
+        ("exact_forward", exact and exact.forward_kl_BT),
+    ):
+        if value_BT is not None:
+            total = value_BT.double().sum()
+            metrics.add(f"teacher/{name}_token", total, float(mask_BT.sum()))
+            metrics.add(f"teacher/{name}_sequence", total, float(mask_BT.shape[0]))
+
+
+def accumulate_divergence(
+    metrics: MetricAccumulator, mask_BT: Tensor, policy: TokenPass, log_ratio_BT: Tensor | None = None
+) -> None:
+    """Exact quantities of a pass; of log-ratios to the reference (0 outside the mask) k1, k2 and k3, and their errors.
+
+    The error of a token is its estimate minus the exact KL at its prefix; that of a completion is the sum over tokens.
+    """
+    tokens, rows = float(mask_BT.sum()), float(mask_BT.shape[0])
+    for token_name, sequence_name, value_BT in (
+        ("kl/exact_reverse_token", "kl/exact_reverse_sequence", policy.kl_BT),
+        ("kl/exact_forward_token", "kl/exact_forward_sequence", policy.forward_kl_BT),
+        ("kl/total_variation_token", "kl/total_variation_sequence", policy.total_variation_BT),
+        ("policy/entropy", "policy/entropy_sequence", policy.entropy_BT),
+    ):
+        if value_BT is not None:
+            total = value_BT.double().sum()
+            metrics.add(token_name, total, tokens)
+            metrics.add(sequence_name, total, rows)
+    if log_ratio_BT is None:
+        return
+    metrics.maximum("kl/log_ratio_max", log_ratio_BT.abs().max())
+    for name, estimator in (("k1_reverse", k1), ("k2_reverse", k2), ("k3_reverse", k3)):
+        value_BT = estimator(log_ratio_BT.double())
+        metrics.add(f"kl/{name}_token", value_BT.sum(), tokens)
+        metrics.add(f"kl/{name}_sequence", value_BT.sum(), rows)
+        if policy.kl_BT is not None:
+            error_BT = value_BT - policy.kl_BT.double()
+            squares_BT, squares_B = error_BT.square(), error_BT.sum(1).square()
+            metrics.add(f"kl_error/{name}_token", error_BT.sum(), tokens)
+            metrics.add(f"kl_error/{name}_sequence", error_BT.sum(), rows)
+            metrics.add(f"kl_error/{name}_token_rms", squares_BT.sum(), tokens, reduction="root_mean_square")
+            metrics.add(f"kl_error/{name}_sequence_rms", squares_B.sum(), rows, reduction="root_mean_square")
+
+
+def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, logp_BT: Tensor, version: int) -> None:
+    """The policy against its sampler: both divergences, ratio quantiles, effective sample size, staleness, mismatch.
+
+    Tokens come from mu, so KL(mu || pi) is the mean of ``-delta`` (k1) or ``rho - 1 - delta`` (k3), and KL(pi || mu)
+    the mean of ``rho delta`` (k1) or ``rho delta - rho + 1`` (k3).
+
+    The mismatch is ``|delta|`` where it should be 0: of tokens that were sampled, with their whole completion before
+    them, at the learner's ``version``. Tokens from another run's weights have no staleness.
+    """
+    mask_BT, versions_BT = experience.mask_BT, experience.policy_version_BT
+    tokens = float(mask_BT.sum())
+    delta_BT = torch.where(mask_BT, logp_BT - experience.behaviour_logp_BT, 0.0)
+    delta_N = delta_BT[mask_BT].double()
+    ratio_N, weight_B = delta_N.exp(), delta_BT.double().sum(-1).exp()
+    metrics.add("kl/k1_behaviour_token", -delta_N.sum(), tokens)
+    metrics.add("kl/k3_behaviour_token", (torch.expm1(delta_N) - delta_N).sum(), tokens)
+    metrics.add("kl/k1_policy_behaviour_token", (ratio_N * delta_N).sum(), tokens)
+    metrics.add("kl/k3_policy_behaviour_token", (ratio_N * delta_N - torch.expm1(delta_N)).sum(), tokens)
+    metrics.maximum("policy/behaviour_gap_max", delta_BT.abs().max())
+    metrics.sample("policy/ratio_p*", ratio_N.float())
+    sums = (weight_B.sum(), weight_B.square().sum(), len(weight_B))
+    metrics.add("policy/ess", *sums, reduction="effective_sample_share")
+    dated_BT = mask_BT & (versions_BT != FOREIGN_VERSION)
+    metrics.add("policy/staleness", (version - versions_BT)[dated_BT].double().sum(), dated_BT.sum())
+    current_BT = mask_BT & (versions_BT == version).long().cumprod(1).bool()
+    metrics.add("policy/equal_weights_share", current_BT.sum(), tokens)
+    if bool(current_BT.any()):
+        gap_N = delta_BT[current_BT].abs()
+        metrics.add("policy/mismatch", gap_N.double().sum(), len(gap_N))
+        metrics.maximum("policy/mismatch_max", gap_N.max())
+
+
 def accumulate_policy(metrics: MetricAccumulator, parts: PolicyLossParts, mask_BT: Tensor) -> None:
     """Shares of tokens where the policy loss's bound and each policy correction acted."""
     tokens = float(mask_BT.sum())
@@ -135,81 +218,7 @@ def accumulate_policy(metrics: MetricAccumulator, parts: PolicyLossParts, mask_B
         metrics.maximum(f"policy/correction/{name}/weight_max", weight_BT.max())
 
 
-@torch.no_grad()
-def accumulate_exact(metrics: MetricAccumulator, mask_BT: Tensor, policy: TokenPass) -> None:
-    """What a pass computed from full distributions, per token and per completion."""
-    tokens, rows = float(mask_BT.sum()), float(mask_BT.shape[0])
-    for token_name, sequence_name, value_BT in (
-        ("kl/exact_reverse_token", "kl/exact_reverse_sequence", policy.kl_BT),
-        ("kl/exact_forward_token", "kl/exact_forward_sequence", policy.forward_kl_BT),
-        ("kl/total_variation_token", "kl/total_variation_sequence", policy.total_variation_BT),
-        ("policy/entropy", "policy/entropy_sequence", policy.entropy_BT),
-    ):
-        if value_BT is not None:
-            total = value_BT.double().sum()
-            metrics.add(token_name, total, tokens)
-            metrics.add(sequence_name, total, rows)
-
-
-@torch.no_grad()
-def accumulate_estimates(
-    metrics: MetricAccumulator, mask_BT: Tensor, log_ratio_BT: Tensor, exact_BT: Tensor | None
-) -> None:
-    """k1, k2 and k3 of log-ratios that are 0 outside the mask and, where the exact reverse KL is given, their errors.
-
-    The error of a token is its estimate minus the exact KL at its prefix; that of a completion is the sum over tokens.
-    """
-    tokens, rows = float(mask_BT.sum()), float(mask_BT.shape[0])
-    metrics.maximum("kl/log_ratio_max", log_ratio_BT.abs().max())
-    for name, estimator in (("k1_reverse", k1), ("k2_reverse", k2), ("k3_reverse", k3)):
-        value_BT = estimator(log_ratio_BT.double())
-        metrics.add(f"kl/{name}_token", value_BT.sum(), tokens)
-        metrics.add(f"kl/{name}_sequence", value_BT.sum(), rows)
-        if exact_BT is not None:
-            error_BT = value_BT - exact_BT.double()
-            metrics.add(f"kl_error/{name}_token", error_BT.sum(), tokens)
-            metrics.add(f"kl_error/{name}_sequence", error_BT.sum(), rows)
-            metrics.add_squares(f"kl_error/{name}_token_rms", error_BT.square().sum(), tokens)
-            metrics.add_squares(f"kl_error/{name}_sequence_rms", error_BT.sum(1).square().sum(), rows)
-
-
-@torch.no_grad()
-def accumulate_behaviour(
-    metrics: MetricAccumulator,
-    *,
-    logp_BT: Tensor,
-    behaviour_logp_BT: Tensor,
-    versions_BT: Tensor,
-    mask_BT: Tensor,
-    version: int,
-) -> None:
-    """The policy against its sampler: both divergences, ratio quantiles, effective sample size, staleness, mismatch.
-
-    Tokens come from mu, so KL(mu || pi) is the mean of ``-delta`` (k1) or ``rho - 1 - delta`` (k3), and KL(pi || mu)
-    the mean of ``rho delta`` (k1) or ``rho delta - rho + 1`` (k3).
-
-    The mismatch is ``|delta|`` where it should be 0: of tokens that were sampled, with their whole completion before
-    them, at the learner's ``version``. Tokens from another run's weights have no staleness.
-    """
-    tokens = float(mask_BT.sum())
-    delta_BT = torch.where(mask_BT, logp_BT - behaviour_logp_BT, 0.0)
-    delta_N = delta_BT[mask_BT].double()
-    ratio_N = delta_N.exp()
-    metrics.add("kl/k1_behaviour_token", -delta_N.sum(), tokens)
-    metrics.add("kl/k3_behaviour_token", (torch.expm1(delta_N) - delta_N).sum(), tokens)
-    metrics.add("kl/k1_policy_behaviour_token", (ratio_N * delta_N).sum(), tokens)
-    metrics.add("kl/k3_policy_behaviour_token", (ratio_N * delta_N - torch.expm1(delta_N)).sum(), tokens)
-    metrics.maximum("policy/behaviour_gap_max", delta_BT.abs().max())
-    metrics.sample("policy/ratio_p*", ratio_N.float())
-    metrics.add_weights("policy/ess", delta_BT.double().sum(-1).exp())
-    dated_BT = mask_BT & (versions_BT != FOREIGN_VERSION)
-    metrics.add("policy/staleness", (version - versions_BT)[dated_BT].double().sum(), float(dated_BT.sum()))
-    current_BT = mask_BT & (versions_BT == version).long().cumprod(1).bool()
-    metrics.add("policy/equal_weights_share", current_BT.sum(), tokens)
-    if bool(current_BT.any()):
-        gap_N = delta_BT[current_BT].abs()
-        metrics.add("policy/mismatch", gap_N.double().sum(), float(current_BT.sum()))
-        metrics.maximum("policy/mismatch_max", gap_N.max())
+# --- of an update -----------------------------------------------------------------------------------------------------
 
 
 def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
@@ -234,47 +243,118 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     }
 
 
-class VersionTimes:
-    """When each version of the weights was replaced by the next."""
-
-    def __init__(self) -> None:
-        self._replaced: dict[int, float] = {}
-
-    def replaced(self, version: int) -> None:
-        """``version`` is out of date from now on."""
-        self._replaced[version] = time.monotonic()
-        self._replaced.pop(version - VERSIONS_REMEMBERED, None)
-
-    def ages(self) -> dict[int, float]:
-        """Seconds since each version was replaced."""
-        now = time.monotonic()
-        return {version: now - replaced for version, replaced in self._replaced.items()}
-
-    def restore(self, ages: Mapping[int, float]) -> None:
-        """The inverse of :meth:`ages`; time between a checkpoint and its resume does not count."""
-        now = time.monotonic()
-        self._replaced = {int(version): now - age for version, age in ages.items()}
+def time_metrics(rows: Sequence[Scored], of_batch: Mapping[str, float], learn_s: float) -> dict[str, float]:
+    """Seconds of an update, and what follows from them. ``of_batch`` holds those of sampling at a batch's first use."""
+    times = dict.fromkeys(("time/generate", "time/score", "time/wait"), 0.0) | of_batch
+    total, tokens = times["time/wait"] + learn_s, sum(len(row.rollout.completion_ids) for row in rows)
+    return {
+        **times,
+        "time/learn": learn_s,
+        "time/step": total,
+        "time/tokens_per_second": tokens / total if total > 0 else 0.0,
+        "time/trainer_idle_share": times["time/wait"] / total if total > 0 else 0.0,
+    }
 
 
-def staleness_metrics(rows: Sequence[Scored], version: int, times: VersionTimes) -> dict[str, float]:
+def critic_metrics(micro_batches: Sequence[MicroBatch], ranks: Ranks = SINGLE_PROCESS) -> dict[str, float]:
+    """Mean, mean target and explained variance of the old values of an update. Empty without a critic.
+
+    ``1 - Var(target - value) / Var(target)`` over tokens: 1 is a perfect critic, 0 a constant (or equal targets).
+    """
+    if micro_batches[0].old_value_BT is None:
+        return {}
+    pairs = [
+        [values_BT[micro.experience.mask_BT].cpu() for values_BT in (micro.old_value_BT, micro.value_target_BT)]
+        for micro in micro_batches
+        if not micro.empty
+    ]
+    columns = zip(*(pair for of_rank in ranks.gather(pairs) for pair in of_rank), strict=True)
+    value_N, target_N = (torch.cat(column).double() for column in columns)
+    spread, rest = target_N.var(correction=0), (target_N - value_N).var(correction=0)
+    return {
+        "value/mean": float(value_N.mean()),
+        "value/target_mean": float(target_N.mean()),
+        "value/explained_variance": 0.0 if float(spread) == 0 else float(1 - rest / spread),
+    }
+
+
+def staleness_metrics(
+    rows: Sequence[Scored], version: int, replaced_at: Mapping[int, float], now: float
+) -> dict[str, float]:
     """Quantiles and maximum of the tokens' ages in updates and in seconds. Empty where no token has an age.
 
-    Seconds count from the replacement of the weights that sampled a token; they are 0 for the current ``version``,
-    and left out where a replacement time is unknown.
+    Seconds count from when the weights that sampled a token were replaced (``replaced_at``, by version; 0 for the
+    current ``version``); left out where one is unknown.
     """
-    tokens = Counter(chain.from_iterable(row.rollout.versions for row in rows))
-    tokens.pop(FOREIGN_VERSION, None)
-    if not tokens:
-        return {}
-    updates_N = torch.tensor([version - sampled for sampled in tokens.elements()], dtype=torch.float64)
-    metrics = _age_statistics(updates_N, "policy/staleness_*")
-    ages = {**times.ages(), version: 0.0}
-    if ages.keys() >= tokens.keys():
-        seconds_N = torch.tensor([ages[sampled] for sampled in tokens.elements()], dtype=torch.float64)
-        metrics |= {"time/staleness": float(seconds_N.mean()), **_age_statistics(seconds_N, "time/staleness_*")}
+    versions = [each for row in rows for each in row.rollout.versions if each != FOREIGN_VERSION]
+    seconds = {**{each: now - replaced for each, replaced in replaced_at.items()}, version: 0.0}
+    ages = {"policy/staleness_*": [float(version - each) for each in versions]}
+    if seconds.keys() >= set(versions):
+        ages["time/staleness_*"] = [seconds[each] for each in versions]
+    metrics = {}
+    for name, values in ages.items() if versions else ():
+        age_N = torch.tensor(values, dtype=torch.float64)
+        statistics = {f"p{percent}": value for percent, value in _quantiles(age_N, AGE_PERCENTS).items()}
+        statistics["max"] = float(age_N.max())
+        metrics |= {name.replace("*", statistic): value for statistic, value in statistics.items()}
+        if name == "time/staleness_*":
+            metrics["time/staleness"] = float(age_N.mean())
     return metrics
 
 
-def _age_statistics(age_N: Tensor, name: str) -> dict[str, float]:
-    quantiles = {f"p{percent}": value for percent, value in _quantiles(age_N, AGE_PERCENTS).items()}
-    return {name.replace("*", key): value for key, value in {**quantiles, "max": float(age_N.max())}.items()}
+# --- of evaluation completions ----------------------------------------------------------------------------------------
+
+
+def completion_metrics(
+    config: Config, *, loaded: LoadedModel, reference: Reference | None, ranks: Ranks = SINGLE_PROCESS
+) -> Callable[[Sequence[Scored]], dict[str, float]] | None:
+    """A function from completions to their means of KL, total variation and entropy; None where ``eval.kl`` is off.
+
+    Without a reference, entropy only. All ranks call it. Both distributions are taken at ``rollout.temperature``, as in
+    training. k1, k2 and k3 are about the policy that sampled the tokens: only where evaluation samples at it too.
+    """
+    if not config.eval.kl:
+        return None
+    packer, options = Packer.of(config, loaded, ranks), pass_options(config, loaded)
+    wanted = {"entropy": True} | dict.fromkeys(("kl", "forward_kl", "total_variation"), reference is not None)
+    sampled = config.eval.temperature == config.rollout.temperature
+
+    @torch.no_grad()
+    def measure(rows: Sequence[Scored]) -> dict[str, float]:
+        metrics = MetricAccumulator()
+        for packed in packer.micro_batches(rows):
+            other = None if reference is None else reference.forward_pass(**model_inputs(packed))
+            policy = token_pass(loaded.model, **model_inputs(packed), **options, **wanted, reference=other)
+            if not packed.empty:
+                log_ratio_BT = None if other is None or not sampled else policy.logp_BT - other.logp_BT
+                accumulate_divergence(metrics, packed.mask_BT, policy, log_ratio_BT)
+        return metrics.merged(ranks).values()
+
+    return measure
+
+
+def load_eval_reference(config: Config, loaded: LoadedModel) -> Reference | None:
+    """The model that ``eval.reference`` names, or None.
+
+    Raises :class:`UserError` where it cannot be loaded, or where its tokens are not those of ``loaded``.
+    """
+    named = config.eval.reference
+    if named is None or not config.eval.kl:
+        return None
+    try:
+        other = load_model(_reference_model(config.model, named))
+    except UserError as error:
+        raise UserError(f"eval.reference: {error}") from error
+    check_tokens(other, loaded, "eval.reference", named)
+    heads = [head_weights(each.model)[0].shape[0] for each in (other, loaded)]
+    if heads[0] != heads[1]:
+        raise bad_value("eval.reference", named, f"a model with a head of {heads[1]} rows", f"it has {heads[0]}")
+    return build_reference("teacher", loaded, config, teacher=other)
+
+
+def _reference_model(evaluated: ModelConfig, named: str) -> ModelConfig:
+    """The ``model`` of the config where ``named`` is a YAML file, else that source; without an adapter (it starts as
+    the identity), and with the settings that change rounding of the evaluated model."""
+    model = load_config(named).model if named.endswith((".yaml", ".yml")) else ModelConfig(source=named)
+    alike = {name: getattr(evaluated, name) for name in ("dtype", "device", "attention", "trust_remote_code")}
+    return dataclasses.replace(model, **alike, gradient_checkpointing=False, lora=None)

@@ -1,7 +1,4 @@
-"""From scored rollouts to padded tensors, and from an update's rows to micro-batches by token budget.
-
-Also the old policy's log-probs and values: several updates may use one batch, and decoupled PPO and GAE compare all of
-them with the policy and the value function before the first. They are recorded row by row and saved in checkpoints.
+"""From scored rollouts to padded tensors: an update's rows as micro-batches by token budget, divided over the ranks.
 
 Legend: ``B`` rows, ``P`` longest prompt (left-padded), ``T`` longest completion (right-padded).
 """
@@ -9,20 +6,29 @@ Legend: ``B`` rows, ``P`` longest prompt (left-padded), ``T`` longest completion
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kl_comedy.records import Scored
+from kl_comedy.config import Config
+from kl_comedy.models import LoadedModel
+from kl_comedy.models.introspection import head_chunk, microbatch_tokens
+from kl_comedy.records import Experience, Scored
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Rows of one micro-batch as tensors on the learner's device."""
+    """Rows of one micro-batch as tensors on the learner's device; ``positions`` are those among all rows.
 
+    ``empty``: these rows count on another rank. The pass keeps this rank in step with ranks that have more rows.
+    """
+
+    positions: Sequence[int]
+    empty: bool = False
     prompt_ids_BP: Tensor
     prompt_mask_BP: Tensor
     ids_BT: Tensor
@@ -30,46 +36,62 @@ class Packed:
     behaviour_logp_BT: Tensor
     policy_version_BT: Tensor
 
-    def model_inputs(self) -> dict[str, Tensor]:
-        """The arguments of a forward pass over these rows."""
-        return {
-            "prompt_ids_BP": self.prompt_ids_BP,
-            "prompt_mask_BP": self.prompt_mask_BP,
-            "ids_BT": self.ids_BT,
-            "mask_BT": self.mask_BT,
-        }
+
+def model_inputs(batch: Packed | Experience) -> dict[str, Tensor]:
+    """The arguments of a forward pass over the rows of a batch."""
+    return {name: getattr(batch, name) for name in ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")}
 
 
-def pack(rows: Sequence[Scored], *, pad_id: int, device: torch.device) -> Packed:
-    """Pad rows to tensors. The masks say which tokens count, so ``pad_id`` may equal the end token."""
-    rollouts = [row.rollout for row in rows]
-    prompts = [rollout.prompt.token_ids for rollout in rollouts]
-    p, t = max(map(len, prompts)), max(len(rollout.completion_ids) for rollout in rollouts)
-
-    def right_padded(columns: Sequence[Sequence[Any]], fill: Any) -> Tensor:
-        return torch.tensor([[*column, *[fill] * (t - len(column))] for column in columns], device=device)
-
-    return Packed(
-        prompt_ids_BP=torch.tensor([[*[pad_id] * (p - len(x)), *x] for x in prompts], device=device),
-        prompt_mask_BP=torch.tensor([[False] * (p - len(x)) + [True] * len(x) for x in prompts], device=device),
-        ids_BT=right_padded([rollout.completion_ids for rollout in rollouts], pad_id),
-        mask_BT=right_padded([[True] * len(rollout.completion_ids) for rollout in rollouts], False),
-        behaviour_logp_BT=right_padded([rollout.logps for rollout in rollouts], 0.0).float(),
-        policy_version_BT=right_padded([rollout.versions for rollout in rollouts], 0),
-    )
+def pass_options(config: Config, loaded: LoadedModel) -> dict[str, Any]:
+    """The settings of every pass of a policy or a reference; they must be equal, or KL compares different things."""
+    return {
+        "temperature": config.rollout.temperature,
+        "chunk_elements": head_chunk(config.model.head_chunk_elements, loaded.device),
+        "share_prompt": config.model.share_prompt,
+    }
 
 
-def pad_columns(columns: Sequence[Tensor], length: int, device: torch.device) -> Tensor:
-    """Vectors of different lengths as ``[B, length]``, with zeros after them."""
-    padded = torch.zeros(len(columns), length)
-    for position, column in enumerate(columns):
-        padded[position, : len(column)] = column
-    return padded.to(device)
+@dataclass(frozen=True, kw_only=True)
+class Packer:
+    """Packs rows into micro-batches of at most ``budget`` padded tokens."""
 
+    budget: int
+    pad_id: int
+    device: torch.device
+    ranks: Ranks = SINGLE_PROCESS
 
-def shortest(rows: Sequence[Scored]) -> list[int]:
-    """The position of the smallest row, in a list: the pass without weight of a rank that has fewer micro-batches."""
-    return [min(range(len(rows)), key=lambda position: (_tokens(rows, [position]), position))]
+    @classmethod
+    def of(cls, config: Config, loaded: LoadedModel, ranks: Ranks) -> Packer:
+        """The packer of a run; ``train.microbatch_tokens: auto`` is resolved here."""
+        checkpoints = config.model.gradient_checkpointing
+        tokens = microbatch_tokens(config.train.microbatch_tokens, loaded.model, loaded.device, checkpoints=checkpoints)
+        return cls(budget=tokens, pad_id=int(loaded.tokenizer.pad_token_id), device=loaded.device, ranks=ranks)
+
+    def micro_batches(self, rows: Sequence[Scored]) -> list[Packed]:
+        """This rank's micro-batches of ``rows``, as many as on every other rank."""
+        splits = self.ranks.split(by_token_budget(rows, self.budget))
+        shortest = [min(range(len(rows)), key=lambda position: (_tokens(rows, [position]), position))]
+        return [self.pack(rows, split or shortest, empty=not split) for split in splits]
+
+    def pack(self, rows: Sequence[Scored], positions: Sequence[int], *, empty: bool = False) -> Packed:
+        """Pad the rows at ``positions``. The masks say which tokens count, so ``pad_id`` may equal the end token."""
+        rollouts = [rows[position].rollout for position in positions]
+        prompts = [rollout.prompt.token_ids for rollout in rollouts]
+        p, t = max(map(len, prompts)), max(len(rollout.completion_ids) for rollout in rollouts)
+
+        def padded(columns: Iterable[Sequence[Any]], fill: Any) -> Tensor:
+            return torch.tensor([[*column, *[fill] * (t - len(column))] for column in columns], device=self.device)
+
+        return Packed(
+            positions=positions,
+            empty=empty,
+            prompt_ids_BP=torch.tensor([[*[self.pad_id] * (p - len(x)), *x] for x in prompts], device=self.device),
+            prompt_mask_BP=torch.tensor([[n >= p - len(x) for n in range(p)] for x in prompts], device=self.device),
+            ids_BT=padded((rollout.completion_ids for rollout in rollouts), self.pad_id),
+            mask_BT=padded(([True] * len(rollout.completion_ids) for rollout in rollouts), False),
+            behaviour_logp_BT=padded((rollout.logps for rollout in rollouts), 0.0).float(),
+            policy_version_BT=padded((rollout.versions for rollout in rollouts), 0),
+        )
 
 
 def by_token_budget(rows: Sequence[Scored], budget: int) -> list[list[int]]:
@@ -90,71 +112,15 @@ def by_token_budget(rows: Sequence[Scored], budget: int) -> list[list[int]]:
                 groups.append([])
             groups[-1].append(position)
     groups.sort(key=lambda group: (_tokens(rows, group), group[0]))
-    batches: list[list[int]] = []
-    members = 0
+    batches: list[list[list[int]]] = []
     for group in groups:  # in ascending order, so the last group of a micro-batch is its widest
-        if batches and _tokens(rows, group) * (members + 1) <= budget:
-            batches[-1] += group
-            members += 1
-        else:
-            batches.append(list(group))
-            members = 1
-    return batches
+        if not batches or _tokens(rows, group) * (len(batches[-1]) + 1) > budget:
+            batches.append([])
+        batches[-1].append(group)
+    return [[position for group in batch for position in group] for batch in batches]
 
 
 def _tokens(rows: Sequence[Scored], group: Sequence[int]) -> int:
     """Tokens of a prompt and of its completions at the positions ``group``."""
     prompt = len(rows[group[0]].rollout.prompt.token_ids)
     return prompt + sum(len(rows[position].rollout.completion_ids) for position in group)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OldPolicyValues:
-    """One row: log-probs (nats) and values of its tokens, and the value after the last; float32, on the CPU."""
-
-    logp_T: Tensor
-    value_T: Tensor
-    last_value: float
-
-
-@torch.no_grad()
-def record_old_policy(
-    rows: Sequence[Scored],
-    evaluate: Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]],
-    *,
-    microbatch_tokens: int,
-    pad_id: int,
-    device: torch.device,
-    bootstrap_truncated: bool,
-) -> list[OldPolicyValues]:
-    """Pass the policy over ``rows`` once, in micro-batches.
-
-    ``evaluate``: from the model inputs of a pack to the policy's log-probs and values, ``[B, T]`` each.
-    ``bootstrap_truncated``: a completion cut at the limit gets the value after its last token; every other's is 0.
-    """
-    recorded: dict[int, OldPolicyValues] = {}
-    for split in by_token_budget(rows, microbatch_tokens):
-        inputs = pack([rows[n] for n in split], pad_id=pad_id, device=device).model_inputs()
-        if bootstrap_truncated:  # with one token more, the value before it is the one after the last real token
-            inputs["mask_BT"] = torch.nn.functional.pad(inputs["mask_BT"], (1, 0), value=True)
-            inputs["ids_BT"] = torch.nn.functional.pad(inputs["ids_BT"], (0, 1), value=pad_id)
-        logp_BT, value_BT = (tensor.float().cpu() for tensor in evaluate(inputs))
-        for position, n in enumerate(split):
-            size = len(rows[n].rollout.completion_ids)
-            truncated = bootstrap_truncated and rows[n].rollout.stop_reason == "length"
-            recorded[n] = OldPolicyValues(
-                logp_T=logp_BT[position, :size].clone(),
-                value_T=value_BT[position, :size].clone(),
-                last_value=float(value_BT[position, size]) if truncated else 0.0,
-            )
-    return [recorded[n] for n in range(len(rows))]
-
-
-def to_plain(rows: Sequence[OldPolicyValues]) -> list[dict[str, Any]]:
-    """As primitives and tensors, for a checkpoint."""
-    return [{"logp": row.logp_T, "value": row.value_T, "last": row.last_value} for row in rows]
-
-
-def from_plain(rows: Sequence[Mapping[str, Any]]) -> list[OldPolicyValues]:
-    """The inverse of :func:`to_plain`."""
-    return [OldPolicyValues(logp_T=row["logp"], value_T=row["value"], last_value=float(row["last"])) for row in rows]

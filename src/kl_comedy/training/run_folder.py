@@ -1,65 +1,74 @@
-"""The folder of a run: where it is, who holds it, what to resume.
+"""The folder of a run: where it is, who trains in it, what to resume.
 
-runs/<name>-<config hash>-<n>/  config.yaml  checkpoints/  policy/  spool.jsonl  tables/  summary.json
+runs/<name>-<config hash>-<n>/  config.yaml  plugins/  checkpoints/  policy/  spool.jsonl  tables/  summary.json
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator
+import glob
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.config import Config, config_hash, to_yaml
+from kl_comedy.config import Config, config_hash, config_reader, load_config, to_yaml
 from kl_comedy.errors import UserError
-from kl_comedy.io import LockHeld, atomic_write, file_lock
+from kl_comedy.io import (
+    LockHeld,
+    atomic_write,
+    file_lock,
+    read_json,
+    set_aside,
+    write_json,
+    write_yaml,
+    yaml_is_changed,
+)
+from kl_comedy.redaction import redact_source
+from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
+
+log = logging.getLogger("kl_comedy")
+
+PLUGINS = "plugins.json"
+"""In the folder of a run with plugins: their hashes, and the config's hash without them. The source is in plugins/."""
 
 
-@dataclass(frozen=True, kw_only=True)
+CONFIG, SUMMARY = "config.yaml", "summary.json"
+SUMMARY_KEYS = dict.fromkeys(("status", "name", "kl", "command", "evaluate_command", "mlflow_uri"), str)
+
+
 class RunDir:
-    """A run's folder. ``checkpoint`` is the newest checkpoint that took its place, or None."""
+    """A run's folder. ``adapter`` is there beside the merged ``policy`` of a LoRA run."""
 
-    path: Path
-
-    @property
-    def adapter(self) -> Path:
-        """Where the adapter of a LoRA run is kept beside the merged policy."""
-        return self.path / "adapter"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def policy(self) -> Path:
-        return self.path / "policy"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints, self.policy, self.adapter = path / "checkpoints", path / "policy", path / "adapter"
 
     @property
     def checkpoint(self) -> Path | None:
-        found = saved(self.checkpoints)
-        return found[-1] if found else None
+        """The newest checkpoint that was renamed to its final name, or None."""
+        return next(reversed(saved(self.checkpoints)), None)
 
-    @property
-    def checkpoint_step(self) -> int | None:
-        found = self.checkpoint
-        return None if found is None else step_of(found)
+    def config_reader(self) -> Callable[[Sequence[str]], Config]:
+        """Its config under overrides, as :func:`kl_comedy.config.config_reader`. Raises :class:`UserError`."""
+        file = self.path / CONFIG
+        if file.is_file() and re.search(rb"^name:", file.read_bytes(), re.MULTILINE) is None:
+            raise UserError(f"{file} is damaged: it does not hold the config of a run")
+        return config_reader(file)
 
     def summary(self) -> dict[str, Any] | None:
-        """What the run ended with, or None while it has not ended."""
-        file = self.path / "summary.json"
-        if not file.is_file():
-            return None
-        data: dict[str, Any] = json.loads(file.read_text())
-        return data
+        """What the run ended with, or None while it has not ended. Raises :class:`UserError` for a damaged file."""
+        file = self.path / SUMMARY
+        return read_json(file, "summary of a run", SUMMARY_KEYS) if file.is_file() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        atomic_write(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_json(self.path / SUMMARY, summary, private=True)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the folder for this process; another live holder is an error, a dead one is not."""
+    def lock(self) -> Iterator[None]:
+        """Lock the folder for this process. Raises :class:`UserError` where a live process has locked it."""
         try:
             with file_lock(self.path / ".lock", wait_s=0):
                 yield
@@ -68,8 +77,12 @@ class RunDir:
 
 
 def saved(root: Path) -> list[Path]:
-    """Checkpoints that took their place, oldest first; whether they are whole is another question."""
-    return sorted(root.glob("step-*.ckpt"))
+    """Checkpoints under their final names, oldest first; their files are not checked here. Other names are ignored."""
+    return sorted((path for path in root.glob("step-*.ckpt") if _is_step(path)), key=step_of)
+
+
+def _is_step(path: Path) -> bool:
+    return re.fullmatch(r"step-[0-9]{1,18}\.ckpt", path.name) is not None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -79,33 +92,94 @@ def step_of(checkpoint: Path) -> int:
 
 def find_run(config: Config) -> RunDir | None:
     """With ``resume=auto``, the newest folder of a run of the same config, finished or not; else None."""
-    if config.resume != "auto":
-        return None
-    earlier = _earlier(config)
+    earlier = _earlier(config) if config.resume == "auto" else []
     return RunDir(path=earlier[-1]) if earlier else None
 
 
 def create_run(config: Config) -> RunDir:
     """A new folder, numbered after those of the same config, with the resolved config in it."""
-    earlier = _earlier(config)
-    number = _number(earlier[-1]) + 1 if earlier else 1
-    while True:
-        path = Path(config.output) / f"{_stem(config)}-{number}"
-        try:
-            path.mkdir(parents=True)
-            break
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise UserError(f"output: cannot create {path}: {error.strerror}") from None
-    run = RunDir(path=path)
+    number = max(map(_number, _earlier(config)), default=0) + 1
+    run = RunDir(path=Path(config.output) / f"{config.name}-{config_hash(config)}-{number}")
+    try:
+        run.path.mkdir(parents=True)
+    except FileExistsError:
+        return create_run(config)  # another process was faster
+    except OSError as error:
+        raise UserError(f"output: cannot create {run.path}: {error.strerror}") from None
     run.checkpoints.mkdir()
-    (path / "config.yaml").write_text(to_yaml(config))
+    write_yaml(run.path / CONFIG, to_yaml(config))
+    for name, content in PLUGIN_FILES.items():
+        atomic_write(run.path / "plugins" / name, redact_source(content.decode("utf-8", "replace")))
+    if PLUGIN_FILES:
+        record = {"config_hash": _hash_without_plugins(config), "sources": plugin_hashes(PLUGIN_FILES)}
+        write_json(run.path / PLUGINS, record)
     return run
 
 
-def _stem(config: Config) -> str:
-    return f"{config.name}-{config_hash(config)}"
+def readable_summary(run: RunDir) -> dict[str, Any] | None:
+    """The run's summary. A damaged one is renamed with a warning, and None: the run then resumes and writes it anew."""
+    try:
+        return run.summary()
+    except UserError as error:
+        _set_aside(run.path / SUMMARY, f"{error}; the run resumes from its newest checkpoint")
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended: its folder and the summary written there."""
+
+    run: RunDir
+    summary: dict[str, Any]
+    already_finished: bool = False
+
+
+def finished_run(config: Config) -> Outcome | None:
+    """With ``resume=auto``, the newest run of the same config if it is finished; else None."""
+    run = find_run(config)
+    summary = None if run is None else readable_summary(run)
+    if run is None or summary is None or summary["status"] != "FINISHED":
+        return None
+    return Outcome(run=run, summary=summary, already_finished=True)
+
+
+def repair_config(run: RunDir, config: Config) -> None:
+    """Write the config of a resumed run again where its file is damaged, which is renamed with a warning."""
+    file = run.path / CONFIG
+    changed = yaml_is_changed(file)
+    with contextlib.suppress(UserError):
+        changed = config_hash(load_config(file)) != config_hash(config) if changed is None else changed
+    if changed is not False:
+        _set_aside(file, f"{file} is damaged; it is written again")
+        write_yaml(file, to_yaml(config))
+
+
+def _set_aside(file: Path, message: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        log.warning("%s (it is now %s)", message, set_aside(file).name)
+
+
+def changed_plugins(config: Config) -> str | None:
+    """Why ``resume=auto`` resumes no run of this config, in one line that names the plugin files; else None."""
+    if config.resume != "auto" or not PLUGIN_FILES:
+        return None
+    now, before_plugins = plugin_hashes(PLUGIN_FILES), _hash_without_plugins(config)
+    folders = Path(config.output).glob(f"{config.name}-*-[0-9]*")
+    for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
+        base, sources = path.name.removeprefix(f"{config.name}-").rpartition("-")[0], dict[str, str]()
+        with contextlib.suppress(UserError):
+            record = read_json(path / PLUGINS, "record of plugins", {"config_hash": str, "sources": dict})
+            base, sources = record["config_hash"], record["sources"]
+        if base != before_plugins:
+            continue
+        names = ", ".join(sorted(name for name in {*sources, *now} if sources.get(name) != now.get(name)))
+        reason = f"{names} changed since {path}" if sources else f"{path} did not record its plugins ({names})"
+        return f"{reason}: this is another run, which starts at update 0"
+    return None
+
+
+def _hash_without_plugins(config: Config) -> str:
+    return config_hash(config, without=("plugins",))
 
 
 def _number(path: Path) -> int:
@@ -113,4 +187,5 @@ def _number(path: Path) -> int:
 
 
 def _earlier(config: Config) -> list[Path]:
-    return sorted(Path(config.output).glob(f"{_stem(config)}-[0-9]*"), key=_number)
+    paths = Path(config.output).glob(f"{glob.escape(config.name)}-{config_hash(config)}-[0-9]*")
+    return sorted((path for path in paths if path.name.rsplit("-", 1)[1].isdecimal()), key=_number)

@@ -1,8 +1,7 @@
 """Stop a run from outside without losing an update: SIGUSR1 (save, resume later) and SIGTERM (save, end).
 
-The handler only records the signal; the run acts on it after the current update (saving inside a handler, as
-Lightning's SLURM handler does, would save in the middle of an update). Imports nothing heavy, so that a process can
-listen before its heavy imports.
+The handler records the signal; the run acts on it after the current update (Lightning's SLURM handler would save in
+the middle of one). Imports nothing heavy, so that a process can listen before its heavy imports.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNAL_SECONDS = "KL_COMEDY_SIGNAL_SECONDS"
+"""Set in a cluster job: how many seconds before its time limit it receives SIGUSR1."""
 
 
 @dataclass
@@ -45,11 +46,8 @@ _listening: StopRequest | None = None
 def stop_requests() -> Iterator[StopRequest]:
     """Listen inside; a call inside another shares its request."""
     global _listening
-    if _listening is not None:
-        yield _listening
-        return
-    if threading.current_thread() is not threading.main_thread():
-        yield StopRequest()
+    if _listening is not None or threading.current_thread() is not threading.main_thread():
+        yield _listening or StopRequest()
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     request = _listening = StopRequest()

@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import signal
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import Tensor, nn
 
 from kl_comedy.config import Config
-from kl_comedy.models.load import pick_device
+from kl_comedy.errors import bad_value
+from kl_comedy.models.load import first_line, pick_device
 from kl_comedy.models.weights import full_tensor
 from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
 from kl_comedy.training.distributed import TIMEOUT, Ranks, cluster_environment
@@ -29,7 +32,7 @@ NEWEST = "newest"
 """As ``ckpt_path`` of ``Trainer.fit``: resume from ``strategy.newest_checkpoint``, or start anew where that is None."""
 
 GRADIENT_BUCKET_BYTES = 64 * 2**20
-"""Gradients summed in one exchange under `ddp`: large enough to fill a network, small beside a model."""
+"""Gradients summed in one exchange under ``ddp``: large enough to fill a network, small beside a model."""
 
 
 class _FolderCheckpoints:
@@ -45,17 +48,11 @@ class _FolderCheckpoints:
         """The processes of the run; call once they are connected."""
         return Ranks(rank=self.global_rank, size=getattr(self, "world_size", 1), sharded=self.sharded)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def _nothing(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return {}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """:meth:`load_checkpoint` loaded it."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """:meth:`load_checkpoint` loaded it."""
+    lightning_module_state_dict = optimizer_state = _nothing  # :meth:`save_checkpoint` collects them
+    load_model_state_dict = load_optimizer_state_dict = _nothing  # :meth:`load_checkpoint` loaded them
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         write_checkpoint(Path(filepath), checkpoint, self.lightning_module, self.optimizers, self.ranks)
@@ -67,11 +64,26 @@ class _FolderCheckpoints:
         return read_checkpoint(path, self.lightning_module, self.optimizers, self.ranks)
 
 
-class SingleProcess(_FolderCheckpoints, SingleDeviceStrategy):  # type: ignore[misc]
+class SingleProcess(_FolderCheckpoints, SingleDeviceStrategy):
     """One process."""
 
 
-class Replicated(_FolderCheckpoints, DDPStrategy):  # type: ignore[misc]
+class _SeveralProcesses(_FolderCheckpoints):
+    """The processes of a run, which meet at the address of rank 0."""
+
+    def setup_environment(self: Any) -> None:
+        """Connect them. Where rank 0 fails, it ends those that it started: they would wait for :data:`TIMEOUT`."""
+        try:
+            super().setup_environment()  # type: ignore[misc]  # of the strategy that this is mixed into
+        except RuntimeError as error:
+            if self.launcher is not None:
+                self.launcher.kill(signal.SIGKILL)
+            address = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
+            allowed = "an address with a free port, which all processes reach"
+            raise bad_value("MASTER_ADDR:MASTER_PORT", address, allowed, first_line(error)) from error
+
+
+class Replicated(_SeveralProcesses, DDPStrategy):
     """A whole policy in every process.
 
     DDP's wrapper averages over a fixed number of backwards, and updates have different numbers of micro-batches, on
@@ -80,13 +92,12 @@ class Replicated(_FolderCheckpoints, DDPStrategy):  # type: ignore[misc]
 
     def configure_ddp(self) -> None:
         """Start from rank 0's weights; no wrapper."""
-        assert self.model is not None
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
 
 
-class Sharded(_FolderCheckpoints, ModelParallelStrategy):  # type: ignore[misc]
+class Sharded(_SeveralProcesses, ModelParallelStrategy):
     """FSDP2: the policy is sharded when it is loaded."""
 
     sharded = True
@@ -94,48 +105,37 @@ class Sharded(_FolderCheckpoints, ModelParallelStrategy):  # type: ignore[misc]
 
 def strategy_for(config: Config) -> Strategy:
     """The strategy that ``train.strategy`` names."""
-    device = pick_device(config.model.device)
-    strategy: Any
-    if config.train.strategy == "single":
-        strategy = SingleProcess(device=device)
-        return strategy  # type: ignore[no-any-return]
+    device, train = pick_device(config.model.device), config.train
+    if train.strategy == "single":
+        return SingleProcess(device=device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     groups: dict[str, Any] = {"process_group_backend": backend, "timeout": TIMEOUT}
-    if config.train.strategy == "ddp":
-        strategy = Replicated(**groups)
-    else:
-        processes = config.train.devices * config.train.nodes
-        strategy = Sharded(data_parallel_size=processes, tensor_parallel_size=1, **groups)
+    shards = {"data_parallel_size": train.devices * train.nodes, "tensor_parallel_size": 1}
+    strategy: Any = Sharded(**shards, **groups) if train.strategy == "fsdp" else Replicated(**groups)
     strategy.cluster_environment = cluster_environment(config)
-    return strategy  # type: ignore[no-any-return]
+    return strategy
 
 
 @torch.no_grad()
-def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """Add up over all ranks the gradients of parameters that are whole on each, in buckets.
+def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks, *, divisor: int = 1) -> None:
+    """Add up over all ranks the gradients of parameters that are whole on each, in buckets; divide by ``divisor``.
 
     A parameter without gradient on some ranks counts as zero there; without one on any it stays without.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     with_gradient = ranks.sum(torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32))
-    buckets: dict[torch.dtype, list[Tensor]] = {}
-    for parameter, count in zip(trained, with_gradient.tolist(), strict=True):
-        if not count:
-            continue
+    buckets: dict[torch.dtype, list[list[Tensor]]] = {}
+    for parameter in (parameter for parameter, count in zip(trained, with_gradient.tolist(), strict=True) if count):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        bucket = buckets.setdefault(parameter.grad.dtype, [])
-        bucket.append(parameter.grad)
-        if sum(gradient.nbytes for gradient in bucket) >= GRADIENT_BUCKET_BYTES:
-            _sum_bucket(buckets.pop(parameter.grad.dtype), ranks)
-    for bucket in buckets.values():
-        _sum_bucket(bucket, ranks)
-
-
-def _sum_bucket(bucket: list[Tensor], ranks: Ranks) -> None:
-    flat = ranks.sum(torch.cat([gradient.flatten() for gradient in bucket]))
-    for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
+        of_dtype = buckets.setdefault(parameter.grad.dtype, [[]])
+        if sum(gradient.nbytes for gradient in of_dtype[-1]) >= GRADIENT_BUCKET_BYTES:
+            of_dtype.append([])
+        of_dtype[-1].append(parameter.grad)
+    for bucket in chain.from_iterable(buckets.values()):
+        flat = ranks.sum(torch.cat([gradient.flatten() for gradient in bucket])) / divisor
+        for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> float:

@@ -10,30 +10,16 @@ from kl_comedy.kl.oracle.gradients import (
     Moments,
     effective_sample_share,
     exact_moments,
+    exact_moments_by_loss,
     expected_gradient,
+    gradients_by_loss,
     sampled_moments,
     sequence_kl,
     target_gradient,
     terms_loss,
 )
 
-__all__ = [
-    "AlgorithmContext",
-    "Completions",
-    "Instance",
-    "Loss",
-    "Moments",
-    "Rows",
-    "Tree",
-    "effective_sample_share",
-    "exact_moments",
-    "expected_gradient",
-    "kl_effect",
-    "log_probs",
-    "prefix_log_probs",
-    "sampled_moments",
-    "sequence_kl",
-    "target_gradient",
-    "terms_loss",
-    "training_loss",
-]
+__all__ = ["AlgorithmContext", "Completions", "Instance", "Loss", "Moments", "Rows", "Tree"]
+__all__ += ["effective_sample_share", "exact_moments", "exact_moments_by_loss", "expected_gradient"]
+__all__ += ["gradients_by_loss", "kl_effect", "log_probs", "prefix_log_probs", "sampled_moments", "sequence_kl"]
+__all__ += ["target_gradient", "terms_loss", "training_loss"]

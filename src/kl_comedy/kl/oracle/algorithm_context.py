@@ -18,7 +18,7 @@ import kl_comedy.objective  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl.oracle.enumeration import Instance, Loss, Rows, Tree
 from kl_comedy.kl.oracle.gradients import (
     Moments,
-    exact_moments,
+    exact_moments_by_loss,
     initial_beta,
     target_gradient,
     term_arguments,
@@ -60,20 +60,18 @@ def training_loss(terms: Sequence[KLTerm], context: AlgorithmContext, *, scale: 
     )
 
     def loss(rows: Rows, /) -> Tensor:
-        betas = [scale * initial_beta(term) for term in terms]
-        cost_BT = torch.zeros_like(rows.ref_logp_BT)
-        for term, beta in zip(terms, betas, strict=True):
+        cost_BT, losses_BT = torch.zeros_like(rows.ref_logp_BT), []
+        for term in terms:
+            beta = scale * initial_beta(term)
             if term.baseline == "before":
-                cost_BT = cost_BT + beta * kl_parts(term, **term_arguments(term, rows)).cost_BT.detach()
+                parts = kl_parts(term, **term_arguments(term, rows))
+                cost_BT = cost_BT + beta * parts.cost_BT.detach()
+                losses_BT.append(beta * parts.pathwise_BT)
+            else:
+                losses_BT.append(beta * term_surrogate(term, rows))
         returns_BT = returns_with_costs(context.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
         advantage_BT = _advantage(context, returns_BT, rows).detach()
-        total_BT = policy_loss(spec, rows, advantage_BT)
-        for term, beta in zip(terms, betas, strict=True):
-            inside = term.baseline == "before"
-            remaining_BT = (
-                kl_parts(term, **term_arguments(term, rows)).pathwise_BT if inside else term_surrogate(term, rows)
-            )
-            total_BT = total_BT + beta * remaining_BT
+        total_BT = sum(losses_BT, policy_loss(spec, rows, advantage_BT))
         return _reduced(torch.where(rows.mask_BT, total_BT, 0.0), rows, context)
 
     return loss
@@ -97,12 +95,12 @@ def kl_effect(instance: Instance, terms: Sequence[KLTerm], context: AlgorithmCon
 
     The variance is that of the whole loss's gradient, reward part included, over the square of beta.
     """
-    beta = max((abs(initial_beta(term)) for term in terms), default=1.0) or 1.0
-    with_terms = exact_moments(instance, training_loss(terms, context), group_size=context.group_size)
-    without = exact_moments(instance, training_loss(terms, context, scale=0.0), group_size=context.group_size)
-    return Moments(
-        gradient_D=(with_terms.gradient_D - without.gradient_D) / beta, variance=with_terms.variance / beta**2
-    )
+    beta = max((initial_beta(term) for term in terms), default=1.0) or 1.0
+    losses = {scale: training_loss(terms, context, scale=float(scale)) for scale in ("1", "0")}
+    moments = exact_moments_by_loss(instance, losses, group_size=context.group_size)
+    gradient_D = (moments["1"].gradient_D - moments["0"].gradient_D) / beta
+    whole = moments["1"]
+    return Moments(gradient_D=gradient_D, variance=whole.variance / beta**2, mean_norm=whole.mean_norm / beta)
 
 
 def _advantage(context: AlgorithmContext, returns_BT: Tensor, rows: Rows) -> Tensor:
@@ -118,10 +116,10 @@ def _advantage(context: AlgorithmContext, returns_BT: Tensor, rows: Rows) -> Ten
 
 def _reduced(loss_BT: Tensor, rows: Rows, context: AlgorithmContext) -> Tensor:
     """Each group reduced on its own, as a batch of one group would be; the group's mean is taken later."""
-    size = context.group_size
-    keep_B = ~rows.truncated_B if context.drop_truncated else torch.ones_like(rows.truncated_B)
     if context.reduction == "sequence_sum" and not context.drop_truncated:
         return loss_BT
+    size = context.group_size
+    keep_B = ~rows.truncated_B if context.drop_truncated else torch.ones_like(rows.truncated_B)
     weights = [
         sequence_weights(context.reduction, mask_GT, keep_B=keep_GT)
         for mask_GT, keep_GT in zip(torch.split(rows.mask_BT, size), torch.split(keep_B, size), strict=True)
@@ -163,19 +161,14 @@ def effects(
     regimes: Sequence[str] = ("on_policy", "off_policy"),
 ) -> list[Effect]:
     """One row per regime; every group of ``context.group_size`` completions of a small tree is enumerated."""
-    return [_effect(name, terms, context, regime) for regime in regimes]
-
-
-def _effect(name: str, terms: Sequence[KLTerm], context: AlgorithmContext, regime: str) -> Effect:
-    strength = bias = cosine = 0.0
-    for seed in SEEDS:
-        instance = Instance.random(TREE, regime=regime, seed=seed, parameters=SHARED)
-        target_D = target_gradient(instance, "sequence_reverse")
-        moments = kl_effect(instance, terms, context)
-        strength += float(moments.gradient_D @ target_D) / float(target_D.square().sum()) / len(SEEDS)
-        bias += moments.relative_bias(target_D) / len(SEEDS)
-        cosine += moments.cosine(target_D) / len(SEEDS)
     words = f"{context.advantage}, {context.policy_loss}, {context.reduction}, groups of {context.group_size}"
-    if context.drop_truncated:
-        words += ", truncated dropped"
-    return Effect(name=name, around=words, regime=regime, strength=strength, relative_bias=bias, cosine=cosine)
+    words += ", truncated dropped" if context.drop_truncated else ""
+    rows = []
+    for regime in regimes:
+        figures = []
+        for seed in SEEDS:
+            instance = Instance.random(TREE, regime=regime, seed=seed, parameters=SHARED)
+            figures.append(kl_effect(instance, terms, context).figures(target_gradient(instance, "sequence_reverse")))
+        means = {key: sum(each[key] for each in figures) / len(figures) for key in figures[0] if key != "variance"}
+        rows.append(Effect(name=name, around=words, regime=regime, **means))
+    return rows

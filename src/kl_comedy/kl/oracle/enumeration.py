@@ -9,7 +9,7 @@ digit``. Completions are walked in chunks, so that memory stays bounded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.kl.estimators import TopTokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Completions with everything a training loss may read; floats are float64, zero outside the mask.
 
-    ``logp_BT``, ``reverse_kl_BT`` and ``forward_kl_BT`` carry gradient: the policy's log-probs of the
-    tokens, and the exact ``KL(pi || ref)`` and ``KL(ref || pi)`` of the next-token distributions at each
-    prefix. ``ref_logp_BT`` is the reference's, ``behaviour_logp_BT`` what the sampler recorded.
-    ``reward_B`` is the task's, ``group_B`` numbers the prompt's groups (equal numbers are adjacent),
-    ``truncated_B`` marks completions cut at the length limit. ``proximal_logp_BT`` is the policy's at the batch's
-    first use; None where this is the first update, so that it is the policy itself.
+    The policy's ``logp_BT`` and the exact ``KL(pi || ref)`` and ``KL(ref || pi)`` of the next token at each prefix
+    carry gradient, and so do the next-token log-probs ``next_logp_BTV``. ``behaviour_logp_BT`` is what the sampler
+    recorded. Equal numbers of ``group_B`` are adjacent; ``truncated_B`` marks completions cut at the length limit.
+    ``proximal_logp_BT``: None at a batch's first update. The last three are for terms with top tokens.
     """
 
     logp_BT: Tensor
@@ -42,17 +41,30 @@ class Rows:
     group_B: Tensor
     truncated_B: Tensor
     proximal_logp_BT: Tensor | None = None
+    next_logp_BTV: Tensor | None = None
+    ref_next_logp_BTV: Tensor | None = None
+    token_BT: Tensor | None = None
+
+    def top(self, k: int, tokens: str) -> TopTokens:
+        """The ``k`` likeliest tokens of ``policy`` or ``reference``, at most half the vocabulary, rounded down.
+
+        So there is a tail in every tree, as in a language model. Raises :class:`UserError` for rows without next-token
+        log-probs.
+        """
+        if self.next_logp_BTV is None or self.ref_next_logp_BTV is None or self.token_BT is None:
+            raise UserError("these rows carry no next-token log-probs, which a term with top tokens needs")
+        chosen_BTV = self.next_logp_BTV.detach() if tokens == "policy" else self.ref_next_logp_BTV
+        ids_BTK = chosen_BTV.topk(min(k, max(1, chosen_BTV.shape[-1] // 2)), -1).indices
+        inside_BT = (ids_BTK == self.token_BT[..., None]).any(-1)
+        return TopTokens(self.next_logp_BTV.gather(-1, ids_BTK), self.ref_next_logp_BTV.gather(-1, ids_BTK), inside_BT)
 
 
 class Loss(Protocol):
     """A function from rows to a loss that is to be minimized."""
 
     def __call__(self, rows: Rows, /) -> Tensor:
-        """Return ``[B, T]`` (zero outside the mask) or ``[B]``: what each completion adds, unreduced.
-
-        The loss of a group is the mean over its completions of their sums over tokens. A completion's
-        entry may depend on the other rows of its group (a baseline), never on other groups.
-        """
+        """Return ``[B, T]`` (zero outside the mask) or ``[B]``: what each completion adds, unreduced; the mean over a
+        group is its loss. An entry may depend on the other rows of its group (a baseline), never on other groups."""
         ...
 
 
@@ -67,6 +79,16 @@ class Completions:
     token_BT: Tensor
     mask_BT: Tensor
     truncated_B: Tensor
+
+    @classmethod
+    def stack(cls, steps: Sequence[tuple[Tensor, Tensor, Tensor]], truncated_B: Tensor) -> Completions:
+        """From prefix, token and mask of each step."""
+        prefix_BT, token_BT, mask_BT = (torch.stack(column, 1) for column in zip(*steps, strict=True))
+        return cls(prefix_BT=prefix_BT, token_BT=token_BT, mask_BT=mask_BT, truncated_B=truncated_B)
+
+    def select(self, index: Tensor) -> Completions:
+        """The completions at ``index`` (numbers, or a mask)."""
+        return Completions(**{name: tensor[index] for name, tensor in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +126,12 @@ class Tree:
 
     @property
     def prefixes(self) -> int:
-        """``N``."""
         return self.first(self.length)
 
     @property
     def completions(self) -> int:
-        """``B``: the ended ones of each length, then the truncated ones (all of them, without an end token)."""
-        ended = self.prefixes if self.ends else 0
-        return ended + self.width(self.length)
+        """How many there are: ended ones of each length, then truncated ones (all of them, without an end token)."""
+        return (self.prefixes if self.ends else 0) + self.width(self.length)
 
     @cached_property
     def depth_N(self) -> Tensor:
@@ -125,26 +145,16 @@ class Tree:
         safe_B = torch.where(truncated_B, 0, number_B)
         depth_B = torch.where(truncated_B, self.length, self.depth_N[safe_B] if ended else self.length)
         firsts = torch.tensor([self.first(d) for d in range(self.length + 1)])
-        digits_B = torch.where(truncated_B, number_B - ended, safe_B - firsts[depth_B.clamp(max=self.length)])
-        return self._unfold(digits_B, depth_B, truncated_B, firsts)
-
-    def _unfold(self, digits_B: Tensor, depth_B: Tensor, truncated_B: Tensor, firsts: Tensor) -> Completions:
-        """Read digits most significant first; a completion that ends has token 0 after its digits."""
-        prefix, token, mask = [], [], []
-        for t in range(self.length):
+        digits_B = torch.where(truncated_B, number_B - ended, safe_B - firsts[depth_B])
+        steps = []
+        for t in range(self.length):  # digits, most significant first; a completion that ends has token 0 after them
             before_B = torch.div(digits_B, self.branching ** (depth_B - t).clamp(min=0), rounding_mode="floor")
             digit_B = torch.div(digits_B, self.branching ** (depth_B - t - 1).clamp(min=0), rounding_mode="floor")
             digit_B = digit_B % self.branching + (1 if self.ends else 0)
             inside_B, ends_B = depth_B >= t, depth_B == t
-            prefix.append(torch.where(inside_B, firsts[t] + before_B, 0))
-            token.append(torch.where(inside_B & ~ends_B, digit_B, 0))
-            mask.append(inside_B)
-        return Completions(
-            prefix_BT=torch.stack(prefix, 1),
-            token_BT=torch.stack(token, 1),
-            mask_BT=torch.stack(mask, 1),
-            truncated_B=truncated_B if self.ends else torch.zeros_like(truncated_B),
-        )
+            prefix_B = torch.where(inside_B, firsts[t] + before_B, 0)
+            steps.append((prefix_B, torch.where(inside_B & ~ends_B, digit_B, 0), inside_B))
+        return Completions.stack(steps, truncated_B if self.ends else torch.zeros_like(truncated_B))
 
     def chunks(self, size: int) -> Iterator[Completions]:
         """Every completion once, ``size`` at a time."""
@@ -158,43 +168,22 @@ class Tree:
             raise UserError(f"{self.completions} completions at once are too many; walk them in chunks")
         return self.take(torch.arange(self.completions))
 
-    @property
-    def prefix_BT(self) -> Tensor:
-        return self.all.prefix_BT
-
-    @property
-    def token_BT(self) -> Tensor:
-        return self.all.token_BT
-
-    @property
-    def mask_BT(self) -> Tensor:
-        return self.all.mask_BT
-
     def sample(self, logp_NV: Tensor, count: int, generator: torch.Generator) -> Completions:
         """``count`` completions drawn from next-token log-probs, independent."""
         prefix_B = torch.zeros(count, dtype=torch.long)
         alive_B = torch.ones(count, dtype=torch.bool)
-        prefix, token, mask = [], [], []
+        steps = []
         for t in range(self.length):
             uniform_B1 = torch.rand(count, 1, generator=generator, dtype=torch.float64)
-            cumulative_BV = logp_NV[prefix_B].exp().cumsum(-1)
-            token_B = (uniform_B1 > cumulative_BV).sum(-1).clamp(max=self.vocabulary - 1)
-            prefix.append(torch.where(alive_B, prefix_B, 0))
-            token.append(torch.where(alive_B, token_B, 0))
-            mask.append(alive_B)
+            token_B = (uniform_B1 > logp_NV[prefix_B].exp().cumsum(-1)).sum(-1).clamp(max=self.vocabulary - 1)
+            steps.append((torch.where(alive_B, prefix_B, 0), torch.where(alive_B, token_B, 0), alive_B))
             ended_B = token_B == 0 if self.ends else torch.zeros_like(alive_B)
             alive_B = alive_B & ~ended_B
             if t + 1 < self.length:
                 digit_B = token_B - 1 if self.ends else token_B
                 child_B = self.first(t + 1) + self.branching * (prefix_B - self.first(t)) + digit_B
                 prefix_B = torch.where(alive_B, child_B, 0)
-        truncated_B = alive_B if self.ends else torch.zeros_like(alive_B)
-        return Completions(
-            prefix_BT=torch.stack(prefix, 1),
-            token_BT=torch.stack(token, 1),
-            mask_BT=torch.stack(mask, 1),
-            truncated_B=truncated_B,
-        )
+        return Completions.stack(steps, alive_B if self.ends else torch.zeros_like(alive_B))
 
     def reach(self, logp_NV: Tensor) -> Tensor:
         """The probability ``[N]`` of visiting each prefix under next-token log-probs; differentiable."""
@@ -219,6 +208,7 @@ def log_probs(tree: Tree | Completions, logp_NV: Tensor) -> Tensor:
 
 
 REGIMES = ("on_policy", "off_policy", "mixed")
+IMPOSSIBLE_UNDER = ("no token", "reference", "all")
 IMPOSSIBLE = -1e4
 """Log-prob (nats) that stands for probability zero, so that rows that are never drawn stay finite."""
 
@@ -227,13 +217,10 @@ IMPOSSIBLE = -1e4
 class Instance:
     """Float64 tables over the prefixes of a tree, in nats.
 
-    The policy's logits are linear in the parameters: ``features_NVD @ theta_D``, so that prefixes share
-    them; ``features_NVD=None`` is tabular, one logit per prefix and token (``D = N V``).
-    ``sampler_logp_NV`` is the distribution that really draws each token: the policy's own, a stale one,
-    or several versions by position; with temperature and top-p applied. ``recorded_logp_NV`` is what the
-    sampler writes down for it, which is the same unless an engine records something else.
-    ``reward_N2`` gives the task's reward of a completion by its last prefix: ended there, truncated there.
-    ``proximal_logp_NV`` is the policy at the batch's first use, None where that is the policy itself.
+    The policy's logits are ``features_NVD @ theta_D``; ``features_NVD=None`` is tabular, one logit per prefix and token
+    (``D = N V``). ``sampler_logp_NV`` draws each token, ``recorded_logp_NV`` is what the sampler records for it.
+    ``reward_N2``: of a completion by its last prefix, ended or truncated there. ``proximal_logp_NV``: the policy at the
+    batch's first use, None where that is the policy itself.
     """
 
     tree: Tree
@@ -258,25 +245,24 @@ class Instance:
         temperature: float = 1.0,
         top_p: float = 1.0,
         records: str = "drawn",
+        sharpness: float = 1.0,
+        impossible: str = "no token",
     ) -> Instance:
-        """A seeded random instance. ``parameters=None`` is tabular.
+        """A seeded random instance with ``parameters`` shared parameters (None is tabular).
 
-        Args:
-            tree: the completions.
-            regime: ``on_policy`` (sampler = policy), ``off_policy`` (a stale version) or ``mixed`` (the
-                version changes within the completion, as in-flight weight updates do).
-            seed: of the one generator that draws features, parameters, noise and rewards.
-            distance: standard deviation of the logit noise between policy and reference.
-            staleness: the same between policy and sampler.
-            parameters: number of shared parameters ``D``.
-            temperature, top_p: of the sampler, applied to its distribution.
-            records: ``drawn``, the log-probs of the distribution drawn from, or ``raw``, those at
-                temperature 1 and top-p 1 (the default of some engines).
+        ``regime``: ``on_policy`` (sampler = policy), ``off_policy`` (a stale version) or ``mixed`` (the version changes
+        within the completion). ``distance``, ``staleness``: standard deviations of the logit noise between policy and
+        reference, and policy and sampler, whose ``temperature`` and ``top_p`` apply to its distribution. ``records``:
+        ``drawn``, the log-probs of that distribution, or ``raw``, those at temperature 1 and top-p 1. ``sharpness``:
+        standard deviation of the policy's logits in tables. ``impossible``: one token of each prefix has probability
+        zero under the ``reference``, or under ``all`` three.
         """
         if regime not in REGIMES:
             raise bad_value("regime", regime, REGIMES)
         if records not in ("drawn", "raw"):
             raise bad_value("records", records, ("drawn", "raw"))
+        if impossible not in IMPOSSIBLE_UNDER:
+            raise bad_value("impossible", impossible, IMPOSSIBLE_UNDER)
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -284,17 +270,18 @@ class Instance:
 
         n, v = tree.prefixes, tree.vocabulary
         features_NVD = None if parameters is None else normal(n, v, parameters)
-        theta_D = normal(n * v if parameters is None else parameters)
+        theta_D = sharpness * normal(n * v if parameters is None else parameters)
+        never_NV = torch.zeros(n, v, dtype=torch.float64)
+        if impossible != "no token":
+            never_NV[torch.arange(n), torch.randint(v, (n,), generator=generator)] = IMPOSSIBLE
+        if impossible == "all":
+            features_NVD, theta_D = _with_offset(features_NVD, theta_D, never_NV)
         logits_NV = _logits(features_NVD, theta_D, n, v)
-        ref_logp_NV = prefix_log_probs(logits_NV + distance * normal(n, v))
+        ref_logp_NV = prefix_log_probs(logits_NV + distance * normal(n, v) + never_NV)
         stale = [logits_NV + staleness * normal(n, v) for _ in range(2)]
-        if regime == "on_policy":
-            sampler_NV = logits_NV
-        elif regime == "off_policy":
-            sampler_NV = stale[0]
-        else:
-            late_N1 = (tree.depth_N >= (tree.length + 1) // 2)[:, None]
-            sampler_NV = torch.where(late_N1, stale[1], stale[0])
+        late_N1 = (tree.depth_N >= (tree.length + 1) // 2)[:, None]
+        mixed_NV = torch.where(late_N1, stale[1], stale[0])
+        sampler_NV = {"on_policy": logits_NV, "off_policy": stale[0], "mixed": mixed_NV}[regime]
         drawn_NV = nucleus(prefix_log_probs(sampler_NV / temperature), top_p)
         return cls(
             tree=tree,
@@ -312,8 +299,7 @@ class Instance:
         return prefix_log_probs(_logits(self.features_NVD, theta, self.tree.prefixes, self.tree.vocabulary))
 
     def at_a_later_update(self, share: float) -> Instance:
-        """The same batch, some updates on: its first use was at the policy whose logits lie ``share`` of the way from
-        the sampler to the policy (0: the sampler, 1: the policy)."""
+        """The same batch, some updates on; at its first use the policy was ``share`` of the way from the sampler."""
         between_NV = (1 - share) * self.recorded_logp_NV + share * self.policy_logp().detach()
         return dataclasses.replace(self, proximal_logp_NV=prefix_log_probs(between_NV))
 
@@ -329,13 +315,12 @@ class Instance:
         ratio_NV = logp_NV - self.ref_logp_NV
         return (logp_NV.exp() * ratio_NV).sum(-1), -(self.ref_logp_NV.exp() * ratio_NV).sum(-1)
 
-    def rows(self, completions: Completions) -> Rows:
+    def rows(self, completions: Completions, group_size: int = 1) -> Rows:
         """What a loss reads of these completions; log-probs and exact KLs are leaves that ask for gradient."""
         mask_BT, prefix_BT = completions.mask_BT, completions.prefix_BT
         reverse_N, forward_N = self.kl_N
         proximal_NV = self.proximal_logp_NV
-        last_B = mask_BT.sum(-1) - 1
-        last_prefix_B = prefix_BT.gather(1, last_B[:, None])[:, 0]
+        last_prefix_B = prefix_BT.gather(1, mask_BT.sum(-1, keepdim=True) - 1)[:, 0]
         return Rows(
             logp_BT=log_probs(completions, self.policy_logp()).requires_grad_(True),
             ref_logp_BT=log_probs(completions, self.ref_logp_NV),
@@ -344,9 +329,12 @@ class Instance:
             reverse_kl_BT=torch.where(mask_BT, reverse_N[prefix_BT], 0.0).requires_grad_(True),
             forward_kl_BT=torch.where(mask_BT, forward_N[prefix_BT], 0.0).requires_grad_(True),
             reward_B=self.reward_N2[last_prefix_B, completions.truncated_B.long()],
-            group_B=torch.arange(len(mask_BT)),
+            group_B=torch.arange(len(mask_BT)) // group_size,
             truncated_B=completions.truncated_B,
             proximal_logp_BT=None if proximal_NV is None else log_probs(completions, proximal_NV),
+            next_logp_BTV=self.policy_logp()[prefix_BT].requires_grad_(True),
+            ref_next_logp_BTV=self.ref_logp_NV[prefix_BT],
+            token_BT=completions.token_BT,
         )
 
     def probability(self, completions: Completions) -> Tensor:
@@ -369,3 +357,10 @@ def nucleus(logp_NV: Tensor, top_p: float) -> Tensor:
 
 def _logits(features_NVD: Tensor | None, theta_D: Tensor, n: int, v: int) -> Tensor:
     return theta_D.reshape(n, v) if features_NVD is None else features_NVD @ theta_D
+
+
+def _with_offset(features_NVD: Tensor | None, theta_D: Tensor, offset_NV: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Features and parameters whose logits have ``offset_NV`` added."""
+    if features_NVD is None:
+        return None, theta_D + offset_NV.flatten()
+    return torch.cat([features_NVD, offset_NV[..., None]], -1), torch.cat([theta_D, theta_D.new_ones(1)])

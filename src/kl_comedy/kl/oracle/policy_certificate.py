@@ -1,9 +1,8 @@
 """Certificates of policy terms: what is left of the reward gradient when samples are stale, by enumeration.
 
 The target is the gradient of ``-E_pi[R]`` at the current policy. A term's advantage is the reward less the sampler's
-own expected reward, the limit of a group baseline over a large group: the baseline is where weights that are not
-whole importance ratios lose more than scale. Figures are means over the near instances with shared parameters, as for
-KL terms; a term is *exact* when it hits the target on every instance of the battery.
+expected reward, the limit of a group baseline over a large group. Figures are means over the near instances with shared
+parameters, as for KL terms; a term is *exact* when it hits the target on every instance of the battery.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ the sampler and the ratio to the proximal policy are two, and each differs from 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyCertificate:
-    """One policy term in one regime.
+    """One policy term in one regime, with its :meth:`Moments.figures` against the reward gradient.
 
-    ``relative_bias`` and ``cosine`` are against the reward gradient; ``variance`` is the trace variance of one
-    completion's gradient over its squared norm; ``strength`` the multiple of it that the term contains. ``claimed``
-    says whether the term's parts claim exactness, ``exact`` whether it is, ``claim_holds`` that no claim is broken.
-    ``update``: of the batch, the first one or a later one, where a recomputed proximal policy is not the current one.
+    ``exact``: whether the term hits it; ``claimed``: whether its parts claim that. ``update``: of the batch, the first
+    or a later one, where a recomputed proximal policy is not the current one. ``missed_in``: the drawn setting
+    that misses the reward gradient, empty if a fixed instance does.
     """
 
     name: str
@@ -51,12 +49,20 @@ class PolicyCertificate:
     cosine: float
     variance: float
     strength: float
-    verdict: str
     update: str = "first"
+    missed_in: str = ""
 
     @property
     def claim_holds(self) -> bool:
         return self.exact or not self.claimed
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.exact:
+            return "the reward gradient of the current policy"
+        along = f"cosine {self.cosine:.2f}, {self.strength:.2f} of its length along it"
+        return f"biased: {self.relative_bias:.0%} off the reward gradient, {along}"
 
     def row(self) -> dict[str, Any]:
         """Plain data, in the shape of a KL term's certificate with ``reward`` as the one target."""
@@ -106,13 +112,10 @@ def claims_exact(term: PolicyTerm, regime: str, update: str = "first") -> bool:
     masks = [part for part in parts[1:] if part.facts.get("role") == "mask"]
     if masks or len(ratios) != 1:
         return False
-    return "off_policy" in ratios[0].claims or (
-        "off_policy_unbounded" in ratios[0].claims and _unbounded(term.corrections[ratios[0].name], ratios[0].facts)
-    )
-
-
-def _unbounded(options: Any, facts: Any) -> bool:
-    return all((options or {}).get(name) == value for name, value in facts["unbounded"].items())
+    (ratio,) = ratios
+    options = term.corrections[ratio.name] or {}
+    unbounded = ratio.facts.get("unbounded", {}).items() <= dict(options).items()
+    return "off_policy" in ratio.claims or ("off_policy_unbounded" in ratio.claims and unbounded)
 
 
 def reward_gradient(instance: Instance) -> Tensor:
@@ -146,55 +149,42 @@ def reward_loss(term: PolicyTerm, instance: Instance, *, baseline: float | None 
 
 
 def certify_policy(
-    name: str, term: PolicyTerm, *, regimes: Sequence[str] = REGIMES, updates: Sequence[str] = ("first",)
+    name: str,
+    term: PolicyTerm,
+    *,
+    regimes: Sequence[str] = REGIMES,
+    updates: Sequence[str] = ("first",),
+    seed: int | None = None,
 ) -> list[PolicyCertificate]:
-    """One certificate per regime and update of a batch.
+    """One certificate per regime and update of a batch; with ``seed``, in drawn settings too.
 
     Later updates say something new only off-policy and of a term whose proximal policy is recomputed; other terms have
     none. (On-policy the sampler is that policy: the term is then what it is off-policy with ``proximal: behaviour``.)
     """
     recomputed = term.proximal == "recomputed"
     return [
-        _certificate(name, term, regime, update)
+        _certificate(name, term, regime, update, seed)
         for regime in regimes
         for update in updates
         if update == "first" or (recomputed and regime != "on_policy")
     ]
 
 
-def _certificate(name: str, term: PolicyTerm, regime: str, update: str) -> PolicyCertificate:
-    exact, figures = True, []
-    for each in battery(regime):
+def _certificate(name: str, term: PolicyTerm, regime: str, update: str, seed: int | None) -> PolicyCertificate:
+    exact, missed_in, figures = True, "", list[dict[str, float]]()
+    for each in battery(regime, seed=seed):
         target_D = reward_gradient(each.instance)
         instance = each.instance.at_a_later_update(HALFWAY) if update == "later" else each.instance
         moments = exact_moments(instance, reward_loss(term, instance))
-        exact = exact and moments.equals(target_D)
+        if exact and not moments.equals(target_D, each.tolerance):
+            exact, missed_in = False, str(each.setting or "")
         if each.shown:
-            square = float(target_D.square().sum())
-            strength = float(moments.gradient_D @ target_D) / square
-            figures.append(
-                (moments.relative_bias(target_D), moments.cosine(target_D), strength, moments.variance / square)
-            )
-    bias, cosine, strength, variance = (sum(column) / len(column) for column in zip(*figures, strict=True))
+            figures.append(moments.figures(target_D))
+    means = {name: sum(each[name] for each in figures) / len(figures) for name in figures[0]}
+    claimed = claims_exact(term, regime, update)
     return PolicyCertificate(
-        name=name,
-        term=term,
-        regime=regime,
-        exact=exact,
-        claimed=claims_exact(term, regime, update),
-        relative_bias=bias,
-        cosine=cosine,
-        variance=variance,
-        strength=strength,
-        verdict=_sentence(exact, bias, cosine, strength),
-        update=update,
+        name=name, term=term, regime=regime, exact=exact, claimed=claimed, update=update, missed_in=missed_in, **means
     )
-
-
-def _sentence(exact: bool, bias: float, cosine: float, strength: float) -> str:
-    if exact:
-        return "the reward gradient of the current policy"
-    return f"biased: {bias:.0%} off the reward gradient, cosine {cosine:.2f}, {strength:.2f} of its length along it"
 
 
 def _json(value: Any) -> Any:

@@ -2,6 +2,6 @@
 
     rows in K blocks -> gradient of every loss, by layer group, sketched -> inner products of blocks -> report
 
-A loss is the policy loss, the loss of a reference gradient, or an audited term at beta = 1. The command audits fresh
-completions of a policy that has left its reference; the callback audits an update's own rows during a run.
+The command audits fresh completions of a policy that has left its reference; the callback audits an update's own rows
+during a run.
 """

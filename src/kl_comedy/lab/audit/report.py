@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from kl_comedy.lab.audit.statistics import Estimate
-from kl_comedy.tracking.tables import markdown
+from kl_comedy.tracking import tables
 
 SIGNIFICANT = 0.01
 """A p-value below it is called a finding; one unbiased term in a hundred is then called biased by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerResult:
-    """One layer group: the same numbers, over its parameters alone; NaN where they are undefined."""
+class Estimate:
+    """A value and its 95% interval."""
 
-    cosine: float
-    delivered: float
-    bias: float
+    value: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+
+UNDEFINED = Estimate(value=math.nan, low=math.nan, high=math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,30 +47,31 @@ class BetaCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class TermResult:
-    """One audited term, whole model.
+    """One audited term, whole model. What compares with the reference gradient is undefined where there is none.
 
     ``delivered``: ``<E g, E r> / |E r|^2``. ``cosine``: None where no mean gradient is found. ``bias``: ``|E(g - r)| /
     |E r|``. ``p_unbiased``, ``p_no_mean``: p-values of "the bias is zero" and "the mean gradient is zero".
     ``variance``: trace of the covariance over that of the reference gradient, at equal completions. ``kl_to_policy``:
     norm of beta times its gradient over that of the policy loss, root mean square over batches of the run's size.
     ``silent_share``: tokens that get no gradient at all; ``clamped_share`` and ``capped_share`` where it has such.
+    ``layers``: ``cosine``, ``delivered`` and ``bias`` over the parameters of each layer group alone.
     """
 
     key: str
     label: str
     position: int | None
     beta: float
-    delivered: Estimate
-    cosine: Estimate | None
-    bias: Estimate
-    p_unbiased: float
+    delivered: Estimate = UNDEFINED
+    cosine: Estimate | None = None
+    bias: Estimate = UNDEFINED
+    p_unbiased: float = math.nan
     p_no_mean: float
-    variance: float
+    variance: float = math.nan
     kl_to_policy: float
     silent_share: float
     clamped_share: float | None
     capped_share: float | None
-    layers: Mapping[str, LayerResult]
+    layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     check: BetaCheck | None = None
 
     @property
@@ -87,10 +89,52 @@ class TermResult:
             return "biased (p < 0.001)" if self.p_unbiased < 0.001 else f"biased (p {self.p_unbiased:.3f})"
         return "no bias found"
 
+    def flat_row(self) -> dict[str, Any]:
+        """A row for CSV; empty where undefined."""
+        row: dict[str, Any] = {"term": self.label, "beta": self.beta}
+        for name in ("delivered", "cosine", "bias"):
+            value: Estimate = getattr(self, name) or UNDEFINED
+            row |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+        names = ("p_unbiased", "p_no_mean", "variance", "kl_to_policy", "silent_share", "clamped_share", "capped_share")
+        row |= {name: getattr(self, name) for name in names}
+        for name in ("change", "disagreement"):
+            row[f"beta_{name}"] = None if self.check is None else getattr(self.check, name)
+        row["verdict"] = self.verdict
+        return row | {f"cosine[{name}]": figures["cosine"] for name, figures in self.layers.items()}
+
+    def table_row(self) -> dict[str, str]:
+        bias = self.bias
+        return {
+            "term": self.label,
+            "delivered": _plus_minus(self.delivered),
+            "cosine": _plus_minus(self.cosine),
+            "bias": "–" if math.isnan(bias.value) else f"{bias.value:.3f} [{bias.low:.3f}, {bias.high:.3f}]",
+            "variance": _number(self.variance, ".3g"),
+            "KL/policy": _number(self.kl_to_policy, ".3g"),
+            "silent": f"{self.silent_share:.1%}",
+            "verdict": self.verdict,
+        }
+
+    def layer_row(self) -> dict[str, str]:
+        cosines = {name: figures["cosine"] if self.cosine else math.nan for name, figures in self.layers.items()}
+        return {"cosine by layer": self.label, **{name: _number(value, ".3f") for name, value in cosines.items()}}
+
+
+def _interval(value: Estimate) -> str:
+    return f"{value.value:.2g} [{value.low:.2g}, {value.high:.2g}]"
+
+
+def _plus_minus(value: Estimate | None) -> str:
+    return "–" if value is None or math.isnan(value.value) else f"{value.value:.3f} ± {value.half_width:.3f}"
+
+
+def _number(value: float, format: str) -> str:
+    return "–" if math.isnan(value) else f"{value:{format}}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """An audit: on what, and what it found. ``seconds`` is its cost without training and sampling."""
+    """An audit: on what, and its results. ``seconds`` is its cost without training and sampling."""
 
     name: str
     version: int
@@ -105,6 +149,7 @@ class AuditReport:
     policy_silent_share: float
     clip_share: float | None
     total_kl_to_policy: float
+    kl_projection: Estimate
     sketch: int
     seconds: float
     terms: Sequence[TermResult]
@@ -115,12 +160,63 @@ class AuditReport:
         bad = [term for term in self.terms if term.check is not None and (term.check.inert or term.check.wrong)]
         return [f"{term.label}: {term.verdict}" for term in bad]
 
+    @property
+    def drives_away(self) -> str:
+        """A sentence where the KL terms move the update away from the reference, beyond the noise; else empty."""
+        if not self.kl_projection.high < 0:
+            return ""
+        found = _interval(self.kl_projection)
+        return f"the KL terms move the clipped update away from the reference: projection {found} policy gradient norms"
+
+    def metrics(self) -> dict[str, float]:
+        """The report as a run's metrics; what is undefined is left out."""
+        noise, ratio = self.reference_noise, self.total_kl_to_policy
+        metrics = {"audit/reference_noise": noise, "audit/kl_to_policy_norm": ratio, "time/audit": self.seconds}
+        metrics["audit/kl_projection"] = self.kl_projection.value
+        for term in self.terms:
+            values = {
+                "cosine": (term.cosine or UNDEFINED).value,
+                "delivered": term.delivered.value,
+                "bias": term.bias.value,
+                "variance": term.variance,
+                "kl_to_policy_norm": term.kl_to_policy,
+                "silent_share": term.silent_share,
+            }
+            metrics |= {f"audit/{term.key}/{name}": value for name, value in values.items()}
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
     def to_plain(self) -> dict[str, Any]:
         """Nested plain data; NaN becomes None, as JSON has none."""
-        plain = _without_nan(dataclasses.asdict(self))
-        for row, term in zip(plain["terms"], self.terms, strict=True):
-            row["verdict"] = term.verdict
-        return dict(plain)
+        terms = [{**dataclasses.asdict(term), "verdict": term.verdict} for term in self.terms]
+        plain: dict[str, Any] = _without_nan({**dataclasses.asdict(self), "terms": terms})
+        return plain
+
+    def headline(self) -> str:
+        """On what the audit was made."""
+        noise = "hidden by noise" if math.isnan(self.reference_noise) else f"known to {self.reference_noise:.1%}"
+        clip = "" if self.clip_share is None else f", clipped at {self.clip_share:.1%} of tokens"
+        ratio = self.total_kl_to_policy
+        share = "" if math.isnan(ratio) else f"; KL part over policy part {ratio:.3g}"
+        projection = self.kl_projection
+        share += "" if math.isnan(projection.value) else f"; projection after clipping {_interval(projection)}"
+        return (
+            f"{self.name} at update {self.version}, {self.regime.replace('_', '-')}: {self.completions} "
+            f"completions in {self.blocks} blocks, exact KL {self.exact_kl_sequence:.4g} nats a completion\n"
+            f"reference gradient: {self.reference_term}, {noise}{share}; "
+            f"policy loss silent at {self.policy_silent_share:.1%} of tokens{clip}"
+        )
+
+    def render(self, format: str) -> str:
+        """The report as ``table``, ``markdown``, ``csv`` or ``json``."""
+        import pandas as pd
+
+        if format == "json":
+            return json.dumps(self.to_plain(), indent=1, allow_nan=False)
+        if format == "csv":
+            return tables.render(pd.DataFrame([term.flat_row() for term in self.terms]), "csv")
+        parts = [[term.table_row() for term in self.terms], [term.layer_row() for term in self.terms if term.layers]]
+        shown = [pd.DataFrame(rows) for rows in parts if rows and len(rows[0]) > 2]
+        return "\n\n".join([self.headline(), *(tables.render(frame, format) for frame in shown)])
 
 
 def _without_nan(value: Any) -> Any:
@@ -128,118 +224,4 @@ def _without_nan(value: Any) -> Any:
         return None
     if isinstance(value, dict):
         return {str(key): _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return value
-
-
-FORMATS = ("table", "markdown", "csv", "json")
-
-HEAD = ("term", "delivered", "cosine", "bias", "variance", "KL/policy", "silent", "verdict")
-
-
-def render(report: AuditReport, format: str) -> str:
-    """The report in one of :data:`FORMATS`."""
-    if format == "json":
-        return json.dumps(report.to_plain(), indent=1, allow_nan=False)
-    if format == "csv":
-        return _csv([flat_row(term) for term in report.terms])
-    rows = [_cells(term) for term in report.terms]
-    layers = list(report.terms[0].layers) if report.terms else []
-    by_layer = [(t.label, *(_cosine_at(t, name) for name in layers)) for t in report.terms if t.layers]
-    head = ("cosine by layer", *layers)
-    table = markdown if format == "markdown" else _text
-    parts = [headline(report), table(HEAD, rows)]
-    if len(layers) > 1 and by_layer:
-        parts.append(table(head, by_layer))
-    return "\n\n".join(parts)
-
-
-def headline(report: AuditReport) -> str:
-    """On what the audit was made."""
-    noise = "hidden by noise" if math.isnan(report.reference_noise) else f"known to {report.reference_noise:.1%}"
-    clip = "" if report.clip_share is None else f", clipped at {report.clip_share:.1%} of tokens"
-    ratio = (
-        "" if math.isnan(report.total_kl_to_policy) else f"; KL part over policy part {report.total_kl_to_policy:.3g}"
-    )
-    return (
-        f"{report.name} at update {report.version}, {report.regime.replace('_', '-')}: {report.completions} "
-        f"completions in {report.blocks} blocks, exact KL {report.exact_kl_sequence:.4g} nats a completion\n"
-        f"reference gradient: {report.reference_term}, {noise}{ratio}; "
-        f"policy loss silent at {report.policy_silent_share:.1%} of tokens{clip}"
-    )
-
-
-def flat_row(term: TermResult) -> dict[str, Any]:
-    """One term as a flat row; empty where undefined."""
-    row: dict[str, Any] = {"term": term.label, "beta": term.beta}
-    for name in ("delivered", "cosine", "bias"):
-        value: Estimate | None = getattr(term, name)
-        for end in ("value", "low", "high"):
-            row[name if end == "value" else f"{name}_{end}"] = math.nan if value is None else getattr(value, end)
-    for name in (
-        "p_unbiased",
-        "p_no_mean",
-        "variance",
-        "kl_to_policy",
-        "silent_share",
-        "clamped_share",
-        "capped_share",
-    ):
-        row[name] = getattr(term, name)
-    row["beta_change"] = None if term.check is None else term.check.change
-    row["beta_disagreement"] = None if term.check is None else term.check.disagreement
-    row["verdict"] = term.verdict
-    row |= {f"cosine[{name}]": result.cosine for name, result in term.layers.items()}
-    return {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in row.items()}
-
-
-def _cells(term: TermResult) -> tuple[str, ...]:
-    return (
-        term.label,
-        _interval(term.delivered),
-        _interval(term.cosine),
-        _range(term.bias),
-        _number(term.variance),
-        _number(term.kl_to_policy),
-        f"{term.silent_share:.1%}",
-        term.verdict,
-    )
-
-
-def _interval(value: Estimate | None) -> str:
-    if value is None or math.isnan(value.value):
-        return "–"
-    return f"{value.value:.3f} ± {value.half_width:.3f}"
-
-
-def _range(value: Estimate) -> str:
-    return "–" if math.isnan(value.value) else f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]"
-
-
-def _number(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3g}"
-
-
-def _cosine_at(term: TermResult, layer: str) -> str:
-    value = term.layers[layer].cosine
-    return "–" if term.cosine is None or math.isnan(value) else f"{value:.3f}"
-
-
-def _text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as wide as it needs to be: a cut number is worse than a wrapped line."""
-    table = Table(*head)
-    for row in rows:
-        table.add_row(*row)
-    out = io.StringIO()
-    Console(file=out, width=1000).print(table)
-    return out.getvalue().rstrip("\n")
-
-
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue().rstrip("\n")
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,46 +1,77 @@
-"""A plan: what a run takes (memory, time, device hours), whether that fits, and which settings would make it fit.
+"""A plan: what each process of a run allocates, how long an update takes, and which settings would make it fit.
 
-Time is a roofline of counted work and a device's rates, with shares of the peak that are assumed: no rate was measured
-on a GPU by this project. :data:`Assumed` names the shares; every plan prints them.
+    peak = always + max(learning, sampling)      (with ``lag.mode: async`` the sum of the two)
+
+Memory follows what this package's trainer allocates; activations are :mod:`kl_comedy.models.introspection`'s count.
+Time is :mod:`kl_comedy.lab.planning.timing`'s formulas. Shorter completions than planned make both upper bounds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import torch
+
+from kl_comedy.config.combinations import capabilities_of, sampler_of, updates_from_a_batch
 from kl_comedy.config.schema import SHARDED, Config, LoraConfig
-from kl_comedy.errors import UserError
-from kl_comedy.kl import KLTerm, resolve_terms
-from kl_comedy.lab.planning.memory import (
-    GIB,
-    NETWORK,
-    Component,
-    Device,
-    Shape,
-    Workload,
-    components,
-    compute_bytes,
-    element_bytes,
-    is_sharded,
-    peak,
-    shape_of,
-    uses_autocast,
-    workload_of,
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.kl import resolve_terms
+from kl_comedy.lab.planning.sizes import ELEMENT_BYTES, GIB, Device, Shape, shape_of, workload
+from kl_comedy.lab.planning.timing import (
+    HASH,
+    TRANSPORTS,
+    Assumed,
+    Drawing,
+    Learning,
+    Rates,
+    Timing,
+    drawing_parts,
+    exchange_s,
+    learning_parts,
+    update_s,
 )
+from kl_comedy.models.introspection import head_chunk
+from kl_comedy.registry import ADVANTAGES
+from kl_comedy.rollouts.decoding import INITIAL_CAPACITY
+from kl_comedy.rollouts.engines.vllm import GPU_SHARE, SERVER_GPU_SHARE
+from kl_comedy.training.sampling import engine_gpus, engine_transport
 
-MAX_PROCESSES = 64
+PHASES = ("always", "learning", "sampling")
+AUTOCAST_SHARE = 0.7
+"""Of a float32 pass's saved values under bf16 autocast: linear layers keep half as much, norms and sums as much
+(measured: ``tests/unit/test_planning.py``)."""
+BACKWARD_LAYERS = 1.0
+"""Layers' worth of saved values that gradients on their way back take beside them."""
+FRAGMENTS = 0.05
+"""Of what comes and goes: what an allocator keeps and cannot use."""
+RUNTIME = {"cuda": 1.0 * GIB, "cpu": 0.6 * GIB}
+"""CUDA's context and libraries, or python with its libraries, in every process."""
+NCCL = 0.5 * GIB
+ENGINE_SHARE = {"vllm": GPU_SHARE, "vllm_server": SERVER_GPU_SHARE}
+"""Of a device, what an engine takes by default (``gpu_memory_utilization``)."""
+MAX_PROCESSES, DEVICES_OF_A_NODE = 64, 8
+HF = ("hf", "hf_server")
+"""Samplers that start their kernels one by one, in the trainer's precision."""
+
 Changes = Sequence[tuple[str, object]]
 """Dotted config keys and their new values."""
+Sizes = Iterator[tuple[str, float, str]]
+"""Name, bytes and meaning of components."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Tokens of a prompt and of a completion; None: as many as the config lets them have."""
+class Component:
+    """Bytes of one process, when they are allocated (one of :data:`PHASES`), and what they are."""
 
-    prompt: int | None = None
-    completion: int | None = None
+    name: str
+    phase: str
+    bytes: float
+    what: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,186 +83,559 @@ class Remedy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assumed:
-    """Shares of a device's peak that are reached: of matrix products (learning), of memory bandwidth (sampling).
+class Split:
+    """A number of devices divided: trainer ranks, devices of engines alone (0: all train), and what follows from it."""
 
-    ``layer_s``: what starting the kernels of one layer costs, in seconds, whatever they do. The ``hf`` sampler starts
-    them one by one; engines replay a graph.
-    """
-
-    flops: float = 0.4
-    bandwidth: float = 0.7
-    layer_s: float = 5e-4
-    engine_layer_s: float = 2e-5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Seconds of one optimizer update, tokens per second over all processes, hours of the run.
-
-    ``generate_s`` is an update's share of its batch. Evaluation, verification and checkpoints are not counted.
-    """
-
+    ranks: int
+    engines: int
     generate_s: float
+    transfer_s: float
     learn_s: float
-    exchange_s: float
     update_s: float
-    generated_tokens_per_s: float
-    trained_tokens_per_s: float
+    trainer_idle: float
+    engine_idle: float
     run_hours: float
-    device_hours: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What each process of a run allocates and how long an update takes. ``limit_bytes``: of one process."""
-
-    shape: Shape
-    device: Device
-    load: Workload
-    components: tuple[Component, ...]
     peak_bytes: float
-    limit_bytes: float
-    timing: Timing
-    assumed: Assumed
-    warnings: tuple[str, ...]
-    remedies: tuple[Remedy, ...]
+    fits: bool
+    overrides: tuple[str, ...]
+
+
+class Plan:
+    """``config`` on ``train.devices`` x ``train.nodes`` devices, with prompts and completions of so many tokens.
+
+    ``completion`` is the mean, ``longest`` the longest of a batch. None: as many tokens as the config allows, and the
+    mean as the longest. Raises :class:`UserError` for more, and for a model that cannot be had.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        *,
+        prompt: int | None = None,
+        completion: int | None = None,
+        longest: int | None = None,
+        assumed: Assumed | None = None,
+        shape: Shape | None = None,
+    ) -> None:
+        most_new, completion = config.rollout.max_new_tokens, completion or longest
+        for option, tokens, most in (
+            ("--prompt-tokens", prompt, config.data.prompt.max_tokens),
+            ("--completion-tokens", completion, most_new if longest is None else min(longest, most_new)),
+            ("--longest-tokens", longest, most_new),
+        ):
+            if tokens is not None and not 1 <= tokens <= most:
+                raise UserError(f"{option}: got {tokens}; allowed: 1 to {most}, the most that the config lets through")
+        self.config, self.device = config, device
+        self.tokens = {"prompt": prompt, "completion": completion, "longest": longest}
+        self.longest = longest or most_new
+        self.assumed, self.shape = assumed or Assumed(), shape or shape_of(config.model)
+        self.load = workload(config, self.shape, device, prompt, completion)
+        self.terms = resolve_terms(config.kl)
+        self.element_bytes = ELEMENT_BYTES[config.model.dtype]
+        bf16 = config.train.precision == "bf16"
+        self.compute_bytes = 2 if bf16 else self.element_bytes  # of a value as matrix products take it
+        self.autocast = bf16 and config.model.dtype == "float32"
+        self.sampler = sampler_of(config)
+        self.beside = not capabilities_of(self.sampler).in_trainer_ranks
+        self.sharded = config.train.strategy in SHARDED and self.load.processes > 1
+        self.copies = config.train.nodes if self.sharded and config.train.shards == "node" else 1
+        self.shards = self.load.processes // self.copies if self.sharded else 1
+        self.references = sorted({term.reference for term in self.terms} - {"initial", "sampler"})
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def components(self) -> tuple[Component, ...]:
+        """Every component that is not zero."""
+        runtime = RUNTIME[self.device.kind] + (NCCL if self.device.kind == "cuda" and self.load.processes > 1 else 0)
+        always = [*self._always(), ("runtime", runtime, "libraries and context")]
+        learning, sampling = (
+            [*rows, ("fragments", FRAGMENTS * sum(size for _, size, _ in rows), "allocator")]
+            for rows in (list(self._learning()), list(self._sampling()))
+        )
+        return tuple(
+            Component(name=name, phase=phase, bytes=size, what=what)
+            for phase, rows in zip(PHASES, (always, learning, sampling), strict=True)
+            for name, size, what in rows
+            if size
+        )
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """The most bytes of one process at any time; an asynchronous run samples while it learns."""
+        always, learning, sampling = (
+            sum(item.bytes for item in self.components if item.phase == phase) for phase in PHASES
+        )
+        return always + (learning + sampling if self.config.lag.mode == "async" else max(learning, sampling))
+
+    @property
+    def limit_bytes(self) -> float:
+        """What one process may take: a device, or its share of this machine's memory."""
+        return self.device.memory_bytes / (self.config.train.devices if self.device.kind == "cpu" else 1)
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes
+        return self.peak_bytes <= self.limit_bytes and self.engine_fits
 
+    def _always(self) -> Sizes:
+        """What is allocated from the first update on."""
+        config, shape, shards = self.config, self.shape, self.shards
+        whole, trained = shape.parameters * self.element_bytes, shape.trainable * self.element_bytes
+        yield "parameters", whole / shards, "policy"
+        yield "gradients", trained / shards, "until the next update's first pass"
+        yield "optimizer", 2 * trained / shards, "AdamW's two moments"
+        untrained = (whole - trained) / shards if self.sharded else 0.0  # copies of shards share nothing
+        if config.model.lora is None:
+            yield "reference", whole / shards, "frozen copy"
+        for name in self.references:
+            if name == "teacher" and config.reference.teacher is not None:
+                teacher = config.reference.teacher.model(config.model)
+                size = shape_of(teacher).parameters * ELEMENT_BYTES[teacher.dtype]
+                yield "teacher", size / shards, "frozen"
+                continue
+            average = shape.trainable * 4 / shards if name == "ema" else 0.0
+            yield f"{name} reference", trained / shards + untrained + average, "its weights"
+        if self.sharded and self.sampler in ("hf", "replay"):
+            yield "sampling replica", self._replica_bytes, "whole copy to sample from"
+        if self.on_rank_gpus:
+            if not self._engine_sleeps:
+                yield self._engine
+        elif self.beside and not self.apart:
+            yield "sampler's policy", whole, "of the engine beside the trainer"
 
-def plan_run(
-    config: Config,
-    device: Device,
-    *,
-    lengths: Lengths | None = None,
-    assumed: Assumed | None = None,
-    shape: Shape | None = None,
-) -> Plan:
-    """Plan ``config`` on ``train.devices`` x ``train.nodes`` devices.
+    def _learning(self) -> Sizes:
+        """What is allocated while gradients of a micro-batch are computed."""
+        config, shape, load, size = self.config, self.shape, self.load, self.element_bytes
+        checkpoints = config.model.gradient_checkpointing
+        layers = 1 if checkpoints else shape.layers
+        inputs = shape.layers * shape.hidden * size if checkpoints else 0
+        layer_bytes = shape.layer_values * size * (AUTOCAST_SHARE if self.autocast else 1.0)
+        per_token = inputs + layer_bytes * (layers + BACKWARD_LAYERS)
+        tokens = f"{load.micro_tokens:,} tokens" + (", layer inputs and one layer" if checkpoints else "")
+        yield "activations", load.micro_tokens * per_token, tokens
+        if config.model.attention == "sdpa":  # one mask for all layers; the prompt's keys and values per completion
+            width, group = self.compute_bytes, shape.heads // shape.kv_heads
+            mask = group * load.micro_rows * load.completion * (load.prompt + load.completion) * width
+            prompts = 2 * load.micro_rows * load.prompt * shape.kv_width * width * layers
+            yield "attention", mask + prompts, "mask, and keys of prompts row by row"
+        if self.autocast and not self.sharded:  # copies live through a pass; FSDP gathers narrow weights
+            yield "bf16 weights", 2 * shape.layers * shape.layer, "autocast's copies"
+        chunk = head_chunk(config.model.head_chunk_elements, torch.device(self.device.kind))
+        rows = min(max(1, chunk // shape.vocabulary), load.micro_rows * load.completion)
+        # Five [n, V] in float32 at once, since the first and the last update measure exact KL.
+        yield "head chunk", 5 * rows * shape.vocabulary * 4.0, "logits"
+        table = shape.vocabulary * shape.hidden
+        if self._head_in_bf16 and size > 2:
+            yield "bf16 heads", 2 * 2 * table, "model.head_dtype: of policy and reference"
+        if config.model.lora is None:
+            yield "head's gradient", table * max(size, 4) + table * size, "of head and embedding, before they are added"
+        stored = load.update_tokens * (shape.hidden * size + 60)
+        yield "kept passes", stored, "the reference's hidden states, ids, log-probs"
+        if self.sharded:
+            weights = 2 * shape.layer * self.compute_bytes + shape.root * size
+            yield "gathered layers", weights + (shape.layer + shape.root) * size, "two layers, embedding and head"
+        elif load.processes > 1:
+            yield "gradient buckets", 2 * 64 * 2**20, "all-reduce"
 
-    Raises :class:`UserError` for a model that cannot be had.
-    """
-    shape, lengths, assumed = shape or shape_of(config.model), lengths or Lengths(), assumed or Assumed()
-    for option, given, most in (
-        ("--prompt-tokens", lengths.prompt, config.data.prompt.max_tokens),
-        ("--completion-tokens", lengths.completion, config.rollout.max_new_tokens),
-    ):
-        if given is not None and not 1 <= given <= most:
-            raise UserError(f"{option}: got {given}; allowed: 1 to {most}, the most that the config lets through")
-    terms = resolve_terms(config.kl)
-    load, parts, peak_bytes = _memory(config, terms, shape, device, lengths)
-    limit = limit_bytes(config, device)
+    def _sampling(self) -> Sizes:
+        """What is allocated while completions are drawn, by the ``hf`` backend and by an engine that sleeps else."""
+        if self.on_rank_gpus and self._engine_sleeps:
+            yield self._engine
+        if self.config.rollout.backend != "hf" or self.apart:
+            return
+        shape, load, size, capacity = self.shape, self.load, self.compute_bytes, INITIAL_CAPACITY
+        while capacity < load.completion:
+            capacity *= 2
+        families = -(-load.wave_rows // self.config.rollout.group_size)
+        cached = 2 * shape.layers * shape.kv_width * (families * load.prompt + load.wave_rows * capacity)
+        yield "KV cache", cached * size, f"{load.wave_rows} completions at a time"
+        # scores and log-probs in float32, probabilities in both
+        yield "logits of a token", load.wave_rows * shape.vocabulary * 20.0, "every row's"
+        yield "prompts' pass", families * load.prompt * shape.layer_values * size, "one layer, no gradient"
 
-    def try_changes(changes: Changes, shape: Shape = shape) -> Remedy | None:
-        """The changes as a remedy where they fit; None where they do not."""
-        other = changed(config, changes)
-        _, _, size = _memory(other, terms, shape, device, lengths)
-        if size > limit_bytes(other, device):
-            return None
-        return Remedy(overrides=tuple(f"{key}={_format(value)}" for key, value in changes), peak_bytes=size)
+    # --- engines -----------------------------------------------------------------------------------------------------
 
-    return Plan(
-        shape=shape,
-        device=device,
-        load=load,
-        components=tuple(parts),
-        peak_bytes=peak_bytes,
-        limit_bytes=limit,
-        timing=timing_of(config, terms, shape, load, device, assumed),
-        assumed=assumed,
-        warnings=tuple(_warnings(config, shape, device, load, peak_bytes, limit)),
-        remedies=() if peak_bytes <= limit else tuple(_remedies(config, device, try_changes)),
-    )
+    @cached_property
+    def _node_gpus(self) -> list[str]:
+        """The GPUs of rank 0's node: as many as ranks and engines need, a node's at least; none on a CPU."""
+        train = self.config.train
+        needed = train.devices + (self.engines * self.engine_devices if self.beside else 0)
+        return [str(n) for n in range(max(needed, DEVICES_OF_A_NODE))] if self.device.kind == "cuda" else []
 
+    @cached_property
+    def transport(self) -> str | None:
+        """How weights reach engines beside the trainer, as a run chooses it (an engine's own way counts as gloo); None
+        where the ranks draw."""
+        return engine_transport(self.config, self._node_gpus) or "gloo" if self.beside else None
 
-def limit_bytes(config: Config, device: Device) -> float:
-    """What one process may take: a device, or its share of this machine's memory."""
-    return device.memory_bytes / (config.train.devices if device.kind == "cpu" else 1)
+    @cached_property
+    def apart(self) -> bool:
+        """Whether engines beside the trainer have GPUs of their own."""
+        if not self.beside or self.device.kind != "cuda":
+            return False
+        of_engines = ",".join(engine_gpus(self.config, self._node_gpus)).split(",")
+        return set(self._node_gpus[: self.config.train.devices]).isdisjoint(of_engines)
 
+    @property
+    def on_rank_gpus(self) -> bool:
+        """Whether an engine takes a share of a rank's GPU."""
+        return self.device.kind == "cuda" and self.sampler in ENGINE_SHARE and not self.apart
 
-def _memory(
-    config: Config, terms: tuple[KLTerm, ...], shape: Shape, device: Device, lengths: Lengths
-) -> tuple[Workload, list[Component], float]:
-    load = workload_of(config, shape, device, prompt=lengths.prompt, completion=lengths.completion)
-    parts = components(config, terms, shape, load, device)
-    return load, parts, peak(parts, at_once=config.lag.mode == "async")
+    @property
+    def _engine_sleeps(self) -> bool:
+        """Whether it has memory only while it draws."""
+        return not self.beside and self.config.rollout.options.get("sleep") is not False
 
+    @property
+    def _engine(self) -> tuple[str, float, str]:
+        return "engine", self._engine_share * self.device.memory_bytes, "gpu_memory_utilization of the device"
 
-def _warnings(
-    config: Config, shape: Shape, device: Device, load: Workload, peak_bytes: float, limit: float
-) -> Iterator[str]:
-    if peak_bytes > limit:
-        yield f"does not fit: {peak_bytes / GIB:.1f} GiB in one process, {limit / GIB:.1f} GiB on {device.name}"
-    elif peak_bytes > 0.9 * limit:
-        yield f"tight: {peak_bytes / limit:.0%} of the memory, and the estimate may be off by as much"
-    if device.kind == "cuda" and config.train.precision == "fp32":
-        factor = device.bf16_flops / device.fp32_flops
-        yield f"train.precision=fp32 has 1/{factor:.0f} of this device's bf16 rate; train.precision=bf16 is autocast"
-    if config.train.strategy in SHARDED and config.rollout.backend == "hf":
-        size = shape.parameters * (4 if config.model.dtype == "float32" else 2)
-        if size > config.rollout.replica_gib * GIB:
-            yield (
-                f"rollout.replica_gib={config.rollout.replica_gib:g} refuses the whole copy that hf samples from: "
-                f"{size / GIB:.1f} GiB; rollout.replica_gib={-(-size // GIB):.0f} lets it"
-            )
-    budget = config.train.microbatch_tokens
-    if budget is not None and load.prompt + load.completion > budget:
-        yield (
-            f"train.microbatch_tokens={budget} is less than a prompt and its completion "
-            f"({load.prompt} + {load.completion}); each such row is a micro-batch of its own"
+    @property
+    def engines(self) -> int:
+        """Processes that draw."""
+        options = self.config.rollout.options
+        return len(options.get("urls") or ()) or int(options.get("servers", 1)) if self.beside else self.load.processes
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices of one engine that only draws."""
+        return int(self.config.rollout.options.get("tensor_parallel_size", 1)) if self.beside else 1
+
+    @property
+    def _engine_share(self) -> float:
+        share = self.config.rollout.options.get("gpu_memory_utilization")
+        return float(share or ENGINE_SHARE.get(self.sampler, 1 / (1 + FRAGMENTS)))
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether an engine's share of its devices has room for the weights and for one whole completion."""
+        if not self.apart and not self.on_rank_gpus:
+            return True
+        memory = self.engine_devices * self._engine_share * self.device.memory_bytes
+        return self._weight_bytes + self._row_bytes < memory
+
+    @property
+    def _replica_bytes(self) -> float:
+        """The whole copy of a sharded policy that ``hf`` samples from: layers as matrix products take them."""
+        return self.shape.body * self.compute_bytes + (self.shape.parameters - self.shape.body) * self.element_bytes
+
+    @property
+    def _in_bf16(self) -> bool:
+        """Whether an engine's weights are narrow: ``rollout.options.dtype``, else the policy's."""
+        return (self.config.rollout.options.get("dtype") or self.config.model.dtype) != "float32"
+
+    @property
+    def _weight_bytes(self) -> float:
+        """Of the weights as they travel to an engine and as it holds them; an adapter is merged."""
+        return self.shape.parameters * (2 if self._in_bf16 else 4)
+
+    @property
+    def _row_bytes(self) -> float:
+        """Keys and values of one completion of mean length and its prompt, in an engine."""
+        return self.shape.kv_values * (2 if self._in_bf16 else 4) * (self.load.prompt + self.load.completion)
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def timing(self) -> Timing:
+        """Upper bounds where completions end before ``rollout.max_new_tokens``."""
+        config, load = self.config, self.load
+        updates = updates_from_a_batch(config)
+        drawing, learning = self._drawing_work(), self._learning_work()
+        drawn = {} if drawing is None else drawing_parts(self.shape, self._engine_rates, drawing)
+        learned = learning_parts(self.shape, self._rates, learning)
+        transfer = self._transfer(self.transport)
+        loads = 1 / updates if config.lag.mode == "async" and not config.lag.in_flight else 1
+        publish, load_s = transfer["publish weights"], transfer["load weights"] * loads
+        engine = {**{name: seconds / updates for name, seconds in drawn.items()}, "load weights": load_s}
+        rank = {**learned, "publish weights": publish}
+        generate, learn = sum(drawn.values()) / updates, sum(learned.values())
+        rank_s, engine_s = learn + publish, generate + load_s
+        update = update_s(rank_s, engine_s, rank_s * self._overlap)
+        waited_for = rank if update == rank_s else engine if update == engine_s else {**rank, **engine}
+        hours = update * config.train.steps / 3600
+        devices = load.processes + (self.engines * self.engine_devices if self.apart else 0)
+        rows = config.rollout.prompts_per_batch * config.rollout.group_size
+        return Timing(
+            generate_s=generate,
+            learn_s=learn,
+            exchange_s=exchange_s(self.shape, self._rates, learning),
+            update_s=update,
+            generated_tokens_per_s=rows * load.completion / (generate * updates) if generate else 0.0,
+            trained_tokens_per_s=rows * load.completion / config.algorithm.updates_per_batch / learn,
+            run_hours=hours,
+            device_hours=hours * devices,
+            publish_s=publish,
+            load_s=load_s,
+            trainer_idle=1 - rank_s / update if self.beside else 0.0,
+            engine_idle=1 - engine_s / update if self.beside else 0.0,
+            bottleneck=max(waited_for, key=lambda name: waited_for[name]),
+            devices=devices,
+            parts={**engine, **rank},
+            transfer_s={name: sum(self._transfer(name).values()) for name in self._possible_transports},
         )
 
+    @property
+    def _possible_transports(self) -> Sequence[str]:
+        lora = self.config.model.lora is not None
+        return [name for name in TRANSPORTS if lora or name != "adapter"] if self.beside else []
 
-def _remedies(config: Config, device: Device, try_changes: Callable[..., Remedy | None]) -> Iterator[Remedy]:
-    """Settings that change no number of the run first, then more processes, then an adapter."""
-    steps = list(_harmless_changes(config, device))
-    candidates = [try_changes(steps[:count]) for count in range(1, len(steps) + 1)]
-    yield from [remedy for remedy in candidates if remedy is not None][:1]
-    if config.lag.mode != "async" and config.rollout.backend in ("hf", "replay"):
-        candidates = [
-            try_changes([("train.strategy", "fsdp"), *_places(processes), *changes])
-            for changes in ([], steps)
-            for processes in _process_counts(config)
-        ]
-        yield from [remedy for remedy in candidates if remedy is not None][:1]
-    if config.model.lora is None:
+    @property
+    def _overlap(self) -> float:
+        """The share of a rank's work in which the engines may already draw the next batch."""
+        lag = self.config.lag
+        if lag.mode != "async" or (self.device.kind == "cuda" and not self.apart):
+            return 0.0
+        return 1.0 if lag.policy == "drop" else min(1.0, lag.max_steps / updates_from_a_batch(self.config))
+
+    @property
+    def _rates(self) -> Rates:
+        """Of a trainer rank."""
+        bf16, train = self.compute_bytes == 2, self.config.train
+        ports = None if train.nodes == 1 or self.copies > 1 else train.devices
+        return Rates.of(self.device, self.assumed, bf16=bf16, bf16_head=self._head_in_bf16, ports=ports)
+
+    @property
+    def _head_in_bf16(self) -> bool:
+        """Whether the head's products are of bf16 factors, whatever autocast does."""
+        return self.element_bytes == 2 or self.config.model.head_dtype is not None
+
+    @property
+    def _engine_rates(self) -> Rates:
+        """Of an engine with all its devices; ``hf`` draws in the trainer's precision."""
+        as_trainer = self.sampler in HF
+        bf16, bf16_head = as_trainer and self.compute_bytes == 2, as_trainer and self._head_in_bf16
+        narrow = self._in_bf16
+        rates = Rates.of(self.device, self.assumed, bf16=narrow or bf16, bf16_head=narrow or bf16_head)
+        faster = {name: getattr(rates, name) * self.engine_devices for name in ("products", "head", "memory")}
+        return dataclasses.replace(rates, **faster)
+
+    def _drawing_work(self) -> Drawing | None:
+        """What one engine, or one rank that draws, does for a batch; None where batches are read."""
+        if capabilities_of(self.sampler).recorded:
+            return None
+        rollout, load, shape, assumed = self.config.rollout, self.load, self.shape, self.assumed
+        prompts = rollout.prompts_per_batch
+        rows = -(-prompts // self.engines) * rollout.group_size  # whole groups
+        common: dict[str, Any] = {"prompt": load.prompt, "completion": load.completion, "group": rollout.group_size}
+        common["rows"] = prompts * rollout.group_size / self.engines
+        if self.sampler in HF:  # each wave ends with its longest completion
+            launch = shape.layers * assumed.layer_s
+            overlaps, value_bytes = self.device.kind == "cuda", 2 if self._in_bf16 else self.compute_bytes
+            in_replica = self.sharded and not self.beside  # whose layers are narrow already
+            return Drawing(
+                **common,
+                steps=-(-rows // min(rollout.batch_sequences, rows)) * self.longest,
+                launch_s=launch if overlaps else 0.0,
+                host_s=0.0 if overlaps else launch,
+                # autocast without gradient makes a narrow copy of each weight whenever it is used: read, write, read
+                weight_bytes=8 if self.autocast and not self._in_bf16 and not in_replica else value_bytes,
+                value_bytes=value_bytes,
+                shared=rollout.group_size,
+            )
+        room = self._engine_share * self.device.memory_bytes * self.engine_devices - self._weight_bytes
+        at_once = max(1.0, min(rows, rollout.batch_sequences, room / self._row_bytes))
+        return Drawing(  # an ended completion makes room for the next
+            **common,
+            steps=self.longest + (rows / at_once - 1) * load.completion,
+            launch_s=shape.layers * assumed.engine_layer_s,
+            host_s=assumed.engine_step_s,
+            weight_bytes=2 if self._in_bf16 else 4,
+            value_bytes=2 if self._in_bf16 else 4,
+        )
+
+    def _learning_work(self) -> Learning:
+        """What one rank does for an update."""
+        config, load, algorithm = self.config, self.load, self.config.algorithm
+        references = 1 + len(self.references)
+        critic = bool(ADVANTAGES.get(algorithm.advantage, key="algorithm.advantage").facts.get("critic"))
+        early = any(term.baseline in ("before", "own") for term in self.terms) or algorithm.dpo is not None
+        ahead = early + (algorithm.proximal == "recomputed" or critic)
+        every = config.train.exact_kl_every
+        exact = any(term.reads != {"log_ratio"} for term in self.terms)
+        measured = 1.0 if exact else 1 / every if every else 0.0  # share of updates
+        lora = config.model.lora is not None
+        # forward, again in the backward, gradient of hidden states and weights; the reference's again in both for KL
+        head_products = references + ahead + early * exact + 2 + (1 if lora else 2) + 2 * measured
+        return Learning(
+            line=load.update_line,
+            tokens=load.update_tokens,
+            context=load.prompt + load.completion / 2,
+            ahead=references + ahead,
+            head_products=head_products,
+            recompute=config.model.gradient_checkpointing,
+            lora=lora,
+            micro_batches=load.update_micro,
+            ranks=load.processes,
+            sharded=self.sharded,
+            copies=self.copies,
+            element_bytes=self.element_bytes,
+            gather_bytes=self.compute_bytes,
+        )
+
+    def _transfer(self, transport: str | None) -> Mapping[str, float]:
+        """Seconds of publishing the weights and of loading them. Trainer and engine hash them.
+
+        Ranks that draw take new weights by a gather of the shards, or have them already.
+        """
+        gather = self.shape.parameters * self.element_bytes * (1 - 1 / self.shards) / self._rates.link
+        if transport is None:
+            publish = gather if self.sampler == "hf" else 0.0
+            copied = self._weight_bytes / self._rates.memory if self.sampler == "vllm" else 0.0
+            return {"publish weights": publish, "load weights": copied}
+        by, size = TRANSPORTS[transport], self._weight_bytes
+        narrow = size / (self.shape.parameters * self.element_bytes)  # weights are cast before they are gathered
+        if transport == "adapter":
+            size *= self.shape.trainable / self.shape.parameters
+        gather *= size / self._weight_bytes * narrow
+        load = by.load * (self.engines if by.in_turn else 1) + HASH
+        return {"publish weights": gather + size * (by.publish + HASH), "load weights": size * load}
+
+    # --- what does not fit, and what would ---------------------------------------------------------------------------
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[str]:
+        config, device, load, peak, limit = self.config, self.device, self.load, self.peak_bytes, self.limit_bytes
+        if peak > limit:
+            yield f"does not fit: {peak / GIB:.1f} GiB in one process, {limit / GIB:.1f} GiB on {device.name}"
+        if not self.engine_fits:
+            yield f"does not fit: an engine's weights and one completion on {self.engine_devices} x {device.name}"
+        if limit >= peak > 0.9 * limit:
+            yield f"tight: {peak / limit:.0%} of the memory, and the estimate may be off by as much"
+        if device.kind == "cuda" and config.train.precision == "fp32":
+            ratio = device.bf16_flops / device.fp32_flops
+            yield f"train.precision=fp32 has 1/{ratio:.0f} of this device's bf16 rate; train.precision=bf16 is autocast"
+        size, limit_gib = self._replica_bytes, config.rollout.replica_gib
+        if self.sharded and self.sampler == "hf" and size > limit_gib * GIB:
+            yield (
+                f"rollout.replica_gib={limit_gib:g} refuses the whole copy that hf samples from: {size / GIB:.1f} GiB; "
+                f"rollout.replica_gib={-(-size // GIB):.0f} lets it"
+            )
+        budget = config.train.microbatch_tokens
+        if budget is not None and load.prompt + load.completion > budget:
+            yield (
+                f"train.microbatch_tokens={budget} is less than a prompt and its completion "
+                f"({load.prompt} + {load.completion}); each such row is a micro-batch of its own"
+            )
+
+    @cached_property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """What makes a run fit that does not: of each kind of :meth:`_candidates` the first."""
+        if self.fits:
+            return ()
+        fitting = (filter(None, map(self._try, candidates)) for candidates in self._candidates())
+        return tuple(remedy for remedies in fitting for remedy in [next(remedies, None)] if remedy is not None)
+
+    def _try(self, changes: Changes) -> Remedy | None:
+        """The changes as a remedy, where the run fits with them."""
+        config = changed(self.config, changes)
         try:
-            adapter = shape_of(dataclasses.replace(config.model, lora=LoraConfig(rank=16)))
-        except UserError:  # the model has none of the usual modules
-            return
-        remedy = try_changes([*steps, ("model.lora", "{rank: 16}")], adapter)
-        if remedy is not None:
-            yield remedy
+            shape = self.shape if config.model.lora == self.config.model.lora else shape_of(config.model)
+        except UserError:  # the model has none of the modules that adapters usually go to
+            return None
+        plan = Plan(config, self.device, **self.tokens, assumed=self.assumed, shape=shape)
+        return Remedy(overrides=_as_overrides(changes), peak_bytes=plan.peak_bytes) if plan.fits else None
+
+    def _candidates(self) -> Iterator[Iterator[Changes]]:
+        """Settings that change no number of the run, one after another; more processes; an adapter."""
+        config, steps = self.config, list(self._harmless_changes())
+        yield (steps[:count] for count in range(1, len(steps) + 1))
+        can = capabilities_of(sampler_of(config))
+        if can.draws_parts or not can.in_trainer_ranks:
+            now = 1 if config.train.strategy == "single" else self.load.processes
+            counts = [count for count in (now * 2**power for power in range(1, 7)) if count <= MAX_PROCESSES]
+            yield (
+                [("train.strategy", "fsdp"), *_places(count), *changes]
+                for changes in ([], steps)
+                for count in counts
+                if config.rollout.prompts_per_batch % count == 0
+            )
+        if config.model.lora is None:
+            yield iter([[*steps, ("model.lora", "{rank: 16}")]])
+
+    def _harmless_changes(self) -> Iterator[tuple[str, object]]:
+        """Settings that change time and memory only."""
+        config, chunk = self.config, 2**23
+        if not config.model.gradient_checkpointing:
+            yield "model.gradient_checkpointing", True
+        longest = config.data.prompt.max_tokens + config.rollout.max_new_tokens
+        if (config.train.microbatch_tokens or 2**16) > longest:
+            yield "train.microbatch_tokens", longest
+        if self.device.kind == "cuda" and (config.model.head_chunk_elements or 2**27) > chunk:
+            yield "model.head_chunk_elements", chunk
+        if config.rollout.backend == "hf" and config.rollout.batch_sequences > 64:
+            yield "rollout.batch_sequences", 64
 
 
-def _harmless_changes(config: Config, device: Device) -> Iterator[tuple[str, object]]:
-    """Settings that change time and memory only."""
-    if not config.model.gradient_checkpointing:
-        yield "model.gradient_checkpointing", True
-    longest = config.data.prompt.max_tokens + config.rollout.max_new_tokens
-    if (config.train.microbatch_tokens or 2**16) > longest:
-        yield "train.microbatch_tokens", longest
-    chunk = 2**23
-    if device.kind == "cuda" and (config.model.head_chunk_elements or 2**27) > chunk:
-        yield "model.head_chunk_elements", chunk
-    if config.rollout.backend == "hf" and config.rollout.batch_sequences > 64:
-        yield "rollout.batch_sequences", 64
+def splits(config: Config, device: Device, total: int, **tokens: int | None) -> tuple[Split, ...]:
+    """Ways to divide ``total`` devices between trainer ranks and engines: those that fit first, the fastest first.
+
+    Without engines in the config, vLLM's servers draw, in bf16 where ``train.precision`` is. Where all devices train,
+    the ranks draw, or the config's engines take a share of the same GPUs. ``tokens`` as for :class:`Plan`. Raises
+    :class:`UserError` where no division gives every rank as many prompts.
+    """
+    shape, sampler, divided = shape_of(config.model), sampler_of(config), list[Split]()
+    can = capabilities_of(sampler)
+    beside = not can.in_trainer_ranks
+    each = int(config.rollout.options.get("tensor_parallel_size", 1)) if beside else 1
+    for ranks in range(1, total + 1):
+        engines, rest = divmod(total - ranks, each)
+        nodes = -(-ranks // DEVICES_OF_A_NODE)
+        shared = ranks == total and sampler == "vllm_server" and nodes == 1 and ranks % each == 0
+        in_ranks = ranks == total and can.draws_parts
+        if config.rollout.prompts_per_batch % ranks or rest or ranks % nodes or not (engines or in_ranks or shared):
+            continue
+        strategy = "single" if ranks == 1 else "ddp" if config.train.strategy == "ddp" else "fsdp"
+        changes: list[tuple[str, object]] = [("train.strategy", strategy), *_places(ranks)]
+        if strategy not in SHARDED and config.train.shards != "all":
+            changes.append(("train.shards", "all"))
+        if engines or shared:
+            options = dict(config.rollout.options) if beside else {}
+            options = {name: value for name, value in options.items() if name not in ("gpus", "urls")}
+            options["servers"] = engines or ranks // each
+            if config.train.precision == "bf16":
+                options.setdefault("dtype", "bfloat16")
+            if shared:
+                names = [str(gpu) for gpu in range(ranks)]
+                options["gpus"] = [",".join(names[first : first + each]) for first in range(0, ranks, each)]
+                options.setdefault("gpu_memory_utilization", GPU_SHARE)
+            changes += [("rollout.backend", sampler if beside else "vllm_server"), ("rollout.options", options)]
+        plan = Plan(changed(config, changes), device, shape=shape, **tokens)
+        time = plan.timing
+        divided.append(
+            Split(
+                ranks=ranks,
+                engines=engines * each,
+                generate_s=time.generate_s,
+                transfer_s=time.publish_s + time.load_s,
+                learn_s=time.learn_s,
+                update_s=time.update_s,
+                trainer_idle=time.trainer_idle,
+                engine_idle=time.engine_idle,
+                run_hours=time.run_hours,
+                peak_bytes=plan.peak_bytes,
+                fits=plan.fits,
+                overrides=_as_overrides(changes),
+            )
+        )
+    if not divided:
+        prompts = config.rollout.prompts_per_batch
+        raise bad_value("--split", total, f"a number of which a part divides rollout.prompts_per_batch ({prompts})")
+    return tuple(sorted(divided, key=lambda split: (not split.fits, split.update_s)))
 
 
-def _process_counts(config: Config) -> Iterator[int]:
-    """Twice as many processes as now, four times, ..., where they divide the batch."""
-    count = 2 if config.train.strategy == "single" else 2 * config.train.devices * config.train.nodes
-    while count <= MAX_PROCESSES:
-        if config.rollout.prompts_per_batch % count == 0:
-            yield count
-        count *= 2
+def _as_overrides(changes: Changes) -> tuple[str, ...]:
+    """As the command line takes them."""
+    words = ((key, json.dumps(value) if isinstance(value, bool | dict) else value) for key, value in changes)
+    return tuple(f"{key}={value}" for key, value in words)
 
 
 def _places(processes: int) -> list[tuple[str, object]]:
-    nodes = -(-processes // 8)
+    nodes = -(-processes // DEVICES_OF_A_NODE)
     return [("train.devices", processes // nodes), *([("train.nodes", nodes)] if nodes > 1 else [])]
 
 
@@ -243,76 +647,3 @@ def changed(config: Config, changes: Changes) -> Config:
         replaced = dataclasses.replace(getattr(config, section), **{name: value})
         config = dataclasses.replace(config, **{section: replaced})
     return config
-
-
-def _format(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# --- time ------------------------------------------------------------------------------------------------------------
-def timing_of(
-    config: Config, terms: tuple[KLTerm, ...], shape: Shape, load: Workload, device: Device, assumed: Assumed
-) -> Timing:
-    """Upper bounds where completions end before ``rollout.max_new_tokens``."""
-    generate = _generation(config, shape, load, device, assumed) / load.reuse
-    compute = _learning_flops(config, terms, shape, load) / (device.flops(config.train.precision) * assumed.flops)
-    exchange = _exchange(config, shape, load, device)
-    optimizer_bytes = 7 * shape.trainable * element_bytes(config) / (load.processes if is_sharded(config, load) else 1)
-    learn = max(compute, exchange) + optimizer_bytes / (device.bandwidth * assumed.bandwidth)
-    update = max(generate, learn) if config.lag.mode == "async" else generate + learn
-    hours = update * config.train.steps / 3600
-    return Timing(
-        generate_s=generate,
-        learn_s=learn,
-        exchange_s=exchange,
-        update_s=update,
-        generated_tokens_per_s=load.processes * load.drawn_tokens / (generate * load.reuse) if generate else 0.0,
-        trained_tokens_per_s=load.processes * load.update_tokens / learn,
-        run_hours=hours,
-        device_hours=hours * load.processes,
-    )
-
-
-def _learning_flops(config: Config, terms: tuple[KLTerm, ...], shape: Shape, load: Workload) -> float:
-    """Of one process and update: passes of the policy and of each reference, forward and back."""
-    context = load.prompt + load.completion / 2
-    per_token = 2 * shape.body + 4 * shape.layers * shape.heads * shape.head_dim * context
-    references = 1 + len({term.reference for term in terms} - {"initial", "sampler"})
-    ahead = any(term.baseline in ("before", "own") for term in terms) or config.algorithm.proximal == "recomputed"
-    backward = 1 if config.model.lora is not None else 2
-    passes = references + 1 + backward + config.model.gradient_checkpointing + ahead
-    head = 2 * shape.vocabulary * shape.hidden
-    head_passes = 2 * references + 1 + backward + 1 + ahead
-    return load.update_line * per_token * passes + load.update_tokens * head * head_passes
-
-
-def _exchange(config: Config, shape: Shape, load: Workload, device: Device) -> float:
-    """Seconds that weights and gradients of one update need on the wire; FSDP's overlap with computing."""
-    if load.processes == 1:
-        return 0.0
-    link = min(device.link, NETWORK) if config.train.nodes > 1 else device.link
-    size, share = element_bytes(config), (load.processes - 1) / load.processes
-    if config.train.strategy not in SHARDED:
-        return 2 * share * shape.trainable * size / link
-    gathers = 2 + 1  # the policy's forward and backward, the reference's forward
-    per_micro = gathers * shape.parameters + shape.trainable
-    refresh = shape.parameters if config.rollout.backend == "hf" else 0
-    return share * size * (load.update_micro * per_micro + refresh) / link
-
-
-def _generation(config: Config, shape: Shape, load: Workload, device: Device, assumed: Assumed) -> float:
-    """Seconds in which this process draws a batch: every token reads the weights and the rows' caches once."""
-    if config.rollout.backend == "replay":
-        return 0.0
-    size = compute_bytes(config)
-    hf_sampler = config.rollout.backend == "hf"
-    # autocast without gradient makes a narrow copy of each weight whenever it is used: read, write, read
-    weights = shape.parameters * (8 if hf_sampler and uses_autocast(config) else size)
-    families = -(-load.wave_rows // config.rollout.group_size)
-    cached = 2 * shape.layers * shape.kv_width * size
-    keys = cached * (families * load.prompt + load.wave_rows * load.completion / 2)
-    moved = (weights + keys) / (device.bandwidth * assumed.bandwidth)
-    products = 2 * (shape.body + shape.vocabulary * shape.hidden) * load.wave_rows
-    computed = products / (device.flops(config.train.precision) * assumed.flops)
-    start = 0.0 if device.kind == "cpu" else shape.layers * (assumed.layer_s if hf_sampler else assumed.engine_layer_s)
-    return load.waves * load.completion * max(moved, computed, start)

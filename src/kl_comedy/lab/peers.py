@@ -1,0 +1,420 @@
+"""The KL flags of other systems as data (``peer_systems/NAME.yaml``), and what a setting of them means.
+
+    "verl:use_kl_loss=true,kl_loss_type=k3" -> split, resolve -> the rules of the system -> Reading -> certificates
+
+A rule is a mapping. It applies where every condition of its ``when`` holds, and then, in this order: ``set`` gives
+values to variables, ``terms``, ``notes`` and ``no_ops`` are appended, ``switch_on`` is merged, ``policy_ratio`` and
+``holds_in`` are replaced, ``refuse`` raises, ``rules`` are applied, and ``instead`` or ``stop`` ends the reading.
+
+A condition compares a flag, a variable, or ``terms`` (the number of terms so far) with a value, a list (any of it),
+``{not: ...}`` or ``{above: number}``. ``$name`` stands for the value of a flag, variable or shared sentence, ``{name}``
+inside a text for the value as one types it, ``{of: name, value: result, else: result}`` for a table, and
+``{twice: name}`` for twice a number. A term is ``{loss: estimator, ...}`` (differentiated), ``{cost: estimator, ...}``
+(a cost in the reward, from the log-probs at rollout) or the fields of a :class:`~kl_comedy.kl.KLTerm`.
+
+The facts are from the sources of the versions that the files name; no code of those systems is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.kl import REGIMES, KLTerm
+from kl_comedy.kl.oracle.certificate import Certificate, certify
+
+Value = bool | float | str | None
+Rules = Sequence[Mapping[str, Any]]
+EFFECTS = ("set", "terms", "notes", "no_ops", "switch_on", "policy_ratio", "holds_in", "refuse", "rules", "instead")
+NAMES = (
+    *("trl", "verl", "openrlhf", "nemo-rl", "slime", "skyrl", "open-instruct", "prime-rl", "pipelinerl", "areal"),
+    *("roll", "tinker", "trinity", "oat", "torchforge", "ms-swift"),
+)
+SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag of a system that bears on its KL.
+
+    ``default`` is the system's own, and its type says whether the flag is a switch, a number or a name out of
+    ``choices``. ``path`` is the dotted path in the system's config or command line (default: the name). ``nullable``:
+    ``none`` is a value. ``aliases`` are names of older versions and other entry points.
+    """
+
+    name: str
+    meaning: str
+    default: Value
+    path: str = ""
+    choices: tuple[str, ...] = ()
+    nullable: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The path to write in the system's own config."""
+        return self.path or self.name
+
+    @property
+    def is_switch(self) -> bool:
+        return isinstance(self.default, bool)
+
+    @property
+    def allowed(self) -> str:
+        kind = ", ".join(self.choices) or ("true, false" if self.is_switch else "a number, at least 0")
+        return kind + (", none" if self.nullable else "")
+
+    def matches(self, key: str) -> bool:
+        """Whether a normalized key is the name, an alias, or a tail of the path in whole components."""
+        return key in (self.name, *self.aliases) or f".{flag_key(self.where)}".endswith(f".{key}")
+
+    def parse(self, text: str | None, key: str) -> Value:
+        """The value of a text, None for a lone ``--key``. Raises :class:`UserError`, which names ``key``."""
+        if text is None and not self.is_switch:
+            raise bad_value(key, "(nothing)", self.allowed, "only a switch may stand alone")
+        plain = "true" if text is None else text.strip("\"'")
+        named: dict[str, Value] = {choice.lower(): choice for choice in reversed(self.choices)}
+        named |= SWITCH if self.is_switch else {}
+        named |= {"none": None, "null": None} if self.nullable else {}
+        if plain.lower() in named:
+            return named[plain.lower()]
+        with contextlib.suppress(ValueError):
+            number = math.nan if self.choices or self.is_switch else float(plain)
+            if 0 <= number < math.inf:
+                return number
+        raise bad_value(key, plain, self.allowed.split(", ") if self.choices else self.allowed)
+
+    def row(self) -> dict[str, str]:
+        """The flag as one row of ``kl-comedy list peers``."""
+        default = format_value(self.default)
+        return {"flag": self.where, "allowed": self.allowed, "default": default, "meaning": self.meaning}
+
+
+def format_value(value: Value) -> str:
+    """A value as one types it.
+
+    >>> format_value(True), format_value(None), format_value(0.001)
+    ('true', 'none', '0.001')
+    """
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A system: its KL flags, and the rules that say what they do.
+
+    ``advice`` holds, per goal of :data:`GOALS`, the flags that reach it, or why none do. ``marks``: keys, modules and
+    programs by which a launch script or config is recognised as one of this system.
+    """
+
+    name: str
+    title: str
+    version: str
+    source: str
+    marks: Sequence[str]
+    flags: tuple[Flag, ...]
+    rules: Rules
+    advice: Mapping[str, Mapping[str, Value] | str]
+
+    @classmethod
+    def load(cls, name: str) -> System:
+        data = _load_yaml(name)
+        flags = [
+            Flag(name=flag, **{key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()})
+            for flag, facts in data.pop("flags").items()
+        ]
+        return cls(name=name, flags=tuple(flags), **data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a system does with its flags set.
+
+    ``flags``: all, defaults included; ``given``: those of the text. ``terms``: the equivalent terms; empty where no KL
+    acts; None where none is equivalent (``instead`` says what is done). ``notes``: what a user has to know beside the
+    terms. ``no_ops``: flags that are set and do nothing. ``holds_in``: the regimes in which the terms are what the
+    system does. ``policy_ratio``: the ratio with which the policy loss weights a cost inside the reward (``none``,
+    ``token`` or ``sequence``); certificates include it, and leave its clip out. ``switch_on``: the flags that turn the
+    KL on, where it is off.
+    """
+
+    system: str
+    version: str
+    source: str
+    text: str
+    flags: Mapping[str, Value]
+    given: Mapping[str, Value]
+    terms: tuple[KLTerm, ...] | None
+    instead: str
+    notes: tuple[str, ...]
+    no_ops: tuple[str, ...]
+    holds_in: tuple[str, ...]
+    policy_ratio: str
+    switch_on: Mapping[str, Value]
+
+    def certified_terms(self) -> tuple[KLTerm, ...]:
+        """The terms as the policy loss leaves them: a cost inside the reward carries its ratio."""
+        terms, ratio = self.terms or (), {"baseline": "after", "correction": self.policy_ratio}
+        if self.policy_ratio == "none":
+            return terms
+        return tuple(dataclasses.replace(term, **ratio) if term.baseline == "before" else term for term in terms)
+
+    def certificates(self, regimes: Sequence[str] = REGIMES) -> dict[str, Certificate]:
+        """By regime, for those in which the terms hold; empty where there are no terms."""
+        if not self.terms:
+            return {}
+        covered = [regime for regime in regimes if regime in self.holds_in]
+        return {c.regime: c for c in certify(self.text, self.certified_terms(), regimes=covered)}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a user may want: ``target`` hit in ``regime``; ``recipe`` is ours for it."""
+
+    name: str
+    target: str
+    regime: str
+    recipe: str
+    words: str
+
+
+GOALS = {
+    name: Goal(name, *facts)
+    for name, *facts in (
+        ("sequence", "sequence_reverse", "on_policy", "rb/full", "the reverse KL of whole completions, on-policy"),
+        ("off_policy", "token_reverse", "off_policy", "rb/token", "a per-token reverse KL, right on stale batches"),
+        ("low_noise", "token_reverse", "on_policy", "rb/token", "little noise, per token, on-policy"),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """For one goal: the flags (text that :func:`read` reads), or None and why. Tests certify that they reach it."""
+
+    goal: Goal
+    flags: str | None
+    why_not: str
+
+
+def is_peer(text: str) -> bool:
+    """Whether a text is about another system: it has a colon, or is the bare name of one."""
+    return ":" in text or _system_key(text) in SYSTEMS
+
+
+def find_system(name: str) -> System:
+    """The system called ``name``; case and underscores do not matter. A miss names the nearest.
+
+    >>> find_system("NeMo_RL").name
+    'nemo-rl'
+    """
+    if _system_key(name) not in SYSTEMS:
+        raise bad_value("system", name, SYSTEMS)
+    return SYSTEMS[_system_key(name)]
+
+
+def read(text: str) -> Reading:
+    """Read ``system:key=value,...``; ``system:`` alone is the system with its defaults.
+
+    A key may be the flag's name, an alias, or any tail of its dotted path; ``--key value`` and a lone ``--key`` (true)
+    are read too. Raises :class:`UserError` for an unknown system, flag or value, or flags that the system refuses.
+
+    >>> read("verl:use_kl_loss=true,kl_loss_type=k3+").terms[0].label()
+    'k3_reverse_token in loss gradient=k2'
+    """
+    name, pairs = split(text)
+    system = find_system(name)
+    return read_flags(system, resolve(system, pairs))
+
+
+def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
+    """Apply the rules of a system to its flags, defaults included. Raises :class:`UserError` where a rule refuses."""
+    flags = {**{flag.name: flag.default for flag in system.flags}, **given}
+    result = _Rules({**SENTENCES, **dict.fromkeys(variables(system.rules)), **flags}, system.name)
+    result.apply(system.rules)
+    placements = {term.placement for term in result.terms if term.placement == "loss" or term.anchor == "behaviour"}
+    return Reading(
+        system=system.name,
+        version=system.version,
+        source=system.source,
+        text=render(system, given),
+        flags=flags,
+        given=given,
+        terms=None if result.instead else tuple(result.terms),
+        instead=result.instead,
+        notes=(*result.notes, *([SENTENCES["both"]] if len(placements) == 2 else [])),
+        no_ops=tuple(result.no_ops),
+        holds_in=tuple(result.holds_in),
+        policy_ratio=result.policy_ratio,
+        switch_on=result.switch_on,
+    )
+
+
+def switched_on(reading: Reading) -> Reading | None:
+    """The same flags with the KL turned on, where it is off and a flag turns it on."""
+    given = {**reading.given, **reading.switch_on}
+    return read_flags(SYSTEMS[reading.system], given) if reading.switch_on else None
+
+
+def advise(system: System) -> tuple[Advice, ...]:
+    """The advice of a system, in the order of :data:`GOALS`."""
+    advice = []
+    for name, goal in GOALS.items():
+        answer = system.advice[name]
+        flags, why_not = (None, answer) if isinstance(answer, str) else (render(system, answer), "")
+        advice.append(Advice(goal=goal, flags=flags, why_not=why_not))
+    return tuple(advice)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+def split(text: str) -> tuple[str, list[tuple[str, str | None]]]:
+    """``system:flags`` to the system's name and pairs of key and text; None for a lone switch.
+
+    >>> split("verl: use_kl_loss=true, kl_loss_type = k3")
+    ('verl', [('use_kl_loss', 'true'), ('kl_loss_type', 'k3')])
+    >>> split("openrlhf:--algo.kl.use_loss --algo.kl.estimator k3")
+    ('openrlhf', [('algo.kl.use_loss', None), ('algo.kl.estimator', 'k3')])
+    """
+    system, _, rest = text.partition(":")
+    system = system.strip()
+    pairs: list[tuple[str, str | None]] = []
+    for word in re.sub(r"\s*=\s*", "=", rest).replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if equals or word.startswith("--"):
+            pairs.append((flag_key(key), value if equals else None))
+        elif pairs and pairs[-1][1] is None:  # the value of the --key before it
+            pairs[-1] = (pairs[-1][0], word)
+        else:
+            raise bad_value(f"{system}:", word, "key=value, --key value or --switch, with commas or spaces between")
+    return system, pairs
+
+
+def resolve(system: System, pairs: Sequence[tuple[str, str | None]]) -> dict[str, Value]:
+    """The values of the flags that were given, by name. Raises :class:`UserError` for a wrong key or value."""
+    given: dict[str, Value] = {}
+    for key, text in pairs:
+        flag = _find_flag(system, key, text)
+        if flag.name in given:
+            raise UserError(f"{system.name}.{key}: given twice (flag {flag.where})")
+        given[flag.name] = flag.parse(text, f"{system.name}.{key}")
+    return given
+
+
+def render(system: System, given: Mapping[str, Value]) -> str:
+    """Values back to the text that :func:`read` reads, with the system's own paths."""
+    paths = {flag.name: flag.where for flag in system.flags}
+    return f"{system.name}:" + ",".join(f"{paths[name]}={format_value(value)}" for name, value in given.items())
+
+
+def _find_flag(system: System, key: str, text: str | None) -> Flag:
+    flags, where = system.flags, f"{system.name}.{key}"
+    matching = [flag for flag in flags if key == flag.name] or [flag for flag in flags if flag.matches(key)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        paths = ", ".join(flag.where for flag in matching)
+        raise bad_value(where, "the bare key", paths, "several flags end like this")
+    misplaced = [flag.where for flag in flags if "." in key and flag.matches(key.rsplit(".", 1)[-1])]
+    if misplaced:
+        raise UserError(f"{where}: no such key (given {text!r}); the flag is at {' or '.join(misplaced)}")
+    raise unknown_key(where, text if text is not None else "true", [flag.name for flag in flags])
+
+
+def flag_key(key: str) -> str:
+    """``--kl-loss-type`` and ``+kl_loss_type`` are ``kl_loss_type``."""
+    return key.strip("\"' ").lstrip("-+").replace("-", "_")
+
+
+def _system_key(name: str) -> str:
+    return name.strip().rstrip(":").lower().replace("_", "-")
+
+
+# --- rules --------------------------------------------------------------------------------------------------------
+@dataclass
+class _Rules:
+    """The rules of one system at work: values by name, and what was collected so far."""
+
+    values: dict[str, Any]
+    system: str
+    terms: list[KLTerm] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    no_ops: list[str] = field(default_factory=list)
+    switch_on: dict[str, Value] = field(default_factory=dict)
+    policy_ratio: str = "none"
+    holds_in: Sequence[str] = REGIMES
+    instead: str = ""
+
+    def apply(self, rules: Rules) -> bool:
+        """Apply rules in order. Returns False where one of them ends the reading."""
+        for rule in rules:
+            if not all(self._holds(name, wanted) for name, wanted in rule.get("when", {}).items()):
+                continue
+            for name, value in rule.get("set", {}).items():
+                self.values[name] = self._value(value)
+            self.terms += [self._term(item) for item in rule.get("terms", ())]
+            self.notes += [self._value(text) for text in rule.get("notes", ())]
+            self.no_ops += [self._value(text) for text in rule.get("no_ops", ())]
+            self.switch_on |= {name: self._value(value) for name, value in rule.get("switch_on", {}).items()}
+            self.policy_ratio = rule.get("policy_ratio", self.policy_ratio)
+            self.holds_in = rule.get("holds_in", self.holds_in)
+            if "refuse" in rule:
+                raise UserError(f"{self.system}: {rule['refuse']}")
+            if not self.apply(rule.get("rules", ())):
+                return False
+            self.instead = self._value(rule.get("instead", ""))
+            if self.instead or rule.get("stop"):
+                return False
+        return True
+
+    def _holds(self, name: str, wanted: Any) -> bool:
+        value = len(self.terms) if name == "terms" else self.values[name]
+        if isinstance(wanted, dict):
+            return bool(value > wanted["above"]) if "above" in wanted else not self._holds(name, wanted["not"])
+        return value in wanted if isinstance(wanted, list) else bool(value == self._value(wanted))
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, dict) and "twice" in value:
+            return 2 * self.values[value["twice"]]
+        if isinstance(value, dict):
+            return value.get(self.values[value["of"]], value.get("else"))
+        if not isinstance(value, str):
+            return value
+        if value.startswith("$"):
+            return self.values[value[1:]]
+        return re.sub(r"\{(\w+)\}", lambda match: format_value(self.values[match[1]]), value)
+
+    def _term(self, item: Mapping[str, Any]) -> KLTerm:
+        fields = {name: self._value(value) for name, value in item.items()}
+        if "loss" in fields:
+            return KLTerm(fields.pop("loss"), placement="loss", **fields)
+        if "cost" in fields:  # after the baseline a cost stands alone, and carries the token ratio itself
+            correction = "token" if fields["baseline"] == "after" else "none"
+            estimator = fields.pop("cost")
+            return KLTerm(estimator, placement="reward", correction=correction, anchor="behaviour", **fields)
+        return KLTerm(**fields)
+
+
+def variables(rules: Rules) -> set[str]:
+    """Every name that a rule sets; it is None until then."""
+    names = {name for rule in rules for name in rule.get("set", {})}
+    return names.union(*(variables(rule.get("rules", ())) for rule in rules))
+
+
+def _load_yaml(name: str) -> Any:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is six times as fast, and optional
+    return yaml.load((Path(__file__).parent / "peer_systems" / f"{name}.yaml").read_text("utf-8"), loader)
+
+
+SENTENCES: dict[str, str] = _load_yaml("sentences")
+SYSTEMS: dict[str, System] = {name: System.load(name) for name in NAMES}

@@ -1,0 +1,339 @@
+"""What memory and time of a run follow from: the device, the sizes of the model, tokens and rows of one process.
+
+No weights are loaded. ``known.yaml`` holds accelerators and the architectures of common models.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kl_comedy.config.schema import Config, ModelConfig
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.io import read_yaml
+from kl_comedy.models.introspection import activation_values, default_microbatch_tokens
+from kl_comedy.models.onednn_linear import product
+from kl_comedy.models.sharding import decoder_layers, skeleton
+
+GIB = 2**30
+GLOO = 1e9
+"""Bytes/s between two processes over loopback, one core each; FSDP reaches 70 % (``bench/scaling.py``)."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or this machine's cores as one device. ``kind`` is torch's device type.
+
+    Rates are dense (no structured sparsity), in FLOP/s and bytes/s; ``fp32_flops`` without TF32, which torch leaves
+    off. ``memory_bytes`` is what torch reports as total. ``link`` is one direction, to a device of the same node: half
+    of what data sheets call NVLink's bandwidth, or PCIe's.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    bf16_flops: float
+    fp32_flops: float
+    bandwidth: float
+    link: float
+    source: str
+
+    def flops(self, precision: str) -> float:
+        """Peak matrix products under ``train.precision``."""
+        return self.bf16_flops if precision == "bf16" else self.fp32_flops
+
+
+def _gpu(name: str, facts: Mapping[str, Any]) -> Device:
+    """A GPU from the units of ``known.yaml``: GiB, TFLOP/s, GB/s."""
+    memory, link, source = int(facts["gib"] * GIB), facts["link"] * 1e9, facts["source"]
+    rates = {"bf16_flops": facts["bf16"] * 1e12, "fp32_flops": facts["fp32"] * 1e12}
+    bandwidth = facts["bandwidth"] * 1e9
+    return Device(name=name, kind="cuda", memory_bytes=memory, bandwidth=bandwidth, link=link, source=source, **rates)
+
+
+_KNOWN = read_yaml(Path(__file__).parent / "known.yaml")
+GPUS = {name: _gpu(name, facts) for name, facts in _KNOWN["gpus"].items()}
+KNOWN: Mapping[str, Mapping[str, Any]] = _KNOWN["models"]
+"""What decides sizes in the config.json of models on the hub: a plan for them needs no network."""
+
+
+def device_named(name: str, *, measured: bool = True) -> Device:
+    """The device that ``--gpu`` names; ``cpu`` is this machine, its speed measured now. Raises :class:`UserError`."""
+    if name != "cpu" and name not in GPUS:
+        raise bad_value("--gpu", name, [*GPUS, "cpu"])
+    return GPUS[name] if name in GPUS else this_machine(seconds=0.3 if measured else 0.0)
+
+
+def this_machine(*, seconds: float = 0.3) -> Device:
+    """The cores of this machine as one device: matrix products and a copy, timed for about ``seconds`` each.
+
+    0: not timed, for plans of memory.
+    """
+    import psutil
+
+    threads = torch.get_num_threads()
+
+    def rate(action: Callable[[], object], work: float) -> float:
+        if not seconds:
+            return 1.0
+        from torch.utils.benchmark import Timer
+
+        timer = Timer("action()", globals={"action": action}, num_threads=threads)
+        return work / min(timer.blocked_autorange(min_run_time=seconds).times)
+
+    def product_rate(dtype: torch.dtype) -> float:
+        left, right = (torch.ones(1024, 1024, dtype=dtype) for _ in range(2))
+        return rate(lambda: product(left, right), 2 * 1024**3)
+
+    return Device(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=int(psutil.virtual_memory().total),
+        bf16_flops=product_rate(torch.bfloat16),
+        fp32_flops=product_rate(torch.float32),
+        bandwidth=rate(torch.ones(64 * 2**20 // 4).clone, 2 * 64 * 2**20),
+        link=GLOO,
+        source=f"measured now with {threads} threads of {os.cpu_count()} cores",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Counts of parameters (tied ones once), and the dimensions that memory and time follow from.
+
+    ``embedding`` is the input table's, ``head`` that of the output's own matrix (0 where it is tied); ``layer`` the
+    largest decoder layer's. ``config`` is transformers' own.
+    """
+
+    source: str
+    parameters: int
+    trainable: int
+    embedding: int
+    head: int
+    layer: int
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    config: Any
+
+    @property
+    def body(self) -> int:
+        """Parameters of the layers and norms: what every token is multiplied with."""
+        return self.parameters - self.embedding - self.head
+
+    @property
+    def root(self) -> int:
+        """Parameters that FSDP gathers with the root: embedding, final norm, head."""
+        return self.parameters - self.layers * self.layer
+
+    @property
+    def kv_width(self) -> int:
+        """Values of a key, and of a value, in one layer."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def kv_values(self) -> int:
+        """Values that caches of all layers keep of a token."""
+        return 2 * self.layers * self.kv_width
+
+    @property
+    def layer_values(self) -> float:
+        """Values that autograd saves of one layer and token."""
+        return activation_values(self.config, checkpoints=False) / self.layers
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """The sizes of the policy of ``config``; models of :data:`KNOWN` need no hub.
+
+    Raises :class:`UserError` for a source that cannot be reached, and for a GGUF file.
+    """
+    if config.gguf_file is not None:
+        raise UserError("model.gguf_file: a plan needs a config.json; name the model it was made from as model.source")
+    facts = _dense_facts(config)
+    if facts is None or not set(config.lora.target_modules if config.lora else ()) <= set(facts.projections):
+        return _built_shape(config)
+    hidden, width, adapter = facts.hidden_size, facts.num_key_value_heads * facts.head_dim, 0
+    if config.lora is not None:
+        adapter = sum(config.lora.rank * sum(facts.projections[name]) for name in config.lora.target_modules)
+    layer = sum(rows * columns for rows, columns in facts.projections.values())
+    query = facts.num_attention_heads * facts.head_dim
+    layer += 2 * hidden + _BIASES_AND_NORMS[facts.model_type](query + 2 * width, 2 * facts.head_dim)
+    embedding = facts.vocab_size * hidden
+    head = 0 if facts.tie_word_embeddings else embedding
+    parameters = embedding + head + facts.num_hidden_layers * (layer + adapter) + hidden
+    return Shape(
+        source=config.source,
+        parameters=parameters,
+        trainable=facts.num_hidden_layers * adapter if config.lora else parameters,
+        embedding=embedding,
+        head=head,
+        layer=layer + adapter,
+        layers=facts.num_hidden_layers,
+        hidden=hidden,
+        inner=facts.intermediate_size,
+        heads=facts.num_attention_heads,
+        kv_heads=facts.num_key_value_heads,
+        head_dim=facts.head_dim,
+        vocabulary=facts.vocab_size,
+        config=facts,
+    )
+
+
+_BIASES_AND_NORMS: Mapping[str, Callable[[int, int], int]] = {
+    "llama": lambda biases, norms: 0,
+    "qwen2": lambda biases, norms: biases,
+    "qwen3": lambda biases, norms: norms,
+}
+"""Parameters of attention beside its matrices, of the biases and the norms of queries, keys and values."""
+
+
+class _Facts(SimpleNamespace):
+    """What decides sizes in the config of a dense decoder, by transformers' names, and its ``projections``: rows and
+    columns of a layer's matrices."""
+
+    def get_text_config(self) -> _Facts:
+        return self
+
+
+def _dense_facts(config: ModelConfig) -> _Facts | None:
+    """Of the pocket policy and of :data:`KNOWN` models, which are counted without transformers; None for others."""
+    if config.source == "pocket":
+        from kl_comedy.models.pocket import MAX_LENGTH, VOCABULARY, recipe_from_options
+
+        recipe = recipe_from_options(config.options)
+        raw = {"model_type": "llama", "hidden_size": recipe.hidden_size, "intermediate_size": recipe.intermediate_size}
+        raw |= {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "tie_word_embeddings": False}
+        raw |= {"vocab_size": len(VOCABULARY), "max_position_embeddings": MAX_LENGTH}
+    elif config.source in KNOWN and not Path(config.source).is_dir():
+        raw = {**KNOWN[config.source]}
+    else:
+        return None
+    if raw["model_type"] not in _BIASES_AND_NORMS:
+        return None
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    dim, kv_heads = raw.get("head_dim") or hidden // heads, raw.get("num_key_value_heads") or heads
+    inner = raw["intermediate_size"]
+    projections = dict.fromkeys(("k_proj", "v_proj"), (kv_heads * dim, hidden))
+    projections |= {"q_proj": (heads * dim, hidden), "o_proj": (hidden, heads * dim), "down_proj": (hidden, inner)}
+    projections |= dict.fromkeys(("gate_proj", "up_proj"), (inner, hidden))
+    return _Facts(**{**raw, "head_dim": dim, "num_key_value_heads": kv_heads, "projections": projections})
+
+
+def _built_shape(config: ModelConfig) -> Shape:
+    """The sizes of a model that is built on the meta device."""
+    if config.source in KNOWN and not Path(config.source).is_dir():
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            causal = AutoModelForCausalLM.from_config(known_config(config.source), attn_implementation="sdpa")
+    else:
+        causal = skeleton(config)
+    model = causal
+    causal.tie_weights()  # on the meta device even tied parameters are separate
+    if config.lora is not None:
+        from kl_comedy.models.lora import add_lora
+
+        model = add_lora(causal, config.lora)
+    facts = causal.config.get_text_config() if hasattr(causal.config, "get_text_config") else causal.config
+    heads = int(facts.num_attention_heads)
+    embedding, output = causal.get_input_embeddings().weight, causal.get_output_embeddings().weight
+    layers = decoder_layers(causal)
+    return Shape(
+        source=config.source,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        embedding=embedding.numel(),
+        head=0 if output is embedding else output.numel(),
+        layer=max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
+        layers=len(layers),
+        hidden=int(facts.hidden_size),
+        inner=int(getattr(facts, "intermediate_size", None) or 4 * facts.hidden_size),
+        heads=heads,
+        kv_heads=int(getattr(facts, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(facts, "head_dim", None) or facts.hidden_size // heads),
+        vocabulary=output.shape[0],
+        config=facts,
+    )
+
+
+def known_config(source: str, **changes: Any) -> Any:
+    """transformers' config of a :data:`KNOWN` model, with ``changes``."""
+    from transformers import AutoConfig
+
+    facts = {**KNOWN[source], **changes}
+    rope = {"rope_type": "default", "rope_theta": facts.pop("rope_theta")}
+    return AutoConfig.for_model(facts.pop("model_type"), rope_parameters=rope, **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Tokens and rows of one process: ``micro_*`` of its largest micro-batch, ``update_*`` of an optimizer update by
+    the rank with the most micro-batches (``update_line``: tokens that pass through the body), ``drawn_*`` of a batch of
+    rollouts, which is drawn in ``waves`` of ``wave_rows``. ``reuse`` is the number of updates on one batch.
+    """
+
+    processes: int
+    prompt: int
+    completion: int
+    micro_tokens: int
+    micro_rows: int
+    update_line: int
+    update_tokens: int
+    update_micro: int
+    drawn_rows: int
+    drawn_tokens: int
+    wave_rows: int
+    waves: int
+    reuse: int
+
+
+def workload(config: Config, shape: Shape, device: Device, prompt: int | None, completion: int | None) -> Workload:
+    """The work of one process; ``prompt`` and ``completion``: tokens, None for the most that the config allows."""
+    rollout, train, model, algorithm = config.rollout, config.train, config.model, config.algorithm
+    c = completion or rollout.max_new_tokens
+    longest_prompt = config.data.prompt.max_tokens
+    context = getattr(shape.config, "max_position_embeddings", None) or longest_prompt + c
+    p = prompt or max(1, min(longest_prompt, context - c))
+    processes, group = train.devices * train.nodes, rollout.group_size
+    share = model.share_prompt and model.library_attention == "sdpa"
+    budget = train.microbatch_tokens or default_microbatch_tokens(
+        shape.config, ELEMENT_BYTES[model.dtype], device.kind, checkpoints=model.gradient_checkpointing
+    )
+    families = rollout.prompts_per_batch // algorithm.updates_per_batch
+    each = min(group, max(1, (budget - p) // c))  # completions of one prompt in a micro-batch
+    fit = max(1, budget // (p + each * c)) if each == group else 1
+    in_micro = min(fit, families)
+    pieces = -(-families // in_micro) if each == group else families * -(-group // each)
+    rows, update_micro = in_micro * each, -(-pieces // processes)
+    full = families / in_micro if each == group else pieces  # the last micro-batch may be smaller
+    part = min(1.0, max(1 / processes, update_micro / full))  # ranks take whole micro-batches
+    drawn = rollout.prompts_per_batch * group // processes
+    wave = min(rollout.batch_sequences, drawn)
+    line = families * (-(-group // each) * p + group * c if share else group * (p + c))
+    return Workload(
+        processes=processes,
+        prompt=p,
+        completion=c,
+        micro_tokens=rows * (p + c) if not share else in_micro * p + rows * c,
+        micro_rows=rows,
+        update_line=math.ceil(line * part),
+        update_tokens=math.ceil(families * group * c * part),
+        update_micro=update_micro,
+        drawn_rows=drawn,
+        drawn_tokens=drawn * c,
+        wave_rows=wave,
+        waves=-(-drawn // wave),
+        reuse=algorithm.updates_per_batch * algorithm.epochs_per_batch,
+    )

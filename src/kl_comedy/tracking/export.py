@@ -1,0 +1,101 @@
+"""An export of a store: all that tables, figures and checks read, in two Parquet files without MLflow.
+
+FILE.parquet         one row a run: a runs frame, sampled completions, source of plugins
+FILE.curves.parquet  one row a point: run_id, metric, step, value, recorded
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_comedy.tracking import store
+from kl_comedy.tracking.runs import (
+    COMPLETIONS,
+    CURVE_COLUMNS,
+    KEPT_LAST,
+    PLUGIN_SOURCE,
+    PLUGINS,
+    Runs,
+    curves_file,
+    short,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CURVES = ("eval/*", "train/reward", "train/length", "train/truncated_share", "kl/*_reverse_*", "kl/k3_behaviour_token")
+CURVES += ("beta/*", "grad/norm", "policy/entropy*", "policy/ess", "policy/staleness")
+"""Metrics whose curves are exported by default."""
+
+LONGEST_COMPLETION = 2000
+"""Characters of a completion in an export and on a page."""
+
+
+def write_export(
+    runs: Runs, frame: pd.DataFrame, out: Path, curves: Sequence[str] = CURVES, points: int = 2 * KEPT_LAST
+) -> pd.DataFrame:
+    """Write ``frame``, runs of ``runs``, to ``out`` (.parquet), and the curves of the metrics that match ``curves``.
+
+    A curve of more than ``points`` points is thinned (:func:`thinned`); 0 keeps all. Returns the curves.
+    """
+    import pandas as pd
+
+    ids = frame["run_id"]
+    extra = {COMPLETIONS: [json.dumps([shortened(row) for row in runs.completions(run_id)]) for run_id in ids]}
+    if PLUGINS in frame:
+        extra[PLUGIN_SOURCE] = [_plugin_source(runs, run_id) for run_id in ids.where(frame[PLUGINS].notna())]
+    names = [short(name) for name in frame if str(name).startswith("metrics.")]
+    parts = [
+        thinned(runs.history(ids, name), points).assign(metric=name)
+        for name in names
+        if any(fnmatch(name, pattern) for pattern in curves)
+    ]
+    table = pd.concat([pd.DataFrame(columns=CURVE_COLUMNS), *parts], ignore_index=True)[[*CURVE_COLUMNS]]
+    table = table.astype({"step": "int32", "value": float, "recorded": "int32"})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    frame.assign(**extra).to_parquet(out, index=False, compression="zstd")
+    encoding = {"use_dictionary": [*CURVE_COLUMNS[:3], "recorded"], "column_encoding": {"value": "BYTE_STREAM_SPLIT"}}
+    table.to_parquet(curves_file(out), index=False, compression="zstd", **encoding)
+    return table
+
+
+def thinned(curves: pd.DataFrame, most: int) -> pd.DataFrame:
+    """``curves`` (run_id, step, value) with ``recorded``, the number of points of each run, and at most ``most`` of
+    them: the first, the lowest, the highest, the last :data:`KEPT_LAST`, and of the others every k-th.
+    """
+    import pandas as pd
+
+    counted = curves.assign(recorded=curves.groupby("run_id")["step"].transform("size"))
+    if not most or counted.empty or counted["recorded"].max() <= most:
+        return counted
+
+    def thin(run: pd.DataFrame) -> pd.DataFrame:
+        if len(run) <= most:
+            return run
+        before, values = len(run) - KEPT_LAST, run["value"].reset_index(drop=True)
+        stride = -(-before // max(most - KEPT_LAST - 2, 1))
+        extremes = {values.idxmin(), values.idxmax()} if values.notna().any() else set()
+        return run.iloc[sorted({*range(0, before, stride), *range(before, len(run)), *extremes})]
+
+    return pd.concat([thin(run) for _, run in counted.groupby("run_id", sort=False)], ignore_index=True)
+
+
+def shortened(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table of completions with its long texts cut."""
+    return {
+        name: store.shorten(value, LONGEST_COMPLETION) if isinstance(value, str) else value
+        for name, value in row.items()
+    }
+
+
+def _plugin_source(runs: Runs, run_id: Any) -> str | None:
+    """JSON of the source of the run's plugin files by name; None for a run without plugins."""
+    if not isinstance(run_id, str):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        return json.dumps({file.name: file.read_text("utf-8") for file in runs.plugins(run_id, Path(folder))})

@@ -1,0 +1,138 @@
+"""How every figure looks: a paper's widths, fonts and colours; a legend below; files as SVG, PDF or PNG.
+
+Figures are made without pyplot's global state and need no display. What makes or saves one runs within
+:func:`paper_style`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_comedy.errors import UserError
+from kl_comedy.io import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".svg", ".pdf", ".png")
+COLUMN, PAGE = 3.4, 7.0
+"""Inches: the widths of a column and of a page of two columns."""
+
+STYLE: dict[str, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.title_fontsize": 7,
+    "legend.frameon": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.5,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.1,
+    "lines.markersize": 3.5,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "kl_comedy",
+    "pdf.fonttype": 42,
+}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
+"""Of Okabe and Ito (2008) and Paul Tol, told apart by colour-blind readers too."""
+
+MARKERS = "osD^vP*X<>h"
+LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
+"""Eight colours, eleven markers, five line styles: no two of 88 looks share colour and marker."""
+
+Look = dict[str, Any]
+WITHOUT_KL: Look = {"color": "0.3", "linestyle": ":", "marker": "p"}
+
+
+def look(at: int) -> Look:
+    """Colour, marker and line style number ``at``, as matplotlib's keywords."""
+    return {
+        "color": COLOURS[at % len(COLOURS)],
+        "marker": MARKERS[at % len(MARKERS)],
+        "linestyle": LINES[at % len(LINES)],
+    }
+
+
+@contextmanager
+def paper_style() -> Iterator[None]:
+    """Fonts, lines and grids of our figures, as a ``with`` block or a decorator."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of that many inches, which lays itself out."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain_ticks(axis: Any) -> None:
+    """Ticks as 0.1 or 20 of an axis whose limits are set; of a short logarithmic one also between powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    if axis.get_scale() == "log":
+        steps = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if high < 10 * low else (1.0, 2.0, 5.0)
+        axis.set_major_locator(LogLocator(subs=steps if high < 300 * low else (1.0,), numticks=8))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(figure: Figure, title: str = "", more: Sequence[Any] = ()) -> None:
+    """Each name once, and the handles ``more``, below all panels; the figure grows by the legend's height."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    handles |= {handle.get_label(): handle for handle in more}
+    width, height = figure.get_size_inches()
+    title = "\n".join(textwrap.wrap(title, int((width - 0.1) / 0.055)))
+    columns = max(1, min(len(handles), int((width - 0.1) / (0.5 + 0.052 * max(map(len, handles))))))
+    figure.set_size_inches(width, height + 0.1 + 0.155 * (-(-len(handles) // columns) + title.count("\n") + 1))
+    options: dict[str, Any] = {"ncols": columns, "columnspacing": 1.2, "handlelength": 2.6, "borderpad": 0.1}
+    figure.legend(
+        [*handles.values()], [*handles], loc="outside lower left", title=title or None, alignment="left", **options
+    )
+
+
+def check_suffix(out: Path, option: str = "--out") -> None:
+    """Raise :class:`UserError` where the suffix of a figure's file names no format that we write."""
+    if out.suffix.lower() not in SUFFIXES:
+        raise UserError(f"{option}: got {str(out)!r}; allowed: a file that ends in {', '.join(SUFFIXES)}")
+
+
+@paper_style()
+def svg(figure: Figure) -> str:
+    """The figure as SVG, coordinates to a hundredth of a point: half the size, no visible difference."""
+
+    def rounded(path: re.Match[str]) -> str:
+        return re.sub(r"-?\d+\.\d{3,}", lambda digits: f"{float(digits[0]):.2f}", path[0])
+
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return re.sub(r' d="[^"]*"', rounded, out.getvalue())
+
+
+@paper_style()
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write the figure in the format that the suffix of ``path`` names: the same bytes for the same data."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix.lower() == ".svg":
+        atomic_write(path, svg(figure))
+    else:
+        date = {"CreationDate": None} if path.suffix.lower() == ".pdf" else None
+        figure.savefig(path, dpi=300, metadata=date)

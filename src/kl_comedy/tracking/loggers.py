@@ -1,0 +1,84 @@
+"""Lightning loggers beside the run's own (``tracking.loggers``): a registered kind.
+
+A builder takes ``(folder, name, **options)``, the run's folder and name, and returns a Lightning Logger. It gets the
+config and every metric at its update; a resumed run repeats the updates since its checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.registry import LOGGERS
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+    from kl_comedy.config.schema import LoggerConfig
+
+SOURCE = "lightning.pytorch.loggers"
+
+
+@LOGGERS.register("csv", source=SOURCE)
+def csv(folder: Path, name: str, flush_logs_every_n_steps: int = 10) -> Logger:
+    """RUN/csv/metrics.csv, by Lightning's CSVLogger."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    return CSVLogger(folder, name="csv", version="", flush_logs_every_n_steps=flush_logs_every_n_steps)
+
+
+@LOGGERS.register("tensorboard", source=SOURCE, needs=("tensorboard", "tensorboardX"))
+def tensorboard(folder: Path, name: str) -> Logger:
+    """RUN/tensorboard, for `tensorboard --logdir runs`."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    return TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False)
+
+
+@LOGGERS.register("wandb", source=SOURCE, needs=("wandb",))
+def wandb(
+    folder: Path,
+    name: str,
+    project: str = "kl_comedy",
+    entity: str | None = None,
+    group: str | None = None,
+    offline: bool = False,
+) -> Logger:
+    """Weights & Biases, files in RUN/wandb; its key comes from `wandb login` or WANDB_API_KEY, never from a config."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    class Closing(WandbLogger):
+        """Closes the W&B run with the fit: otherwise only the end of the process writes it out."""
+
+        def finalize(self, status: str) -> None:
+            super().finalize(status)
+            self.experiment.finish(exit_code=0 if status == "success" else 1)
+
+    earlier = sorted(folder.glob("wandb/*run-*-*"))  # a resumed run continues its W&B run
+    again = {"id": earlier[-1].name.rpartition("-")[2], "resume": "allow"} if earlier else {}
+    options = {"project": project, "entity": entity, "group": group, "offline": offline, **again}
+    return Closing(save_dir=folder, name=name, **options)
+
+
+def check_loggers(configs: Sequence[LoggerConfig]) -> None:
+    """Raise :class:`UserError` for an option that a logger does not take, and for a package that is not installed."""
+    for position, config in enumerate(configs):
+        key = f"tracking.loggers.{position}"
+        entry = LOGGERS.get(config.name, key=f"{key}.name")
+        try:
+            inspect.signature(entry.fn).bind(Path(), "", **config.options)
+        except TypeError as error:
+            raise bad_value(f"{key}.options", config.options, f"the options of {config.name}", str(error)) from None
+        packages = entry.facts.get("needs", ())
+        if packages and not any(map(importlib.util.find_spec, packages)):
+            missing = f"{config.name} needs a package that is not installed: pip install {packages[0]}"
+            raise UserError(f"{key}.name: {missing}")
+
+
+def build_loggers(configs: Sequence[LoggerConfig], folder: Path, name: str) -> list[Any]:
+    """The loggers of ``configs``, for the run ``name`` in ``folder``."""
+    return [LOGGERS.get(config.name).fn(folder, name, **config.options) for config in configs]

@@ -1,0 +1,148 @@
+"""What axes say: the words and the unit of every metric. A test compares the names and units with docs/metrics.md.
+
+pi is the policy, ref the reference, mu the sampler. ``<x>`` stands for any part of a name.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+PER_TOKEN, PER_COMPLETION = "nats/token", "nats/completion"
+SHARE, SHARE_OF_TOKENS, SHARE_OF_COMPLETIONS = "share", "share of tokens", "share of completions"
+
+LABELS: dict[str, tuple[str, str]] = {
+    "train/reward": ("training reward", "per completion"),
+    "train/reward_std": ("standard deviation of training reward", ""),
+    "train/reward/<part>": ("training reward: <part>", "per completion"),
+    "train/length": ("completion length", "tokens"),
+    "train/truncated_share": ("truncated completions", SHARE),
+    "train/groups_without_signal": ("groups without signal", SHARE),
+    "train/verifier_<status>": ("completions: <status>", SHARE),
+    "train/loss": ("loss", ""),
+    "train/loss_policy": ("policy loss", ""),
+    "train/loss_value": ("value loss", ""),
+    "train/loss_kl_<n>": ("loss of KL term <n>", ""),
+    "train/lr": ("learning rate", ""),
+    "kl/exact_reverse_<level>": ("exact KL(π‖ref)", "nats/<level>"),
+    "kl/exact_forward_<level>": ("exact KL(ref‖π)", "nats/<level>"),
+    "kl/total_variation_<level>": ("total variation of π and ref", "probability/<level>"),
+    "kl/log_ratio_max": ("largest |log π/ref|", "nats"),
+    "kl/<k>_policy_behaviour_token": ("<k> of KL(π‖μ)", PER_TOKEN),
+    "kl/<k>_behaviour_token": ("<k> of KL(μ‖π)", PER_TOKEN),
+    "kl/<k>_reverse_<level>": ("<k> of KL(π‖ref)", "nats/<level>"),
+    "teacher/exact_reverse_<level>": ("exact KL(π‖teacher)", "nats/<level>"),
+    "teacher/exact_forward_<level>": ("exact KL(teacher‖π)", "nats/<level>"),
+    "teacher/<k>_reverse_<level>": ("<k> of KL(π‖teacher)", "nats/<level>"),
+    "kl_error/<k>_reverse_<level>_rms": ("RMS error of <k>", "nats/<level>"),
+    "kl_error/<k>_reverse_<level>": ("mean error of <k>", "nats/<level>"),
+    "kl_term/<n>/value_token": ("estimate of KL term <n>", "nats/token"),
+    "kl_term/<n>/ratio_max": ("largest ratio of KL term <n>", ""),
+    "kl_term/<n>/capped_share": ("ratios of KL term <n> above the cap", SHARE_OF_TOKENS),
+    "kl_term/<n>/clamped_share": ("tokens of KL term <n> beyond a clamp", SHARE),
+    "beta/<n>": ("beta of KL term <n>", ""),
+    "policy/entropy": ("policy entropy", PER_TOKEN),
+    "policy/entropy_sequence": ("policy entropy", PER_COMPLETION),
+    "policy/staleness": ("staleness", "updates"),
+    "policy/staleness_p<q>": ("staleness, percentile <q>", "updates"),
+    "policy/staleness_max": ("largest staleness", "updates"),
+    "policy/ratio_p<q>": ("ratio π/μ, percentile <q>", ""),
+    "policy/equal_weights_share": ("tokens drawn with the current weights", SHARE),
+    "policy/mismatch": ("|log π/μ| at equal weights", PER_TOKEN),
+    "policy/mismatch_max": ("largest |log π/μ| at equal weights", "nats"),
+    "policy/ess": ("effective sample size", SHARE_OF_COMPLETIONS),
+    "policy/behaviour_gap_max": ("largest |log π/μ|", "nats"),
+    "policy/clip_fraction": ("clipped tokens", SHARE),
+    "policy/correction/<name>/truncated_share": ("weights at the cap of <name>", SHARE_OF_TOKENS),
+    "policy/correction/<name>/masked_share": ("tokens masked by <name>", SHARE),
+    "policy/correction/<name>/weight_mean": ("mean weight of <name>", ""),
+    "policy/correction/<name>/weight_max": ("largest weight of <name>", ""),
+    "grad/norm": ("gradient norm before clipping", ""),
+    "grad/value_norm": ("gradient norm of the value head", ""),
+    "value/mean": ("mean value", "reward/token"),
+    "value/target_mean": ("mean target of the value", "reward/token"),
+    "value/explained_variance": ("explained variance of the value", SHARE),
+    "value/clip_fraction": ("tokens with a clipped value", SHARE),
+    "dpo/pairs": ("pairs", "per update"),
+    "dpo/prompts": ("prompts with a pair", "per update"),
+    "dpo/loss": ("DPO loss", "nats/pair"),
+    "dpo/accuracy": ("DPO accuracy", "share of pairs"),
+    "dpo/margin": ("DPO margin", "nats/pair"),
+    "audit/reference_noise": ("noise of the reference gradient", "relative"),
+    "audit/kl_to_policy_norm": ("KL gradient over policy gradient", "norms"),
+    "audit/kl_projection": ("projection of the KL part of the clipped update", "policy gradient norms"),
+    "audit/<term>/cosine": ("cosine with the reference gradient, <term>", ""),
+    "audit/<term>/delivered": ("delivered share of the reference gradient, <term>", ""),
+    "audit/<term>/bias": ("relative bias of the gradient, <term>", ""),
+    "audit/<term>/variance": ("relative variance of the gradient, <term>", ""),
+    "audit/<term>/kl_to_policy_norm": ("KL gradient over policy gradient, <term>", "norms"),
+    "audit/<term>/silent_share": ("tokens without gradient, <term>", SHARE),
+    "eval/<set>/reward": ("reward", "per problem"),
+    "eval/<set>/reward_half_width": ("half-width of the reward's interval", ""),
+    "eval/<set>/length": ("completion length", "tokens"),
+    "eval/<set>/truncated_share": ("truncated completions", SHARE),
+    "eval/<set>/accuracy": ("accuracy", SHARE),
+    "eval/<set>/accuracy_norm": ("accuracy per character", SHARE),
+    "eval/<set>/<score>_half_width": ("half-width of the interval of <score>", SHARE),
+    "eval/<set>/<score>_se": ("standard error of <score>", SHARE),
+    "eval/<set>/<score>_low": ("lower bound of <score>", SHARE),
+    "eval/<set>/<score>_high": ("upper bound of <score>", SHARE),
+    "eval/<set>/pass_at_<k>": ("pass@<k>", "share of problems"),
+    "eval/<set>/maj_at_<k>": ("maj@<k>", "share of problems"),
+    "eval/<set>/<status>_share": ("completions: <status>", SHARE),
+    "eval/<set>/tokens": ("completion length", "tokens"),
+    "time/generate": ("time of sampling", "s"),
+    "time/score": ("time of scoring", "s"),
+    "time/wait": ("waiting for the batch", "s"),
+    "time/learn": ("time of learning", "s"),
+    "time/step": ("time of an update", "s"),
+    "time/trainer_idle_share": ("idle trainer", "share of time"),
+    "time/sampler_idle_share": ("idle sampler", "share of time"),
+    "time/sampler_cpu": ("CPU time of the sampler", "s"),
+    "time/staleness": ("age of the weights", "s"),
+    "time/staleness_p<q>": ("age of the weights, percentile <q>", "s"),
+    "time/staleness_max": ("largest age of the weights", "s"),
+    "time/audit": ("time of the audit", "s"),
+    "time/tokens_per_second": ("throughput", "tokens/s"),
+    "stream/queue_depth": ("groups ready", "batches"),
+    "stream/dropped_groups": ("dropped groups", "prompts"),
+    "stream/sampler_restarts": ("restarts of samplers", ""),
+}
+"""Name to words and unit; of several that match, the first counts."""
+
+_PATTERNS = [
+    (re.compile(re.sub(r"<(\w+)>", lambda part: f"(?P<{part[1]}>{'.+' if part[1] == 'part' else '[^/]+?'})", name)), at)
+    for name, at in LABELS.items()
+]
+
+
+def metric_label(metric: str) -> tuple[str, str]:
+    """The words and the unit of a metric; of one that we do not know, its name without underscores, and no unit.
+
+    >>> metric_label("eval/heldout/kl/exact_reverse_sequence"), metric_label("my/own_metric")
+    (('held-out exact KL(π‖ref)', 'nats/completion'), ('my: own metric', ''))
+    """
+    held_out = re.fullmatch(r"eval/([^/]+)/((?:kl|kl_error|policy)/.+)", metric)
+    for pattern, (words, unit) in _PATTERNS:
+        if match := pattern.fullmatch(held_out[2] if held_out else metric):
+            for name, text in match.groupdict().items():
+                shown = "completion" if (name, text) == ("level", "sequence") else text.replace("_", " ")
+                words, unit = words.replace(f"<{name}>", shown), unit.replace(f"<{name}>", shown)
+            of = held_out[1] if held_out else match.groupdict().get("set")
+            place = "" if of is None else "held-out {}" if of == "heldout" else f"{{}} on {of.replace('_', ' ')}"
+            return (place or "{}").format(words), unit
+    return metric.replace("_", " ").replace("/", ": "), ""
+
+
+def axis_label(metric: str, width: int = 34) -> str:
+    """Words and unit on lines of at most about ``width`` characters.
+
+    >>> axis_label("train/reward"), axis_label("train/reward", 24)
+    ('training reward (per completion)', 'training reward\\n(per completion)')
+    """
+    words, unit = metric_label(metric)
+    lines = textwrap.wrap(words, width, break_long_words=False)
+    if not unit:
+        return "\n".join(lines)
+    joint = " " if len(lines) == 1 and len(words) + len(unit) + 3 <= width else "\n"
+    return "\n".join(lines) + f"{joint}({unit})"
