@@ -1,8 +1,9 @@
-"""What the online gradient audit costs a run: python bench/audit_cost.py [CONFIG] [key=value ...] [--every 20]
+"""Cost of the online gradient audit in a training run: python bench/audit_cost.py [CONFIG] [key=value ...] [--every 20]
 
-One run, whole (sampling, scoring, tracking to a local database), audited every so many updates. CPU seconds of every
-update and of every audit come from that same run, so their ratio does not depend on what else the machine does. The
-share is the median audit over ``every`` median updates without one. Writes audit_cost.json and audit_cost.md.
+Runs complete training (sampling, scoring, tracking to a local database) with an audit every ``--every`` updates. CPU
+seconds of updates and audits come from the same run, so other load on the machine hardly changes their ratio. The
+reported share is the median audit divided by ``every`` median updates without audit. Writes audit_cost.json and
+audit_cost.md.
 """
 
 from __future__ import annotations
@@ -21,47 +22,46 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "results" / "speed"
 LIMIT = 0.05
-"""The share that an audit every 20 updates may cost."""
+"""Largest allowed share of an audit every 20 updates."""
 
 TERMS = {"own terms": "[own]", "the panel": "[own, panel]"}
 
 
 def timed_run(config: Any) -> tuple[list[float], list[float]]:
-    """Train; CPU seconds of every update (from asking for its batch to asking for the next), and of every audit.
+    """Train and return the CPU seconds of each update, without its audit, and of each audit.
 
-    The audit's seconds are not part of its update's.
+    An update lasts from one request for a batch to the next.
     """
     import torch
     from rich.console import Console
 
-    from kl_comedy.lab.audit.callback import AuditCallback
+    from kl_comedy.lab.audit.run import AuditCallback
     from kl_comedy.training.experience import ExperienceStream
     from kl_comedy.training.run import train
 
-    marks: list[float] = []
+    batch_times: list[float] = []
     audits: dict[int, float] = {}
     audit, draw = AuditCallback._audit, ExperienceStream.__next__
 
     def timed_audit(self: Any, module: Any, rows: Any) -> Any:
-        began = time.process_time()
-        found = audit(self, module, rows)
-        audits[len(marks) - 1] = time.process_time() - began
-        return found
+        start = time.process_time()
+        result = audit(self, module, rows)
+        audits[len(batch_times) - 1] = time.process_time() - start
+        return result
 
-    def marked(self: Any) -> Any:
-        marks.append(time.process_time())
+    def timed_next(self: Any) -> Any:
+        batch_times.append(time.process_time())
         return draw(self)
 
     torch.set_num_threads(1)
-    with patch.object(AuditCallback, "_audit", timed_audit), patch.object(ExperienceStream, "__next__", marked):
+    with patch.object(AuditCallback, "_audit", timed_audit), patch.object(ExperienceStream, "__next__", timed_next):
         train(config, console=Console(file=sys.stderr), command="bench/audit_cost")
-    updates = [after - before - audits.get(n, 0.0) for n, (before, after) in enumerate(itertools.pairwise(marks))]
+    updates = [after - before - audits.get(n, 0.0) for n, (before, after) in enumerate(itertools.pairwise(batch_times))]
     return updates, [audits[n] for n in sorted(audits)]
 
 
 def measure(path: str, overrides: list[str], terms: str, every: int, audits: int) -> dict[str, Any]:
-    """One run of ``audits`` audits and their share, after a warm-up: the first update, and the first audit, which
-    makes the check of beta as well (once a process)."""
+    """Measure ``audits`` audits of one run. The first update and the first audit (it also checks beta) are warm-up."""
     from kl_comedy.config import load_config
 
     with tempfile.TemporaryDirectory(prefix="audit_cost_") as folder:
@@ -81,32 +81,34 @@ def measure(path: str, overrides: list[str], terms: str, every: int, audits: int
                 *overrides,
             ],
         )
-        updates, found = timed_run(config)
-    update, one = statistics.median(updates[1:]), statistics.median(found[1:])
+        update_seconds, audit_seconds = timed_run(config)
+    update_s, audit_s = statistics.median(update_seconds[1:]), statistics.median(audit_seconds[1:])
     return {
-        "update_cpu_s": update,
-        "audit_cpu_s": one,
-        "first_audit_cpu_s": found[0],
+        "update_cpu_s": update_s,
+        "audit_cpu_s": audit_s,
+        "first_audit_cpu_s": audit_seconds[0],
         "every": every,
-        "audits": len(found) - 1,
-        "updates": len(updates) - 1,
-        "share": one / (every * update),
+        "audits": len(audit_seconds) - 1,
+        "updates": len(update_seconds) - 1,
+        "share": audit_s / (every * update_s),
         "completions": config.rollout.prompts_per_batch * config.rollout.group_size,
         "samples": config.audit.samples,
     }
 
 
-def page(command: str, path: str, found: dict[str, dict[str, Any]]) -> str:
-    """The table, from the figures alone."""
+def page(command: str, path: str, measurements: dict[str, dict[str, Any]]) -> str:
+    """The Markdown table."""
     lines = [
         "# What the online gradient audit costs",
+        "",
+        "<!-- python scripts/stored_tables.py audit_cost -->",
         "",
         f"`{path}`, CPU seconds of one thread, medians of one run.",
         "",
     ]
     lines += ["| audited | update, s | audit, s | audit / update | an audit every | costs |"]
     lines += ["|---|---:|---:|---:|---:|---:|"]
-    for name, row in found.items():
+    for name, row in measurements.items():
         lines.append(
             f"| {name} | {row['update_cpu_s']:.3f} | {row['audit_cpu_s']:.3f} | "
             f"{row['audit_cpu_s'] / row['update_cpu_s']:.2f} | {row['every']} updates | {row['share']:.1%} |"
@@ -119,23 +121,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", nargs="?", default="configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--audits", type=int, default=3, help="measured audits a run")
+    parser.add_argument("--audits", type=int, default=3, help="measured audits per run")
     parser.add_argument("--terms", nargs="+", choices=TERMS, default=list(TERMS))
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args(arguments)
-    found = {
-        name: measure(given.config, given.overrides, TERMS[name], given.every, given.audits) for name in given.terms
+    options = parser.parse_args(arguments)
+    measurements = {
+        name: measure(options.config, options.overrides, TERMS[name], options.every, options.audits)
+        for name in options.terms
     }
     command = " ".join(["python bench/audit_cost.py", *(sys.argv[1:] if arguments is None else arguments)])
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "audit_cost.json").write_text(
-        json.dumps({"command": command, "config": given.config, "found": found}, indent=1) + "\n", encoding="utf-8"
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "audit_cost.json").write_text(
+        json.dumps({"command": command, "config": options.config, "measurements": measurements}, indent=1) + "\n",
+        encoding="utf-8",
     )
-    text = page(command, given.config, found)
-    (given.out / "audit_cost.md").write_text(text, encoding="utf-8")
+    text = page(command, options.config, measurements)
+    (options.out / "audit_cost.md").write_text(text, encoding="utf-8")
     print(text)
-    own = found.get("own terms")
-    return 1 if own is not None and given.every >= 20 and own["share"] >= LIMIT else 0
+    own_terms = measurements.get("own terms")
+    return 1 if own_terms is not None and options.every >= 20 and own_terms["share"] >= LIMIT else 0
 
 
 if __name__ == "__main__":

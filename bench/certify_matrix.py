@@ -1,9 +1,9 @@
-"""Time and peak memory of certifying everything: the whole matrix at V=4, T=6, and `kl-comedy certify --matrix`.
+"""Time and peak memory of two certifications: every term at V=4, T=6, and `kl-comedy certify --matrix`.
 
     python bench/certify_matrix.py
 
-Each part runs in a process of its own, so that peaks are its own. The first enumerates every cell of the built-in
-registry on one instance a regime and kind of policy and compares it with every target; the second is the command.
+Each part runs in its own process. The first enumerates every built-in term on one instance per regime and kind of
+policy and compares its gradient with every target. The second runs the command.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REGIMES = ("on_policy", "off_policy")
 
 
 def enumerate_matrix() -> str:
-    """Every cell on- and off-policy, tabular and with shared parameters; raises where a claim does not hold."""
+    """Enumerate every term, on- and off-policy, with tabular and shared parameters. Exits if a claim is false."""
     from kl_comedy.kl import TARGETS, claimed_target
     from kl_comedy.kl.claims import all_terms
     from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
@@ -31,16 +31,16 @@ def enumerate_matrix() -> str:
             targets = {name: target_gradient(setting, name) for name in TARGETS}
             for term in terms:
                 moments = expected_gradient(setting, [term])
-                hit = [name for name, target_D in targets.items() if moments.relative_bias(target_D) < 1e-9]
+                targets_hit = [name for name, target_D in targets.items() if moments.relative_bias(target_D) < 1e-9]
                 claimed = claimed_target(term, regime)
-                if hit != ([claimed] if claimed else []):
-                    raise SystemExit(f"{term.label()} {regime}: claims {claimed} and hits {hit}")
+                if targets_hit != ([claimed] if claimed else []):
+                    raise SystemExit(f"{term.label()} {regime}: claims {claimed} and hits {targets_hit}")
     count = len(terms) * len(REGIMES) * 2
     return f"matrix V={VOCABULARY} T={LENGTH}, {tree.completions} completions, {len(terms)} cells, {count} expectations"
 
 
 def run_command() -> str:
-    """`kl-comedy certify --matrix`: every cell, three regimes, eight instances each."""
+    """Run `kl-comedy certify --matrix`: every term, three regimes, eight instances each."""
     import contextlib
     import io
 
@@ -58,20 +58,20 @@ PARTS = {"matrix": enumerate_matrix, "command": run_command}
 def main() -> None:
     if len(sys.argv) == 2:
         start = time.perf_counter()
-        said = PARTS[sys.argv[1]]()
+        description = PARTS[sys.argv[1]]()
         seconds = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"{seconds:.1f}\t{peak:.0f}\t{said}")
+        print(f"{seconds:.1f}\t{peak:.0f}\t{description}")
         return
     print(f"{'seconds':>8} {'peak MiB':>9}  what")
     total = 0.0
     for part in PARTS:
-        done = subprocess.run([sys.executable, __file__, part], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise SystemExit(f"{part} failed:\n{done.stderr}")
-        seconds, peak, said = done.stdout.strip().splitlines()[-1].split("\t")
+        completed = subprocess.run([sys.executable, __file__, part], capture_output=True, text=True)
+        if completed.returncode != 0:
+            raise SystemExit(f"{part} failed:\n{completed.stderr}")
+        seconds, peak, description = completed.stdout.strip().splitlines()[-1].split("\t")
         total = max(total, float(seconds))
-        print(f"{seconds:>8} {peak:>9}  {said}")
+        print(f"{seconds:>8} {peak:>9}  {description}")
     print(f"the slower of the two took {total:.1f} s; the budget is {BUDGET_S:.0f} s on two cores")
 
 

@@ -1,8 +1,8 @@
-"""What a KL configuration costs, and how that grows with the number of terms: python bench/configurations.py [CONFIG]
+"""Cost of KL configurations and its growth with the number of terms: python bench/configurations.py [CONFIG]
 
-The rows of one update are drawn once; then every configuration prepares, passes and differentiates them, in turns,
-on one thread. CPU seconds, medians; the share is over what the update takes without KL, sampling included. The table
-goes to results/speed/configurations.md.
+The rows of one update are sampled once. Then each configuration in turn runs forward and backward on them, on one
+thread. Reports medians of CPU seconds and their share of an update without KL, sampling included. Writes
+results/speed/configurations.md.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ OUT = Path(__file__).parents[1] / "results" / "speed" / "configurations.md"
 
 
 def learn(module: Any, rows: Any, *, measure: bool) -> float:
-    """CPU seconds of everything but sampling, scoring and the optimizer's step."""
-    from kl_comedy.training.loss import micro_loss
-    from kl_comedy.training.prepare import prepare
+    """CPU seconds of an update without sampling, scoring and the optimizer step."""
+    from kl_comedy.training.loss import micro_loss, prepare
 
-    began = time.process_time()
+    start = time.process_time()
     betas = [beta.value for beta in module.betas]
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
     for micro in micros:
@@ -50,7 +49,7 @@ def learn(module: Any, rows: Any, *, measure: bool) -> float:
         loss = micro_loss(micro, passes, terms=module.terms, betas=betas, algorithm=module.config.algorithm).loss
         loss.backward()
     module.policy.zero_grad()
-    return time.process_time() - began
+    return time.process_time() - start
 
 
 def main(path: str) -> None:
@@ -64,26 +63,28 @@ def main(path: str) -> None:
             config = load_config(path, [f"kl={terms}", f"output={folder}", "tracking.uri=none"])
             modules[name], data = build_in_process(config)
             if name == "no KL":
-                began = time.process_time()
+                start = time.process_time()
                 rows = next(data.stream).rows
-                sampling = time.process_time() - began
-        found: dict[str, list[float]] = {name: [] for name in modules}
+                sampling = time.process_time() - start
+        seconds: dict[str, list[float]] = {name: [] for name in modules}
         for repeat in range(REPEATS + 1):
             for name, module in modules.items():
                 spent = learn(module, rows, measure=False)
                 if repeat:
-                    found[name].append(spent)
-    plain = statistics.median(found["no KL"])
+                    seconds[name].append(spent)
+    plain = statistics.median(seconds["no KL"])
     lines = [
         "# What a KL configuration costs",
         "",
         f"`python bench/configurations.py {path}`: {len(rows)} completions, one thread; without KL, sampling and "
         f"scoring {sampling:.2f} CPU s, learning {plain:.2f} CPU s. Medians of {REPEATS} (smallest to largest).",
         "",
+        "<!-- unchecked: measured -->",
+        "",
         "| KL | learning, CPU s | of the update without KL |",
         "|---|---:|---:|",
     ]
-    for name, values in found.items():
+    for name, values in seconds.items():
         share = (statistics.median(values) - plain) / (plain + sampling)
         spread = f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
         lines.append(f"| {name} | {spread} | {share:+.1%} |")

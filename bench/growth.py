@@ -1,8 +1,7 @@
-"""How cost grows: operations, CPU seconds and bytes kept, against one size at a time. python bench/growth.py [OUT]
+"""Growth of FLOPs, CPU seconds and activation memory with one size at a time: python bench/growth.py [OUT]
 
-A small Llama on one thread; every point is one learner's pass (forward, backward) over groups that share a prompt,
-or one batch of sampling. Operations are counted (they do not depend on the machine), CPU seconds are medians of
-repeats, bytes are those of the storages that autograd keeps.
+A small Llama on one thread. Each point is one forward and backward pass over groups that share a prompt, or one batch
+of sampling. FLOPs are counted, CPU seconds are medians of repeats, memory is that of the storages saved by autograd.
 """
 
 from __future__ import annotations
@@ -103,13 +102,14 @@ def sampler(size: dict[str, int]) -> Callable[[], None]:
 
 
 def seconds(work: Callable[[], None]) -> float:
+    """Median CPU seconds of a call, after a warm-up call."""
     work()
-    found = []
+    repeats = []
     for _ in range(REPEATS):
-        began = time.process_time()
+        start = time.process_time()
         work()
-        found.append(time.process_time() - began)
-    return statistics.median(found)
+        repeats.append(time.process_time() - start)
+    return statistics.median(repeats)
 
 
 def operations(work: Callable[[], None]) -> int:
@@ -119,17 +119,18 @@ def operations(work: Callable[[], None]) -> int:
     return int(counter.get_total_flops())
 
 
-def bytes_kept(work: Callable[[], None]) -> int:
-    kept: dict[int, int] = {}
+def bytes_saved(work: Callable[[], None]) -> int:
+    """Bytes of the storages that autograd saves for the backward pass."""
+    storage_bytes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        storage_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         work()
-    return sum(kept.values())
+    return sum(storage_bytes.values())
 
 
 def points() -> Iterator[dict[str, Any]]:
@@ -142,22 +143,22 @@ def points() -> Iterator[dict[str, Any]]:
                 "value": value,
                 "learn_mflop": operations(learn) / 1e6,
                 "learn_s": seconds(learn),
-                "learn_kept_mib": bytes_kept(learn) / 2**20,
+                "learn_kept_mib": bytes_saved(learn) / 2**20,
                 "sample_mflop": operations(draw) / 1e6,
                 "sample_s": seconds(draw),
             }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Every axis: how much each cost grew from the smallest value to the largest, beside the size itself."""
+    """For each size, the growth of every cost from the smallest value to the largest."""
     lines = [
-        "| size | from | to | times | learner's operations | learner's CPU s | bytes kept | sampler's operations | "
-        "sampler's CPU s |",
+        "| size | from | to | times | learner FLOPs | learner CPU s | bytes saved for backward | sampler FLOPs | "
+        "sampler CPU s |",
         "|---|" + "---:|" * 8,
     ]
     for axis in CURVES:
-        mine = [row for row in rows if row["axis"] == axis]
-        first, last = mine[0], mine[-1]
+        axis_rows = [row for row in rows if row["axis"] == axis]
+        first, last = axis_rows[0], axis_rows[-1]
         names = ("learn_mflop", "learn_s", "learn_kept_mib", "sample_mflop", "sample_s")
         grew = [f"{last[name] / first[name]:.1f}x" for name in names]
         times = f"{last['value'] / first['value']:.0f}x"
@@ -177,7 +178,8 @@ def main(out: Path) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow({name: f"{v:.4g}" if isinstance(v, float) else v for name, v in row.items()})
-    text = "# How cost grows\n\n`OMP_NUM_THREADS=1 python bench/growth.py`: one size at a time, the others as in "
+    text = "# How cost grows\n\n<!-- python scripts/stored_tables.py growth -->\n\n"
+    text += "`OMP_NUM_THREADS=1 python bench/growth.py`: one size at a time, the others as in "
     text += f"{BASE}. Cost at the largest size over cost at the smallest.\n\n{table(rows)}\n"
     (out / "growth.md").write_text(text)
     print(table(rows))

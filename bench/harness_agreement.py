@@ -1,14 +1,14 @@
-"""The same items, prompts and model through `kl-comedy evaluate` and through lm-eval, item by item.
+"""Compare `kl-comedy evaluate` with lm-eval on the same items, prompts and model, item by item.
 
-    pip install lm-eval        # in an environment that has kl_comedy; it is no dependency of ours
+    pip install lm-eval        # in the environment of kl_comedy; not a dependency
     python bench/harness_agreement.py --data-root DATA --out results/harness
 
-DATA holds gsm8k_test.jsonl, mmlu_stem_test.jsonl and verify_gsm8k_openai.jsonl (docs/evaluation.md). What is compared:
+DATA holds gsm8k_test.jsonl, mmlu_stem_test.jsonl and verify_gsm8k_openai.jsonl (docs/evaluation.md). Compares:
 
-- gsm8k, generated greedily through the chat template: prompts, completions, verdicts (ours: math-verify; theirs: the
-  filter `flexible-extract` and `exact_match` of their own gsm8k task);
-- the two verdicts alone, on recorded answers of other models, where right answers are not rare;
-- MMLU by the log-prob of the letter, and of the options' texts: log-probs, picks, accuracies.
+- gsm8k, generated greedily with the chat template: prompts, completions and verdicts (kl_comedy: math-verify; lm-eval:
+  the filter `flexible-extract` and `exact_match` of its gsm8k task);
+- the two verdicts on recorded answers of other models, which are more often correct;
+- MMLU scored by the log-prob of the letter or of the option's text: log-probs, picks and accuracies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MATCH = {"metric": "exact_match", "regexes_to_ignore": IGNORED, "ignore_case": T
 FLEXIBLE = [{"function": "regex", "group_select": -1, "regex_pattern": GSM8K_REGEX}, {"function": "take_first"}]
 LETTERS = "ABCDEFGHIJ"
 PARTS = {"verdicts": "recorded", "gsm8k": "gsm8k", "mmlu_letters": "letters", "mmlu_texts": "texts"}
-"""What is compared, and the option that says how many items of it."""
+"""Parts of the comparison, and the option that limits the items of each."""
 
 
 def main() -> None:
@@ -45,24 +45,24 @@ def main() -> None:
     parser.add_argument("--letters", type=int, default=102, help="problems scored by their letters")
     parser.add_argument("--texts", type=int, default=60, help="problems scored by their options' texts")
     parser.add_argument("--recorded", type=int, default=600, help="recorded answers judged by both")
-    parser.add_argument("--parts", default=",".join(PARTS), help="what to do now; what --out already holds is kept")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to run; other parts in --out are kept")
     args = parser.parse_args()
     if not set(args.parts.split(",")) <= set(PARTS):
         parser.error(f"--parts: got {args.parts!r}; allowed: {', '.join(PARTS)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    results = earlier(args)
+    results = previous_results(args)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_suites(folder, args)
         for part in (part for part in PARTS if part in args.parts.split(",")):
             results[part] = compare_verdicts(args) if part == "verdicts" else compare(part, args, folder)
-            write(results, args)  # after each, as one may take long
+            write(results, args)  # after each part, because one may take long
     print((args.out / "README.md").read_text())
 
 
-# --- the same suites for both -----------------------------------------------------------------------------------
+# --- run both ----------------------------------------------------------------------------------------------------
 def write_suites(folder: Path, args: argparse.Namespace) -> None:
-    """Suites of ours as YAML files with the options of this comparison."""
+    """Write kl_comedy suites as YAML files with the options of this comparison."""
     suites: dict[str, dict[str, Any]] = {
         "gsm8k": {"extends": "gsm8k", "max_new_tokens": args.tokens},
         "mmlu_letters": {"extends": "mmlu_college_physics_likelihood"},
@@ -77,7 +77,7 @@ def write_suites(folder: Path, args: argparse.Namespace) -> None:
 
 
 def ours(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Our scores and records, by the command a user types."""
+    """Scores and records of `kl-comedy evaluate`."""
     command = [
         sys.executable,
         "-m",
@@ -96,20 +96,20 @@ def ours(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[str, 
         "json",
         "tracking.uri=none",
     ]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    (row,) = json.loads(done.stdout)
+    completed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    (row,) = json.loads(completed.stdout)
     lines = (Path(row["records"]) / "items.jsonl").read_text().splitlines()
     return row, [json.loads(line) for line in lines]
 
 
 def theirs(suite: str, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """lm-eval on a task of its own that asks the same of the same items, from a local file."""
+    """Run lm-eval on the same items with a custom task that reads a local file."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     data = folder / f"{suite}.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in documents(suite, rows, args)))
-    task = {"task": f"own_{suite}", "dataset_path": "json", "test_split": "test", "num_fewshot": 0}
+    task = {"task": f"custom_{suite}", "dataset_path": "json", "test_split": "test", "num_fewshot": 0}
     task["dataset_kwargs"] = {"data_files": {"test": str(data)}}
     task |= generative(args) if suite == "gsm8k" else multiple_choice(suite)
     return lm_eval.simple_evaluate(
@@ -126,7 +126,7 @@ def theirs(suite: str, rows: Sequence[Mapping[str, Any]], args: argparse.Namespa
 
 
 def documents(suite: str, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The items of our records as they stand in the data file, in our order."""
+    """The data file's entries of the evaluated items, in the same order."""
     name = "gsm8k_test.jsonl" if suite == "gsm8k" else "mmlu_stem_test.jsonl"
     lines = (args.data_root / name).read_text(encoding="utf-8").split("\n")
     by_id = {item["id"]: item for item in map(json.loads, filter(None, lines))}
@@ -166,11 +166,11 @@ def multiple_choice(suite: str) -> dict[str, Any]:
     }
 
 
-# --- item by item -----------------------------------------------------------------------------------------------
+# --- compare -----------------------------------------------------------------------------------------------------
 def compare(suite: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     row, rows = ours(suite, args, folder)
     result = theirs(suite, rows, args, folder)
-    samples = sorted(result["samples"][f"own_{suite}"], key=lambda sample: sample["doc_id"])
+    samples = sorted(result["samples"][f"custom_{suite}"], key=lambda sample: sample["doc_id"])
     assert [sample["doc"]["id"] for sample in samples] == [item["id"] for item in rows]
     prompts = sum(sample["arguments"][0][0] == item["prompt"] for sample, item in zip(samples, rows, strict=True))
     pairs = list(zip(rows, samples, strict=True))
@@ -230,7 +230,7 @@ def _choices_agreement(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any
 
 
 def compare_verdicts(args: argparse.Namespace) -> dict[str, Any]:
-    """Both verdicts on recorded answers to GSM8K problems, beside the label that came with them."""
+    """Both verdicts on recorded answers to GSM8K problems, and the label of each answer."""
     from lm_eval.api.metrics import exact_match_hf_evaluate
     from lm_eval.filters.extraction import RegexFilter
 
@@ -239,12 +239,12 @@ def compare_verdicts(args: argparse.Namespace) -> dict[str, Any]:
     lines = (args.data_root / "verify_gsm8k_openai.jsonl").read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines if line]
     rows = rows[:: max(len(rows) // args.recorded, 1)]
-    mine = score("math_verify", completions=[r["answer"] for r in rows], answers=[r["gold"] for r in rows])
-    chosen = RegexFilter(regex_pattern=GSM8K_REGEX, group_select=-1)
+    rewards = score("math_verify", completions=[r["answer"] for r in rows], answers=[r["gold"] for r in rows])
+    regex_filter = RegexFilter(regex_pattern=GSM8K_REGEX, group_select=-1)
     options = {key: value for key, value in MATCH.items() if key != "metric"}
     items = []
-    for row, reward in zip(rows, mine, strict=True):
-        ((prediction,),) = chosen.apply([[row["answer"]]], [{}])
+    for row, reward in zip(rows, rewards, strict=True):
+        ((prediction,),) = regex_filter.apply([[row["answer"]]], [{}])
         results = exact_match_hf_evaluate(predictions=[prediction], references=[row["gold"]], **options)
         theirs = bool(results["exact_match"])
         items.append({"id": row["id"], "ours": reward.value == 1.0, "theirs": theirs, "label": row["expected"]})
@@ -259,23 +259,23 @@ def compare_verdicts(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# --- what is written --------------------------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------------------------
 def identity(args: argparse.Namespace) -> dict[str, Any]:
-    """What parts must have in common to stand on one page."""
+    """Versions and settings that all parts of one page must share."""
     from importlib.metadata import version
 
     versions = {name: version(name) for name in ("lm-eval", "transformers", "torch", "math-verify")}
     return {"versions": versions, "model": Path(args.model).name, "tokens": args.tokens}
 
 
-def earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """The parts that ``--out`` already holds, where they are of the same model, packages and completion length."""
+def previous_results(args: argparse.Namespace) -> dict[str, Any]:
+    """The parts already in ``--out``. Exits if their model, packages or completion length differ."""
     file = args.out / "agreement.json"
     if not file.exists():
         return {}
     previous, now = json.loads(file.read_text()), identity(args)
     if {key: previous.get(key) for key in now} != now:
-        sys.exit(f"{file} is of another model, other packages or another --tokens; name another --out")
+        sys.exit(f"{file} has another model, other packages or another --tokens; choose another --out")
     return dict(previous["suites"])
 
 
@@ -291,6 +291,8 @@ def page(results: Mapping[str, Any], versions: Mapping[str, str], args: argparse
     counts = " ".join(f"--{option} {results[part]['asked']}" for part, option in PARTS.items() if part in results)
     lines = [
         "# Agreement with lm-eval",
+        "",
+        "<!-- python scripts/stored_tables.py harness -->",
         "",
         f"`python bench/harness_agreement.py --data-root DATA --tokens {args.tokens} {counts}`, "
         f"{Path(args.model).name}, float32, CPU; {names}.",
@@ -320,7 +322,7 @@ REMARKS = [
     "- `gsm8k`: ours judges by math-verify, lm-eval by its own task's regular expression; completions are cut early, "
     "so few are right, and agreement of verdicts says little there: hence the recorded answers.",
     "- `mmlu_letters` (college physics) picks the likeliest letter, `mmlu_texts` (college biology) the likeliest text; "
-    "`norm`: per character. ARC-Challenge is args as `mmlu_texts` is.",
+    "`norm`: per character. ARC-Challenge is asked as `mmlu_texts` is.",
 ]
 
 

@@ -1,25 +1,26 @@
-"""Does sampling overlap with learning? Synchronous and asynchronous updates of one configuration, in turns, in one run.
+"""Overlap of sampling with learning: synchronous and asynchronous updates of one configuration, alternating.
 
     OMP_NUM_THREADS=1 python bench/overlap.py [--updates N] [--rounds N] [--out FILE] [key=value ...]
 
-Each round trains the config twice from its beginning: on-policy (sampler and learner take turns in one process), then
-`lag.mode: async` (two processes). One thread each. The steady state is timed: the first updates of a round and the last
-are left out, as are evaluation and checkpoints. Per update:
+Each round trains the config twice from scratch: on-policy (sampling and learning alternate in one process), then with
+`lag.mode: async` (two processes), one thread each. Only the steady state is timed: the first and last updates of a
+round, evaluation and checkpoints are excluded. Measured per update:
 
-- parts: what sampling and scoring took, and what learning took (wall seconds of each where it ran);
-- step: wall seconds from the beginning of one update's batch to the next one's;
-- CPU seconds of the learner's process, and of the sampler's.
+- parts: wall seconds of sampling with scoring, and of learning;
+- step: wall seconds from the start of one update's batch to the start of the next;
+- CPU seconds of the learner process and of the sampler process.
 
-`overlap` is the asynchronous step over the larger of the two parts as the synchronous updates of the same round took
-them: 1 is perfect, and 1.2 is the aim. `own_overlap` is the same over the parts as they took in the asynchronous run:
-above 1 somebody waited who need not have, whatever else the machine did. `speed_up` is the synchronous step over the
-asynchronous one, `best_speed_up` the sum of the synchronous parts over the larger of them. The base config is the
-quickstart's with larger batches and parts of similar size (the metrics that cost a pass of their own are off), so that
-there is something to hide and both parts take a second or more.
+Reported ratios:
 
-Other work on the machine stretches wall time: `sampler_cpu_share` and `learner_cpu_share`, CPU over wall seconds of the
-part, say by how much (1: it had a core to itself). `cpu_overlap` leaves that out: CPU seconds of the busier of the two
-processes over those of the larger synchronous part.
+- `overlap`: asynchronous step / larger part of the synchronous updates of the same round. 1 is perfect, 1.2 the target.
+- `own_overlap`: asynchronous step / larger part of the asynchronous updates. Above 1, a process waited needlessly.
+- `speed_up`: synchronous step / asynchronous step.
+- `best_speed_up`: sum of the synchronous parts / larger part.
+- `sampler_cpu_share`, `learner_cpu_share`: CPU / wall seconds of the part; below 1, other work slowed it down.
+- `cpu_overlap`: CPU seconds of the busier process / CPU seconds of the larger synchronous part.
+
+The base config is the quickstart's with larger batches and without metrics that need a forward pass of their own, so
+that both parts have similar size and take a second or more.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 SKIPPED = 3
-"""Updates at the beginning of a round that are not timed: pipelines fill, allocators warm."""
+"""Untimed updates at the start of a round, while pipelines fill and allocators warm up."""
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 BASE = (
     "data.eval={}",
@@ -54,7 +55,7 @@ MODES = {
 
 
 def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
-    """Train ``updates`` updates and return seconds per update in the steady state."""
+    """Train ``updates`` updates and return their steady-state means."""
     import torch
     from lightning.pytorch.callbacks import Callback
 
@@ -65,7 +66,7 @@ def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
 
     rows: list[dict[str, float]] = []
 
-    class Clock(Callback):
+    class UpdateTimes(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             rows.append({"at": time.perf_counter(), "cpu": time.process_time(), **pl_module.last_metrics})
 
@@ -73,16 +74,16 @@ def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     module, data = PolicyModule(config), ExperienceModule(config)
     try:
-        make_trainer(config, [Clock()]).fit(module, datamodule=data)
+        make_trainer(config, [UpdateTimes()]).fit(module, datamodule=data)
     finally:
         data.close()
     return per_update(rows)
 
 
 def per_update(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Means over the timed updates; ``rows`` are taken at the end of each.
+    """Means over the timed updates. ``rows`` has one row per update.
 
-    The asynchronous sampler has nothing to draw during the last updates, so these are left out: as many as the lag.
+    The last updates are excluded, because the asynchronous sampler is idle then.
     """
     last = len(rows) - 1 - SKIPPED
     timed = rows[SKIPPED : last + 1]
@@ -104,19 +105,19 @@ def per_update(rows: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def judge(synchronous: dict[str, Any], asynchronous: dict[str, Any]) -> dict[str, float]:
+def ratios_of_round(synchronous: dict[str, Any], asynchronous: dict[str, Any]) -> dict[str, float]:
     """The ratios of one round."""
     parts = [synchronous["sampling"], synchronous["learning"]]
-    larger, whole = max(parts), sum(parts)
+    larger, total = max(parts), sum(parts)
     busier = max(asynchronous["learner_cpu"], asynchronous["sampler_cpu"])
     return {
         "overlap": asynchronous["step"] / larger,
         "own_overlap": asynchronous["step"] / max(asynchronous["sampling"], asynchronous["learning"]),
         "speed_up": synchronous["step"] / asynchronous["step"],
-        "best_speed_up": whole / larger,
+        "best_speed_up": total / larger,
         "slow_down_of_sampling": asynchronous["sampling"] / synchronous["sampling"],
         "slow_down_of_learning": asynchronous["learning"] / synchronous["learning"],
-        "cpu_overlap": busier / (synchronous["learner_cpu"] * larger / whole),
+        "cpu_overlap": busier / (synchronous["learner_cpu"] * larger / total),
         "cpu_speed_up": synchronous["learner_cpu"] / busier,
         "sampler_cpu_share": asynchronous["sampler_cpu"] / asynchronous["sampling"],
         "learner_cpu_share": asynchronous["learner_cpu"] / asynchronous["step"],
@@ -129,31 +130,37 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args()
-    if given.updates <= 2 * SKIPPED:
+    options = parser.parse_args()
+    if options.updates <= 2 * SKIPPED:
         parser.error(f"--updates: at least {2 * SKIPPED + 1}")
     from kl_comedy.tracking import provenance_tags
 
     rounds = []
-    for number in range(given.rounds):
+    for number in range(options.rounds):
         load = os.getloadavg()[0]
-        found = {mode: measure(mode, given.updates, given.overrides) for mode in MODES}
-        rounds.append({**found, **judge(found["synchronous"], found["asynchronous"]), "load_before": load})
-        shown = {name: value for name, value in rounds[-1].items() if not isinstance(value, dict)}
-        print(f"round {number + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in shown.items()), flush=True)
+        measurements = {mode: measure(mode, options.updates, options.overrides) for mode in MODES}
+        rounds.append(
+            {
+                **measurements,
+                **ratios_of_round(measurements["synchronous"], measurements["asynchronous"]),
+                "load_before": load,
+            }
+        )
+        ratios = {name: value for name, value in rounds[-1].items() if not isinstance(value, dict)}
+        print(f"round {number + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in ratios.items()), flush=True)
     result = {
         "command": " ".join(["python", "bench/overlap.py", *sys.argv[1:]]),
         "config": str(CONFIG.relative_to(CONFIG.parents[1])),
-        "base": [*BASE, *given.overrides],
+        "base": [*BASE, *options.overrides],
         "modes": MODES,
         **{f"median_{name}": statistics.median(r[name] for r in rounds) for name in MEDIANS},
         "rounds": rounds,
         "provenance": provenance_tags(),
     }
     print("medians: " + ", ".join(f"{name} {result[f'median_{name}']:.3f}" for name in MEDIANS))
-    if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

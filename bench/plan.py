@@ -1,11 +1,11 @@
-"""The plan's memory beside a run's: whole runs on this machine's CPU, one process each; tables into results/plan.
+"""Compare the planned memory with the measured memory of runs on the CPU; writes tables to results/plan.
 
-    python bench/plan.py                   all cells (some minutes)
-    python bench/plan.py --cells pocket    some of them; their rows are replaced, the others stay
-    python bench/plan.py --replan          no run: the plan of today beside what was measured
+    python bench/plan.py                   run all cells (some minutes)
+    python bench/plan.py --cells pocket    run some cells and replace their rows
+    python bench/plan.py --replan          run nothing; compare the current plan with the recorded measurements
 
-What is compared is what an update adds to a loaded run: the resident peak over two updates, above what was resident
-when the first began, against the plan's peak without policy, reference and libraries.
+Each cell runs in its own process. Measured: the peak resident memory over two updates minus the resident memory before
+the first. Planned: the plan's peak without policy, reference and libraries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILE = OUT / "plan.json"
 GIB = 2**30
 UPDATES = 2
 LOADED = ("parameters", "reference", "runtime")
-"""Components that are there when the first update begins."""
+"""Components in memory before the first update."""
 
 SMALL_POCKET = {"hidden_size": 256, "layers": 4, "heads": 8, "intermediate_size": 1024, "warmstart_steps": 0}
 BIG_POCKET = {"hidden_size": 512, "layers": 8, "heads": 8, "intermediate_size": 2048, "warmstart_steps": 0}
@@ -76,11 +76,11 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-"""Freed memory goes back at once: what is resident is what is held."""
+"""With these thresholds, malloc returns freed memory at once, so resident memory is allocated memory."""
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Train a cell in this process; bytes above loaded, and the mean lengths that were seen."""
+    """Train a cell in this process. Returns peak bytes above the loaded run and mean token lengths."""
     from rich.console import Console
 
     from kl_comedy.config import load_config
@@ -89,66 +89,66 @@ def measure(name: str) -> dict[str, Any]:
     from kl_comedy.training.module import PolicyModule
     from kl_comedy.training.run import train
 
-    seen = {"loaded": 0, "peak": 0, "rows": 0, "prompt": 0, "completion": 0}
+    totals = {"loaded": 0, "peak": 0, "rows": 0, "prompt": 0, "completion": 0}
     draw = ExperienceStream.__next__
 
-    def watched(self: Any) -> Any:
-        if not seen["loaded"]:
+    def counted_next(self: Any) -> Any:
+        if not totals["loaded"]:
             memory.reset_peak()
-            seen["loaded"] = memory.resident()
+            totals["loaded"] = memory.resident()
         batch = draw(self)
-        seen["rows"] += len(batch.rows)
-        seen["prompt"] += sum(len(row.rollout.prompt.token_ids) for row in batch.rows)
-        seen["completion"] += sum(len(row.rollout.completion_ids) for row in batch.rows)
+        totals["rows"] += len(batch.rows)
+        totals["prompt"] += sum(len(row.rollout.prompt.token_ids) for row in batch.rows)
+        totals["completion"] += sum(len(row.rollout.completion_ids) for row in batch.rows)
         return batch
 
-    def ended(self: Any) -> None:
-        seen["peak"] = memory.peak()
+    def record_peak(self: Any) -> None:
+        totals["peak"] = memory.peak()
 
     with (
         tempfile.TemporaryDirectory(prefix="plan_") as folder,
-        patch.object(ExperienceStream, "__next__", watched),
-        patch.object(PolicyModule, "on_train_end", ended),
+        patch.object(ExperienceStream, "__next__", counted_next),
+        patch.object(PolicyModule, "on_train_end", record_peak),
     ):
         config = load_config(None, [*CELLS[name], f"output={folder}"])
         train(config, console=Console(quiet=True), command="bench/plan.py")
-    prompt, completion = (round(seen[name] / seen["rows"]) for name in ("prompt", "completion"))
+    prompt, completion = (round(totals[name] / totals["rows"]) for name in ("prompt", "completion"))
     return {
         "cell": name,
         "prompt_tokens": prompt,
         "completion_tokens": completion,
-        "measured_bytes": seen["peak"] - seen["loaded"],
-        "commit": provenance_tags()["git.commit"][:12] + (", with changes" if changed() else ""),
+        "measured_bytes": totals["peak"] - totals["loaded"],
+        "commit": provenance_tags()["git.commit"][:12] + (", with changes" if has_changes() else ""),
     }
 
 
-def changed() -> bool:
-    """Whether anything but the results of this bench differs from the commit."""
-    words = ["git", "status", "--porcelain", "--", ".", f":(exclude){OUT.relative_to(ROOT)}"]
-    return bool(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+def has_changes() -> bool:
+    """Whether any file except the results of this benchmark differs from the commit."""
+    command = ["git", "status", "--porcelain", "--", ".", f":(exclude){OUT.relative_to(ROOT)}"]
+    return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
 def planned(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the plan for its cell and lengths."""
+    """The row with the planned memory for its cell and lengths."""
     from kl_comedy.config import load_config
-    from kl_comedy.lab.planning import GPUS, Lengths, plan_run
+    from kl_comedy.lab.planning.plan import Plan
+    from kl_comedy.lab.planning.sizes import GPUS
 
     config = load_config(None, CELLS[row["cell"]])
-    lengths = Lengths(prompt=row["prompt_tokens"], completion=row["completion_tokens"])
-    here = dataclasses.replace(GPUS["h100-80"], name="cpu", kind="cpu")  # memory does not depend on rates
-    found = plan_run(config, here, lengths=lengths)
-    added = found.peak_bytes - sum(item.bytes for item in found.components if item.name in LOADED)
+    cpu = dataclasses.replace(GPUS["h100-80"], name="cpu", kind="cpu")  # memory does not depend on rates
+    plan = Plan(config, cpu, prompt=row["prompt_tokens"], completion=row["completion_tokens"])
+    added = plan.peak_bytes - sum(item.bytes for item in plan.components if item.name in LOADED)
     return {
         **row,
-        "microbatch_tokens": found.load.micro_tokens,
+        "microbatch_tokens": plan.load.micro_tokens,
         "planned_bytes": added,
         "planned_over_measured": added / row["measured_bytes"],
-        "components": {f"{item.name}, {item.phase}": item.bytes for item in found.components},
+        "components": {f"{item.name}, {item.phase}": item.bytes for item in plan.components},
     }
 
 
-def in_child(name: str) -> dict[str, Any]:
-    done = subprocess.run(
+def measure_in_subprocess(name: str) -> dict[str, Any]:
+    completed = subprocess.run(
         [sys.executable, __file__, "--measure", name],
         env={**os.environ, **ENVIRONMENT},
         cwd=ROOT,
@@ -156,30 +156,32 @@ def in_child(name: str) -> dict[str, Any]:
         text=True,
         check=True,
     )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    measurement: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+    return measurement
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """results/plan/README.md."""
+    """The content of results/plan/README.md."""
     from speed.machine import describe
 
     machine = describe(threads=1)
     versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers", "lightning"))
     lines = [
-        "# The plan's memory beside measured runs",
+        "# Planned and measured memory",
+        "",
+        "<!-- python scripts/stored_tables.py plan -->",
         "",
         f"{machine['cpu']}, {machine['cores']} cores; 1 thread; {versions}; the commit of each row is in plan.json.",
         "",
         "    python bench/plan.py",
         "",
-        "Each row is a whole run of two updates in a process of its own: the resident peak above what was resident "
-        "when the first update began, and the plan's peak (`kl-comedy plan --gpu cpu`, for prompts and completions "
-        "of the mean lengths that were seen) without policy, reference and libraries. SmolLM2-135M, and a pocket "
-        "policy of 33M parameters (pocket-tiny: 4M) with random weights; freed memory is given back at once "
-        "(MALLOC_MMAP_THRESHOLD_). No GPU was at hand: on GPUs the plan has not been compared with anything.",
+        "Each row is a run of two updates in its own process. Measured: the peak resident memory minus the resident "
+        "memory before the first update. Planned: the peak of `kl-comedy plan --gpu cpu` for prompts and completions "
+        "of the measured mean lengths, without policy, reference and libraries. Models: SmolLM2-135M, and a pocket "
+        "policy of 33M parameters (pocket-tiny: 4M) with random weights. malloc returns freed memory at once "
+        "(MALLOC_MMAP_THRESHOLD_). The plan has not been compared with GPU measurements.",
         "",
-        "| cell | prompt | completion | tokens of a micro-batch | measured, GiB | planned, GiB | planned / measured |",
+        "| cell | prompt | completion | tokens per micro-batch | measured, GiB | planned, GiB | planned / measured |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -194,17 +196,17 @@ def page(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", choices=CELLS, help="default: all")
-    parser.add_argument("--replan", action="store_true", help="measure nothing; plan again what was measured")
+    parser.add_argument("--replan", action="store_true", help="run nothing; update the plan of the recorded rows")
     parser.add_argument("--measure", choices=CELLS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.measure:
-        print(json.dumps(measure(given.measure)))
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.measure)))
         return
-    kept = {row["cell"]: row for row in json.loads(FILE.read_text())} if FILE.exists() else {}
-    for name in () if given.replan else given.cells or CELLS:
-        kept[name] = in_child(name)
-        write([planned(kept[name]) for name in CELLS if name in kept])
-    write([planned(kept[name]) for name in CELLS if name in kept])
+    rows_by_cell = {row["cell"]: row for row in json.loads(FILE.read_text())} if FILE.exists() else {}
+    for name in () if options.replan else options.cells or CELLS:
+        rows_by_cell[name] = measure_in_subprocess(name)
+        write([planned(rows_by_cell[name]) for name in CELLS if name in rows_by_cell])
+    write([planned(rows_by_cell[name]) for name in CELLS if name in rows_by_cell])
 
 
 def write(rows: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
-"""CPU seconds of querying and tabulating a store of many runs: `python bench/results_queries.py [--runs 10000]`.
+"""CPU seconds of queries and tables over a store of many runs: `python bench/results_queries.py [--runs 10000]`.
 
-The store holds copies of one run (all params of a study's run, its provenance tags, 80 metrics), 34 configurations
-with seeds; each copy has the eval curve that collapse and best-of rules read. Making it is not measured.
+The store contains copies of one run (all params of a study run, provenance tags, 80 metrics, an eval curve) as 34
+configurations with seeds. Creating it is not timed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TABLES = ("params", "tags", "latest_metrics", "metrics", "runs")
 
 
 def make_store(folder: Path, runs: int) -> str:
-    """One logged run, copied ``runs`` times with another beta, seed, reward and KL each. Returns the store's uri."""
+    """Log one run and copy it ``runs`` times with different beta, seed, reward and KL. Returns the store's URI."""
     from kl_comedy.config import flatten, load_config, to_plain
     from kl_comedy.tracking import provenance_tags
     from kl_comedy.tracking.logger import RunLogger
 
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     config = load_config(ROOT / "configs/study/base/pocket.yaml", ["kl={recipe: comedy/k1_in_reward, beta: 0.1}"])
-    logger = RunLogger.start(
+    logger = RunLogger(
         SimpleNamespace(uri=uri, experiment="bench", flush_every=10, tags={}),
         run_dir=folder / "run",
         run_name="bench",
@@ -50,13 +50,13 @@ def make_store(folder: Path, runs: int) -> str:
             if table == "metrics":
                 rows = [row for row in rows if row["key"] in (EVAL, KL)]
             names = ", ".join(f":{name}" for name in rows[0])
-            copies = (changed(row, number) for number in range(runs) for row in rows)
+            copies = (row_of_copy(row, number) for number in range(runs) for row in rows)
             db.executemany(f"INSERT INTO {table} VALUES ({names})", copies)
     return uri
 
 
-def changed(row: dict[str, object], number: int) -> dict[str, object]:
-    """``row`` of any table as run ``number`` has it."""
+def row_of_copy(row: dict[str, object], number: int) -> dict[str, object]:
+    """``row`` of any table, changed for run ``number``."""
     row = {**row, "run_uuid": f"{number:032x}"}
     beta = f"{number % 34 / 34:.4f}"
     values = {
@@ -72,7 +72,7 @@ def changed(row: dict[str, object], number: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=10_000)
-    parser.add_argument("--store", type=Path, help="Keep the store in this folder and use it again.")
+    parser.add_argument("--store", type=Path, help="Create the store in this folder, or reuse it.")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.store or Path(scratch)
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def measure(uri: str) -> None:
-    """Each line: CPU seconds of this process, and what was done."""
+    """Print CPU seconds and name of each task."""
     from kl_comedy.cli import main as cli
 
     cli._quiet_libraries()
@@ -94,13 +94,13 @@ def measure(uri: str) -> None:
         "compare at equal KL": ["compare", "--metric", EVAL, "--at-kl", "0.25,0.5"],
         "export to Parquet": ["export", "--out", str(Path(tempfile.gettempdir()) / "results_queries.parquet")],
     }
-    for name, words in tasks.items():
-        began = time.process_time()
+    for name, arguments in tasks.items():
+        start = time.process_time()
         with contextlib.redirect_stdout(io.StringIO()):
-            sys.argv = ["kl-comedy", "results", *words, "--uri", uri]
+            sys.argv = ["kl-comedy", "results", *arguments, "--uri", uri]
             with contextlib.suppress(SystemExit):
                 cli.run()
-        print(f"{time.process_time() - began:8.1f}  {name}", flush=True)
+        print(f"{time.process_time() - start:8.1f}  {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""CPU seconds of one policy pass with and without a shared prompt: python bench/shared_prompt.py [MODEL_FOLDER].
+"""CPU seconds of a forward and backward pass with and without a shared prompt.
 
-Alternates the two in one process, on one thread, after a warm-up of each; prints medians and their ratio.
+    python bench/shared_prompt.py [MODEL_FOLDER]
+
+Alternates both in one process on one thread, after a warm-up. Prints medians and their ratio.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ def main(folder: str) -> None:
     }
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for repeat in range(REPEATS + 1):
-        for share, found in seconds.items():
-            began = time.process_time()
-            seen = token_pass(model, **batch, temperature=1.0, chunk_elements=2**24, share_prompt=share)
-            seen.logp_BT.mean().backward()
+        for share, times in seconds.items():
+            start = time.process_time()
+            output = token_pass(model, **batch, temperature=1.0, chunk_elements=2**24, share_prompt=share)
+            output.logp_BT.mean().backward()
             model.zero_grad()
             if repeat:
-                found.append(time.process_time() - began)
+                times.append(time.process_time() - start)
     shared, apart = (statistics.median(seconds[share]) for share in (True, False))
-    spread = {share: f"{min(found):.1f} to {max(found):.1f}" for share, found in seconds.items()}
+    spread = {share: f"{min(times):.1f} to {max(times):.1f}" for share, times in seconds.items()}
     print(f"{GROUP} completions of {COMPLETION} tokens after a prompt of {PROMPT}; CPU s, forward and backward")
     print(f"shared {shared:.1f} ({spread[True]}), apart {apart:.1f} ({spread[False]}), ratio {apart / shared:.2f}")
 

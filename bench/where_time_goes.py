@@ -1,8 +1,8 @@
-"""Where an update's time goes, by kind of operation: python bench/where_time_goes.py [MODEL] [OUT]
+"""Profile of an update by kind of operation: python bench/where_time_goes.py [MODEL] [OUT]
 
-One batch of sampling and one learner's pass (forward and backward of a quarter of the batch). Seconds of the calling
-thread from torch's profiler; the work is that of results/speed: 4 prompts of about 100 tokens, 8 completions each,
-64 tokens, random ids. The table goes to results/speed/profile.md.
+Profiles one batch of sampling and one forward and backward pass of a quarter of the batch with torch's profiler, in
+seconds of the calling thread. The workload is that of results/speed with random tokens: 4 prompts of about 100 tokens,
+8 completions each of 64 tokens. Writes results/speed/profile.md.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 PROMPTS, GROUP, PROMPT, LENGTH = 4, 8, 100, 64
 KINDS = {
-    "products with weights": ("aten::addmm", "aten::mm", "aten::linear"),
-    "products of attention": ("aten::bmm", "scaled_dot_product", "aten::baddbmm"),
+    "weight matmuls": ("aten::addmm", "aten::mm", "aten::linear"),
+    "attention matmuls": ("aten::bmm", "scaled_dot_product", "aten::baddbmm"),
     "softmax, exponentials, sums": ("softmax", "aten::exp", "aten::cumsum", "aten::sum", "searchsorted", "aten::log"),
-    "copies, gathers, new memory": (
+    "copies, gathers, allocations": (
         "copy",
         "aten::cat",
         "index",
@@ -45,28 +45,28 @@ KINDS = {
         "aten::mean",
     ),
 }
-"""Kinds of operations by parts of their names, the first that fits."""
+"""Kinds of operations by substrings of their names; the first match counts."""
 OUT = Path(__file__).parents[1] / "results" / "speed" / "profile.md"
 
 
 def kind_of(name: str) -> str:
-    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "all else")
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
 
 
-def profiled(work: Callable[[], Any]) -> Counter[str]:
-    """Seconds of each kind in one call, after another one to warm up."""
+def profile_seconds(work: Callable[[], Any]) -> Counter[str]:
+    """Seconds of each kind in one call, after a warm-up call."""
     from torch.profiler import ProfilerActivity, profile
 
     work()
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         work()
-    found: Counter[str] = Counter()
-    for event in seen.key_averages():
-        found[kind_of(event.key)] += event.self_cpu_time_total / 1e6
-    return found
+    seconds: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        seconds[kind_of(event.key)] += event.self_cpu_time_total / 1e6
+    return seconds
 
 
-def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
+def workloads(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     from kl_comedy.config import load_config
     from kl_comedy.models.load import load_model
     from kl_comedy.models.logprobs import token_pass
@@ -90,8 +90,8 @@ def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     }
 
     def learn() -> None:
-        seen = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**22)
-        seen.logp_BT.sum().backward()
+        output = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**22)
+        output.logp_BT.sum().backward()
         loaded.model.zero_grad()
 
     return {
@@ -103,8 +103,8 @@ def works(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
 def main(model_name: str, out: Path) -> None:
     columns: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, work in works(model_name, folder).items():
-            columns[name] = profiled(work)
+        for name, work in workloads(model_name, folder).items():
+            columns[name] = profile_seconds(work)
             print(f"{name}: {columns[name].total():.2f} s", flush=True)
     lines = [
         "# Where the time goes",
@@ -112,10 +112,12 @@ def main(model_name: str, out: Path) -> None:
         f"`python bench/where_time_goes.py {model_name}`, {torch.get_num_threads()} threads; seconds of the calling "
         "thread, profiler on. Learning is one group of four.",
         "",
+        "<!-- unchecked: measured -->",
+        "",
         "| operations | " + " | ".join(columns) + " |",
         "|---|" + "---:|" * len(columns),
     ]
-    for kind in (*KINDS, "all else"):
+    for kind in (*KINDS, "other"):
         lines.append(f"| {kind} | " + " | ".join(f"{column[kind]:.2f}" for column in columns.values()) + " |")
     lines.append("| sum | " + " | ".join(f"{column.total():.2f}" for column in columns.values()) + " |")
     print("\n".join(lines))

@@ -1,5 +1,5 @@
-"""Other systems' released KL code, run as it is through the exact oracle.
+"""The released KL code of other systems, unmodified, measured by the exact oracle.
 
-wheels (requirements.txt, fetch.py) -> loading (imports, stand-ins) -> adapters (Case: a Loss over Rows)
-    -> measure (the oracle) and equivalence (our terms, same derivatives) -> report (one table)
+wheels (requirements.txt, fetch.py) -> loading (imports, stubs) -> adapters (Case: a Loss over Rows)
+    -> measure (exact gradients) and equivalence (same derivatives as our terms) -> report (tables)
 """

@@ -1,7 +1,7 @@
-"""What an adapter offers: a peer's code as a loss over rows, and our terms that should be the same.
+"""A peer's KL code as a loss over rows, with the equivalent terms of kl_comedy.
 
-Every loss is the KL part alone, at a coefficient of 1: ``(loss(beta) - loss(0)) / beta`` where the peer's code
-mixes it with a policy loss.
+Every loss is the KL part alone at a coefficient of 1. If the peer's code adds it to a policy loss, the KL part is
+``(loss(beta) - loss(0)) / beta``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from peers.wheels import Pin
 
 FLOAT64 = 1e-9
 FLOAT32 = 2e-5
-"""Relative tolerance of a hit, and of an equivalence, where the peer computes in that precision."""
+"""Relative tolerances for a peer that computes in that precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One setting of one peer.
 
-    ``name`` is ``system:flags`` and names its row. ``kind`` is ``kl function`` (an estimator alone) or
-    ``loss path`` (the method training calls). ``reduction`` says what became of the peer's mean over tokens.
-    ``ours`` are the terms whose derivatives it should have, inside ``around`` where the algorithm has a part
-    in it, in the regimes ``equal_in``; None where our space has no such point. ``group_size`` completions
-    are enumerated together where rows of a group meet. ``tolerance`` follows the precision of their code;
-    ``spreads`` are the standard deviations (nats) of the log-ratios it is compared with ours at: near, where
-    output clamps act, where input clamps act.
+    ``name``: ``system:flags``, the name of the row.
+    ``kind``: ``kl function`` (an estimator alone) or ``loss path`` (the method that training calls).
+    ``ours``: the terms that should have the same derivatives, within the algorithm ``context`` and in the regimes
+    ``equal_in``; None if kl_comedy has no equivalent.
+    ``group_size``: completions that are enumerated together because the peer's code compares them.
+    ``tolerance``: relative, by the precision of the peer's code.
+    ``spreads``: standard deviations (nats) of the log-ratios of the comparison: small, large enough for output clamps,
+    large enough for input clamps.
+    ``reduction``: how the peer's mean over tokens is handled.
     """
 
     system: str
@@ -46,7 +48,7 @@ class Case:
     function: str
     loaded: Callable[[], dict[str, Any]]
     ours: tuple[KLTerm, ...] | None
-    around: AlgorithmContext | None = None
+    context: AlgorithmContext | None = None
     equal_in: tuple[str, ...] = ("on_policy", "off_policy")
     beta: float = 1.0
     group_size: int = 1
@@ -58,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """What was not run, and the honest reason."""
+    """Code that was not run, and the reason."""
 
     system: str
     version: str
@@ -68,7 +70,7 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """A system's cases, the wheels they need, and what is known beforehand not to run."""
+    """A system's cases, the wheels they need, and the code that cannot be run."""
 
     system: str
     version: str
@@ -78,30 +80,30 @@ class Adapter:
 
 
 def spread(value: Tensor, rows: Rows) -> Tensor:
-    """A sum over the batch as ``[B]``: only the sum counts, and rows (groups) do not meet in it."""
+    """Distribute a sum over the batch evenly to ``[B]``; only the sum matters."""
     count = len(rows.group_B)
     return value.reshape(1).expand(count) / count
 
 
 def groups_of(rows: Rows, size: int) -> list[Rows]:
-    """Each group of ``size`` adjacent rows as a batch of its own, for code that normalizes over its batch."""
-    given = {name: column for name in rows.__dataclass_fields__ if (column := getattr(rows, name)) is not None}
-    columns = {name: torch.split(column, size) for name, column in given.items()}
+    """Each group of ``size`` adjacent rows as a separate batch, for code that normalizes over its batch."""
+    tensors = {name: column for name in rows.__dataclass_fields__ if (column := getattr(rows, name)) is not None}
+    groups_by_name = {name: torch.split(column, size) for name, column in tensors.items()}
     count = len(rows.group_B) // size
-    return [Rows(**{name: pieces[i] for name, pieces in columns.items()}) for i in range(count)]
+    return [Rows(**{name: groups[i] for name, groups in groups_by_name.items()}) for i in range(count)]
 
 
 def batch_by_batch(loss: Loss, size: int) -> Loss:
-    """The loss called on each group alone, as a batch of one prompt."""
+    """The loss called once per group, as a batch of one prompt."""
 
-    def one_by_one(rows: Rows, /) -> Tensor:
-        return torch.cat([loss(piece) for piece in groups_of(rows, size)])
+    def loss_per_group(rows: Rows, /) -> Tensor:
+        return torch.cat([loss(group) for group in groups_of(rows, size)])
 
-    return one_by_one
+    return loss_per_group
 
 
 def kl_part(loss_at: Callable[[Rows, float], Tensor], beta: float = 1.0) -> Loss:
-    """``(loss(beta) - loss(0)) / beta`` of a loss that has other parts."""
+    """``(loss(beta) - loss(0)) / beta``: the KL part of a loss with other parts."""
 
     def loss(rows: Rows, /) -> Tensor:
         return (loss_at(rows, beta) - loss_at(rows, 0.0)) / beta

@@ -1,4 +1,4 @@
-"""Are our terms theirs? The same derivative by every log-prob on random rows, near and far, on- and off-policy."""
+"""Compare a peer's derivatives by every log-prob with those of our terms on random rows, on- and off-policy."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ CLOSE = 1e-6
 
 
 def our_loss(case: Case) -> Loss | None:
-    """Our terms with the algorithm around them, as a KL part at a coefficient of 1."""
+    """The KL part of our terms in the case's algorithm, at a coefficient of 1; None without equivalent terms."""
     if case.ours is None:
         return None
-    if case.around is None:
+    if case.context is None:
         return terms_loss(case.ours)
-    around, terms = case.around, with_beta(case.ours, case.beta)
+    context, terms = case.context, with_beta(case.ours, case.beta)
 
     def loss_at(rows: Rows, beta: float) -> Tensor:
-        return training_loss(terms, around, scale=beta / case.beta)(rows)
+        return training_loss(terms, context, scale=beta / case.beta)(rows)
 
     return kl_part(loss_at, case.beta)
 
 
 def difference(case: Case) -> float | None:
-    """The largest difference of the two derivatives over the largest derivative; None without terms of ours."""
+    """The largest difference of the derivatives, relative to the largest derivative; None without equivalent terms."""
     loss = our_loss(case)
     if loss is None:
         return None
@@ -46,12 +46,12 @@ def difference(case: Case) -> float | None:
 
 
 def bound(case: Case) -> float:
-    """What counts as equal: 1e-6, or the rounding of their precision, which a difference quotient divides by beta."""
+    """The tolerance of equality: 1e-6, or the peer's rounding error, which the difference quotient divides by beta."""
     return max(CLOSE, case.tolerance / case.beta)
 
 
 def random_rows(spread: float, *, seed: int, on_policy: bool) -> Rows:
-    """Rows of any length from 1 to ``TOKENS`` whose log-ratios have the given spread (nats)."""
+    """Rows of 1 to ``TOKENS`` tokens whose log-ratios have standard deviation ``spread`` (nats)."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal() -> Tensor:
@@ -64,13 +64,13 @@ def random_rows(spread: float, *, seed: int, on_policy: bool) -> Rows:
     behaviour_BT = logp_BT if on_policy else logp_BT + 0.4 * normal()
     zero_BT = torch.zeros(ROWS, TOKENS, dtype=torch.float64)
 
-    def kept(values_BT: Tensor) -> Tensor:
+    def masked(values_BT: Tensor) -> Tensor:
         return torch.where(mask_BT, values_BT, zero_BT)
 
     return Rows(
-        logp_BT=kept(logp_BT).requires_grad_(True),
-        ref_logp_BT=kept(logp_BT + spread * normal()),
-        behaviour_logp_BT=kept(behaviour_BT),
+        logp_BT=masked(logp_BT).requires_grad_(True),
+        ref_logp_BT=masked(logp_BT + spread * normal()),
+        behaviour_logp_BT=masked(behaviour_BT),
         mask_BT=mask_BT,
         reverse_kl_BT=zero_BT.clone().requires_grad_(True),
         forward_kl_BT=zero_BT.clone().requires_grad_(True),

@@ -1,7 +1,7 @@
-"""Fetch the pinned wheels beside this file, each into a folder of its own: python bench/peers/fetch.py [DIST ...]
+"""Download and unpack the pinned wheels, each into its own folder: python bench/peers/fetch.py [DIST ...]
 
-The environment is not touched: ``pip download --no-deps``, then ``pip install --no-deps --target``. What is
-there already is left alone. A wheel that cannot be fetched is said and skipped; its rows then say why.
+Runs ``pip download --no-deps``, then ``pip install --no-deps --target``; the environment is not changed. Existing
+wheels are kept. A wheel that cannot be downloaded is reported and skipped.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peers.wheels import FILES, Pin, pins, sha256
+from kl_comedy.io import sha256_file
+from peers.wheels import FILES, Pin, pins
 
 
 def fetch(pin: Pin) -> str:
-    """Fetch one distribution; returns the line that says what was done."""
+    """Fetch one distribution. Returns a status line."""
     name = f"{pin.dist}=={pin.version}"
     if pin.fetched:
-        return f"{name}: there already"
+        return f"{name}: already fetched"
     FILES.mkdir(parents=True, exist_ok=True)
-    failed = _pip("download", "--no-deps", "--dest", str(FILES), name) if pin.file is None else None
-    if failed is None and pin.file is None:
-        failed = "the index served a file of another name"
-    if failed is None:
-        failed = _pip("install", "--no-deps", "--no-compile", "--upgrade", "--target", str(pin.folder), str(pin.file))
-    if failed is not None or pin.file is None:
-        return f"{name}: could not be fetched: {failed}"
-    return f"{name}: fetched, sha256 {sha256(pin.file)[:16]}"
+    error = _pip("download", "--no-deps", "--dest", str(FILES), name) if pin.file is None else None
+    if error is None and pin.file is None:
+        error = "the index served a file of another name"
+    if error is None:
+        error = _pip("install", "--no-deps", "--no-compile", "--upgrade", "--target", str(pin.folder), str(pin.file))
+    if error is not None or pin.file is None:
+        return f"{name}: could not be fetched: {error}"
+    return f"{name}: fetched, sha256 {sha256_file(pin.file)[:16]}"
 
 
 def _pip(*arguments: str) -> str | None:
-    """Run pip; the last line of its error where it fails."""
+    """Run pip. Returns the last line of its error, or None on success."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode == 0:
         return None
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith("ERROR")]
-    return (lines or done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    lines = [line.strip() for line in completed.stderr.splitlines() if line.strip().startswith("ERROR")]
+    return (lines or completed.stderr.strip().splitlines() or ["unknown error"])[-1]
 
 
 def main(names: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""A case through the exact oracle: what its KL part descends, how biased and noisy it is, where it is dead."""
+"""Exact gradients of a case: which target it optimizes, bias, variance, and tokens without gradient."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from kl_comedy.kl.oracle.certificate import FAR_DISTANCE, FAR_STALENESS, SHARED,
 from peers.case import Case
 
 SMALL = Tree.build(vocabulary=3, length=3)
-"""Where every group of two is enumerated."""
+"""The tree on which every group of two is enumerated."""
 REGIMES = ("on_policy", "off_policy")
 
 
 @lru_cache(maxsize=8)
 def instances(regime: str, group_size: int) -> tuple[BatteryInstance, ...]:
-    """The certificates' battery; for groups a smaller one, without a far instance."""
+    """The instances of the certificates; for groups a smaller set, without instances far from the reference."""
     if group_size == 1:
         return battery(regime)
     settings = [Instance.random(SMALL, regime=regime, seed=seed, parameters=SHARED) for seed in (0, 1)]
     settings.append(Instance.random(SMALL, regime=regime, seed=2))
     return tuple(
         BatteryInstance(
-            instance=each,
-            targets={name: target_gradient(each, name) for name in TARGETS},
+            instance=instance,
+            targets={name: target_gradient(instance, name) for name in TARGETS},
             near=True,
-            shown=each.features_NVD is not None,
+            shown=instance.features_NVD is not None,
         )
-        for each in settings
+        for instance in settings
     )
 
 
 def measure(case: Case, regime: str) -> dict[str, Any]:
-    """The figures of one row; biases and cosines are means over the instances with shared parameters."""
-    found = [
-        (each, exact_moments(each.instance, case.loss, group_size=case.group_size))
-        for each in instances(regime, case.group_size)
+    """The columns of one row. Biases and cosines are means over the instances with shared parameters."""
+    moments_by_instance = [
+        (battery_instance, exact_moments(battery_instance.instance, case.loss, group_size=case.group_size))
+        for battery_instance in instances(regime, case.group_size)
     ]
-    shown = [pair for pair in found if pair[0].shown]
-    near_target = _hit([pair for pair in found if pair[0].near], case.tolerance)
-    target = _hit(found, case.tolerance)
-    silent = all(float(m.gradient_D.norm()) == 0 and m.variance == 0 for _, m in found)
+    shown_moments = [pair for pair in moments_by_instance if pair[0].shown]
+    near_target = _hit([pair for pair in moments_by_instance if pair[0].near], case.tolerance)
+    target = _hit(moments_by_instance, case.tolerance)
+    silent_no_op = all(float(m.gradient_D.norm()) == 0 and m.variance == 0 for _, m in moments_by_instance)
     row: dict[str, Any] = {
         "target": target,
         "near_target": near_target,
-        "silent_no_op": silent,
-        "variance": _mean([m.variance / _square(i) for i, m in shown]),
-        "strength": _mean([float(m.gradient_D @ i.targets["sequence_reverse"]) / _square(i) for i, m in shown]),
+        "silent_no_op": silent_no_op,
+        "variance": _mean([m.variance / _square(i) for i, m in shown_moments]),
+        "strength": _mean([float(m.gradient_D @ i.targets["sequence_reverse"]) / _square(i) for i, m in shown_moments]),
         "dead_share_far": dead_share(case, regime),
     }
     for name in ("sequence_reverse", "token_reverse"):
-        row[f"bias_{name}"] = _mean([m.relative_bias(i.targets[name]) for i, m in shown])
+        row[f"bias_{name}"] = _mean([m.relative_bias(i.targets[name]) for i, m in shown_moments])
         row[f"cosine_{name}"] = (
-            None if "zero" in (target, near_target) else _mean([m.cosine(i.targets[name]) for i, m in shown])
+            None if "zero" in (target, near_target) else _mean([m.cosine(i.targets[name]) for i, m in shown_moments])
         )
     return {key: _plain(value) for key, value in row.items()}
 
@@ -68,8 +68,8 @@ def measure(case: Case, regime: str) -> dict[str, Any]:
 def dead_share(case: Case, regime: str) -> float:
     """The expected share of tokens whose log-prob gets no KL gradient, far from the reference.
 
-    Clamps of the estimate, and clips of the ratio that carries a cost, both count. Groups of equal
-    completions, which compare with themselves, are left out.
+    Both clamps of the estimate and clips of the ratio that multiplies a cost count. Groups with equal completions are
+    excluded.
     """
     tree = TREE if case.group_size == 1 else SMALL
     setting = Instance.random(
@@ -93,14 +93,14 @@ def gradient(case: Case, rows: Rows) -> tuple[Tensor, Rows]:
     value = case.loss(grouped)
     if not value.requires_grad:
         return torch.zeros_like(grouped.ref_logp_BT), grouped
-    (found_BT,) = torch.autograd.grad(value.sum(), [grouped.logp_BT], allow_unused=True)
-    return (torch.zeros_like(grouped.ref_logp_BT) if found_BT is None else found_BT), grouped
+    (gradient_BT,) = torch.autograd.grad(value.sum(), [grouped.logp_BT], allow_unused=True)
+    return (torch.zeros_like(grouped.ref_logp_BT) if gradient_BT is None else gradient_BT), grouped
 
 
-def _hit(found: Sequence[tuple[BatteryInstance, Moments]], tolerance: float) -> str | None:
-    """The target whose gradient the expected one equals on every instance, up to the rounding of their code."""
+def _hit(moments_by_instance: Sequence[tuple[BatteryInstance, Moments]], tolerance: float) -> str | None:
+    """The target whose gradient equals the expected gradient on every instance, within rounding."""
     for name in TARGETS:
-        if all(_equal(m, i.targets[name], tolerance) for i, m in found):
+        if all(_equal(m, i.targets[name], tolerance) for i, m in moments_by_instance):
             return name
     return None
 

@@ -1,4 +1,4 @@
-"""The one table: JSON with everything, CSV with the figures, Markdown to read."""
+"""Write the results as JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ COLUMNS = (
 )
 
 LEGEND = """\
-Each row is a released wheel's own code, called as it is, with the KL part taken alone at a coefficient of 1.
-*Descends*: the target whose gradient its exact expected gradient equals on every instance; in brackets, on the
-instances near the reference only (where no clamp acts). *Bias* and *cos*: against the gradient of the
+Each row is the unmodified code of a released wheel, with the KL part taken alone at a coefficient of 1.
+*Optimizes*: the target whose gradient equals its exact expected gradient on every instance; in brackets, only on the
+instances near the reference (where no clamp acts). *Bias* and *cos*: against the gradient of the
 sequence-level reverse KL (seq) and of the reverse KL of each visited prefix (tok). *Variance*: of one completion's
 gradient, over the squared norm of the sequence-level gradient. *Dead*: the share of tokens without any KL
 gradient on an instance far from the reference. *Ours*: the term of this package with the same derivatives on
@@ -54,7 +54,7 @@ random rows. Off-policy, `old_log_probs` are the stale sampler's."""
 
 
 def write(folder: Path, rows: Sequence[Row], skipped: Sequence[Row]) -> None:
-    """Write ``peers.json``, ``peers.csv`` and ``peers.md``; the same wheels give the same bytes."""
+    """Write ``peers.json``, ``peers.csv`` and ``peers.md``; the same wheels give identical files."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = [{name: _round(row.get(name)) for name in COLUMNS} for row in rows]
     data = {"rows": plain, "skipped": list(skipped)}
@@ -67,34 +67,43 @@ def write(folder: Path, rows: Sequence[Row], skipped: Sequence[Row]) -> None:
 
 
 def markdown(rows: Sequence[Row], skipped: Sequence[Row]) -> str:
-    """The table, the wheels it rests on, and what was not run."""
-    head = ("row", "regime", "descends", "bias seq", "cos seq", "bias tok", "variance", "dead", "ours", "note")
-    lines = ["# Other systems' KL code under the exact oracle", "", LEGEND, "", _line(head), _line(["---"] * len(head))]
+    """The table, the measured wheels, and the code that was not run."""
+    head = ("row", "regime", "optimizes", "bias seq", "cos seq", "bias tok", "variance", "dead", "ours", "note")
+    lines = [
+        "# Other systems' KL code under the exact oracle",
+        "",
+        "<!-- python scripts/stored_tables.py peers -->",
+        "",
+        LEGEND,
+        "",
+        _line(head),
+        _line(["---"] * len(head)),
+    ]
     lines += [_line(_cells(row)) for row in rows]
     lines += ["", "A row is reproduced by `python bench/peers/run.py --only ROW`.", "", "## The code measured", ""]
-    lines += [_line(("function", "wheel", "sha256 of the module file", "stood in for")), _line(["---"] * 4)]
-    seen = {}
+    lines += [_line(("function", "wheel", "sha256 of the module file", "stubbed packages")), _line(["---"] * 4)]
+    functions = {}
     for row in rows:
-        stood_in = ", ".join(row["stand_ins"] or []) or "nothing"
-        seen[row["function"]] = (f"`{row['function']}`", row["wheel"], f"`{row['module_sha256'][:16]}`", stood_in)
-    lines += [_line(each) for each in seen.values()]
+        stubbed = ", ".join(row["stand_ins"] or []) or "none"
+        functions[row["function"]] = (f"`{row['function']}`", row["wheel"], f"`{row['module_sha256'][:16]}`", stubbed)
+    lines += [_line(row) for row in functions.values()]
     lines += ["", "## Not run", "", _line(("system", "what", "reason")), _line(["---"] * 3)]
-    lines += [_line((f"{each['system']} {each['version']}", each["what"], each["reason"])) for each in skipped]
+    lines += [_line((f"{row['system']} {row['version']}", row["what"], row["reason"])) for row in skipped]
     return "\n".join(lines) + "\n"
 
 
 def _cells(row: Row) -> list[str]:
     if row["silent_no_op"]:
-        descends = "**nothing: a silent no-op**"
+        target = "**nothing: a silent no-op**"
     elif row["target"]:
-        descends = row["target"]
+        target = row["target"]
     else:
-        descends = f"({row['near_target']})" if row["near_target"] else "none"
+        target = f"({row['near_target']})" if row["near_target"] else "none"
     note = "; ".join(text for text in (row["note"], _reduction(row["reduction"])) if text)
     return [
         f"`{row['name']}`",
         row["regime"].replace("_", "-"),
-        descends,
+        target,
         _number(row["bias_sequence_reverse"]),
         _number(row["cosine_sequence_reverse"]),
         _number(row["bias_token_reverse"]),
@@ -118,7 +127,7 @@ def _number(value: float | None) -> str:
 
 
 def _round(value: Any) -> Any:
-    """Six digits, and no trace of rounding noise, so that results compare between machines."""
+    """Six digits and 0 for rounding noise, so that results are equal on different machines."""
     if not isinstance(value, float):
         return value
     return 0.0 if abs(value) < 1e-7 else float(f"{value:.6g}")

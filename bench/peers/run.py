@@ -1,10 +1,10 @@
-"""Run the peers' released KL code through the exact oracle.
+"""Measure the released KL code of other systems with the exact oracle.
 
-python bench/peers/run.py                          every system, into results/peers/
-python bench/peers/run.py --only verl:low_var_kl   one row (or one system), to the screen
-python bench/peers/run.py --equal trl              our terms against theirs, as JSON lines
+python bench/peers/run.py                          every system; writes results/peers/
+python bench/peers/run.py --only verl:low_var_kl   one row (or one system), to stdout
+python bench/peers/run.py --equal trl              equivalence of our terms only, as JSON
 
-Each system runs in a process of its own, so that stand-ins of one are never seen by another.
+Each system runs in its own process, so that stubs are not shared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OUT = HERE.parents[2] / "results" / "peers"
 COMMAND = "python bench/peers/run.py --only {}"
 
 
-def one_system(system: str, *, name: str | None, measured: bool) -> dict[str, Any]:
+def run_system(system: str, *, name: str | None, measured: bool) -> dict[str, Any]:
     """The rows of one system, in this process."""
     from peers.adapters import adapter
     from peers.case import Skipped
@@ -31,11 +31,13 @@ def one_system(system: str, *, name: str | None, measured: bool) -> dict[str, An
     from peers.measure import REGIMES, measure
 
     warnings.filterwarnings("ignore")
-    found = adapter(system)
-    cases = [case for case in found.cases if name is None or case.name == name]
+    system_adapter = adapter(system)
+    cases = [case for case in system_adapter.cases if name is None or case.name == name]
     if name is not None and not cases:
-        raise SystemExit(f"--only: no case {name!r}; there are {', '.join(case.name for case in found.cases)}")
-    rows, skipped = [], [] if name else list(found.skipped)
+        raise SystemExit(
+            f"--only: unknown case {name!r}; expected one of {', '.join(case.name for case in system_adapter.cases)}"
+        )
+    rows, skipped = [], [] if name else list(system_adapter.skipped)
     for case in cases:
         try:
             gap = difference(case)
@@ -72,28 +74,28 @@ def one_system(system: str, *, name: str | None, measured: bool) -> dict[str, An
 
 
 def _label(case: Any, regime: str) -> str | None:
-    """Our name for it, in a regime where it was compared."""
+    """The label of our equivalent term, or None in a regime that was not compared."""
     if regime and regime not in case.equal_in:
         return None
-    words = " + ".join(term.label() for term in case.ours)
-    if case.around is None:
-        return words
-    around = case.around
-    inside = [around.advantage, around.policy_loss, around.reduction]
-    return f"{words}, within {', '.join(word for word in inside if word not in ('none', 'sequence_sum'))}"
+    labels = " + ".join(term.label() for term in case.ours)
+    if case.context is None:
+        return labels
+    context = case.context
+    parts = [context.advantage, context.policy_loss, context.reduction]
+    return f"{labels}, within {', '.join(part for part in parts if part not in ('none', 'sequence_sum'))}"
 
 
-def in_a_process(system: str, *, measured: bool = True) -> dict[str, Any]:
-    """The same in a process of its own; one that dies is a skipped system with its last line."""
-    how = "--only" if measured else "--equal"
-    done = subprocess.run(
-        [sys.executable, str(HERE), how, system, "--json"], capture_output=True, text=True, check=False
+def run_in_subprocess(system: str, *, measured: bool = True) -> dict[str, Any]:
+    """Call :func:`run_system` in a child process. If it fails, the system is skipped with its last error line."""
+    option = "--only" if measured else "--equal"
+    completed = subprocess.run(
+        [sys.executable, str(HERE), option, system, "--json"], capture_output=True, text=True, check=False
     )
-    marked = [line for line in done.stdout.splitlines() if line.startswith('{"rows"')]
-    if done.returncode == 0 and marked:
-        return json.loads(marked[-1])
-    lines = done.stderr.strip().splitlines() or ["it gave no output"]
-    return {"rows": [], "skipped": [{"system": system, "version": "", "what": "all of it", "reason": lines[-1]}]}
+    json_lines = [line for line in completed.stdout.splitlines() if line.startswith('{"rows"')]
+    if completed.returncode == 0 and json_lines:
+        return json.loads(json_lines[-1])
+    error_lines = completed.stderr.strip().splitlines() or ["no output"]
+    return {"rows": [], "skipped": [{"system": system, "version": "", "what": "all of it", "reason": error_lines[-1]}]}
 
 
 def main(arguments: list[str]) -> int:
@@ -103,25 +105,25 @@ def main(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="SYSTEM or SYSTEM:CASE", help="one system or one row")
-    parser.add_argument("--equal", metavar="SYSTEM", help="only compare our terms with theirs")
-    parser.add_argument("--json", action="store_true", help="one line of JSON instead of readable rows")
-    given = parser.parse_args(arguments)
-    wanted = given.only or given.equal
-    if wanted:
-        system, _, rest = wanted.partition(":")
+    parser.add_argument("--equal", metavar="SYSTEM", help="compare derivatives with our terms only")
+    parser.add_argument("--json", action="store_true", help="print JSON on one line")
+    options = parser.parse_args(arguments)
+    selection = options.only or options.equal
+    if selection:
+        system, _, rest = selection.partition(":")
         if system not in SYSTEMS:
-            print(f"no system {system!r}; there are {', '.join(SYSTEMS)}", file=sys.stderr)
+            print(f"unknown system {system!r}; expected one of {', '.join(SYSTEMS)}", file=sys.stderr)
             return 2
-        found = one_system(system, name=wanted if rest else None, measured=given.equal is None)
-        print(json.dumps(found) if given.json else json.dumps(found, indent=2))
+        outcome = run_system(system, name=selection if rest else None, measured=options.equal is None)
+        print(json.dumps(outcome) if options.json else json.dumps(outcome, indent=2))
         return 0
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     for system in SYSTEMS:
-        found = in_a_process(system)
-        print(f"{system}: {len(found['rows'])} rows, {len(found['skipped'])} not run", file=sys.stderr, flush=True)
-        rows += found["rows"]
-        skipped += found["skipped"]
+        outcome = run_in_subprocess(system)
+        print(f"{system}: {len(outcome['rows'])} rows, {len(outcome['skipped'])} not run", file=sys.stderr, flush=True)
+        rows += outcome["rows"]
+        skipped += outcome["skipped"]
     write(OUT, rows, skipped + [dict(item.__dict__) for item in unavailable()])
     return 0 if rows else 1
 

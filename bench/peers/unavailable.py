@@ -1,4 +1,4 @@
-"""Systems without rows: what the package index has under their names, or that nobody wrote an adapter."""
+"""Systems that are not measured, and why: no usable distribution on the package index, or no adapter."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from peers.case import Skipped
 _OTHER_PROJECT = "the distribution of this name on the index is another project, without reinforcement learning"
 _UNPUBLISHED = "no distribution of these names found on the index, and only released wheels are measured"
 _UNWRITTEN = "has a release; no adapter has been written for it"
-_HELD_NAME = "the distribution on the index holds the name only: no algorithm in its modules"
+_PLACEHOLDER = "the distribution on the index is a placeholder: no algorithm in its modules"
 
 
 def unavailable() -> tuple[Skipped, ...]:
-    """What was looked for and is not there."""
-    found = (
-        ("nemo-rl", "0.0.0", _HELD_NAME),
+    """The systems without an adapter."""
+    systems = (
+        ("nemo-rl", "0.0.0", _PLACEHOLDER),
         ("slime", "0.0.0", _OTHER_PROJECT),
         ("ragen", "0.1.0", _OTHER_PROJECT),
         ("prime-rl, PipelineRL, open-instruct, rLLM, compose-rl", "", _UNPUBLISHED),
@@ -21,4 +21,6 @@ def unavailable() -> tuple[Skipped, ...]:
         ("cosmos-rl", "0.4.7", _UNWRITTEN),
         ("torchforge", "0.0.1", _UNWRITTEN),
     )
-    return tuple(Skipped(system=name, version=version, what="all of it", reason=why) for name, version, why in found)
+    return tuple(
+        Skipped(system=name, version=version, what="all of it", reason=reason) for name, version, reason in systems
+    )

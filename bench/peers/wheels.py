@@ -1,8 +1,7 @@
-"""Where the peers' wheels lie, what is pinned, and their fingerprints."""
+"""Pinned wheels of the peers and their folders."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +22,7 @@ class Pin:
 
     @property
     def folder(self) -> Path:
-        """Where its modules are installed to, alone."""
+        """The folder that the distribution alone is installed into."""
         return UNPACKED / f"{self.dist}-{self.version}"
 
     @property
@@ -32,23 +31,19 @@ class Pin:
 
     @property
     def file(self) -> Path | None:
-        """The wheel (or source archive) as the index served it."""
+        """The downloaded wheel or source archive, or None."""
         stem = f"{self.dist.replace('-', '_')}-{self.version}".lower()
-        found = [path for path in sorted(FILES.glob("*")) if path.name.lower().startswith((f"{stem}-", f"{stem}."))]
-        return found[0] if found else None
+        matches = [path for path in sorted(FILES.glob("*")) if path.name.lower().startswith((f"{stem}-", f"{stem}."))]
+        return matches[0] if matches else None
 
 
 @lru_cache(maxsize=1)
 def pins() -> dict[str, Pin]:
     """The pinned distributions by name, in the order of the file."""
-    found = {}
+    pinned = {}
     for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
         text = line.split("#")[0].strip()
         if text:
             dist, version = text.split("==")
-            found[dist] = Pin(dist=dist, version=version)
-    return found
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+            pinned[dist] = Pin(dist=dist, version=version)
+    return pinned

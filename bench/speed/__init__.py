@@ -1,8 +1,9 @@
-"""Speed and memory against TRL and TorchRL: the same work in alternating child processes, and what an update costs.
+"""Speed and memory of an update in kl_comedy, TRL and TorchRL, measured on the same prompts in child processes.
 
-    setup.py -> the peers beside our environment    run.py -> child.py (ours.py, trl_side.py or torchrl_side.py)
-    equal_step.py -> one step with the same completions in ours and a peer: losses and gradients must agree
+    setup.py        installs TRL and TorchRL into folders of this package
+    run.py          starts child.py once per repetition, which calls kl_comedy_runner, trl_runner or torchrl_runner
+    equal_step.py   compares the loss and gradients of one step on the same completions
 
-`variants.py` says what is compared, `workload.py` on which prompts, `clock.py` and `memory.py` measure,
-`summary.py` and `report.py` turn repetitions into a table.
+`variants.py` lists the compared settings, `workload.py` the tasks. `phase_timer.py`, `memory.py` and `recorder.py`
+measure. `summary.py` and `report.py` write the tables.
 """

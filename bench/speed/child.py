@@ -1,4 +1,4 @@
-"""One repetition in a process of its own; run.py starts it: child.py JOB.json writes its result beside the job."""
+"""One repetition in its own process, started by run.py: `child.py JOB.json` writes JOB.result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path = [str(Path(__file__).resolve().parents[1]), *(p for p in sys.path if Path(p) != Path(__file__).parent)]
 
-SIDES = {"ours": "ours", "trl": "trl_side", "torchrl": "torchrl_side"}
+RUNNERS = {"ours": "kl_comedy_runner", "trl": "trl_runner", "torchrl": "torchrl_runner"}
 
 
 def main(path: Path) -> None:
@@ -21,8 +21,8 @@ def main(path: Path) -> None:
     job = json.loads(path.read_text())
     warnings.filterwarnings("ignore")
     variant = VARIANTS[job["variant"]]
-    side = import_module(f"speed.{SIDES[variant.system]}")
-    found = side.run(
+    runner = import_module(f"speed.{RUNNERS[variant.system]}")
+    result = runner.run(
         job["task"],
         variant,
         model=Path(job["model"]),
@@ -32,9 +32,9 @@ def main(path: Path) -> None:
     )
     import torch
 
-    found["threads"] = torch.get_num_threads()
-    path.with_suffix(".found").write_text(json.dumps({**job, **found}))
-    # A library's own threads must not keep a measured process alive.
+    result["threads"] = torch.get_num_threads()
+    path.with_suffix(".result").write_text(json.dumps({**job, **result}))
+    # Exit without waiting for threads that a library started.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,14 +1,13 @@
-"""One step with the same completions and rewards in ours and in a peer: losses and gradients must agree.
+"""Compare one training step of kl_comedy and a peer on the same completions: losses and gradients must agree.
 
 python bench/speed/equal_step.py [--task chain_sum|gsm8k|pocket] [--algorithms grpo rloo] [--peers trl torchrl]
 
-The policy is the model plus a little noise, the same in both, so that the KL to the reference is not zero. Each
-system computes reference log-probs, advantages, loss and gradient by its own code; the peer's sampler and reward
-function are replaced by the completions and rewards given. For GRPO the step is taken twice: with each side's own
-advantages (TRL adds 1e-4 to the standard deviation, ours 1e-6) and, to compare the losses alone, with TRL's in
-both. RLOO's losses differ in value by construction, at the same gradient: TRL's is the advantage times a ratio
-that is one on-policy, ours the advantage times the log-prob. TorchRL has GRPO alone; ours takes its KL term (k3 without
-ratio) with the coefficient that its denominator amounts to.
+Both policies are the model plus the same noise, so that the KL to the reference is not zero. Each system computes
+reference log-probs, advantages, loss and gradient by its own code; the peer's sampler and reward function are replaced
+by fixed completions and rewards. GRPO is compared twice: with each system's own advantages (TRL adds 1e-4 to the
+standard deviation, kl_comedy 1e-6), and with TRL's advantages in both to compare the losses alone. RLOO losses differ
+in value but have the same gradient: TRL multiplies the advantage by a ratio that is 1 on-policy, kl_comedy by the
+log-prob. TorchRL has GRPO only; kl_comedy then uses TorchRL's KL term (k3 without ratio) and KL denominator.
 """
 
 from __future__ import annotations
@@ -41,59 +40,61 @@ REFERENCE, ADVANTAGE, LOSS, NORM, GRADIENT = (
     "gradient",
 )
 TOLERANCE = {REFERENCE: 1e-4, ADVANTAGE: 1e-5, LOSS: 1e-6, NORM: 1e-4, GRADIENT: 1e-4}
-"""Absolute for the first three, relative for the norm and for the norm of the difference of the gradients."""
+"""Absolute for the first three; relative for the gradient norm and for the norm of the gradient difference."""
 
 CLAMPED = {**TOLERANCE, ADVANTAGE: 1e-4}
-"""Where one side adds 1e-6 to the standard deviation and the other keeps it from falling below: TorchRL."""
+"""For TorchRL, which clamps the standard deviation at 1e-6, while kl_comedy adds 1e-6."""
 
 LOOSE = {**TOLERANCE, ADVANTAGE: 2e-3, LOSS: 1e-4, NORM: 2e-3, GRADIENT: 2e-3}
-"""Where the two constants added to a standard deviation are part of the comparison."""
+"""For each side's own advantages, whose standard deviations have different constants added."""
 
 
 def difference(ours: Step, theirs: Step) -> dict[str, float]:
-    """By the names of :data:`TOLERANCE`, how far the two are apart."""
+    """The differences between two steps, keyed as in :data:`TOLERANCE`."""
     import torch
 
     if ours.gradients.keys() != theirs.gradients.keys():
-        raise SystemExit(f"other parameters have gradients: {sorted(ours.gradients.keys() ^ theirs.gradients.keys())}")
+        raise SystemExit(
+            f"different parameters have gradients: {sorted(ours.gradients.keys() ^ theirs.gradients.keys())}"
+        )
     first, second = (
         torch.cat([g[name].flatten() for name in ours.gradients]) for g in (ours.gradients, theirs.gradients)
     )
     norm = float(second.norm())
-    found = {
+    differences = {
         ADVANTAGE: float((ours.advantage_B - theirs.advantage_B).abs().max()),
         LOSS: abs(ours.loss - theirs.loss),
         NORM: abs(float(first.norm()) - norm) / norm,
         GRADIENT: float((first - second).norm()) / norm,
     }
     if theirs.ref_logp_BT is not None:
-        found[REFERENCE] = float((ours.ref_logp_BT - theirs.ref_logp_BT).abs().max())
-    return found
+        differences[REFERENCE] = float((ours.ref_logp_BT - theirs.ref_logp_BT).abs().max())
+    return differences
 
 
 def show(title: str, ours: Step, theirs: Step, tolerance: Mapping[str, float]) -> bool:
-    """Print one comparison, of what has a tolerance; whether all of it is within."""
+    """Print one comparison. Returns whether every difference is within its tolerance."""
     norms = [sum(float(g.norm()) ** 2 for g in step.gradients.values()) ** 0.5 for step in (ours, theirs)]
     print(f"{title}: loss {ours.loss:.8f} and {theirs.loss:.8f}, gradient norm {norms[0]:.6g} and {norms[1]:.6g}")
     if ours.kl:
         print(f"  {'KL in the loss':26} {ours.kl:.3e}, {abs(ours.kl) / TOLERANCE[LOSS]:.0f} times the loss's tolerance")
-    good = True
+    agrees = True
     for name, value in difference(ours, theirs).items():
         if name in tolerance:
             within = value <= tolerance[name]
-            good &= within
+            agrees &= within
             verdict = "equal" if within else "NOT EQUAL"
             print(f"  {name:26} differs by {value:.2e} (tolerance {tolerance[name]:.0e}): {verdict}")
-    return good
+    return agrees
 
 
 def against_trl(task: str, algorithm: str, model: Path, folder: Path) -> bool:
-    """Both sides of one algorithm; whether they agree."""
-    from speed import trl_side
+    """Compare one algorithm with TRL. Returns whether they agree."""
+    from speed import trl_runner
 
-    other = VARIANTS[f"trl-{algorithm}-whole"]
-    module, data = built(task, VARIANTS[f"ours-{algorithm}-default"], model, folder)
-    trainer = trl_side.build(task, other, model=model, updates=1, seed=0, output=folder)
+    trl_variant = VARIANTS[f"trl-{algorithm}-whole"]
+    module, data = build_ours(task, VARIANTS[f"ours-{algorithm}-default"], model, folder)
+    trainer = trl_runner.build(task, trl_variant, model=model, updates=1, seed=0, output=folder)
     for policy in (module.policy, trainer.model):
         perturb(policy, seed=1)
     rows = sampled(data)
@@ -102,20 +103,22 @@ def against_trl(task: str, algorithm: str, model: Path, folder: Path) -> bool:
     if algorithm == "rloo":
         data.close()
         return show("TRL, rloo", ours, theirs, {name: bound for name, bound in TOLERANCE.items() if name != LOSS})
-    own = show("TRL, grpo, own advantages", ours, theirs, LOOSE)
-    given = dataclasses.replace(our_step(module, rows, advantage_B=theirs.advantage_B), advantage_B=theirs.advantage_B)
+    own_agree = show("TRL, grpo, own advantages", ours, theirs, LOOSE)
+    ours_same_advantages = dataclasses.replace(
+        our_step(module, rows, advantage_B=theirs.advantage_B), advantage_B=theirs.advantage_B
+    )
     data.close()
-    return show("TRL, grpo, TRL's advantages", given, theirs, TOLERANCE) and own
+    return show("TRL, grpo, TRL's advantages", ours_same_advantages, theirs, TOLERANCE) and own_agree
 
 
 def against_torchrl(task: str, model: Path, folder: Path) -> bool:
-    """GRPO with TorchRL's KL term in ours: k3 without ratio, our coefficient scaled to its denominator."""
-    from speed import torchrl_side
+    """Compare GRPO with TorchRL, using k3 without ratio and a coefficient scaled to TorchRL's denominator."""
+    from speed import torchrl_runner
 
     k3 = f"[{{estimator: k3, placement: loss, correction: none, beta: {BETA['grpo']}}}]"
-    mine = dataclasses.replace(VARIANTS["ours-grpo-default"], options={"kl": k3})
-    module, data = built(task, mine, model, folder)
-    system = torchrl_side.build(task, VARIANTS["torchrl-grpo-default"], model=model, updates=1, seed=0, output=folder)
+    our_variant = dataclasses.replace(VARIANTS["ours-grpo-default"], options={"kl": k3})
+    module, data = build_ours(task, our_variant, model, folder)
+    system = torchrl_runner.build(task, VARIANTS["torchrl-grpo-default"], model=model, updates=1, seed=0, output=folder)
     for policy in (module.policy, system.policy):
         perturb(policy, seed=1)
     rows = sampled(data)
@@ -126,8 +129,8 @@ def against_torchrl(task: str, model: Path, folder: Path) -> bool:
     return show("TorchRL, grpo", ours, theirs, CLAMPED)
 
 
-def built(task: str, variant: Variant, model: Path, folder: Path) -> Any:
-    """Our module (model, reference) and data (prompts, sampler)."""
+def build_ours(task: str, variant: Variant, model: Path, folder: Path) -> Any:
+    """kl_comedy's module (model, reference) and data (prompts, sampler)."""
     from kl_comedy.config import load_config
     from kl_comedy.training.experience_module import build_in_process
 
@@ -139,23 +142,23 @@ def main() -> int:
     parser.add_argument("--task", choices=TASKS, default="chain_sum")
     parser.add_argument("--algorithms", nargs="+", choices=("grpo", "rloo"), default=["grpo", "rloo"])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    given = parser.parse_args()
-    why = [line for line in (missing(given.task),) if line]
-    why += [f"{peer} is not there; python bench/speed/setup.py fetches it" for peer in given.peers if absent(peer)]
-    if why:
-        print("\n".join(why), file=sys.stderr)
+    options = parser.parse_args()
+    problems = [line for line in (missing(options.task),) if line]
+    problems += [f"{peer} is not installed; run python bench/speed/setup.py" for peer in options.peers if absent(peer)]
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
         return 2
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory(prefix="equal_step_") as folder:
         model = SMOLLM2
-        if TASKS[given.task].pocket:
+        if TASKS[options.task].pocket:
             model = Path(folder) / "pocket"
             save_pocket(model)
         agreed = []
-        if "trl" in given.peers:
-            agreed += [against_trl(given.task, algorithm, model, Path(folder)) for algorithm in given.algorithms]
-        if "torchrl" in given.peers and "grpo" in given.algorithms:
-            agreed.append(against_torchrl(given.task, model, Path(folder)))
+        if "trl" in options.peers:
+            agreed += [against_trl(options.task, algorithm, model, Path(folder)) for algorithm in options.algorithms]
+        if "torchrl" in options.peers and "grpo" in options.algorithms:
+            agreed.append(against_torchrl(options.task, model, Path(folder)))
     print("equal" if all(agreed) else "NOT EQUAL")
     return 0 if all(agreed) else 1
 

@@ -1,11 +1,10 @@
-"""The machine and the versions a figure belongs to."""
+"""Hardware and package versions of a measurement."""
 
 from __future__ import annotations
 
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from speed.setup import PEERS, folder, installed, pins
@@ -13,25 +12,19 @@ from speed.setup import PEERS, folder, installed, pins
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "mlflow", "datasets")
 
 
-def cpu_model(cpuinfo: str) -> str:
-    """The model name in /proc/cpuinfo, or the architecture where it names none.
-
-    >>> cpu_model("processor : 0\\nmodel name : Some CPU @ 3 GHz\\n")
-    'Some CPU @ 3 GHz'
-    """
-    names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def describe(threads: int) -> dict[str, Any]:
-    """Hardware, versions and commit; no host name and no path."""
+    """Hardware, versions and commit, without host name or paths."""
     from kl_comedy.tracking import provenance_tags
 
     tags = provenance_tags()
     dirty = ", with changes" if tags["git.dirty"] == "true" else ""
-    peers = {peer: found.version for peer in PEERS if (found := installed(pins(peer)[0], folder(peer))) is not None}
+    peers = {
+        peer: distribution.version
+        for peer in PEERS
+        if (distribution := installed(pins(peer)[0], folder(peer))) is not None
+    }
     return {
-        "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
+        "cpu": tags["host.cpu"],
         "cores": os.cpu_count(),
         "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
         "threads": threads,

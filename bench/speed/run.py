@@ -1,10 +1,10 @@
-"""Ours, TRL and TorchRL, alternating, one process a repetition; tables into results/speed.
+"""Compare kl_comedy, TRL and TorchRL in alternating processes; writes tables to results/speed.
 
-python bench/speed/setup.py                        once: TRL and TorchRL beside the environment
+python bench/speed/setup.py                        once: installs TRL and TorchRL
 python bench/speed/run.py                          GSM8K and chain sums on SmolLM2-135M, 3 repetitions of 3 updates
-python bench/speed/run.py --quick                  a smoke on the pocket model, into runs/speed_quick
+python bench/speed/run.py --quick                  a smoke test on the pocket model, into runs/speed_quick
 python bench/speed/run.py --tasks gsm8k --variants ours-grpo-default trl-grpo-whole --repetitions 1 --updates 1
-python bench/speed/run.py --add ...                further repetitions or variants into the same tables
+python bench/speed/run.py --add ...                adds repetitions or variants to the tables
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repetitions", type=int, help="default 3")
     parser.add_argument("--updates", type=int, help="measured updates after the warm-up; default 3")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS of all; default all cores")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a repetition may take")
-    parser.add_argument("--add", action="store_true", help="add to the speed.json that is there, instead of a new one")
-    parser.add_argument("--out", type=Path, help="folder for speed.json and README.md")
-    given = parser.parse_args(arguments)
-    quick = given.quick
-    given.tasks = given.tasks or (["pocket"] if quick else ["gsm8k", "chain_sum"])
-    given.variants = given.variants or (QUICK if quick else USUAL)
-    given.repetitions = given.repetitions or (1 if quick else 3)
-    given.updates = given.updates or (2 if quick else 3)
-    given.out = given.out or (QUICK_OUT if quick else OUT)
-    return given
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS; default: all cores")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="time limit of a repetition in seconds")
+    parser.add_argument("--add", action="store_true", help="add to the existing speed.json instead of replacing it")
+    parser.add_argument("--out", type=Path, help="output folder of speed.json and README.md")
+    options = parser.parse_args(arguments)
+    quick = options.quick
+    options.tasks = options.tasks or (["pocket"] if quick else ["gsm8k", "chain_sum"])
+    options.variants = options.variants or (QUICK if quick else USUAL)
+    options.repetitions = options.repetitions or (1 if quick else 3)
+    options.updates = options.updates or (2 if quick else 3)
+    options.out = options.out or (QUICK_OUT if quick else OUT)
+    return options
 
 
 def rotated(names: list[str], by: int) -> list[str]:
-    """Another variant goes first in every repetition."""
+    """Rotate the order, so that a different variant runs first in each repetition."""
     return names[by % len(names) :] + names[: by % len(names)]
 
 
-def one_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict[str, Any] | str:
-    """Run a child; what it found, or why it failed in one line."""
+def run_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict[str, Any] | str:
+    """Run one child process. Returns its result, or the reason of its failure in one line."""
     environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
@@ -77,43 +77,43 @@ def one_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict
         path.write_text(json.dumps(job))
         command = [sys.executable, str(HERE / "child.py"), str(path)]
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 command, env=environment, cwd=ROOT, timeout=timeout, capture_output=True, text=True, check=False
             )
         except subprocess.TimeoutExpired:
-            return f"not done in {timeout:.0f} s"
-        found = path.with_suffix(".found")
-        if done.returncode or not found.exists():
-            lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-            return (lines or [f"exit status {done.returncode}, no reason given"])[-1][:300]
-        return {**json.loads(found.read_text()), "load_average": load, "model": Path(job["model"]).name}
+            return f"timed out after {timeout:.0f} s"
+        result_file = path.with_suffix(".result")
+        if completed.returncode or not result_file.exists():
+            lines = [line for line in completed.stderr.strip().splitlines() if line.strip()]
+            return (lines or [f"exit status {completed.returncode}, no error message"])[-1][:300]
+        return {**json.loads(result_file.read_text()), "load_average": load, "model": Path(job["model"]).name}
 
 
-def run_task(task: str, given: argparse.Namespace, model: Path, before: dict[str, Any], save: Any) -> None:
-    """Every repetition of every variant, after those of ``before``; ``save`` is called with all after each."""
-    repetitions: list[dict[str, Any]] = list(before.get("repetitions", ()))
-    failures: dict[str, str] = dict(before.get("failures", {}))
-    first = {name: sum(row["variant"] == name for row in repetitions) for name in given.variants}
-    for turn in range(given.repetitions):
-        for name in rotated(given.variants, turn):
+def run_task(task: str, options: argparse.Namespace, model: Path, previous: dict[str, Any], save: Any) -> None:
+    """Run every repetition of every variant and append them to those of ``previous``. Calls ``save`` after each."""
+    repetitions: list[dict[str, Any]] = list(previous.get("repetitions", ()))
+    failures: dict[str, str] = dict(previous.get("failures", {}))
+    first_numbers = {name: sum(row["variant"] == name for row in repetitions) for name in options.variants}
+    for round_number in range(options.repetitions):
+        for name in rotated(options.variants, round_number):
             if name in failures:
                 continue
-            number = first[name] + turn
+            number = first_numbers[name] + round_number
             job = {
                 "task": task,
                 "variant": name,
                 "repetition": number,
                 "seed": number,
-                "updates": given.updates,
+                "updates": options.updates,
                 "model": str(model),
             }
-            found = one_repetition(job, threads=given.threads, timeout=given.timeout)
-            if isinstance(found, str):
-                failures[name] = found
-                print(f"{task} {name}, repetition {number}: failed: {found}", file=sys.stderr, flush=True)
+            result = run_repetition(job, threads=options.threads, timeout=options.timeout)
+            if isinstance(result, str):
+                failures[name] = result
+                print(f"{task} {name}, repetition {number}: failed: {result}", file=sys.stderr, flush=True)
             else:
-                repetitions.append(found)
-                seconds = ", ".join(f"{update['wall_s']:.1f}" for update in found["updates"])
+                repetitions.append(result)
+                seconds = ", ".join(f"{update['wall_s']:.1f}" for update in result["updates"])
                 print(f"{task} {name}, repetition {number}: {seconds} s", file=sys.stderr, flush=True)
             order = {variant: place for place, variant in enumerate(VARIANTS)}
             rows = sorted(repetitions, key=lambda row: (order[row["variant"]], row["repetition"]))
@@ -121,41 +121,41 @@ def run_task(task: str, given: argparse.Namespace, model: Path, before: dict[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = parse(arguments)
-    wanted = [why for task in given.tasks if (why := missing(task))]
-    needed = {VARIANTS[name].system for name in given.variants}
-    wanted += [
-        f"{peer} is not there; python bench/speed/setup.py fetches it"
+    options = parse(arguments)
+    problems = [problem for task in options.tasks if (problem := missing(task))]
+    systems = {VARIANTS[name].system for name in options.variants}
+    problems += [
+        f"{peer} is not installed; run python bench/speed/setup.py"
         for peer in PEERS
-        if peer in needed and absent(peer)
+        if peer in systems and absent(peer)
     ]
-    if wanted:
-        print("\n".join(wanted), file=sys.stderr)
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
         return 2
-    given.out.mkdir(parents=True, exist_ok=True)
-    there = given.out / "speed.json"
-    before = json.loads(there.read_text(encoding="utf-8")) if given.add and there.exists() else {}
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "speed.json"
+    previous = json.loads(file.read_text(encoding="utf-8")) if options.add and file.exists() else {}
     command = "python bench/speed/run.py " + " ".join(sys.argv[1:] if arguments is None else arguments)
     results: dict[str, Any] = {
-        "command": f"{before['command']}`, then `{command}" if before else command,
-        "machine": describe(given.threads),
-        "variants": {**before.get("variants", {}), **{name: VARIANTS[name].note for name in given.variants}},
-        "tasks": dict(before.get("tasks", {})),
+        "command": f"{previous['command']}`, then `{command}" if previous else command,
+        "machine": describe(options.threads),
+        "variants": {**previous.get("variants", {}), **{name: VARIANTS[name].note for name in options.variants}},
+        "tasks": dict(previous.get("tasks", {})),
     }
 
-    def save(task: str, found: dict[str, Any]) -> None:
-        results["tasks"][task] = found
-        (given.out / "speed.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        (given.out / "README.md").write_text(page(results), encoding="utf-8")
+    def save(task: str, result: dict[str, Any]) -> None:
+        results["tasks"][task] = result
+        (options.out / "speed.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (options.out / "README.md").write_text(page(results), encoding="utf-8")
 
     with tempfile.TemporaryDirectory(prefix="speed_model_") as folder:
-        if any(TASKS[task].pocket for task in given.tasks):
+        if any(TASKS[task].pocket for task in options.tasks):
             save_pocket(Path(folder))
-        for task in given.tasks:
-            found = results["tasks"].get(task, {})
-            run_task(task, given, Path(folder) if TASKS[task].pocket else SMOLLM2, found, save)
+        for task in options.tasks:
+            result = results["tasks"].get(task, {})
+            run_task(task, options, Path(folder) if TASKS[task].pocket else SMOLLM2, result, save)
     print(page(results))
-    return 1 if any(found["failures"] for found in results["tasks"].values()) else 0
+    return 1 if any(result["failures"] for result in results["tasks"].values()) else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Put the pinned peers beside the project's environment: python bench/speed/setup.py [trl|torchrl ...]
+"""Install the pinned TRL and TorchRL into folders of their own: python bench/speed/setup.py [trl|torchrl ...]
 
-``pip install --no-deps --target bench/speed/.trl`` (and ``.torchrl``): the environment itself is not touched, and
-nothing but the pinned distributions is fetched. Idempotent. Fails where something that a peer requires is in
-neither, and names it.
+``pip install --no-deps --target bench/speed/.trl`` (and ``.torchrl``): the environment is not changed, and
+only the pinned distributions are downloaded. Idempotent. Fails if a requirement of a peer is unmet, and names it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PEERS = ("trl", "torchrl")
 
 
 def folder(peer: str) -> Path:
-    """Where a peer's distributions lie."""
+    """The folder of a peer's distributions."""
     return HERE / f".{peer}"
 
 
@@ -32,10 +31,10 @@ def pins(peer: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line]
 
 
-def installed(pin: Requirement, where: Path) -> metadata.Distribution | None:
-    """The distribution in a folder, where it is there in the pinned version."""
-    found = [item for item in metadata.distributions(path=[str(where)]) if item.name.lower() == pin.name.lower()]
-    return next((item for item in found if pin.specifier.contains(item.version)), None)
+def installed(pin: Requirement, path: Path) -> metadata.Distribution | None:
+    """The distribution in folder ``path`` if it has the pinned version, else None."""
+    candidates = [item for item in metadata.distributions(path=[str(path)]) if item.name.lower() == pin.name.lower()]
+    return next((item for item in candidates if pin.specifier.contains(item.version)), None)
 
 
 def absent(peer: str) -> list[Requirement]:
@@ -44,56 +43,56 @@ def absent(peer: str) -> list[Requirement]:
 
 
 def add_to_path(peer: str) -> None:
-    """Make a peer importable, after everything of our environment. Raises where it was not fetched."""
+    """Append a peer's folder to ``sys.path``. Raises :class:`SystemExit` if it is not installed."""
     if absent(peer):
-        raise SystemExit(f"{peer} is not there; fetch it with: python bench/speed/setup.py {peer}")
+        raise SystemExit(f"{peer} is not installed; run python bench/speed/setup.py {peer}")
     sys.path.append(str(folder(peer)))
 
 
-def unmet(requires: Sequence[str], where: Path) -> list[str]:
-    """Requirements (extras left out) that neither this environment nor a folder meets, each with what there is."""
+def unmet(requires: Sequence[str], path: Path) -> list[str]:
+    """Requirements, extras excluded, that neither this environment nor folder ``path`` meets."""
     missing = []
     for text in requires:
-        wanted = Requirement(text)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        if installed(wanted, where) is not None:
+        if installed(requirement, path) is not None:
             continue
         try:
-            has = metadata.version(wanted.name)
+            installed_version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            missing.append(f"{wanted} (absent)")
+            missing.append(f"{requirement} (absent)")
             continue
-        if not wanted.specifier.contains(has, prereleases=True):
-            missing.append(f"{wanted} (has {has})")
+        if not requirement.specifier.contains(installed_version, prereleases=True):
+            missing.append(f"{requirement} (installed: {installed_version})")
     return missing
 
 
 def fetch(peer: str) -> str | None:
-    """Install what is absent of a peer; why it cannot be used, or None."""
-    wanted = [str(pin) for pin in pins(peer)]
+    """Install the missing distributions of a peer. Returns an error message, or None."""
+    requirements = [str(pin) for pin in pins(peer)]
     if absent(peer):
         command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps"]
-        subprocess.run([*command, "--upgrade", "--target", str(folder(peer)), *wanted], check=True)
-    if left := absent(peer):
-        return f"the index served another version of {', '.join(map(str, left))}"
-    present = [found for pin in pins(peer) if (found := installed(pin, folder(peer))) is not None]
-    missing = [line for found in present for line in unmet(found.requires or [], folder(peer))]
-    return f"{peer} needs what is not here: {'; '.join(missing)}" if missing else None
+        subprocess.run([*command, "--upgrade", "--target", str(folder(peer)), *requirements], check=True)
+    if remaining := absent(peer):
+        return f"the index served another version of {', '.join(map(str, remaining))}"
+    present = [distribution for pin in pins(peer) if (distribution := installed(pin, folder(peer))) is not None]
+    missing = [line for distribution in present for line in unmet(distribution.requires or [], folder(peer))]
+    return f"unmet requirements of {peer}: {'; '.join(missing)}" if missing else None
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peers", nargs="*", metavar="PEER", help=f"from {', '.join(PEERS)}; default: all")
-    wanted = parser.parse_args(arguments).peers or list(PEERS)
-    if unknown := sorted(set(wanted) - set(PEERS)):
-        parser.error(f"no peer {', '.join(unknown)}; there are {', '.join(PEERS)}")
-    for peer in wanted:
-        if why := fetch(peer):
-            print(why, file=sys.stderr)
+    selected = parser.parse_args(arguments).peers or list(PEERS)
+    if unknown := sorted(set(selected) - set(PEERS)):
+        parser.error(f"unknown peer {', '.join(unknown)}; expected one of {', '.join(PEERS)}")
+    for peer in selected:
+        if error := fetch(peer):
+            print(error, file=sys.stderr)
             return 1
         names = ", ".join(map(str, pins(peer)))
-        print(f"{names}: in {folder(peer).relative_to(HERE.parents[1])}, all required is met", file=sys.stderr)
+        print(f"{names}: in {folder(peer).relative_to(HERE.parents[1])}, all requirements are met", file=sys.stderr)
     return 0
 
 

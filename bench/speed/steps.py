@@ -1,4 +1,4 @@
-"""One training step on given completions and rewards, by each system's own code: what :mod:`speed.equal_step` compares.
+"""One training step of each system on the same completions and rewards, for :mod:`speed.equal_step`.
 
 Shape legend: ``B`` completions, ``T`` completion tokens.
 """
@@ -12,23 +12,23 @@ from typing import Any
 from speed.workload import GROUP_SIZE
 
 NOISE = 2e-3
-"""Standard deviation of what is added to every weight: some 1e-2 nats a token from the reference."""
+"""Standard deviation of the noise added to every weight; it gives about 1e-2 nats per token of KL to the reference."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one side computed: ``[B, T]`` reference log-probs (None: not shown), ``[B]`` advantages, loss, gradients."""
+    """One system's reference log-probs ``[B, T]`` (None if not exposed), advantages ``[B]``, loss and gradients."""
 
     ref_logp_BT: Any
     advantage_B: Any
     loss: float
     gradients: dict[str, Any]
     kl: float = 0.0
-    """The KL terms' part of ``loss``."""
+    """The part of ``loss`` that comes from the KL terms."""
 
 
 def perturb(model: Any, seed: int) -> None:
-    """Add the same noise to equal models."""
+    """Add noise to every weight; the same ``seed`` gives the same noise."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ def gradients(model: Any) -> dict[str, Any]:
 
 
 def sampled(data: Any) -> list[Any]:
-    """Rows of the first update: completions of our sampler, rewards drawn at random so that no group is all equal."""
+    """Rows of the first update: sampled completions with random rewards, so that rewards differ within groups."""
     import random
 
     from kl_comedy.data import PromptOrder
@@ -63,41 +63,40 @@ def sampled(data: Any) -> list[Any]:
 
 
 def our_step(module: Any, rows: Sequence[Any], *, advantage_B: Any = None, beta_scale: float = 1.0) -> Step:
-    """Ours: prepare, loss and backward of every micro-batch, as a training step does.
+    """kl_comedy: prepare, loss and backward of every micro-batch, as in a training step.
 
-    ``advantage_B``: taken instead of ours; ``beta_scale``: what the KL terms' coefficients are multiplied by.
+    ``advantage_B`` replaces the computed advantages. ``beta_scale`` multiplies the KL coefficients.
     """
     import torch
 
-    from kl_comedy.training.loss import micro_loss
+    from kl_comedy.training.loss import micro_loss, prepare
     from kl_comedy.training.packing import by_token_budget
-    from kl_comedy.training.prepare import prepare
 
     betas = [beta_scale * beta.value for beta in module.betas]
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
-    splits = by_token_budget(rows, module.plan.microbatch_tokens)
+    splits = by_token_budget(rows, module.plan.packer.budget)
     width = max(len(row.rollout.completion_ids) for row in rows)
-    ref_BT, own_B = torch.zeros(len(rows), width), torch.zeros(len(rows))
+    ref_BT, our_advantage_B = torch.zeros(len(rows), width), torch.zeros(len(rows))
     total = kl = 0.0
     module.policy.zero_grad()
     for split, micro in zip(splits, micros, strict=True):
         experience = micro.experience
         ref_BT[split, : experience.ids_BT.shape[1]] = experience.ref_logp_BT * experience.mask_BT
-        own_B[split] = experience.advantage_BT[:, 0]
+        our_advantage_B[split] = experience.advantage_BT[:, 0]
         if advantage_B is not None:
-            given_BT = advantage_B[split][:, None] * experience.mask_BT
-            micro = dataclasses.replace(micro, experience=dataclasses.replace(experience, advantage_BT=given_BT))
+            replacement_BT = advantage_B[split][:, None] * experience.mask_BT
+            micro = dataclasses.replace(micro, experience=dataclasses.replace(experience, advantage_BT=replacement_BT))
         result = micro_loss(
             micro, module.passes(micro), terms=module.terms, betas=betas, algorithm=module.config.algorithm
         )
         result.loss.backward()
         total += float(result.loss)
         kl += sum(float(part) for name, part in result.parts.items() if name.startswith("kl_"))
-    return Step(ref_logp_BT=ref_BT, advantage_B=own_B, loss=total, gradients=gradients(module.policy), kl=kl)
+    return Step(ref_logp_BT=ref_BT, advantage_B=our_advantage_B, loss=total, gradients=gradients(module.policy), kl=kl)
 
 
 def trl_step(trainer: Any, rows: Sequence[Any], *, grpo: bool) -> Step:
-    """TRL: its own preparation of the batch, its loss, backward."""
+    """TRL: its batch preparation, loss and backward."""
     import torch
 
     completions = [list(row.rollout.completion_ids) for row in rows]
@@ -111,32 +110,32 @@ def trl_step(trainer: Any, rows: Sequence[Any], *, grpo: bool) -> Step:
     trainer.model.zero_grad()
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
-    found = batch.get("ref_per_token_logps")
-    ref_BT = None if found is None else found * batch["completion_mask"]
+    reference_logps = batch.get("ref_per_token_logps")
+    ref_BT = None if reference_logps is None else reference_logps * batch["completion_mask"]
     return Step(
         ref_logp_BT=ref_BT, advantage_B=batch["advantages"], loss=float(loss), gradients=gradients(trainer.model)
     )
 
 
 def torchrl_step(system: Any, rows: Sequence[Any]) -> tuple[Step, float]:
-    """TorchRL: its replay buffer's advantages, its loss on all rows at once, backward; and its KL term's scale.
+    """TorchRL: advantages of its replay buffer, its loss on all rows and backward. Returns the step and a KL scale.
 
-    The scale is completion tokens over all positions of the padded batch: TorchRL divides the sum of its KL term by
-    the latter, the other systems by the former.
+    The scale is the share of completion tokens among all positions of the padded batch: TorchRL divides its KL sum by
+    all positions, the other systems divide by completion tokens.
     """
     import torch
 
-    from speed import torchrl_side
+    from speed import torchrl_runner
 
     prompts = [row.rollout.prompt for row in rows]
     completions = [torch.tensor(row.rollout.completion_ids) for row in rows]
     logps = [torch.tensor(row.rollout.logps) for row in rows]
-    batch = torchrl_side.experience(system, prompts, completions, logps, [row.reward.value for row in rows])
+    batch = torchrl_runner.experience(system, prompts, completions, logps, [row.reward.value for row in rows])
     system.buffer.extend(batch)
     ready = system.buffer[:]
     system.policy.zero_grad()
-    found = system.loss(ready)
-    loss = found.loss_objective + found.loss_kl_to_ref
+    losses = system.loss(ready)
+    loss = losses.loss_objective + losses.loss_kl_to_ref
     loss.backward()
     lengths = [len(ids) for ids in completions]
     width = max(len(prompt.token_ids) + length for prompt, length in zip(prompts, lengths, strict=True))
@@ -148,6 +147,6 @@ def torchrl_step(system: Any, rows: Sequence[Any]) -> tuple[Step, float]:
         advantage_B=ready["advantage"].flatten(),
         loss=float(loss),
         gradients=gradients(system.policy),
-        kl=float(found.loss_kl_to_ref),
+        kl=float(losses.loss_kl_to_ref),
     )
     return step, sum(lengths) / (len(rows) * width)

@@ -1,4 +1,4 @@
-"""From repetitions to figures: medians and spread, ratios, and whether the work was equal. Pure functions."""
+"""Statistics of repetitions: medians, ranges, ratios and the check for equal work. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from speed.clock import PHASES
+from speed.phase_timer import PHASES
 
 GIB = 2.0**30
 TOKEN_TOLERANCE = 0.05
-"""Completions are sampled and may end early, so token counts differ a little; beyond this share work is not equal."""
+"""Token counts may differ by this share between variants, because completions are sampled and may end early."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A column: how it is called, and its unit."""
+    """Label and unit of a table column."""
 
     label: str
     unit: str
@@ -34,7 +34,7 @@ METRICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Repetitions of one figure: median, smallest, largest, how many."""
+    """Median, minimum, maximum and number of repetitions."""
 
     median: float
     low: float
@@ -43,15 +43,15 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Raises :class:`ValueError` without any value."""
-    found = list(values)
-    if not found:
+    """Raises :class:`ValueError` if there are no values."""
+    sample = list(values)
+    if not sample:
         raise ValueError("no repetition to summarize")
-    return Spread(median=statistics.median(found), low=min(found), high=max(found), count=len(found))
+    return Spread(median=statistics.median(sample), low=min(sample), high=max(sample), count=len(sample))
 
 
 def measured(repetition: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The updates that count: all but the first, which warms up caches, allocator and optimizer state."""
+    """All updates except the first, which warms up caches, allocator and optimizer state."""
     return list(repetition["updates"][1:])
 
 
@@ -61,7 +61,7 @@ def figures(repetition: Mapping[str, Any]) -> dict[str, float]:
     count = len(updates)
     wall = sum(update["wall_s"] for update in updates)
     generating = sum(update["phases"]["generate"] for update in updates)
-    found = {
+    metrics = {
         "wall": wall / count,
         "cpu": sum(update["cpu_s"] for update in updates) / count,
         "tokens_per_second": sum(update["trained_tokens"] for update in updates) / wall,
@@ -70,7 +70,7 @@ def figures(repetition: Mapping[str, Any]) -> dict[str, float]:
         "peak": repetition["rss_peak"] / GIB,
     }
     phases = {f"phase/{name}": sum(update["phases"][name] for update in updates) / count for name in PHASES}
-    return {**found, **phases}
+    return {**metrics, **phases}
 
 
 def summarize(repetitions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Spread]]:
@@ -84,7 +84,7 @@ def summarize(repetitions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, S
 def ratios(repetitions: Sequence[Mapping[str, Any]], over: str, under: str, metric: str) -> Spread:
     """``over / under`` of a metric: the ratio of medians, and the range of ratios paired by repetition.
 
-    Repetitions alternate, so that a pair saw the same machine. Raises :class:`ValueError` without any pair.
+    Raises :class:`ValueError` if no repetition has both variants.
     """
     values: dict[str, dict[int, float]] = {over: {}, under: {}}
     for repetition in repetitions:
@@ -97,17 +97,17 @@ def ratios(repetitions: Sequence[Mapping[str, Any]], over: str, under: str, metr
 
 
 def fastest(summary: Mapping[str, Mapping[str, Spread]], prefix: str) -> str | None:
-    """The variant with the smallest median wall time among those whose name begins with ``prefix``."""
+    """The variant with the smallest median wall time whose name starts with ``prefix``, or None."""
     candidates = [name for name in summary if name.startswith(prefix)]
     return min(candidates, key=lambda name: summary[name]["wall"].median, default=None)
 
 
 def unequal_work(repetitions: Sequence[Mapping[str, Any]], *, tolerance: float = TOKEN_TOLERANCE) -> list[str]:
-    """Why the work was not equal, one sentence each; empty where it was.
+    """Reasons why the work was not equal, one sentence each; empty if it was equal.
 
     Checked per repetition across variants: the same prompts in the same order, the same number of updates and
-    threads, measured completion tokens within ``tolerance`` of the median; and everywhere, that what was
-    generated is what was trained on.
+    threads, measured completion tokens within ``tolerance`` of the median. In every update, the number of trained
+    tokens must equal the number of generated tokens.
     """
     problems = []
     for repetition in repetitions:
@@ -120,8 +120,8 @@ def unequal_work(repetitions: Sequence[Mapping[str, Any]], *, tolerance: float =
     rounds: dict[int, list[Mapping[str, Any]]] = {}
     for repetition in repetitions:
         rounds.setdefault(repetition["repetition"], []).append(repetition)
-    for number, members in sorted(rounds.items()):
-        problems += _unequal_round(number, members, tolerance)
+    for number, repetitions_of_round in sorted(rounds.items()):
+        problems += _unequal_round(number, repetitions_of_round, tolerance)
     return problems
 
 
@@ -129,19 +129,23 @@ def _name(repetition: Mapping[str, Any]) -> str:
     return f"{repetition['variant']}, repetition {repetition['repetition']}"
 
 
-def _unequal_round(number: int, members: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
+def _unequal_round(number: int, repetitions: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
     problems = []
     for fact, value in (
-        ("prompts", lambda member: member["prompts"]),
-        ("threads", lambda member: member["threads"]),
-        ("updates", lambda member: len(member["updates"])),
+        ("prompts", lambda repetition: repetition["prompts"]),
+        ("threads", lambda repetition: repetition["threads"]),
+        ("updates", lambda repetition: len(repetition["updates"])),
     ):
-        kinds = {value(member) for member in members}
-        if len(kinds) > 1:
-            problems.append(f"repetition {number}: {fact} differ between variants ({', '.join(map(str, kinds))})")
-    tokens = [sum(update["trained_tokens"] for update in measured(member)) for member in members]
-    middle = statistics.median(tokens)
-    for member, count in zip(members, tokens, strict=True):
-        if abs(count - middle) > tolerance * middle:
-            problems.append(f"{_name(member)}: {count} trained tokens, {count / middle - 1:+.1%} of the median")
+        distinct_values = {value(repetition) for repetition in repetitions}
+        if len(distinct_values) > 1:
+            problems.append(
+                f"repetition {number}: {fact} differ between variants ({', '.join(map(str, distinct_values))})"
+            )
+    tokens = [sum(update["trained_tokens"] for update in measured(repetition)) for repetition in repetitions]
+    median_tokens = statistics.median(tokens)
+    for repetition, count in zip(repetitions, tokens, strict=True):
+        if abs(count - median_tokens) > tolerance * median_tokens:
+            problems.append(
+                f"{_name(repetition)}: {count} trained tokens, {count / median_tokens - 1:+.1%} of the median"
+            )
     return problems

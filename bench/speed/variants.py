@@ -1,6 +1,6 @@
-"""What is compared: a system, an algorithm, a setting. The peers in the settings they ship, and in their fastest here.
+"""The compared variants: a system, an algorithm and a setting. Peers run at their defaults and at faster settings.
 
-All systems take float32, AdamW at the same rate, the same clip norm, the same prompts, group and completion limit.
+All systems use float32, AdamW with the same learning rate, clip norm, prompts, group size and completion limit.
 Ours and TRL have the same KL term with the same coefficient: k3 times the token ratio in the loss (GRPO), k1 of the
 whole completion in the reward (RLOO). TorchRL (GRPO alone) has k3 without ratio, at the same coefficient.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BETA = {"grpo": 0.04, "rloo": 0.05}
-SYSTEMS, ALGORITHMS = ("ours", "trl", "torchrl"), ("grpo", "rloo")
+ALGORITHMS = ("grpo", "rloo")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One thing to measure. ``options``: config overrides (ours), trainer arguments (TRL), what
-    torchrl_side.py reads (TorchRL)."""
+    """One measured setting. ``options``: config overrides (ours), trainer arguments (TRL) or options of
+    torchrl_runner.py (TorchRL)."""
 
     system: str
     algorithm: str
@@ -44,17 +44,17 @@ OURS = {
         f"kl=[{{estimator: k1, placement: reward, credit: total, baseline: before, beta: {BETA['rloo']}}}]",
     ),
 }
-"""Config overrides that make our algorithm TRL's."""
+"""Config overrides that match TRL's algorithms."""
 
 WHOLE = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
 SPLIT = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
-"""32 completions an update: in one backward, or in TRL's default device batch of 8."""
+"""32 completions per update: in one backward pass, or in TRL's default device batch of 8."""
 
 CACHE = {"num_blocks": 96, "max_batch_tokens": 2048, "max_requests_per_batch": 32}
-"""Continuous batching: room for 32 rows of two pages of 256 tokens and more, and for prompts in a few steps."""
+"""Cache of continuous batching: 32 rows of at least two blocks of 256 tokens; prompts take a few steps."""
 
 
-def _of(algorithm: str) -> tuple[Variant, ...]:
+def _variants_of(algorithm: str) -> tuple[Variant, ...]:
     return (
         Variant(
             system="ours",
@@ -142,5 +142,5 @@ TORCHRL = (
     ),
 )
 
-VARIANTS = {variant.name: variant for algorithm in ALGORITHMS for variant in _of(algorithm)}
+VARIANTS = {variant.name: variant for algorithm in ALGORITHMS for variant in _variants_of(algorithm)}
 VARIANTS |= {variant.name: variant for variant in TORCHRL}

@@ -1,4 +1,4 @@
-"""The work both systems do: which model, which prompts in which order, which reward."""
+"""The work of all systems: model, prompts and their order, reward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
 PROMPTS_PER_UPDATE, GROUP_SIZE, LEARNING_RATE = 4, 8, 1e-6
 REWARD = "exact_answer"
-"""The verifier of both: a number read by plain string rules, compared exactly."""
+"""The reward of all systems: the number in the completion, compared exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Prompts and a completion limit. ``data``: config overrides; ``pocket``: our own small model instead."""
+    """Prompts and a completion limit. ``data``: config overrides. ``pocket``: use the built-in pocket model."""
 
     summary: str
     max_new_tokens: int
@@ -65,28 +65,28 @@ TASKS = {
 
 
 def data_folder() -> Path:
-    """Where gsm8k_train.jsonl is: ``KL_COMEDY_DATA``, or the folder shared/data beside the checkout."""
+    """The folder of gsm8k_train.jsonl: ``KL_COMEDY_DATA``, or shared/data next to the checkout."""
     return Path(os.environ.get("KL_COMEDY_DATA") or ROOT.parent / "shared" / "data")
 
 
 def missing(task: str) -> str | None:
-    """What this task lacks here, in words."""
+    """A message if the model or data of this task is missing, else None."""
     if not TASKS[task].pocket and not (SMOLLM2 / "config.json").exists():
-        return "models/SmolLM2-135M-Instruct is not there; `make smollm2` makes it"
+        return "models/SmolLM2-135M-Instruct is missing; run `make smollm2`"
     if task == "gsm8k" and not (data_folder() / "gsm8k_train.jsonl").exists():
-        return "gsm8k_train.jsonl is not there; name its folder in KL_COMEDY_DATA"
+        return "gsm8k_train.jsonl is missing; set KL_COMEDY_DATA to its folder"
     return None
 
 
 def overrides(task: str, variant: Variant, *, model: Path, updates: int, seed: int, output: Path) -> list[str]:
-    """Our config of this work, as ``key=value``; ``updates`` counts the warm-up."""
-    where = [f"data.train.path={data_folder() / 'gsm8k_train.jsonl'}"] if task == "gsm8k" else []
+    """The config as ``key=value`` overrides. ``updates`` includes the warm-up."""
+    path_override = [f"data.train.path={data_folder() / 'gsm8k_train.jsonl'}"] if task == "gsm8k" else []
     algorithm = OURS[variant.algorithm]
-    own = [f"{key}={value}" for key, value in variant.options.items()] if variant.system == "ours" else []
+    variant_overrides = [f"{key}={value}" for key, value in variant.options.items()] if variant.system == "ours" else []
     return [
         f"model.source={model}",
         *TASKS[task].data,
-        *where,
+        *path_override,
         *algorithm,
         f"rollout.prompts_per_batch={PROMPTS_PER_UPDATE}",
         f"rollout.group_size={GROUP_SIZE}",
@@ -101,12 +101,12 @@ def overrides(task: str, variant: Variant, *, model: Path, updates: int, seed: i
         f"name=speed-{variant.name}",
         f"output={output}",
         f"tracking.uri=sqlite:///{output / 'mlflow.db'}",
-        *own,
+        *variant_overrides,
     ]
 
 
 def prompts_in_order(config: Any, tokenizer: Any, updates: int) -> list[Any]:
-    """The prompts of every update, in the order our run asks them."""
+    """The prompts of every update, in the order in which kl_comedy uses them."""
     from kl_comedy.data import PromptOrder, load_problems, render
 
     problems = load_problems(config.data.train, key="data.train", training=True, allow_test_split=False)
@@ -121,7 +121,7 @@ def fingerprint(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def save_pocket(folder: Path) -> None:
-    """The pocket model as a folder that any library of transformers models can load."""
+    """Save the pocket model as a transformers model folder."""
     from kl_comedy.config import ModelConfig
     from kl_comedy.models import load_model
 

@@ -1,4 +1,4 @@
-"""One module per system; building an adapter imports nothing of the peer, calling a loss does."""
+"""One module per system. The peer is imported when a loss is called, not when the adapter is built."""
 
 from __future__ import annotations
 

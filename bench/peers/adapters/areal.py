@@ -1,7 +1,7 @@
-"""AReaL: ``KLEstimator``, and the real ``PPOActor._compute_advantages`` with its PPO loss.
+"""AReaL: ``KLEstimator``, and ``PPOActor._compute_advantages`` with its PPO loss.
 
-Its batches hold one prompt token and the completion; log-probs the sampler wrote stand at their tokens, those
-the reference computed stand one to the left, as its engines return them.
+Batches contain one prompt token and the completion. As in AReaL's engines, log-probs of the sampler are at the index
+of their token, those of the reference one index earlier.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from peers.loading import Peer
 PEER = Peer(
     "areal",
     packages=("areal",),
-    stand_ins=(
+    stubs=(
         "aiofiles",
         "einops",
         "httpx",
@@ -78,7 +78,7 @@ def _function(name: str, term: KLTerm) -> Case:
 
 def _reward(name: str, clip: float, *, reference: bool = True) -> Case:
     term = KLTerm(name, placement="reward", credit="to_go", baseline="before", anchor="behaviour", output_clamp=10.0)
-    around = AlgorithmContext(policy_loss="ppo_clip", policy_loss_options={"clip_low": clip, "clip_high": clip})
+    context = AlgorithmContext(policy_loss="ppo_clip", policy_loss_options={"clip_low": clip, "clip_high": clip})
 
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _in_reward(rows, beta, name, clip, reference)
@@ -97,7 +97,7 @@ def _reward(name: str, clip: float, *, reference: bool = True) -> Case:
         function="PPOActor._compute_advantages + ppo_actor_loss_fn",
         loaded=lambda: PEER.loaded(ACTOR),
         ours=(term,) if reference else None,
-        around=around,
+        context=context,
         tolerance=FLOAT32,
         note="" if reference else "without a reference its log-probs count as 0: the penalty is an entropy bonus",
         reduction="token mean (theirs divided out)",

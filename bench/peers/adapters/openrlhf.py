@@ -1,7 +1,7 @@
 """OpenRLHF: ``compute_approx_kl``, the actor's ``training_step``, and the experience maker's reward path.
 
-Its KL code computes in float32. ``training_step`` is the real method: the actor's pass is replaced by the
-rows' log-probs, and the loss is caught where it is handed to the backward pass.
+Its KL code computes in float32. In ``training_step`` the rows' log-probs replace the actor's
+forward pass, and the loss is recorded where it is passed to backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from peers.loading import Peer
 PEER = Peer(
     "openrlhf",
     packages=("openrlhf",),
-    stand_ins=("deepspeed", "flash_attn", "ray", "vllm", "pylatexenc"),
+    stubs=("deepspeed", "flash_attn", "ray", "vllm", "pylatexenc"),
     extras=(("torchdata", ("torchdata",)),),
 )
 UTILS = "openrlhf.models.utils"
@@ -121,7 +121,7 @@ def _actor(name: str, unbiased: bool) -> Case:
 
 def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor:
     module, losses = PEER.module(ACTOR), PEER.module(LOSS)
-    caught: list[Tensor] = []
+    losses_backpropagated: list[Tensor] = []
     kl = SimpleNamespace(use_loss=True, init_coef=1.0, estimator=name, unbiased_gradient=unbiased)
     args = SimpleNamespace(
         algo=SimpleNamespace(kl=kl),
@@ -138,7 +138,9 @@ def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor
             return rows.logp_BT, SimpleNamespace(aux_loss=None)
 
     strategy = SimpleNamespace(
-        ring_attn_group=None, backward=lambda loss, *_: caught.append(loss), optimizer_step=lambda *_, **__: None
+        ring_attn_group=None,
+        backward=lambda loss, *_: losses_backpropagated.append(loss),
+        optimizer_step=lambda *_, **__: None,
     )
     trainer = object.__new__(module.ActorPPOTrainer)
     trainer.__dict__.update(
@@ -166,9 +168,9 @@ def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor
     try:
         trainer.training_step(experience, beta, 0, sums)
     except Exception:
-        if not caught:  # what follows the backward pass only logs
+        if not losses_backpropagated:  # what follows the backward pass only logs
             raise
-    return spread(caught[0].double(), rows)
+    return spread(losses_backpropagated[0].double(), rows)
 
 
 def _reward(
@@ -182,17 +184,17 @@ def _reward(
     note: str = "",
 ) -> Case:
     term = KLTerm(name, placement="reward", credit="to_go", baseline="before", anchor="behaviour", output_clamp=10.0)
-    around = AlgorithmContext(
+    context = AlgorithmContext(
         advantage="reinforce_pp" if estimator == "reinforce" else "none",
         policy_loss="ppo_clip",
         group_size=GROUP,
         policy_loss_options={"clip_low": clip, "clip_high": clip},
     )
 
-    def loss_at(rows: Rows, at: float) -> Tensor:
-        return _in_reward(rows, at, estimator, name, clip, std)
+    def loss_at(rows: Rows, coefficient: float) -> Tensor:
+        return _in_reward(rows, coefficient, estimator, name, clip, std)
 
-    def whole(rows: Rows, /) -> Tensor:
+    def kl_loss(rows: Rows, /) -> Tensor:
         return kl_part(loss_at, beta)(rows)
 
     suffix = ("" if clip == NO_CLIP else "/clipped") + ("" if std else "/no_std_norm")
@@ -203,11 +205,11 @@ def _reward(
         + ("" if std else " no_std_norm=True"),
         kind="loss path",
         placement="reward",
-        loss=batch_by_batch(whole, GROUP) if batch else whole,
+        loss=batch_by_batch(kl_loss, GROUP) if batch else kl_loss,
         module=MAKER,
         function="RemoteExperienceMaker.compute_advantages_and_returns + PolicyLoss",
         ours=ours,
-        around=around,
+        context=context,
         group_size=GROUP,
         beta=beta,
         note=note,

@@ -1,4 +1,4 @@
-"""polgrad: its KL losses, its straight surrogate and its penalty in rewards. A library of formulas, not a trainer."""
+"""polgrad: KL losses and the surrogate of the reverse KL gradient. A library of formulas, not a trainer."""
 
 from __future__ import annotations
 

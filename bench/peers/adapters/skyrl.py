@@ -1,7 +1,8 @@
-"""SkyRL: ``compute_approx_kl`` as its worker calls it, and the real ``apply_reward_kl_penalty`` with its estimators.
+"""SkyRL: ``compute_approx_kl`` as its worker calls it, and ``apply_reward_kl_penalty`` with its advantage
+estimators.
 
-The worker's own reduction of the KL loss (a mean over each completion's tokens, whatever the policy loss's
-reduction) stands inside a distributed training step that cannot be called alone; its estimator can.
+The worker reduces the KL loss (a mean over each completion's tokens) inside a distributed training step that cannot
+be called alone; only its estimator is measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from peers.loading import Peer
 PEER = Peer(
     "skyrl",
     packages=("skyrl",),
-    stand_ins=("ray", "skyrl_gym", "skyrl.tinker", "skyrl.backends.backend", "httpx"),
+    stubs=("ray", "skyrl_gym", "skyrl.tinker", "skyrl.backends.backend", "httpx"),
     extras=(("jaxtyping", ("jaxtyping",)), ("loguru", ("loguru",)), ("torchdata", ("torchdata",))),
 )
 UTILS = "skyrl.backends.skyrl_train.utils.ppo_utils"
@@ -78,7 +79,7 @@ def _reward(name: str, clip: float) -> Case:
         input_clamp=form.input_clamp,
         output_clamp=form.output_clamp,
     )
-    around = AlgorithmContext(
+    context = AlgorithmContext(
         advantage="rloo",
         policy_loss="ppo_clip",
         group_size=GROUP,
@@ -101,7 +102,7 @@ def _reward(name: str, clip: float) -> Case:
         function="RayPPOTrainer.apply_reward_kl_penalty + compute_rloo_outcome_advantage + ppo_policy_loss",
         loaded=lambda: PEER.loaded(TRAINER),
         ours=(term,),
-        around=around,
+        context=context,
         group_size=GROUP,
         tolerance=FLOAT32,
     )

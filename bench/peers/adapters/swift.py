@@ -1,4 +1,4 @@
-"""ms-swift: the real ``GRPOTrainer._compute_loss_and_metrics``, made without its constructor as TRL's is."""
+"""ms-swift: ``GRPOTrainer._compute_loss_and_metrics`` on a trainer created without its constructor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from peers.loading import Peer
 PEER = Peer(
     "ms-swift",
     packages=("swift",),
-    stand_ins=(
+    stubs=(
         "modelscope",
         "json_repair",
         "swift.dataset",
@@ -50,11 +50,11 @@ def _case(loss_type: str, *, level: str = "token", mean: bool = False, batch: bo
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _loss(rows, beta, loss_type, level)
 
-    around, reduction = None, "token sum (theirs divided out)"
+    context, reduction = None, "token sum (theirs divided out)"
     if mean:
-        around, reduction = AlgorithmContext(reduction="sequence_mean_token_mean"), "mean over the completion's tokens"
+        context, reduction = AlgorithmContext(reduction="sequence_mean_token_mean"), "mean over the completion's tokens"
     if batch:
-        around = AlgorithmContext(reduction="token_mean", group_size=GROUP)
+        context = AlgorithmContext(reduction="token_mean", group_size=GROUP)
         reduction = "token mean over the batch, here one group"
     loss = kl_part(loss_at)
     return Case(
@@ -69,7 +69,7 @@ def _case(loss_type: str, *, level: str = "token", mean: bool = False, batch: bo
         function="GRPOTrainer._compute_loss_and_metrics",
         loaded=lambda: PEER.loaded(MODULE),
         ours=(K3,),
-        around=around,
+        context=context,
         reduction=reduction,
         note=note,
         group_size=GROUP if batch else 1,
@@ -78,7 +78,7 @@ def _case(loss_type: str, *, level: str = "token", mean: bool = False, batch: bo
 
 
 def _loss(rows: Rows, beta: float, loss_type: str, level: str) -> Tensor:
-    """The batch's loss with its mean undone where that is a constant: summed over completions."""
+    """The batch's loss, multiplied by the denominator of its mean if that is a constant."""
     count, length = rows.mask_BT.shape
     trainer = object.__new__(PEER.module(MODULE).GRPOTrainer)
     accelerator = SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x)

@@ -1,7 +1,7 @@
-"""tinker-cookbook: the real ``incorporate_kl_penalty``, its sampling client replaced by the reference's log-probs.
+"""tinker-cookbook: ``incorporate_kl_penalty``, with the reference's log-probs instead of its sampling client.
 
-It writes the penalty into advantages; the policy loss they weight runs on a remote server and in no wheel,
-so its documented importance-sampling form ``-rho A`` stands in its place.
+It adds the penalty to advantages. The policy loss runs on a remote server, so its documented importance-sampling form
+``-rho A`` is used instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from peers.loading import Peer
 PEER = Peer(
     "tinker-cookbook",
     packages=("tinker_cookbook",),
-    stand_ins=("chz", "orjson"),
+    stubs=("chz", "orjson"),
     extras=tuple((name, (name,)) for name in ("tinker", "httpx", "httpcore", "h11", "sniffio", "distro")),
 )
 MODULE = "tinker_cookbook.rl.metrics"
@@ -59,7 +59,7 @@ def _case(discount: float, note: str) -> Case:
 
 
 class _Tokens:
-    """The tokens of one row, as far as the scoring call reads them."""
+    """The tokens of one row, with the methods that the scoring call uses."""
 
     def __init__(self, row: int, length: int) -> None:
         self.row, self.length = row, length
@@ -83,7 +83,7 @@ class _Reference:
 
 
 def _advantages(rows: Rows, beta: float, discount: float) -> Tensor:
-    """The rewards as advantages, with the penalty written into them, ``[B, T]``."""
+    """The rewards as advantages with the penalty added, ``[B, T]``."""
     module = PEER.module(MODULE)
     pack = module.tinker.TensorData.from_torch
     data = []
@@ -100,6 +100,6 @@ def _advantages(rows: Rows, beta: float, discount: float) -> Tensor:
     asyncio.run(module.incorporate_kl_penalty(data, _Reference(rows), beta, discount))
     advantage_BT = torch.zeros_like(rows.ref_logp_BT)
     for row, datum in enumerate(data):
-        found_T = datum.loss_fn_inputs["advantages"].to_torch().double()
-        advantage_BT[row, : len(found_T)] = found_T
+        advantage_T = datum.loss_fn_inputs["advantages"].to_torch().double()
+        advantage_BT[row, : len(advantage_T)] = advantage_T
     return advantage_BT

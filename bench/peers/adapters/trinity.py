@@ -1,4 +1,4 @@
-"""Trinity-RFT: its KL registry (all but the neutral entry) through ``calculate_kl_loss``, as its actor calls it."""
+"""Trinity-RFT: every KL function of its registry except the neutral one, called through ``calculate_kl_loss``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kl_comedy.kl.oracle import Rows
 from peers.case import Adapter, Case, Skipped, spread
 from peers.loading import Peer
 
-PEER = Peer("trinity-rft", packages=("trinity",), stand_ins=("ray",))
+PEER = Peer("trinity-rft", packages=("trinity",), stubs=("ray",))
 MODULE = "trinity.algorithm.kl_fn.kl_fn"
 
 FORMS: dict[str, tuple[str, KLTerm, str]] = {

@@ -1,7 +1,7 @@
-"""TRL: the real ``GRPOTrainer._compute_loss`` and ``RLOOTrainer._generate_and_score_completions``.
+"""TRL: ``GRPOTrainer._compute_loss`` and ``RLOOTrainer._generate_and_score_completions``.
 
-The trainers are made without their constructors and given the attributes these methods read; the pass
-through the model is replaced by the rows' log-probs, the batch by one prompt token and the rows' completions.
+The trainers are created without their constructors, with the attributes that these methods read. The rows'
+log-probs replace the model's forward pass; the batch is one prompt token and the rows' completions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ K3 = KLTerm("k3", placement="loss")
 RHO_K3 = KLTerm("k3", placement="loss", correction="token")
 NO_CLIP = 1e9
 MODERATE = (0.3, 3.0)
-"""Spread of log-ratios (nats) at which ``rho k3`` has digits: ``rho (k3 + 1 - r)`` cancels to ``rho delta``."""
+"""Spreads of log-ratios (nats) small enough for ``rho k3``, whose gradient cancels at large log-ratios."""
 
 
 def build() -> Adapter:
@@ -51,14 +51,14 @@ def build() -> Adapter:
             loss_type="grpo",
             reduction="mean over the completion's tokens",
             ours=RHO_K3,
-            around=AlgorithmContext(reduction="sequence_mean_token_mean"),
+            context=AlgorithmContext(reduction="sequence_mean_token_mean"),
         ),
         _grpo(
             "grpo/sapo",
             loss_type="sapo",
             reduction="mean over the completion's tokens",
             ours=RHO_K3,
-            around=AlgorithmContext(reduction="sequence_mean_token_mean"),
+            context=AlgorithmContext(reduction="sequence_mean_token_mean"),
         ),
         _rloo("rloo", epsilon=NO_CLIP, note="clipping off"),
         _rloo("rloo/clipped", epsilon=0.2, note="the default clip of the completion's ratio at 0.2"),
@@ -82,7 +82,7 @@ def _grpo(
     ours: KLTerm | None = None,
     note: str = "",
     reduction: str = "token sum (theirs divided out)",
-    around: AlgorithmContext | None = None,
+    context: AlgorithmContext | None = None,
 ) -> Case:
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _grpo_loss(rows, beta, loss_type, bias_correction, level)
@@ -100,7 +100,7 @@ def _grpo(
         function="GRPOTrainer._compute_loss",
         loaded=lambda: PEER.loaded(GRPO),
         ours=None if ours is None else (ours,),
-        around=around,
+        context=context,
         reduction=reduction,
         note=note,
         spreads=MODERATE if bias_correction else Case.spreads,
@@ -126,7 +126,7 @@ def _accelerator() -> SimpleNamespace:
 
 
 def _plain(kind: str, rows: Rows, **attributes: Any) -> Any:
-    """A trainer without a model: what its methods read, and the rows in place of a forward pass."""
+    """A trainer without a model: the attributes its methods read, with the rows in place of a forward pass."""
     cls = _trainer(kind)
     trainer = object.__new__(cls)
     zeros_BT = torch.zeros_like(rows.ref_logp_BT)
@@ -156,7 +156,7 @@ def _inputs(rows: Rows) -> dict[str, Tensor]:
 
 
 def _grpo_loss(rows: Rows, beta: float, loss_type: str, bias_correction: bool, level: str) -> Tensor:
-    """The batch's loss with its mean undone: summed over completions."""
+    """The batch's loss multiplied by the denominator of its mean: a sum over completions."""
     count, length = rows.mask_BT.shape
     tokens = rows.mask_BT.sum()
     args = SimpleNamespace(
@@ -196,14 +196,14 @@ def _grpo_loss(rows: Rows, beta: float, loss_type: str, bias_correction: bool, l
 def _rloo(name: str, *, epsilon: float, normalize: bool = False, beta: float = 1.0, note: str = "") -> Case:
     group = 2
 
-    def loss_at(rows: Rows, at: float) -> Tensor:
-        def whole(piece: Rows, /) -> Tensor:
-            return _rloo_loss(piece, at, epsilon, normalize, group)
+    def loss_at(rows: Rows, coefficient: float) -> Tensor:
+        def rloo_loss(group_rows: Rows, /) -> Tensor:
+            return _rloo_loss(group_rows, coefficient, epsilon, normalize, group)
 
-        return batch_by_batch(whole, group)(rows) if normalize else whole(rows)
+        return batch_by_batch(rloo_loss, group)(rows) if normalize else rloo_loss(rows)
 
     term = KLTerm("k1", placement="reward", credit="total", baseline="before")
-    around = AlgorithmContext(advantage="rloo", policy_loss="reinforce", group_size=group)
+    context = AlgorithmContext(advantage="rloo", policy_loss="reinforce", group_size=group)
     return Case(
         system="trl",
         version=PEER.version,
@@ -216,7 +216,7 @@ def _rloo(name: str, *, epsilon: float, normalize: bool = False, beta: float = 1
         function="RLOOTrainer._generate_and_score_completions + _compute_loss",
         loaded=lambda: PEER.loaded(RLOO),
         ours=None if normalize else (term,),
-        around=around,
+        context=context,
         equal_in=("on_policy",),
         group_size=group,
         beta=beta,

@@ -17,7 +17,7 @@ from peers.loading import Peer
 PEER = Peer(
     "verl",
     packages=("verl",),
-    stand_ins=("ray", "orjson"),
+    stubs=("ray", "orjson"),
     extras=(
         ("tensordict", ("tensordict",)),
         ("pyvers", ("pyvers",)),
@@ -122,7 +122,7 @@ def _function(name: str, term: KLTerm | None) -> Case:
 
 
 def _actor(name: str, term: KLTerm, *, mode: str = "seq-mean-token-sum", suffix: str = "") -> Case:
-    around = None if mode == "seq-mean-token-sum" else AlgorithmContext(reduction="token_mean", group_size=GROUP)
+    context = None if mode == "seq-mean-token-sum" else AlgorithmContext(reduction="token_mean", group_size=GROUP)
 
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _ppo_loss(rows, beta, name, mode)
@@ -133,14 +133,14 @@ def _actor(name: str, term: KLTerm, *, mode: str = "seq-mean-token-sum", suffix:
         flags=f"use_kl_loss=True kl_loss_type={name} loss_agg_mode={mode}",
         kind="loss path",
         placement="loss",
-        loss=loss if around is None else batch_by_batch(loss, GROUP),
+        loss=loss if context is None else batch_by_batch(loss, GROUP),
         module=LOSSES,
         function="ppo_loss",
         ours=(term,),
-        around=around,
-        group_size=1 if around is None else GROUP,
-        reduction="mean over completions (theirs divided out)" if around is None else "token mean over the batch",
-        tolerance=FLOAT64 if around is None else FLOAT32,
+        context=context,
+        group_size=1 if context is None else GROUP,
+        reduction="mean over completions (theirs divided out)" if context is None else "token mean over the batch",
+        tolerance=FLOAT64 if context is None else FLOAT32,
     )
 
 
@@ -182,7 +182,7 @@ def _ppo_loss(rows: Rows, beta: float, name: str, mode: str) -> Tensor:
         },
         {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None},
     )
-    # A flat pass gives one log-prob per input token, that of the next one: the last of each row is nobody's.
+    # Flat log-probs have one entry per input token, for the next token; the last entry of each row is unused.
     flat = [torch.cat([logp[mask], logp.new_zeros(1)]) for logp, mask in zip(rows.logp_BT, rows.mask_BT, strict=True)]
     value, _ = losses.ppo_loss(config, {"log_probs": torch.cat(flat)}, data)
     return spread(value * count, rows)
@@ -211,33 +211,33 @@ def _reward(
         input_clamp=form.input_clamp,
         output_clamp=form.output_clamp,
     )
-    around = AlgorithmContext(
+    context = AlgorithmContext(
         advantage=advantage or "none",
         policy_loss="ppo_clip",
         group_size=GROUP,
         policy_loss_options={"clip_low": clip, "clip_high": clip},
     )
 
-    def loss_at(rows: Rows, at: float) -> Tensor:
-        return _in_reward(rows, at, estimator, penalty, clip, norm)
+    def loss_at(rows: Rows, coefficient: float) -> Tensor:
+        return _in_reward(rows, coefficient, estimator, penalty, clip, norm)
 
-    def whole(rows: Rows, /) -> Tensor:
+    def kl_loss(rows: Rows, /) -> Tensor:
         return kl_part(loss_at, beta)(rows)
 
-    words = [f"use_kl_in_reward=True kl_penalty={penalty} adv_estimator={estimator}"]
-    words += [] if norm else ["norm_adv_by_std_in_grpo=False"]
-    words += [f"clip_ratio={'off' if clip == NO_CLIP else clip}"]
+    flags = [f"use_kl_in_reward=True kl_penalty={penalty} adv_estimator={estimator}"]
+    flags += [] if norm else ["norm_adv_by_std_in_grpo=False"]
+    flags += [f"clip_ratio={'off' if clip == NO_CLIP else clip}"]
     name = f"verl:reward/{estimator}/{penalty}" + ("" if norm else "/no_std") + ("" if clip == NO_CLIP else "/clipped")
     return _case(
         name=name,
-        flags=" ".join(words),
+        flags=" ".join(flags),
         kind="loss path",
         placement="reward",
-        loss=batch_by_batch(whole, GROUP) if batch else whole,
+        loss=batch_by_batch(kl_loss, GROUP) if batch else kl_loss,
         module=TRAINER,
         function="apply_kl_penalty + compute_advantage + compute_policy_loss_vanilla",
         ours=(term,) if advantage else None,
-        around=around if advantage else None,
+        context=context if advantage else None,
         group_size=GROUP,
         beta=beta,
         note=note,
@@ -267,8 +267,10 @@ def _in_reward(rows: Rows, beta: float, estimator: str, penalty: str, clip: floa
     )
     data, _ = trainer.apply_kl_penalty(data, core.FixedKLController(beta), kl_penalty=penalty)
     config = _Config(gamma=1.0, gdpo_reward_keys=["task"], gdpo_reward_weights=None)
-    known = core.AdvantageEstimator(estimator)
-    data = trainer.compute_advantage(data, known, norm_adv_by_std_in_grpo=norm, num_repeat=GROUP, config=config)
+    advantage_estimator = core.AdvantageEstimator(estimator)
+    data = trainer.compute_advantage(
+        data, advantage_estimator, norm_adv_by_std_in_grpo=norm, num_repeat=GROUP, config=config
+    )
     value, _ = core.compute_policy_loss_vanilla(
         old_log_prob=rows.behaviour_logp_BT,
         log_prob=rows.logp_BT,

@@ -1,0 +1,239 @@
+"""Compare the planned with the measured time of updates over 1-2 trainer ranks x 1-2 engines on CPUs.
+
+    OMP_NUM_THREADS=1 python bench/scaling.py                      all cells, on a quiet machine; writes results/scaling
+    OMP_NUM_THREADS=1 python bench/scaling.py --cells 1x1 2x1      these cells alone
+    python bench/scaling.py --page                                 write the page of the recorded times
+
+Each cell is `kl-comedy train` with `hf_server` engines, one thread a process, and never more than two processes that
+compute at the same time. Measured is wall time, as the run's own metrics give it. The plan is computed when the page is
+written, for one core of the machine that the cells ran on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path = [str(HERE), *(p for p in sys.path if Path(p or ".").resolve() != HERE)]
+
+from speed.machine import describe  # noqa: E402
+
+ROOT = HERE.parent
+OUT = ROOT / "results" / "scaling"
+FILE = OUT / "scaling.json"
+SKIPPED, TIMED, LAST = 2, 6, 1
+"""Updates: servers start in the first; nothing is drawn ahead in the last of an asynchronous run."""
+POCKET = {"hidden_size": 384, "layers": 6, "heads": 6, "intermediate_size": 1536, "warmstart_steps": 0}
+COMMON = [
+    f"model.options={json.dumps(POCKET)}",
+    "model.device=cpu",
+    "data.train={dataset: pocket, split: train, limit: 64, options: {digits: 1}}",
+    "rewards=[{name: exact_answer}]",
+    "kl=[{estimator: k3, placement: loss, beta: 0.01}]",
+    "rollout.backend=hf_server",
+    "rollout.prompts_per_batch=32",
+    "rollout.group_size=8",
+    "rollout.max_new_tokens=32",
+    "train.microbatch_tokens=512",
+    "train.exact_kl_every=0",
+    "train.threads=1",
+    "train.checkpoint_every=0",
+    "train.samples_every=0",
+    "tracking.uri=none",
+    "eval.at_start=false",
+    "eval.at_end=false",
+]
+TWO_RANKS = ["train.strategy=fsdp", "train.devices=2"]
+TWO_ENGINES = ["rollout.options={servers: 2}"]
+QUIET = 0.2
+"""Cores that other programs may take meanwhile: ranks wait for each other in every layer, so their loss multiplies."""
+PR_SET_CHILD_SUBREAPER = 36
+CELLS: dict[str, list[str]] = {
+    "1x1": [],
+    "1x2": TWO_ENGINES,
+    "2x1": TWO_RANKS,
+    "2x2": [*TWO_RANKS, *TWO_ENGINES],
+    "2x1, ddp": ["train.strategy=ddp", "train.devices=2"],
+    "1x1, async": ["lag.mode=async", "lag.max_steps=1"],
+}
+"""Trainer ranks x engines."""
+PARTS = {"generate": "time/generate", "learn": "time/learn", "update": "time/step"}
+"""Metrics of a run. ``learn`` ends when the engines have the new weights; those of an asynchronous run load them before
+they draw."""
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Train a cell by the command line. Returns mean seconds an update by part, and the mean length of completions."""
+    with tempfile.TemporaryDirectory(prefix="scaling_") as folder:
+        config = Path(folder) / "scaling.yaml"
+        config.write_text("name: scaling\n")
+        settings = [*COMMON, *CELLS[name], f"train.steps={SKIPPED + TIMED + LAST}", f"output={folder}/runs"]
+        command = [sys.executable, "-m", "kl_comedy.cli", "train", str(config), *settings]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        before = busy_s() - own_s()
+        start = time.monotonic()
+        subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
+        reap_orphans()
+        others = (busy_s() - own_s() - before) / (time.monotonic() - start)
+        if others > QUIET:
+            sys.exit(f"cell {name}: other programs took {others:.2f} cores; measure on a quiet machine")
+        (spool,) = Path(folder).glob("runs/*/spool.jsonl")
+        events = [json.loads(line) for line in spool.read_text().splitlines()]
+    updates = [event["data"] for event in events if event["kind"] == "metrics" and "time/step" in event["data"]]
+    updates = updates[SKIPPED:-LAST]
+    seconds = {part: sum(update[metric] for update in updates) / TIMED for part, metric in PARTS.items()}
+    length = sum(update["train/length"] for update in updates) / TIMED
+    return {"cell": name, "completion_tokens": round(length), "measured_s": seconds, "cores_of_others": others}
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose parent ends first, such as servers: their CPU time is then known (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans() -> None:
+    """Wait for them: their CPU time is in :func:`own_s` from then on."""
+    deadline = time.monotonic() + 5
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.05)
+
+
+def busy_s() -> float:
+    """Seconds that this machine's cores have worked since its start."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def own_s() -> float:
+    """Of those, this process and what it started and waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def this_core() -> dict[str, Any]:
+    """This machine with one thread, as a device of the plan; its link as FSDP over two processes uses it."""
+    import torch
+
+    from kl_comedy.lab.planning.sizes import this_machine
+    from kl_comedy.lab.planning.timing import Assumed
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(time_fsdp, (folder,), nprocs=2)  # type: ignore[no-untyped-call]
+        reached = float(Path(folder, "rate").read_text())
+    return {**dataclasses.asdict(this_machine()), "link": reached / Assumed().link}
+
+
+def time_fsdp(rank: int, folder: str) -> None:
+    """Write the bytes/s that each of two processes receives while FSDP over gloo gathers, gathers again and reduces
+    layers that compute next to nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    layers = [torch.nn.Linear(1280, 1280, bias=False) for _ in range(6)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    seconds = []
+    for _ in range(20):
+        start, values = time.perf_counter(), torch.ones(1, 1280)
+        for layer in layers:
+            values = layer(values)
+        values.sum().backward()
+        seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        Path(folder, "rate").write_text(str(3 / 2 * 6 * 4 * 1280**2 / min(seconds)))
+    dist.destroy_process_group()
+
+
+def planned(row: dict[str, Any], device: dict[str, Any]) -> dict[str, float]:
+    """The seconds that the plan gives for the cell of a row, by part."""
+    from kl_comedy.config import load_config
+    from kl_comedy.lab.planning.plan import Plan
+    from kl_comedy.lab.planning.sizes import Device
+
+    config = load_config(None, [*COMMON, *CELLS[row["cell"]]])
+    timing = Plan(config, Device(**device), prompt=6, completion=row["completion_tokens"], longest=32).timing
+    learn, load = timing.learn_s + timing.publish_s, timing.load_s
+    in_turns = config.lag.mode != "async"
+    generate, learn = timing.generate_s + load * (not in_turns), learn + load * in_turns
+    return {"generate": generate, "learn": learn, "update": timing.update_s}
+
+
+def page(result: dict[str, Any]) -> str:
+    """The content of results/scaling/README.md."""
+    from kl_comedy.lab.planning.timing import Assumed
+
+    machine, device, rows = result["machine"], result["device"], result["rows"]
+    plans = [planned(row, device) for row in rows]
+    others = max(row["cores_of_others"] for row in rows)
+    lines = [
+        "# Planned and measured time over ranks and engines",
+        "",
+        "<!-- python scripts/stored_tables.py scaling -->",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, one thread a process, torch {machine['versions']['torch']}; "
+        f"commit {machine['commit']}. `kl-comedy train` with `hf_server` engines and a pocket policy of 11M parameters "
+        f"with random weights, 256 completions of at most 32 tokens an update, {result['updates']} updates a cell. "
+        f"Other programs took up to {others:.2f} cores meanwhile.",
+        "",
+        "    OMP_NUM_THREADS=1 python bench/scaling.py",
+        "",
+        "Wall seconds an update: drawing; learning, with publishing the weights and loading them into the engines (an "
+        "asynchronous engine loads them while it draws); the whole. Of each part, measured and planned seconds, then "
+        "both as ratios to the first row. The plan is `kl-comedy plan`'s for one core: "
+        f"{device['fp32_flops'] / 1e9:.0f} GFLOP/s in float32, {device['bandwidth'] / 1e9:.1f} GB/s of memory, "
+        f"{Assumed().link * device['link'] / 1e9:.2f} GB/s between ranks over gloo, measured before the cells. Ranks x "
+        "engines; fsdp unless the row says otherwise.",
+        "",
+        "| cell | " + " | ".join(f"{part}, s | planned | to 1x1 | planned" for part in PARTS) + " |",
+        "|---|" + "---:|" * 4 * len(PARTS),
+    ]
+    for row, plan in zip(rows, plans, strict=True):
+        cells = [row["cell"]]
+        for part in PARTS:
+            sides = ((row["measured_s"][part], rows[0]["measured_s"][part]), (plan[part], plans[0][part]))
+            cells += [f"{seconds:.2f}" for seconds, _ in sides] + [f"{seconds / base:.2f}" for seconds, base in sides]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="default: all")
+    parser.add_argument("--page", action="store_true", help="write the page of the recorded times")
+    options = parser.parse_args()
+    if options.page:
+        (OUT / "README.md").write_text(page(json.loads(FILE.read_text())))
+        return
+    adopt_orphans()
+    result = {"machine": describe(threads=1), "device": this_core(), "updates": TIMED, "rows": []}
+    for name in options.cells:
+        result["rows"].append(measure(name))
+        print(result["rows"][-1], file=sys.stderr, flush=True)
+    OUT.mkdir(parents=True, exist_ok=True)
+    FILE.write_text(json.dumps(result, indent=1) + "\n")
+    (OUT / "README.md").write_text(page(result))
+
+
+if __name__ == "__main__":
+    main()
