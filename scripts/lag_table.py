@@ -1,10 +1,10 @@
-"""The lag study as one table over seeds, from the records of its runs, finished or not: Markdown to stdout; a row for
-each run into results/lags/runs.csv.
+"""Tables of the lag study, from finished and unfinished runs: Markdown over seeds to stdout, one row per run to
+results/lags/runs.csv.
 
 python scripts/lag_table.py sweeps/lags [MORE ...]
 
-Standard library only, so it can be asked while the sweep runs. Means are over a run's last 20 updates so far; a run
-collapsed when its newest held-out reward is below half of its first one.
+Uses the standard library only. Means are over the last 20 updates of a run. A run has collapsed if its latest held-out
+reward is below half of its first.
 """
 
 import csv
@@ -26,7 +26,7 @@ HELD_OUT = ("eval/heldout/reward", "eval/heldout/kl/exact_reverse_sequence")
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """One run: what it was, and what it gave. An update that was done again after a stop counts by its last record."""
+    """Settings and results of one run. If an update was repeated after a restart, its last record counts."""
     facts: dict[str, str] = {}
     points: dict[int, dict[str, float]] = {}
     for line in (folder / "spool.jsonl").read_text().splitlines():
@@ -39,7 +39,7 @@ def summary(folder: Path) -> dict[str, Any]:
     held_out = [
         (step, *(points[step][name] for name in HELD_OUT)) for step in sorted(points) if HELD_OUT[0] in points[step]
     ]
-    tail = updates[-20:]
+    last_updates = updates[-20:]
     step, reward, exact_kl = held_out[-1]
     return {
         "name": facts["name"],
@@ -50,10 +50,10 @@ def summary(folder: Path) -> dict[str, Any]:
         "heldout_update": step,
         "heldout_reward": reward,
         "heldout_exact_kl": exact_kl,
-        **{name: sum(each[metric] for each in tail) / len(tail) for name, metric in MEANS.items()},
-        "largest_exact_kl": max(each["kl/exact_reverse_sequence"] for each in updates),
-        "largest_grad_norm": max(each["grad/norm"] for each in updates),
-        "least_train_reward": min(each["train/reward"] for each in updates),
+        **{name: sum(update[metric] for update in last_updates) / len(last_updates) for name, metric in MEANS.items()},
+        "largest_exact_kl": max(update["kl/exact_reverse_sequence"] for update in updates),
+        "largest_grad_norm": max(update["grad/norm"] for update in updates),
+        "least_train_reward": min(update["train/reward"] for update in updates),
         "collapsed": reward < 0.5 * held_out[0][1],
         "config_hash": facts["config.hash"],
         "commit": facts["git.commit"],
@@ -61,8 +61,8 @@ def summary(folder: Path) -> dict[str, Any]:
     }
 
 
-def shown(rows: list[dict[str, Any]]) -> str:
-    """The seeds of one lag and KL in one line: means (smallest to largest), the last updates' means, extremes."""
+def table_row(rows: list[dict[str, Any]]) -> str:
+    """One table row for all seeds of one lag and KL: means, ranges and extremes."""
     first = rows[0]
 
     def spread(name: str, digits: str) -> str:
@@ -99,13 +99,17 @@ def main(*sweeps: Path) -> None:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
-    print(
-        "| lag | KL | seeds | collapsed | held-out reward | held-out exact KL | training reward | exact KL | ESS | "
-        "gradient norm | largest exact KL | largest gradient norm | least training reward |"
+    print(table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row for each lag and KL, from rows in the order of runs.csv."""
+    head = "| lag | KL | seeds | collapsed | held-out reward | held-out exact KL | training reward | exact KL | ESS | "
+    head += (
+        "gradient norm | largest exact KL | largest gradient norm | least training reward |\n|---:|---|" + "---:|" * 11
     )
-    print("|---:|---|" + "---:|" * 11)
-    for _, same in itertools.groupby(rows, key=lambda row: (row["lag"], row["name"])):
-        print(shown(list(same)))
+    groups = itertools.groupby(rows, key=lambda row: (row["lag"], row["name"]))
+    return "\n".join([head, *(table_row(list(same)) for _, same in groups)])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Links of docs/ to files outside it (README, configs, source) are shown as paths: the site holds docs/ alone."""
+"""Replace links from docs/ to files outside it (README, configs, source) by paths, because the site has only docs/."""
 
 import re
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# A throw-away SLURM on this machine, for tests: munge, slurmctld and NODES x slurmd on loopback, as root.
+# A temporary SLURM cluster on this machine, for tests: munge, slurmctld and NODES x slurmd on loopback, as root.
 #
 #   test_cluster.sh up        start; prints the line to evaluate:  export SLURM_CONF=...
 #   test_cluster.sh down      stop what was started here (by process id) and remove the folder
 #   test_cluster.sh install   Debian's packages (munge slurmctld slurmd slurm-client slurmdbd mariadb-server)
 #
-#   CLUSTER_ROOT  folder for everything (no default: the caller owns it)
+#   CLUSTER_ROOT  folder for everything (required)
 #   NODES=2 CPUS=2 ACCOUNTING=0 (1: mariadb and slurmdbd, so that sacct answers) PORT_BASE=17600
 #
-# /etc/slurm and the system's munge are left alone. Needs no systemd and no cgroups; the nodes are made up, so
-# memory and CPUs are not enforced.
+# A requeued job may start again after cred_expire seconds (SLURM's default is 120).
+# Does not touch /etc/slurm or the system's munge. Needs no systemd and no cgroups; nodes are simulated, so memory
+# and CPU limits are not enforced.
 set -euo pipefail
 
 NODES=${NODES:-2} CPUS=${CPUS:-2} ACCOUNTING=${ACCOUNTING:-0} PORT_BASE=${PORT_BASE:-17600}
@@ -21,7 +22,7 @@ install() {
         munge slurmctld slurmd slurm-client slurmdbd mariadb-server >/dev/null
 }
 
-say_missing() {
+check_programs() {
     local program
     for program in munged slurmctld slurmd sbatch $([ "$ACCOUNTING" = 1 ] && echo slurmdbd mariadbd); do
         PATH=$PATH:/usr/sbin command -v "$program" >/dev/null || { echo "no $program here; run: $0 install" >&2; return 1; }
@@ -36,7 +37,7 @@ wait_for() { # seconds, command
     done
 }
 
-start() { # name, command: in a session of its own, its process id kept
+start() { # name, command: starts it in its own session and records its process id
     local name=$1; shift
     setsid "$@" >>"$CLUSTER_ROOT/log/$name.log" 2>&1 </dev/null &
     echo "$! $(basename "$1")" >"$CLUSTER_ROOT/pids/$name"
@@ -68,7 +69,7 @@ SlurmctldHost=$HOST(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$CLUSTER_ROOT/munge.socket
+AuthInfo=socket=$CLUSTER_ROOT/munge.socket,cred_expire=10
 CredType=cred/munge
 SlurmctldPort=$PORT_BASE
 SrunPortRange=$((PORT_BASE + 100))-$((PORT_BASE + 199))
@@ -81,7 +82,7 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/linux
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerParameters=sched_interval=2,bf_interval=2,sched_min_interval=0,batch_sched_delay=0
+SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
@@ -97,7 +98,7 @@ CONF
         echo "NodeName=n$n NodeHostname=$HOST NodeAddr=127.0.0.1 Port=$((PORT_BASE + 10 + n)) CPUs=$CPUS Sockets=1" \
             "CoresPerSocket=$CPUS ThreadsPerCore=1 RealMemory=2000 State=UNKNOWN"
     done >>"$CLUSTER_ROOT/slurm.conf"
-    # Jobs in urgent take the nodes from jobs in main, which have a grace to save in.
+    # Jobs in urgent preempt jobs in main, which have a grace period to save a checkpoint.
     cat >>"$CLUSTER_ROOT/slurm.conf" <<CONF
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -139,7 +140,7 @@ CONF
 nodes_up() { [ "$(sinfo --partition=main -h -N -o %t | grep -cE '^(idle|mix|alloc)$')" = "$NODES" ]; }
 
 up() {
-    say_missing
+    check_programs
     mkdir -p "$CLUSTER_ROOT"/{log,pids,state,mysql}
     for n in $(seq "$NODES"); do mkdir -p "$CLUSTER_ROOT/spool-n$n"; done
     dd if=/dev/urandom of="$CLUSTER_ROOT/munge.key" bs=128 count=1 status=none
@@ -171,9 +172,9 @@ PATH=$PATH:/usr/sbin
 case "${1:-}" in
     install) install; exit ;;
     up | down) ;;
-    *) sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
-: "${CLUSTER_ROOT:?say where the cluster keeps its files}"
+: "${CLUSTER_ROOT:?set it to a folder for the files of the cluster}"
 CLUSTER_ROOT=$(realpath -m "$CLUSTER_ROOT")
 export SLURM_CONF=$CLUSTER_ROOT/slurm.conf
 "$1"

@@ -1,4 +1,4 @@
-"""What the generated tables share."""
+"""Helpers of the generated tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def is_built_in(entry: Entry[Any]) -> bool:
-    """Whether the package itself registers the entry, not a plugin loaded in this process."""
+    """Whether the entry is registered by the package, not by a plugin."""
     return entry.origin.startswith("kl_comedy.")
 
 
@@ -28,25 +28,25 @@ def built_in(registry: Registry[Any]) -> list[Entry[Any]]:
     return [entry for entry in registry if is_built_in(entry)]
 
 
-def shown(value: Any) -> str:
-    """A default as YAML writes it."""
+def format_default(value: Any) -> str:
+    """A default value as in YAML."""
     if dataclasses.is_dataclass(value):
         value = getattr(value, "name", None) or dataclasses.asdict(cast(Any, value))
     if isinstance(value, list):
-        return "`[" + ", ".join(shown(item).strip("`") for item in value) + "]`"
+        return "`[" + ", ".join(format_default(item).strip("`") for item in value) + "]`"
     if isinstance(value, bool) or value is None:
         return {True: "`true`", False: "`false`", None: "`null`"}[value]
     return '`""`' if value == "" else f"`{value}`"
 
 
 def options_of(entry: Entry[Any]) -> str:
-    """Keyword options with their defaults; datasets and rollouts read theirs from the config."""
+    """Keyword options with their defaults; empty for datasets and rollouts, whose options are config keys."""
     if entry.kind in ("datasets", "rollouts"):
         return ""
     parameters = [
         p for p in inspect.signature(entry.fn).parameters.values() if p.default is not inspect.Parameter.empty
     ]
-    options = [f"`{p.name}={shown(p.default).strip('`')}`" for p in parameters]
+    options = [f"`{p.name}={format_default(p.default).strip('`')}`" for p in parameters]
     if entry.kind == "rewards" and entry.facts.get("isolated"):
         from kl_comedy.rewards.pool import TIMEOUT_S
 

@@ -1,11 +1,10 @@
-"""Tables of docs/decision.md and the pages of docs/estimators/, made from certificates."""
+"""Tables of docs/decision.md and the pages of docs/estimators/, generated from certificates."""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -26,7 +25,7 @@ CORRECTION_NAMES = tuple(entry.name for entry in built_in(CORRECTIONS))
 
 @cache
 def certificates(label: str, terms: tuple[KLTerm, ...]) -> dict[str, Certificate]:
-    """By regime. Mixed policy versions obey the off-policy claims, and claims hold; else the page is not written."""
+    """Certificates by regime. Asserts that claims hold, also off-policy claims for mixed policy versions."""
     by_regime = {c.regime: c for c in certify(label, terms)}
     assert by_regime["mixed"].target == by_regime["off_policy"].target, label
     assert all(c.claim_holds for c in by_regime.values()), label
@@ -35,20 +34,20 @@ def certificates(label: str, terms: tuple[KLTerm, ...]) -> dict[str, Certificate
 
 @lru_cache(maxsize=1)
 def matrix() -> tuple[KLTerm, ...]:
-    """Every built-in term whose log-ratio is taken at the current weights."""
+    """Every built-in term whose log-ratio uses the current weights."""
     return tuple(c for c in all_terms(ESTIMATOR_NAMES, CORRECTION_NAMES) if c.anchor == "current")
 
 
-def of(term: KLTerm) -> dict[str, Certificate]:
+def certificates_of(term: KLTerm) -> dict[str, Certificate]:
     return certificates(term.label(), (term,))
 
 
-def outcome(found: Certificate) -> str:
-    """The target, or how far off the sequence-level reverse KL and in which direction."""
-    if found.target is not None:
-        return f"`{found.target}`"
-    off, along = found.relative_bias["sequence_reverse"], found.cosine["sequence_reverse"]
-    near = f"`{found.near_target}` near the reference; " if found.near_target else ""
+def outcome(certificate: Certificate) -> str:
+    """The target, or the relative bias and cosine against the sequence-level reverse KL."""
+    if certificate.target is not None:
+        return f"`{certificate.target}`"
+    off, along = certificate.relative_bias["sequence_reverse"], certificate.cosine["sequence_reverse"]
+    near = f"`{certificate.near_target}` near the reference; " if certificate.near_target else ""
     return f"{near}{percent(off)} off, cosine {along:.2f}"
 
 
@@ -56,11 +55,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share < 10 else f"{share:.0f}x"
 
 
-def noise(found: Certificate) -> str:
-    """The variance over that of the least noisy term for the same target."""
-    if found.target == "zero":
+def noise(certificate: Certificate) -> str:
+    """The variance relative to the least noisy term for the same target."""
+    if certificate.target == "zero":
         return "nothing else"
-    return "-" if found.variance_ratio is None else f"{found.variance_ratio:.2g}x"
+    return "-" if certificate.variance_ratio is None else f"{certificate.variance_ratio:.2g}x"
 
 
 # --- the decision page ----------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ SITUATIONS: tuple[tuple[str, str, str, str], ...] = (
         "rho k3 = PARTIAL on the sampler's prefixes",
     ),
 )
-"""What one is in, the recipe, the regime it is for, and its row of the master table in tests/exact/test_claims.py."""
+"""Situation, recipe, regime, and the row of the master table in tests/exact/test_claims.py."""
 
 NEVER: tuple[tuple[str, str, str], ...] = (
     ("comedy/k1_in_loss", "on_policy", "expected gradient zero; the most noise of all"),
@@ -107,80 +106,61 @@ NEVER: tuple[tuple[str, str, str], ...] = (
 
 def decision() -> str:
     rows = []
-    for situation, name, regime, test in SITUATIONS:
-        found = certificates(name, recipe(name))[regime]
-        assert found.target is not None, name
+    for situation, name, regime, _ in SITUATIONS:
+        certificate = certificates(name, recipe(name))[regime]
+        assert certificate.target is not None, name
         terms = " + ".join(f"`{term.label()}`" for term in recipe(name))
-        rows.append((situation, f"`{name}`", terms, f"`{found.target}`", noise(found), f"`{test}`"))
-    return table(("you are", "recipe", "term", "optimizes", "noise", "test"), rows)
+        rows.append((situation, f"`{name}`", terms, f"`{certificate.target}`", noise(certificate)))
+    return table(("you are", "recipe", "term", "optimizes", "noise"), rows)
 
 
 def never() -> str:
     rows = []
     for name, regime, why in NEVER:
-        found = certificates(name, recipe(name))[regime]
-        assert found.target in (None, "zero"), (name, regime)
-        rows.append((f"`{name}`", regime.replace("_", "-"), outcome(found), why))
+        certificate = certificates(name, recipe(name))[regime]
+        assert certificate.target in (None, "zero"), (name, regime)
+        rows.append((f"`{name}`", regime.replace("_", "-"), outcome(certificate), why))
     return table(("recipe", "regime", "enumerated", "why"), rows)
 
 
 def placements() -> str:
-    """use_kl_in_reward and use_kl_loss, one, the other and both, at the same beta."""
+    """use_kl_in_reward, use_kl_loss and both, at the same beta."""
     reward = KLTerm("k1", placement="reward", credit="total", baseline="before")
     loss, k3_reward = KLTerm("k3", placement="loss"), KLTerm("k3", placement="reward", credit="total")
-    straight = KLTerm("k3", placement="loss", gradient="k2")
+    k3_with_k2_gradient = KLTerm("k3", placement="loss", gradient="k2")
     rows = []
-    for words, terms in (
+    for setting, terms in (
         ("`use_kl_in_reward` (`kl`)", (reward,)),
         ("`use_kl_loss` (`low_var_kl`)", (loss,)),
-        ("`use_kl_loss` (`k3+`)", (straight,)),
+        ("`use_kl_loss` (`k3+`)", (k3_with_k2_gradient,)),
         ("both (`kl` and `low_var_kl`)", (reward, loss)),
         ("both, k3 in each", (k3_reward, loss)),
     ):
-        found = certificates(words, terms)
-        both = [outcome(found[regime]) for regime in REGIMES]
-        rows.append((words, " + ".join(f"`{t.label()}`" for t in terms), *both, f"{found['on_policy'].strength:.2f}"))
+        by_regime = certificates(setting, terms)
+        outcomes = [outcome(by_regime[regime]) for regime in REGIMES]
+        rows.append(
+            (setting, " + ".join(f"`{t.label()}`" for t in terms), *outcomes, f"{by_regime['on_policy'].strength:.2f}")
+        )
     return table(("flags", "terms", "on-policy", "off-policy", "strength"), rows)
 
 
 def inside_advantages() -> str:
-    """What group normalization leaves of a KL cost, on-policy, groups of 3."""
+    """Effect of group normalization on a KL cost, on-policy, groups of 3."""
     rows = []
     shapes: dict[str, Callable[[float], KLTerm]] = {
         "in reward, `baseline: before`": lambda beta: KLTerm("k1", credit="total", baseline="before", beta=beta),
         "in reward, `baseline: after`": lambda beta: KLTerm("k1", credit="total", beta=beta),
         "k2 in loss": lambda beta: KLTerm("k2", placement="loss", beta=beta),
     }
-    for words, shape in shapes.items():
+    for setting, shape in shapes.items():
         cells_of_row = []
         for advantage, beta in (("rloo", 0.01), ("dr_grpo", 0.01), ("grpo", 0.1), ("grpo", 0.01)):
-            around = AlgorithmContext(advantage=advantage, group_size=3)
-            (effect,) = effects(words, [shape(beta)], around, regimes=("on_policy",))
-            cells_of_row.append(f"{effect.strength:.2g} (cosine {effect.cosine:.2f})")
-        rows.append((words, *cells_of_row))
+            context = AlgorithmContext(advantage=advantage, group_size=3)
+            (effect,) = effects(setting, [shape(beta)], context, regimes=("on_policy",))
+            cells_of_row.append(f"{effect.strength:.2g} ({effect.cosine:.2f})")
+        rows.append((setting, *cells_of_row))
     head = ("the KL term is", "`rloo`", "`dr_grpo`", "`grpo`, beta 0.1", "`grpo`, beta 0.01")
     return table(head, rows)
-
-
-def terms_by_target() -> str:
-    """Per regime, the terms that optimize each target, least noise first; one row for those with equal corrections."""
-    parts = []
-    for regime in REGIMES:
-        rows = []
-        for target in ("sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero"):
-            hits = [(of(term)[regime], term) for term in matrix() if of(term)[regime].target == target]
-            corrections: dict[str, dict[str, list[str]]] = {}
-            for certificate, term in sorted(hits, key=lambda hit: (round(hit[0].variance, 6), hit[1].label())):
-                base = replace(term, correction="none").label()
-                corrections.setdefault(base, {}).setdefault(noise(certificate), []).append(term.correction)
-            bases: dict[str, list[str]] = {}
-            for base, by_noise in corrections.items():
-                words = "; ".join(f"{', '.join(names)}: {level}" for level, names in by_noise.items())
-                bases.setdefault(words, []).append(f"`{base}`")
-            rows += [(f"`{target}`", ", ".join(names), words) for words, names in bases.items()]
-        title = regime.replace("_", "-").capitalize()
-        parts.append(f"### {title}\n\n{table(('optimizes', 'term', 'corrections: noise'), rows)}")
-    return "\n\n".join(parts)
 
 
 # --- a page per estimator -------------------------------------------------------------------------------------
@@ -198,8 +178,14 @@ def estimator_page(name: str) -> str:
     entry = ESTIMATORS.get(name)
     file = Path(inspect.getsourcefile(entry.fn) or "").relative_to(ROOT)
     claims = "\n".join(f"- `{claim}`: {MEANINGS[claim]}." for claim in entry.claims) or "- none"
+    claims += "".join(
+        f"\n\n{regime.replace('_', '-').capitalize()} they hold with {_needed(needed)} only."
+        for regime, needed in entry.facts.get("claims_need", {}).items()
+    )
     bare = [term for term in matrix() if term.estimator == name and term.correction == "none"]
     corrected = [term for term in matrix() if term.estimator == name and term.correction != "none"]
+    forms = entry.facts.get("options", {}).get("form", {}).get("choices", ())
+    bare += [KLTerm(name, placement="loss", options={"form": form}) for form in forms]
     return f"""# {name}
 
 <!-- This page is made by scripts/generate_docs.py. -->
@@ -212,8 +198,8 @@ Source: {entry.source}. Code: [{file}](../../{file}).{_options(entry)}
 
 {claims}
 
-Checked near the reference and far from it by
-`tests/exact/test_certificates.py::test_built_in_estimators_keep_their_claims`.
+{_checked(entry)}, over draws of the options, by
+`tests/exact/test_false_plugins.py::test_built_in_parts_keep_what_they_declare_for_any_seed`.
 
 ## Without a correction
 
@@ -230,12 +216,22 @@ and the cosine with it. Noise is the variance over that of the least noisy term 
 """
 
 
+def _needed(options: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"`{name}`: {' or '.join(f'`{v}`' for v in values)}" for name, values in options.items())
+
+
+def _checked(entry: Entry[Callable[..., object]]) -> str:
+    if entry.facts["needs"] == "top_k":
+        return "Checked on random distributions, in float64"
+    return "Checked at log-ratios of up to 100 nats, in float64 and float32"
+
+
 def _prose(entry: Entry[Callable[..., object]]) -> str:
-    """The docstring: its examples as a block of code."""
+    """The docstring, with its examples as a code block."""
     text = inspect.getdoc(entry.fn) or ""
-    words, _, example = text.partition(">>>")
+    prose, _, example = text.partition(">>>")
     code = f"\n\n```python\n>>>{example.rstrip()}\n```" if example else ""
-    return words.strip().replace("``", "`") + code
+    return prose.strip().replace("``", "`") + code
 
 
 def _options(entry: Entry[Callable[..., object]]) -> str:
@@ -246,9 +242,9 @@ def _options(entry: Entry[Callable[..., object]]) -> str:
 def _certified(terms: Sequence[KLTerm]) -> str:
     rows = []
     for term in terms:
-        found = of(term)
-        words = [f"{outcome(found[regime])} ({noise(found[regime])})" for regime in REGIMES]
-        rows.append((f"`{term.label()}`", *words))
+        by_regime = certificates_of(term)
+        outcomes = [f"{outcome(by_regime[regime])} ({noise(by_regime[regime])})" for regime in REGIMES]
+        rows.append((f"`{term.label()}`", *outcomes))
     return table(("term", "on-policy (noise)", "off-policy (noise)"), rows)
 
 
@@ -256,29 +252,30 @@ def estimator_index() -> str:
     rows = []
     for name in ESTIMATOR_NAMES:
         entry = ESTIMATORS.get(name)
-        shown = [outcome(of(KLTerm(name, placement=placement))["on_policy"]) for placement in ("reward", "loss")]
-        rows.append((f"[{name}]({name}.md)", entry.summary.replace("``", "`"), *shown))
+        outcomes = [
+            outcome(certificates_of(KLTerm(name, placement=placement))["on_policy"]) for placement in ("reward", "loss")
+        ]
+        rows.append((f"[{name}]({name}.md)", entry.summary.replace("``", "`"), *outcomes))
     head = ("estimator", "what it is", "in reward, to go, on-policy", "in loss, on-policy")
-    words = """
+    introduction = """
     Every estimator of the per-token log-ratio `l = log pi - log ref` to nats, with what it optimizes in each placement.
     An unbiased estimate can have a biased gradient: compare the two columns. The figures are for small random policies,
     enumerated in float64: trust the order, not the size.
     """
     comment = "<!-- This page is made by scripts/generate_docs.py. -->"
-    return f"# Estimators\n\n{comment}\n{textwrap.dedent(words)}\n{table(head, rows)}\n"
+    return f"# Estimators\n\n{comment}\n{textwrap.dedent(introduction)}\n{table(head, rows)}\n"
 
 
 WHOLE: dict[str, Callable[[], str]] = {
     "estimators/README.md": estimator_index,
     **{f"estimators/{name}.md": (lambda name=name: estimator_page(name)) for name in ESTIMATOR_NAMES},
 }
-"""Pages without a line written by hand."""
+"""Pages that are generated as a whole."""
 
 PARTS: dict[str, Callable[[], str]] = {
     "decision": decision,
     "never": never,
     "placements": placements,
     "inside advantages": inside_advantages,
-    "terms": terms_by_target,
 }
-"""The generated parts of decision.md."""
+"""Generated parts of decision.md."""

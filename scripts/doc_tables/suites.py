@@ -1,4 +1,4 @@
-"""The generated parts of docs/evaluation.md: the suites and their prompts."""
+"""The generated part of docs/evaluation.md: the suites."""
 
 from __future__ import annotations
 
@@ -12,36 +12,23 @@ GROUPS = {"in_domain": "mathematics", "out_of_domain": "out of domain", "procedu
 
 
 def _suites() -> list[SuiteConfig]:
-    found = [get_suite(entry.name) for entry in built_in(SUITES)]
-    return sorted(found, key=lambda suite: (list(GROUPS).index(suite.group), suite.name))
+    suites = [get_suite(entry.name) for entry in built_in(SUITES)]
+    return sorted(suites, key=lambda suite: (list(GROUPS).index(suite.group), suite.name))
 
 
 def suites() -> str:
-    rows = []
+    """A row per set of problems; a suite and its ``_likelihood`` form share one."""
+    rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for suite in _suites():
         assert suite.data is not None
         published = f"`{suite.data.name}`" if suite.data.name else f"`{suite.data.dataset}`, {suite.data.split}"
         published += f", `{suite.data.subset}`" if suite.data.subset else ""
         file = "" if suite.file is None else f"`{suite.file.path}`" + (" (checked)" if suite.file.sha256 else "")
-        judged = f"`{suite.reward.name}`" if suite.kind == "generate" else f"log-prob of {suite.score}"
-        rows.append((f"`{suite.name}`", str(suite.items), judged, published, file, suite.licence))
-    head = ("suite", "problems", "judged by", "hub name or generator", "file in `--data-root`", "licence")
-    return table(head, rows)
+        scoring = f"`{suite.reward.name}`" if suite.kind == "generate" else f"log-prob of {suite.score}"
+        problems = (suite.name.removesuffix("_likelihood"), str(suite.items), published, file, suite.licence)
+        rows.setdefault(problems, []).append((f"`{suite.name}`", scoring))
+    head = ("suite", "judged by", "problems", "hub name or generator", "file in `--data-root`", "licence")
+    return table(head, [(*map(", ".join, zip(*forms, strict=True)), *problems[1:]) for problems, forms in rows.items()])
 
 
-def prompts() -> str:
-    """One block per prompt, with the suites that use it."""
-    asked: dict[tuple[str, ...], list[str]] = {}
-    for suite in _suites():
-        question = suite.prompt.prefix + suite.text + suite.prompt.suffix + suite.prompt.prefill
-        options = suite.choice_line if "{options}" in suite.text else ""
-        asked.setdefault((question, options, suite.template), []).append(f"`{suite.name}`")
-    blocks = []
-    for (question, options, template), names in asked.items():
-        how = {"auto": "chat if the tokenizer has a template", "plain": "plain", "chat": "chat"}[template]
-        each = f"; options as `{options}`" if options else ""
-        blocks.append(f"{', '.join(names)} ({how}{each}):\n\n```text\n{question}\n```")
-    return "\n\n".join(blocks)
-
-
-PARTS = {"suites": suites, "suite prompts": prompts}
+PARTS = {"suites": suites}
