@@ -1,9 +1,15 @@
 """Shared fixtures: quiet libraries, one cache for the tiny pocket policy, a tiny training config."""
 
 import os
+import sys
 
+import hypothesis
 import pytest
 
+# A busy machine is no failure, and a commit that passes once passes again; --hypothesis-profile=random draws afresh.
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fixed")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -40,3 +46,11 @@ def pocket_cache(tmp_path_factory):
         del os.environ["KL_COMEDY_CACHE"]
     else:
         os.environ["KL_COMEDY_CACHE"] = before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugins_of_other_files():
+    """Plugins that a test loads are part of every config's hash, of those of its file only."""
+    yield
+    if registry := sys.modules.get("kl_comedy.registry"):
+        registry.PLUGIN_FILES.clear()

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,15 +64,15 @@ MUTANTS = (
     Mutant(
         "to_go from the wrong end",
         "kl/surrogate.py",
-        "cost_BT.flip(-1).cumsum(-1).flip(-1)",
-        "cost_BT.cumsum(-1)",
+        "running_sum(cost_BT.flip(-1)).flip(-1)",
+        "running_sum(cost_BT)",
         CLAIMS,
     ),
     Mutant(
         "own credit takes all",
         "kl/surrogate.py",
-        "cost_BT = credit_costs(step_BT, credit) - step_BT",
-        "cost_BT = credit_costs(step_BT, credit)",
+        "cost_BT = cost_BT - step_BT",
+        "pass",
         CLAIMS,
     ),
     Mutant(
@@ -87,7 +88,7 @@ MUTANTS = (
     Mutant(
         "surrogate outside the mask",
         "kl/surrogate.py",
-        "return torch.where(mask_BT, surrogate_BT, torch.zeros_like(surrogate_BT))",
+        "return torch.where(batch.mask_BT, surrogate_BT, 0.0)",
         "return surrogate_BT",
         PATHS + " tests/unit/test_kl_term.py",
     ),
@@ -126,14 +127,21 @@ MUTANTS = (
         "kl/beta.py",
         "self.value = self.spec.at(step)",
         "self.value = self.spec.at(step - 1)",
-        "tests/integration/test_beta_schedule.py",
+        "tests/integration/test_training.py -k beta_of_its_step",
+    ),
+    Mutant(
+        "beta advances one update late",
+        "training/module.py",
+        "state.advance(step + 1, measured)",
+        "state.advance(step, measured)",
+        "tests/integration/test_training.py -k beta_of_its_step",
     ),
     Mutant(
         "controller goes the wrong way",
         "kl/beta.py",
         "measured_kl / self.target - 1.0",
         "1.0 - measured_kl / self.target",
-        "tests/unit -k beta",
+        "tests/unit/test_kl_term.py",
     ),
     # baselines and advantages
     Mutant(
@@ -197,30 +205,45 @@ MUTANTS = (
     Mutant(
         "truncated rows stay in the denominator",
         "objective/reduction.py",
-        "kept_B / (kept_B * tokens_B).sum().clamp(min=1.0)",
-        "kept_B / tokens_B.sum().clamp(min=1.0)",
+        "counts_B / (counts_B * tokens_B).sum().clamp(min=1.0)",
+        "counts_B / tokens_B.sum().clamp(min=1.0)",
         OBJECTIVE,
     ),
     Mutant(
         "sequence mean over the batch's tokens",
         "objective/reduction.py",
-        "kept_B / tokens_B.clamp(min=1.0) / kept_B.sum().clamp(min=1.0)",
-        "kept_B / tokens_B.sum() / kept_B.sum().clamp(min=1.0)",
+        "counts_B / tokens_B.clamp(min=1.0) / counts_B.sum().clamp(min=1.0)",
+        "counts_B / tokens_B.sum() / counts_B.sum().clamp(min=1.0)",
         OBJECTIVE,
+    ),
+    # optimizer
+    Mutant(
+        "learning rate one update late",
+        "training/module.py",
+        "lambda step: lr_factor(settings, step, steps)",
+        "lambda step: lr_factor(settings, max(step - 1, 0), steps)",
+        "tests/integration/test_training.py -k beta_of_its_step",
+    ),
+    Mutant(
+        "clip_norm ignored",
+        "training/module.py",
+        'bound = self.config.optimizer.clip_norm or float("inf")',
+        'bound = float("inf")',
+        "tests/integration/test_training.py -k clipped_gradient",
     ),
     # preparation and loss
     Mutant(
         "beta twice",
-        "training/prepare.py",
-        "betas[position] * cost.cost_BT",
-        "betas[position] ** 2 * cost.cost_BT",
+        "training/loss.py",
+        "betas[n] * parts[n].cost_BT",
+        "betas[n] ** 2 * parts[n].cost_BT",
         PATHS + " tests/exact/test_oracle_in_training.py",
     ),
     Mutant(
         "beta missing in the loss",
         "training/loss.py",
-        "beta * _weighted(surrogate_BT",
-        "_weighted(surrogate_BT",
+        "beta * weighted_sum(surrogate_BT",
+        "weighted_sum(surrogate_BT",
         PATHS + " tests/exact/test_oracle_in_training.py",
     ),
     Mutant(
@@ -259,13 +282,51 @@ MUTANTS = (
         "logits_nV.log_softmax(-1)",
         LOGPROBS,
     ),
+    # branches for a GPU
+    Mutant(
+        "the running sum of a GPU is a step short",
+        "cuda.py",
+        "while step < values.shape[-1]:",
+        "while 2 * step < values.shape[-1]:",
+        "tests/unit/test_cuda.py",
+    ),
+    Mutant(
+        "completions forget their prompt's keys",
+        "models/attention.py",
+        "prompts.index_BT[prompt_of_C], own_index_CT], 1)",
+        "prompts.index_BT[prompt_of_C] * 0, own_index_CT], 1)",
+        "tests/unit/test_models_shared_prefix.py",
+    ),
+    # statistics
+    Mutant(
+        "paired by order",
+        "statistics.py",
+        "[left[key] - right[key] for key in left if key in right]",
+        "[x - y for x, y in zip(left.values(), right.values())]",
+        "tests/unit/test_statistics.py",
+    ),
     # grid and arrays
     Mutant(
         "array boundary off by one",
-        "slurm/render.py",
+        "slurm/scripts.py",
         "cell.index // profile.max_array * profile.max_array",
         "(cell.index - 1) // profile.max_array * profile.max_array",
-        "tests/unit/test_sweep_manifest.py tests/unit/test_sweep_arrays.py",
+        "tests/unit/test_sweep_status.py",
+    ),
+    # rewards and configs
+    Mutant(
+        "the first answer counts",
+        "rewards/text.py",
+        'text.rpartition("<answer>")',
+        'text.partition("<answer>")',
+        "tests/unit/test_rewards_battery.py tests/unit/test_rewards_text.py",
+    ),
+    Mutant(
+        "a minimum is not allowed",
+        "config/validate.py",
+        'value < rules["minimum"]',
+        'value <= rules["minimum"]',
+        "tests/unit/test_config.py",
     ),
     Mutant(
         "exclusion by any key",
@@ -280,6 +341,35 @@ MUTANTS = (
         "first ** (1 - share) * last**share",
         "first * (1 - share) + last * share",
         "tests/unit/test_sweep_grid.py",
+    ),
+    # asynchronous sampling and several processes
+    Mutant(
+        "a group too old by one update is taken",
+        "training/asynchronous.py",
+        "version - group.oldest <= self.limits.max_steps:",
+        "version - group.oldest <= self.limits.max_steps + 1:",
+        "tests/unit/test_async_buffer.py",
+    ),
+    Mutant(
+        "a batch is drawn one update too early",
+        "training/asynchronous.py",
+        "self._next_number * limits.updates - limits.max_steps",
+        "self._next_number * limits.updates - limits.max_steps - 1",
+        "tests/unit/test_async_buffer.py",
+    ),
+    Mutant(
+        "engines never load newer weights",
+        "training/sampling.py",
+        "self.loaded = self.engines.load()",
+        "self.loaded = self.version if self.loaded >= 0 else self.engines.load()",
+        "tests/integration/test_asynchronous.py -k to_the_bit",
+    ),
+    Mutant(
+        "the value head's gradient of one rank",
+        "training/module.py",
+        "sum_gradients(self.value_head.parameters(), self.ranks, divisor=self._loss_factor)",
+        "pass",
+        "tests/integration/test_matrix.py",
     ),
 )
 
@@ -314,27 +404,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutants whose name contains one of these")
     parser.add_argument("--check", action="store_true", help="only check that every mutant can be planted")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.words or any(word in m.name for word in options.words)]
-    lines = ["| mutant | file | first test that fails |", "|---|---|---|"]
+    lines = ["| bug | file | first test that fails |", "|---|---|---|"]
     survivors = 0
-    for mutant in chosen:
-        if options.check:
+    if options.check:
+        for mutant in chosen:
             with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / mutant.file).parent.mkdir(parents=True)
+                (Path(folder) / mutant.file).parent.mkdir(parents=True, exist_ok=True)
                 plant(mutant, Path(folder))
-            continue
-        failure = first_failure(mutant)
+        return 0
+    for mutant, failure in zip(chosen, ThreadPoolExecutor(options.jobs).map(first_failure, chosen), strict=True):
         survivors += failure is None
         lines.append(f"| {mutant.name} | `{mutant.file}` | {f'`{failure}`' if failure else '**survived**'} |")
         print(lines[-1], flush=True)
-    if options.markdown and not options.check:
-        options.markdown.write_text(
-            "\n".join([*lines, "", f"{len(chosen) - survivors} of {len(chosen)} found."]) + "\n"
-        )
-    if not options.check:
-        print(f"{len(chosen) - survivors} of {len(chosen)} mutants found")
+    if options.markdown:
+        count = f"{len(chosen) - survivors} of {len(chosen)} found"
+        head = f"`python {' '.join(sys.argv)}`: {count}."
+        title = ["# Planted bugs and the tests that find them", "", head, "", "<!-- unchecked: rerun -->", ""]
+        options.markdown.write_text("\n".join([*title, *lines]) + "\n")
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants found")
     return min(survivors, 1)
 
 

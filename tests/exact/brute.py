@@ -67,7 +67,7 @@ def rows_of(setting, members, theta_D):
 
 def moments(setting, loss, *, group_size=1):
     """Mean and trace variance over every group, one autograd call for each."""
-    weighted, second = torch.zeros_like(setting.theta_D), 0.0
+    weighted, second, norm = torch.zeros_like(setting.theta_D), 0.0, 0.0
     for members in itertools.product(completions(setting.tree), repeat=group_size):
         theta_D = setting.theta_D.clone().requires_grad_(True)
         rows = rows_of(setting, members, theta_D)
@@ -80,4 +80,6 @@ def moments(setting, loss, *, group_size=1):
             weight *= probability(setting, member)
         weighted += weight * gradient_D
         second += weight * float(gradient_D.square().sum())
-    return Moments(gradient_D=weighted, variance=(second - float(weighted.square().sum())) * group_size)
+        norm += weight * float(gradient_D.norm())
+    variance = (second - float(weighted.square().sum())) * group_size
+    return Moments(gradient_D=weighted, variance=variance, mean_norm=norm)

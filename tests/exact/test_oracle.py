@@ -1,5 +1,6 @@
 """The enumerating engine against brute force: one autograd call per completion (or group), written out by hand."""
 
+import dataclasses
 import itertools
 import math
 
@@ -15,7 +16,6 @@ from kl_comedy.kl.oracle import (
     effective_sample_share,
     exact_moments,
     expected_gradient,
-    log_probs,
     sampled_moments,
     target_gradient,
     terms_loss,
@@ -60,34 +60,25 @@ def agrees(one, other, tolerance=1e-10):
 
 # --- the tree -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tree", TREES, ids=tree_id)
-def test_each_completion_is_there_exactly_once(tree):
+def test_each_completion_is_there_once_with_its_probability_and_chunks_are_in_order(tree):
     rows = tree.all
     lengths = rows.mask_BT.sum(-1)
-    found = [tuple(t[:n].tolist()) for t, n in zip(rows.token_BT, lengths, strict=True)]
-    assert sorted(found) == brute.completions(tree)
-    assert len(found) == tree.completions
+    completions = [tuple(t[:n].tolist()) for t, n in zip(rows.token_BT, lengths, strict=True)]
+    assert sorted(completions) == brute.completions(tree)
+    assert len(completions) == tree.completions
     numbers = {p: n for n, p in enumerate(brute.prefixes(tree))}
     assert tree.prefixes == len(numbers)
-    for tokens, prefix_T in zip(found, rows.prefix_BT, strict=True):
+    for tokens, prefix_T in zip(completions, rows.prefix_BT, strict=True):
         assert [numbers[tokens[:t]] for t in range(len(tokens))] == prefix_T[: len(tokens)].tolist()
-    assert rows.truncated_B.tolist() == [tree.ends and 0 not in tokens for tokens in found]
-
-
-@pytest.mark.parametrize("tree", TREES, ids=tree_id)
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_chunks_are_all_of_it_in_order(tree, size):
-    parts = list(tree.chunks(size))
-    assert max(len(part.mask_BT) for part in parts) <= size
-    for name in ("prefix_BT", "token_BT", "mask_BT", "truncated_B"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(tree.all, name))
-
-
-@pytest.mark.parametrize("tree", TREES, ids=tree_id)
-def test_probabilities_sum_to_one_and_reach_is_the_probability_of_passing_a_prefix(tree):
+    assert rows.truncated_B.tolist() == [tree.ends and 0 not in tokens for tokens in completions]
+    for size in (1, 3, 1000):
+        parts = list(tree.chunks(size))
+        assert max(len(part.mask_BT) for part in parts) <= size
+        for name in ("prefix_BT", "token_BT", "mask_BT", "truncated_B"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(rows, name))
     where = setting(tree)
-    assert float(where.probability(tree.all).sum()) == pytest.approx(1.0, abs=1e-12)
+    assert float(where.probability(rows).sum()) == pytest.approx(1.0, abs=1e-12)
     passing = torch.zeros(tree.prefixes, dtype=torch.float64)
-    rows = tree.all
     for weight, prefix_T, mask_T in zip(where.probability(rows), rows.prefix_BT, rows.mask_BT, strict=True):
         passing[prefix_T[mask_T]] += weight
     assert torch.allclose(tree.reach(where.sampler_logp_NV), passing, atol=1e-12)
@@ -108,16 +99,6 @@ def test_samples_come_as_often_as_their_probability_says(tree):
         p = brute.probability(where, tokens)
         z = (counts.get(tokens, 0) - count * p) / math.sqrt(count * p * (1 - p))
         assert abs(z) < 5, (tokens, z)
-    assert torch.allclose(
-        log_probs(drawn, where.sampler_logp_NV).sum(-1).exp()[0],
-        torch.tensor(brute.probability(where, tuple(drawn.token_BT[0][drawn.mask_BT[0]].tolist()))).double(),
-    )
-
-
-def test_a_tree_needs_choices_and_a_length():
-    for sizes in ({"vocabulary": 1, "length": 3}, {"vocabulary": 3, "length": 0}):
-        with pytest.raises(UserError, match="at least"):
-            Tree.build(**sizes)
 
 
 # --- one completion ---------------------------------------------------------------------------------------------
@@ -129,17 +110,12 @@ def test_mean_and_variance_are_those_of_one_autograd_call_per_completion(term, p
         agrees(expected_gradient(where, [term]), brute.moments(where, terms_loss([term])))
 
 
-def test_a_list_of_terms_with_betas_is_one_loss():
-    where, terms = setting(parameters=5), [KLTerm("k3", placement="loss", beta=0.3), KLTerm("k1", beta=-0.7)]
+def test_lists_of_terms_and_chunks():
+    where, terms = setting(parameters=5), [KLTerm("k3", placement="loss", beta=0.3), KLTerm("k1", beta=0.7)]
     agrees(expected_gradient(where, terms), brute.moments(where, terms_loss(terms)))
-
-
-@pytest.mark.parametrize("parameters", [None, 4], ids=["tabular", "shared"])
-@pytest.mark.parametrize("term", TERMS[::3], ids=lambda term: term.label())
-def test_chunks_do_not_change_the_result(term, parameters):
-    where = setting(parameters=parameters)
-    for chunk in (1, 4, 7):
-        agrees(expected_gradient(where, [term], chunk=chunk), expected_gradient(where, [term]), 1e-12)
+    for where in (setting(), setting(parameters=4)):
+        for term, chunk in itertools.product(TERMS[::3], (1, 4, 7)):
+            agrees(expected_gradient(where, [term], chunk=chunk), expected_gradient(where, [term]), 1e-12)
 
 
 @pytest.mark.parametrize("parameters", [None, 4], ids=["tabular", "shared"])
@@ -162,15 +138,15 @@ def test_targets_are_the_gradients_of_sums_over_completions(target, parameters):
 
 def test_a_loss_of_a_wrong_shape_or_a_gradient_that_is_not_finite_is_refused():
     where = setting()
+    constant = exact_moments(where, lambda rows: rows.reward_B)
+    assert float(constant.gradient_D.norm()) == 0.0 and constant.variance == 0.0
+    for sizes in ({"vocabulary": 1, "length": 3}, {"vocabulary": 3, "length": 0}):
+        with pytest.raises(UserError, match="at least"):
+            Tree.build(**sizes)
     with pytest.raises(UserError, match=r"must return \[B, T\] or \[B\]"):
         exact_moments(where, lambda rows: rows.logp_BT.sum())
     with pytest.raises(UserError, match="not finite"):
         exact_moments(where, lambda rows: (rows.logp_BT - rows.logp_BT).sqrt())
-
-
-def test_a_loss_without_gradient_is_zero_exactly():
-    found = exact_moments(setting(), lambda rows: rows.reward_B)
-    assert float(found.gradient_D.norm()) == 0.0 and found.variance == 0.0
 
 
 def test_effective_sample_share_is_the_inverse_second_moment_of_the_ratio():
@@ -185,34 +161,19 @@ def test_effective_sample_share_is_the_inverse_second_moment_of_the_ratio():
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
-def test_no_more_than_a_chunk_of_completions_is_ever_held():
-    """65536 completions, 1024 at a time; what the loss sees, and so every table made of it, stays that small."""
-    seen = []
+def test_a_loss_is_called_once_for_a_chunk_of_completions():
+    """65536 completions, 1024 at a time: every table made of a chunk stays that small."""
+    shapes = []
 
     def loss(rows):
-        seen.append(tuple(rows.logp_BT.shape))
+        shapes.append(tuple(rows.logp_BT.shape))
         return rows.logp_BT.square()
 
     tree = Tree.build(vocabulary=2, length=16, ends=False)
-    where = Instance.random(tree, regime="on_policy", seed=0, parameters=2)
-    exact_moments(where, loss, chunk=1024)
-    assert len(seen) == 64 and set(seen) == {(1024, 16)}
+    exact_moments(Instance.random(tree, regime="on_policy", seed=0, parameters=2), loss, chunk=1024)
+    assert len(shapes) == 64 and set(shapes) == {(1024, 16)}
     with pytest.raises(UserError, match="walk them in chunks"):
         _ = Tree.build(vocabulary=2, length=18, ends=False).all
-
-
-@pytest.mark.parametrize("parameters", [None, 6], ids=["tabular", "shared"])
-def test_an_expectation_is_one_pass_through_the_loss(parameters):
-    """4 tokens, 6 steps: 1093 completions in one call, not one call each. bench/certify_matrix.py times it."""
-    seen = []
-
-    def loss(rows):
-        seen.append(len(rows.logp_BT))
-        return terms_loss([KLTerm("k3", placement="loss")])(rows)
-
-    tree = Tree.build(vocabulary=4, length=6)
-    exact_moments(Instance.random(tree, regime="off_policy", seed=0, parameters=parameters), loss)
-    assert seen == [1093] == [tree.completions]
 
 
 # --- Monte Carlo ------------------------------------------------------------------------------------------------
@@ -224,9 +185,8 @@ def test_samples_agree_with_the_enumeration_within_their_error(parameters, group
     where, samples = setting(parameters=parameters), 40_000
     term = KLTerm("k1", placement="reward", correction="prefix")
     exact = expected_gradient(where, [term], group_size=group_size)
-    drawn = sampled_moments(
-        where, terms_loss([term]), samples=samples, group_size=group_size, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    drawn = sampled_moments(where, terms_loss([term]), samples=samples, group_size=group_size, generator=generator)
     error = math.sqrt(exact.variance / samples)
     assert float((drawn.gradient_D - exact.gradient_D).abs().max()) < 5 * error
     assert float((drawn.gradient_D - exact.gradient_D).norm()) > 0.05 * error, "samples, not the enumeration"
@@ -251,22 +211,18 @@ def test_temperature_is_another_sampler_as_long_as_it_records_what_it_drew_from(
     drawn, raw = (setting(regime=regime, temperature=0.7, records=records) for records in ("drawn", "raw"))
     assert bias(drawn, term) < 1e-10
     assert bias(raw, term) > 0.05, "log-probs at temperature 1 are not those of the draw"
-
-
-@pytest.mark.parametrize("term", UNBIASED_OFF_POLICY, ids=lambda term: term.label())
-def test_top_p_leaves_completions_out_that_no_ratio_brings_back(term):
-    assert bias(setting(regime="on_policy", top_p=0.8), term) > 1e-3
+    assert bias(setting(regime="on_policy", top_p=0.8), term) > 1e-3, "no ratio brings back what top-p leaves out"
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
     where = setting(top_p=0.6)
     full = setting()
     for drawn_V, whole_V in zip(where.sampler_logp_NV.exp(), full.sampler_logp_NV.exp(), strict=True):
-        kept = [v for v in range(3) if float(drawn_V[v]) > 0]
+        allowed = [v for v in range(3) if float(drawn_V[v]) > 0]
         ranked = sorted(range(3), key=lambda v: -float(whole_V[v]))
         mass = [float(whole_V[ranked[:n]].sum()) for n in range(1, 4)]
-        assert sorted(kept) == sorted(ranked[: 1 + next(n for n, m in enumerate(mass) if m >= 0.6)])
-        assert torch.allclose(drawn_V[kept], whole_V[kept] / whole_V[kept].sum(), atol=1e-12)
+        assert sorted(allowed) == sorted(ranked[: 1 + next(n for n, m in enumerate(mass) if m >= 0.6)])
+        assert torch.allclose(drawn_V[allowed], whole_V[allowed] / whole_V[allowed].sum(), atol=1e-12)
 
 
 # --- clamps and windows -----------------------------------------------------------------------------------------
@@ -285,15 +241,8 @@ def test_a_clamped_estimate_has_no_gradient_beyond_its_clamp():
     far = Instance.random(Tree.build(vocabulary=2, length=1, ends=False), regime="on_policy", seed=0)
     ref = torch.tensor([[0.999999, 1e-6]], dtype=torch.float64).log()
     policy = torch.tensor([[1e-3, 0.999]], dtype=torch.float64).log()
-    where = Instance(
-        **{
-            **far.__dict__,
-            "theta_D": policy.flatten(),
-            "ref_logp_NV": ref,
-            "sampler_logp_NV": policy,
-            "recorded_logp_NV": policy,
-        }
-    )
+    tables = {"ref_logp_NV": ref, "sampler_logp_NV": policy, "recorded_logp_NV": policy}
+    where = dataclasses.replace(far, theta_D=policy.flatten(), **tables)
     clamped = expected_gradient(where, [KLTerm("k3", placement="loss", output_clamp=10.0)])
     free = expected_gradient(where, [KLTerm("k3", placement="loss")])
     assert float(clamped.gradient_D.norm()) < 1e-12 < 0.9 < float(free.gradient_D.norm())
@@ -304,11 +253,8 @@ def test_a_window_as_long_as_the_completion_is_no_window_and_bias_falls_as_it_gr
     tree = Tree.build(vocabulary=2, length=5, ends=False)
     where = Instance.random(tree, regime="off_policy", seed=1, distance=0.8, staleness=0.8)
     estimator = "exact" if correction == "prefix_previous" else "k1"
-    found = [bias(where, KLTerm(estimator, correction=correction, window=window)) for window in range(1, 6)]
-    assert found[-1] < 1e-10 < 1e-3 < found[0]
-    assert all(later < 1.05 * earlier for earlier, later in itertools.pairwise(found)), found
-    agrees(
-        expected_gradient(where, [KLTerm(estimator, correction=correction, window=5)]),
-        expected_gradient(where, [KLTerm(estimator, correction=correction)]),
-        1e-12,
-    )
+    biases = [bias(where, KLTerm(estimator, correction=correction, window=window)) for window in range(1, 6)]
+    assert biases[-1] < 1e-10 < 1e-3 < biases[0]
+    assert all(later < 1.05 * earlier for earlier, later in itertools.pairwise(biases)), biases
+    whole, none = (expected_gradient(where, [KLTerm(estimator, correction=correction, window=w)]) for w in (5, None))
+    agrees(whole, none, 1e-12)

@@ -21,13 +21,13 @@ from kl_comedy.kl.oracle import (
     training_loss,
 )
 from kl_comedy.kl.oracle.algorithm_context import effects
+from kl_comedy.kl.oracle.gradients import term_arguments
 from kl_comedy.models.logprobs import TokenPass
 from kl_comedy.models.reference import ReferencePass
 from kl_comedy.objective import returns_with_costs, sequence_weights
 from kl_comedy.records import Experience
 from kl_comedy.registry import ADVANTAGES
-from kl_comedy.training.loss import micro_loss
-from kl_comedy.training.prepare import MicroBatch
+from kl_comedy.training.loss import MicroBatch, micro_loss
 
 TREE = Tree.build(vocabulary=2, length=3)
 BEFORE = KLTerm("k1", placement="reward", baseline="before", beta=0.7)
@@ -126,21 +126,14 @@ def trained(rows, terms, around):
     betas = [float(term.beta) for term in terms]
 
     def parts_of(term):
-        return kl_parts(
-            term,
-            logp_BT=rows.logp_BT.detach(),
-            ref_logp_BT=rows.ref_logp_BT,
-            mask_BT=rows.mask_BT,
-            behaviour_logp_BT=rows.behaviour_logp_BT,
-            exact_kl_BT=rows.reverse_kl_BT.detach(),
-        )
+        return kl_parts(term, **{name: tensor.detach() for name, tensor in term_arguments(term, rows).items()})
 
     cost_BT = sum(
         (beta * parts_of(t).cost_BT for t, beta in zip(terms, betas, strict=True) if t.baseline == "before"),
         torch.zeros_like(rows.ref_logp_BT),
     )
     returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
-    kept_B = ~rows.truncated_B if around.drop_truncated else None
+    complete_B = ~rows.truncated_B if around.drop_truncated else None
     experience = Experience(
         prompt_ids_BP=torch.ones(1, 1),
         prompt_mask_BP=torch.ones(1, 1),
@@ -150,20 +143,20 @@ def trained(rows, terms, around):
         ref_logp_BT=rows.ref_logp_BT,
         advantage_BT=ADVANTAGES.get(around.advantage).fn(returns_BT, rows.mask_BT, rows.group_B),
         reward_B=rows.reward_B,
-        weight_B=sequence_weights(around.reduction, rows.mask_BT, keep_B=kept_B).double(),
+        weight_B=sequence_weights(around.reduction, rows.mask_BT, keep_B=complete_B).double(),
         policy_version_BT=torch.zeros(1),
         group_B=rows.group_B,
     )
     own = {n: own_baseline(parts_of(t), rows.mask_BT, rows.group_B) for n, t in enumerate(terms) if t.baseline == "own"}
     reference = ReferencePass(logp_BT=rows.ref_logp_BT, **_blank(ReferencePass))
-    seen = TokenPass(
+    passed = TokenPass(
         logp_BT=rows.logp_BT,
         kl_BT=rows.reverse_kl_BT,
         forward_kl_BT=rows.forward_kl_BT,
         **_blank(TokenPass, "kl_BT", "forward_kl_BT"),
     )
     micro = MicroBatch(experience=experience, references={"initial": reference}, baselines=own)
-    loss = micro_loss(micro, {"initial": seen}, terms=terms, betas=betas, algorithm=algorithm).loss
+    loss = micro_loss(micro, {"initial": passed}, terms=terms, betas=betas, algorithm=algorithm).loss
     return loss * len(rows.reward_B)
 
 
@@ -181,8 +174,8 @@ def test_the_oracle_enumerates_the_loss_that_training_computes(around, terms):
     Up to 1e-6: the weights of sequences are float32 in training."""
     where = setting(tree=Tree.build(vocabulary=2, length=2))
     loss = training_loss(terms, around)
-    found = brute.completions(where.tree)
-    for members in itertools.islice(itertools.product(found, repeat=around.group_size), 0, None, 2):
+    completions = brute.completions(where.tree)
+    for members in itertools.islice(itertools.product(completions, repeat=around.group_size), 0, None, 2):
         both = []
         for compute in (lambda rows: loss(rows).sum(), lambda rows: trained(rows, terms, around)):
             theta_D = where.theta_D.clone().requires_grad_(True)
@@ -195,14 +188,7 @@ def test_the_oracle_enumerates_the_loss_that_training_computes(around, terms):
 # --- what an algorithm leaves of the KL gradient ----------------------------------------------------------------
 @pytest.mark.parametrize(
     ("advantage", "group_size", "factor"),
-    [
-        ("none", 1, 1.0),
-        ("rloo", 2, 1.0),
-        ("rloo", 3, 1.0),
-        ("dr_grpo", 2, 1 / 2),
-        ("dr_grpo", 3, 2 / 3),
-        ("batch_mean", 2, 1 / 2),
-    ],
+    [("none", 1, 1.0), ("rloo", 3, 1.0), ("dr_grpo", 2, 1 / 2), ("dr_grpo", 3, 2 / 3), ("batch_mean", 2, 1 / 2)],
 )
 def test_a_group_mean_shrinks_a_cost_before_it_by_one_minus_one_over_the_group(advantage, group_size, factor):
     where = setting("on_policy", parameters=4)
@@ -225,8 +211,7 @@ def test_a_group_standard_deviation_blows_the_kl_up_where_rewards_are_equal():
 
     def strength(beta, advantage):
         term = KLTerm("k1", credit="total", baseline="before", beta=beta)
-        left_D = kl_effect(where, [term], AlgorithmContext(advantage=advantage, group_size=2)).gradient_D
-        return float(left_D @ target_D) / float(target_D.square().sum())
+        return kl_effect(where, [term], AlgorithmContext(advantage=advantage, group_size=2)).strength(target_D)
 
     assert strength(1e-3, "rloo") == pytest.approx(1.0) == strength(1e-2, "rloo")
     assert strength(1e-2, "grpo") > 5
@@ -237,31 +222,26 @@ def test_clipping_takes_a_part_of_a_cost_inside_the_advantage_and_none_of_a_term
     where = setting("off_policy", staleness=1.0)
     narrow = AlgorithmContext(policy_loss="ppo_clip", policy_loss_options={"clip_low": 0.05, "clip_high": 0.05})
     wide = AlgorithmContext(policy_loss="ppo_clip", policy_loss_options={"clip_low": 1.0, "clip_high": 1e6})
-    inside, outside = (
-        [
-            float((kl_effect(where, [t], narrow).gradient_D - kl_effect(where, [t], wide).gradient_D).norm())
-            for t in terms
-        ]
-        for terms in ((BEFORE,), (IN_LOSS,))
-    )
-    assert inside[0] > 1e-3 and outside[0] < 1e-10
+
+    def lost(term):
+        return float((kl_effect(where, [term], narrow).gradient_D - kl_effect(where, [term], wide).gradient_D).norm())
+
+    assert lost(BEFORE) > 1e-3 and lost(IN_LOSS) < 1e-10
 
 
 def test_dropping_truncated_completions_drops_their_kl():
     """Every truncated completion out: what is left is the gradient over the ended ones, each with its own weight."""
     where = setting("on_policy")
     dropped = kl_effect(where, [IN_LOSS], AlgorithmContext(drop_truncated=True)).gradient_D
-    kept = exact_moments(
-        where, lambda rows: (~rows.truncated_B)[:, None] * terms_loss([IN_LOSS])(rows) / float(IN_LOSS.beta)
-    ).gradient_D
-    same(dropped, kept, 1e-7)
+    ended = exact_moments(where, lambda rows: (~rows.truncated_B)[:, None] * terms_loss([IN_LOSS])(rows) / IN_LOSS.beta)
+    same(dropped, ended.gradient_D, 1e-7)
     whole = kl_effect(where, [IN_LOSS], AlgorithmContext()).gradient_D
     assert float((dropped - whole).norm()) > 0.05 * float(whole.norm())
 
 
 def test_effects_of_a_config_are_one_row_per_regime():
-    found = effects("mine", [BEFORE], AlgorithmContext(advantage="dr_grpo", group_size=2))
-    assert [e.regime for e in found] == ["on_policy", "off_policy"]
-    assert found[0].strength == pytest.approx(0.5, rel=1e-9) and found[0].cosine == pytest.approx(1.0)
-    assert found[1].relative_bias > found[0].relative_bias
-    assert set(found[0].row()) == {"name", "around", "regime", "strength", "relative_bias", "cosine"}
+    on, off = effects("mine", [BEFORE], AlgorithmContext(advantage="dr_grpo", group_size=2))
+    assert (on.regime, off.regime) == ("on_policy", "off_policy")
+    assert on.strength == pytest.approx(0.5, rel=1e-9) and on.cosine == pytest.approx(1.0)
+    assert off.relative_bias > on.relative_bias
+    assert set(on.row()) == {"name", "around", "regime", "strength", "relative_bias", "cosine"}

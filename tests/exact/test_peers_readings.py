@@ -5,16 +5,17 @@ that of the equivalent terms. A test goes through all its rows and reports every
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from kl_comedy.errors import UserError
-from kl_comedy.kl import REGIMES
+from kl_comedy.kl import REGIMES, recipe
 from kl_comedy.kl.oracle import Instance, Tree, exact_moments, terms_loss
-from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, read, switched_on, target_of
-from kl_comedy.lab.peers.flags import render
+from kl_comedy.kl.oracle.certificate import certify
+from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, read, render, switched_on
 
 TREE = Tree.build(vocabulary=3, length=3)
 NEAR, FAR = 0.5, 8.0
@@ -22,6 +23,11 @@ NEAR, FAR = 0.5, 8.0
 
 def setting(regime, distance=NEAR):
     return Instance.random(TREE, regime=regime, seed=7, parameters=5, distance=distance, staleness=0.4)
+
+
+def target_of(certificate):
+    """The target hit while no clamp and no cap acts."""
+    return certificate.target or certificate.near_target
 
 
 def delta(rows):
@@ -32,8 +38,12 @@ def old_delta(rows):
     return torch.where(rows.mask_BT, rows.behaviour_logp_BT - rows.ref_logp_BT, 0.0)
 
 
+def log_ratio(rows):
+    return torch.where(rows.mask_BT, rows.logp_BT - rows.behaviour_logp_BT, 0.0)
+
+
 def ratio(rows):
-    return torch.where(rows.mask_BT, rows.logp_BT - rows.behaviour_logp_BT, 0.0).exp()
+    return log_ratio(rows).exp()
 
 
 def k3(value):
@@ -89,7 +99,7 @@ def in_old_reward(estimate, credit=to_go):
 
 def rloo(rows):
     """TRL: the whole completion's cost times its whole ratio."""
-    omega = torch.where(rows.mask_BT, rows.logp_BT - rows.behaviour_logp_BT, 0.0).sum(-1).exp()
+    omega = log_ratio(rows).sum(-1).exp()
     return omega * old_delta(rows).sum(-1)
 
 
@@ -135,11 +145,9 @@ LOSSES = {
     "skyrl:use_kl_loss=false,use_kl_in_reward=true,kl_estimator_type=k1": (in_old_reward(lambda d: d, whole), 0.001),
     "open-instruct:": (lambda r: torch.expm1(-delta(r).clamp(-40, 40)) + delta(r).clamp(-40, 40), 0.05),
     "open-instruct:kl_estimator=3": (lambda r: ratio(r) * delta(r).clamp(-40, 40), 0.05),
-    "prime-rl:": (lambda r: torch.where(r.mask_BT, r.logp_BT - r.behaviour_logp_BT, 0.0).square(), 1e-3),
+    "prime-rl:": (lambda r: log_ratio(r).square(), 1e-3),
     "prime-rl:algo=opd": (
-        lambda r: (
-            ratio(r) * delta(r).detach() + 1e-3 * torch.where(r.mask_BT, r.logp_BT - r.behaviour_logp_BT, 0.0).square()
-        ),
+        lambda r: ratio(r) * delta(r).detach() + 1e-3 * log_ratio(r).square(),
         1.0,
     ),
     "pipelinerl:kl_coef=0.1,clamp_log_ratio_ref_new_value=5": (lambda r: k3(delta(r).clamp(-5, 5)), 0.1),
@@ -270,7 +278,7 @@ def test_trl_sequence_level_is_no_reverse_kl():
     assert reading.terms is None and "forward" in reading.instead and reading.certificates() == {}
 
     def loss(rows):
-        log_w = torch.where(rows.mask_BT, rows.logp_BT - rows.behaviour_logp_BT, 0.0).sum(-1, keepdim=True)
+        log_w = log_ratio(rows).sum(-1, keepdim=True)
         return (log_w / rows.mask_BT.sum(-1, keepdim=True)).exp() * k3(delta(rows))
 
     at = setting("on_policy")
@@ -286,7 +294,7 @@ def test_openrlhf_gspo_weights_costs_by_position():
 
     def loss(rows):
         length = rows.mask_BT.sum(-1, keepdim=True)
-        log_w = torch.where(rows.mask_BT, rows.logp_BT - rows.behaviour_logp_BT, 0.0).sum(-1, keepdim=True) / length
+        log_w = log_ratio(rows).sum(-1, keepdim=True) / length
         return torch.where(rows.mask_BT, log_w.exp() * to_go(old_delta(rows)).detach(), 0.0)
 
     def by_position(rows):
@@ -322,12 +330,10 @@ def test_a_centred_cost_to_go_pays_for_length():
 
 
 def test_flags_without_an_equivalent_term_are_described_in_words():
-    def check(text):
-        reading = read(text)
-        assert reading.terms is None and reading.instead and reading.certificates() == {}
-
     texts = ("areal:", "areal:ref=none", "roll:add_token_level_kl=true,kl_penalty=full")
-    check_all([(text,) for text in (*texts, "verl:use_kl_loss=true,kl_loss_type=full")], check)
+    for text in (*texts, "verl:use_kl_loss=true,kl_loss_type=full"):
+        reading = read(text)
+        assert reading.terms is None and reading.instead and reading.certificates() == {}, text
 
 
 # --- targets ------------------------------------------------------------------------------------------------------
@@ -395,10 +401,15 @@ def test_advised_flags_hit_what_they_are_advised_for():
             assert advice.why_not.startswith("no flag of")
             return
         reading = read(advice.flags)
-        assert reading.given == dict(advice.given) and not reading.no_ops
+        assert reading.text == advice.flags and not reading.no_ops
         assert target_of(reading.certificates([advice.goal.regime])[advice.goal.regime]) == advice.goal.target
 
     check_all([(name, advice) for name, system in SYSTEMS.items() for advice in advise(system)], check)
+
+
+@cache
+def cached_target(terms, regime):
+    return target_of(certify("reading", terms, regimes=(regime,))[0])
 
 
 def test_where_no_flag_is_advised_no_single_change_of_a_flag_does():
@@ -412,22 +423,18 @@ def test_where_no_flag_is_advised_no_single_change_of_a_flag_does():
             for choice in flag.choices or (("true", "false") if flag.is_switch else ()):
                 given = {**start.given, flag.name: flag.parse(choice, flag.name)}
                 try:
-                    reading = read(render(name, system.flags, given))
+                    reading = read(render(system, given))
                 except UserError:
                     continue
                 if any(term.reference == "sampler" for term in reading.terms or ()):
                     continue  # prime-rl: a trust region, or distillation, which reads no reward beside its KL
-                certificates = reading.certificates({goal.regime for goal in goals})
                 for goal in goals:
-                    if goal.regime in certificates:
-                        assert target_of(certificates[goal.regime]) != goal.target, (given, goal.name)
+                    if reading.terms and goal.regime in reading.holds_in:
+                        assert cached_target(reading.certified_terms(), goal.regime) != goal.target, (given, goal.name)
 
     check_all([(name,) for name in SYSTEMS], check)
 
 
 def test_goals_name_recipes_that_reach_them():
-    from kl_comedy.kl import recipe
-    from kl_comedy.kl.oracle.certificate import certify
-
     for goal in GOALS.values():
         assert certify(goal.name, recipe(goal.recipe), regimes=(goal.regime,))[0].target == goal.target

@@ -15,6 +15,7 @@ from kl_comedy.kl.oracle import (
     expected_gradient,
     kl_effect,
     target_gradient,
+    training_loss,
 )
 from kl_comedy.kl.oracle.policy_certificate import (
     UPDATES,
@@ -49,10 +50,10 @@ def test_the_reward_gradient_is_that_of_plain_reinforce_on_policy(ends, paramete
 @pytest.mark.parametrize("regime", ["on_policy", "off_policy", "mixed"])
 @pytest.mark.parametrize("name", NAMED)
 def test_claims_hold_and_nothing_true_is_unclaimed(name, regime):
-    (found,) = certify_policy(name, NAMED[name], regimes=[regime])
-    assert found.exact == found.claimed, found.verdict
-    if not found.exact:
-        assert found.relative_bias > 1e-3
+    (certificate,) = certify_policy(name, NAMED[name], regimes=[regime])
+    assert certificate.exact == certificate.claimed, certificate.verdict
+    if not certificate.exact:
+        assert certificate.relative_bias > 1e-3
 
 
 @pytest.mark.parametrize("regime", ["off_policy", "mixed"])
@@ -60,8 +61,8 @@ def test_claims_hold_and_nothing_true_is_unclaimed(name, regime):
 def test_bounded_sequence_ratios_are_exact_once_the_bounds_are_away(name, regime):
     unbounded = POLICY_CORRECTIONS.get(name).facts["unbounded"]
     term = PolicyTerm(corrections={name: unbounded})
-    (found,) = certify_policy(name, term, regimes=[regime])
-    assert found.claimed and found.exact
+    (certificate,) = certify_policy(name, term, regimes=[regime])
+    assert certificate.claimed and certificate.exact
 
 
 @pytest.mark.parametrize("regime", ["off_policy", "mixed"])
@@ -75,9 +76,9 @@ def test_at_a_later_update_nothing_with_a_recomputed_policy_is_exact_and_nothing
 
 
 def test_only_a_recomputed_policy_off_policy_has_later_updates_of_its_own():
-    assert [c.update for c in certify_policy("tis", NAMED["tis"], regimes=["off_policy"], updates=UPDATES)] == ["first"]
-    found = certify_policy("decoupled_ppo", NAMED["decoupled_ppo"], regimes=["on_policy"], updates=UPDATES)
-    assert [c.update for c in found] == ["first"]
+    for name, regime in (("tis", "off_policy"), ("decoupled_ppo", "on_policy")):
+        certificates = certify_policy(name, NAMED[name], regimes=[regime], updates=UPDATES)
+        assert [certificate.update for certificate in certificates] == ["first"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
@@ -96,17 +97,16 @@ def test_decoupled_ppo_without_its_bounds_is_the_token_ratio_wherever_the_proxim
 
 
 def test_with_the_sampler_as_proximal_policy_decoupled_ppo_is_ppo_and_with_the_policy_its_first_update():
-    where = setting(staleness=0.8)
-    decoupled = NAMED["decoupled_ppo"]
+    where, decoupled = setting(staleness=0.8), NAMED["decoupled_ppo"]
 
     def gradient(term, at):
         return exact_moments(at, reward_loss(term, at)).gradient_D
 
-    at_sampler = gradient(decoupled, where.at_a_later_update(0.0))
-    assert torch.allclose(at_sampler, gradient(PolicyTerm(loss="ppo_clip"), where), atol=1e-12)
-    assert torch.allclose(gradient(decoupled, where.at_a_later_update(1.0)), gradient(decoupled, where), atol=1e-12)
-    between = gradient(decoupled, where.at_a_later_update(0.5))
-    assert float((between - at_sampler).norm()) > 0.01 < float((between - gradient(decoupled, where)).norm())
+    sampler, between, policy = (gradient(decoupled, where.at_a_later_update(share)) for share in (0.0, 0.5, 1.0))
+    first = gradient(decoupled, where)
+    assert torch.allclose(sampler, gradient(PolicyTerm(loss="ppo_clip"), where), atol=1e-12)
+    assert torch.allclose(policy, first, atol=1e-12)
+    assert float((between - sampler).norm()) > 0.01 < float((between - first).norm())
 
 
 @pytest.mark.parametrize("baseline", [0.0, 1.0, None])
@@ -122,28 +122,22 @@ def test_the_sequence_ratio_is_exact_whatever_the_baseline_and_token_ratios_are_
     assert min(bias(), bias(corrections={"token": {}}), bias(corrections={"geometric_tis": {}})) > 0.02
 
 
-def test_one_token_completions_need_their_own_ratio_only():
-    where = setting(tree=Tree.build(vocabulary=4, length=1), parameters=None, staleness=1.0)
-    for name in ("token", "sequence"):
-        term = PolicyTerm(corrections={name: {}})
-        assert exact_moments(where, reward_loss(term, where)).relative_bias(reward_gradient(where)) < 1e-12
-
-
-def test_what_the_sampler_records_is_what_corrects():
-    """At a temperature, an engine that records log-probs before it makes the exact correction inexact."""
-    for records, exact in (("drawn", True), ("raw", False)):
-        where = setting(temperature=0.7, records=records)
-        moments = exact_moments(where, reward_loss(PolicyTerm(corrections={"sequence": {}}), where))
-        assert moments.equals(reward_gradient(where)) == exact
+def test_which_ratios_are_exact():
+    """Of one token its own; at a temperature, those of an engine that records log-probs after it."""
+    short = setting(tree=Tree.build(vocabulary=4, length=1), parameters=None, staleness=1.0)
+    drawn, raw = (setting(temperature=0.7, records=records) for records in ("drawn", "raw"))
+    for name, where in (("token", short), ("sequence", short), ("sequence", drawn), ("sequence", raw)):
+        moments = exact_moments(where, reward_loss(PolicyTerm(corrections={name: {}}), where))
+        assert moments.equals(reward_gradient(where)) == (where is not raw)
 
 
 def test_bias_and_variance_are_those_of_the_definition():
-    (found,) = certify_policy("tis", NAMED["tis"], regimes=["off_policy"])
+    (certificate,) = certify_policy("tis", NAMED["tis"], regimes=["off_policy"])
     (whole,) = certify_policy("sequence", NAMED["sequence"], regimes=["off_policy"])
-    assert 0.1 < found.relative_bias < 0.3 and 0.9 < found.cosine < 1 and not found.exact
+    assert 0.1 < certificate.relative_bias < 0.3 and 0.9 < certificate.cosine < 1 and not certificate.exact
     assert whole.relative_bias < 1e-12 and whole.strength == pytest.approx(1.0)
-    row = found.row()
-    assert row["target"] is None and row["relative_bias"] == {"reward": found.relative_bias} and row["kept"]
+    row = certificate.row()
+    assert row["target"] is None and row["relative_bias"] == {"reward": certificate.relative_bias} and row["kept"]
 
 
 def test_a_claim_that_does_not_hold_is_not_kept(monkeypatch):
@@ -190,12 +184,9 @@ def test_a_kl_terms_ratio_does_not_reach_the_policy_term(correction):
     """The reward part of the whole loss is the same whichever ratio the KL term has."""
     where = setting(seed=4, staleness=0.8)
     term = KLTerm("k1", placement="reward", credit="to_go", correction=correction, beta=0.0)
-    around = AlgorithmContext(correction={"tis": {}})
-    from kl_comedy.kl.oracle import training_loss
-
-    found = exact_moments(where, training_loss([term], around))
-    bare = exact_moments(where, training_loss([], around))
-    assert torch.equal(found.gradient_D, bare.gradient_D)
+    context = AlgorithmContext(correction={"tis": {}})
+    with_term, without = (exact_moments(where, training_loss(terms, context)) for terms in ([term], []))
+    assert torch.equal(with_term.gradient_D, without.gradient_D)
 
 
 @pytest.mark.parametrize(("name", "exact"), [("sequence", True), ("tis", False)])

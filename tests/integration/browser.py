@@ -19,7 +19,7 @@ WAIT_S = 120
 
 
 def program() -> str | None:
-    return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    return next((program for name in PROGRAMS if (program := shutil.which(name))), None)
 
 
 class Browser:
@@ -69,9 +69,9 @@ class Browser:
             time.sleep(0.05)
 
     def evaluate(self, script: str) -> Any:
-        found = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        reply = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def picture(self) -> bytes:
         return base64.b64decode(self.ask("Page.captureScreenshot", captureBeyondViewport=False)["data"])

@@ -1,12 +1,11 @@
 """A small study in a store: two KL families and none, over betas and seeds, one seed of one family collapsed."""
 
 import shutil
-import sys
 
 import pytest
 from study_runs import FAMILIES, track
+from tests.commands import run_here
 
-from kl_comedy.cli import main
 from kl_comedy.tracking.store import connect
 
 
@@ -37,18 +36,6 @@ def study_copy(study_folder, tmp_path):
 
 
 @pytest.fixture
-def kl_comedy(monkeypatch, capsys):
+def kl_comedy():
     """The command line in this process: exit code, stdout, stderr."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["kl-comedy", *map(str, words)])
-        monkeypatch.setattr(main, "_quiet_libraries", lambda: None)
-        code = 0
-        try:
-            main.run()
-        except SystemExit as end:
-            code = end.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
+    return run_here

@@ -18,7 +18,7 @@ FAMILIES = {
 def track(folder, uri, family, beta, seed, reward, kl, **tags):
     label = family if family == "no KL" else f"{beta} {family}"
     name = f"{family[:2]}-{beta}-{seed}".replace(" ", "")
-    logger = RunLogger.start(
+    logger = RunLogger(
         SimpleNamespace(uri=uri, experiment="study", flush_every=50, tags={}),
         run_dir=folder / name,
         run_name=name,

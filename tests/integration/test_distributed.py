@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -18,10 +18,14 @@ import torch
 from choice_suite import problem, write_suite
 from safetensors.torch import load_file
 from test_training import TINY, go, metrics_of
+from transformers import AutoModelForCausalLM
 
-from kl_comedy.config import load_config
-from kl_comedy.errors import RunFailed, UserError
+from commands import WAITS, Command, ranks_environment, waits
+from kl_comedy.config import config_hash, load_config
+from kl_comedy.errors import UserError
+from kl_comedy.processes import free_port
 from kl_comedy.training.checkpoint import damage, manifest
+from kl_comedy.training.distributed import Ranks, cluster_environment, load_policy
 from kl_comedy.training.run_folder import RunDir, saved, step_of
 
 MIXED = [
@@ -41,10 +45,6 @@ PLACEMENTS = {
     "exact in reward": ["kl=[{estimator: exact, placement: reward, beta: 0.05}]"],
     "exact in loss": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]"],
     "exact in loss, adapter": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.lora={rank: 4}"],
-    "exact in loss, activation checkpointing": [
-        "kl=[{estimator: exact, placement: loss, beta: 0.05}]",
-        "model.gradient_checkpointing=true",
-    ],
     "mixed": MIXED,
     "mixed, three layers": [*MIXED, "model.options={preset: tiny, layers: 3}", "model.gradient_checkpointing=true"],
 }
@@ -54,16 +54,17 @@ COMMON = [
     "rollout.bucket_mib=1",
     "data.eval.heldout.limit=9",
 ]
-PROGRAM = [sys.executable, "-m", "kl_comedy.cli", "train", str(TINY)]
-DEADLINE_S = 500
+MODULES = ["memory_engines", "forked_servers"]
+"""Imported by every rank first."""
+DEADLINE_S = 400
 
 
-def start(folder, *overrides):
-    """A run in processes of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def start(folder, strategy, *overrides, devices=2, env=()):
+    """A run whose processes Lightning starts."""
+    words = [f"output={folder}", *COMMON, *overrides, f"train.strategy={strategy}", f"train.devices={devices}"]
     return subprocess.Popen(
-        [*PROGRAM, f"output={folder}", *COMMON, *overrides],
-        env=environment,
+        [sys.executable, "-m", "kl_comedy.cli", "train", str(TINY), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **dict(env)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -72,20 +73,44 @@ def start(folder, *overrides):
     )
 
 
-def end(process):
-    """Kill a run with every process that it started; nothing where they are gone."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def over(folder, strategy, *overrides, devices=2):
-    """Train over processes to the end, within :data:`DEADLINE_S`; what hangs fails here. Returns the run."""
-    process = start(folder, f"train.strategy={strategy}", f"train.devices={devices}", *overrides)
+def finish(process):
+    """Wait for a run of :func:`start`; its exit code and what it printed."""
     try:
-        _, said = process.communicate(timeout=DEADLINE_S)
+        _, output = process.communicate(timeout=DEADLINE_S)
     finally:
-        end(process)
-    assert process.returncode == 0, said
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+def start_ranks(folder, strategy, *overrides, devices=2, nodes=1, env=(), modules=()):
+    """A run whose processes are there already, as torchrun's are, with everything imported."""
+    folder.mkdir(exist_ok=True)
+    words = [f"output={folder}", *COMMON, *overrides, f"train.strategy={strategy}", f"train.devices={devices}"]
+    words += [f"train.nodes={nodes}"]
+    port = free_port()
+    return [
+        Command(
+            "train",
+            TINY,
+            *words,
+            cwd=folder,
+            env={**ranks_environment(rank, devices * nodes, port, nodes=nodes), **dict(env)},
+            modules=[*MODULES, *modules],
+        )
+        for rank in range(devices * nodes)
+    ]
+
+
+def over(folder, strategy, *overrides, devices=2, nodes=1):
+    """Train over processes to the end; the run."""
+    ranks = start_ranks(folder, strategy, *overrides, devices=devices, nodes=nodes)
+    try:
+        codes = [rank.wait(DEADLINE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * len(ranks), [rank.output for rank in ranks]
     return run_in(folder)
 
 
@@ -99,21 +124,13 @@ def weights_of(run):
 
 
 def assert_same(run, expected, *, atol):
-    found, wanted = metrics_of(run), metrics_of(expected)
-    assert set(found) == set(wanted)
+    metrics, wanted = metrics_of(run), metrics_of(expected)
+    assert set(metrics) == set(wanted)
     for key, value in wanted.items():
-        assert found[key] == pytest.approx(value, rel=20 * atol, abs=20 * atol), key
+        assert metrics[key] == pytest.approx(value, rel=20 * atol, abs=20 * atol), key
     theirs = weights_of(expected)
     for name, tensor in weights_of(run).items():
         torch.testing.assert_close(tensor, theirs[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def until_checkpoint(folder, process, step):
-    deadline = time.monotonic() + DEADLINE_S
-    while not list(folder.glob(f"tiny-*/checkpoints/step-{step:08d}.ckpt")):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -137,58 +154,6 @@ def alone_with(tmp_path_factory):
     return run
 
 
-FORKS = multiprocessing.get_context("forkserver")
-"""Processes that begin with everything imported: the imports take longer than twenty updates."""
-FORKS.set_forkserver_preload(
-    [
-        "kl_comedy.training.run",
-        "lightning",
-        "peft",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "transformers.models.llama.modeling_llama",
-    ]
-)
-
-
-def forked(folder, strategy, *overrides, devices=2):
-    """As :func:`over`, in processes that are there already, as torchrun's are."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = [*COMMON, *overrides, f"train.strategy={strategy}", f"train.devices={devices}"]
-    processes = [FORKS.Process(target=member, args=(rank, devices, port, folder, settings)) for rank in range(devices)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + DEADLINE_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-    assert codes == [0] * devices, [path.read_text() for path in folder.parent.glob("said-*.txt")]
-    return run_in(folder)
-
-
-def member(rank, world, port, folder, settings):
-    """One process of :func:`forked`: torchrun's environment, and a run."""
-    os.environ |= {
-        "TORCHELASTIC_RUN_ID": "test",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GROUP_RANK": "0",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
-    with open(folder.parent / f"said-{rank}.txt", "w") as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
-        go(folder, *settings)
-
-
 TWENTY = ["train.steps=20", "train.checkpoint_every=0", "optimizer.lr=3.0e-4"]
 
 
@@ -196,7 +161,7 @@ TWENTY = ["train.steps=20", "train.checkpoint_every=0", "optimizer.lr=3.0e-4"]
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_twenty_updates_equal_the_single_process_run(tmp_path, alone_with, strategy, placement):
-    run = forked(tmp_path / strategy, strategy, *TWENTY, *PLACEMENTS[placement])
+    run = over(tmp_path / strategy, strategy, *TWENTY, *PLACEMENTS[placement])
     assert_same(run, alone_with(placement), atol=2e-5)
 
 
@@ -226,6 +191,7 @@ def writers(run):
 ADAPTED = [*MIXED, "train.steps=4", "model.lora={rank: 4}", "model.gradient_checkpointing=true"]
 
 
+@pytest.mark.slow
 def test_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
     """An adapter, activation checkpointing and a moving reference; on from the last checkpoint but one."""
     from kl_comedy.training.export import export_policy
@@ -242,13 +208,15 @@ def test_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("written", "resumed"), [("fsdp", "fsdp"), ("ddp", "fsdp")])
-def test_a_checkpoint_goes_on_under_another_strategy_in_more_processes(tmp_path, written, resumed):
+@pytest.mark.parametrize(("written", "devices"), [("fsdp", 4), ("ddp", 4), ("single", 2)])
+def test_a_checkpoint_goes_on_under_another_strategy_in_more_processes(tmp_path, written, devices):
     alone = go(tmp_path / "alone", *COMMON, *ADAPTED).run
-    over(tmp_path / "run", written, *ADAPTED)
-    run = over(shorn(tmp_path / "run", tmp_path / "more"), resumed, *ADAPTED, "resume=auto", devices=4)
+    if written != "single":
+        over(tmp_path / "run", written, *ADAPTED)
+    earlier = shorn(tmp_path / ("alone" if written == "single" else "run"), tmp_path / "more")
+    run = over(earlier, "fsdp", *ADAPTED, "resume=auto", devices=devices)
     assert_same(run, alone, atol=1e-5)
-    assert writers(run) == {3: 2, 4: 4}
+    assert writers(run) == {3: 1 if written == "single" else 2, 4: devices}
 
 
 @pytest.mark.slow
@@ -261,55 +229,58 @@ def test_any_number_of_processes(tmp_path, devices):
 
 
 @pytest.mark.slow
+def test_copies_on_two_nodes_each_in_two_shards_train_what_one_process_trains(tmp_path):
+    """HSDP, 2 x 2; audits too, whose gradients come from shards of which there are copies."""
+    settings = [*MIXED, "train.steps=3", "audit.every=1", "audit.blocks=3", "audit.terms=[own,grpo]"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    run = over(tmp_path / "four", "fsdp", *settings, "train.shards=node", nodes=2)
+    assert writers(run)[3] == 4
+    assert_same(run, alone, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_killed_over_two_processes_and_resumed_by_one(tmp_path):
     """kill -9 of one rank ends the run; its checkpoint, written in shards, goes on in a single process."""
     whole = go(tmp_path / "whole", *COMMON, *MIXED, "train.steps=6").run
-    folder = tmp_path / "killed"
-    process = start(folder, "train.strategy=fsdp", "train.devices=2", "resume=auto", *MIXED, "train.steps=6")
-    until_checkpoint(folder, process, 2)
+    folder, go_on = tmp_path / "killed", tmp_path / "go_on"
+    process = start(folder, "fsdp", "resume=auto", *MIXED, "train.steps=6", *WAITS, env=waits(2, go_on))
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(folder.glob("tiny-*/checkpoints/step-00000002.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
     (child,) = children(process.pid)
     os.kill(child, signal.SIGKILL)
-    process.communicate(timeout=DEADLINE_S)
-    assert process.returncode != 0
-    at = step_of(saved(run_in(folder).checkpoints)[-1])
-    assert 2 <= at < 6 and damage(run_in(folder).checkpoint) is None
+    go_on.touch()
+    code, _ = finish(process)
+    assert code != 0
+    assert step_of(saved(run_in(folder).checkpoints)[-1]) == 2 and damage(run_in(folder).checkpoint) is None
     resumed = go(folder, *COMMON, *MIXED, "train.steps=6", "resume=auto").run
     assert_same(resumed, whole, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_keeps_the_others_waiting_and_changes_nothing(tmp_path):
-    """One rank is stopped for ten seconds in the middle of an update, as on a node that swaps or shares its cores."""
+    """One rank is stopped for five seconds in the other's update, as on a node that swaps or shares its cores."""
     alone = go(tmp_path / "alone", *COMMON, *MIXED, "train.steps=6").run
-    folder = tmp_path / "slow"
-    process = start(folder, "train.strategy=fsdp", "train.devices=2", *MIXED, "train.steps=6")
-    until_checkpoint(folder, process, 2)
-    (child,) = children(process.pid)
-    os.kill(child, signal.SIGSTOP)
-    time.sleep(10)
-    assert process.poll() is None and not (run_in(folder).path / "summary.json").exists(), "nobody went on without it"
-    os.kill(child, signal.SIGCONT)
-    _, said = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, said
+    folder, go_on = tmp_path / "slow", tmp_path / "go_on"
+    ranks = start_ranks(folder, "fsdp", *MIXED, "train.steps=6", *WAITS, env=waits(2, go_on))
+    ranks[0].wait_for(folder, "tiny-*/checkpoints/step-00000002.ckpt")
+    ranks[1].send_signal(signal.SIGSTOP)
+    go_on.touch()
+    time.sleep(5)
+    assert ranks[0].poll() is None and not (run_in(folder).path / "summary.json").exists(), "it continued alone"
+    ranks[1].send_signal(signal.SIGCONT)
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.output for rank in ranks]
     assert_same(run_in(folder), alone, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_torchrun_starts_the_processes(tmp_path):
     alone = go(tmp_path / "alone", *COMMON, "train.steps=3").run
-    words = ["--standalone", "--nproc-per-node=2", "-m", *PROGRAM[2:]]
+    words = ["--standalone", "--nproc-per-node=2", "-m", "kl_comedy.cli", "train", str(TINY)]
+    overrides = [f"output={tmp_path / 'run'}", *COMMON, "train.steps=3", "train.strategy=ddp", "train.devices=2"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *words,
-            f"output={tmp_path / 'run'}",
-            *COMMON,
-            "train.steps=3",
-            "train.strategy=ddp",
-            "train.devices=2",
-        ],
+        [sys.executable, "-m", "torch.distributed.run", *words, *overrides],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -322,75 +293,130 @@ def test_torchrun_starts_the_processes(tmp_path):
 
 def children(pid):
     """Processes started by ``pid`` that are kl-comedy too (not its reward workers)."""
-    found = []
+    children = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found += (task / "children").read_text().split()
-    return [int(n) for n in found if b"kl_comedy.cli" in Path(f"/proc/{n}/cmdline").read_bytes()]
+        children += (task / "children").read_text().split()
+    return [int(n) for n in children if b"kl_comedy.cli" in Path(f"/proc/{n}/cmdline").read_bytes()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_signal_to_one_process_stops_all_after_the_same_update(tmp_path, strategy):
     folder = tmp_path / "run"
-    how = [
-        f"train.strategy={strategy}",
-        "train.devices=2",
-        "resume=auto",
-        *MIXED,
-        "train.steps=400",
-        "train.eval_every=0",
-    ]
-    process = start(folder, *how)
-    until_checkpoint(folder, process, 2)
-    process.send_signal(signal.SIGUSR1)
-    _, said = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 75, said
-    assert said.count("stopped by SIGUSR1") == 1
-    at = step_of(run_in(folder).checkpoint)
+    settings = ["resume=auto", *MIXED, "train.steps=5000", "train.eval_every=0"]
+    ranks = start_ranks(folder, strategy, *settings)
+    ranks[0].wait_for(folder, "tiny-*/checkpoints/step-00000002.ckpt")
+    ranks[1].send_signal(signal.SIGUSR1)
+    assert [rank.wait() for rank in ranks] == [75, 75], [rank.output for rank in ranks]
+    assert sum(rank.output.count("stopped by SIGUSR1") for rank in ranks) == 1
+    step = step_of(run_in(folder).checkpoint)
     assert json.loads((run_in(folder).path / "summary.json").read_text())["status"] == "KILLED"
-    process = start(folder, *how)
-    until_checkpoint(folder, process, at + 2)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=DEADLINE_S) == 1
-    process.stderr.close()
+    ranks = start_ranks(folder, strategy, *settings)
+    ranks[0].wait_for(folder, f"tiny-*/checkpoints/step-{step + 2:08d}.ckpt")
+    ranks[0].send_signal(signal.SIGTERM)
+    assert [rank.wait() for rank in ranks] == [1, 1], [rank.output for rank in ranks]
 
 
 @pytest.mark.slow
 def test_a_mistake_is_told_once(tmp_path):
-    process = start(tmp_path / "run", "train.strategy=fsdp", "train.devices=2", "rollout.replica_gib=0.00001")
-    _, said = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 2 and said.count("rollout.replica_gib: got") == 1 and "Traceback" not in said
+    code, output = finish(start(tmp_path / "run", "fsdp", "rollout.replica_gib=0.00001"))
+    assert code == 2 and output.count("rollout.replica_gib: got") == 1 and "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_one_line_and_no_rank_waits_at_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        process = start(tmp_path / "run", "fsdp", env=address)
+        code, output = finish(process)  # every rank has ended: each has the pipe
+    assert code == 2 and output.count("error: MASTER_ADDR:MASTER_PORT: got '127.0.0.1:") == 1, output
+    assert "Traceback" not in output and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "env", "said"),
+    [
+        ([], {"WORLD_SIZE": "4"}, "train.devices: got 2; allowed: train.devices x train.nodes = 4 (WORLD_SIZE"),
+        (["rollout.prompts_per_batch=3"], {}, "rollout.prompts_per_batch: got 3; allowed: a multiple of 2"),
+        pytest.param(
+            ["model.source=/nowhere"],
+            {},
+            "model.source: got '/nowhere'",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["WORLD_SIZE", "batch", "no policy"],
+)
+def test_a_mistake_over_ranks_is_one_line_and_leaves_nothing(tmp_path, overrides, env, said):
+    ranks = start_ranks(tmp_path, "ddp", *overrides, env=env)
+    codes = [rank.wait() for rank in ranks]
+    output = "".join(rank.output for rank in ranks)
+    assert codes == [2, 2] and output.count("error: ") == 1 and said in output and "Traceback" not in output, output
+    assert {path.name.split("-")[0] for path in tmp_path.iterdir()} == {".output"}
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(rank.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.strategy=fsdp", "train.devices=4"], r"train\.devices: got 4; allowed: at most 2"),
+        (
+            ["rollout.backend=hf_server", "rollout.options={servers: 3}"],
+            r"rollout\.options\.servers: got 3; allowed: at most 1 \(a node has 2 GPUs",
+        ),
+        (
+            ["rollout.backend=hf_server", "train.strategy=fsdp", "train.devices=2"],
+            r"train\.devices: got 2; allowed: at most 1 \(a node has 2 GPUs, 2 of them for train.devices, and a server",
+        ),
+        (
+            ["rollout.backend=vllm_server", "rollout.options={tensor_parallel_size: 2}"],
+            r"rollout\.options\.tensor_parallel_size: got 2; allowed: at most 1",
+        ),
+    ],
+)
+def test_more_processes_or_engines_than_gpus_are_refused_before_anything_starts(tmp_path, monkeypatch, overrides, said):
+    monkeypatch.setattr("kl_comedy.training.run.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match=said):
+        go(tmp_path, *overrides)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_without_gpu_is_refused_on_all_ranks():
+    class OneWithGpu(Ranks):
+        def gather(self, item):
+            return ["cuda", item]
+
+    with pytest.raises(UserError, match=r"model\.device: got 'auto'; allowed: cpu \(torch sees no GPU on rank 1\)"):
+        load_policy(load_config(TINY, []), OneWithGpu(size=2))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ("1", r"train\.devices: got 2; .* = 1 \(SLURM_NTASKS"),
+        ("2", "train.devices, train.nodes: .*--ntasks-per-node=2"),
+    ],
+)
+def test_other_numbers_of_processes_than_srun_started_are_refused(monkeypatch, tasks, said):
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    with pytest.raises(UserError, match=said) as error:
+        cluster_environment(load_config(TINY, ["train.strategy=ddp", "train.devices=2"]))
+    assert "\n" not in str(error.value)
 
 
 def test_a_damaged_checkpoint_falls_back_and_goes_on_to_the_same_end(tmp_path, caplog):
-    whole = go(tmp_path / "whole").run
-    cut = go(tmp_path / "cut").run
-    (cut.path / "summary.json").unlink()
-    for path in saved(cut.checkpoints):
-        if step_of(path) == 8:
-            (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:1000])
-    resumed = go(tmp_path / "cut", "resume=auto").run
-    assert "step-00000008.ckpt is damaged (__0_0.distcp has 1000 bytes" in caplog.text
-    assert resumed.path == cut.path and metrics_of(resumed) == metrics_of(whole)
-    assert all(torch.equal(tensor, weights_of(whole)[name]) for name, tensor in weights_of(resumed).items())
-
-
-def test_a_full_disk_ends_the_run_with_what_was_complete(tmp_path, monkeypatch):
-    from kl_comedy.training import checkpoint as checkpoints
-
-    real, calls = checkpoints.dcp.FileSystemWriter.write_data, []
-
-    def full(self, *arguments):
-        calls.append(1)
-        if len(calls) == 3:
-            raise OSError(28, "No space left on device")
-        return real(self, *arguments)
-
-    monkeypatch.setattr(checkpoints.dcp.FileSystemWriter, "write_data", full)
-    with pytest.raises(RunFailed, match=r"update 3 cannot be written \(No space left on device\); .* from update 2"):
-        go(tmp_path, "train.steps=4")
+    run = go(tmp_path, "train.steps=4").run
+    metrics, weights = metrics_of(run), weights_of(run)
+    (run.path / "summary.json").unlink()
+    shard = saved(run.checkpoints)[-1] / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:1000])
     resumed = go(tmp_path, "train.steps=4", "resume=auto").run
-    assert [step_of(path) for path in saved(resumed.checkpoints)] == [3, 4]
+    assert "step-00000004.ckpt is damaged (__0_0.distcp has 1000 bytes" in caplog.text
+    assert resumed.path == run.path and metrics_of(resumed) == metrics
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(resumed).items())
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -402,8 +428,14 @@ def test_export_gives_the_policy_that_was_trained(tmp_path, lora):
     config = load_config(run.path / "config.yaml")
     made = export_policy(run, config, tmp_path / "out", which="newest")
     assert step_of(made) == 2
-    exported, kept = load_file(tmp_path / "out" / "model.safetensors"), weights_of(run)
-    assert set(exported) == set(kept) and all(torch.equal(exported[name], kept[name]) for name in kept)
+    exported, trained = load_file(tmp_path / "out" / "model.safetensors"), weights_of(run)
+    assert set(exported) == set(trained) and all(torch.equal(exported[name], trained[name]) for name in trained)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
+    for folder in (run.policy, tmp_path / "out"):
+        card = (folder / "README.md").read_text()
+        for words in ("library_name: transformers", "sequence_reverse", config_hash(config), "heldout, reward"):
+            assert words in card
+        assert {line.count("|") for line in card.splitlines() if line.startswith("|")} == {3}
     with pytest.raises(UserError, match="not an empty folder"):
         export_policy(run, config, tmp_path / "out", which="newest")
     with pytest.raises(UserError, match="allowed: newest, best, 1, 2"):
@@ -418,18 +450,11 @@ def test_export_gives_the_policy_that_was_trained(tmp_path, lora):
 
 
 @pytest.mark.slow
-def test_the_evaluate_command_of_a_lora_run_works(tmp_path):
+def test_the_evaluate_command_of_a_lora_run_works(tmp_path, kl_comedy):
     summary = go(tmp_path, "train.steps=2", "model.lora={rank: 4}", "data.eval.heldout.limit=4").summary
-    import shlex
-
-    words = shlex.split(summary["evaluate_command"])
-    done = subprocess.run(
-        [sys.executable, "-c", "from kl_comedy.cli.main import run; run()", *words[1:], "--format", "json"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)
+    code, stdout, errors = kl_comedy(*shlex.split(summary["evaluate_command"])[1:], "--format", "json")
+    assert code == 0, errors
+    (row,) = json.loads(stdout)
     metrics = metrics_of(run_in(tmp_path))
     assert row["reward"] == metrics[2, "eval/heldout/reward"]
     assert row["kl/exact_reverse_sequence"] == pytest.approx(
@@ -443,7 +468,6 @@ def test_the_evaluate_command_of_a_lora_run_works(tmp_path):
         (["train.devices=2"], "train.devices: got 2; allowed: 1 with train.strategy: single"),
         (["train.strategy=ddp", "train.devices=3"], "rollout.prompts_per_batch: got 4; allowed: a multiple of 3"),
         (["train.strategy=fdsp"], "did you mean 'fsdp'"),
-        (["train.strategy=fsdp", "audit.every=1"], "audit.every: got 1"),
     ],
 )
 def test_impossible_numbers_of_processes(overrides, said):

@@ -1,32 +1,15 @@
 """`kl-comedy explain` and `kl-comedy list peers`: what they print, in words and as JSON, and what they refuse."""
 
 import json
-import sys
 
 import pytest
 
-from kl_comedy.cli.main import run
 from kl_comedy.kl import KLTerm, resolve_terms
 from kl_comedy.lab.peers import SYSTEMS, read
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run the command line: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["kl-comedy", *arguments])
-        with pytest.raises(SystemExit) as done:
-            run()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return done.value.code or 0, out, err
-
-    return call
-
-
-def test_verl_low_var_kl_in_words(command):
-    code, out, _ = command("explain", "verl:use_kl_loss=true,kl_loss_type=low_var_kl")
+def test_verl_low_var_kl_in_words(kl_comedy):
+    code, out, _ = kl_comedy("explain", "verl:use_kl_loss=true,kl_loss_type=low_var_kl")
     assert code == 0
     for words in (
         "k3_reverse_token in loss input clamped at 20 output clamped at 10, beta 0.001",
@@ -41,48 +24,48 @@ def test_verl_low_var_kl_in_words(command):
         assert words in out, words
 
 
-def test_json_holds_everything(command):
-    code, out, _ = command("explain", "verl:", "use_kl_loss=true", "kl_loss_type=low_var_kl", "--format", "json")
-    found = json.loads(out)
-    assert code == 0 and found["version"] == "0.9.1" and found["switched_on"] is None
-    assert resolve_terms(found["terms"]) == (
+def test_json_holds_everything(kl_comedy):
+    code, out, _ = kl_comedy("explain", "verl:", "use_kl_loss=true", "kl_loss_type=low_var_kl", "--format", "json")
+    answer = json.loads(out)
+    assert code == 0 and answer["version"] == "0.9.1" and answer["switched_on"] is None
+    assert resolve_terms(answer["terms"]) == (
         KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, beta=0.001),
     )
-    assert [row["regime"] for row in found["certificates"]] == ["on_policy", "off_policy", "mixed"]
-    assert found["certificates"][0]["near_target"] == "token_forward"
-    assert [row["goal"] for row in found["advice"]] == ["sequence", "off_policy", "low_noise"]
-    assert found["advice"][1]["flags"] is None and found["advice"][1]["why_not"]
-    assert read(found["advice"][0]["flags"]).terms
+    assert [row["regime"] for row in answer["certificates"]] == ["on_policy", "off_policy", "mixed"]
+    assert answer["certificates"][0]["near_target"] == "token_forward"
+    assert [row["goal"] for row in answer["advice"]] == ["sequence", "off_policy", "low_noise"]
+    assert answer["advice"][1]["flags"] is None and answer["advice"][1]["why_not"]
+    assert read(answer["advice"][0]["flags"]).terms
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("trl:", ["No KL", "Switched on, as trl:beta=0.04", "token_reverse"]),
-        ("areal", ["No term of ours says it", "entropy bonus"]),
+        ("areal", ["No term of ours is equivalent", "entropy bonus"]),
         ("slime:kl_coef=0.1", ["Does nothing", "kl_coef with advantage_estimator=grpo"]),
         ("prime-rl:", ["towards the sampler"]),
-        ("verl:use_kl_in_reward=true,loss_mode=gspo", ["off-policy, mixed: no term of ours says"]),
-        ("verl:use_kl_in_reward=true,loss_mode=dro", ["on-policy, off-policy, mixed: no term of ours says"]),
+        ("verl:use_kl_in_reward=true,loss_mode=gspo", ["off-policy, mixed: no term of ours is equivalent"]),
+        ("verl:use_kl_in_reward=true,loss_mode=dro", ["on-policy, off-policy, mixed: no term of ours is equivalent"]),
     ],
 )
-def test_what_is_off_inexpressible_or_without_effect_is_said(command, text, says):
-    code, out, _ = command("explain", text)
+def test_flags_that_are_off_without_equivalent_or_without_effect(kl_comedy, text, expected):
+    code, out, _ = kl_comedy("explain", text)
     assert code == 0
-    for words in says:
+    for words in expected:
         assert words in out, out
 
 
-def test_a_recipe_still_is_explained(command):
-    code, out, _ = command("explain", "grpo")
+def test_a_recipe_still_is_explained(kl_comedy):
+    code, out, _ = kl_comedy("explain", "grpo")
     assert code == 0 and "token_forward" in out and "29%" in out
-    code, out, _ = command("explain", "grpo", "--format", "json")
+    code, out, _ = kl_comedy("explain", "grpo", "--format", "json")
     assert code == 0 and [row["target"] for row in json.loads(out)["certificates"]] == ["token_forward", None, None]
-    assert "no KL term" in command("explain", "none")[1]
+    assert "no KL term" in kl_comedy("explain", "none")[1]
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("verll:", "did you mean 'verl'"),
         ("verl:kl_loss_typ=k3", "did you mean 'kl_loss_type'"),
@@ -90,15 +73,15 @@ def test_a_recipe_still_is_explained(command):
         ("grpoo", "did you mean 'grpo'"),
     ],
 )
-def test_misuse_is_one_line_and_exit_2(command, text, says):
-    code, out, err = command("explain", text)
-    assert code == 2 and out == "" and says in err and err.count("\n") == 1
+def test_misuse_is_one_line_and_exit_2(kl_comedy, text, expected):
+    code, out, err = kl_comedy("explain", text)
+    assert code == 2 and out == "" and expected in err and err.count("\n") == 1
 
 
-def test_list_peers_names_every_flag(command):
-    code, out, _ = command("list", "peers", "--format", "json")
+def test_list_peers_names_every_flag(kl_comedy):
+    code, out, _ = kl_comedy("list", "peers", "--format", "json")
     rows = json.loads(out)
     assert code == 0 and {row["system"] for row in rows} == set(SYSTEMS)
     assert len(rows) == sum(len(system.flags) for system in SYSTEMS.values())
-    code, out, _ = command("list", "peers")
+    code, out, _ = kl_comedy("list", "peers")
     assert code == 0 and "torchforge" in out

@@ -79,7 +79,7 @@ def trainer_logps(model, rollouts, temperature):
         ids[n, : len(r.completion_ids)] = torch.tensor(r.completion_ids)
         mask[n, : len(r.completion_ids)] = True
     with torch.no_grad():
-        seen = token_pass(
+        scored = token_pass(
             model,
             prompt_ids_BP=prompt_ids,
             prompt_mask_BP=prompt_mask,
@@ -88,7 +88,7 @@ def trainer_logps(model, rollouts, temperature):
             temperature=temperature,
             chunk_elements=10**6,
         )
-    return [row[: len(r.completion_ids)].tolist() for row, r in zip(seen.logp_BT, rollouts, strict=True)]
+    return [row[: len(r.completion_ids)].tolist() for row, r in zip(scored.logp_BT, rollouts, strict=True)]
 
 
 def gpt2():
@@ -177,19 +177,19 @@ def test_greedy_takes_the_likeliest_token_with_the_untempered_log_prob():
 
 
 @pytest.mark.parametrize(
-    ("truncation", "kept"),
+    ("truncation", "truncated"),
     [
         ({"top_k": 2}, lambda p: p >= p.topk(2).values[..., -1:]),
         ({"min_p": 0.3}, lambda p: p >= 0.3 * p.max(-1, keepdim=True).values),
         ({"top_p": 0.6}, lambda p: _nucleus(p, 0.6)),
     ],
 )
-def test_truncated_sampling_reports_the_truncated_distribution(truncation, kept):
+def test_truncated_sampling_reports_the_truncated_distribution(truncation, truncated):
     model = llama()
     for rollout in draw(load(model), temperature=0.8, group_size=6, **truncation):
         ids = torch.tensor([rollout.prompt.token_ids + rollout.completion_ids])
         logits = model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1].detach() / 0.8
-        allowed = kept(logits.softmax(-1))
+        allowed = truncated(logits.softmax(-1))
         logp = logits.masked_fill(~allowed, float("-inf")).log_softmax(-1)
         chosen = logp.gather(1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
         assert rollout.logps == pytest.approx(chosen.tolist(), abs=1e-5)
@@ -350,7 +350,7 @@ def test_a_real_model_samples_what_the_trainer_computes():
     """SmolLM2-135M, where ``make smollm2`` has made it: log-probs agree in float32, and it knows its capital."""
     from kl_comedy.config.schema import ModelConfig
     from kl_comedy.models import load_model
-    from kl_comedy.models.gguf import SMOLLM2_FOLDER
+    from kl_comedy.models.load import SMOLLM2_FOLDER
 
     folder = Path(__file__).parents[2] / SMOLLM2_FOLDER
     if not (folder / "model.safetensors").is_file():
@@ -372,12 +372,12 @@ def test_a_real_model_samples_what_the_trainer_computes():
 def test_our_loop_draws_the_librarys_greedy_completions(make, stop):
     """Shared prompts and rows that leave: the tokens, reasons and log-probs of ``generate``."""
     model = make()
-    found = []
+    drawn = []
     for loop in ("auto", "library"):
         backend = build_hf(RolloutConfig(batch_sequences=7, options={"loop": loop}), loaded=load(model))
         sampling = Sampling(temperature=0.0, max_new_tokens=30, stop=stop)
-        found.append(backend.generate(PROMPTS, group_size=2, sampling=sampling, seed=0))
-    for one, other in zip(*found, strict=True):
+        drawn.append(backend.generate(PROMPTS, group_size=2, sampling=sampling, seed=0))
+    for one, other in zip(*drawn, strict=True):
         assert (one.completion_ids, one.stop_reason, one.text) == (other.completion_ids, other.stop_reason, other.text)
         assert one.logps == pytest.approx(other.logps, abs=1e-5)
 

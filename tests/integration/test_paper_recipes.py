@@ -9,33 +9,25 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from kl_comedy.cli.check import what_starts
 from kl_comedy.config import load_config
-from kl_comedy.lab.planning import KNOWN, known_config
+from kl_comedy.lab.planning.plan import Plan
+from kl_comedy.lab.planning.sizes import KNOWN, device_named, known_config
+from kl_comedy.rollouts.engines.jobs import check_job_servers
+from kl_comedy.slurm.grid import read_grid
+from kl_comedy.slurm.manifest import Sweep, plan
+from kl_comedy.slurm.scripts import read_profile, scripts
+from kl_comedy.training.build import check_parts
 from kl_comedy.training.run import train
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "paper").glob("*.yaml"))
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-}
-SIZES = [
-    "rollout.prompts_per_batch=2",
-    "rollout.group_size=2",
-    "rollout.max_new_tokens=16",
-    "train.steps=1",
-    "train.eval_every=0",
-    "eval.at_start=false",
-    "eval.max_new_tokens=4",
-    "model.device=cpu",
-    "tracking.uri=none",
-    "train.threads=1",
-]
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+SIZES = ["rollout.prompts_per_batch=2", "rollout.group_size=2", "rollout.max_new_tokens=16", "train.steps=1"]
+SIZES += ["train.eval_every=0", "eval.at_start=false", "eval.max_new_tokens=4"]
+SIZES += ["model.device=cpu", "tracking.uri=none", "train.threads=1"]
+SIZES += ["train.strategy=single", "train.devices=1", "rollout.backend=hf", "rollout.options={}"]
 TEMPLATE = "{% for turn in messages %}<turn>{{ turn['content'] }}{% endfor %}"
 
 
@@ -65,11 +57,17 @@ def math_rows(path, kind):
 
 def data_of(recipe, folder):
     """Overrides that put a few problems of the recipe's kind in place of its own."""
-    if recipe.data.train.dataset != "jsonl":
+    if recipe.data.train.dataset == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
         return ["data.train.limit=4", *(f"data.eval.{name}.limit=2" for name in recipe.data.eval)]
-    evals = [f"data.eval.{name}.path={math_rows(folder / f'{name}.jsonl', name)}" for name in recipe.data.eval]
-    return [f"data.train.path={math_rows(folder / 'train.jsonl', 'train')}", *evals]
+    keys = {"data.train": "train", **{f"data.eval.{name}": name for name in recipe.data.eval}}
+    return [word for key, name in keys.items() for word in local(key, math_rows(folder / f"{name}.jsonl", name))]
+
+
+def local(key, path):
+    """Overrides that put a file in place of a hub dataset."""
+    unset = {"name": "null", "subset": "null", "split": "null", "fields": "{}", "options": "{}", "limit": "null"}
+    return [f"{key}.{name}={value}" for name, value in {**unset, "dataset": "jsonl", "path": path}.items()]
 
 
 @pytest.mark.parametrize(
@@ -101,3 +99,43 @@ def test_the_recipes_cover_the_papers_models_and_architectures():
     sources = {load_config(path, []).model.source for path in RECIPES}
     assert {KNOWN[source]["model_type"] for source in sources} == {"qwen2", "llama", "qwen3"}
     assert len(RECIPES) == 4
+
+
+SINGLE_GPU = sorted((ROOT / "configs").glob("qwen2.5_*_gsm8k*.yaml"))
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *SINGLE_GPU], ids=lambda path: path.stem)
+def test_it_is_checked_planned_and_says_how_to_get_its_model_and_data(path):
+    """The recipes of the paper on a node of 8 GPUs, four of them for engines; the others on one GPU of 24 GB."""
+    config, text = load_config(path, []), path.read_text()
+    check_parts(config)
+    paper = path in RECIPES
+    rows = what_starts(config, gpus=8 if paper else 1)
+    assert ("on GPUs 4, 5, 6, 7" in rows["sampler"]) is paper
+    planned = Plan(config, device_named("h100-80" if paper else "rtx4090-24"))
+    assert planned.fits and config.train.exact_kl_every == 10
+    assert f"hf download {config.model.source}\n" in text and "no GPU was at hand" in text
+    for data in (config.data.train, *config.data.eval.values()):
+        assert data.dataset == "reasoning_gym" or f"get('{data.name}'" in text
+    if not paper:
+        assert "verl, docs/algo/baseline.md" in text
+
+
+@pytest.mark.parametrize("name", ["on_policy_math_llama", "on_policy_math_qwen", "async_math", "async_countdown"])
+@pytest.mark.parametrize(
+    ("profile", "size"),
+    [
+        ("gpu_1_node", []),
+        ("gpu_2_plus_1_nodes", ["train.nodes=2", "train.devices=8"]),
+        ("gpu_4_plus_2_nodes", ["train.nodes=4", "train.devices=8"]),
+    ],
+)
+def test_its_grid_fits_the_profiles(name, profile, size, tmp_path):
+    """Every cell has the profile's size and an engine that the profile can start."""
+    grid = read_grid(ROOT / "configs" / "sweeps" / f"paper_{name}.yaml")
+    manifest = plan(grid, directory=tmp_path, extra=size)
+    site = read_profile(str(ROOT / "slurm" / "profiles" / f"{profile}.yaml"))
+    texts = scripts(Sweep(path=tmp_path / "sweep", manifest=manifest), site, manifest.cells)
+    assert "--cell" in texts["train"]
+    cell = manifest.cells[0]
+    check_job_servers(load_config(grid.base, cell.overrides), site.shape_for(cell).servers.gpus)

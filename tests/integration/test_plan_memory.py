@@ -23,19 +23,20 @@ def bench():
     sys.path[:] = before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
 def test_what_an_update_adds_is_what_was_planned(bench):
-    row = bench.planned(bench.in_child("pocket-tiny"))
+    row = bench.planned(bench.measure_in_subprocess("pocket-tiny"))
     assert row["measured_bytes"] > 100 * 2**20, "activations, not noise"
     assert LEAST < row["planned_over_measured"] < MOST, row
 
 
 def test_every_cell_was_measured_and_the_plan_of_today_says_the_same(bench):
     """After a change to the plan: ``python bench/plan.py --replan``, and read what became of the ratios."""
-    kept = json.loads(bench.FILE.read_text())
-    assert [row["cell"] for row in kept] == list(bench.CELLS)
+    rows = json.loads(bench.FILE.read_text())
+    assert [row["cell"] for row in rows] == list(bench.CELLS)
     page = (bench.OUT / "README.md").read_text()
-    for row in kept:
+    for row in rows:
         assert LEAST < row["planned_over_measured"] < MOST, row["cell"]
         assert f"| {row['cell']} | " in page and f"| {row['planned_over_measured']:.2f} |" in page
         if "smollm2" not in row["cell"] or MODEL.is_dir():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # four minutes of runs; tests/docs/test_snippets.py runs the guides' code
+pytestmark = pytest.mark.slow  # trains twice; tests/docs/test_snippets.py runs the guides' code
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -24,12 +24,27 @@ SMALL = [
 ]
 
 
-def kl_comedy(*arguments, cwd, path=None):
-    command = [sys.executable, "-c", "from kl_comedy.cli.main import run; run()", *map(str, arguments)]
-    environment = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)}), "COLUMNS": "200"}
+COMMANDS = """
+import json, os, sys
+import kl_comedy.kl.oracle.certificate, kl_comedy.training.run
+from kl_comedy.cli.main import run
+for number, words in enumerate(json.loads(sys.argv[1])):
+    if (pid := os.fork()) == 0:
+        os.dup2(os.open(f"{number}.out", os.O_WRONLY | os.O_CREAT), 1)
+        sys.argv = ["kl-comedy", *words]
+        run()
+    assert os.waitpid(pid, 0)[1] == 0, words
+"""
+"""Each command in a fork of one process, since importing torch takes longer than most of them."""
+
+
+def kl_comedy(*commands, cwd, path=None):
+    """What each command prints."""
+    command = [sys.executable, "-c", COMMANDS, json.dumps([[str(word) for word in words] for words in commands])]
+    environment = {**os.environ, **({} if path is None else {"PYTHONPATH": f"{path}:{ROOT / 'src'}"}), "COLUMNS": "200"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return [(cwd / f"{number}.out").read_text() for number in range(len(commands))]
 
 
 def guide():
@@ -42,23 +57,21 @@ def guide():
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory):
-    """Every command of the guide in its order, in one folder: what each printed, by its words."""
+    """Every command of the guide in its order, in one folder: its words and what it printed."""
     folder = tmp_path_factory.mktemp("walk")
     code, commands = guide()
     (folder / "my_parts.py").write_text(code)
-    said = []
-    for words in commands:
-        if words[0] == "train":
-            words = [*(str(TINY) if word == "configs/quickstart.yaml" else word for word in words), *SMALL]
-        else:
-            words = [*words, "--format", "json"]
-        said.append((words, kl_comedy(*words, cwd=folder)))
-    return folder, said
+    small = {"configs/quickstart.yaml": str(TINY)}
+    lines = [
+        [*(small.get(word, word) for word in words), *(SMALL if words[0] == "train" else ["--format", "json"])]
+        for words in commands
+    ]
+    return folder, list(zip(lines, kl_comedy(*lines, cwd=folder), strict=True))
 
 
 def test_the_guide_lists_certifies_trains_and_shows(walked):
-    _, said = walked
-    assert [words[0] for words, _ in said] == ["list", "certify", "certify", "train", "results"]
+    _, printed = walked
+    assert [words[0] for words, _ in printed] == ["list", "certify", "certify", "train", "results"]
 
 
 def test_it_is_listed(walked):
@@ -77,10 +90,10 @@ def test_every_cell_is_certified_and_a_single_term(walked):
 
 
 def test_it_trains_and_is_a_row_of_the_results(walked):
-    folder, said = walked
-    rows = json.loads(said[-1][1])
-    found = {(row["kl.label"], row["kl.target"], row["runs"]) for row in rows}
-    assert found == {("0.02 log_cosh_reverse_token in loss", "none", 1)}
+    folder, printed = walked
+    rows = json.loads(printed[-1][1])
+    labels = {(row["kl.label"], row["kl.target"], row["runs"]) for row in rows}
+    assert labels == {("0.02 log_cosh_reverse_token in loss", "none", 1)}
     (summary,) = folder.glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["status"] == "FINISHED"
 
@@ -95,29 +108,16 @@ def test_an_installed_package_joins_by_its_entry_point(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[kl_comedy.estimators]\nmy_parts = my_package.my_parts\n")
-    listed = json.loads(kl_comedy("list", "estimators", "--format", "json", cwd=tmp_path, path=tmp_path / "site"))
-    assert [row["origin"] for row in listed if row["name"] == "log_cosh"] == ["my_package.my_parts"]
-    rows = json.loads(
-        kl_comedy(
-            "certify",
-            "--estimator",
-            "log_cosh",
-            "--regime",
-            "on_policy",
-            "--format",
-            "json",
-            cwd=tmp_path,
-            path=tmp_path / "site",
-        )
-    )
-    assert len(rows) > 20 and all(row["kept"] for row in rows)
-    kl_comedy(
-        "train",
-        TINY,
-        "kl=[{estimator: log_cosh, placement: loss, beta: 0.02}]",
-        *SMALL[:-1],
+    listed, certified, _ = kl_comedy(
+        ["list", "estimators", "--format", "json"],
+        ["certify", "--estimator", "log_cosh", "--regime", "on_policy", "--format", "json"],
+        ["train", TINY, "kl=[{estimator: log_cosh, placement: loss, beta: 0.02}]", *SMALL[:-1]],
         cwd=tmp_path,
         path=tmp_path / "site",
     )
+    origins = [row["origin"] for row in json.loads(listed) if row["name"] == "log_cosh"]
+    assert origins == ["my_package.my_parts"]
+    rows = json.loads(certified)
+    assert len(rows) > 20 and all(row["kept"] for row in rows)
     (summary,) = tmp_path.glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["kl"] == "0.02 log_cosh_reverse_token in loss"

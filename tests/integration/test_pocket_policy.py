@@ -59,19 +59,16 @@ def test_the_warm_start_knows_the_format_and_is_often_wrong(loaded):
     assert ((by_prompt > 0) & (by_prompt < 1)).float().mean() > 0.4, "groups with both verdicts carry the signal"
 
 
-def test_the_second_load_reads_the_cached_folder(loaded, monkeypatch, capsys):
+def test_the_second_load_reads_the_cached_folder_which_is_an_ordinary_source(loaded, monkeypatch, capsys):
     monkeypatch.setattr(pocket, "warm_start", lambda *args, **kwargs: pytest.fail("trained again"))
     state = torch.get_rng_state()
-    model, tokenizer = pocket.load_pocket(TINY)
+    model = pocket.load_pocket(TINY)
     assert torch.equal(state, torch.get_rng_state()), "loading leaves the global random numbers alone"
     assert capsys.readouterr() == ("", "")
-    assert not model.training and tokenizer.padding_side == "left"
+    assert not model.training and loaded.tokenizer.padding_side == "left"
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, loaded.model.state_dict()[name])
-
-
-def test_the_cached_folder_is_an_ordinary_source(loaded):
-    folder = pocket.pocket_folder(pocket.PRESETS["tiny"])
+    folder = pocket.pocket_folder(pocket.recipe_from_options({"preset": "tiny"}))
     other = load_model(ModelConfig(source=str(folder), device="cpu"))
     ids = loaded.tokenizer("3+9+5=", return_tensors="pt")["input_ids"]
     assert other.tokenizer("3+9+5=")["input_ids"] == ids[0].tolist()
@@ -85,16 +82,12 @@ def test_the_cached_folder_is_an_ordinary_source(loaded):
 def test_two_processes_at_once_build_one_policy_and_a_damaged_one_is_built_again(tmp_path, monkeypatch, capsys):
     code = (
         "from kl_comedy.config.schema import ModelConfig as M; from kl_comedy.models.pocket import load_pocket\n"
-        "m, _ = load_pocket(M(options={'preset': 'tiny', 'warmstart_steps': 30}))\n"
+        "m = load_pocket(M(options={'preset': 'tiny', 'warmstart_steps': 30}))\n"
         "print(float(m.lm_head.weight.double().sum()))"
     )
     env = {**os.environ, "KL_COMEDY_CACHE": str(tmp_path)}
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=env, **pipes) for _ in range(2)]
     (out, err), (other_out, other_err) = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], err + other_err
     assert out == other_out != ""
@@ -102,7 +95,7 @@ def test_two_processes_at_once_build_one_policy_and_a_damaged_one_is_built_again
     monkeypatch.setenv("KL_COMEDY_CACHE", str(tmp_path))
     (weights,) = tmp_path.glob("pocket/*/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    model, _ = pocket.load_pocket(ModelConfig(options={"preset": "tiny", "warmstart_steps": 30}, device="cpu"))
+    model = pocket.load_pocket(ModelConfig(options={"preset": "tiny", "warmstart_steps": 30}, device="cpu"))
     assert "damaged (model.safetensors has changed); building it again" in capsys.readouterr().err
     assert float(model.lm_head.weight.detach().double().sum()) == pytest.approx(float(out), abs=1e-5)
 
@@ -110,7 +103,7 @@ def test_two_processes_at_once_build_one_policy_and_a_damaged_one_is_built_again
 def test_settings_of_other_sources_are_refused():
     for name in ("revision", "tokenizer", "gguf_file"):
         with pytest.raises(UserError, match=rf"model\.{name}: got 'x'"):
-            pocket.load_pocket(ModelConfig(**{name: "x"}))
+            load_model(ModelConfig(**{name: "x"}, device="cpu"))
 
 
 def rloo(loaded, term, *, beta, lr, updates, seed=0):
@@ -127,13 +120,8 @@ def rloo(loaded, term, *, beta, lr, updates, seed=0):
         logp_BT = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**24).logp_BT
         with torch.no_grad():
             ref_logp_BT = token_pass(reference, **batch, temperature=1.0, chunk_elements=2**24).logp_BT
-        cost_BT = kl_surrogate(
-            term,
-            logp_BT=logp_BT,
-            ref_logp_BT=ref_logp_BT,
-            behaviour_logp_BT=logp_BT.detach(),
-            mask_BT=batch["mask_BT"],
-        )
+        sampled = {"ref_logp_BT": ref_logp_BT, "behaviour_logp_BT": logp_BT.detach(), "mask_BT": batch["mask_BT"]}
+        cost_BT = kl_surrogate(term, logp_BT=logp_BT, **sampled)
         loss = (beta * cost_BT - advantage_B[:, None] * logp_BT).sum() / batch["mask_BT"].sum()
         optimizer.zero_grad()
         loss.backward()
@@ -179,9 +167,5 @@ def pad(rollouts):
     prompt_ids_BP = torch.tensor([r.prompt.token_ids for r in rollouts])
     ids_BT = torch.tensor([[*r.completion_ids, *[0] * (length - len(r.completion_ids))] for r in rollouts])
     mask_BT = torch.tensor([[n < len(r.completion_ids) for n in range(length)] for r in rollouts])
-    return {
-        "prompt_ids_BP": prompt_ids_BP,
-        "prompt_mask_BP": torch.ones_like(prompt_ids_BP),
-        "ids_BT": ids_BT,
-        "mask_BT": mask_BT,
-    }
+    prompts = {"prompt_ids_BP": prompt_ids_BP, "prompt_mask_BP": torch.ones_like(prompt_ids_BP)}
+    return {**prompts, "ids_BT": ids_BT, "mask_BT": mask_BT}

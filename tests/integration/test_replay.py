@@ -3,27 +3,24 @@
 import io
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from commands import WAITS, Command, waits
 from kl_comedy.cli.evaluation_runs import resolve_target
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model, weights_hash
 from kl_comedy.training.callbacks import CheckpointCallback
-from kl_comedy.training.distributed import SINGLE_PROCESS, build_backend
+from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.experience import Recorded
 from kl_comedy.training.experience_module import build_in_process
-from kl_comedy.training.loss import micro_loss
-from kl_comedy.training.prepare import prepare
+from kl_comedy.training.loss import micro_loss, prepare
 from kl_comedy.training.run import train
+from kl_comedy.training.sampling import build_backend
 
 TINY = Path(__file__).with_name("tiny.yaml")
 DPO = ["algorithm.dpo={beta: 0.5}", "kl=[]"]
@@ -39,12 +36,12 @@ def replaying(path, *overrides):
 
 
 def metrics_of(run):
-    found = {}
+    metrics = {}
     for line in (run.path / "spool.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event.get("kind") == "metrics":
-            found |= {(event["step"], name): value for name, value in event["data"].items()}
-    return found
+            metrics |= {(event["step"], name): value for name, value in event["data"].items()}
+    return metrics
 
 
 def weights_of(run):
@@ -85,8 +82,8 @@ def test_the_recorders_own_configuration_replays_to_the_same_bits(recorded, edit
         again = go(tmp_path / name, *replaying(path, "train.eval_every=0")).run
         assert weights_of(again) == weights_of(recorded)
         assert not [key for key in metrics_of(again) if "staleness" in key[1] or key[1] == "policy/mismatch"]
-    with resolve_target(str(again.path), []) as found:  # its policy is evaluated, by a sampler that has no recording
-        assert build_backend(found.config, load_model(found.config.model), SINGLE_PROCESS).version == 0
+    with resolve_target(str(again.path), []) as target:  # its policy is evaluated, by a sampler that has no recording
+        assert build_backend(target.config, load_model(target.config.model), SINGLE_PROCESS).version == 0
 
 
 def test_two_configurations_see_the_same_rows(recorded, tmp_path, monkeypatch):
@@ -194,16 +191,10 @@ def test_options_that_cannot_be_are_refused(options, said, tmp_path):
 
 
 def killed_at(tmp_path, overrides, at):
-    command = [sys.executable, "-c", "from kl_comedy.cli.main import run; run()", "train", str(TINY)]
-    command += [f"output={tmp_path}", "resume=auto", *overrides]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path)
-    deadline = time.monotonic() + 240
-    while not list(tmp_path.glob(f"tiny-*/checkpoints/step-{at:08d}*")):
-        assert process.poll() is None, process.stderr.read().decode()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    words = ["train", TINY, f"output={tmp_path}", "resume=auto", *overrides, *WAITS]
+    process = Command(*words, cwd=tmp_path, env=waits(at))
+    process.wait_for(tmp_path, f"tiny-*/checkpoints/step-{at:08d}.ckpt")
+    process.kill()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 The signal is a real one, sent by the process to itself while the phase is under way.
 """
 
-import io
 import os
 import signal
 import subprocess
@@ -12,25 +11,21 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+import test_training
+from test_training import TINY
 
-from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, RunStopped
-from kl_comedy.training import callbacks, module
-from kl_comedy.training import distributed as divided
-from kl_comedy.training import experience as stream
-from kl_comedy.training.run import train
+from kl_comedy.training import callbacks, distributed, experience, module
 from kl_comedy.training.run_folder import RunDir
 
-TINY = Path(__file__).with_name("tiny.yaml")
 STEPS = 4
 SETTINGS = [f"train.steps={STEPS}", "train.checkpoint_every=0", "train.eval_every=2", "train.threads=1", "resume=auto"]
-"""Without a periodic checkpoint: what a stopped run goes on from is what the signal made it save."""
+"""Without a periodic checkpoint: a stopped run resumes from what the signal made it save."""
 
 PHASES = {
-    "loading": (divided, "load_model", 1, 1),
+    "loading": (distributed, "load_model", 1, 1),
     "evaluation at the start": (callbacks, "evaluate", 1, 1),
-    "generation": (stream, "derive_seed", 2, 2),
+    "generation": (experience, "derive_seed", 2, 2),
     "learning": (module, "micro_loss", 3, None),
     "evaluation": (callbacks, "evaluate", 2, 2),
     "save": (callbacks.CheckpointCallback, "save", 1, 2),
@@ -38,13 +33,11 @@ PHASES = {
 """Where the signal comes: owner and name of what the phase calls, at which call, and the update then saved."""
 
 
-def go(folder, *overrides):
-    config = load_config(
-        TINY, [f"output={folder}/runs", f"tracking.uri=sqlite:///{folder}/store.db", *SETTINGS, *overrides]
-    )
-    return train(
-        config, console=Console(file=io.StringIO(), width=200), command="kl-comedy train tiny.yaml resume=auto"
-    )
+@pytest.fixture(scope="module")
+def go(tmp_path_factory):
+    """A run in a folder; all are in one store, because a new one takes seconds."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db"
+    return lambda folder, *overrides: test_training.go(f"{folder}/runs", f"tracking.uri={uri}", *SETTINGS, *overrides)
 
 
 def signal_at(monkeypatch, owner, name, call, number=signal.SIGUSR1):
@@ -64,35 +57,29 @@ def bits(done):
     return (done.run.policy / "model.safetensors").read_bytes()
 
 
-def points(done, folder):
+def points(done):
     """Every metric point in the MLflow store: name, step and value, times left out."""
     from kl_comedy.tracking.store import connect
 
-    client = connect(f"sqlite:///{folder}/store.db")
-    found = client.get_run(done.summary["run_id"])
-    return {
-        (name, point.step, point.value)
-        for name in found.data.metrics
-        if not name.startswith("time/")
-        for point in client.get_metric_history(found.info.run_id, name)
-    }
+    client, run_id = connect(done.summary["mlflow_uri"]), done.summary["run_id"]
+    names = [name for name in client.get_run(run_id).data.metrics if not name.startswith("time/")]
+    return {(name, point.step, point.value) for name in names for point in client.get_metric_history(run_id, name)}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    done = go(folder)
-    return bits(done), points(done, folder)
+def undisturbed(tmp_path_factory, go):
+    done = go(tmp_path_factory.mktemp("undisturbed"))
+    return bits(done), points(done)
 
 
-FAST = ("loading", "learning", "save")
+FAST = ("learning", "save")
 """Phases of the default tests; the others differ from them in what is interrupted only."""
 
 
 @pytest.mark.parametrize(
     "phase", [phase if phase in FAST else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES]
 )
-def test_asked_to_make_room(tmp_path, monkeypatch, undisturbed, phase):
+def test_asked_to_make_room(tmp_path, monkeypatch, go, undisturbed, phase):
     owner, name, call, saved = PHASES[phase]
     saving = ["train.checkpoint_every=2"] if phase == "save" else []
     signal_at(monkeypatch, owner, name, call)
@@ -110,10 +97,10 @@ def test_asked_to_make_room(tmp_path, monkeypatch, undisturbed, phase):
     assert done.summary["status"] == "FINISHED" and done.run.path == folder
     assert done.summary["run_id"] == first["run_id"], "the same MLflow run"
     assert bits(done) == undisturbed[0]
-    assert points(done, tmp_path) == undisturbed[1]
+    assert points(done) == undisturbed[1]
 
 
-def test_an_end_is_not_taken_while_the_finished_policy_is_written(tmp_path, monkeypatch, undisturbed):
+def test_an_end_is_not_taken_while_the_finished_policy_is_written(tmp_path, monkeypatch, go, undisturbed):
     """SIGTERM after the last update: the policy is written whole, the run is finished, nothing is trained twice."""
     from transformers import PreTrainedModel
 
@@ -122,9 +109,9 @@ def test_an_end_is_not_taken_while_the_finished_policy_is_written(tmp_path, monk
     assert done.summary["status"] == "FINISHED" and bits(done) == undisturbed[0]
 
 
-def test_an_interrupt_ends_the_run_with_the_command_that_resumes_it(tmp_path, monkeypatch):
+def test_an_interrupt_ends_the_run_with_the_command_that_resumes_it(tmp_path, monkeypatch, go):
     """Ctrl-C in the second update: nothing is finished first."""
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a command in the background ignores it
     signal_at(monkeypatch, module, "micro_loss", 3, number=signal.SIGINT)
     try:
         with pytest.raises(RunFailed, match=r"interrupted at update \d of 4; resume with: .* resume=auto"):
@@ -135,12 +122,11 @@ def test_an_interrupt_ends_the_run_with_the_command_that_resumes_it(tmp_path, mo
     assert RunDir(path=folder).summary()["status"] == "KILLED"
 
 
-def test_an_end_before_the_first_update_leaves_nothing_to_go_on_from(tmp_path, monkeypatch, undisturbed):
-    signal_at(monkeypatch, divided, "load_model", 1, number=signal.SIGTERM)
-    with pytest.raises((KeyboardInterrupt, RunFailed)):
+def test_an_end_before_the_first_update_leaves_nothing_to_go_on_from(tmp_path, monkeypatch, go):
+    signal_at(monkeypatch, distributed, "load_model", 1, number=signal.SIGTERM)
+    with pytest.raises(RunFailed, match="stopped by SIGTERM at update 0"):
         go(tmp_path)
-    monkeypatch.undo()
-    assert bits(go(tmp_path)) == undisturbed[0]
+    assert not list(tmp_path.rglob("tiny-*"))
 
 
 @pytest.mark.slow

@@ -3,12 +3,13 @@
 PostgreSQL is skipped where it is missing (Debian: apt-get install postgresql) or psycopg2 is (psycopg2-binary).
 """
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
 import pwd
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from kl_comedy.errors import RunFailed
+from kl_comedy.processes import free_port
 from kl_comedy.slurm.manifest import Manifest
 from kl_comedy.slurm.submit import create_stores
 from kl_comedy.tracking.logger import RunLogger
@@ -30,16 +32,8 @@ WRITERS, STEPS, METRICS = 20, 40, 5
 
 def manifest(folder, *stores):
     texts = dict.fromkeys(("base", "base_sha256", "package_version"), "")
-    return Manifest(
-        name="many",
-        directory=str(folder),
-        plugins=(),
-        evaluate=None,
-        max_parallel=None,
-        stores=stores,
-        cells=(),
-        **texts,
-    )
+    settings = {"plugins": (), "evaluate": None, "max_parallel": None, "cells": ()}
+    return Manifest(name="many", directory=str(folder), stores=stores, **settings, **texts)
 
 
 def write_runs(uri, folder):
@@ -49,7 +43,7 @@ def write_runs(uri, folder):
 
     def write(name):
         config = SimpleNamespace(uri=uri, experiment="many", flush_every=5, tags={"sweep": "many"})
-        logger = RunLogger.start(config, run_dir=folder / name, run_name=name, params={"seed": name}, tags={})
+        logger = RunLogger(config, run_dir=folder / name, run_name=name, params={"seed": name}, tags={})
         for step in range(1, STEPS + 1):
             logger.log_metrics({f"train/m{n}": float(step * n) for n in range(METRICS)}, step)
             if step % 5 == 0:
@@ -63,18 +57,17 @@ def write_runs(uri, folder):
     for child in children:
         child.join(550)
     assert [child.exitcode for child in children] == [0] * WRITERS
-
-
-@pytest.mark.slow
-def test_twenty_writers_on_sqlite_lose_no_metric(tmp_path):
-    uri = f"sqlite:///{tmp_path}/store.db"
-    write_runs(uri, tmp_path)
     frame = runs_frame(uri, "many")
     assert sorted(frame["params.seed"], key=int) == [str(n) for n in range(WRITERS)]
     for n in range(METRICS):
         curves = history(uri, frame["run_id"], f"train/m{n}")
         assert curves["step"].tolist() == list(range(1, STEPS + 1)) * WRITERS
         assert (curves["value"] == curves["step"] * n).all()
+
+
+@pytest.mark.slow
+def test_twenty_writers_on_sqlite_lose_no_metric(tmp_path):
+    write_runs(f"sqlite:///{tmp_path}/store.db", tmp_path)
 
 
 def test_a_store_that_cannot_be_created_is_one_error(tmp_path):
@@ -91,97 +84,78 @@ def program(name):
     return str(paths[-1]) if paths else shutil.which(name)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def as_postgres(*words):
     """PostgreSQL refuses to run as root."""
     return ["runuser", "-u", "postgres", "--", *words] if os.getuid() == 0 else list(words)
 
 
-def wait_for(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-@pytest.fixture(scope="module")
-def postgres(tmp_path_factory):
-    """A database of its own on loopback, by password; its address."""
+@pytest.fixture
+def database():
+    """The address of an empty PostgreSQL database, by password, on a socket in a folder of its own: no port to lose."""
     if program("initdb") is None:
         pytest.skip("no PostgreSQL on this machine; apt-get install postgresql")
     if importlib.util.find_spec("psycopg2") is None:
         pytest.skip("no psycopg2 here; pip install psycopg2-binary")
     if os.getuid() == 0 and "postgres" not in [user.pw_name for user in pwd.getpwall()]:
         pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
-    folder = Path(
-        subprocess.run(as_postgres("mktemp", "-d"), capture_output=True, text=True, check=True).stdout.strip()
-    )
-    data, port = folder / "data", free_port()
-    secret = folder / "password"
+    scratch = subprocess.run(as_postgres("mktemp", "-d"), capture_output=True, text=True, check=True).stdout
+    folder = Path(scratch.strip())
+    data, secret, log = str(folder / "data"), folder / "password", str(folder / "log")
     subprocess.run(as_postgres("sh", "-c", f"umask 077; echo not-a-secret > {secret}"), check=True)
-    subprocess.run(
-        as_postgres(program("initdb"), "-D", str(data), "-U", "mlflow", "-A", "scram-sha-256", f"--pwfile={secret}"),
-        check=True,
-        capture_output=True,
-    )
-    server = subprocess.Popen(
-        as_postgres(program("postgres"), "-D", str(data), "-p", str(port), "-h", "127.0.0.1", "-k", str(folder)),
-        stderr=(tmp_path_factory.mktemp("pg") / "log").open("wb"),
-    )
-    address = f"postgresql://mlflow:not-a-secret@127.0.0.1:{port}"
+    options = ["-U", "mlflow", "-A", "scram-sha-256", f"--pwfile={secret}"]
+    subprocess.run(as_postgres(program("initdb"), "-D", data, *options), check=True, capture_output=True)
+    control = as_postgres(program("pg_ctl"), "-D", data, "-w", "-t", "300")
+    subprocess.run([*control, "-l", log, "-o", f"-h '' -k {folder}", "start"], check=True)
     try:
-        ready = [program("pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
-        wait_for(lambda: subprocess.run(ready, capture_output=True).returncode == 0, 60)
-        subprocess.run([program("createdb"), "--maintenance-db", f"{address}/postgres", "kl_comedy"], check=True)
-        yield f"{address}/kl_comedy"
+        address = "postgresql://mlflow:not-a-secret@/{}?host=" + str(folder)
+        subprocess.run([program("createdb"), f"--maintenance-db={address.format('postgres')}", "kl_comedy"], check=True)
+        yield address.format("kl_comedy").replace("postgresql:", "postgresql+psycopg2:")
     finally:
-        server.terminate()
-        server.wait(timeout=60)
+        subprocess.run([*control, "-m", "fast", "stop"], check=True)  # waits for no client, and for every process
         shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module")
-def tracking(postgres, tmp_path_factory):
-    """An MLflow server over it, as docs/clusters.md starts it."""
-    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
-    store = postgres.replace("postgresql:", "postgresql+psycopg2:")
-    options = f"--backend-store-uri {store} --host 127.0.0.1 --port {port} --workers 2 --artifacts-destination"
-    command = [sys.executable, "-m", "mlflow", "server", *options.split(), str(folder / "artifacts")]
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
-    uri = f"http://127.0.0.1:{port}"
-
-    def up():
-        assert server.poll() is None, (folder / "log").read_text()
-        try:
-            return urllib.request.urlopen(f"{uri}/health", timeout=2).status == 200
-        except OSError:
-            return False
-
-    try:
-        wait_for(up, 180)
+@pytest.fixture
+def server(database, tmp_path):
+    """The address of an MLflow server over the database, as docs/clusters.md starts it."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):  # another process may take the port before the server does
+            port = free_port()
+            uri = f"http://127.0.0.1:{port}"
+            options = ["--backend-store-uri", database, "--artifacts-destination", str(tmp_path / "artifacts")]
+            options += ["--host", "127.0.0.1", "--port", str(port), "--workers", "2"]
+            with (tmp_path / "server.log").open("wb") as log:
+                command = [sys.executable, "-m", "mlflow", "server", *options]
+                process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
+            stack.callback(process.wait)
+            stack.callback(kill_group, process.pid)
+            if answers(uri, process):
+                break
+        else:
+            pytest.fail((tmp_path / "server.log").read_text())
         yield uri
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
+
+
+def kill_group(leader):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def answers(uri, process, seconds=400):
+    """Wait until the server is healthy; False where it has ended."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if urllib.request.urlopen(f"{uri}/health", timeout=60).status == 200:
+                return True
+        time.sleep(0.2)
+    return False
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_writers_through_a_server_on_postgres_lose_no_metric(tracking, postgres, tmp_path):
-    write_runs(tracking, tmp_path)
-    import psycopg2
-
-    with psycopg2.connect(postgres) as connection, connection.cursor() as cursor:
-        cursor.execute("select count(*), count(distinct run_uuid) from metrics where key like 'train/m%'")
-        assert cursor.fetchone() == (WRITERS * STEPS * METRICS, WRITERS)
-        cursor.execute(
-            "select count(*) from metrics m join params p using (run_uuid) where p.key = 'seed'"
-            " and m.key like 'train/m%' and m.value = m.step * substr(m.key, 8)::int"
-        )
-        assert cursor.fetchone() == (WRITERS * STEPS * METRICS,)
+def test_twenty_writers_through_a_server_on_postgres_lose_no_metric(server, tmp_path, monkeypatch):
+    """A run gives a server ten seconds and a second try, then spools for a minute; twenty at once on a busy machine may
+    wait longer, and the test is about what arrives."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "300")
+    write_runs(server, tmp_path)

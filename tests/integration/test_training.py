@@ -1,24 +1,29 @@
 """Training end to end on the tiny pocket policy: what a run does, resumes, refuses and leaves behind."""
 
+import inspect
 import io
 import json
-import os
+import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from unittest import mock
 
+import lightning
 import pytest
 import torch
 from rich.console import Console
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from commands import WAITS, Command, waits
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import sha256_file
 from kl_comedy.models import weights_hash
 from kl_comedy.registry import load_plugin_file
+from kl_comedy.training import distributed
+from kl_comedy.training.build import TRAINER_ARGUMENTS
+from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run import make_trainer, train
 
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -37,6 +42,11 @@ SETUPS = {
         "kl.0.beta={target: 0.5}",
         "optimizer.schedule=cosine",
         "optimizer.warmup_steps=2",
+        "algorithm.advantage=gae",
+        "algorithm.policy_loss=ppo_clip",
+        "algorithm.proximal=recomputed",
+        "algorithm.value.clip=0.2",
+        "algorithm.value.bootstrap_truncated=true",
     ],
     "on_policy": [],
     "several_updates": ["algorithm.updates_per_batch=2", "algorithm.epochs_per_batch=2"],
@@ -45,6 +55,9 @@ SETUPS = {
     "moving_reference": ["kl.0.reference=ema", "kl.0.estimator=exact", "kl.0.placement=loss"],
     "target": ["kl.0.beta={target: 0.5}", "optimizer.schedule=cosine", "optimizer.warmup_steps=2"],
 }
+
+
+SHORT = ["train.steps=2", "train.eval_every=0", "eval.at_start=false", "eval.at_end=false"]
 
 
 def quiet():
@@ -57,16 +70,20 @@ def go(tmp_path, *overrides):
 
 
 def metrics_of(run):
-    found = {}
-    for line in (run.path / "spool.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event.get("kind") == "metrics":
-            for name, value in event["data"].items():
-                if not name.startswith("time/"):
-                    key = (event["step"], name)
-                    assert key not in found, f"{key} logged twice"
-                    found[key] = value
-    return found
+    """``(step, name)`` to value, without times and how full the sampler's queue was, which hangs on time too."""
+    metrics = {}
+    for event in map(json.loads, (run.path / "spool.jsonl").read_text().splitlines()):
+        for name, value in event["data"].items() if event.get("kind") == "metrics" else ():
+            if not name.startswith("time/") and name != "stream/queue_depth":
+                assert (event["step"], name) not in metrics, f"{name} logged twice"
+                metrics[event["step"], name] = value
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The tiny run as it is; for reading."""
+    return go(tmp_path_factory.mktemp("plain")).run
 
 
 def weights_of(run):
@@ -77,34 +94,22 @@ def weights_of(run):
 
 def killed_then_resumed(tmp_path, overrides, *, at):
     """Train in a process of its own, kill -9 it once the checkpoint of update ``at`` is there, and resume."""
-    command = [sys.executable, "-c", "from kl_comedy.cli.main import run; run()", "train", str(TINY)]
-    command += [f"output={tmp_path}", "resume=auto", *overrides]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path)
-    deadline = time.monotonic() + 240
-    while not list(tmp_path.glob(f"tiny-*/checkpoints/step-{at:08d}.ckpt")):
-        assert process.poll() is None, process.stderr.read().decode()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stderr.close()
-    assert not list(tmp_path.glob("tiny-*/summary.json")), "the run ended before it was killed"
+    words = ["train", TINY, f"output={tmp_path}", "resume=auto", *overrides, *WAITS]
+    process = Command(*words, cwd=tmp_path, env=waits(at))
+    process.wait_for(tmp_path, f"tiny-*/checkpoints/step-{at:08d}.ckpt")
+    process.kill()
+    assert not list(tmp_path.glob("tiny-*/summary.json"))
     return go(tmp_path, "resume=auto", *overrides)
 
 
 @pytest.mark.slow
 def test_ctrl_c_prints_the_resume_command(tmp_path):
-    command = [sys.executable, "-c", "from kl_comedy.cli.main import run; run()", "train", str(TINY)]
-    command += [f"output={tmp_path}", "train.steps=5000", "train.eval_every=0"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 240
-    while not list(tmp_path.glob("tiny-*/checkpoints/step-*.ckpt")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    process = Command("train", TINY, f"output={tmp_path}", "train.steps=5000", "train.eval_every=0", cwd=tmp_path)
+    process.wait_for(tmp_path, "tiny-*/checkpoints/step-*.ckpt")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "interrupted at update" in said and "resume=auto" in said and "Traceback" not in said
+    assert process.wait() == 1
+    output = process.output
+    assert "interrupted at update" in output and "resume=auto" in output and "Traceback" not in output
     (summary,) = tmp_path.glob("tiny-*/summary.json")
     assert json.loads(summary.read_text())["status"] == "KILLED"
 
@@ -119,11 +124,14 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, setup):
     resumed = killed_then_resumed(tmp_path / "killed", overrides, at=3)
     assert resumed.summary["status"] == "FINISHED"
     assert weights_of(resumed.run) == weights_of(whole.run)
-    assert metrics_of(resumed.run) == metrics_of(whole.run)
+    logged = metrics_of(whole.run)
+    assert metrics_of(resumed.run) == logged
+    if setup == "all_state":  # two updates a batch and a lag of four: 4 updates old at the first use, 5 at the second
+        assert [logged[step, "policy/staleness"] for step in range(1, 9)] == [0, 1, 2, 3, 4, 5, 4, 5]
 
 
-def test_the_first_update_sees_zero_kl_and_the_samplers_log_probs(tmp_path):
-    first = {name: value for (step, name), value in metrics_of(go(tmp_path, "train.steps=1").run).items() if step == 1}
+def test_the_first_update_sees_zero_kl_and_the_samplers_log_probs(plain):
+    first = {name: value for (step, name), value in metrics_of(plain).items() if step == 1}
     for name in (*SAMPLED, *EXACT):
         assert first[f"kl/{name}_token"] == 0.0 and first[f"kl/{name}_sequence"] == 0.0, name
     errors = {name: value for name, value in first.items() if name.startswith("kl_error/")}
@@ -133,11 +141,10 @@ def test_the_first_update_sees_zero_kl_and_the_samplers_log_probs(tmp_path):
     assert first["policy/ess"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_evaluation_measures_from_zero_and_without_estimates_where_it_is_greedy(tmp_path):
-    settings = ["train.steps=4", "train.exact_kl_every=0"]
-    sampled = metrics_of(go(tmp_path / "sampled", *settings).run)
-    greedy = metrics_of(go(tmp_path / "greedy", *settings, "eval.temperature=0").run)
-    off = metrics_of(go(tmp_path / "off", *settings, "eval.kl=false").run)
+def test_evaluation_measures_from_zero_and_without_estimates_where_it_is_greedy(tmp_path, plain):
+    sampled = metrics_of(plain)
+    greedy = metrics_of(go(tmp_path / "greedy", "train.steps=1", "eval.temperature=0").run)
+    off = metrics_of(go(tmp_path / "off", "train.steps=2", "eval.kl=false").run)
     exact = {f"kl/{n}_{level}" for n in EXACT for level in LEVELS}
     estimated = {f"kl/{n}_{level}" for n in SAMPLED for level in LEVELS} | {"kl/log_ratio_max"}
     missed = {f"kl_error/{n}_{level}{s}" for n in SAMPLED for level in LEVELS for s in ("", "_rms")}
@@ -145,45 +152,28 @@ def test_evaluation_measures_from_zero_and_without_estimates_where_it_is_greedy(
 
     def measured(logged, step):
         start = "eval/heldout/"
-        found = {name.removeprefix(start): v for (n, name), v in logged.items() if n == step and name.startswith(start)}
-        return {name: value for name, value in found.items() if "/" in name}
+        values = {
+            name.removeprefix(start): v for (n, name), v in logged.items() if n == step and name.startswith(start)
+        }
+        return {name: value for name, value in values.items() if "/" in name}
 
     assert set(measured(sampled, 0)) == exact | estimated | missed | entropy
     assert {name for name, value in measured(sampled, 0).items() if value != 0} == entropy
     assert all(measured(sampled, 4)[name] > 0 for name in exact | entropy)
-    assert set(measured(greedy, 4)) == exact | entropy
-    assert measured(off, 4) == {}
-    assert {k: v for k, v in sampled.items() if not k[1].startswith("eval/")} == {
-        k: v for k, v in off.items() if not k[1].startswith("eval/")
-    }, "measuring changes nothing of the training"
+    assert set(measured(greedy, 1)) == exact | entropy
+    assert measured(off, 2) == {}
+    trained = {key: value for key, value in off.items() if not key[1].startswith("eval/")}
+    assert trained == {key: sampled[key] for key in trained}, "measuring changes nothing of the training"
 
 
-def test_staleness_is_what_was_asked_for(tmp_path):
-    logged = metrics_of(go(tmp_path, "lag.mode=replayed", "lag.steps=3").run)
-    assert [logged[(step, "policy/staleness")] for step in range(1, 9)] == [0, 1, 2, 3, 3, 3, 3, 3]
-
-
-def test_a_batch_used_for_several_updates_is_as_old_as_asked_at_its_first_use(tmp_path):
-    """Two updates a batch and a lag of four: 4 updates old at the first, 5 at the second."""
-    parts = ("algorithm.updates_per_batch=2", "lag.mode=replayed", "lag.steps=4", "train.eval_every=0")
-    logged = metrics_of(go(tmp_path, *parts).run)
-    assert [logged[(step, "policy/staleness")] for step in range(1, 9)] == [0, 1, 2, 3, 4, 5, 4, 5]
-
-
-def test_micro_batches_do_not_change_the_run(tmp_path):
-    """The same updates whatever the token budget, up to float32 rounding."""
-    whole = metrics_of(go(tmp_path / "a", "train.steps=2", "train.microbatch_tokens=100000").run)
-    cut = metrics_of(go(tmp_path / "b", "train.steps=2", "train.microbatch_tokens=64").run)
-    for key in (
-        (1, "train/loss"),
-        (1, "grad/norm"),
-        (1, "policy/entropy"),
-        (2, "kl/exact_reverse_sequence"),
-        (2, "kl/total_variation_token"),
-        (2, "kl_error/k1_reverse_token_rms"),
-        (2, "kl_error/k2_reverse_sequence_rms"),
-    ):
-        assert cut[key] == pytest.approx(whole[key], rel=2e-3, abs=1e-6), key
+def test_micro_batches_do_not_change_the_run(tmp_path, plain):
+    """The same updates whatever the token budget (256 in the plain run), up to float32 rounding."""
+    whole = metrics_of(plain)
+    cut = metrics_of(go(tmp_path, "train.steps=2", "train.eval_every=0", "train.microbatch_tokens=64").run)
+    for name in ("train/loss", "grad/norm", "policy/entropy"):
+        assert cut[1, name] == pytest.approx(whole[1, name], rel=2e-3, abs=1e-6), name
+    for name in ("kl/exact_reverse_sequence", "kl/total_variation_token", "kl_error/k2_reverse_sequence_rms"):
+        assert cut[2, name] == pytest.approx(whole[2, name], rel=2e-3, abs=1e-6), name
 
 
 def test_a_terms_own_baseline_does_not_depend_on_the_packing(tmp_path):
@@ -203,83 +193,90 @@ def test_a_group_of_one_has_no_own_baseline(tmp_path):
 
 def test_cost_before_after_and_with_its_own_baseline_train_differently(tmp_path):
     trained = [
-        weights_of(go(tmp_path / name, f"kl.0.baseline={name}", "kl.0.beta=0.5").run)
+        weights_of(go(tmp_path / name, f"kl.0.baseline={name}", "kl.0.beta=0.5", *SHORT).run)
         for name in ("before", "after", "own")
     ]
     assert len({str(weights) for weights in trained}) == 3
 
 
-@pytest.mark.parametrize(
-    "kl",
-    [
-        "[]",
-        *(
-            pytest.param(kl, marks=pytest.mark.slow)
-            for kl in (
-                "{recipe: comedy/k3_both, beta: 0.1}",
-                "rb/full",
-                "rb/per_decision",
-                "openrlhf/unbiased",
-                "trl/rloo",
-            )
-        ),
-    ],
-)
-def test_recipes_train(tmp_path, kl):
-    assert go(tmp_path, f"kl={kl}", "train.steps=2", "train.eval_every=0").summary["status"] == "FINISHED"
+TRAINED = [
+    (["kl=[]", "algorithm.advantage=batch_mean", "train.precision=bf16"], False),
+    (["algorithm.advantage=grpo", "algorithm.policy_loss=ppo_clip", "algorithm.updates_per_batch=2"], False),
+    (["kl=comedy/k3_both", "algorithm.advantage=dr_grpo", "algorithm.reduction=sequence_sum"], True),
+    (["kl=rb/full", "algorithm.advantage=reinforce_pp", "algorithm.reduction=sequence_mean_token_mean"], True),
+    (["kl=rb/per_decision", "algorithm.advantage=reinforce_pp_baseline", "algorithm.mask_truncated=true"], True),
+    (["kl=openrlhf/unbiased", "model.lora={rank: 4}"], True),
+    (["kl=trl/rloo"], True),
+    (
+        [
+            "kl=[{estimator: top_k, placement: loss, options: {k: 4}}, {estimator: k1, credit: own, baseline: exact},"
+            " {estimator: exact_forward, placement: loss, beta: 0}]"
+        ],
+        False,
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [
-        ["algorithm.advantage=grpo", "algorithm.policy_loss=ppo_clip", "algorithm.updates_per_batch=2"],
-        ["algorithm.advantage=batch_mean", "train.precision=bf16"],
-        *(
-            pytest.param(overrides, marks=pytest.mark.slow)
-            for overrides in (
-                ["algorithm.advantage=dr_grpo", "algorithm.reduction=sequence_sum", "algorithm.reduction_constant=24"],
-                ["algorithm.advantage=reinforce_pp", "algorithm.reduction=sequence_mean_token_mean"],
-                ["algorithm.advantage=reinforce_pp_baseline", "algorithm.mask_truncated=true"],
-                ["model.lora={rank: 4}", "kl.0.estimator=exact"],
-            )
-        ),
-    ],
-    ids=lambda overrides: overrides[0].split("=")[1] + overrides[-1],
+    "overrides", [pytest.param(words, marks=pytest.mark.slow) if slow else words for words, slow in TRAINED], ids=str
 )
-def test_algorithms_train(tmp_path, algorithm):
-    done = go(tmp_path, *algorithm, "train.steps=4", "train.eval_every=0")
-    logged = metrics_of(done.run)
-    assert logged[(1, "kl/exact_reverse_token")] == 0.0
-    assert logged[(4, "grad/norm")] > 0
+def test_recipes_and_algorithms_train(tmp_path, overrides):
+    logged = metrics_of(go(tmp_path, *overrides, *SHORT).run)
+    assert logged[1, "kl/exact_reverse_token"] == 0.0 and logged[2, "grad/norm"] > 0
+
+
+def test_each_update_uses_and_logs_the_beta_of_its_step_and_its_rate(tmp_path):
+    """The second term moves the policy, so that the first has something to measure."""
+    rates = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    terms = "kl=[{estimator: k2, placement: loss}, {estimator: k1, placement: loss}]"
+    beta = "kl.0.beta={start: 0.4, end: 0.0, steps: 8}"
+    schedule = ["optimizer.warmup_steps=2", "optimizer.schedule=linear"]
+    try:
+        logged = metrics_of(go(tmp_path, terms, beta, *SHORT, *schedule, "train.steps=4").run)
+    finally:
+        hook.remove()
+    assert rates == [logged[step, "train/lr"] for step in range(1, 5)] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+    for step in range(1, 5):
+        assert logged[step, "beta/0"] == pytest.approx(0.4 * (1 - (step - 1) / 8))
+        kl_part = logged[step, "beta/0"] * logged[step, "kl/k2_reverse_token"]
+        assert logged[step, "train/loss_kl_0"] == pytest.approx(kl_part, rel=1e-4, abs=1e-12)
+    assert logged[4, "kl/k2_reverse_token"] > 1e-6, "the policy moved"
+
+
+@pytest.mark.parametrize("adapter", [[], ["model.lora={rank: 4}"]], ids=["whole", "adapter"])
+def test_with_gradient_checkpointing_layers_are_passed_twice_and_the_bits_are_the_same(tmp_path, monkeypatch, adapter):
+    passes = []
+    accumulate = PolicyModule._accumulate
+
+    def counted(self, *arguments, **options):
+        norm = next(module for name, module in self.policy.named_modules() if name.endswith("layers.0.input_layernorm"))
+        calls = []
+        hook = norm.register_forward_hook(lambda *_: calls.append(1))
+        parts = accumulate(self, *arguments, **options)
+        hook.remove()
+        passes.append(len(calls))
+        return parts
+
+    monkeypatch.setattr(PolicyModule, "_accumulate", counted)
+    plain = go(tmp_path / "plain", *SHORT, *adapter).run
+    assert set(passes) == {1}
+    passes.clear()
+    lean = go(tmp_path / "lean", *SHORT, *adapter, "model.gradient_checkpointing=true").run
+    assert set(passes) == {2}
+    assert metrics_of(lean) == metrics_of(plain) and weights_of(lean) == weights_of(plain)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):
-    first = go(tmp_path, "train.steps=1", "resume=auto")
-    assert go(tmp_path, "train.steps=1", "resume=auto").already_finished
-    assert go(tmp_path, "train.steps=1").run.path != first.run.path
+    first = go(tmp_path, *SHORT, "resume=auto")
+    assert go(tmp_path, *SHORT, "resume=auto").already_finished
+    assert go(tmp_path, *SHORT).run.path != first.run.path
 
 
 def test_another_reference_is_refused_on_resume(tmp_path, monkeypatch):
-    config = load_config(TINY, [f"output={tmp_path}", "resume=auto"])
-    from kl_comedy.training import callbacks
-
-    class Enough(Exception):
-        pass
-
-    original = callbacks.CheckpointCallback.save
-
-    def stop_after_two(self, trainer, version):
-        original(self, trainer, version)
-        if version == 2:
-            raise Enough
-
-    monkeypatch.setattr(callbacks.CheckpointCallback, "save", stop_after_two)
-    with pytest.raises(Enough):
-        train(config, console=quiet(), command="x")
-    monkeypatch.undo()
-    from kl_comedy.training import distributed as divided
-
-    load = divided.load_model
+    run = go(tmp_path, *SHORT, "resume=auto").run
+    (run.path / "summary.json").unlink()
+    load = distributed.load_model
 
     def nudged(model_config):
         loaded = load(model_config)
@@ -287,9 +284,9 @@ def test_another_reference_is_refused_on_resume(tmp_path, monkeypatch):
             next(iter(loaded.model.parameters())).add_(1e-3)
         return loaded
 
-    monkeypatch.setattr(divided, "load_model", nudged)
+    monkeypatch.setattr(distributed, "load_model", nudged)
     with pytest.raises(RunFailed, match="reference is not the one this run began with"):
-        train(config, console=quiet(), command="x")
+        go(tmp_path, *SHORT, "resume=auto")
 
 
 def test_nan_stops_the_run_marks_it_failed_and_keeps_the_batch(tmp_path):
@@ -297,9 +294,9 @@ def test_nan_stops_the_run_marks_it_failed_and_keeps_the_batch(tmp_path):
         go(tmp_path, "optimizer.lr=1e30", "optimizer.clip_norm=null", "train.eval_every=0")
     (folder,) = tmp_path.glob("tiny-*")
     summary = json.loads((folder / "summary.json").read_text())
-    kept = json.loads((folder / "failed_batch.json").read_text())
+    batch = json.loads((folder / "failed_batch.json").read_text())
     assert summary["status"] == "FAILED" and "finite" in summary["reason"]
-    assert len(kept["rows"]) == 16 and "completion_ids" in kept["rows"][0]
+    assert len(batch["rows"]) == 16 and "completion_ids" in batch["rows"][0]
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_optimizer(tmp_path):
@@ -312,7 +309,7 @@ def test_a_run_folder_has_one_holder(tmp_path):
     from kl_comedy.training.run_folder import create_run
 
     run = create_run(load_config(TINY, [f"output={tmp_path}"]))
-    with run.held(), pytest.raises(UserError, match="is being trained by process"), run.held():
+    with run.lock(), pytest.raises(UserError, match="is being trained by process"), run.lock():
         pass
 
 
@@ -327,32 +324,21 @@ def test_characters_the_policy_cannot_spell_are_one_clear_error(tmp_path):
         go(tmp_path, "data.prompt.suffix=hello")
 
 
-def test_checkpoints_load_without_pickle(tmp_path):
-    run = go(tmp_path, "train.steps=2", "lag.mode=replayed", "lag.steps=1").run
-    state = torch.load(run.checkpoint / "state.pt", weights_only=True)
-    assert state["kl_comedy"]["version"] == 2
-
-
 def test_learning_really_happens(tmp_path):
-    """Forty updates raise the sampled reward on the training problems well beyond its noise."""
-    done = go(
-        tmp_path,
-        "train.steps=40",
-        "rollout.prompts_per_batch=16",
-        "rollout.group_size=8",
-        "optimizer.lr=2e-3",
-        "kl.0.beta=0.01",
-        "train.eval_every=0",
-        "train.checkpoint_every=0",
-    )
+    """Updates raise the sampled reward on the training problems beyond its noise: a mean of 1,024 samples has 0.015.
+
+    Three seeds rose by 0.11 to 0.18 on one processor. At four times the learning rate the sign is the processor's.
+    """
+    sizes = ["train.steps=24", "rollout.prompts_per_batch=16", "rollout.group_size=8", "train.eval_every=0"]
+    done = go(tmp_path, *sizes, "optimizer.lr=5e-4", "kl.0.beta=0.01", "train.checkpoint_every=0")
     reward = [value for (_, name), value in sorted(metrics_of(done.run).items()) if name == "train/reward"]
-    assert sum(reward[-8:]) / 8 > sum(reward[:8]) / 8 + 0.1
+    assert sum(reward[-8:]) / 8 > sum(reward[:8]) / 8 + 0.05
 
 
 def test_the_threads_of_a_run_are_its_own(tmp_path):
     """What runs in the same process afterwards computes with as many as before, so to the same bits."""
     before = torch.get_num_threads()
-    go(tmp_path, f"train.threads={before + 1}", "train.steps=1")
+    go(tmp_path, f"train.threads={before + 1}", *SHORT)
     assert torch.get_num_threads() == before
 
 
@@ -416,6 +402,13 @@ def test_trainer_arguments_reach_the_trainer():
     config = load_config(TINY, ["trainer={limit_train_batches: 3, log_every_n_steps: 7}"])
     trainer = make_trainer(config, [])
     assert (trainer.limit_train_batches, trainer.log_every_n_steps) == (3, 7)
+    with mock.patch("lightning.Trainer") as made:
+        make_trainer(config, [])
+    assert set(TRAINER_ARGUMENTS) <= set(made.call_args.kwargs) <= set(inspect.signature(lightning.Trainer).parameters)
+    with pytest.raises(UserError) as error:
+        make_trainer(load_config(TINY, ["trainer={nothing: 3}"]), [])
+    taken = set(inspect.signature(lightning.Trainer).parameters) - set(TRAINER_ARGUMENTS)
+    assert ", ".join(sorted(taken)) in str(error.value)
 
 
 def test_a_checkpoint_of_version_0_1_0_is_resumed(tmp_path):
@@ -426,7 +419,7 @@ def test_a_checkpoint_of_version_0_1_0_is_resumed(tmp_path):
     last, before = sorted(run.checkpoints.iterdir(), reverse=True)
     shutil.rmtree(last)
     (run.path / "summary.json").unlink()
-    state = torch.load(before / "state.pt", weights_only=True)
+    state = torch.load(before / "state.pt", weights_only=True)  # it loads without pickle
     state["kl_comedy"]["stream"] = state.pop("ExperienceModule")
     torch.save(state, before / "state.pt")
     manifest = json.loads((before / "manifest.json").read_text())
@@ -438,3 +431,14 @@ def test_a_checkpoint_of_version_0_1_0_is_resumed(tmp_path):
     policy = weights_of(run)
     assert go(tmp_path, *settings, "resume=auto").run.path == run.path
     assert weights_of(run) == policy
+
+
+def test_a_job_that_is_signalled_too_late_says_so_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("KL_COMEDY_SIGNAL_SECONDS", "0.01")
+    go(tmp_path / "short", "train.steps=4")
+    (line,) = [each.getMessage() for each in caplog.records if "signal_seconds" in each.getMessage()]
+    assert re.search(r"to stop takes up to \d+ s \(an update with evaluation \d+ s, a checkpoint \d+ s\)", line)
+    caplog.clear()
+    monkeypatch.setenv("KL_COMEDY_SIGNAL_SECONDS", "600")
+    go(tmp_path / "long", "train.steps=2")
+    assert "signal_seconds" not in caplog.text

@@ -34,14 +34,14 @@ def compared(system: str) -> dict[str, Any]:
     missing = [f"{pin.dist}=={pin.version}" for pin in adapter(system).needs if not pin.fetched]
     if missing:
         pytest.skip(f"not fetched: {', '.join(missing)} (python bench/peers/fetch.py)")
-    comparison = run.in_a_process(system, measured=False)
+    comparison = run.run_in_subprocess(system, measured=False)
     return {"rows": {row["name"]: row for row in comparison["rows"]}, "skipped": comparison["skipped"]}
 
 
 @pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
 def test_their_code_and_our_term_have_the_same_derivatives(case: peers_case.Case) -> None:
     comparison = compared(case.system)
-    skipped = [each for each in comparison["skipped"] if each["what"] in (case.name, "all of it")]
+    skipped = [skip for skip in comparison["skipped"] if skip["what"] in (case.name, "all of it")]
     assert case.name in comparison["rows"], skipped
     row = comparison["rows"][case.name]
     assert row["difference"] <= row["difference_allowed"] <= 1e-3

@@ -6,16 +6,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 from rich.console import Console
+from tests.commands import run_here
+
+from kl_comedy.registry import PLUGIN_FILES
 
 
 class Site:
-    """A folder to work in and the environment of a cluster."""
-
     def __init__(self, folder, environment):
         self.folder, self.environment = folder, environment
-        self.held = {}
 
     def run(self, *words, code=0):
         done = subprocess.run(
@@ -25,37 +27,29 @@ class Site:
         return done
 
     def kl_comedy(self, *words, code=0):
-        done = self.run(sys.executable, "-m", "kl_comedy.cli", *words, code=code)
-        assert "Traceback" not in done.stderr
-        return done
+        """The command line in this process, which has imported everything."""
+        with mock.patch.dict(PLUGIN_FILES, clear=True):
+            exit_code, out, err = run_here(*words, cwd=self.folder, env=self.environment)
+        assert exit_code == code and "Traceback" not in err, (words, out, err)
+        return SimpleNamespace(stdout=out, stderr=err)
 
     def status(self, sweep):
         return json.loads(self.kl_comedy("status", sweep, "--format", "json").stdout)
 
     def wait(self, what, seconds=400, every=0.2):
         deadline = time.monotonic() + seconds
-        while not (found := what()):
+        while not (result := what()):
             assert time.monotonic() < deadline, self.run("squeue", "--states=all", "--array").stdout
             time.sleep(every)
-        return found
+        return result
 
     def idle(self):
-        """Whether the queue is empty; a requeued job is let go after five seconds, where SLURM would wait two minutes.
-
-        Not at once: a late word of the first leg's end would be taken for the second's.
-        """
-        lines = self.run("squeue", "--noheader", "--array", "--format=%i|%T|%r").stdout.split("\n")
-        for line in filter(None, lines):
-            job, state, reason = line.split("|")
-            if state != "PENDING" or reason != "BeginTime":
-                self.held.pop(job, None)
-            elif time.monotonic() - self.held.setdefault(job, time.monotonic()) > 5:
-                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        return not any(lines)
+        """Whether the queue is empty."""
+        return not self.run("squeue", "--noheader").stdout.strip()
 
 
-def undisturbed(sweep, folder):
-    """What the cells of a sweep end in when nobody disturbs them, one after another, without a scheduler.
+def undisturbed(sweep, folder, *, only=None, environment=None):
+    """What cells of a sweep (default: all) end in when nobody disturbs them, one after another, without a scheduler.
 
     Cells of one process are trained in this one; those of several nodes in as many processes of this machine.
     """
@@ -63,19 +57,22 @@ def undisturbed(sweep, folder):
     from kl_comedy.slurm.manifest import read_sweep
     from kl_comedy.training.run import train
 
-    found, ends = read_sweep(sweep), {}
-    with contextlib.chdir(found.manifest.directory):
-        for cell in found.manifest.cells:
-            overrides = [*found.overrides(cell), f"output={folder / str(cell.index)}", "tracking.uri=none"]
+    sweep, ends = read_sweep(sweep), {}
+    with contextlib.chdir(sweep.manifest.directory):
+        for cell in sweep.manifest.cells:
+            if only is not None and cell.index not in only:
+                continue
+            overrides = [*sweep.overrides(cell), f"output={folder / str(cell.index)}", "tracking.uri=none"]
             if cell.nodes == 1:
-                done = train(load_config(found.base, overrides), console=Console(quiet=True), command="alone")
+                done = train(load_config(sweep.base, overrides), console=Console(quiet=True), command="alone")
                 ends[cell.index] = done.run.path
                 continue
             here = ["train.nodes=1", f"train.devices={cell.nodes * cell.devices}"]
             subprocess.run(
-                [sys.executable, "-m", "kl_comedy.cli", "train", found.base, *overrides, *here],
+                [sys.executable, "-m", "kl_comedy.cli", "train", sweep.base, *overrides, *here],
                 check=True,
                 capture_output=True,
+                env=environment,
             )
             (ends[cell.index],) = (folder / str(cell.index)).glob("*-1")
     return ends

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 from sites import Site, undisturbed, weights
 
+from commands import WAITS, waits
+
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
 STEPS = 30
 GRID = f"""
 base: base.yaml
-overrides: {{train.steps: {STEPS}, train.threads: 1, train.eval_every: 0, "tracking.uri": "sqlite:///store.db"}}
+overrides: {{train.steps: {STEPS}, train.threads: 1, train.eval_every: 0}}
 grid:
   kl.0.estimator: [k1, k3]
   kl.0.beta: [0.01, 0.1]
@@ -26,8 +28,14 @@ grid:
   data.train.options: {{easy: {{digits: 1}}}}
 exclude: [{{kl.0.estimator: k3, kl.0.beta: 0.1, optimizer.lr: 3.0e-4}}]
 rows:
-  late: {{data.train: {{dataset: jsonl, path: late.jsonl, split: null, fields: {{text: question}}}}}}
-  shards: {{train.strategy: fsdp, train.nodes: 2, data.train.options: {{digits: 1}}}}
+  late:
+    tracking.uri: "sqlite:///store.db"
+    data.train: {{dataset: jsonl, path: late.jsonl, split: null, fields: {{text: question}}}}
+  shards:
+    tracking.uri: "sqlite:///store.db"
+    train.strategy: fsdp
+    train.nodes: 2
+    data.train.options: {{digits: 1}}
 """
 PROBLEMS = "".join(json.dumps({"question": f"{n}+{n}=", "answer": str(2 * n), "id": n}) + "\n" for n in range(1, 9))
 PROFILE = """
@@ -45,7 +53,7 @@ shapes:
     environment: {OMP_NUM_THREADS: "1", MASTER_ADDR: 127.0.0.1, GLOO_SOCKET_IFNAME: lo}
 """
 )
-KILLED, SIGNALLED, LATE, SHARDS = 0, 1, 7, 8
+KILLED, SIGNALLED, PLAIN, LATE, SHARDS = 0, 1, 2, 7, 8
 CELLS = 9
 
 
@@ -56,18 +64,22 @@ def site(cluster, tmp_path_factory):
     (folder / "grid.yaml").write_text(GRID)
     (folder / "site.yaml").write_text(PROFILE)
     (folder / "wide.yaml").write_text(WIDE)
+    cluster = {**cluster, **waits(2, folder / "go_on-{cell}")}
     return Site(folder, cluster)
 
 
-def pid_at_step(folder, cell, step):
+def journal(site, cell):
+    return (site.folder / f"sweeps/grid/cells/{cell:05d}.jsonl").read_text()
+
+
+def pid_at_step(site, cell, step):
     """The process that trains ``cell``, once a checkpoint of ``step`` or later is there; None before."""
-    for run in folder.glob("sweeps/grid/runs/*"):
+    for run in site.folder.glob("sweeps/grid/runs/*"):
         if not (run / "config.yaml").exists() or f"cell: '{cell}'" not in (run / "config.yaml").read_text():
             continue
         steps = [int(path.stem.split("-")[1]) for path in run.glob("checkpoints/step-*.ckpt")]
         if max(steps, default=0) >= step:
-            assert not (run / "summary.json").exists(), "the run ended before it could be disturbed"
-            started = (folder / f"sweeps/grid/cells/{cell:05d}.jsonl").read_text().splitlines()[0]
+            started = journal(site, cell).splitlines()[0]
             return int(json.loads(started)["process"]["process.pid"])
     return None
 
@@ -75,16 +87,19 @@ def pid_at_step(folder, cell, step):
 @pytest.fixture(scope="module")
 def disturbed(site):
     """Submit; kill the first cell outright, ask the second and that of two nodes to make room; wait for an empty queue.
+    Each of the three waits for it after its second checkpoint.
 
     Its rows, its jobs (an array, that of two nodes, the report), and the most cells of the first that ran at a time.
     """
-    said = site.kl_comedy("sweep", "grid.yaml", "--slurm", "wide.yaml")
-    jobs = said.stdout.split()
     left = {KILLED, SIGNALLED, SHARDS}
+    for cell in range(CELLS):
+        if cell not in left:
+            (site.folder / f"go_on-{cell}").touch()
+    jobs = site.kl_comedy("sweep", "grid.yaml", "--slurm", "wide.yaml", *WAITS).stdout.split()
 
     def disturb():
         for cell in sorted(left):
-            if pid := pid_at_step(site.folder, cell, 2):
+            if pid := pid_at_step(site, cell, 2):
                 if cell == KILLED:
                     os.kill(pid, signal.SIGKILL)
                 else:
@@ -95,6 +110,10 @@ def disturbed(site):
         return not left
 
     site.wait(disturb, 900)
+    for cell in (KILLED, SIGNALLED, SHARDS):
+        if cell != KILLED:
+            site.wait(lambda cell=cell: '"code"' in journal(site, cell))
+        (site.folder / f"go_on-{cell}").touch()
     most = 0
 
     def watched():
@@ -107,7 +126,7 @@ def disturbed(site):
     return {row["cell"]: row for row in site.status("grid")}, jobs, most
 
 
-def test_two_at_a_time_and_every_end_is_told_apart(site, disturbed):
+def test_two_at_a_time_and_every_cell_ends_in_its_state(site, disturbed):
     rows, jobs, most = disturbed
     assert len(jobs) == 3 and most == 2
     assert {cell: row["state"] for cell, row in rows.items()} == {
@@ -124,11 +143,10 @@ def test_two_at_a_time_and_every_end_is_told_apart(site, disturbed):
 
 
 @pytest.mark.parametrize("cell", [SIGNALLED, SHARDS])
-def test_the_signalled_cell_saved_at_once_and_went_on(site, disturbed, cell):
+def test_the_signalled_cell_saved_at_once_and_resumed(site, disturbed, cell):
     rows, _, _ = disturbed
     assert rows[cell]["attempts"] == 2
-    journal = (site.folder / f"sweeps/grid/cells/{cell:05d}.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in journal]
+    lines = [json.loads(line) for line in journal(site, cell).splitlines()]
     assert [line["code"] for line in lines if "code" in line] == [75, 0]
     assert "stopped by SIGUSR1 at update" in next(line["reason"] for line in lines if "code" in line)
     assert [line["restart"] for line in lines if "started" in line] == [0, 1]
@@ -147,22 +165,23 @@ def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, 
     assert f"{CELLS} finished" in (site.folder / "sweeps/grid/report/report.md").read_text()
 
     runs = json.loads(site.kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--format", "json").stdout)
-    assert sorted(run["tags.cell"] for run in runs if run["status"] == "FINISHED") == [
-        str(cell) for cell in range(CELLS)
-    ]
+    assert sorted(run["tags.cell"] for run in runs if run["status"] == "FINISHED") == [str(LATE), str(SHARDS)]
     assert all(run["metrics.train/reward"] is not None for run in runs)
     words = ["--uri", "sqlite:///store.db", "--metric", "train/reward", "--format", "json"]
     table = json.loads(site.kl_comedy("results", "table", *words).stdout)
-    assert sum(row["n"] for row in table) == CELLS
+    assert sum(row["n"] for row in table) == 2
 
-    alone = undisturbed(site.folder / "sweeps/grid", site.folder / "alone")
-    for row in rows:
-        assert weights(row["run"]) == weights(alone[row["cell"]]), row
+    compared = {KILLED, SIGNALLED, PLAIN, LATE, SHARDS}
+    alone = undisturbed(site.folder / "sweeps/grid", site.folder / "alone", only=compared, environment=site.environment)
+    for cell, run in alone.items():
+        assert weights(rows[cell]["run"]) == weights(run), rows[cell]
+    assert len({weights(row["run"]) for row in rows}) == CELLS, "every cell is another run"
 
 
 def test_cancel_takes_waiting_and_running_cells_out(site):
     (site.folder / "long.yaml").write_text(
-        f"base: {TINY}\noverrides: {{train.steps: 4000, train.checkpoint_every: 0, train.eval_every: 0}}\nseeds: 3\n"
+        f"base: {TINY}\noverrides: {{train.steps: 4000, train.checkpoint_every: 0, train.eval_every: 0}}\nseeds: 2\n"
+        "max_parallel: 1\n"
     )
     site.kl_comedy("sweep", "long.yaml", "--slurm", "site.yaml")
     site.wait(lambda: any(row["step"] > 0 for row in site.status("long")), every=1)
@@ -176,14 +195,12 @@ def test_cancel_takes_waiting_and_running_cells_out(site):
 def test_a_refused_submission_is_one_line(site):
     (site.folder / "wrong.yaml").write_text(PROFILE.replace("main", "nowhere"))
     (site.folder / "one.yaml").write_text(f"base: {TINY}\n")
-    said = site.kl_comedy("sweep", "one.yaml", "--slurm", "wrong.yaml", code=1).stderr
-    assert "invalid partition specified: nowhere" in said
+    error = site.kl_comedy("sweep", "one.yaml", "--slurm", "wrong.yaml", code=1).stderr
+    assert "invalid partition specified: nowhere" in error
 
 
-def test_evaluation_and_report_depend_on_training_and_accounting_says_why(start_cluster, tmp_path):
-    site = Site(tmp_path, start_cluster(accounting=True, nodes=1))
-    (tmp_path / "site.yaml").write_text(PROFILE)
-    (tmp_path / "pair.yaml").write_text(
+def test_evaluation_and_report_depend_on_training_and_accounting_says_why(site, accounting, monkeypatch):
+    (site.folder / "pair.yaml").write_text(
         f"base: {TINY}\noverrides: {{train.steps: 2, train.eval_every: 0}}\n"
         "rows:\n  good: {seed: 0}\n  lost: {seed: 1, model.source: nowhere}\n"
         "evaluate: {eval.samples: 2}\n"
@@ -192,18 +209,15 @@ def test_evaluation_and_report_depend_on_training_and_accounting_says_why(start_
     assert len(jobs) == 3
     site.wait(site.idle)
     site.wait(lambda: "FAILED" in site.run("sacct", "-n", "-X", "-P", f"-j{jobs[0]}", "--format=State").stdout)
-    from kl_comedy.slurm import scheduler
+    from kl_comedy.slurm import submit
 
-    before, os.environ["SLURM_CONF"] = os.environ.get("SLURM_CONF"), site.environment["SLURM_CONF"]
-    try:
-        found = scheduler.accounting(jobs)
-    finally:
-        os.environ.pop("SLURM_CONF") if before is None else os.environ.__setitem__("SLURM_CONF", before)
-    assert found[f"{jobs[0]}_0"].state == "COMPLETED"
-    assert found[f"{jobs[0]}_1"].why == "FAILED, exit code 2:0"
+    monkeypatch.setenv("SLURM_CONF", site.environment["SLURM_CONF"])
+    states = submit.accounting(jobs)
+    assert states[f"{jobs[0]}_0"].state == "COMPLETED"
+    assert states[f"{jobs[0]}_1"].why == "FAILED, exit code 2:0"
     rows = {row["name"]: row for row in site.status("pair")}
     assert rows["good"]["evaluated"] and not rows["lost"]["evaluated"]
-    assert (tmp_path / "sweeps/pair/report/report.md").exists()
+    assert (site.folder / "sweeps/pair/report/report.md").exists()
 
 
 def test_a_thousand_cells_are_submitted_queried_and_cancelled(site):

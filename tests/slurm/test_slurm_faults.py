@@ -11,103 +11,150 @@ from pathlib import Path
 import pytest
 from sites import Site, undisturbed, weights
 
+from commands import WAITS, waits
+from kl_comedy.slurm.scripts import LAST_TASKS_S
+
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
-STEPS = 60
+STEPS = 100
 SETTINGS = f"train.steps: {STEPS}, train.threads: 1, train.eval_every: 0, train.checkpoint_every: 5"
 PROFILE = 'partition: main\ntime: "10"\nsignal_seconds: 60\nenvironment: {OMP_NUM_THREADS: "1"}\n'
+EARLY, LOST, PREEMPTED = 0, 1, 2
 
 
 @pytest.fixture(scope="module")
 def site(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     (folder / "site.yaml").write_text(PROFILE)
-    return Site(folder, cluster)
+    return Site(folder, {**cluster, **waits(5, folder / "go_on-{cell}")})
+
+
+def processes_of(job, cluster):
+    """What runs in ``job`` of this cluster, as (process id, its parent's), by the variables SLURM gave it."""
+    marks = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_CONF={cluster['SLURM_CONF']}".encode()}
+    processes = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and marks <= set((folder / "environ").read_bytes().split(b"\0")):
+                processes.append((int(folder.name), int((folder / "stat").read_text().rpartition(")")[2].split()[1])))
+    return processes
+
+
+def lose(node, job, cluster):
+    """Kill the node's daemon first, then the guardians of the job's steps, then all that ran: none can send word."""
+    daemon = int((Path(cluster["SLURM_CONF"]).parent / "pids" / f"slurmd-{node}").read_text().split()[0])
+    inside = dict(processes_of(job, cluster))
+    guardians = {parent for parent in inside.values() if parent not in inside}
+    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in guardians}
+    assert names == {"slurmstepd"}, names
+    for pid in (daemon, *guardians, *inside):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The weights that nobody disturbed, trained in this process without a scheduler."""
-    ends = []
+def faulty(site, cluster):
+    """Three cells, each on a node of its own: the first is signalled while python imports; the node of the second is
+    lost, and the third is preempted, after their first checkpoints, where they wait for it. The urgent job's id, when
+    the queue is empty.
+    """
+    (site.folder / "own.yaml").write_text(PROFILE + 'extra: ["--exclusive"]\n')
+    (site.folder / "faulty.yaml").write_text(f"base: {TINY}\noverrides: {{{SETTINGS}}}\nseeds: 3\n")
+    (site.folder / f"go_on-{EARLY}").touch()
+    array = site.kl_comedy("sweep", "faulty.yaml", "--slurm", "own.yaml", *WAITS).stdout.split()[0]
+    urgent = []
 
-    def train(site, name):
-        if not ends:
-            (run,) = undisturbed(site.folder / "sweeps" / name, tmp_path_factory.mktemp("alone")).values()
-            ends.append(weights(run))
-        return ends[0]
+    def signal_early():
+        wanted = f"python.* -m kl_comedy.cli cell {site.folder}/sweeps/faulty {EARLY}"
+        output = subprocess.run(["pgrep", "-f", "--", wanted], capture_output=True, text=True).stdout
+        pids = [int(pid) for pid in output.split()]
+        for pid in [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().startswith("python")]:
+            os.kill(pid, signal.SIGUSR1)
+            return True
 
-    return train
+    def lose_node():
+        if node := training(site, LOST):
+            (job,) = site.run("squeue", "--noheader", f"--jobs={array}_{LOST}", "--format=%A").stdout.split()
+            lose(node, job, cluster)
+            site.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+        return node
+
+    def preempt():
+        if node := training(site, PREEMPTED):
+            options = f"--parsable --partition=urgent --nodelist={node} --exclusive --output=urgent.out --wrap=hostname"
+            urgent.append(site.run("sbatch", *options.split()).stdout.strip())
+        return node
+
+    left = [signal_early, lose_node, preempt]
+
+    def disturb():
+        for fault in list(left):
+            if fault():
+                left.remove(fault)
+        return not left
+
+    site.wait(disturb, every=0.1)
+    site.wait(lambda: any("code" in line for line in lines(site, PREEMPTED)))
+    for cell in (LOST, PREEMPTED):
+        (site.folder / f"go_on-{cell}").touch()
+    site.wait(site.idle)
+    return urgent[0]
 
 
-def start(site, name, *where, more=""):
-    (site.folder / f"{name}.yaml").write_text(f"base: {TINY}\noverrides: {{{SETTINGS}{more}}}\n")
-    site.kl_comedy("sweep", f"{name}.yaml", *where)
-    return name
+@pytest.fixture(scope="module")
+def alone(site, faulty, tmp_path_factory):
+    """The weights of each cell that nobody disturbed, trained in this process without a scheduler."""
+    ends = undisturbed(site.folder / "sweeps/faulty", tmp_path_factory.mktemp("alone"))
+    return {cell: weights(run) for cell, run in ends.items()}
 
 
-def run_of(site, name):
-    (row,) = site.status(name)
+def assert_ends_as_undisturbed(site, alone, cell):
+    row = site.status("faulty")[cell]
     assert (row["state"], row["step"]) == ("FINISHED", STEPS), row
-    return weights(row["run"])
+    assert weights(row["run"]) == alone[cell]
 
 
-def lines(site, name):
-    file = site.folder / f"sweeps/{name}/cells/00000.jsonl"
+def lines(site, cell):
+    file = site.folder / f"sweeps/faulty/cells/{cell:05d}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def training(site, name):
-    """The first line of the cell's journal once a checkpoint is there; None before."""
-    saved = list(site.folder.glob(f"sweeps/{name}/runs/*/checkpoints/step-*.ckpt"))
-    return lines(site, name)[0] if saved else None
+def training(site, cell):
+    """The node of the cell's first attempt once a checkpoint is there; None before."""
+    saved = list(site.folder.glob("sweeps/faulty/runs/faulty-*-1/checkpoints/step-*.ckpt"))
+    runs = {path.parents[1] for path in saved}
+    begun = any(f"cell: '{cell}'" in (run / "config.yaml").read_text() for run in runs)
+    return lines(site, cell)[0]["node"] if begun else None
 
 
-def test_a_preempted_cell_saves_within_its_grace_and_goes_on(site, alone):
+def test_a_preempted_cell_saves_within_its_grace_and_goes_on(site, faulty, alone):
     """SLURM ends a job that leaves within its grace, and does not requeue it; the script must."""
-    name = start(site, "preempted", "--slurm", "site.yaml")
-    site.wait(lambda: training(site, name))
-    urgent = site.run(
-        "sbatch",
-        "--parsable",
-        "--partition=urgent",
-        "--nodes=3",
-        "--exclusive",
-        "--output=urgent.out",
-        "--wrap=hostname",
-    ).stdout.strip()
-    site.wait(site.idle)
-    ends = [(line["code"], line["reason"]) for line in lines(site, name) if "code" in line]
+    ends = [(line["code"], line["reason"]) for line in lines(site, PREEMPTED) if "code" in line]
     assert [code for code, _ in ends] == [1, 0] and "stopped by SIGTERM at update" in ends[0][1]
-    assert [line["restart"] for line in lines(site, name) if "started" in line] == [0, 1]
-    assert "COMPLETED" in site.run("squeue", "--noheader", "--states=all", f"--jobs={urgent}", "--format=%T").stdout
-    assert run_of(site, name) == alone(site, name)
+    assert [line["restart"] for line in lines(site, PREEMPTED) if "started" in line] == [0, 1]
+    assert "COMPLETED" in site.run("squeue", "--noheader", "--states=all", f"--jobs={faulty}", "--format=%T").stdout
+    assert_ends_as_undisturbed(site, alone, PREEMPTED)
 
 
-def test_a_signal_before_the_process_listens_requeues_the_job(site, alone):
+def test_a_signal_before_the_process_listens_requeues_the_job(site, faulty, alone):
     """USR1 comes while python imports; the leg has nothing to save, and the next one trains."""
-    name = start(site, "early", "--slurm", "site.yaml")
-    wanted = f"kl_comedy.cli cell {site.folder}/sweeps/early 0"
-
-    def worker():
-        found = subprocess.run(["pgrep", "-f", "--", f"python.* -m {wanted}"], capture_output=True, text=True).stdout
-        pids = [int(pid) for pid in found.split()]
-        return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().startswith("python")]
-
-    (pid,) = site.wait(worker)
-    os.kill(pid, signal.SIGUSR1)
-    site.wait(site.idle)
-    started = [line["restart"] for line in lines(site, name) if "started" in line]
+    started = [line["restart"] for line in lines(site, EARLY) if "started" in line]
     assert started[-1] == 1, "the second leg trained"
-    assert run_of(site, name) == alone(site, name)
+    assert_ends_as_undisturbed(site, alone, EARLY)
+
+
+def test_a_lost_node_costs_what_came_after_the_last_checkpoint(site, faulty, alone):
+    """The node's daemon, the job's steps and the training process died; the job was requeued to another node."""
+    begun = [line for line in lines(site, LOST) if "started" in line]
+    assert [line["restart"] for line in begun] == [0, 1] and begun[1]["node"] != begun[0]["node"]
+    assert_ends_as_undisturbed(site, alone, LOST)
 
 
 def test_a_task_that_saved_first_does_not_take_the_others_with_it(site):
     """Two tasks save and exit with 75, one three seconds later; srun waits for it and says 75."""
-    from kl_comedy.slurm.render import Resources, worker_step
-
     script = "sleep $((3 * SLURM_PROCID)); touch saved.$SLURM_PROCID; exit 75"
-    step = worker_step(Resources(nodes=2, tasks=1, cpus=1, gpus=0), None).split()
+    step = ("--kill-on-bad-exit=0", f"--wait={LAST_TASKS_S}")
     site.run("srun", "--nodes=2", "--ntasks-per-node=1", *step, "bash", "-c", script, code=75)
     assert sorted(path.name for path in site.folder.glob("saved.*")) == ["saved.0", "saved.1"]
 
@@ -158,7 +205,8 @@ def test_servers_beside_the_trainer_answer_it_while_it_trains(site):
         f"base: {TINY}\noverrides: {{train.steps: 2, train.eval_every: 0, rewards: [{{name: exact_answer}}, "
         "{name: asks_servers}]}\n"
     )
-    site.kl_comedy("sweep", "served.yaml", "--slurm", "servers.yaml", "--plugin", "plugin.py")
+    words = ["sweep", "served.yaml", "--slurm", "servers.yaml", "--plugin", "plugin.py"]
+    site.run(sys.executable, "-m", "kl_comedy.cli", *words)  # not in this process, where the reward would stay
     site.wait(site.idle)
     (row,) = site.status("served")
     assert row["state"] == "FINISHED", row
@@ -175,40 +223,3 @@ def test_a_server_that_never_comes_up_fails_the_cell_in_one_line(site):
     site.wait(site.idle)
     (row,) = site.status("unserved")
     assert (row["state"], row["why"]) == ("FAILED", "server 0 of this job ended with code 1; the job's log says more")
-
-
-def processes_of(job, cluster):
-    """What runs in ``job`` of this cluster, as (process id, its parent's), by the variables SLURM gave it."""
-    marks = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_CONF={cluster['SLURM_CONF']}".encode()}
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if folder.name.isdigit() and marks <= set((folder / "environ").read_bytes().split(b"\0")):
-                found.append((int(folder.name), int((folder / "stat").read_text().rpartition(")")[2].split()[1])))
-    return found
-
-
-def lose(node, job, cluster):
-    """Kill the node's daemon first, then the guardians of the job's steps, then all that ran: none can send word."""
-    daemon = int((Path(cluster["SLURM_CONF"]).parent / "pids" / f"slurmd-{node}").read_text().split()[0])
-    inside = dict(processes_of(job, cluster))
-    guardians = {parent for parent in inside.values() if parent not in inside}
-    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in guardians}
-    assert names == {"slurmstepd"}, names
-    for pid in (daemon, *guardians, *inside):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def test_a_lost_node_costs_what_came_after_the_last_checkpoint(site, alone, cluster):
-    """The node's daemon, the job's steps and the training process die; the job goes on elsewhere."""
-    name = start(site, "lost", "--slurm", "site.yaml")
-    first = site.wait(lambda: training(site, name))
-    node = first["node"]
-    (job,) = site.run("squeue", "--noheader", "--name=lost-train", "--format=%A").stdout.split()
-    lose(node, job, cluster)
-    site.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
-    site.wait(site.idle)
-    begun = [line for line in lines(site, name) if "started" in line]
-    assert [line["restart"] for line in begun] == [0, 1] and begun[1]["node"] != node
-    assert run_of(site, name) == alone(site, name)

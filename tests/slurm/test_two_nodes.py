@@ -15,7 +15,7 @@ TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
 
 
 def assert_close(run, other):
-    two, one = (load_file(Path(found) / "policy" / "model.safetensors") for found in (run, other))
+    two, one = (load_file(Path(path) / "policy" / "model.safetensors") for path in (run, other))
     assert two.keys() == one.keys()
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=2e-4)
@@ -25,18 +25,8 @@ def test_srun_starts_whole_copies_on_two_nodes(cluster, tmp_path):
     where = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     site = Site(tmp_path, {**cluster, **where})
     words = ["train.strategy=ddp", "train.nodes=2", f"output={tmp_path / 'runs'}", *overrides(4)]
-    site.run(
-        "srun",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--time=10",
-        sys.executable,
-        "-m",
-        "kl_comedy.cli",
-        "train",
-        TINY,
-        *words,
-    )
+    train = (sys.executable, "-m", "kl_comedy.cli", "train", TINY)
+    site.run("srun", "--nodes=2", "--ntasks-per-node=1", "--time=10", *train, *words)
     (run,) = (tmp_path / "runs").glob("tiny-*")
     assert_close(run, alone(tmp_path, 4))
 

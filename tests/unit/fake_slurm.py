@@ -1,15 +1,19 @@
-"""A stand-in for SLURM's commands."""
+"""A stand-in for SLURM's commands, and a planned sweep."""
 
 from kl_comedy.errors import RunFailed
-from kl_comedy.slurm import scheduler
+from kl_comedy.slurm import submit
+from kl_comedy.slurm.grid import read_grid
+from kl_comedy.slurm.manifest import plan, write_sweep
+
+BASE = "model: {options: {preset: tiny}}\n"
 
 
 class FakeSlurm:
     """Answers for sbatch, squeue, sacct and scancel, and remembers what was asked."""
 
-    def __init__(self, monkeypatch, queue=""):
-        self.calls, self.queue, self.jobs = [], queue, 0
-        monkeypatch.setattr(scheduler, "_call", self)
+    def __init__(self, monkeypatch):
+        self.calls, self.queue, self.jobs = [], "", 0
+        monkeypatch.setattr(submit, "_call", self)
 
     def __call__(self, words):
         self.calls.append(words)
@@ -19,3 +23,10 @@ class FakeSlurm:
         if words[0] == "sacct":
             raise RunFailed("sacct: Slurm accounting storage is disabled")
         return self.queue if words[0] == "squeue" else ""
+
+
+def plan_sweep(folder, grid):
+    (folder / "base.yaml").write_text(BASE)
+    (folder / "grid.yaml").write_text(f"base: base.yaml\n{grid}")
+    manifest = plan(read_grid(folder / "grid.yaml"), directory=folder)
+    return write_sweep(folder / "sweeps" / "grid", manifest, BASE)

@@ -1,59 +1,47 @@
 """Run a function of a test in several processes that talk over gloo: ``spawn(function, folder, world=2)``."""
 
-import importlib
 import json
-import os
-import subprocess
-import sys
+import time
+import traceback
 from pathlib import Path
 
-TIMEOUT_S = 500
+from commands import DEADLINE_S, FORKS
 
 
-def spawn(function, folder, *arguments, world=2, timeout=TIMEOUT_S):
+def spawn(function, folder, *arguments, world=2, timeout=DEADLINE_S):
     """Call ``function(rank, world, folder, *arguments)`` on every rank; what each returned (JSON), rank by rank.
 
     Fails where a process fails, and where they do not end in time: then something hung.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    module = function.__module__
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(sys.modules[module].__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = [str(world), str(folder), module, function.__name__, json.dumps(list(arguments))]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), *words],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, text) in enumerate(zip(processes, said, strict=True)):
-        assert process.returncode == 0, f"rank {rank} of {world} failed:\n{text}"
+    ranks = [FORKS.Process(target=_main, args=(function, rank, world, folder, *arguments)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + timeout
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
+    errors = [path.read_text() for path in folder.glob("error-*.txt")]
+    assert codes == [0] * world, "\n".join(errors)
     return [json.loads((folder / f"returned-{rank}.json").read_text()) for rank in range(world)]
 
 
-def _main():
+def _main(function, rank, world, folder, *arguments):
+    import torch
     import torch.distributed as dist
 
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    function = getattr(importlib.import_module(sys.argv[4]), sys.argv[5])
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder.absolute()}/store", rank=rank, world_size=world)
     try:
-        found = function(rank, world, folder, *json.loads(sys.argv[6]))
-        (folder / f"returned-{rank}.json").write_text(json.dumps(found))
+        result = function(rank, world, folder, *arguments)
+        (folder / f"returned-{rank}.json").write_text(json.dumps(result))
         dist.barrier()
+    except BaseException:
+        (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
+        raise
     finally:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main()

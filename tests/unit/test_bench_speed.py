@@ -1,4 +1,4 @@
-"""The speed bench's arithmetic: medians, ratios, whether work was equal, and the page made of them."""
+"""Statistics of the speed benchmark: medians, ratios, the check for equal work, and the page."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from speed import setup
-from speed.clock import PHASES
-from speed.report import figure, main_table, page, ratio_table
+from speed.phase_timer import PHASES
+from speed.report import format_number, main_table, page, ratio_table
 from speed.setup import PEERS, pins
 from speed.summary import fastest, figures, ratios, spread, summarize, unequal_work
 from speed.variants import VARIANTS
@@ -46,27 +46,27 @@ RUNS += [repetition(TRL, n, w, peak=9 * 2**30) for n, w in enumerate((40.0, 30.0
 
 def test_the_warm_up_does_not_count_and_medians_do():
     assert figures(RUNS[0])["wall"] == 10.0 and figures(RUNS[0])["peak_above_loaded"] == 2.0
-    found = summarize(RUNS)[OURS]["wall"]
-    assert (found.median, found.low, found.high, found.count) == (11.0, 10.0, 12.0, 3)
+    wall = summarize(RUNS)[OURS]["wall"]
+    assert (wall.median, wall.low, wall.high, wall.count) == (11.0, 10.0, 12.0, 3)
     with pytest.raises(ValueError, match="no repetition"):
         spread([])
 
 
 def test_ratios_are_of_medians_with_the_range_of_pairs():
-    found = ratios(RUNS, TRL, OURS, "wall")
-    assert found.median == 3.0 and (found.low, found.high) == (2.5, 4.0)
+    ratio = ratios(RUNS, TRL, OURS, "wall")
+    assert ratio.median == 3.0 and (ratio.low, ratio.high) == (2.5, 4.0)
     assert fastest(summarize(RUNS), "trl-") == TRL and fastest(summarize(RUNS), "none-") is None
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [({"tokens": 120}, "trained tokens"), ({"prompts": "other"}, "prompts differ")],
     ids=["tokens", "prompts"],
 )
-def test_unequal_work_is_told(change, said):
+def test_unequal_work_is_reported(change, message):
     assert unequal_work(RUNS) == []
     odd = repetition(OURS, 0, 10.0, **change)
-    assert any(said in line for line in unequal_work([odd, *RUNS[1:]]))
+    assert any(message in line for line in unequal_work([odd, *RUNS[1:]]))
 
 
 def test_the_page_has_every_variant_and_the_command():
@@ -86,7 +86,7 @@ def test_the_page_has_every_variant_and_the_command():
     }
     text = page(results)
     assert OURS in text and "python bench/speed/run.py --x" in text and "boom" in text and "Work was equal" in text
-    assert "0.333" in ratio_table(RUNS) and TRL in main_table(RUNS) and figure(0.0) == "0.000"
+    assert "0.333" in ratio_table(RUNS) and TRL in main_table(RUNS) and format_number(0.0) == "0.000"
 
 
 def test_every_peer_has_its_line_in_the_ratios():
@@ -104,7 +104,7 @@ def test_every_peer_has_its_line_in_the_ratios():
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_a_peer_is_pinned_and_told_absent_where_it_is_not(peer, tmp_path, monkeypatch):
+def test_a_peer_is_pinned_and_reported_absent_where_it_is_not(peer, tmp_path, monkeypatch):
     assert all(str(pin.specifier).startswith("==") for pin in pins(peer)) and pins(peer)[0].name == peer
     assert {variant.system for variant in VARIANTS.values()} == {"ours", *PEERS}
     monkeypatch.setattr(setup, "HERE", tmp_path)
@@ -115,9 +115,9 @@ def test_a_peer_is_pinned_and_told_absent_where_it_is_not(peer, tmp_path, monkey
 
 
 def test_a_requirement_may_be_met_by_the_environment_or_the_folder(tmp_path):
-    found = tmp_path / "only_here-2.0.dist-info"
-    found.mkdir()
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: only_here\nVersion: 2.0\n")
+    distribution = tmp_path / "only_here-2.0.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: only_here\nVersion: 2.0\n")
     wants = ["torch>=2", "only_here>=2", "only_here<2", "torch<1", 'absent; extra == "x"']
     assert [line.split(" ")[0] for line in setup.unmet(wants, tmp_path)] == ["only_here<2", "torch<1"]
 

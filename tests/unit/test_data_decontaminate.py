@@ -1,7 +1,5 @@
 """Decontamination: what counts as the same problem, and what is reported."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -11,70 +9,62 @@ from kl_comedy.errors import UserError
 from kl_comedy.records import Problem
 
 
-def problem(text: str, **meta: object) -> Problem:
+def problem(text, **meta):
     return Problem(id=text, text=text, answer="0", meta=meta)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("What is $x$, if $x^2 = 4$?", "what is x if  x^{2}=4"),
-        ("4 - 1 =", "4-1= ?"),
-        ("Calculate $4 - 1$.", "Calculate 4 \N{MINUS SIGN} 1"),
-        ("1,000 + 2 =", "1000+2="),
-        ("2^{10} + 1", "2^10 + 1"),
-        ("a half-truth, told twice", "A half truth told twice."),
-        ("3 \N{MULTIPLICATION SIGN} 4", "3 * 4"),
-        ("\N{LATIN SMALL LIGATURE FI}ve cats", "five cats"),
-    ],
-)
-def test_decoration_does_not_hide_a_copy(one: str, other: str) -> None:
-    assert normalize(one) == normalize(other)
+SAME = [
+    ("What is $x$, if $x^2 = 4$?", "what is x if  x^{2}=4"),
+    ("4 - 1 =", "4-1= ?"),
+    ("Calculate $4 - 1$.", "Calculate 4 \N{MINUS SIGN} 1"),
+    ("1,000 + 2 =", "1000+2="),
+    ("2^{10} + 1", "2^10 + 1"),
+    ("a half-truth, told twice", "A half truth told twice."),
+    ("3 \N{MULTIPLICATION SIGN} 4", "3 * 4"),
+    ("\N{LATIN SMALL LIGATURE FI}ve cats", "five cats"),
+    (
+        "roots of $z^4 - z^2 + 1 = 0$",
+        "roots of $z^4 + z^2 + 1 = 0$",
+    ),  # outside arithmetic signs are dropped
+]
+DIFFERENT = [
+    ("4 - 1 =", "4 + 1 ="),
+    (
+        "The answer to the following arithmetic problem: 4 - 1 =",
+        "The answer to the following arithmetic problem: 4 + 1 =",
+    ),
+    ("-4 + 1 =", "4 + 1 ="),
+    ("2 - -1", "2 - 1"),
+    ("3.5 + 1", "35 + 1"),
+    ("88 / (4 / 2)", "88 / 4 / 2"),
+    ("12 + 3 =", "1 + 23 ="),
+    ("37+45+28=", "37+45-28="),
+    ("2 < 3", "2 > 3"),
+    ("两个苹果", "三个苹果"),
+    ("?!", "!?"),
+]
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("4 - 1 =", "4 + 1 ="),
-        (
-            "State the final answer to the following arithmetic problem: 4 - 1 =",
-            "State the final answer to the following arithmetic problem: 4 + 1 =",
-        ),
-        ("-4 + 1 =", "4 + 1 ="),
-        ("2 - -1", "2 - 1"),
-        ("3.5 + 1", "35 + 1"),
-        ("88 / (4 / 2)", "88 / 4 / 2"),
-        ("12 + 3 =", "1 + 23 ="),
-        ("37+45+28=", "37+45-28="),
-        ("2 < 3", "2 > 3"),
-        ("两个苹果", "三个苹果"),
-        ("?!", "!?"),
-    ],
-)
-def test_different_problems_stay_different(one: str, other: str) -> None:
-    assert normalize(one) != normalize(other)
+def test_decoration_does_not_hide_a_copy_and_different_problems_stay_different():
+    for one, other in SAME:
+        assert normalize(one) == normalize(other)
+    for one, other in DIFFERENT:
+        assert normalize(one) != normalize(other), one
 
 
-def test_prose_that_differs_in_signs_only_counts_as_a_copy() -> None:
-    """Documented: outside arithmetic the form errs on the side of removing."""
-    assert normalize("roots of $z^4 - z^2 + 1 = 0$") == normalize("roots of $z^4 + z^2 + 1 = 0$")
-
-
-@given(st.text())
-def test_normalizing_ignores_case_of_ascii_and_outer_space(text: str) -> None:
+@given(st.text(max_size=60))
+def test_normalizing_ignores_case_of_ascii_and_outer_space(text):
     assert normalize(f"  {text}\n") == normalize(text)
     letters = "".join(char for char in text if char.isascii())
     assert normalize(letters.upper()) == normalize(letters.lower())
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("+-*/"), st.integers(0, 999)), min_size=1, max_size=4),
-    st.lists(st.tuples(st.sampled_from("+-*/"), st.integers(0, 999)), min_size=1, max_size=4),
-)
-def test_arithmetic_is_the_same_only_when_written_the_same(
-    one: list[tuple[str, int]], other: list[tuple[str, int]]
-) -> None:
-    def write(chain: list[tuple[str, int]], space: str) -> str:
+CHAIN = st.lists(st.tuples(st.sampled_from("+-*/"), st.integers(0, 999)), min_size=1, max_size=4)
+
+
+@given(CHAIN, CHAIN)
+def test_arithmetic_is_the_same_only_when_written_the_same(one, other):
+    def write(chain, space):
         return "7" + "".join(f"{space}{sign}{space}{n}" for sign, n in chain)
 
     assert normalize(write(one, " ") + " =") == normalize(write(one, "") + "=?")
@@ -82,25 +72,20 @@ def test_arithmetic_is_the_same_only_when_written_the_same(
     assert normalize(write(one, " ")) != normalize(write(other, " "))
 
 
-def test_counts_are_per_evaluation_set_and_order_is_kept() -> None:
+def test_counts_are_per_evaluation_set_and_order_is_kept():
     train = [problem(text) for text in ("4 - 1 =", "4 + 1 =", "2 + 2 =", "9 - 9 =")]
     evals = {"a": [problem("4-1=")], "b": [problem("4 -1"), problem("9-9")], "none": [problem("1+1")]}
-    kept, counts = decontaminate(train, evals)
-    assert [p.text for p in kept] == ["4 + 1 =", "2 + 2 ="]
+    clean, counts = decontaminate(train, evals)
+    assert [p.text for p in clean] == ["4 + 1 =", "2 + 2 ="]
     assert counts == {"a": 1, "b": 2, "none": 0}
     assert decontaminate(train, {}) == (train, {})
     assert decontaminate([], evals) == ([], {"a": 0, "b": 0, "none": 0})
-
-
-def test_a_task_is_recognised_by_its_own_question_however_it_is_asked() -> None:
-    entry = {"question": "State the final answer to the following arithmetic problem: 4 - 1 =", "answer": "3"}
-    kept, counts = decontaminate(
-        [problem("4 - 1 =", entry=entry), problem("5 - 1 =")], {"gym": [problem(entry["question"], entry=entry)]}
-    )
-    assert [p.text for p in kept] == ["5 - 1 ="]
-    assert counts == {"gym": 1}
-
-
-def test_nothing_left_to_train_on_is_an_error() -> None:
     with pytest.raises(UserError, match=r"each of the 1 problems .*held: 1.*data\.decontaminate=false"):
         decontaminate([problem("1 + 1")], {"held": [problem("1+1")], "other": []})
+
+
+def test_a_task_is_recognised_by_its_own_question_however_it_is_asked():
+    entry = {"question": "State the final answer to the following arithmetic problem: 4 - 1 =", "answer": "3"}
+    train = [problem("4 - 1 =", entry=entry), problem("5 - 1 =")]
+    clean, counts = decontaminate(train, {"gym": [problem(entry["question"], entry=entry)]})
+    assert [p.text for p in clean] == ["5 - 1 ="] and counts == {"gym": 1}

@@ -1,12 +1,7 @@
-"""The door of the data room: dispatch, limits, the refusal of test splits, hashes, the hub, procedural tasks."""
-
-from __future__ import annotations
+"""Loading datasets: dispatch, limits, the refusal of test splits, hashes, the hub, procedural tasks."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,29 +17,22 @@ from kl_comedy.registry import DATASETS
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "gsm8k_32.jsonl"
 
 
-def load(training: bool = False, allow_test_split: bool = False, **settings: Any) -> list[Problem]:
+def load(training=False, allow_test_split=False, **settings):
     config = DatasetConfig(**settings)
     return load_problems(config, key="data.train", training=training, allow_test_split=allow_test_split)
 
 
-def problems(n: int) -> list[Problem]:
+def problems(n):
     return [Problem(id=str(i), text=f"{i} + 1 =", answer=str(i + 1)) for i in range(n)]
 
 
-def test_built_ins_are_registered_and_a_miss_names_them() -> None:
+def test_built_ins_are_registered_and_a_miss_names_them():
     assert {"jsonl", "parquet", "hub", "reasoning_gym", "pocket"} <= set(DATASETS.names())
     with pytest.raises(UserError, match=r"data\.train\.dataset: got 'jsnol'.*did you mean 'jsonl'"):
         load(dataset="jsnol")
 
 
-def test_importing_the_room_is_light() -> None:
-    heavy = ("torch", "transformers", "datasets", "pyarrow", "pandas", "reasoning_gym", "mlflow", "lightning")
-    code = f"import kl_comedy.data, sys; print([m for m in {heavy!r} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
-
-
-def test_limit_takes_the_first_rows_or_a_seeded_subset() -> None:
+def test_limit_takes_the_first_rows_or_a_seeded_subset():
     whole = load(dataset="jsonl", path=str(FIXTURE))
     assert load(dataset="jsonl", path=str(FIXTURE), limit=5) == whole[:5]
     assert load(dataset="jsonl", path=str(FIXTURE), limit=100) == whole
@@ -55,56 +43,31 @@ def test_limit_takes_the_first_rows_or_a_seeded_subset() -> None:
 
 
 @given(n=st.integers(1, 40), limit=st.integers(1, 50), seed=st.integers(0, 5))
-def test_a_subset_keeps_the_order_and_repeats_nothing(n: int, limit: int, seed: int) -> None:
+def test_a_subset_keeps_the_order_and_repeats_nothing(n, limit, seed):
     chosen = [int(problem.id) for problem in subset(problems(n), limit, seed)]
     assert chosen == sorted(set(chosen))
     assert len(chosen) == min(n, limit)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "test",
-        "gsm8k_test.jsonl",
-        "test[:10%]",
-        "train+test",
-        "AIME24",
-        "aime_2024",
-        "amc23",
-        "MATH-500",
-        "math500",
-        "math_test4500",
-        "held_out",
-        "heldout",
-        "eval",
-    ],
+EVALUATION_NAMES = (
+    "test gsm8k_test.jsonl test[:10%] train+test AIME24 aime_2024 amc23 MATH-500 math500 math_test4500 held_out "
+    "heldout eval"
 )
-def test_names_of_evaluation_data(name: str) -> None:
-    assert eval_only_word(name) is not None
+OTHER_NAMES = "train latest.jsonl contest_math math_train7500 gsm8k amcat testament main math"
 
 
-@pytest.mark.parametrize(
-    "name", ["train", "latest.jsonl", "contest_math", "math_train7500", "gsm8k", "amcat", "testament", "main", "math"]
-)
-def test_names_that_only_look_alike(name: str) -> None:
-    assert eval_only_word(name) is None
-
-
-@pytest.mark.parametrize(
-    ("setting", "settings"),
-    [
+def test_training_on_evaluation_data_is_refused_unless_asked_for(tmp_path):
+    assert all(eval_only_word(name) is not None for name in EVALUATION_NAMES.split())
+    assert all(eval_only_word(name) is None for name in OTHER_NAMES.split())
+    for setting, settings in (
         ("split", {"dataset": "pocket", "split": "heldout"}),
         ("split", {"dataset": "hub", "name": "openai/gsm8k", "split": "test"}),
+        ("subset", {"dataset": "hub", "name": "a/b", "subset": "eval", "split": "train"}),
         ("name", {"dataset": "hub", "name": "HuggingFaceH4/MATH-500", "split": "train"}),
         ("path", {"dataset": "jsonl", "path": "somewhere/gsm8k_test.jsonl"}),
-    ],
-)
-def test_training_on_a_test_split_is_refused(setting: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=rf"data\.train\.{setting}: got .*data\.allow_test_split=true"):
-        load(training=True, **settings)
-
-
-def test_a_test_split_may_be_evaluated_or_asked_for(tmp_path: Path) -> None:
+    ):
+        with pytest.raises(UserError, match=rf"data\.train\.{setting}: got .*data\.allow_test_split=true"):
+            load(training=True, **settings)
     path = tmp_path / "test" / "gsm8k_test.jsonl"
     path.parent.mkdir()
     path.write_bytes(FIXTURE.read_bytes())
@@ -114,22 +77,22 @@ def test_a_test_split_may_be_evaluated_or_asked_for(tmp_path: Path) -> None:
     assert len(load(dataset="jsonl", path=str(renamed), training=True)) == 32, "a folder's name does not count"
 
 
-def test_the_hash_sees_id_text_answer_and_order() -> None:
+def test_the_hash_depends_on_id_text_answer_and_order():
     base = problems(3)
     assert data_hash(base) == "4922b8836a1f0dd31b6a4f745a8ad9591df8eeb3f4b388371378b0a671f61125"
-    seen = {data_hash(base), data_hash(base[::-1]), data_hash(base[:2]), data_hash([])}
+    hashes = {data_hash(base), data_hash(base[::-1]), data_hash(base[:2]), data_hash([])}
     for change in ({"id": "x"}, {"text": "x"}, {"answer": "x"}):
         fields = {"id": "0", "text": "0 + 1 =", "answer": "1"} | change
-        seen.add(data_hash([Problem(**fields), *base[1:]]))
-    seen.add(data_hash([Problem(id="0", text="0 + 1 =1", answer=""), *base[1:]]))
-    assert len(seen) == 8
+        hashes.add(data_hash([Problem(**fields), *base[1:]]))
+    hashes.add(data_hash([Problem(id="0", text="0 + 1 =1", answer=""), *base[1:]]))
+    assert len(hashes) == 8
     assert data_hash([Problem(id="0", text="0 + 1 =", answer="1", meta={"level": 3}), *base[1:]]) == data_hash(base)
 
 
 # --- hub -------------------------------------------------------------------------------------------------------
 
 
-def test_a_dataset_folder_is_loaded_like_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_folder_is_loaded_like_a_hub_dataset(tmp_path, monkeypatch):
     import datasets
 
     folder = tmp_path / "sums"
@@ -146,12 +109,12 @@ def test_a_dataset_folder_is_loaded_like_a_hub_dataset(tmp_path: Path, monkeypat
         load(dataset="hub", name=str(folder), split="trian")
 
 
-def test_the_hub_out_of_reach_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_out_of_reach_is_one_clear_sentence(monkeypatch):
     import datasets
 
-    asked: list[Any] = []
+    asked = []
 
-    def unreachable(*args: Any, **kwargs: Any) -> None:
+    def unreachable(*args, **kwargs):
         asked.append((args, kwargs))
         raise ConnectionError("Couldn't reach the Hub\nwith a second line")
 
@@ -165,10 +128,10 @@ def test_the_hub_out_of_reach_is_one_clear_sentence(monkeypatch: pytest.MonkeyPa
     assert asked == [(("a/b", "main"), {"split": "train", "revision": "abc"})], "no trust_remote_code, nothing else"
 
 
-@pytest.mark.parametrize(("missing", "settings"), [("name", {"split": "train"}), ("split", {"name": "a/b"})])
-def test_the_hub_needs_a_name_and_a_split(missing: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=rf"data\.train\.{missing}: .*needs it, for example"):
-        load(dataset="hub", **settings)
+def test_the_hub_needs_a_name_and_a_split():
+    for missing, settings in (("name", {"split": "train"}), ("split", {"name": "a/b"})):
+        with pytest.raises(UserError, match=rf"data\.train\.{missing}: .*needs it, for example"):
+            load(dataset="hub", **settings)
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------
@@ -176,12 +139,12 @@ def test_the_hub_needs_a_name_and_a_split(missing: str, settings: dict[str, Any]
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
-def gym(**settings: Any) -> list[Problem]:
+def gym(**settings):
     pytest.importorskip("reasoning_gym")
     return load(dataset="reasoning_gym", **({"name": "chain_sum"} | settings))
 
 
-def test_chain_sum_as_a_bare_expression_scores_with_its_own_scorer() -> None:
+def test_chain_sum_as_a_bare_expression_scores_with_its_own_scorer():
     loaded = gym(options=SUMS | {"text_after": "problem: "}, limit=20, seed=1)
     assert loaded[0].text == "4 - 1 ="
     assert loaded[0].answer == "3"
@@ -196,56 +159,47 @@ def test_chain_sum_as_a_bare_expression_scores_with_its_own_scorer() -> None:
         assert task.score_answer(problem.answer + "1", entry) < 1.0
 
 
-def test_text_field_takes_a_string_of_the_metadata() -> None:
+def test_text_field_size_seed_and_limit():
     assert gym(options=SUMS | {"text_field": "expression"}, limit=1, seed=1)[0].text == "4 - 1"
-    with pytest.raises(UserError, match=r"text_field: got 'expresion'.*did you mean 'expression'"):
-        gym(options=SUMS | {"text_field": "expresion"}, limit=1)
-
-
-def test_size_seed_and_limit() -> None:
     assert len(gym(options=SUMS | {"size": 7})) == 7
     assert len(gym(options=SUMS, limit=600)) == 600, "beyond the task's default size of 500"
     assert len(gym(options=SUMS | {"size": 7}, limit=3)) == 3
     assert gym(options=SUMS | {"seed": 5}, limit=3) == gym(options=SUMS, seed=5, limit=3)
-    with pytest.raises(UserError, match=r"seed=4 and options\.seed=5 contradict"):
-        gym(options=SUMS | {"seed": 5}, seed=4, limit=3)
 
 
-def test_neighbouring_seeds_overlap_as_documented() -> None:
+def test_neighbouring_seeds_overlap_as_documented():
     first, second = gym(options=SUMS, seed=10, limit=20), gym(options=SUMS, seed=11, limit=20)
     assert [p.text for p in first[1:]] == [p.text for p in second[:-1]]
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"name": "chainsum"}, "name: got 'chainsum'.*did you mean 'chain_sum'"),
-        ({"name": "composite"}, "name: got 'composite'"),
-        ({"options": {"min_term": 2}}, "options: got 'min_term'.*did you mean 'min_terms'"),
-        ({"options": {"min_terms": 9, "max_terms": 2}}, "rejects .*max_terms must be >= min_terms"),
-        ({"options": {"min_terms": "two"}}, "the task 'chain_sum' rejects"),
-        ({"options": {"text_after": "nowhere: "}}, "text_after: got 'nowhere: '"),
-        ({"options": {"text_after": "=", "text_field": "expression"}}, "exclude each other"),
-        ({"split": "train"}, "split: got 'train'.*does not use it"),
-    ],
-)
-def test_mistakes_in_a_task_are_named(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=rf"data\.train.*{says}"):
-        gym(**({"limit": 2} | settings))
+MISTAKES = [
+    ({"name": "chainsum"}, "name: got 'chainsum'.*did you mean 'chain_sum'"),
+    ({"name": "composite"}, "name: got 'composite'"),
+    ({"options": {"min_term": 2}}, "options: got 'min_term'.*did you mean 'min_terms'"),
+    ({"options": {"min_terms": 9, "max_terms": 2}}, "rejects .*max_terms must be >= min_terms"),
+    ({"options": {"min_terms": "two"}}, "the task 'chain_sum' rejects"),
+    ({"options": {"text_after": "nowhere: "}}, "text_after: got 'nowhere: '"),
+    ({"options": SUMS | {"text_field": "expresion"}}, r"text_field: got 'expresion'.*did you mean 'expression'"),
+    ({"options": {"text_after": "=", "text_field": "expression"}}, "exclude each other"),
+    ({"options": {"seed": 5}, "seed": 4}, r"seed=4 and options\.seed=5 contradict"),
+    ({"split": "train"}, "split: got 'train'.*does not use it"),
+]
 
 
-def test_a_task_without_an_oracle_has_an_empty_answer() -> None:
-    assert gym(name="graph_color", limit=1)[0].answer == ""
+def test_mistakes_in_a_task_are_named():
+    for settings, message in MISTAKES:
+        with pytest.raises(UserError, match=rf"data\.train.*{message}"):
+            gym(**({"limit": 2} | settings))
 
 
-def test_nothing_a_task_prints_reaches_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_without_an_oracle_has_an_empty_answer_and_none_prints_to_stdout(capsys):
     """``bf`` prints a dot for every item it makes."""
-    for name in ("bf", "rush_hour"):
-        assert gym(name=name, limit=1)
+    assert gym(name="graph_color", limit=1)[0].answer == ""
+    assert gym(name="bf", limit=1) and gym(name="rush_hour", limit=1)
     assert capsys.readouterr().out == ""
 
 
-def test_no_task_hides_our_own_options_and_none_looks_like_a_test_split() -> None:
+def test_no_task_hides_our_own_options_and_none_looks_like_a_test_split():
     factory = pytest.importorskip("reasoning_gym.factory")
     from kl_comedy.data.sources import TEXT_OPTIONS
 

@@ -1,17 +1,23 @@
 """GAE against its definition, the value loss, and what its gradient may reach."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kl_comedy.config.schema import AlgorithmConfig, ValueConfig
+from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_parts
 from kl_comedy.objective import returns_with_costs, value_loss
 from kl_comedy.objective.advantages import gae, token_rewards
-from kl_comedy.training.critic import ValueHead, ValueTargets, check_algorithm, explained_variance, value_part
+from kl_comedy.training.build import check_training
+from kl_comedy.training.metrics import critic_metrics
+from kl_comedy.training.module import ValueHead
 
+TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
 GROUP_B = torch.zeros(3, dtype=torch.long)
 SIZES = [5, 3, 1]
 MASK_BT = torch.arange(5)[None] < torch.tensor(SIZES)[:, None]
@@ -34,7 +40,7 @@ def returns_of(reward_B, cost_BT):
 def test_it_is_the_discounted_sum_of_temporal_differences(costs, values, gamma, lam, last):
     """1506.02438 Eq. 16, summed term by term. The KL cost of a token is a reward of that token."""
     reward_B, last_B = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), torch.tensor(last, dtype=torch.float64)
-    found_BT = gae(
+    advantage_BT = gae(
         returns_of(reward_B, grid(costs)),
         MASK_BT,
         GROUP_B,
@@ -48,22 +54,24 @@ def test_it_is_the_discounted_sum_of_temporal_differences(costs, values, gamma, 
         v = [*grid(values)[row, :size].tolist(), last_B[row].item()]
         delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(size)]
         expected = [sum((gamma * lam) ** n * delta[t + n] for n in range(size - t)) for t in range(size)]
-        assert found_BT[row, :size].tolist() == pytest.approx(expected, abs=1e-9)
-        assert not found_BT[row, size:].any()
+        assert advantage_BT[row, :size].tolist() == pytest.approx(expected, abs=1e-9)
+        assert not advantage_BT[row, size:].any()
 
 
 @settings(max_examples=60, deadline=None)
 @given(costs=FIFTEEN, values=FIFTEEN)
 def test_with_lambda_one_it_is_the_return_to_go_less_the_value(costs, values):
     returns_BT = returns_of(torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), grid(costs))
-    found_BT = gae(returns_BT, MASK_BT, GROUP_B, values_BT=grid(values), gamma=1.0, lam=1.0)
-    assert torch.allclose(found_BT, torch.where(MASK_BT, returns_BT - grid(values), 0.0), atol=1e-12)
+    advantage_BT = gae(returns_BT, MASK_BT, GROUP_B, values_BT=grid(values), gamma=1.0, lam=1.0)
+    assert torch.allclose(advantage_BT, torch.where(MASK_BT, returns_BT - grid(values), 0.0), atol=1e-12)
 
 
 def test_with_lambda_zero_it_is_one_temporal_difference():
     values_BT = grid([0.5] * 15)
-    found_BT = gae(returns_of(torch.ones(3).double(), grid([0.1] * 15)), MASK_BT, GROUP_B, values_BT=values_BT, lam=0.0)
-    assert found_BT[0].tolist() == pytest.approx([-0.1] * 4 + [0.4])
+    advantage_BT = gae(
+        returns_of(torch.ones(3).double(), grid([0.1] * 15)), MASK_BT, GROUP_B, values_BT=values_BT, lam=0.0
+    )
+    assert advantage_BT[0].tolist() == pytest.approx([-0.1] * 4 + [0.4])
 
 
 @pytest.mark.parametrize(
@@ -105,8 +113,8 @@ def test_the_oracle_and_others_without_values_are_told():
 def test_the_clipped_value_loss_is_the_larger_of_two_and_counts_where_it_is_silent(values, olds, targets, clip):
     value_BT = grid(values).requires_grad_(True)
     loss_BT, silent_BT = value_loss(value_BT, grid(olds), grid(targets), clip)
-    held_BT = torch.maximum(torch.minimum(grid(values), grid(olds) + clip), grid(olds) - clip)
-    free_BT, other_BT = (grid(values) - grid(targets)) ** 2 / 2, (held_BT - grid(targets)) ** 2 / 2
+    clipped_BT = torch.maximum(torch.minimum(grid(values), grid(olds) + clip), grid(olds) - clip)
+    free_BT, other_BT = (grid(values) - grid(targets)) ** 2 / 2, (clipped_BT - grid(targets)) ** 2 / 2
     assert torch.allclose(loss_BT, torch.maximum(free_BT, other_BT), atol=1e-12)
     (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), value_BT)
     assert not gradient_BT[silent_BT].any()
@@ -114,22 +122,22 @@ def test_the_clipped_value_loss_is_the_larger_of_two_and_counts_where_it_is_sile
     assert torch.equal(loss_BT, 0.5 * (grid(values) - grid(targets)).square()) and not silent_BT.any()
 
 
-def test_a_fresh_head_says_zero_and_learns_the_targets():
+def explained_variance(value, target):
+    experience = SimpleNamespace(mask_BT=torch.ones_like(value, dtype=torch.bool))
+    micro = SimpleNamespace(experience=experience, old_value_BT=value, value_target_BT=target, empty=False)
+    return critic_metrics([micro])["value/explained_variance"]
+
+
+def test_a_fresh_value_head_is_zero_and_learns_the_targets():
     torch.manual_seed(0)
     head = ValueHead(4, torch.device("cpu"))
     hidden_NH, target_BT = torch.randn(9, 4), torch.where(MASK_BT, torch.rand(3, 5), 0.0)
     assert not head(hidden_NH, MASK_BT).any()
-    targets = ValueTargets(old_value_BT=torch.zeros(3, 5), target_BT=target_BT)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.05)
-    losses = []
     for _ in range(200):
-        part, _ = value_part(ValueConfig(coefficient=0.5), head(hidden_NH, MASK_BT), targets, MASK_BT, torch.ones(3))
         optimizer.zero_grad()
-        part.backward()
+        value_loss(head(hidden_NH, MASK_BT), target_BT, target_BT, None)[0].sum().mul(0.5).backward()
         optimizer.step()
-        losses.append(float(part.detach()))
-    assert losses[0] == pytest.approx(0.25 * float(target_BT.square().sum()), rel=1e-5)
-    assert losses[-1] < 0.5 * losses[0]
     assert explained_variance(head(hidden_NH, MASK_BT)[MASK_BT].detach(), target_BT[MASK_BT]) > 0.3
 
 
@@ -142,17 +150,16 @@ def test_explained_variance_by_definition():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "terms", "words"),
+    ("words", "message"),
     [
-        ({"advantage": "rloo", "value": ValueConfig(lam=0.9)}, [], "algorithm.value: rloo has no value function"),
+        (["algorithm.advantage=rloo", "algorithm.value.lam=0.9"], "algorithm.value: rloo has no value function"),
         (
-            {"advantage": "gae"},
-            [KLTerm("k1", placement="reward", credit="own", baseline="before")],
+            ["algorithm.advantage=gae", "kl=[{estimator: k1, placement: reward, credit: own, baseline: before}]"],
             "kl.0.credit: got 'own'",
         ),
-        ({"advantage": "gea"}, [], "algorithm.advantage: got 'gea'.*did you mean 'gae'"),
+        (["algorithm.advantage=gea"], "algorithm.advantage: got 'gea'.*did you mean 'gae'"),
     ],
 )
-def test_what_cannot_work_is_refused(algorithm, terms, words):
-    with pytest.raises(UserError, match=words):
-        check_algorithm(AlgorithmConfig(**algorithm), terms)
+def test_a_critic_that_cannot_work_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        check_training(load_config(TINY, words))

@@ -9,21 +9,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "src" / "kl_comedy"
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
-    ["errors", "registry", "records", "io", "processes", "config"],
+    ["errors", "redaction", "registry", "records", "io", "processes", "cuda", "config"],
     ["kl", "objective", "statistics"],
     ["models", "rewards", "data", "rollouts", "tracking"],
-    ["evaluation", "training", "slurm", "lab"],
+    ["evaluation", "training", "slurm", "lab", "integrations", "conformance"],
     ["cli"],
 ]
 WITHIN_A_LAYER = {
     ("registry", "errors"),
     ("io", "errors"),
+    ("redaction", "errors"),
     ("processes", "errors"),
     ("processes", "io"),
     ("config", "errors"),
     ("config", "registry"),
     ("config", "records"),
     ("config", "io"),
+    ("config", "redaction"),
     ("kl", "objective"),  # the oracle puts the algorithm around the terms
     ("models", "data"),  # the pocket policy is pretrained on demonstrations of its own problems
     ("rollouts", "models"),  # the sampler runs the policy with the models' attention
@@ -33,6 +35,7 @@ WITHIN_A_LAYER = {
 LIGHT = [  # one process each, in this order: a package is light if nothing before it is heavier
     {
         "kl_comedy.statistics": ["mlflow", "pandas", "scipy", "numpy", "torch"],
+        "kl_comedy.cuda": ["torch"],
         "kl_comedy.tracking": ["mlflow", "pandas", "matplotlib", "torch"],
         "kl_comedy.config": ["torch", "transformers", "lightning", "mlflow"],
         "kl_comedy.cli.main": ["torch", "transformers", "lightning", "mlflow", "pandas"],

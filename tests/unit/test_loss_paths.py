@@ -17,12 +17,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from kl_comedy.config import AlgorithmConfig
 from kl_comedy.kl import KLTerm
+from kl_comedy.kl.estimators import TopTokens
 from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import TokenPass, token_pass
-from kl_comedy.models.reference import FrozenReference, PassOptions, ReferencePass
+from kl_comedy.models.reference import PassOptions, Reference, ReferencePass
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.loss import micro_loss
-from kl_comedy.training.prepare import Preparation, prepare
+from kl_comedy.training.loss import Preparation, micro_loss, prepare
+from kl_comedy.training.packing import Packer, model_inputs
 
 V, TEMPERATURE, BETA = 31, 0.8, 0.7
 ALGORITHM = AlgorithmConfig(advantage="grpo", policy_loss="ppo_clip")
@@ -43,6 +44,10 @@ TERMS = {
     "exact_loss_prefix": [KLTerm("exact", placement="loss", correction="prefix_previous")],
     "exact_forward_loss": [KLTerm("exact_forward", placement="loss")],
     "exact_reward_to_go_own_baseline": [KLTerm("exact", baseline="own")],
+    "top_k": [
+        KLTerm("top_k", placement="loss", options={"k": 3}),
+        KLTerm("top_k", baseline="before", options={"k": 2, "tokens": "reference"}, correction="prefix_previous"),
+    ],
     "exact_reward_before": [KLTerm("exact", baseline="before")],
     "reward_and_loss": [
         KLTerm("k1", baseline="before"),
@@ -51,13 +56,8 @@ TERMS = {
     ],
 }
 
-MIXED = (
-    "k1_reward_total_before",
-    "k3_loss_token",
-    "exact_forward_loss",
-    "exact_reward_to_go_own_baseline",
-    "reward_and_loss",
-)
+MIXED = ("k1_reward_total_before", "k3_loss_token", "exact_forward_loss", "exact_reward_to_go_own_baseline")
+MIXED += ("reward_and_loss", "top_k")
 """Terms that together need every output of a pass, ahead of the update and in it."""
 
 
@@ -83,32 +83,17 @@ CASES = [(path, name) for path in PATHS for name in TERMS if PATHS[path] is TRAI
 
 def gpt2(dtype=torch.float64):
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=V,
-        n_embd=16,
-        n_layer=2,
-        n_head=4,
-        n_positions=128,
-        initializer_range=0.4,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-    )
+    sizes = {"vocab_size": V, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    config = GPT2Config(**sizes, **dropout, initializer_range=0.4)
     return GPT2LMHeadModel(config).to(dtype).eval()
 
 
 def llama(dtype=torch.float32):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.4,
-    )
+    sizes = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    config = LlamaConfig(**sizes, **heads, initializer_range=0.4)
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
@@ -132,7 +117,7 @@ def moved(model):
 def rows():
     """Three prompts, groups of three, lengths from one to eight; log-probs of a sampler near the policy's."""
     g = torch.Generator().manual_seed(2)
-    policy, found = moved(gpt2()), []
+    policy, rows = moved(gpt2()), []
     for group, size in enumerate((17, 5, 11)):
         prompt_ids = tuple(torch.randint(1, V, (size,), generator=g).tolist())
         prompt = Prompt(problem=Problem(id=str(group), text="", answer=""), text="", token_ids=prompt_ids)
@@ -150,8 +135,8 @@ def rows():
                 text="",
             )
             value = float(torch.randint(0, 4, (1,), generator=g)) / 3
-            found.append(Scored(rollout=rollout, reward=Reward(value=value)))
-    return found
+            rows.append(Scored(rollout=rollout, reward=Reward(value=value)))
+    return rows
 
 
 def dense_row(model, prompt_ids, ids):
@@ -174,6 +159,12 @@ def spread(parts, mask_BT):
     return torch.zeros(mask_BT.shape, dtype=parts[0].dtype).masked_scatter(mask_BT, torch.cat(parts))
 
 
+def rows_of(values, mask_BT):
+    out = torch.zeros(*mask_BT.shape, *values.shape[1:], dtype=values.dtype)
+    out[mask_BT] = values
+    return out
+
+
 class SlowReference:
     """The initial reference, row by row; it keeps nothing."""
 
@@ -190,13 +181,22 @@ class SlowReference:
 def slow_pass(policy, reference):
     def run(inputs, _, terms):
         logp, kl, forward = [], [], []
+        tops = {term.top: [] for term in terms if term.top is not None}
         with torch.no_grad():
             others = [logq_TV for _, logq_TV in dense(reference, inputs)]
         for (logp_T, logp_TV), logq_TV in zip(dense(policy, inputs), others, strict=True):
             logp.append(logp_T)
             kl.append((logp_TV.exp() * (logp_TV - logq_TV)).sum(-1))
             forward.append((logq_TV.exp() * (logq_TV - logp_TV)).sum(-1))
+            for k, tokens in tops:
+                ids_TK = (logp_TV if tokens == "policy" else logq_TV).topk(k).indices
+                inside_T = (logp_TV.gather(1, ids_TK) == logp_T[:, None]).any(1)
+                tops[k, tokens].append((logp_TV.gather(1, ids_TK), logq_TV.gather(1, ids_TK), inside_T))
         logp_BT, kl_BT, forward_BT = (spread(parts, inputs["mask_BT"]) for parts in (logp, kl, forward))
+        top = {
+            request: TopTokens(*(rows_of(torch.cat(column), inputs["mask_BT"]) for column in zip(*rows, strict=True)))
+            for request, rows in tops.items()
+        }
         return TokenPass(
             logp_BT=logp_BT,
             kl_BT=kl_BT,
@@ -204,6 +204,7 @@ def slow_pass(policy, reference):
             entropy_BT=None,
             total_variation_BT=None,
             hidden_NH=None,
+            top=top,
         )
 
     return run
@@ -221,12 +222,10 @@ def fast_pass(policy, path):
             reference=reference,
             kl="exact_reverse" in needs,
             forward_kl="exact_forward" in needs,
+            top=[term.top for term in terms if term.top is not None],
         )
 
     return run
-
-
-INPUTS = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")
 
 
 def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, algorithm=ALGORITHM):
@@ -238,8 +237,9 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, al
     policy_pass, reference, budget = slow_pass(policy, start), SlowReference(start), 10**6
     if path is not None:
         options = PassOptions(temperature=TEMPERATURE, chunk_elements=path.chunk, share_prompt=path.share)
-        policy_pass, reference, budget = fast_pass(policy, path), FrozenReference(start, options), path.budget
-    plan = Preparation(terms=terms, algorithm=algorithm, microbatch_tokens=budget, pad_id=0, device=torch.device("cpu"))
+        policy_pass, reference, budget = fast_pass(policy, path), Reference(start, options), path.budget
+    packer = Packer(budget=budget, pad_id=0, device=torch.device("cpu"))
+    plan = Preparation(terms=terms, algorithm=algorithm, packer=packer)
     betas, total = [beta] * len(terms), 0.0
     context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
@@ -248,8 +248,7 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, al
             assert len(micros) > 1, "the update was cut"
         for micro in micros:
             micro = micro if spoil is None else spoil(micro)
-            inputs = {name: getattr(micro.experience, name) for name in INPUTS}
-            passes = {"initial": policy_pass(inputs, micro.references["initial"], terms)}
+            passes = {"initial": policy_pass(model_inputs(micro.experience), micro.references["initial"], terms)}
             loss = micro_loss(micro, passes, terms=terms, betas=betas, algorithm=algorithm).loss
             loss.backward()
             total += float(loss.detach())
@@ -312,7 +311,10 @@ def garbage(micro):
     def nan(values_BT):
         return values_BT.masked_fill(outside_BT, float("nan"))
 
-    references = {name: dataclasses.replace(seen, logp_BT=nan(seen.logp_BT)) for name, seen in micro.references.items()}
+    references = {
+        name: dataclasses.replace(reference, logp_BT=nan(reference.logp_BT))
+        for name, reference in micro.references.items()
+    }
     return dataclasses.replace(
         micro,
         experience=dataclasses.replace(
@@ -347,7 +349,53 @@ def test_terms_have_gradients_of_their_own():
     gradients = {name: slow(gpt2, torch.float64, name) for name in TERMS}
     for one, other in SAME:
         assert far(gradients[one], gradients[other]) < 1e-9
-    for name, found in gradients.items():
-        others = {key: far(found, other) for key, other in gradients.items() if key != name and {key, name} not in SAME}
+    for name, gradient in gradients.items():
+        others = {
+            key: far(gradient, other) for key, other in gradients.items() if key != name and {key, name} not in SAME
+        }
         nearest = min(others, key=others.get)
         assert others[nearest] > 1e-3, (name, nearest, others[nearest])
+
+
+def test_a_term_with_beta_0_is_measured_and_cannot_make_nan():
+    """Its reference gives a sampled token the probability 0: the estimate is infinite, the loss is not."""
+    models, spoiled = pair(gpt2, torch.float64), []
+
+    def spoil(micro):
+        logp_BT = micro.references["initial"].logp_BT.masked_fill(micro.experience.mask_BT, -torch.inf)
+        reference = dataclasses.replace(micro.references["initial"], logp_BT=logp_BT)
+        spoiled.append(dataclasses.replace(micro, references={"initial": reference}))
+        return spoiled[-1]
+
+    terms = [KLTerm("k3", baseline="own"), KLTerm("k1", baseline="before"), KLTerm("exact", placement="loss")]
+    metric_only = learn(models, terms, TRAINED, spoil=spoil, beta=0.0)
+    assert torch.equal(metric_only.gradient, learn(pair(gpt2, torch.float64), [], TRAINED).gradient)
+    passes = {"initial": slow_pass(*models)(model_inputs(spoiled[0].experience), None, terms)}
+    result = micro_loss(spoiled[0], passes, terms=terms, betas=[0.0] * 3, algorithm=ALGORITHM)
+    assert len(result.values) == 3
+    assert result.values[1][spoiled[0].experience.mask_BT].isinf().all() and torch.isfinite(result.values[2]).all()
+
+
+def test_a_measured_column_costs_nothing_in_the_backward_pass(monkeypatch):
+    """The reference's log-probs, which only the gradient of an exact KL needs, are computed once and not again."""
+    from kl_comedy.models import head
+
+    calls, log_softmax = [], head.log_softmax
+    monkeypatch.setattr(head, "log_softmax", lambda *given: calls.append(1) or log_softmax(*given))
+    hidden_NH, weight_VH = torch.randn(6, 4, requires_grad=True), torch.randn(V, 4)
+    other = (torch.randn(6, 4), (weight_VH, None))
+    counts = []
+    for used in ("logp", "kl"):
+        calls.clear()
+        columns = head.head_columns(
+            hidden_NH,
+            (weight_VH, None),
+            torch.arange(6),
+            temperature=1.0,
+            chunk_elements=2 * V,
+            requested=("kl",),
+            reference=other,
+        )
+        columns[used].sum().backward()
+        counts.append(len(calls))
+    assert counts == [9, 12]

@@ -23,8 +23,8 @@ from transformers import (
 from kl_comedy.config.schema import LoraConfig, ModelConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import head_weights, load_model, unwrap, weights_hash
-from kl_comedy.models.gguf import load_gguf_tokenizer, repair_pre_tokenizer
-from kl_comedy.models.load import check_log_probs
+from kl_comedy.models import load as loading
+from kl_comedy.models.load import check_log_probs, check_source, repair_pre_tokenizer
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -85,7 +85,6 @@ def test_dtype_lora_and_checkpointing(folder):
     [
         ({"source": "./nowhere"}, r"model\.source: got './nowhere'.*no such folder"),
         ({"source": "./nowhere/SmolLM2-135M-Instruct"}, "`make smollm2` makes this folder"),
-        ({"dtype": "float23"}, r"model\.dtype: got 'float23'.*did you mean 'float32'"),
         ({"gguf_file": "model.gguf"}, r"model\.gguf_file: got 'model\.gguf'.*no such file"),
         ({"tokenizer": "./nowhere"}, r"model\.tokenizer: got './nowhere'"),
         ({"options": {"trust_remote_code": True}}, r"model\.options\.trust_remote_code: not allowed"),
@@ -120,9 +119,27 @@ def test_sources_that_cannot_be_loaded(monkeypatch, folder, tmp_path):
         raise OSError("We couldn't connect to the hub to load this file\nmore lines")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    monkeypatch.setattr(loading, "hub_answers", lambda: True)
     with pytest.raises(UserError, match=r"model\.source: got 'someone/some-model'.*couldn't connect") as error:
         load("someone/some-model")
     assert "more lines" not in str(error.value)
+
+
+def test_without_a_hub_a_name_fails_at_once_unless_its_files_are_here(monkeypatch, folder, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    loading.hub_answers.cache_clear()
+    with pytest.raises(UserError, match=r"model\.source: got 'some/tiny'.*http://127.0.0.1:9 does not answer"):
+        check_source(ModelConfig(source="some/tiny"))
+    check_source(ModelConfig(source=folder))
+    Path("models/tiny").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"model\.tokenizer.*did you mean 'models/tiny'"):
+        check_source(ModelConfig(source=folder, tokenizer="some/tiny"))
+    (tmp_path / "cache/models--some--tiny/snapshots/1f2e").mkdir(parents=True)
+    (tmp_path / "cache/models--some--tiny/snapshots/1f2e/config.json").write_text("{}")
+    assert not loading.check_available("model.source", "some/tiny")
+    loading.hub_answers.cache_clear()
 
 
 def test_architectures_that_change_the_logits_are_refused(tmp_path):
@@ -146,14 +163,6 @@ def test_architectures_that_change_the_logits_are_refused(tmp_path):
         head_weights(model)
 
 
-def test_gguf_errors_name_what_is_there(tmp_path):
-    (tmp_path / "other.gguf").write_bytes(b"no such format")
-    with pytest.raises(UserError, match=r"got 'othr\.gguf'; allowed: other\.gguf; did you mean"):
-        load_gguf_tokenizer(tmp_path, "othr.gguf")
-    with pytest.raises(UserError, match="not a readable GGUF file"):
-        load_gguf_tokenizer(tmp_path, "other.gguf")
-
-
 def write_gguf(path, pre):
     """A two-layer tied Llama of random weights with a byte-level tokenizer, as llama.cpp would write it."""
     import gguf
@@ -162,22 +171,12 @@ def write_gguf(path, pre):
     rng = np.random.default_rng(0)
     tokens = ["<e>", "x", "Ġ", "ĠĠ", "7", *"abcdefghijk"]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] + [1] * (len(tokens) - 1))
-    writer.add_token_merges(["Ġ Ġ"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
+    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 2, "feed_forward_length": 32}
+    heads = {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}
+    words = {"token_list": tokens, "token_types": [3] + [1] * (len(tokens) - 1), "token_merges": ["Ġ Ġ"]}
+    kinds = {"tokenizer_model": "gpt2", "tokenizer_pre": pre, "bos_token_id": 0, "eos_token_id": 0}
+    for name, value in {**sizes, **heads, "vocab_size": len(tokens), **kinds, **words}.items():
+        getattr(writer, f"add_{name}")(value)
     shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,)}
     for n in range(2):
         shapes |= {f"blk.{n}.{name}": (32,) for name in ("attn_norm", "ffn_norm")}
@@ -197,6 +196,11 @@ def write_gguf(path, pre):
 
 
 def test_a_gguf_file_becomes_a_tied_trainable_savable_model(tmp_path):
+    (tmp_path / "tiny.gguf").write_bytes(b"no such format")
+    with pytest.raises(UserError, match=r"got 'tny\.gguf'; allowed: tiny\.gguf; did you mean"):
+        load(tmp_path, gguf_file="tny.gguf")
+    with pytest.raises(UserError, match="not a readable GGUF file"):
+        load(tmp_path, gguf_file="tiny.gguf")
     write_gguf(tmp_path / "tiny.gguf", "smollm")
     loaded = load(tmp_path, gguf_file="tiny.gguf")
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
@@ -212,37 +216,24 @@ def test_a_gguf_file_becomes_a_tied_trainable_savable_model(tmp_path):
 
 
 def byte_level():
-    from tokenizers.pre_tokenizers import ByteLevel
-
     inner = Tokenizer(models.BPE(vocab={"x": 0, "Ġ": 1, "ĠĠ": 2, "7": 3}, merges=[("Ġ", "Ġ")]))
-    inner.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="x")
 
 
-@pytest.fixture(scope="module")
-def fetch_smollm2():
-    """The module scripts/fetch_smollm2.py."""
-    spec = importlib.util.spec_from_file_location(
-        "fetch_smollm2", Path(__file__).parents[2] / "scripts" / "fetch_smollm2.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_smollm_pre_tokenizer_splits_digits_before_spaces_are_grouped(fetch_smollm2):
+def test_fetching_smollm2_never_replaces_a_folder_nor_leaves_a_part(tmp_path, capsys):
+    script = Path(__file__).parents[2] / "scripts" / "fetch_smollm2.py"
+    spec = importlib.util.spec_from_file_location("fetch_smollm2", script)
+    fetch_smollm2 = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fetch_smollm2)
     plain, repaired = byte_level(), byte_level()
-    repair_pre_tokenizer(repaired, "smollm")
+    repair_pre_tokenizer(repaired, "smollm")  # splits digits before spaces are grouped
     assert plain.tokenize("x  7") == ["x", "Ġ", "Ġ", "7"]
-    assert repaired.tokenize("x  7") == ["x", "ĠĠ", "7"]
     fetch_smollm2.check_digits(repaired)
     with pytest.raises(RunFailed, match="splits"):
         fetch_smollm2.check_digits(plain)
     with pytest.warns(UserWarning, match="pre-tokenizer 'llama-bpe'"):
         repair_pre_tokenizer(plain, "llama-bpe")
-
-
-def test_fetching_smollm2_never_replaces_a_folder_nor_leaves_a_part(fetch_smollm2, tmp_path, capsys):
     target = tmp_path / "made"
     target.mkdir()
     with pytest.raises(UserError, match=r"holds no model\.safetensors"):

@@ -21,8 +21,8 @@ def onednn(monkeypatch):
         monkeypatch.setattr(onednn_linear, name, value)
 
 
-@pytest.mark.parametrize("rows", [1, 12, 40, 90])
-@pytest.mark.parametrize(("outputs", "inputs"), [(130, 7), (7, 130), (130, 130), (90, 50)])
+@pytest.mark.parametrize("rows", [1, 12, 90])
+@pytest.mark.parametrize(("outputs", "inputs"), [(130, 7), (7, 130), (90, 50)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_value_and_gradients_are_torchs(onednn, rows, outputs, inputs, bias):
     torch.manual_seed(0)

@@ -7,16 +7,12 @@ import pytest
 import torch
 from test_models_logprobs import V, batch, llama
 
-from kl_comedy.config.schema import LoraConfig, ReferenceConfig
+from kl_comedy.config.schema import Config, LoraConfig, ModelConfig, ReferenceConfig, RolloutConfig
 from kl_comedy.errors import UserError
 from kl_comedy.models import LoadedModel, build_reference, token_pass, weights_hash
 from kl_comedy.models.lora import add_lora
 
 OPTIONS = {"temperature": 0.7, "chunk_elements": 4 * V}
-
-
-def loaded(model):
-    return LoadedModel(model=model, tokenizer=None, device=torch.device("cpu"), source="test")
 
 
 def shake(model, seed=0, scale=0.1):
@@ -28,13 +24,19 @@ def shake(model, seed=0, scale=0.1):
                 p += scale * torch.randn(p.shape, dtype=p.dtype, generator=g)
 
 
+@torch.no_grad()
 def logps(model, inputs):
-    with torch.no_grad():
-        return token_pass(model, **inputs, **OPTIONS).logp_BT
+    return token_pass(model, **inputs, **OPTIONS).logp_BT
 
 
-def make(kind, model, **config):
-    return build_reference(kind, loaded(model), ReferenceConfig(**config), **OPTIONS)
+def make(kind, model, **settings):
+    config = Config(
+        reference=ReferenceConfig(**settings),
+        rollout=RolloutConfig(temperature=0.7),
+        model=ModelConfig(head_chunk_elements=4 * V),
+    )
+    loaded = LoadedModel(model=model, tokenizer=None, device=torch.device("cpu"), source="test")
+    return build_reference(kind, loaded, config)
 
 
 def test_the_frozen_reference_stays_where_the_run_began():
@@ -47,9 +49,6 @@ def test_the_frozen_reference_stays_where_the_run_began():
     assert reference.hash == identity != weights_hash(model)
     assert not any(p.requires_grad for p in reference.model.parameters())
     assert all(p.requires_grad for p in model.parameters())
-
-
-def test_a_copy_keeps_embeddings_tied_exactly_if_the_model_does():
     for tied in (False, True):
         copied = make("initial", llama(tied=tied)).model
         assert (copied.lm_head.weight is copied.model.embed_tokens.weight) is tied
@@ -63,8 +62,8 @@ def test_the_lora_reference_is_the_base_model_before_and_during_training():
     start = reference.forward_pass(**inputs)
     assert torch.equal(start.logp_BT, plain)
     assert reference.hash == identity
-    seen = token_pass(model, **inputs, **OPTIONS, reference=start, kl=True)
-    assert seen.kl_BT.count_nonzero() == 0, "a fresh adapter is the identity, bit by bit"
+    fresh = token_pass(model, **inputs, **OPTIONS, reference=start, kl=True)
+    assert fresh.kl_BT.count_nonzero() == 0, "a fresh adapter is the identity, bit by bit"
     shake(model)
     after = reference.forward_pass(**inputs)
     assert torch.equal(after.logp_BT, plain)
@@ -80,19 +79,20 @@ def test_the_lora_reference_is_the_base_model_before_and_during_training():
 def test_ema_is_the_exponential_average(lora):
     model, (inputs, _) = llama(), batch()
     model = add_lora(model, LoraConfig(rank=2)) if lora else model
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    reference = make("ema", model, ema_decay=0.75)
     expected = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    reference = make("ema", model, ema_decay=0.75)
     for step in range(1, 4):
         shake(model, seed=step)
         reference.update(model, step)
         now = dict(model.named_parameters())
-        expected = {name: 0.75 * expected[name] + 0.25 * now[name].detach() for name in names}
-    weights = dict(reference.model.named_parameters())
-    for name in names:
-        torch.testing.assert_close(weights[name], expected[name], atol=1e-12, rtol=1e-12)
+        expected = {name: 0.75 * average + 0.25 * now[name].detach() for name, average in expected.items()}
+    copied = dict(reference.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(copied[name], expected[name], atol=1e-12, rtol=1e-12)
+        assert (parameter.data_ptr() == copied[name].data_ptr()) is (name not in expected), "the base is shared"
     twin = copy.deepcopy(model)
-    twin.load_state_dict({**twin.state_dict(), **{n: expected[n] for n in names}})
+    twin.load_state_dict({**twin.state_dict(), **expected})
     torch.testing.assert_close(reference.forward_pass(**inputs).logp_BT, logps(twin, inputs), atol=1e-9, rtol=0)
 
 
@@ -108,30 +108,22 @@ def test_a_bfloat16_ema_moves_although_each_step_is_below_the_resolution():
     assert float(reference.model.lm_head.weight.float().mean()) == pytest.approx(2 - 0.999**200, abs=0.005)
 
 
-def test_a_moving_reference_shares_the_base_of_a_lora_policy():
-    model = add_lora(llama(), LoraConfig(rank=2))
-    reference = make("periodic", model, period=2)
-    mine, theirs = dict(model.named_parameters()), dict(reference.model.named_parameters())
-    for name, parameter in mine.items():
-        assert (parameter.data_ptr() == theirs[name].data_ptr()) is (not parameter.requires_grad)
-
-
 def test_periodic_jumps_at_multiples_only():
     model = llama()
     reference = make("periodic", model, period=3)
-    seen = [reference.hash]
+    hashes = [reference.hash]
     for step in range(1, 7):
         shake(model, seed=step)
         reference.update(model, step)
-        seen.append(reference.hash)
-        assert (seen[-1] == weights_hash(model)) is (step in (3, 6))
-    assert len(set(seen)) == 3 and seen[0] == seen[1] == seen[2] != seen[3] == seen[5] != seen[6]
+        hashes.append(reference.hash)
+        assert (hashes[-1] == weights_hash(model)) is (step in (3, 6))
+    assert len(set(hashes)) == 3 and hashes[0] == hashes[2] != hashes[3] == hashes[5] != hashes[6]
 
 
 @pytest.mark.parametrize("kind", ["ema", "periodic"])
 def test_a_moving_reference_resumes_from_its_checkpoint(kind):
     model, (inputs, _) = llama(torch.float32), batch()
-    start = copy.deepcopy(model)
+    other = make(kind, model, period=2, ema_decay=0.9)
     reference = make(kind, model, period=2, ema_decay=0.9)
     for step in (1, 2, 3):
         shake(model, seed=step)
@@ -139,7 +131,6 @@ def test_a_moving_reference_resumes_from_its_checkpoint(kind):
     buffer = io.BytesIO()
     torch.save(reference.state_dict(), buffer)
     buffer.seek(0)
-    other = make(kind, start, period=2, ema_decay=0.9)
     assert other.hash != reference.hash
     other.load_state_dict(torch.load(buffer, weights_only=True))
     assert other.hash == reference.hash
@@ -158,9 +149,6 @@ def test_another_model_and_unknown_kinds_are_refused():
         reference.load_state_dict(state)
     with pytest.raises(UserError, match="did you mean 'initial'"):
         make("inital", llama())
-    for kind, setting in (("ema", {"ema_decay": 1.5}), ("periodic", {"period": 0})):
-        with pytest.raises(UserError, match=f"reference.{next(iter(setting))}"):
-            make(kind, llama(), **setting)
 
 
 def test_the_hash_depends_on_names_dtypes_shapes_and_values_only():

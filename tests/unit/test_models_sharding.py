@@ -10,11 +10,11 @@ from test_models_logprobs import batch as padded_batch
 from test_models_logprobs import llama
 from torch.distributed.fsdp import fully_shard
 
-from kl_comedy.config.schema import LoraConfig, ModelConfig, ReferenceConfig
+from kl_comedy.config.schema import Config, LoraConfig, ModelConfig, ReferenceConfig, RolloutConfig
 from kl_comedy.models import load_model, weights_hash
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.lora import merge_adapter
-from kl_comedy.models.reference import FrozenReference, PassOptions, build_reference
+from kl_comedy.models.reference import PassOptions, Reference, build_reference
 from kl_comedy.models.sharding import decoder_layers
 from kl_comedy.models.weights import copy_into, full_tensor, stream_weights, weight_bytes
 
@@ -41,21 +41,19 @@ def save_tied(folder):
 
 
 def batch():
-    torch.manual_seed(0)
-    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-    return {
-        "prompt_ids_BP": torch.randint(2, 16, (2, 4)),
-        "prompt_mask_BP": torch.ones(2, 4, dtype=torch.bool),
-        "ids_BT": torch.randint(2, 16, (2, 5)),
-        "mask_BT": mask,
-    }
+    inputs, _ = padded_batch((4, 4), (5, 3))
+    return {name: ids % 16 if "ids" in name else ids for name, ids in inputs.items()}
 
 
 def values(loaded):
     """Log-probs, exact KL to the initial and an EMA reference, and squared gradient norms, as plain numbers."""
     model, inputs = loaded.model, batch()
-    reference = build_reference("initial", loaded, ReferenceConfig(), **OPTIONS)
-    moved = build_reference("ema", loaded, ReferenceConfig(ema_decay=0.5), **OPTIONS)
+    config = Config(
+        reference=ReferenceConfig(ema_decay=0.5),
+        rollout=RolloutConfig(temperature=0.7),
+        model=ModelConfig(head_chunk_elements=64),
+    )
+    reference, moved = (build_reference(kind, loaded, config) for kind in ("initial", "ema"))
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
@@ -63,10 +61,10 @@ def values(loaded):
     moved.update(model, 1)
     numbers = {}
     for name, ref in (("initial", reference), ("ema", moved)):
-        seen = token_pass(model, **inputs, reference=ref.forward_pass(**inputs), kl=True, **OPTIONS)
-        numbers[name] = [*seen.logp_BT.flatten().tolist(), *seen.kl_BT.flatten().tolist()]
+        passed = token_pass(model, **inputs, reference=ref.forward_pass(**inputs), kl=True, **OPTIONS)
+        numbers[name] = [*passed.logp_BT.flatten().tolist(), *passed.kl_BT.flatten().tolist()]
     model.zero_grad()
-    (seen.logp_BT.sum() + seen.kl_BT.sum()).backward()
+    (passed.logp_BT.sum() + passed.kl_BT.sum()).backward()
     trained = [p for p in model.parameters() if p.requires_grad]
     grads = [full_tensor(torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
     numbers["grads"] = [float(grad.double().square().sum()) for grad in grads]
@@ -127,12 +125,8 @@ def test_a_sharded_policy_equals_that_of_one_process(tmp_path, kind):
     if "tied" in kind:
         save_tied(tmp_path)
     alone = load_model(config_of(kind, tmp_path))
-    start, size, ends = (
-        weights_hash(alone.model),
-        weight_bytes(alone.model),
-        alone.causal.generation_config.eos_token_id,
-    )
-    expected = values(alone)
+    start, size = weights_hash(alone.model), weight_bytes(alone.model)
+    ends, expected = alone.causal.generation_config.eos_token_id, values(alone)
     for results in spawn(sharded_results, tmp_path, kind):
         assert results["start"] == start
         assert results["ends"] == ends == ([1, 5] if "tied" in kind else 1)
@@ -164,7 +158,7 @@ def test_gradients_under_fsdp_are_those_of_the_plain_model(tmp_path, tied):
     """One process, gloo; the second pass meets parameters that were sharded again."""
     plain, (inputs, _) = llama(torch.float32, tied=tied), padded_batch()
     sharded = copy.deepcopy(plain)
-    reference = FrozenReference(llama(torch.float32, seed=3, tied=tied), PassOptions(**OPTIONS)).forward_pass(**inputs)
+    reference = Reference(llama(torch.float32, seed=3, tied=tied), PassOptions(**OPTIONS)).forward_pass(**inputs)
     options = {"reference": reference, "kl": True, **OPTIONS}
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -190,15 +184,15 @@ def test_merging_an_adapter_gives_the_same_policy(tmp_path):
             if ".lora_B." in name:
                 p.normal_(std=0.1)
     plain = load_model(config_of("plain"))
-    copy_into(
-        plain.model,
-        [list(merge_adapter((pair for bucket in stream_weights(adapted.model) for pair in bucket), scaling=16.0 / 4))],
-    )
+    weights = [pair for bucket in stream_weights(adapted.model) for pair in bucket]
+    copy_into(plain.model, [list(merge_adapter(weights, scaling=16.0 / 4))])
     with torch.no_grad():
-        one, other = (token_pass(m.model, **batch(), **OPTIONS).logp_BT for m in (adapted, plain))
-        start = token_pass(load_model(config_of("plain")).model, **batch(), **OPTIONS).logp_BT
-    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    assert float((start - one).abs().max()) > 1e-3
+        start = load_model(config_of("plain")).model
+        apart, merged, before = (
+            token_pass(m, **batch(), **OPTIONS).logp_BT for m in (adapted.model, plain.model, start)
+        )
+    torch.testing.assert_close(apart, merged, atol=1e-5, rtol=1e-5)
+    assert float((before - apart).abs().max()) > 1e-3
 
 
 def test_copying_reports_missing_and_unknown_weights():

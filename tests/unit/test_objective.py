@@ -38,13 +38,10 @@ def test_dr_grpo_is_rloo_times_one_minus_one_over_group_size():
     assert torch.allclose(advantage("dr_grpo", flat(REWARD_B)), advantage("rloo", flat(REWARD_B)) * (2 / 3))
 
 
-def test_grpo_divides_by_the_groups_sample_deviation():
+def test_grpo_divides_by_the_groups_sample_deviation_and_gives_zero_where_it_is_zero():
     got = advantage("grpo", flat(REWARD_B))[:3, 0]
     first = REWARD_B[:3]
     assert torch.allclose(got, (first - first.mean()) / (first.std() + 1e-6))
-
-
-def test_grpo_gives_zero_where_the_group_agrees():
     assert torch.equal(advantage("grpo", flat(torch.ones(6))), torch.zeros(6, 4))
 
 
@@ -100,45 +97,27 @@ def test_dropped_sequences_leave_the_denominator(reduction):
     weight_B = sequence_weights(reduction, MASK_BT, keep_B=keep_B)
     assert torch.all(weight_B[~keep_B] == 0)
     assert torch.allclose(weight_B[keep_B], sequence_weights(reduction, MASK_BT[keep_B]))
+    assert torch.equal(sequence_weights(reduction, MASK_BT, keep_B=torch.zeros(6)), torch.zeros(6)), "not NaN"
 
 
-def test_everything_dropped_is_zero_and_not_nan():
-    assert torch.equal(sequence_weights("token_mean", MASK_BT, keep_B=torch.zeros(6)), torch.zeros(6))
-
-
-def test_reinforce_is_the_score_function():
-    logp_BT = torch.randn(6, 4, requires_grad=True)
-    advantage_BT = torch.randn(6, 4)
-    POLICY_LOSSES.get("reinforce").fn(logp_BT, logp_BT.detach(), advantage_BT).sum().backward()
+@pytest.mark.parametrize("name", ["reinforce", "ppo_clip"])
+def test_at_ratio_one_the_gradient_is_the_score_function(name):
+    logp_BT, advantage_BT = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)
+    POLICY_LOSSES.get(name).fn(logp_BT, logp_BT.detach(), advantage_BT).sum().backward()
     assert torch.allclose(logp_BT.grad, -advantage_BT)
 
 
-def test_ppo_clip_equals_reinforce_gradient_at_ratio_one():
-    logp_BT = torch.randn(6, 4, requires_grad=True)
-    advantage_BT = torch.randn(6, 4)
-    POLICY_LOSSES.get("ppo_clip").fn(logp_BT, logp_BT.detach(), advantage_BT).sum().backward()
-    assert torch.allclose(logp_BT.grad, -advantage_BT)
+BOUNDS = {"clip_low": 0.1, "clip_high": 0.4}
+CLIPPED = {(1.3, 1): 1.3, (1.5, 1): 0.0, (1.5, -1): 1.5, (0.8, 1): 0.8, (0.8, -1): 0.0, (0.95, -1): 0.95}
+"""From ratio and sign of the advantage to the weight of the score; bounds differ, so that swapped bounds fail."""
 
 
 @pytest.mark.parametrize(
     ("name", "options", "weight_of"),
     [
-        # ratio and advantage -> weight of the score; bounds differ, so that swapped bounds fail
-        (
-            "ppo_clip",
-            {"clip_low": 0.1, "clip_high": 0.4},
-            {(1.3, 1): 1.3, (1.5, 1): 0.0, (1.5, -1): 1.5, (0.8, 1): 0.8, (0.8, -1): 0.0, (0.95, -1): 0.95},
-        ),
-        (
-            "gspo",
-            {"clip_low": 0.1, "clip_high": 0.4},
-            {(1.3, 1): 1.3, (1.5, 1): 0.0, (1.5, -1): 1.5, (0.8, 1): 0.8, (0.8, -1): 0.0, (0.95, -1): 0.95},
-        ),
-        (
-            "cispo",
-            {"clip_low": 0.1, "clip_high": 0.4},
-            {(1.3, 1): 1.3, (1.5, 1): 1.4, (1.5, -1): 1.4, (0.8, 1): 0.9, (0.95, -1): 0.95},
-        ),
+        ("ppo_clip", BOUNDS, CLIPPED),
+        ("gspo", BOUNDS, CLIPPED),
+        ("cispo", BOUNDS, {(1.3, 1): 1.3, (1.5, 1): 1.4, (1.5, -1): 1.4, (0.8, 1): 0.9, (0.95, -1): 0.95}),
         ("aipo", {"cap": 1.4}, {(1.3, 1): 1.3, (1.5, 1): 1.4, (1.5, -1): 1.4, (0.2, 1): 0.2}),
     ],
 )

@@ -64,12 +64,12 @@ def by_hand(name, row, advantage):
 @given(deltas=DELTAS)
 def test_a_correction_weights_the_score_by_its_formula(name, deltas):
     logp_BT, mu_BT = log_probs(deltas)
-    found_BT, _ = gradient(PolicyTerm(corrections={name: {}}), logp_BT, mu_BT)
+    gradient_BT, _ = gradient(PolicyTerm(corrections={name: {}}), logp_BT, mu_BT)
     delta_BT = (logp_BT - mu_BT).detach()
     for row, (size, advantage) in enumerate(zip(SIZES.tolist(), advantages()[:, 0].tolist(), strict=True)):
         weights = by_hand(name, delta_BT[row, :size].tolist(), advantage)
-        assert found_BT[row, :size].tolist() == pytest.approx([-advantage * w for w in weights], rel=1e-9, abs=1e-12)
-        assert not found_BT[row, size:].any(), "a token outside the mask has a gradient"
+        assert gradient_BT[row, :size].tolist() == pytest.approx([-advantage * w for w in weights], rel=1e-9, abs=1e-12)
+        assert not gradient_BT[row, size:].any(), "a token outside the mask has a gradient"
 
 
 @settings(max_examples=40, deadline=None)
@@ -98,13 +98,13 @@ def test_gspo_is_the_clipped_objective_of_length_normalized_ratios(deltas):
     """Against the objective of 2507.18071, per completion; the reduction by 1/length is the caller's."""
     logp_BT, mu_BT = log_probs(deltas)
     options = {"clip_low": 0.2, "clip_high": 0.3}
-    found_BT, parts = gradient(PolicyTerm(loss="gspo", options=options), logp_BT, mu_BT)
+    gradient_BT, parts = gradient(PolicyTerm(loss="gspo", options=options), logp_BT, mu_BT)
     leaf_BT = logp_BT.detach().clone().requires_grad_(True)
     mean_B = torch.where(MASK_BT, leaf_BT - mu_BT, 0.0).sum(-1) / SIZES
     ratio_B, advantage_B = mean_B.exp(), advantages()[:, 0]
     objective_B = torch.minimum(ratio_B * advantage_B, ratio_B.clamp(0.8, 1.3) * advantage_B)
     (expected_BT,) = torch.autograd.grad(-(objective_B * SIZES).sum(), leaf_BT)
-    assert torch.allclose(found_BT, expected_BT, atol=1e-12)
+    assert torch.allclose(gradient_BT, expected_BT, atol=1e-12)
     assert torch.equal(parts.clipped_BT, MASK_BT & (expected_BT == 0))
 
 
@@ -115,12 +115,12 @@ def test_decoupled_ppo_clips_against_the_proximal_policy_and_weights_against_the
     logp_BT, mu_BT = log_probs(deltas)
     proximal_BT = logp_BT.detach() - torch.tensor(steps, dtype=torch.float64).reshape(4, 4)
     term = PolicyTerm(loss="ppo_clip", corrections={"tis": {"cap": 5.0}}, proximal="recomputed")
-    found_BT, _ = gradient(term, logp_BT, mu_BT, proximal_BT=proximal_BT)
+    gradient_BT, _ = gradient(term, logp_BT, mu_BT, proximal_BT=proximal_BT)
     leaf_BT = logp_BT.detach().clone().requires_grad_(True)
     weight_BT, ratio_BT = (proximal_BT - mu_BT).exp().clamp(max=5.0), (leaf_BT - proximal_BT).exp()
     clipped_BT = torch.minimum(ratio_BT * advantages(), ratio_BT.clamp(0.8, 1.2) * advantages())
     (expected_BT,) = torch.autograd.grad((-weight_BT * clipped_BT)[MASK_BT].sum(), leaf_BT)
-    assert torch.allclose(found_BT, expected_BT, atol=1e-12)
+    assert torch.allclose(gradient_BT, expected_BT, atol=1e-12)
     plain_BT, _ = gradient(PolicyTerm(loss="ppo_clip"), logp_BT, mu_BT)
     fresh_BT, _ = gradient(term, logp_BT, mu_BT, proximal_BT=mu_BT)
     assert torch.allclose(plain_BT, fresh_BT), "with the sampler as proximal policy it is PPO"
@@ -167,17 +167,14 @@ def test_what_cannot_work_is_refused_by_its_key(fields, words):
         check_policy_term(PolicyTerm.of(AlgorithmConfig(**fields)))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
+def test_what_can_work_is_let_through():
+    for fields in (
         {"correction": {"tis": {}, "opsm": {}, "geometric_mask": None}},
         {"policy_loss": "ppo_clip", "proximal": "recomputed"},
         {"policy_loss": "ppo_clip", "correction": {"opsm": {}}},
         {"proximal": "recomputed", "correction": {"icepop": {"high": math.inf}}},
-    ],
-)
-def test_what_can_work_is_let_through(fields):
-    check_policy_term(PolicyTerm.of(AlgorithmConfig(**fields)))
+    ):
+        check_policy_term(PolicyTerm.of(AlgorithmConfig(**fields)))
 
 
 def test_a_recomputed_policy_that_is_missing_is_an_error():

@@ -45,11 +45,11 @@ def test_the_gradient_over_all_completions_is_that_of_the_closed_form(beta):
     h = logp - torch.cat([sequence_logp(reference[p]) for p in range(2)])
     loss = closed_form(h, reward, group, judged, beta)
     (wanted,) = torch.autograd.grad(loss, policy, retain_graph=True)
-    found = preferences(h.detach(), reward, group, judged, beta=beta)
-    (got,) = torch.autograd.grad(-(found.coefficient_B * logp).sum(), policy)
+    result = preferences(h.detach(), reward, group, judged, beta=beta)
+    (got,) = torch.autograd.grad(-(result.coefficient_B * logp).sum(), policy)
     assert float(wanted.norm()) > 1e-4
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
-    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-12)
+    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,26 +63,26 @@ def test_any_batch_has_the_closed_forms_gradient(data):
     judged = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     beta = data.draw(st.sampled_from([0.1, 1.0]))
     loss = closed_form(h, reward, group, judged, beta)
-    found = preferences(h.detach(), reward, group, judged, beta=beta)
+    result = preferences(h.detach(), reward, group, judged, beta=beta)
     if loss is None:
-        assert (found.pairs, found.prompts, found.loss) == (0, 0, 0.0)
-        assert not found.coefficient_B.any()
+        assert (result.pairs, result.prompts, result.loss) == (0, 0, 0.0)
+        assert not result.coefficient_B.any()
         return
     (wanted,) = torch.autograd.grad(loss, h)
-    torch.testing.assert_close(-found.coefficient_B, wanted, rtol=1e-10, atol=1e-14)
-    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-10)
-    assert abs(float(found.coefficient_B.sum())) < 1e-12
+    torch.testing.assert_close(-result.coefficient_B, wanted, rtol=1e-10, atol=1e-14)
+    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-10)
+    assert abs(float(result.coefficient_B.sum())) < 1e-12
 
 
 def test_numbers_that_can_be_checked_by_hand():
-    found = preferences(
+    result = preferences(
         torch.tensor([2.0, 1.0, 0.0]),
         torch.tensor([1.0, 0.0, 0.0]),
         torch.tensor([5, 5, 5]),
         torch.tensor([True, True, True]),
         beta=1.0,
     )
-    assert (found.pairs, found.prompts, found.accuracy) == (2, 1, 1.0)
-    assert found.margin == pytest.approx(1.5)
+    assert (result.pairs, result.prompts, result.accuracy) == (2, 1, 1.0)
+    assert result.margin == pytest.approx(1.5)
     first, second = 1 / (1 + torch.e) / 2, 1 / (1 + torch.e**2) / 2
-    assert found.coefficient_B.tolist() == pytest.approx([first + second, -first, -second])
+    assert result.coefficient_B.tolist() == pytest.approx([first + second, -first, -second])

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from kl_comedy.processes import FRAME_HEADER, BrokenChannel, ChildProcess, FrameChannel, RestartLimit, free_port
+from kl_comedy.processes import FRAME_HEADER, BrokenChannel, ChildProcess, FrameChannel
 
 PYTHON = [sys.executable, "-c"]
 PARENT_WITH_CHILD = (
@@ -106,11 +106,3 @@ def test_frames_pass_whole_and_in_order_without_blocking():
     os.close(their_read)
     for fd in (read, their_write):
         os.close(fd)
-
-
-def test_restarts_are_limited_and_ports_free():
-    limit = RestartLimit(2)
-    assert [limit.fail() for _ in range(3)] == [True, True, False]
-    limit.reset()
-    assert limit.fail()
-    assert 0 < free_port() < 65536

@@ -11,13 +11,11 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.records import FOREIGN_VERSION, STATUSES, STOP_REASONS, Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.rollouts.recording import FORMATS, Recording, RecordingWriter, from_row, to_row
 
-KEY = "rollout.options.path"
-
 
 @st.composite
 def batches(draw):
     finite = st.floats(-50, 0, allow_nan=False)
-    found = []
+    made = []
     for _ in range(draw(st.integers(1, 4))):
         rows = []
         for n in range(draw(st.integers(1, 4))):
@@ -39,8 +37,8 @@ def batches(draw):
                 parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-5, 5), max_size=2)),
             )
             rows.append(Scored(rollout=rollout, reward=reward))
-        found.append(rows)
-    return found
+        made.append(rows)
+    return made
 
 
 def write(folder, batches, format):
@@ -51,7 +49,7 @@ def write(folder, batches, format):
 
 
 def opened(path, check=lambda batch: None):
-    return Recording(path, key=KEY, check=check)
+    return Recording(path, check=check)
 
 
 def one_file(folder, format, target):
@@ -138,11 +136,11 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_row_is_named_with_its_fault(tmp_path, fault):
     rows = [to_row(n, batch[0], temperature=1.0) for n, batch in enumerate(plain_batches())]
-    change, said = BROKEN[fault]
+    change, message = BROKEN[fault]
     change(rows[1])
     file = tmp_path / "all.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=rf"rollout\.options\.path: .*{said}"):
+    with pytest.raises(UserError, match=rf"rollout\.options\.path: .*{message}"):
         opened(file)
 
 
@@ -155,7 +153,7 @@ def test_files_that_are_no_recording_are_told_apart(tmp_path):
     with pytest.raises(UserError, match=r"allowed: a folder of parts, a \.jsonl or a \.parquet"):
         opened(tmp_path / "a.csv")
     (tmp_path / "a.jsonl").write_text("{")
-    with pytest.raises(UserError, match="row 1: not JSON"):
+    with pytest.raises(UserError, match="row 1: no readable row"):
         opened(tmp_path / "a.jsonl")
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(UserError, match="holds no rollouts"):

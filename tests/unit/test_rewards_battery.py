@@ -24,15 +24,8 @@ IN_PROCESS = [entry.name for entry in BUILT_IN if not entry.facts.get("isolated"
 
 
 def test_the_names_users_configure() -> None:
-    assert {entry.name for entry in BUILT_IN} == {
-        "math_verify",
-        "format",
-        "multiple_choice",
-        "exact_answer",
-        "reasoning_gym",
-        "zero",
-        "length",
-    }
+    names = {"math_verify", "format", "multiple_choice", "exact_answer", "reasoning_gym", "zero", "length"}
+    assert {entry.name for entry in BUILT_IN} == names
     assert kl_comedy.rewards.score is score
 
 
@@ -40,13 +33,8 @@ def test_the_names_users_configure() -> None:
 def test_declared_examples_hold(name: str, example: dict[str, Any]) -> None:
     if name == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
-    (reward,) = score(
-        name,
-        completions=[example["completion"]],
-        answers=[example["answer"]],
-        metas=[example.get("meta", {})],
-        **example.get("options", {}),
-    )
+    case = {"completions": [example["completion"]], "answers": [example["answer"]], "metas": [example.get("meta", {})]}
+    (reward,) = score(name, **case, **example.get("options", {}))
     assert reward.value == example["value"]
     assert reward.status == example.get("status", "ok")
     assert reward.parts[name] == reward.value

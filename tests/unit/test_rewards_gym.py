@@ -29,9 +29,7 @@ def entries(task: str, size: int) -> list[dict[str, Any]]:
     return [dict(entry) for entry in build(config=settings(seed=5, size=size))]
 
 
-def judge(
-    pool: RewardPool, task: str, completions: list[str], items: list[Any], **options: Any
-) -> list[tuple[float, str]]:
+def judge(pool: RewardPool, task: str, completions: list[str], items: list[Any], **options: Any) -> Any:
     metas = [{"task": task, "entry": entry} for entry in items]
     answers = [str(entry["answer"]) for entry in items]
     rewards = score("reasoning_gym", completions=completions, answers=answers, metas=metas, pool=pool, **options)
@@ -47,6 +45,10 @@ def test_oracle_answers_are_right_and_empty_ones_unparseable(pool: RewardPool, t
 
 def test_a_partial_score_counts_only_when_asked_for(pool: RewardPool) -> None:
     items = entries("chain_sum", 1)
+    with pytest.raises(UserError, match="did you mean 'chain_sum'"):
+        judge(pool, "chain_sums", ["3"], items)
+    with pytest.raises(UserError, match="needs problems of the dataset reasoning_gym"):
+        score("reasoning_gym", completions=["3"], answers=["3"], pool=pool)
     text = f"I believe the result is {items[0]['answer']}"
     assert judge(pool, "chain_sum", [text], items) == [(0.0, "ok")]
     ((partial, _),) = judge(pool, "chain_sum", [text], items, partial=True)
@@ -65,11 +67,6 @@ def test_the_part_that_counts_is_an_option(pool: RewardPool) -> None:
         assert judge(pool, "chain_sum", [text], items) == [(0.0, "ok")]
         assert judge(pool, "chain_sum", [text], items, part=part) == [(1.0, "ok")]
     assert judge(pool, "chain_sum", [answer], items, part="answer_tag") == [(0.0, "unparseable")]
-
-
-def test_an_unknown_task_is_named(pool: RewardPool) -> None:
-    with pytest.raises(UserError, match="did you mean 'chain_sum'"):
-        judge(pool, "chain_sums", ["3"], entries("chain_sum", 1))
 
 
 @pytest.mark.parametrize("task", EVALUATING)
@@ -91,25 +88,9 @@ def test_answers_are_never_run_as_code(pool: RewardPool, task: str, tmp_path: Pa
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("x**2 + 3*x*(y - 1)", True),
-        ("-cos(2*x)/2 + C", True),
-        ("[[1, 2], [3, 4]]", True),
-        ("[['Q', '_'], ['_', 'Q']]", True),
-        ("Q _ _\n_ _ Q", True),
-        ("1.5*(2 + 3)", True),
-        ("open('x')", False),
-        ("cosopen('x')", False),
-        ("x.y", False),
-        ("x. y", False),
-        ("3*(open)('x')", False),
-        ("[open][0]('x')", False),
-        ("open\\\n('x')", False),
-        ("print ('x')", False),
-        ("f'{open(1)}'", False),
-    ],
-)
-def test_the_grammar_of_evaluated_answers(text: str, plain: bool) -> None:
-    assert is_plain(text) is plain
+PLAIN = ["x**2 + 3*x*(y - 1)", "-cos(2*x)/2 + C", "[[1, 2], [3, 4]]", "[['Q', '_']]", "Q _ _\n_ _ Q", "1.5*(2 + 3)"]
+CODE = ["open('x')", "cosopen('x')", "x.y", "x. y", "3*(open)('x')", "[open][0]('x')", "open\\\n('x')", "print ('x')"]
+
+
+def test_the_grammar_of_evaluated_answers() -> None:
+    assert [text for text in [*PLAIN, *CODE, "f'{open(1)}'"] if is_plain(text)] == PLAIN

@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,17 +21,12 @@ from kl_comedy.processes import BrokenChannel
 from kl_comedy.registry import REWARDS, load_plugin_file
 from kl_comedy.rewards import Job, RewardPool, score
 from kl_comedy.rewards import pool as pool_module
-from kl_comedy.rewards.pool import parse_reply
+from kl_comedy.rewards.pool import Worker
 
 PLUGIN = """
 import os, signal, sys, time
 from kl_comedy.processes import BrokenChannel
 from kl_comedy.registry import REWARDS
-
-def busy(seconds):
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
 
 @REWARDS.register("obey", source="the tests", isolated=True)
 def obey(completion, answer, meta, *, scale: float = 1.0):
@@ -39,15 +35,11 @@ def obey(completion, answer, meta, *, scale: float = 1.0):
         return float(len(bytearray(3 << 30)) > 0)
     if completion == "abort":
         os.abort()
-    if completion == "exit":
-        os._exit(3)
     if completion == "sleep":
         time.sleep(1000)
     if completion == "spin":
         while True:
             pass
-    if completion == "work":
-        busy(0.1)
     if completion == "big":
         return float(9 ** 9 ** 9)
     if completion == "raise":
@@ -117,26 +109,12 @@ def test_an_overrun_is_killed_at_its_limit(pool: RewardPool, monkeypatch: pytest
     assert run(pool, "nap0.5", timeout_s=0.1) == [(6.0, "ok")], "waiting is not charged as computing"
 
 
-@pytest.mark.slow
-def test_a_crowded_machine_does_not_change_verdicts(pool: RewardPool) -> None:
-    """Six busy processes beside the workers, and items of less CPU time than their limit, but not of less time."""
-    run(pool, "a", "b")
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
-    try:
-        assert run(pool, *["work"] * 4, timeout_s=0.3) == [(4.0, "ok")] * 4
-        assert run(pool, "spin", "a", timeout_s=0.2) == [(0.0, "timeout"), (1.0, "ok")]
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 def test_an_item_that_kills_its_workers_is_refused_and_one_death_costs_nothing(
     pool: RewardPool, tmp_path: Path
 ) -> None:
-    words = ["a", "abort", "exit", "allocate", "die once"]
+    words = ["a", "abort", "allocate", "die once"]
     results = run(pool, *words, answer=str(tmp_path / "mark"))
-    assert results == [(1.0, "ok"), (0.0, "refused"), (0.0, "refused"), (0.0, "refused"), (1.0, "ok")]
+    assert results == [(1.0, "ok"), (0.0, "refused"), (0.0, "refused"), (1.0, "ok")]
 
 
 def test_workers_killed_from_outside_are_replaced(pool: RewardPool) -> None:
@@ -164,12 +142,15 @@ def test_a_stopped_worker_does_not_stop_its_parent(pool: RewardPool, monkeypatch
     assert run(pool, large, "c") == [(3e6, "ok"), (1.0, "ok")]
 
 
-def test_only_json_objects_are_verdicts(pool: RewardPool) -> None:
+def test_only_json_objects_are_verdicts(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(pool, "print", "flood", "a") == [(5.0, "ok"), (5.0, "ok"), (1.0, "ok")]
-    assert parse_reply(None) is None
-    for body in (b"{x", b"[]", b"\xff"):
+    worker, nonce = object.__new__(Worker), bytes(pool_module.NONCE_BYTES)
+    worker.cpu_s = 0.0
+    monkeypatch.setattr(pool_module.secrets, "token_bytes", bytes)
+    for body in (b"{x", b"[]", b"\xff", b"3", b"{}", b'{"cpu_s": null}'):
+        worker.channel = SimpleNamespace(send=lambda frame: None, receive=partial(bytes.__add__, nonce, body))
         with pytest.raises(BrokenChannel):
-            parse_reply(body)
+            worker.ask("judge", "obey", limit_s=1.0)
 
 
 def test_a_bug_in_a_reward_ends_the_run_with_its_traceback(pool: RewardPool) -> None:
@@ -247,26 +228,24 @@ def test_a_script_without_a_main_guard_scores_and_leaves_no_process(tmp_path: Pa
     assert pids and not any(psutil.pid_exists(int(pid)) for pid in pids.split())
 
 
+ORPHANS = """
+import threading, time
+from kl_comedy.rewards import Job, RewardPool
+pool = RewardPool(workers=2)
+pool.run([Job("format", "1", "")] * 2)
+hard = Job("format", "a" * 40 + "b", "", options={"pattern": "(a+)+$"}, timeout_s=0.5)
+pids = pool.pids
+threading.Thread(target=lambda: pool.run([hard] * 50), daemon=True).start()
+time.sleep(0.1)
+print(*pids, flush=True)
+time.sleep(60)
+"""
+
+
 def test_workers_end_when_the_parent_is_killed(tmp_path: Path, pool: RewardPool) -> None:
     """One worker idle, one in a computation that never gives control back to Python."""
     script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import threading, time
-            from kl_comedy.rewards import Job, RewardPool
-            pool = RewardPool(workers=2)
-            easy = Job(name="math_verify", completion="1", answer="1")
-            pool.run([easy] * 2)
-            hard = Job(name="math_verify", completion="A: 9**9**9**9", answer="1", timeout_s=0.5)
-            pids = pool.pids
-            threading.Thread(target=lambda: pool.run([hard] * 50), daemon=True).start()
-            time.sleep(0.1)
-            print(*pids, flush=True)
-            time.sleep(60)
-            """
-        )
-    )
+    script.write_text(ORPHANS)
     parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -10,31 +10,28 @@ from kl_comedy.errors import UserError
 from kl_comedy.records import STOP_REASONS
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts import Sampling, check_training_sampling, sampling_from
-from kl_comedy.rollouts.decoding import StopStrings, ending
-from kl_comedy.rollouts.hf import LogpRecorder, StopOnText
+from kl_comedy.rollouts.decoding import Draws, StopStrings, ending, pick
 
 
 def test_plain_temperature_sampling_is_what_training_needs():
     check_training_sampling(RolloutConfig(temperature=0.7, stop=["\n"]))
-    assert Sampling(temperature=0.7, max_new_tokens=4).training_mismatches() == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 50), ("min_p", 0.05)])
 def test_truncation_is_refused_in_training_with_its_reason(key, value):
     with pytest.raises(UserError, match=rf"rollout\.{key}: got {value}; training needs .*differentiates the full one"):
         check_training_sampling(RolloutConfig(**{key: value}))
-    assert sampling_from(RolloutConfig(**{key: value})).training_mismatches()
 
 
 def test_every_mismatch_is_told_at_once():
     with pytest.raises(UserError) as error:
-        check_training_sampling(RolloutConfig(top_p=0.9, top_k=5, min_p=0.1))
+        check_training_sampling(RolloutConfig(temperature=0.0, top_p=0.9, top_k=5, min_p=0.1))
     assert [line.split(":")[0] for line in str(error.value).split("\n")] == [
+        "rollout.temperature",
         "rollout.top_p",
         "rollout.top_k",
         "rollout.min_p",
     ]
-    assert Sampling(temperature=0, max_new_tokens=1).training_mismatches()
 
 
 @pytest.mark.parametrize(
@@ -77,17 +74,24 @@ def test_an_ending_is_the_first_of_end_token_stop_string_and_limit(ids, ends, st
     assert reason != "stop" or length == stop
 
 
-def test_the_recorder_keeps_the_log_prob_of_what_was_drawn():
+def test_draws_record_the_log_prob_of_what_was_drawn_after_the_temperature():
     g = torch.Generator().manual_seed(0)
-    scores = torch.randn(4, 3, 7, generator=g)
-    drawn_BT = torch.randint(0, 7, (3, 4), generator=g)
-    recorder, ids = LogpRecorder(), torch.zeros(3, 2, dtype=torch.long)
+    scores_TBV = torch.randn(4, 3, 7, generator=g)
+    sampling = Sampling(temperature=0.5, max_new_tokens=4)
+    uniform_BT = torch.rand(3, 4, generator=g)
+    draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=[6], stops=StopStrings(Letters(), ()))
     for step in range(4):
-        given = scores[step].clone()
-        assert recorder(ids, given) is given
-        ids = torch.cat([ids, drawn_BT[:, step : step + 1]], dim=1)
-    expected = scores.transpose(0, 1).log_softmax(-1).gather(2, drawn_BT[..., None])[..., 0]
-    torch.testing.assert_close(recorder.finish(drawn_BT), expected)
+        chosen_B = draws.draw(scores_TBV[step], [0, 1, 2], version=step)
+        logp_BV = (scores_TBV[step] / 0.5).log_softmax(-1)
+        assert chosen_B.tolist() == pick(logp_BV, uniform_BT[:, step]).tolist()
+        for row, token in zip(draws.completions, chosen_B.tolist(), strict=True):
+            if len(row.ids) == step + 1:
+                assert row.ids[-1] == token and row.versions == list(range(step + 1))
+                assert row.logps[-1] == pytest.approx(float(logp_BV[draws.completions.index(row), token]))
+    assert [row.stop_reason for row in draws.completions] == [
+        "eos" if 6 in r.ids else "length" for r in draws.completions
+    ]
+    assert all(6 not in row.ids[:-1] for row in draws.completions)
 
 
 class Letters:
@@ -101,16 +105,17 @@ class Letters:
 
 
 @given(
-    ids=st.lists(st.integers(0, 5), max_size=12),
+    ids=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     stop=st.lists(st.sampled_from(["ab", "ba", "b<e>", "aa", "xaby", "éé"]), min_size=1, max_size=2),
-    prompt=st.lists(st.integers(0, 5), min_size=1, max_size=3),
 )
-def test_a_stop_string_ends_at_the_token_that_completes_it_and_never_in_the_prompt(ids, stop, prompt):
-    criterion = StopOnText(StopStrings(Letters(), stop), prompt_length=len(prompt), rows=1)
-    ended = 0
-    for n in range(1, len(ids) + 1):
-        if bool(criterion(torch.tensor([prompt + ids[:n]]), None)[0]) and not ended:
-            ended = n
+def test_a_stop_string_ends_at_the_token_that_completes_it(ids, stop):
+    sampling = Sampling(temperature=0.0, max_new_tokens=len(ids), stop=tuple(stop))
+    uniform_BT = torch.zeros(1, len(ids))
+    draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=[], stops=StopStrings(Letters(), stop))
+    for token in ids:
+        draws.draw(torch.eye(6)[token][None], [0], version=0)
     texts = ["".join(Letters.pieces[i] for i in ids[:n]) for n in range(len(ids) + 1)]
-    expected = next((n for n, text in enumerate(texts) if any(s in text for s in stop)), 0)
-    assert criterion.length_B == [expected] == [ended]
+    end = next((n for n, text in enumerate(texts) if any(s in text for s in stop)), None)
+    (completion,) = draws.completions
+    assert completion.ids == ids[:end]
+    assert completion.stop_reason == ("length" if end is None else "stop")

@@ -39,12 +39,12 @@ def test_lists_and_ranges():
     first=st.floats(1e-6, 1e6),
     last=st.floats(1e-6, 1e6),
     points=st.integers(2, 40),
-    how=st.sampled_from(["num", "log"]),
+    spacing=st.sampled_from(["num", "log"]),
 )
-def test_a_range_of_points_has_that_many_between_its_ends(first, last, points, how):
+def test_a_range_of_points_has_that_many_between_its_ends(first, last, points, spacing):
     if abs(last - first) < 1e-3 * max(first, last):
         return
-    numbers = raws({"from": first, "to": last, how: points})
+    numbers = raws({"from": first, "to": last, spacing: points})
     assert len(numbers) == points
     assert numbers[0] == pytest.approx(first) and numbers[-1] == pytest.approx(last)
     assert sorted(numbers, reverse=last < first) == numbers
@@ -56,8 +56,8 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl"
 
 @given(st.one_of(PLAIN, TEXT.filter(lambda text: "${" not in text), st.lists(PLAIN, max_size=3)))
 def test_an_override_reads_back_to_the_same_value(value):
-    found = OmegaConf.to_container(OmegaConf.from_dotlist([override("value", value)]), resolve=False)["value"]
-    assert found == value and type(found) is type(value)
+    read = OmegaConf.to_container(OmegaConf.from_dotlist([override("value", value)]), resolve=False)["value"]
+    assert read == value and type(read) is type(value)
 
 
 def test_the_product_the_seeds_the_exclusions_and_the_rows(tmp_path):
@@ -69,49 +69,30 @@ def test_the_product_the_seeds_the_exclusions_and_the_rows(tmp_path):
             "rows: {no-kl: {kl: none}, fixed: {seed: 7, optimizer.lr: 1e-3}}\n",
         )
     )
-    assert [(point.label, point.seed) for point in points] == [
-        ("reward-lr0.0001", 0),
-        ("reward-lr0.0003", 0),
-        ("reward-lr0.0003", 1),
-        ("grpo-lr0.0001", 0),
-        ("grpo-lr0.0001", 1),
-        ("no-kl", 0),
-        ("no-kl", 1),
-        ("fixed", None),
-    ]
+    assert " ".join(f"{point.label}/{point.seed}" for point in points) == (
+        "reward-lr0.0001/0 reward-lr0.0003/0 reward-lr0.0003/1 grpo-lr0.0001/0 grpo-lr0.0001/1 "
+        "no-kl/0 no-kl/1 fixed/None"
+    )
     assert points[0].values == {"kl": "reward", "optimizer.lr": "0.0001"}
+    points = expand(grid(tmp_path, "grid: {kl: ['verl/k3+', 'verl/k3', 'verl-k3']}\n"))
+    assert [point.label for point in points] == ["verl-k3", "verl-k3-2", "verl-k3-3"], "labels differ"
 
 
 def test_cells_are_checked_configs_with_names_seeds_and_hashes(tmp_path):
-    manifest = planned(
-        tmp_path, "overrides: {train.steps: 5}\ngrid: {kl.0.beta: [0.1, 0.2]}\nseeds: [3, 5]\n", extra=["train.steps=6"]
-    )
-    assert [(cell.name, cell.seed, cell.steps) for cell in manifest.cells] == [
-        ("beta0.1", 3, 6),
-        ("beta0.1", 5, 6),
-        ("beta0.2", 3, 6),
-        ("beta0.2", 5, 6),
-    ]
-    assert len({cell.config_hash for cell in manifest.cells}) == 4
-    assert manifest.cells[0].overrides == (
-        "train.steps=5",
-        "train.steps=6",
-        "name=beta0.1",
-        "kl.0.beta=0.1",
-        "seed=3",
-    )
-
-
-def test_a_cells_hash_is_that_of_its_own_command(tmp_path):
     from kl_comedy.config import config_hash, load_config
 
-    for cell in planned(tmp_path, "grid: {kl.0.beta: [0.1, 0.2], kl.0.estimator: [k1, k3]}\nseeds: 2\n").cells:
+    text = "overrides: {train.steps: 5}\ngrid: {kl.0.beta: [0.1, 0.2]}\nseeds: [3, 5]\n"
+    manifest = planned(tmp_path, text, extra=["train.steps=6"])
+    assert [(cell.name, cell.seed, cell.steps) for cell in manifest.cells] == [
+        (name, seed, 6) for name in ("beta0.1", "beta0.2") for seed in (3, 5)
+    ]
+    assert " ".join(manifest.cells[0].overrides) == "train.steps=5 train.steps=6 name=beta0.1 kl.0.beta=0.1 seed=3"
+    cells = planned(tmp_path, "grid: {kl.0.beta: [0.1, 0.2], kl.0.estimator: [k1, k3]}\nseeds: 2\n").cells
+    assert len({cell.config_hash for cell in cells}) == 8
+    for cell in cells[::3]:
         assert config_hash(load_config(tmp_path / "base.yaml", cell.overrides)) == cell.config_hash
-
-
-def test_labels_that_would_be_equal_are_told_apart(tmp_path):
-    points = expand(grid(tmp_path, "grid: {kl: ['verl/k3+', 'verl/k3', 'verl-k3']}\n"))
-    assert [point.label for point in points] == ["verl-k3", "verl-k3-2", "verl-k3-3"]
+    with pytest.raises(UserError, match="is set by the sweep"):
+        planned(tmp_path, "grid: {optimizer.lr: [1, 2]}\n", extra=["optimizer.lr=3"])
 
 
 MISTAKES = {
@@ -132,7 +113,7 @@ MISTAKES = {
     "grid: {kl.0.estimator: [k1, k33]}": r"cell 1 \(k33\).*estimator.*'k33'.*did you mean 'k3'",
     "grid: {kl.0.level: [token, sequence]}\noverrides: {kl.0.estimator: exact}": r"cell 1 \(sequence\).*impossible",
     "grid: {kl: [[{estimator: k1}], grpo]}": r"a name for it",
-    "grid: {output: [a, b]}": r"grid.output: cannot be set in a sweep",
+    "grid: {output: [a, b]}": r"output: cannot be set in a sweep",
     "grid: {seed: [1]}\nseeds: 2": r"seed: is set twice",
     "seeds: 0": r"how many \(at least 1\)",
     "rows: {a: {optimizer.lr: 0.1}, b: {optimizer.lr: 0.1}}": r"cells 0 \(a\) and 1 \(b\) are the same run",
@@ -146,22 +127,16 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("text", MISTAKES)
-def test_a_mistake_is_one_clear_error(tmp_path, text):
-    with pytest.raises(UserError, match=MISTAKES[text]) as caught:
-        planned(tmp_path, text + "\n")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_base_or_grid_names_the_nearest_file(tmp_path):
-    grid(tmp_path, "")
+def test_a_mistake_is_one_clear_error(tmp_path):
+    for text, message in MISTAKES.items():
+        with pytest.raises(UserError, match=message) as caught:
+            planned(tmp_path, text + "\n")
+        assert "\n" not in str(caught.value), text
     with pytest.raises(UserError, match=r"did you mean .*grid.yaml"):
         read_grid(tmp_path / "gird.yaml")
     (tmp_path / "grid.yaml").write_text("base: bse.yaml\n")
     with pytest.raises(UserError, match=r"no such config file"):
         plan(read_grid(tmp_path / "grid.yaml"), directory=tmp_path)
-
-
-def test_a_key_of_the_grid_cannot_be_set_from_outside(tmp_path):
-    with pytest.raises(UserError, match="is set by the sweep"):
-        planned(tmp_path, "grid: {optimizer.lr: [1, 2]}\n", extra=["optimizer.lr=3"])
+    (tmp_path / "grid.yaml").write_text("seeds: 2\n")
+    with pytest.raises(UserError, match=r"grid.yaml: .*needs base"):
+        read_grid(tmp_path / "grid.yaml")

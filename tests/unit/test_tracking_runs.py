@@ -6,6 +6,8 @@ import pandas as pd
 import pytest
 
 from kl_comedy.errors import UserError
+from kl_comedy.statistics import parse_rule
+from kl_comedy.tracking import values
 from kl_comedy.tracking.runs import drop_columns, read_runs, translate
 
 FRAME = pd.DataFrame(
@@ -28,39 +30,36 @@ FRAME = pd.DataFrame(
 def test_filters_with_short_names():
     for where, mlflow in {
         "seed = 0": "params.`seed` = '0'",
-        "seed='0' and optimizer.lr = 1e-06": "params.`seed` = '0' AND params.`optimizer.lr` = '1e-06'",
+        "seed='0' and optimizer.lr = 1e-06": "params.`seed`='0' AND params.`optimizer.lr` = '1e-06'",
         "train/reward > 0.5": "metrics.`train/reward` > 0.5",
+        "Metric.kl_x >= 1 and inside in ('a')": "metrics.`kl_x` >= 1 AND params.`inside` IN ('a')",
         "metrics.kl_x >= 1": "metrics.`kl_x` >= 1",
         "tags.kl.label LIKE 'k3%'": "tags.`kl.label` LIKE 'k3%'",
         'tags.`kl.label` = "it\'s"': 'tags.`kl.label` = "it\'s"',
         "status = 'FINISHED'": "attributes.status = 'FINISHED'",
-        "attributes.run_id IN ('a','b')": "attributes.run_id IN ('a', 'b')",
+        "attributes.run_id IN ('a','b')": "attributes.run_id IN ('a','b')",
         "": "",
     }.items():
-        assert translate(where).text == mlflow
-    assert translate("seed = 0 and train/reward > 0.5 and status = 'x'").keys == (
-        "params.seed",
-        "metrics.train/reward",
-        "attributes.status",
-    )
-    for where in ("seed = 0 OR seed = 1", "seed = 0; drop table", "seed = 'open", "= &"):
-        with pytest.raises(UserError, match="--where"):
-            translate(where)
+        assert translate(where)[0] == mlflow
+    keys = translate("seed = 0 and train/reward > 0.5 and status = 'x'")[1]
+    assert keys == ["params.seed", "metrics.train/reward", "attributes.status"]
+    with pytest.raises(UserError, match="not OR"):
+        translate("seed = 0 OR seed = 1")
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_an_export_reads_back_as_it_was(tmp_path, suffix):
     file = tmp_path / f"runs.{suffix}"
     FRAME.to_csv(file, index=False) if suffix == "csv" else FRAME.to_parquet(file, index=False)
-    runs = read_runs(file)
-    pd.testing.assert_frame_equal(runs, FRAME, check_exact=True, check_dtype=False)
-    assert runs["params.optimizer.lr"].tolist() == ["0.0001", "1e-05"], "texts stay texts"
+    exported = read_runs(file)
+    pd.testing.assert_frame_equal(exported, FRAME, check_exact=True, check_dtype=False)
+    assert exported["params.optimizer.lr"].tolist() == ["0.0001", "1e-05"], "texts stay texts"
 
 
 def test_a_file_that_is_no_export_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("name,mean\nx,1\n")
     (tmp_path / "a.parquet").write_text("no")
-    for name, message in (("a.csv", "lacks run_id"), ("a.parquet", "cannot be read"), ("b.csv", "no such export")):
+    for name, message in (("a.csv", "lacks run_id"), ("a.parquet", "cannot be read"), ("b.csv", "no such table")):
         with pytest.raises(UserError, match=message):
             read_runs(tmp_path / name)
     with pytest.raises(UserError):
@@ -74,3 +73,32 @@ def test_columns_are_dropped_by_name_or_pattern():
     for pattern, message in (("outputs", "did you mean 'output'"), ("run_*", "run_id stays")):
         with pytest.raises(UserError, match=message):
             drop_columns(FRAME, [pattern])
+
+
+@pytest.mark.parametrize(
+    ("last", "first", "status", "reason", "collapsed"),
+    [
+        ({"r": 0.19}, 0.4, "FINISHED", None, True),
+        ({"r": 0.2, "kl": 3.0}, 0.4, "FINISHED", None, False),
+        ({"r": 0.9, "kl": 20.0}, 0.4, "FINISHED", None, True),
+        ({"r": -math.inf}, None, "FINISHED", None, True),
+        ({"r": "nan"}, None, "FINISHED", None, True),  # logged, and so different from no value
+        ({"r": 0.1}, None, "FINISHED", None, None),
+        ({"r": 0.1, "kl": 3.0}, None, "FINISHED", None, False),
+        ({}, None, "RUNNING", None, None),
+        ({}, None, "FAILED", "train/loss is not finite (nan)", True),
+        ({}, None, "FINISHED", "train/loss is not finite (nan)", None),
+        ({}, None, "FAILED", "process died (pid 3)", None),
+    ],
+)
+def test_collapse_is_what_the_rule_says(monkeypatch, last, first, status, reason, collapsed):
+    def history(uri, run_ids, metric):
+        rows = [(run_id, 0, first) for run_id in run_ids if metric == "r" and first is not None]
+        rows += [(run_id, 9, math.nan) for run_id in run_ids if last.get(metric) == "nan"]
+        return pd.DataFrame(rows, columns=["run_id", "step", "value"]).astype({"value": float})
+
+    monkeypatch.setattr(values, "history", history)
+    row = {"run_id": "a", "status": status, "tags.failure.reason": reason}
+    row |= {f"metrics.{name}": float(last.get(name, "nan")) for name in ("r", "kl")}
+    (judged,) = values.with_collapsed("", pd.DataFrame([row]), parse_rule("r < 0.5 start, kl>=20")).to_dict("records")
+    assert judged["collapsed"] is collapsed or (collapsed is None and pd.isna(judged["collapsed"]))

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
+from kl_comedy.redaction import redact
 from kl_comedy.tracking import provenance, store
 from kl_comedy.tracking.provenance import HOST, NAMESPACE, PID, START, is_dead, process_tags
-from kl_comedy.tracking.store import redact
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.text(max_size=300))
 def test_clean_names_are_names_mlflow_accepts(name):
     from mlflow.utils.validation import _validate_metric_name
@@ -46,10 +46,11 @@ def test_addresses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert store.check_uri("sqlite:///a b/mlflow.db") == f"sqlite:///{tmp_path}/a b/mlflow.db"
     assert store.check_uri("http://host:5000") == "http://host:5000"
-    assert store.check_uri("postgresql+psycopg://u:p@h/db") == "postgresql+psycopg://u:p@h/db"
-    with pytest.raises(UserError) as caught:
-        store.check_uri("ftp://me:pw@host")
-    assert "pw" not in str(caught.value)
+    assert store.check_uri("postgresql+psycopg://h/db") == "postgresql+psycopg://h/db"
+    for uri in ("http://u:p@w/x@h", "postgresql+psycopg://u:pw@h/db", "https://u@h", "postgresql://h/db?password=pw"):
+        with pytest.raises(UserError, match=r"^tracking\.uri: .*MLFLOW_TRACKING_USERNAME and") as caught:
+            store.check_uri(uri)
+        assert uri not in str(caught.value) and "pw" not in str(caught.value)
 
 
 def git(folder, *arguments):
@@ -78,6 +79,21 @@ def test_provenance_names_the_commit_and_no_secret(tmp_path, monkeypatch):
     assert dirty["git.dirty"] == "true"
     (tmp_path / "file").write_text("3")
     assert provenance.provenance_tags(tmp_path)["git.diff"] != dirty["git.diff"]
+
+
+def test_untracked_files_outside_the_package_are_not_another_code(tmp_path):
+    (tmp_path / "src" / "kl_comedy").mkdir(parents=True)
+    (tmp_path / "src" / "kl_comedy" / "a.py").write_text("1")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "x")
+    before = provenance.provenance_tags(tmp_path)
+    (tmp_path / "report.html").write_text("x")
+    assert provenance.provenance_tags(tmp_path) == before and before["git.dirty"] == "false"
+    (tmp_path / "src" / "kl_comedy" / "b.py").write_text("1")
+    first = provenance.provenance_tags(tmp_path)["git.diff"]
+    (tmp_path / "src" / "kl_comedy" / "b.py").write_text("2")
+    assert provenance.provenance_tags(tmp_path)["git.diff"] != first
 
 
 def test_a_dirty_checkout_leaves_a_diff_that_applies_and_hides_secrets(tmp_path):

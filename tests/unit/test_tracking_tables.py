@@ -11,10 +11,11 @@ import pandas as pd
 import pytest
 
 from kl_comedy.errors import UserError
-from kl_comedy.statistics import t_interval
+from kl_comedy.statistics import interval
 from kl_comedy.tracking.compare import band, summarize
-from kl_comedy.tracking.runs import drop_repeats, resolve, varying
-from kl_comedy.tracking.tables import FORMATS, MACHINE_FORMATS, markdown, readable, render
+from kl_comedy.tracking.runs import resolve
+from kl_comedy.tracking.tables import FORMATS, markdown, readable, render
+from kl_comedy.tracking.values import drop_repeats, mixed_code, separating_keys
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SUFFIX = {"text": "txt", "markdown": "md", "csv": "csv", "json": "json", "latex": "tex"}
@@ -38,7 +39,7 @@ def summary():
 
 @pytest.mark.parametrize("format", SUFFIX)
 def test_golden(summary, format):
-    shown = summary if format in MACHINE_FORMATS else readable(summary, GROUP)
+    shown = summary if format in ("csv", "json") else readable(summary, GROUP)
     text = render(shown, format) + "\n"
     file = GOLDEN / f"tracking_table.{SUFFIX[format]}"
     if os.environ.get("KL_COMEDY_UPDATE_GOLDEN"):
@@ -64,6 +65,14 @@ def test_hostile_names_stay_data_and_wide_tables_are_not_cut():
     assert len(texts["markdown"].splitlines()) == 3 and r"\| evil \| \\input" in texts["markdown"]
     assert markdown(["a\nb"], [["x | y"]]) == "| a b |\n|---|\n| x \\| y |"
     assert "[red]x[/red] | evil" in texts["text"] == texts["table"] and len(texts["text"].splitlines()) == 3
+    said = pd.DataFrame({"a\x1b[31m<img src=x>": ["\x1b]0;t\x07<b>x</b>\x9b2J p < 0.05\u202e"], "n": [-1.5]})
+    shown = {format: render(said, format, notes=["<i>\x1b[2J"]) for format in FORMATS}
+    assert not set("\x1b\x07\x9b\u202e") & set("".join(shown.values()) if shown.pop("json") else "")
+    assert "&lt;b>x&lt;/b> p < 0.05" in shown["markdown"] and "a&lt;img src" in shown["markdown"]
+    assert "\n&lt;i>" in shown["markdown"]
+    frame = pd.DataFrame({"@x": ["=HYPERLINK(1)", "+1", "@a", "-", "k1"], "n": [-1.0, 2.0, math.nan, 0.0, 1e-7]})
+    lines = render(frame, "csv").splitlines()
+    assert lines == ["'@x,n", "'=HYPERLINK(1),-1.0", "'+1,2.0", "'@a,", "-,0.0", "k1,1e-07"]
     wide = pd.DataFrame({f"column {at}": ["x" * 60] for at in range(20)})
     assert render(wide, "text").count("x" * 60) == 20
     for format in FORMATS:
@@ -102,7 +111,7 @@ def test_a_band_is_the_t_interval_of_each_step_without_what_is_not_finite():
     curve = band(pd.DataFrame([(step, value) for step in values for value in values[step]], columns=["step", "value"]))
     assert curve["step"].tolist() == [1, 2, 7] and curve["n"].tolist() == [3, 1, 2]
     for row, sample in zip(curve.to_dict("records"), ([1.0, 3.0, 4.5], [2.0], [0.5, 0.25]), strict=True):
-        expected = t_interval(sample)
+        expected = interval(sample)
         assert row["mean"] == expected.mean and math.isnan(row["low"]) == (expected.low is None)
         assert expected.low is None or (row["low"], row["high"]) == (expected.low, expected.high)
     assert band(pd.DataFrame(columns=["step", "value"])).empty
@@ -116,17 +125,44 @@ def test_a_repeat_of_config_and_seed_counts_once():
         {"params.seed": "1", "params.lr": "1", "params.output": "b", "start_time": 2},
     )
     assert drop_repeats(frame)["run_id"].tolist() == ["1", "3"]
+    named = frame.assign(**{"params.name": ["x", "y", "z", "x"], "tags.sweep": ["s", "t", "t", "t"]})
+    assert drop_repeats(named)["run_id"].tolist() == ["1", "3"], "a name makes no other configuration"
+    assert drop_repeats(named, groups=["tags.sweep"])["run_id"].tolist() == ["0", "1", "3"]
+    nodes = frame.assign(**{"params.train.nodes": ["1", "2", "4", "1"]})
+    assert drop_repeats(nodes)["run_id"].tolist() == ["1", "3"], "nor does where it ran"
 
 
-def test_varying_names_what_a_group_pools():
+def test_runs_of_other_settings_are_kept_apart_by_as_few_keys_as_it_takes():
     frame = runs(
         {"params.name": "a", "params.seed": "0", "params.lr": "1", "params.b": "x"},
         {"params.name": "a", "params.seed": "1", "params.lr": "2", "params.b": "x"},
         {"params.name": "b", "params.seed": "0", "params.lr": "1", "params.b": "y"},
     )
-    assert varying(frame, ["params.name"]) == ["params.lr"]
-    assert varying(frame, ["params.name", "params.lr"]) == []
-    assert varying(frame, []) == ["params.lr", "params.b"]
+    assert separating_keys(frame, ["params.name"]) == ["params.lr"]
+    assert separating_keys(frame, ["params.name"], ["params.lr"]) == []
+    assert separating_keys(frame, ["params.name", "params.lr"]) == []
+    assert separating_keys(frame, []) == ["params.lr", "params.b"]
+    assert separating_keys(frame.assign(**{"params.c": frame["params.lr"]}), []) == ["params.lr", "params.b"]
+    older = frame.assign(**{"params.train.exact_kl_every": [None, "1", "1"], "params.lr": "1"})
+    assert separating_keys(older, ["params.name"]) == [], "a key that a run lacks is at its default"
+    follows = frame.assign(**{"params.lr": "1", "params.b": "1", "params.model.options.seed": ["7", "8", "7"]})
+    assert separating_keys(follows, []) == [], "a seed that follows the seed"
+    other = follows.assign(**{"params.model.options.seed": ["7", "8", "9"]})
+    assert separating_keys(other, []) == ["params.model.options.seed"]
+    plugins = older.assign(**{"tags.plugins": [None, "a.py 12", "a.py 12"]})
+    assert separating_keys(plugins, ["params.name"]) == ["tags.plugins"]
+
+
+def test_the_same_code_is_the_same_package_and_the_same_diff():
+    base = {"params.seed": "0", "tags.code": "a", "tags.code.package": "p", "tags.git.diff": ""}
+    for change, mixed in (
+        ({"tags.code": "b"}, []),  # a commit that did not change the package
+        ({"tags.code.package": "q"}, ["tags.code"]),
+        ({"tags.git.diff": "d"}, ["tags.code"]),
+        ({"tags.code": "b", "tags.code.package": None}, ["tags.code"]),
+    ):
+        assert mixed_code(runs(base, {**base, **change}), []) == mixed, change
+    assert mixed_code(runs({"tags.code": "a"}, {"tags.code": "a"}), []) == []
 
 
 def test_keys_resolve_to_columns_and_misses_name_the_nearest():

@@ -1,7 +1,6 @@
 """Checkpoints are written whole, checked when read, and survive a failure of the next one."""
 
 import errno
-import json
 import os
 import pickle
 import resource
@@ -19,13 +18,14 @@ from torch import nn
 from kl_comedy.training import checkpoint as checkpoints
 from kl_comedy.training.checkpoint import (
     MANIFEST,
-    CheckpointManager,
     SafeReader,
     SaveFailed,
     best,
     damage,
     manifest,
+    newest_checkpoint,
     read_checkpoint,
+    save_checkpoint,
     write_checkpoint,
 )
 from kl_comedy.training.distributed import SINGLE_PROCESS
@@ -58,19 +58,34 @@ def writer(step=1, seed=0):
     return lambda folder: write_checkpoint(folder, state_of(step), module, [optimizer], SINGLE_PROCESS)
 
 
-def steps(manager):
-    return [step_of(path) for path in saved(manager.root)]
+def save(root, step=1, *, keep=1, **options):
+    return save_checkpoint(root, step, writer(step), keep=keep, **options)
+
+
+def steps(root):
+    return [step_of(path) for path in saved(root)]
+
+
+def newest_step(root):
+    return step_of(newest_checkpoint(root))
 
 
 def test_what_is_read_is_what_was_written(tmp_path):
     module, optimizer = learner()
-    CheckpointManager(root=tmp_path, keep=1).save(
-        3, lambda f: write_checkpoint(f, state_of(3), module, [optimizer], SINGLE_PROCESS)
+    path = save_checkpoint(
+        tmp_path,
+        3,
+        lambda f: write_checkpoint(f, state_of(3), module, [optimizer], SINGLE_PROCESS),
+        keep=1,
+        reward=0.25,
     )
+    assert path == newest_checkpoint(tmp_path)
+    assert set(manifest(path)["files"]) == {file.name for file in path.iterdir()} - {MANIFEST}
+    assert manifest(path)["reward"] == 0.25
     other, fresh = learner(seed=9)
     fresh.state.clear()
     fresh.param_groups[0]["lr"] = 0.5
-    state = read_checkpoint(CheckpointManager(root=tmp_path, keep=1).newest(), other, [fresh], SINGLE_PROCESS)
+    state = read_checkpoint(path, other, [fresh], SINGLE_PROCESS)
     assert state["loops"] == {"n": 3} and state["kl_comedy"]["version"] == 3
     torch.testing.assert_close(state["kl_comedy"]["moving"]["ema"]["weights"]["w"], torch.arange(5.0))
     assert state["kl_comedy"]["moving"]["ema"]["step"] == 3
@@ -98,13 +113,12 @@ def test_tensor_names_and_parameters_without_optimizer_state(tmp_path):
 
 
 def test_the_newest_and_the_best_stay(tmp_path):
-    manager = CheckpointManager(root=tmp_path, keep=2)
     for step, reward in [(1, 0.1), (2, 0.9), (3, None), (4, 0.3), (5, None), (6, 0.2)]:
-        manager.save(step, writer(step), reward=reward)
-    assert steps(manager) == [2, 5, 6]
+        save(tmp_path, step, keep=2, reward=reward)
+    assert steps(tmp_path) == [2, 5, 6]
     assert step_of(best(tmp_path)) == 2
-    manager.save(7, writer(7), reward=0.9)
-    assert steps(manager) == [6, 7], "of equals the newest is the best"
+    save(tmp_path, 7, keep=2, reward=0.9)
+    assert steps(tmp_path) == [6, 7], "of equals the newest is the best"
 
 
 @settings(max_examples=25, deadline=None)
@@ -114,46 +128,35 @@ def test_the_newest_and_the_best_stay(tmp_path):
     place=st.floats(0, 1, exclude_max=True),
 )
 def test_damage_to_any_file_is_detected_and_the_checkpoint_before_is_used(tmp_path_factory, name, kind, place):
-    tmp_path = tmp_path_factory.mktemp("manager")
-    manager = CheckpointManager(root=tmp_path, keep=5)
-    for step in (1, 2):
-        manager.save(step, writer(step))
-    newest = saved(tmp_path)[-1]
+    tmp_path = tmp_path_factory.mktemp("checkpoints")
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2, keep=5)
     file = newest / name
     whole = file.read_bytes()
     place = int(place * len(whole))
     if kind == "gone":
         file.unlink()
-    elif kind == "cut":
-        file.write_bytes(whole[:place])
     else:
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
-    if file.name == MANIFEST and kind == "byte" and damage(newest) is None:
-        return  # a changed byte of white space or of what is not checked (reward): the files are as they were
-    assert step_of(manager.newest()) == 1
-    assert newest.with_suffix(".damaged").exists() and steps(manager) == [1]
+        changed = b"" if kind == "cut" else bytes([whole[place] ^ 255]) + whole[place + 1 :]
+        file.write_bytes(whole[:place] + changed)
+    if file.name == MANIFEST and kind != "gone" and damage(newest) is None:
+        return  # white space, or what is not checked (reward): the files are as they were
+    assert newest_step(tmp_path) == 1
+    assert newest.with_suffix(".damaged").exists() and steps(tmp_path) == [1]
 
 
 def test_without_an_undamaged_checkpoint_newest_is_none(tmp_path, caplog):
-    manager = CheckpointManager(root=tmp_path, keep=5)
-    manager.save(1, writer())
-    (saved(tmp_path)[0] / "state.pt").unlink()
-    assert manager.newest() is None
+    (save(tmp_path) / "state.pt").unlink()
+    (tmp_path / "step-00000009.ckpt").write_bytes(b"of an earlier format")
+    assert newest_checkpoint(tmp_path) is None
     assert "damaged (state.pt is missing); going on from the beginning" in caplog.text
-
-
-def test_a_file_of_an_earlier_format_is_skipped(tmp_path, caplog):
-    CheckpointManager(root=tmp_path, keep=1).save(1, writer())
-    (tmp_path / "step-00000009.ckpt").write_bytes(b"old")
-    assert step_of(CheckpointManager(root=tmp_path, keep=1).newest()) == 1
     assert "not a folder" in caplog.text
 
 
 @pytest.mark.parametrize("call", range(1, FSYNCS + 2))
 def test_an_error_at_any_write_leaves_what_was_complete(tmp_path, monkeypatch, call):
     """The n-th fsync of a save fails, as on full disks, quotas, read-only and dying disks: data, manifest or folder."""
-    manager = CheckpointManager(root=tmp_path, keep=1)
-    manager.save(1, writer(1))
+    save(tmp_path, 1)
     real = os.fsync
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         calls = []
@@ -166,77 +169,51 @@ def test_an_error_at_any_write_leaves_what_was_complete(tmp_path, monkeypatch, c
 
         monkeypatch.setattr(os, "fsync", fails)
         if call > FSYNCS:
-            manager.save(2, writer(2))
+            save(tmp_path, 2)
             assert len(calls) == FSYNCS
         else:
             with pytest.raises(SaveFailed, match=os.strerror(code)):
-                manager.save(2, writer(2))
+                save(tmp_path, 2)
             assert not list(tmp_path.glob("*.tmp"))
         monkeypatch.undo()
-        assert damage(manager.newest()) is None
-    manager.save(3, writer(3))
-    assert step_of(manager.newest()) == 3
-
-
-def test_a_read_only_folder_is_named_in_the_error(tmp_path, monkeypatch):
-    manager = CheckpointManager(root=tmp_path, keep=1)
-    manager.save(1, writer(1))
-    monkeypatch.setattr(checkpoints.Path, "mkdir", _refuses)
-    with pytest.raises(SaveFailed, match="Read-only file system"):
-        manager.save(2, writer(2))
-    monkeypatch.undo()
-    assert step_of(manager.newest()) == 1
-
-
-def _refuses(self, **options):
-    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+        assert damage(newest_checkpoint(tmp_path)) is None
+    save(tmp_path, 3)
+    assert newest_step(tmp_path) == 3
 
 
 def test_a_limit_on_file_size_is_an_error_not_a_loss(tmp_path):
     """The kernel itself refuses: RLIMIT_FSIZE, as a quota does."""
-    manager = CheckpointManager(root=tmp_path, keep=1)
-    manager.save(1, writer(1))
+    save(tmp_path, 1)
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
     try:
         with pytest.raises(SaveFailed, match="File too large"):
-            manager.save(2, writer(2))
+            save(tmp_path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert step_of(manager.newest()) == 1
+    assert newest_step(tmp_path) == 1
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    with disk_of("1m", tmp_path / "disk") as folder:
-        yield folder
-
-
-def test_a_full_disk_keeps_the_last_whole_checkpoint(small_disk):
-    manager = CheckpointManager(root=small_disk, keep=3)
-    manager.save(1, writer(1))
-    filler = small_disk / "filler"
-    filler.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * 4096 - 12 * 1024))
-    with pytest.raises(SaveFailed, match="No space left"):
-        manager.save(2, writer(2))
-    assert step_of(manager.newest()) == 1 and damage(saved(small_disk)[0]) is None
-    filler.unlink()
-    manager.save(3, writer(3))
-    assert steps(manager) == [1, 3]
-
-
-def test_a_disk_that_turns_read_only_keeps_the_last_whole_checkpoint(small_disk):
-    """As the kernel does with a file system that it no longer trusts."""
-    manager = CheckpointManager(root=small_disk, keep=3)
-    manager.save(1, writer(1))
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(SaveFailed, match="Read-only file system"):
-        manager.save(2, writer(2))
-    assert step_of(manager.newest()) == 1
-    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-    manager.save(3, writer(3))
-    assert steps(manager) == [1, 3]
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_a_disk_that_refuses_keeps_the_last_whole_checkpoint(tmp_path, fault):
+    """Full, or read-only, as the kernel makes a file system that it no longer trusts."""
+    with disk_of("1m", tmp_path / "disk") as disk:
+        save(disk, 1, keep=3)
+        filler = disk / "filler"
+        if fault == "full":
+            filler.write_bytes(b"x" * (os.statvfs(disk).f_bavail * 4096 - 12 * 1024))
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(SaveFailed, match="No space left" if fault == "full" else "Read-only file system"):
+            save(disk, 2, keep=3)
+        assert newest_step(disk) == 1
+        if fault == "full":
+            filler.unlink()
+        else:
+            subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        save(disk, 3, keep=3)
+        assert steps(disk) == [1, 3]
 
 
 def test_ctrl_c_in_a_save_is_not_a_failed_save(tmp_path, monkeypatch):
@@ -245,7 +222,7 @@ def test_ctrl_c_in_a_save_is_not_a_failed_save(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints.dcp.FileSystemWriter, "write_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        CheckpointManager(root=tmp_path, keep=1).save(1, writer())
+        save(tmp_path)
 
 
 class Evil:
@@ -259,9 +236,3 @@ def test_an_index_that_would_run_code_is_refused(tmp_path, monkeypatch):
     with pytest.raises(pickle.UnpicklingError, match="system"):
         SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "evil").exists()
-
-
-def test_the_manifest_names_every_file(tmp_path):
-    path = CheckpointManager(root=tmp_path, keep=1).save(4, writer(), reward=0.25)
-    assert set(manifest(path)["files"]) == {file.name for file in path.iterdir()} - {MANIFEST}
-    assert json.loads((path / MANIFEST).read_text())["reward"] == 0.25

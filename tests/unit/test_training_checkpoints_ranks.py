@@ -10,7 +10,7 @@ from ranks import spawn
 from test_models_sharding import config_of
 from test_training_sharded import Learner
 
-from kl_comedy.training.checkpoint import CheckpointManager, SaveFailed, damage
+from kl_comedy.training.checkpoint import SaveFailed, damage, newest_checkpoint, save_checkpoint
 from kl_comedy.training.distributed import Ranks
 from kl_comedy.training.run_folder import saved, step_of
 
@@ -24,18 +24,14 @@ def learner(rank, world):
     return Learner(load_sharded(config_of("plain"), limit_bytes=0), Ranks(rank=rank, size=world, sharded=True))
 
 
-def left(manager):
-    return [path.name for path in sorted(manager.root.iterdir())]
-
-
-def attempt(manager, run, step):
+def attempt(root, run, step):
     """What a save says, and what is there when every process has gone on; the disk is looked at by all alike."""
     try:
-        said = str(manager.save(step, run.save).name)
+        result = save_checkpoint(root, step, run.save, keep=3, ranks=run.ranks).name
     except SaveFailed as error:
-        said = f"failed: {error}"
+        result = f"failed: {error}"
     run.ranks.gather(None)
-    return [said, left(manager)]
+    return [result, [path.name for path in sorted(root.iterdir())]]
 
 
 def failing_at(call, code):
@@ -53,30 +49,30 @@ def failing_at(call, code):
 
 def refused_on_rank_one(rank, world, folder):
     run = learner(rank, world)
-    manager = CheckpointManager(root=folder / "manager", keep=3, ranks=run.ranks)
+    root = folder / "checkpoints"
     run.learn(1)
-    found = {"first": attempt(manager, run, 1), "hash": run.hashes()[0], "refused": []}
+    report = {"first": attempt(root, run, 1), "hash": run.hashes()[0], "refused": []}
     run.learn(1)
     for call in range(1, FSYNCS + 1):
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             with failing_at(call if rank == 1 else 0, code):
-                found["refused"].append([os.strerror(code), *attempt(manager, run, 2)])
-    found["newest"] = step_of(manager.newest())
+                report["refused"].append([os.strerror(code), *attempt(root, run, 2)])
+    report["newest"] = step_of(newest_checkpoint(root, run.ranks))
     with failing_at(FSYNCS + 1 if rank == 1 else 0, errno.ENOSPC):
-        found["second"] = attempt(manager, run, 2)
-    run.restore(folder / "manager" / "step-00000001.ckpt")
-    return {**found, "restored": run.hashes()[0]}
+        report["second"] = attempt(root, run, 2)
+    run.restore(root / "step-00000001.ckpt")
+    return {**report, "restored": run.hashes()[0]}
 
 
 @pytest.mark.slow
 def test_what_one_process_cannot_write_fails_the_save_of_all(tmp_path):
     one, two = "step-00000001.ckpt", "step-00000002.ckpt"
-    for found in spawn(refused_on_rank_one, tmp_path):
-        assert found["first"] == [one, [one]]
-        for why, said, there in found["refused"]:
+    for report in spawn(refused_on_rank_one, tmp_path):
+        assert report["first"] == [one, [one]]
+        for why, said, there in report["refused"]:
             assert said.startswith("failed: ") and why in said and there == [one]
-        assert found["newest"] == 1 and found["restored"] == found["hash"]
-        assert found["second"] == [two, [one, two]], "there was no third write to refuse"
+        assert report["newest"] == 1 and report["restored"] == report["hash"]
+        assert report["second"] == [two, [one, two]], "there was no third write to refuse"
 
 
 @pytest.fixture
@@ -87,27 +83,27 @@ def small_disk(tmp_path):
 
 def on_a_full_disk(rank, world, folder, disk):
     run = learner(rank, world)
-    manager = CheckpointManager(root=folder / disk / "manager", keep=3, ranks=run.ranks)
+    root = folder / disk / "checkpoints"
     filler = folder / disk / "filler"
-    found = {"first": attempt(manager, run, 1)}
+    report = {"first": attempt(root, run, 1)}
     for name, room in (("none", 0), ("little", 100_000)):
         if run.ranks.is_rank_zero:
             free = os.statvfs(filler.parent).f_bavail * os.statvfs(filler.parent).f_frsize
             filler.write_bytes(b"\0" * (free - room))
         run.ranks.gather(None)
-        found[name] = attempt(manager, run, 2)
+        report[name] = attempt(root, run, 2)
         if run.ranks.is_rank_zero:
             filler.unlink()
         run.ranks.gather(None)
-    return {**found, "whole": damage(saved(manager.root)[-1]), "second": attempt(manager, run, 2)}
+    return {**report, "whole": damage(saved(root)[-1]), "second": attempt(root, run, 2)}
 
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_several_processes(tmp_path, small_disk):
     one, two = "step-00000001.ckpt", "step-00000002.ckpt"
-    for found in spawn(on_a_full_disk, tmp_path, small_disk.name):
-        assert found["first"] == [one, [one]] and found["whole"] is None
-        for said, there in (found["none"], found["little"]):
+    for report in spawn(on_a_full_disk, tmp_path, small_disk.name):
+        assert report["first"] == [one, [one]] and report["whole"] is None
+        for said, there in (report["none"], report["little"]):
             assert "No space left on device" in said or "a file was cut short" in said
             assert there == [one]
-        assert found["second"] == [two, [one, two]]
+        assert report["second"] == [two, [one, two]]

@@ -12,7 +12,7 @@ from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.models import LoadedModel, build_reference, load_model, weights_hash
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.training.eval_metrics import CompletionMetrics, completion_metrics, load_eval_reference
+from kl_comedy.training.metrics import completion_metrics, load_eval_reference
 
 TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
 TEMPERATURE = 0.7
@@ -31,38 +31,34 @@ def completions(prompts=(3, 5, 1, 4), lengths=(4, 1, 6, 6), seed=0):
         (torch.randint(1, V, (p,), generator=g), torch.randint(1, V, (t,), generator=g))
         for p, t in zip(prompts, lengths, strict=True)
     ]
-    rows = []
-    for group, (prompt, ids) in enumerate(pairs):
-        asked = Prompt(problem=Problem(id="a", text="a", answer="1"), text="a", token_ids=tuple(prompt.tolist()))
-        rollout = Rollout(
-            prompt=asked,
-            group_id=group,
-            completion_ids=tuple(ids.tolist()),
-            logps=(-1.0,) * len(ids),
-            versions=(0,) * len(ids),
-            stop_reason="eos",
-            text="1",
+    rows = [
+        Scored(
+            rollout=Rollout(
+                prompt=Prompt(
+                    problem=Problem(id="a", text="a", answer="1"), text="a", token_ids=tuple(prompt.tolist())
+                ),
+                group_id=group,
+                completion_ids=tuple(ids.tolist()),
+                logps=(-1.0,) * len(ids),
+                versions=(0,) * len(ids),
+                stop_reason="eos",
+                text="1",
+            ),
+            reward=Reward(value=1.0),
         )
-        rows.append(Scored(rollout=rollout, reward=Reward(value=1.0)))
+        for group, (prompt, ids) in enumerate(pairs)
+    ]
     return rows, pairs
 
 
 def measure_of(policy, other, *, tokens=10**6, chunk=10**9, sampled=True):
+    overrides = [f"train.microbatch_tokens={tokens}", f"model.head_chunk_elements={chunk}"]
+    overrides += [f"rollout.temperature={TEMPERATURE}", f"eval.temperature={TEMPERATURE if sampled else 0.0}"]
+    config = load_config(TINY, overrides)
     reference = None
     if other is not None:
-        config = load_config(TINY)
-        reference = build_reference(
-            "initial", loaded(other), config.reference, temperature=TEMPERATURE, chunk_elements=chunk
-        )
-    return CompletionMetrics(
-        loaded=loaded(policy),
-        reference=reference,
-        temperature=TEMPERATURE,
-        sampled=sampled,
-        chunk_elements=chunk,
-        microbatch_tokens=tokens,
-        share_prompt=True,
-    )
+        reference = build_reference("initial", loaded(other), config)
+    return completion_metrics(config, loaded=loaded(policy), reference=reference)
 
 
 def dense_values(policy, other, pairs):
@@ -81,19 +77,18 @@ def dense_values(policy, other, pairs):
         columns[f"kl/{name}_reverse"] = [formula(x) for x in ratio]
         exact = columns["kl/exact_reverse"]
         columns[f"kl_error/{name}_reverse"] = [formula(x) - e for x, e in zip(ratio, exact, strict=True)]
-    found = {"kl/log_ratio_max": float(torch.cat(ratio).abs().max())}
+    metrics = {"kl/log_ratio_max": float(torch.cat(ratio).abs().max())}
     for name, column in columns.items():
         tokens, totals = torch.cat(column), torch.stack([x.sum() for x in column])
-        found["policy/entropy" if name == "policy/entropy" else f"{name}_token"] = float(tokens.mean())
-        found[f"{name}_sequence"] = float(totals.mean())
+        metrics["policy/entropy" if name == "policy/entropy" else f"{name}_token"] = float(tokens.mean())
+        metrics[f"{name}_sequence"] = float(totals.mean())
         if name.startswith("kl_error"):
-            found[f"{name}_token_rms"] = float(tokens.square().mean().sqrt())
-            found[f"{name}_sequence_rms"] = float(totals.square().mean().sqrt())
-    return found
+            metrics[f"{name}_token_rms"] = float(tokens.square().mean().sqrt())
+            metrics[f"{name}_sequence_rms"] = float(totals.square().mean().sqrt())
+    return metrics
 
 
-@pytest.mark.parametrize("tokens", [1, 22, 10**6], ids=lambda n: f"{n}_tokens")
-@pytest.mark.parametrize("chunk", [1, 3 * V, 10**9], ids=lambda n: f"chunk_{n}")
+@pytest.mark.parametrize(("tokens", "chunk"), [(1, 10**9), (22, 3 * V), (10**6, 1)])
 def test_values_are_the_dense_ones_whatever_the_micro_batches_and_chunks(tokens, chunk):
     policy, other, (rows, pairs) = llama(), llama(seed=3), completions()
     got = measure_of(policy, other, tokens=tokens, chunk=chunk)(rows)
@@ -113,20 +108,9 @@ def test_estimates_need_samples_and_kl_needs_a_reference():
     unsampled = measure_of(policy, llama(seed=3), sampled=False)(rows)
     exact = {name for name in full if name.split("/")[1].startswith(("exact", "total", "entropy"))}
     assert unsampled == {name: full[name] for name in exact}
+    assert completion_metrics(load_config(TINY, ["eval.kl=false"]), loaded=loaded(policy), reference=None) is None
     alone = measure_of(policy, None)(rows)
     assert alone == {name: full[name] for name in ("policy/entropy", "policy/entropy_sequence")}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sampled"),
-    [([], True), (["eval.temperature=0"], False), (["rollout.temperature=0.8"], False)],
-)
-def test_estimates_are_of_the_policy_that_was_sampled(overrides, sampled):
-    policy = loaded(llama())
-    measure = completion_metrics(load_config(TINY, overrides), loaded=policy, reference=None)
-    assert measure.sampled is sampled
-    assert measure.temperature == load_config(TINY, overrides).rollout.temperature
-    assert completion_metrics(load_config(TINY, ["eval.kl=false"]), loaded=policy, reference=None) is None
 
 
 QUICK = "model.options={preset: tiny, warmstart_steps: 5}"
@@ -137,21 +121,18 @@ def pocket():
     return load_model(load_config(TINY, [QUICK]).model)
 
 
-def test_a_config_names_its_own_model_and_no_adapter(pocket, tmp_path):
+def test_a_config_or_a_folder_names_a_model_without_adapter(pocket, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model: {options: {preset: tiny, warmstart_steps: 5}, lora: {rank: 2}, dtype: bfloat16}")
     config = load_config(TINY, [QUICK, f"eval.reference={file}"])
     reference = load_eval_reference(config, pocket)
     assert reference.hash == weights_hash(pocket.model), "in the dtype of what is evaluated"
+    folder = tmp_path / "model"
+    pocket.model.save_pretrained(folder)
+    pocket.tokenizer.save_pretrained(folder)
+    assert load_eval_reference(load_config(TINY, [f"eval.reference={folder}"]), pocket).hash == reference.hash
     assert load_eval_reference(load_config(TINY, [QUICK]), pocket) is None
     assert load_eval_reference(load_config(TINY, [f"eval.reference={file}", "eval.kl=false"]), pocket) is None
-
-
-def test_a_folder_names_the_model_in_it(pocket, tmp_path):
-    pocket.model.save_pretrained(tmp_path)
-    pocket.tokenizer.save_pretrained(tmp_path)
-    reference = load_eval_reference(load_config(TINY, [f"eval.reference={tmp_path}"]), pocket)
-    assert reference.hash == weights_hash(pocket.model)
 
 
 def test_what_cannot_be_the_reference_is_refused_by_its_key(pocket, tmp_path):
@@ -163,5 +144,5 @@ def test_what_cannot_be_the_reference_is_refused_by_its_key(pocket, tmp_path):
     other.add_tokens(["new"])
     pocket.model.save_pretrained(tmp_path)
     other.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"eval\.reference: .*allowed: a model with the tokens of model\.source"):
+    with pytest.raises(UserError, match=r"eval\.reference: .*allowed: a model with the 16 tokens of"):
         load_eval_reference(load_config(TINY, [f"eval.reference={tmp_path}"]), pocket)

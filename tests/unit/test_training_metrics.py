@@ -1,6 +1,8 @@
 """Metrics of an update: exact values, estimates, the policy against its sampler, staleness; micro-batches add up."""
 
+import dataclasses
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.models.logprobs import TokenPass
-from kl_comedy.records import FOREIGN_VERSION, Problem, Prompt, Reward, Rollout, Scored
+from kl_comedy.records import FOREIGN_VERSION
 from kl_comedy.training.metrics import (
     MetricAccumulator,
-    VersionTimes,
     accumulate_behaviour,
-    accumulate_estimates,
-    accumulate_exact,
+    accumulate_divergence,
     staleness_metrics,
 )
 
@@ -56,8 +56,7 @@ def divergence_metrics(pieces):
     metrics = MetricAccumulator()
     for dense_piece in pieces:
         policy, log_ratio_BT = pass_of(*dense_piece)
-        accumulate_exact(metrics, dense_piece[3], policy)
-        accumulate_estimates(metrics, dense_piece[3], log_ratio_BT, policy.kl_BT)
+        accumulate_divergence(metrics, dense_piece[3], policy, log_ratio_BT)
     return metrics.values()
 
 
@@ -85,27 +84,6 @@ def test_micro_batches_add_up_to_the_batch(seed, cut):
     assert divergence_metrics(pieces) == pytest.approx(once, rel=1e-12, abs=1e-14)
 
 
-def test_metrics_equal_sums_written_as_loops():
-    """Every metric computed again from its definition, token by token."""
-    whole = dense(3)
-    got, (policy, log_ratio_BT) = divergence_metrics([whole]), pass_of(*whole)
-    mask_BT = whole[3]
-    formulas = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: torch.exp(-x) - 1 + x}
-    for name, formula in formulas.items():
-        errors = [(formula(log_ratio_BT[b]) - policy.kl_BT[b])[mask_BT[b]] for b in range(B)]
-        tokens, totals = torch.cat(errors), torch.stack([e.sum() for e in errors])
-        assert got[f"kl_error/{name}_reverse_token"] == pytest.approx(float(tokens.mean()))
-        assert got[f"kl_error/{name}_reverse_token_rms"] == pytest.approx(float(tokens.square().mean().sqrt()))
-        assert got[f"kl_error/{name}_reverse_sequence"] == pytest.approx(float(totals.mean()))
-        assert got[f"kl_error/{name}_reverse_sequence_rms"] == pytest.approx(float(totals.square().mean().sqrt()))
-        difference = got[f"kl/{name}_reverse_token"] - got["kl/exact_reverse_token"]
-        assert got[f"kl_error/{name}_reverse_token"] == pytest.approx(difference)
-    gaps = torch.cat([policy.total_variation_BT[b][mask_BT[b]] for b in range(B)])
-    assert got["kl/total_variation_token"] == pytest.approx(float(gaps.mean()))
-    assert got["kl/total_variation_sequence"] == pytest.approx(float(gaps.sum()) / B)
-    assert got["policy/entropy_sequence"] == pytest.approx(float(policy.entropy_BT.sum()) / B)
-
-
 def test_mean_errors_are_the_biases_of_the_estimators():
     """Averaged over every next token with its probability, k1 and k3 are unbiased and k2 is not."""
     logp_V, logq_V = torch.randn(2, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1)
@@ -121,20 +99,19 @@ def test_mean_errors_are_the_biases_of_the_estimators():
 def test_without_exact_values_there_are_no_errors():
     whole = dense(5)
     metrics = MetricAccumulator()
-    accumulate_estimates(metrics, whole[3], pass_of(*whole)[1], None)
+    policy, log_ratio_BT = pass_of(*whole)
+    accumulate_divergence(metrics, whole[3], dataclasses.replace(policy, kl_BT=None), log_ratio_BT)
     assert not [name for name in metrics.values() if name.startswith("kl_error/")]
 
 
 def behaviour_metrics(logp, behaviour, versions, mask, version):
     metrics = MetricAccumulator()
-    accumulate_behaviour(
-        metrics,
-        logp_BT=torch.tensor(logp),
-        behaviour_logp_BT=torch.tensor(behaviour),
-        versions_BT=torch.tensor(versions),
+    experience = SimpleNamespace(
         mask_BT=torch.tensor(mask),
-        version=version,
+        behaviour_logp_BT=torch.tensor(behaviour),
+        policy_version_BT=torch.tensor(versions),
     )
+    accumulate_behaviour(metrics, experience, torch.tensor(logp), version)
     return metrics.values()
 
 
@@ -171,12 +148,9 @@ def test_mismatch_counts_tokens_whose_whole_prefix_has_the_current_version():
     assert got["policy/behaviour_gap_max"] == pytest.approx(8.0)
 
 
-def test_there_is_no_mismatch_where_every_token_is_stale():
+def test_stale_tokens_have_no_mismatch_and_another_runs_no_age():
     got = behaviour_metrics([[-1.0]], [[-2.0]], [[3]], [[True]], 4)
     assert "policy/mismatch" not in got and got["policy/equal_weights_share"] == 0.0
-
-
-def test_another_runs_tokens_have_no_age():
     got = behaviour_metrics([[-1.0, -1.0]], [[-1.0, -1.0]], [[FOREIGN_VERSION, 2]], [[True, True]], 5)
     assert got["policy/staleness"] == 3.0
     assert "policy/staleness" not in behaviour_metrics([[-1.0]], [[-1.0]], [[FOREIGN_VERSION]], [[True]], 5)
@@ -196,43 +170,23 @@ def test_quantiles_do_not_depend_on_how_a_batch_is_cut(values, parts):
 
 
 def row(versions):
-    prompt = Prompt(problem=Problem(id="a", text="", answer=""), text="", token_ids=(1,))
-    n = len(versions)
-    rollout = Rollout(
-        prompt=prompt,
-        group_id=0,
-        completion_ids=(1,) * n,
-        logps=(0.0,) * n,
-        versions=tuple(versions),
-        stop_reason="eos",
-        text="",
-    )
-    return Scored(rollout=rollout, reward=Reward(value=0.0))
+    return SimpleNamespace(rollout=SimpleNamespace(versions=versions))
 
 
-def test_staleness_in_updates_and_seconds(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("kl_comedy.training.metrics.time.monotonic", lambda: now[0])
-    clock = VersionTimes()
-    for version in range(3):
-        clock.replaced(version)  # version n was replaced at 100 + 10 n
-        now[0] += 10
-    got = staleness_metrics([row([0, 1, 1, 2, 3, 3, 3, 3, 3, 3])], 3, clock)
+def test_staleness_in_updates_and_seconds():
+    replaced_at = {version: 100.0 + 10 * version for version in range(3)}
+    got = staleness_metrics([row([0, 1, 1, 2, 3, 3, 3, 3, 3, 3])], 3, replaced_at, 130.0)
     assert (got["policy/staleness_p50"], got["policy/staleness_p90"], got["policy/staleness_max"]) == (0, 2, 3)
     assert (got["time/staleness_p50"], got["time/staleness_p90"], got["time/staleness_max"]) == (0, 20, 30)
     assert got["time/staleness"] == pytest.approx((30 + 20 + 20 + 10) / 10)
-    resumed = VersionTimes()
-    ages = clock.ages()
-    now[0] += 1000
-    resumed.restore(ages)
-    assert staleness_metrics([row([2])], 3, resumed)["time/staleness"] == pytest.approx(10)
-    assert staleness_metrics([row([FOREIGN_VERSION])], 3, clock) == {}
-    assert "time/staleness" not in staleness_metrics([row([1])], 3, VersionTimes()), "not known when it was replaced"
+    assert staleness_metrics([row([FOREIGN_VERSION])], 3, replaced_at, 130.0) == {}
+    assert "time/staleness" not in staleness_metrics([row([1])], 3, {}, 130.0), "not known when it was replaced"
 
 
 def test_the_effective_sample_share_is_that_of_all_micro_batches():
     whole, halves, weight_B = MetricAccumulator(), MetricAccumulator(), torch.tensor([1.0, 3.0, 2.0, 2.0])
-    whole.add_weights("policy/ess", weight_B)
-    halves.add_weights("policy/ess", weight_B[:1])
-    halves.add_weights("policy/ess", weight_B[1:])
+    for metrics, parts in ((whole, [weight_B]), (halves, [weight_B[:1], weight_B[1:]])):
+        for part_B in parts:
+            sums = (part_B.sum(), part_B.square().sum(), len(part_B))
+            metrics.add("policy/ess", *sums, reduction="effective_sample_share")
     assert whole.values() == halves.values() == {"policy/ess": pytest.approx(64 / (4 * 18))}

@@ -6,10 +6,9 @@ from ranks import spawn
 from test_models_sharding import OPTIONS, batch, config_of
 from torch import nn
 
-from kl_comedy.config.schema import ReferenceConfig
 from kl_comedy.models import load_model, weights_hash
 from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.reference import build_reference
+from kl_comedy.models.reference import MovingReference, PassOptions
 from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.strategies import clip_gradients
@@ -21,7 +20,7 @@ class Learner(nn.Module):
     def __init__(self, loaded, ranks):
         super().__init__()
         self.policy, self.ranks = loaded.model, ranks
-        self.references = {"ema": build_reference("ema", loaded, ReferenceConfig(ema_decay=0.5), **OPTIONS)}
+        self.references = {"ema": MovingReference(loaded.model, PassOptions(**OPTIONS), decay=0.5)}
         self.optimizer = torch.optim.AdamW(
             [p for p in self.policy.parameters() if p.requires_grad], lr=0.01, fused=True
         )
@@ -40,8 +39,8 @@ class Learner(nn.Module):
         write_checkpoint(folder, state, self, [self.optimizer], self.ranks)
 
     def restore(self, folder):
-        found = read_checkpoint(folder, self, [self.optimizer], self.ranks)
-        self.references["ema"].load_state_dict(found["kl_comedy"]["moving"]["ema"])
+        checkpoint = read_checkpoint(folder, self, [self.optimizer], self.ranks)
+        self.references["ema"].load_state_dict(checkpoint["kl_comedy"]["moving"]["ema"])
 
     def hashes(self):
         return [weights_hash(self.policy), weights_hash(self.references["ema"].model)]
@@ -53,26 +52,26 @@ def saved_and_resumed(rank, world, folder, kind):
     run = Learner(load_sharded(config_of(kind), limit_bytes=0), Ranks(rank=rank, size=world, sharded=True))
     run.learn(2)
     run.save(folder / "ckpt")
-    found = {"saved": run.hashes(), "norm": run.norm}
+    report = {"saved": run.hashes(), "norm": run.norm}
     run.learn(2)
-    found["went on"] = run.hashes()
+    report["went on"] = run.hashes()
     run.restore(folder / "ckpt")
-    found["restored"] = run.hashes()
+    report["restored"] = run.hashes()
     run.learn(2)
-    return {**found, "resumed": run.hashes()}
+    return {**report, "resumed": run.hashes()}
 
 
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "lora"])
 def test_a_checkpoint_of_shards_is_read_by_many_and_by_one(tmp_path, kind):
     alone = Learner(load_model(config_of(kind)), SINGLE_PROCESS)
     alone.learn(2)
-    for found in spawn(saved_and_resumed, tmp_path, kind):
-        assert found["norm"] == pytest.approx(alone.norm, rel=1e-5)
-        assert found["restored"] == found["saved"] != found["went on"] == found["resumed"]
-    kept = {name: tensor.clone() for name, tensor in alone.policy.state_dict().items()}
+    for report in spawn(saved_and_resumed, tmp_path, kind):
+        assert report["norm"] == pytest.approx(alone.norm, rel=1e-5)
+        assert report["restored"] == report["saved"] != report["went on"] == report["resumed"]
+    weights = {name: tensor.clone() for name, tensor in alone.policy.state_dict().items()}
     alone.learn(1)
     alone.restore(tmp_path / "ckpt")
-    assert alone.hashes() == found["saved"]
+    assert alone.hashes() == report["saved"]
     for name, tensor in alone.policy.state_dict().items():
-        torch.testing.assert_close(tensor, kept[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=0)
     alone.learn(1)

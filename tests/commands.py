@@ -1,0 +1,152 @@
+"""The command line in processes that begin with everything imported: importing takes longer than a tiny run."""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "kl_comedy.cli.main",
+        "kl_comedy.training.run",
+        "lightning",
+        "peft",
+        "pydantic",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+DEADLINE_S = 400
+WAITS = ("--plugin", str(Path(__file__).with_name("waits.py")))
+"""Words of a command that waits as :func:`waits` says."""
+
+
+def waits(at, file="a file that never comes"):
+    """The environment of a run that waits after ``at`` updates for ``file`` or a signal: a test that kills it cannot be
+    too late."""
+    return {"KL_TEST_WAITS_AT": str(at), "KL_TEST_WAITS_FOR": str(file)}
+
+
+def run_here(*words, cwd=".", env=None):
+    """``kl-comedy *words`` in this process, under ``env`` alone if given: exit code, stdout, stderr."""
+    from kl_comedy.cli import main
+
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(cwd),
+        mock.patch.dict(os.environ, env or {}, clear=env is not None),
+        mock.patch.object(sys, "argv", ["kl-comedy", *map(str, words)]),
+        mock.patch.object(main, "_quiet_libraries"),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main.run()
+        except SystemExit as end:
+            code = end.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+
+class Command:
+    """``kl-comedy *words`` in a session of its own, started in ``cwd``; used like a ``subprocess.Popen``.
+
+    If the first word is a Python file, that is run instead. ``modules`` are imported first. What the command prints
+    goes to a file in ``cwd``; :attr:`output` reads it.
+    """
+
+    def __init__(self, *words, cwd, env=None, modules=()):
+        self._log = Path(cwd) / f".output-{time.monotonic_ns()}.txt"
+        self._process = FORKS.Process(
+            target=_main,
+            args=([str(word) for word in words], str(cwd), {**os.environ, **(env or {})}, modules, self._log),
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def output(self):
+        return self._log.read_text() if self._log.exists() else ""
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=DEADLINE_S):
+        """The exit code; fails, and kills the command with what it started, if it does not end in time."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self.kill()
+            raise TimeoutError(f"not ended after {timeout} s:\n{self.output}")
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+    def kill(self):
+        """Kill the command and every process that it started."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:  # gone, or not in its own session yet
+            self._process.kill()
+        self._process.join()
+
+    def finish(self):
+        """Wait for the end; the output. Fails where the exit code is not 0."""
+        assert self.wait() == 0, self.output[-3000:]
+        return self.output
+
+    def wait_for(self, folder, pattern):
+        """Wait until ``folder`` holds a file by ``pattern``."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not list(Path(folder).glob(pattern)):
+            assert self.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.005)
+
+
+def ranks_environment(rank, world, port, nodes=1):
+    """The environment that torchrun gives to a process."""
+    devices = world // nodes
+    return {
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": str(rank // devices),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % devices),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(devices),
+    }
+
+
+def _main(words, cwd, env, modules, log):
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(cwd)
+    os.environ.clear()  # the server of forks may have been started within a run
+    os.environ.update(env)
+    sys.argv = ["kl-comedy", *words]
+    for module in modules:
+        __import__(module)
+    if words[0].endswith(".py"):
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        from kl_comedy.cli.main import run
+
+        run()

@@ -1,0 +1,48 @@
+"""Imported by the ranks of a test: rank 0 waits before, or is killed outright in, a transfer of weights.
+
+KL_TEST_DIES, in the fourth transfer: ``gathering``: some tensors were gathered from all ranks; ``sending``: one of two
+servers has them. KL_TEST_WAITS: the file for which the sixth transfer waits, so that a test has time for what it does.
+"""
+
+import os
+import signal
+import time
+
+from torch.distributed.tensor import DTensor
+
+from kl_comedy.rollouts.engines import servers, transports
+
+EARLIER, TENSORS, SERVERS = 3, 5, 2
+WAITS_AT = 6
+DIES, WAITS = os.environ.get("KL_TEST_DIES"), os.environ.get("KL_TEST_WAITS")
+counts = {"publish": 0, "tensors": 0, "sent": 0}
+
+
+def publish(self, version, original=servers.EngineRollouts.publish):
+    counts["publish"] += 1
+    counts["tensors"] = 0
+    while counts["publish"] == WAITS_AT and WAITS and not os.path.exists(WAITS):
+        time.sleep(0.01)
+    return original(self, version)
+
+
+def full_tensor(self, *arguments, original=DTensor.full_tensor, **settings):
+    counts["tensors"] += 1
+    if counts["publish"] == EARLIER + 1 and counts["tensors"] > TENSORS:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, *arguments, **settings)
+
+
+def send(self, *arguments, original=transports.FolderTransport.send):
+    original(self, *arguments)
+    counts["sent"] += 1
+    if counts["sent"] == EARLIER * SERVERS + 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if os.environ["RANK"] == "0":
+    servers.EngineRollouts.publish = publish
+    if DIES == "gathering":
+        DTensor.full_tensor = full_tensor
+    if DIES == "sending":
+        transports.FolderTransport.send = send

@@ -1,0 +1,202 @@
+"""Launch scripts and configs of other systems: what is read of them, what is refused; our own text in their syntax."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kl_comedy.cli.main import app
+from kl_comedy.errors import UserError
+from kl_comedy.lab.launch_files import MAX_BYTES, parse, read_launch_file
+from kl_comedy.lab.peers import SYSTEMS, flag_key
+
+VERL = r"""
+#!/bin/bash
+set -x
+kl_coef=0.002            # a variable, no flag
+EXTRA="$@"
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    # algorithm.use_kl_in_reward=False \
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    +algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=${kl_coef} \
+    trainer.logger='["console"]' $EXTRA
+"""
+OPENRLHF = """
+ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --init_kl_coef 1e-3 --use_kl_loss --kl_estimator k3 \\
+   --advantage_estimator group_norm --pretrain ${MODEL:-a/b}
+"""
+SLIME = """
+GRPO_ARGS=(
+   --advantage-estimator grpo
+   --kl-coef 0.01
+   #--use-kl-loss
+   --kl-loss-type low_var_kl
+)
+CKPT_ARGS=(--hf-checkpoint /m --ref-load /r)
+ray job submit -- python3 train.py ${CKPT_ARGS[@]} ${GRPO_ARGS[@]}
+"""
+TRL = """
+from trl import GRPOConfig, GRPOTrainer
+BETA = 0.04
+'''--beta 9 in a docstring is no setting'''
+args = GRPOConfig(output_dir="x", beta=BETA, use_bias_correction_kl=False, loss_type="dr_grpo", learning_rate=lr())
+other = DPOConfig(beta=7.0)
+"""
+TRL_YAML = (
+    "model_name_or_path: a/b\nnum_generations: 8\nmax_completion_length: 256\nbeta: 0.001\nreward_funcs: [accuracy]\n"
+)
+PRIME = "[orchestrator]\nbatch_size = 8\n[trainer.loss]\nkl_tau = 0.01\n[inference]\n"
+NEMO = "loss_fn:\n  reference_policy_kl_penalty: 0.02\n  reference_policy_kl_type: k2\n  ratio_clip_min: 0.2\n"
+
+FILES = {
+    "run.sh": (
+        VERL,
+        "verl",
+        {
+            "adv_estimator": "grpo",
+            "use_kl_loss": True,
+            "kl_loss_type": "low_var_kl",
+            "use_kl_in_reward": True,
+            "kl_coef": 0.002,
+        },
+    ),
+    "openrlhf.sh": (
+        OPENRLHF,
+        "openrlhf",
+        {"init_coef": 0.001, "use_loss": True, "kl_estimator": "k3", "advantage_estimator": "group_norm"},
+    ),
+    "slime.sh": (SLIME, "slime", {"advantage_estimator": "grpo", "kl_coef": 0.01, "kl_loss_type": "low_var_kl"}),
+    "train.py": (TRL, "trl", {"beta": 0.04, "use_bias_correction_kl": False, "loss_type": "dr_grpo"}),
+    "trl.yaml": (TRL_YAML, "trl", {"beta": 0.001}),
+    "rl.toml": (PRIME, "prime-rl", {"kl_tau": 0.01}),
+    "nemo.yaml": (NEMO, "nemo-rl", {"reference_policy_kl_penalty": 0.02, "reference_policy_kl_type": "k2"}),
+}
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_flags_of_a_file_are_read(tmp_path, name):
+    text, system, expected = FILES[name]
+    launch = read_launch_file(write(tmp_path, name, text))
+    assert (launch.system.name, launch.given, launch.remarks) == (system, expected, ())
+
+
+def explained(*arguments):
+    result = CliRunner().invoke(app, ["explain", *map(str, arguments), "--format", "json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return json.loads(result.stdout)
+
+
+def test_explain_says_where_the_kl_is_and_names_the_traps(tmp_path):
+    verl = explained(write(tmp_path, "run.sh", VERL))
+    assert verl["placement"] == "reward (k1, 0.002) and loss (k3, 0.001)" and verl["version"] == "0.9.1"
+    assert any(trap.startswith("counted twice: the KL enters twice") for trap in verl["traps"])
+    slime = explained(write(tmp_path, "slime.sh", SLIME))
+    assert slime["placement"] == "none" and slime["traps"][0].startswith(
+        "does nothing: kl_coef with advantage_estimator"
+    )
+    k1 = OPENRLHF.replace("k3", "k1")
+    traps = explained(write(tmp_path, "openrlhf.sh", k1))["traps"]
+    assert traps[0].startswith("wrong gradient on-policy: zero expected gradient")
+    prime = explained(write(tmp_path, "rl.toml", PRIME))
+    assert prime["placement"] == "sampler, in the loss (k2, 0.02)"
+    result = CliRunner().invoke(app, ["explain", str(write(tmp_path, "t.py", TRL))])
+    lines = result.stdout.splitlines()
+    assert lines[0].endswith("t.py: TRL, read with the flags and defaults of version 1.16.0")
+    assert lines[1] == "KL is on: loss (k3, 0.04)" and "wrong gradient on-policy: optimizes the forward KL" in lines[3]
+    assert "kl:" in lines and "docs/decision.md" in lines[-1]
+
+
+def test_the_class_or_command_chooses_the_trainer_of_trl(tmp_path):
+    rloo = read_launch_file(write(tmp_path, "a.py", "from trl import RLOOConfig\nRLOOConfig(beta=0.1)\n"))
+    assert rloo.given == {"trainer": "rloo", "beta": 0.1}
+    shell = read_launch_file(write(tmp_path, "a.sh", "trl rloo --beta 0.1 --num_generations 4\n"))
+    assert shell.given == {"trainer": "rloo", "beta": 0.1}
+
+
+def test_what_is_no_literal_is_reported_and_can_be_given(tmp_path):
+    path = write(tmp_path, "run.sh", "python -m verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_coef=$1\n")
+    launch = read_launch_file(path)
+    assert launch.given == {} and "kl_loss_coef: '$1' is no literal; its default is taken" in launch.remarks[0]
+    assert read_launch_file(path, overrides=["kl_loss_coef=0.5"]).given == {"kl_loss_coef": 0.5}
+    twice = "python -m verl.trainer.main_ppo algorithm.use_kl_in_reward=True algorithm.use_kl_in_reward=False\n"
+    launch = read_launch_file(write(tmp_path, "run.sh", twice))
+    assert launch.given == {"use_kl_in_reward": False} and "given more than once" in launch.remarks[0]
+    code = "from trl import GRPOConfig\nGRPOConfig(beta=float('nan') if x else 1, **more)\n"
+    assert "is no literal" in read_launch_file(write(tmp_path, "a.py", code)).remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.sh", "python train.py --lr 1\n", "no system of trl, verl, .* recognised; name it with --system"),
+        ("run.sh", "python -m verl.trainer.main_ppo\npython -m openrlhf.cli.train_ppo_ray\n", "verl|openrlhf"),
+        ("run.sh", "python -m verl.x actor_rollout_ref.actor.kl_loss_type=k9\n", "kl_loss_type: got 'k9'; allowed: kl"),
+        ("a.py", "def broken(:\n", "cannot be read: invalid syntax"),
+        ("a.py", "(" * 5000, "cannot be read"),
+        ("a.py", "-" * 100_000 + "1", "cannot be read"),
+        ("a.toml", "a = ", "cannot be read"),
+        ("a.yaml", "a: [b\n", "cannot be read"),
+        ("a.yaml", "[" * 3000, "nested more than"),
+        ("a.yaml", "a: !!python/object/apply:os.system [ls]\n", "cannot be read"),
+        ("a.yaml", b"\xff\xfe\x00", "cannot be read"),
+        ("a.sh", "#" * (MAX_BYTES + 1), "larger than 1,000,000 bytes"),
+        (
+            "a.yaml",
+            "a: &a {x: 1, y: 1, z: 1}\n"
+            + "".join(f"{b}: &{b} {{x: *{a}, y: *{a}, z: *{a}}}\n" for a, b in itertools.pairwise("abcdefghijk")),
+            "more than 20,000 keys",
+        ),
+    ],
+)
+def test_hostile_and_unknown_files_are_refused_in_one_line(tmp_path, name, text, message):
+    with pytest.raises(UserError, match=message) as error:
+        read_launch_file(write(tmp_path, name, text))
+    assert "\n" not in str(error.value) and str(error.value).startswith(str(tmp_path))
+
+
+def test_misuse_of_the_command(tmp_path):
+    runner, path = CliRunner(), write(tmp_path, "run.sh", "python train.py --use-kl-loss --kl-loss-coef 0.1\n")
+    for arguments, message in (
+        ([tmp_path / "none.sh"], "no such file"),
+        (["grpo", "--system", "trl"], "--system is for a file"),
+        ([path, "--system", "slim"], "did you mean 'slime'"),
+        ([path, "kl_los=1", "--system", "slime"], "override: got 'kl_los=1'"),
+    ):
+        result = runner.invoke(app, ["explain", *map(str, arguments)])
+        assert isinstance(result.exception, UserError) and message in str(result.exception)
+    long = "verl:use_kl_loss=true," + ",".join(f"loss_agg_mode=token-mean{n}" for n in range(100))
+    assert "loss_agg_mode" in str(runner.invoke(app, ["explain", long]).exception)
+    assert read_launch_file(path, system="slime").given == {"use_kl_loss": True, "kl_loss_coef": 0.1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=200), st.sampled_from(["sh", "py", "yaml", "toml", "json"]))
+def test_any_text_is_read_or_refused_never_a_crash(tmp_path_factory, text, suffix):
+    path = tmp_path_factory.getbasetemp() / f"any.{suffix}"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    for system in (None, "verl"):
+        try:
+            read_launch_file(path, system=system)
+        except UserError as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_flag_is_found_at_its_own_path_in_a_shell_script(tmp_path, name):
+    system = SYSTEMS[name]
+    for flag in system.flags:
+        value = flag.choices[0] if flag.choices else "true" if flag.is_switch else "0.5"
+        for line in (f"x --{flag.where} {value}", f"x {flag.where}={value}"):
+            launch = read_launch_file(write(tmp_path, "a.sh", line), system=name)
+            assert launch.given == {flag.name: flag.parse(value, "")}, line
+    assert system.marks and len(parse(write(tmp_path, "b.sh", "")).settings) == 0 and flag_key("--a-b") == "a_b"

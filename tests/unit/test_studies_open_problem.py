@@ -1,0 +1,89 @@
+"""The off-policy study on small instances: what must be unbiased is, what is sampled agrees with what is enumerated."""
+
+import pandas as pd
+import pytest
+import torch
+from studies import open_problem
+from studies.open_problem import doubly_robust_moments, regret_table, write_report
+
+from kl_comedy.kl.oracle import Instance, Tree, exact_moments, target_gradient, terms_loss
+
+TREE = Tree.build(vocabulary=2, length=5, ends=False)
+UNBIASED = (
+    "sequence IS, k1 total",
+    "sequence IS, k3 differentiated",
+    "per decision, k1",
+    "per decision, k3 differentiated",
+    "RB per decision",
+)
+
+
+@pytest.fixture(scope="module")
+def setting():
+    return Instance.random(TREE, regime="off_policy", seed=1, parameters=6, staleness=0.8)
+
+
+@pytest.fixture(scope="module")
+def frame():
+    return open_problem.study(lengths=(4, 6), staleness=(0.0, 0.8), seeds=2, batches=4, batch=2048)
+
+
+def test_the_exact_solutions_are_unbiased_and_the_knobs_are_not(frame):
+    stale = frame[frame.staleness > 0].groupby("candidate").bias
+    for name in UNBIASED:
+        assert stale.max()[name] < 1e-10, name
+    for name in ("RB without prefix ratio", "RB, prefix truncated at 1", "RB, window of 1", "token ratio x k3"):
+        assert stale.max()[name] > 0.01, name
+
+
+def test_the_sampled_bias_of_an_unbiased_candidate_is_zero_within_its_bounds(frame):
+    rows = frame[frame.candidate == "RB + own baseline"]
+    assert (rows.bias_low == 0.0).mean() > 0.7 and rows.bias_high.max() < 0.1
+
+
+def test_on_policy_every_ratio_is_one(setting):
+    where = Instance.random(TREE, regime="on_policy", seed=1, parameters=6)
+    rb = open_problem.exact_candidates()["RB per decision"]
+    wanted = exact_moments(where, terms_loss([rb]), group_size=2)
+    got = exact_moments(where, open_problem.self_normalized(None), group_size=2)
+    assert got.relative_bias(wanted.gradient_D) < 1e-10 and got.variance == pytest.approx(wanted.variance, rel=1e-9)
+
+
+def test_doubly_robust_forms_are_unbiased_whatever_the_value_and_better_with_the_exact_one(setting):
+    target_D = target_gradient(setting, "sequence_reverse")
+    moments = doubly_robust_moments(setting, target_D)
+    for name in ("doubly robust, exact value", "doubly robust, value off by 50%"):
+        assert moments[name][0] < 1e-10, name
+    assert moments["value only, off by 50%, truncated at 2"][0] > 0.01
+    rb = exact_moments(setting, terms_loss([open_problem.exact_candidates()["RB per decision"]]))
+    assert moments["doubly robust, exact value"][1] < rb.variance / float(target_D.square().sum())
+
+
+def test_the_best_lambda_is_the_least_of_the_parabola():
+    rows = open_problem.lambda_study(lengths=(4,), staleness=(0.3,), seeds=2)
+    assert (rows.best <= rows.k1 + 1e-12).all() and (rows.best <= rows.k3 + 1e-12).all() and (rows.rb < rows.best).all()
+
+
+def test_the_report_is_written_and_regrets_start_at_one(frame, tmp_path):
+    lambdas = open_problem.lambda_study(lengths=(4, 6), staleness=(0.0, 0.8), seeds=2)
+    write_report(frame, lambdas, tmp_path, command="python -m studies open-problem --quick")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "README.md",
+        "open_problem.csv",
+        "k_lambda.csv",
+        "error.svg",
+        "variance.svg",
+        "knobs.svg",
+    }
+    assert len(pd.read_csv(tmp_path / "open_problem.csv")) == len(frame)
+    assert regret_table(frame)["mean, N=1024"].min() >= 1.0
+
+
+def test_the_closed_form_of_lognormal_prefix_ratios_is_that_of_drawn_ones():
+    table = open_problem.lognormal_ratios(kls=(0.002,), lengths=(50, 200), cap=2.0)
+    steps = torch.randn(40_000, 200, generator=torch.Generator().manual_seed(0)) * 0.004**0.5 - 0.002
+    for _, row in table.iterrows():
+        ratio = steps[:, : row.tokens].sum(-1).exp()
+        assert row["effective sample share"] == pytest.approx(float(1 / ratio.square().mean()), rel=0.05)
+        assert row["mean up to 2"] == pytest.approx(float(ratio.clamp(max=2.0).mean()), abs=0.02)
+    assert (table["over the completion"] > table["mean up to 2"]).all()

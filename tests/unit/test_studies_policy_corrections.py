@@ -1,0 +1,65 @@
+"""The study of policy corrections: what it must show, and that the stored results are what the code gives."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from studies.__main__ import app
+from studies.policy_corrections import CANDIDATES, SAMPLES, study, winners
+from typer.testing import CliRunner
+
+STORED = Path(__file__).parents[2] / "results" / "policy_corrections" / "policy_corrections.csv"
+
+
+@pytest.fixture(scope="module")
+def frame():
+    return study(lengths=(4, 8), staleness=(0.0, 0.3, 1.0), seeds=3)
+
+
+def bias(frame, name, staleness):
+    return frame[(frame.candidate == name) & (frame.staleness == staleness)].bias
+
+
+def test_everything_is_exact_on_policy_and_the_sequence_ratio_always(frame):
+    assert frame[frame.staleness == 0].bias.max() < 1e-9
+    assert frame[frame.candidate == "sequence"].bias.max() < 1e-9
+    biased = frame[(frame.staleness == 1.0) & (frame.candidate != "sequence")]
+    assert biased[~biased.candidate.str.startswith("sequence_tis 8")].bias.min() > 1e-3
+
+
+def test_bias_grows_with_staleness(frame):
+    for name in CANDIDATES:
+        if not name.startswith("sequence"):
+            assert bias(frame, name, 1.0).median() > bias(frame, name, 0.3).median() > 1e-3, name
+
+
+def test_a_bound_on_the_sequence_ratio_buys_variance_with_bias(frame):
+    stale = frame[frame.staleness == 1.0].groupby("candidate")[["bias", "variance"]].median()
+    tight, loose, free = (stale.loc[name] for name in ("sequence_tis 2", "sequence_tis 8", "sequence"))
+    assert tight.bias > loose.bias > free.bias and tight.variance < loose.variance < free.variance
+
+
+def test_errors_are_bias_and_variance_at_equal_samples(frame):
+    for n in SAMPLES:
+        expected = (frame.bias**2 + frame.variance / n) ** 0.5
+        assert (frame[f"error_{n}"] - expected).abs().max() < 1e-12
+    assert set(winners(frame)["least at N=64"]) - {"all alike"}
+
+
+def test_the_stored_results_are_those_of_this_code(frame):
+    stored = pd.read_csv(STORED)
+    assert set(stored.candidate) == set(CANDIDATES)
+    keys = ["length", "staleness", "seed", "candidate"]
+    both = frame.merge(stored, on=keys, suffixes=("", "_stored"))
+    assert len(both) == len(frame)
+    for column in ("bias", "variance", "ess", "error_1024"):
+        assert (both[column] - both[f"{column}_stored"]).abs().max() <= 1e-5 * both[column].abs().max(), column
+
+
+def test_the_command_writes_data_figure_and_page(tmp_path):
+    result = CliRunner().invoke(app, ["policy-corrections", "--quick", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "README.md").read_text()
+    assert "python -m studies policy-corrections --quick" in page and "| sequence_tis 8 |" in page
+    assert (tmp_path / "policy_corrections.svg").stat().st_size > 10_000
+    assert len(pd.read_csv(tmp_path / "policy_corrections.csv")) == 2 * 3 * 2 * len(CANDIDATES)
