@@ -1,6 +1,7 @@
 """The command line in processes that begin with everything imported: importing takes longer than a tiny run."""
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -83,9 +84,14 @@ class Command:
         return self._process.exitcode
 
     def wait(self, timeout=DEADLINE_S):
-        """The exit code; fails, and kills the command with what it started, if it does not end in time."""
+        """The exit code; fails, and kills the command with what it started, if it does not end in time.
+
+        The output then ends with the stacks of its threads.
+        """
         self._process.join(timeout)
         if self._process.exitcode is None:
+            self.send_signal(signal.SIGABRT)
+            self._process.join(10)
             self.kill()
             raise TimeoutError(f"not ended after {timeout} s:\n{self.output}")
         return self._process.exitcode
@@ -137,6 +143,7 @@ def _main(words, cwd, env, modules, log):
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)
     os.chdir(cwd)
     os.environ.clear()  # the server of forks may have been started within a run
     os.environ.update(env)
