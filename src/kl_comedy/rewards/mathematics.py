@@ -51,9 +51,11 @@ def math_verify(
     if nesting_depth(text) > max_depth or re.search(rf"\d{{{max_digits + 1}}}", text):
         return Reward(value=0.0, status="refused")
     from math_verify import parse, verify
+    from sympy.core.random import seed
 
+    seed(0)  # sympy tries facts in a random order
     gold = _parsed_gold(answer)
-    given = parse(text, parsing_timeout=None)
+    given = _evaluated(parse(text, parsing_timeout=None))
     if not given:
         return Reward(value=0.0, status="unparseable")
     equal = verify(gold, given, float_rounding=float_rounding, timeout_seconds=None)
@@ -83,7 +85,18 @@ def _parsed_gold(answer: str) -> list[Any]:
     """The parsed gold. Failures raise, so that they are not cached."""
     from math_verify import parse
 
-    gold = list(parse(wrapped(answer), parsing_timeout=None))
+    gold = parse(wrapped(answer), parsing_timeout=None)
     if not gold:
         raise BadGold(f"math_verify cannot parse the gold answer {answer!r}")
-    return gold
+    return _evaluated(gold)
+
+
+def _evaluated(parsed: list[Any]) -> list[Any]:
+    """``parsed`` with its infinite expressions evaluated.
+
+    math-verify parses ``\\infty 1`` to a product that stays unevaluated, and sympy takes the difference of such a
+    product and any number for zero in some of its random orders of deduction.
+    """
+    from sympy import Basic, nan, oo, zoo
+
+    return [each.doit() if isinstance(each, Basic) and each.has(oo, -oo, zoo, nan) else each for each in parsed]
