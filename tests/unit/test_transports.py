@@ -19,6 +19,7 @@ from kl_comedy.models.lora import add_lora
 from kl_comedy.models.weights import Checksums, adapter_weights, full_weights
 from kl_comedy.rollouts import build_hf, build_hf_server, build_vllm_server
 from kl_comedy.rollouts.engines import servers as servers_module
+from kl_comedy.rollouts.engines import transports
 from kl_comedy.rollouts.engines.options import HFServerOptions, VLLMServerOptions, server_gpus, transport_of
 from kl_comedy.rollouts.engines.transports import AdapterTransport, stage
 from kl_comedy.rollouts.engines.weights import checksum_complaint
@@ -180,6 +181,20 @@ def test_a_server_lost_in_a_transfer_costs_the_others_nothing_and_is_sent_to_aga
     assert {version for row in rows for version in row.versions} == {1}
     for server in (lost, well):
         assert torch.equal(server.engine.loaded.model.lm_head.weight, policy.model.lm_head.weight)
+
+
+def test_rank_0_does_not_wait_for_a_server_that_was_lost_before_it_met_it(policy, serve, connect, monkeypatch):
+    engines, connect_group, lost = connect(serve(), transport="gloo", retries=1), transports.gloo_group, []
+
+    def lose_once(store, host, rank, size, timeout_s):
+        if rank and not lost:
+            lost.append(rank)
+            raise RuntimeError("Connection closed by peer")
+        return connect_group(store, host, rank, size, 10_000.0)
+
+    monkeypatch.setattr(transports, "gloo_group", lose_once)
+    rows = draw(engines)
+    assert engines.restarts == 1 and {version for row in rows for version in row.versions} == {0}
 
 
 def test_a_taken_port_is_replaced_by_another(policy, tmp_path, monkeypatch):

@@ -16,10 +16,8 @@ import queue
 import shutil
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -171,23 +169,39 @@ class GlooTransport(Transport):
         return {**_from_memory(GLOO_BACKEND), "worker_extension_cls": f"{WORKER}.PolicyWorker"}
 
     def send(self, weights: StagedWeights, server: Peer) -> None:
+        """gloo waits for a lost server until its limit, a request does not: a thread sends, and is left behind then."""
         tensors, aliases = untied(weights.tensors)
         workers, host = worker_count(server), own_address(server.host)
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             host, 0, is_master=True, wait_for_workers=False
         )
+        ready = [_ready(rank) for rank in range(1, 1 + workers)]
+        answered = threading.Event()
+        ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def transfer() -> None:
+            try:
+                while not store.check(ready):
+                    if answered.wait(POLL_S):
+                        raise RuntimeError("the server answered without taking the weights")
+                group = gloo_group(store, host, 0, 1 + workers, server.timeout_s)
+                for tensor in tensors.values():
+                    for worker in range(1, 1 + workers):
+                        group.send([bytes_of(tensor)], worker, 0).wait()
+                ended.put(None)
+            except Exception as error:
+                ended.put(error)
+
         address = {"master_address": host, "master_port": store.port, "timeout_s": server.timeout_s}
         server.call("/init_weight_transfer_engine", init_info=address)
         start_update(server.call)
-        with ThreadPoolExecutor(1) as pool:
-            info = {**described(tensors), "aliases": aliases}
-            answer = pool.submit(server.call, "/update_weights", update_info=info)
-            _await_receivers(store, workers, answer)
-            group = gloo_group(store, host, 0, 1 + workers, server.timeout_s)
-            for tensor in tensors.values():
-                for worker in range(1, 1 + workers):
-                    group.send([bytes_of(tensor)], worker, 0).wait()
-            answer.result()
+        threading.Thread(target=transfer, daemon=True, name="gloo transfer").start()
+        try:
+            server.call("/update_weights", update_info={**described(tensors), "aliases": aliases})
+        finally:
+            answered.set()
+        if (error := ended.get()) is not None:
+            raise error
         server.call("/finish_weight_update")
 
 
@@ -445,16 +459,6 @@ def vllm_rank(rank: int) -> int:
 
 def _ready(rank: int) -> str:
     return f"ready/{rank}"
-
-
-def _await_receivers(store: Any, workers: int, answer: Future[Any]) -> None:
-    """Wait until every worker is about to join the group. Raises what the request raised if it ended before."""
-    keys = [_ready(rank) for rank in range(1, 1 + workers)]
-    while not store.check(keys):
-        if answer.done():
-            answer.result()
-            raise RuntimeError("the server answered without taking the weights")
-        time.sleep(POLL_S)
 
 
 def _from_memory(backend: str) -> dict[str, Any]:
