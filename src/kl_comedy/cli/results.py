@@ -224,7 +224,7 @@ def command(example: str) -> Callable[[Callable[..., None]], Callable[..., None]
                 function(record(**chosen), **options)
 
             arguments = [parameter.replace(kind=keyword, annotation=hints[parameter.name]) for parameter in others]
-            expanded.__signature__ = inspect.Signature([*arguments, *fields])  # type: ignore[attr-defined]
+            vars(expanded)["__signature__"] = inspect.Signature([*arguments, *fields])
         return app.command(epilog=f"Example: `kl-comedy results {example}`")(expanded)
 
     return register

@@ -37,7 +37,9 @@ def check_combinations(config: Config) -> None:
 
 def capabilities_of(backend: str) -> Capabilities:
     """What the registered ``backend`` declared that it can do."""
-    return ROLLOUTS.get(backend, key="rollout.backend").facts.get("capabilities", Capabilities())  # type: ignore[no-any-return]
+    facts = ROLLOUTS.get(backend, key="rollout.backend").facts
+    capabilities: Capabilities = facts.get("capabilities", Capabilities())
+    return capabilities
 
 
 def sampler_of(config: Config) -> str:

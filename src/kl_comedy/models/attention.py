@@ -230,7 +230,7 @@ class VariableLengths:
         if not takes_groups:
             key, value = (each[:, :, None].expand(query_SKRD.shape).flatten(1, 2) for each in (key, value))
         query, key, value = (each.to(dtype) for each in (query_SKRD.flatten(1, 2), key, value))
-        out: Any = varlen.varlen_attn(
+        out: Tensor = varlen.varlen_attn(
             query[self._queries],
             key[self._keys],
             value[self._keys],
@@ -240,7 +240,7 @@ class VariableLengths:
             self._most_keys,
             **options,
         )
-        return out[self._place_S].view(query_SKRD.shape).to(value_SKD.dtype)  # type: ignore[no-any-return]
+        return out[self._place_S].view(query_SKRD.shape).to(value_SKD.dtype)
 
 
 @functools.cache

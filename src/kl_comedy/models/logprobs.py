@@ -169,5 +169,6 @@ def completion_hidden(
     position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)
     body: Any = decoder_body(model)
     out = body(input_ids=ids_BS, attention_mask=real_BS.long(), position_ids=position_BS, use_cache=False)
+    hidden_BSH: Tensor = out.last_hidden_state
     start = prompt_ids_BP.shape[1] - 1
-    return out.last_hidden_state[:, start : start + ids_BT.shape[1]][mask_BT.bool()]  # type: ignore[no-any-return]
+    return hidden_BSH[:, start : start + ids_BT.shape[1]][mask_BT.bool()]

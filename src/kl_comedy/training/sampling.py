@@ -27,7 +27,7 @@ from kl_comedy.models.introspection import layers_in_bf16
 from kl_comedy.models.load import place
 from kl_comedy.models.sharding import compute_in_bf16, rounded_parameters, unsharded_skeleton
 from kl_comedy.models.weights import copy_into, stream_weights, weight_bytes
-from kl_comedy.records import Prompt, Rollout, Scored
+from kl_comedy.records import Problem, Prompt, Rollout, Scored
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import RolloutBackend, Sampling
@@ -173,7 +173,8 @@ class ShardedRollouts:
 
 def _without_prompts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """For an exchange: the prompts are on every rank already."""
-    return [replace(rollout, prompt=None) for rollout in rollouts]  # type: ignore[arg-type]
+    empty = Prompt(problem=Problem(id="", text="", answer=""), text="", token_ids=())
+    return [replace(rollout, prompt=empty) for rollout in rollouts]
 
 
 def _with_prompts(rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:

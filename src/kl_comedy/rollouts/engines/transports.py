@@ -172,9 +172,7 @@ class GlooTransport(Transport):
         """gloo waits for a lost server until its limit, a request does not: a thread sends, and is left behind then."""
         tensors, aliases = untied(weights.tensors)
         workers, host = worker_count(server), own_address(server.host)
-        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            host, 0, is_master=True, wait_for_workers=False
-        )
+        store = tcp_store(host, 0, is_master=True, wait_for_workers=False)
         ready = [_ready(rank) for rank in range(1, 1 + workers)]
         answered = threading.Event()
         ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -390,6 +388,12 @@ def own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def tcp_store(host: str, port: int, **options: bool) -> Any:
+    """Where the processes of a group meet."""
+    distributed: Any = dist  # its annotations do not export the class
+    return distributed.TCPStore(host, port, **options)
+
+
 def gloo_group(store: Any, host: str, rank: int, size: int, timeout_s: float) -> Any:
     """A process group beside the default one; ``host`` is the address of this process."""
     gloo: Any = dist.ProcessGroupGloo
@@ -410,9 +414,7 @@ class GlooAddress:
 
 def receive(address: GlooAddress, rank: int, size: int, info: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The receiving side of :class:`GlooTransport`: every weight under each of its names, in the order of ``info``."""
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        address.master_address, address.master_port, is_master=False
-    )
+    store = tcp_store(address.master_address, address.master_port, is_master=False)
     store.set(_ready(rank), "1")
     group = gloo_group(store, own_address(address.master_address), rank, size, address.timeout_s)
     names_of: dict[str, list[str]] = {name: [name] for name in info["names"]}
