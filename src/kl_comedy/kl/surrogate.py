@@ -160,7 +160,7 @@ def kl_surrogate(
     ...     behaviour_logp_BT=logp.detach(), mask_BT=torch.tensor([[True, True]])).detach()
     tensor([[0.5000, 0.0000]])
     """
-    batch = _checked(term, logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT, top)
+    batch = _checked(term, _Batch(logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT, top))
     parts = _parts(term, batch)
     credited_BT = parts.weight_BT * parts.cost_BT
     if term.baseline == "exact":
@@ -173,7 +173,7 @@ def kl_surrogate(
 
 def kl_parts(term: KLTerm, **tensors_BT: Any) -> TermParts:
     """The same term taken apart, for a cost that enters before the baseline; takes :func:`kl_surrogate`'s tensors."""
-    return _parts(term, _checked(term, **tensors_BT))
+    return _parts(term, _checked(term, _Batch(**tensors_BT)))
 
 
 @torch.no_grad()
@@ -182,7 +182,7 @@ def kl_value(term: KLTerm, **tensors_BT: Any) -> Tensor:
 
     Nothing is refused: where a log-prob is not finite the estimate is not either.
     """
-    return _value(term, _batch(**tensors_BT))
+    return _value(term, _Batch(**tensors_BT).widened())
 
 
 def kl_diagnostics(
@@ -220,14 +220,23 @@ def _clamped_share(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> float
 
 
 class _Batch(NamedTuple):
-    """The checked tensors, at least float32; what must not be differentiated is detached."""
+    """The tensors of :func:`kl_surrogate`."""
 
     logp_BT: Tensor
     ref_logp_BT: Tensor
     behaviour_logp_BT: Tensor
     mask_BT: Tensor
-    exact_kl_BT: Tensor | None
-    top: TopTokens | None
+    exact_kl_BT: Tensor | None = None
+    top: TopTokens | None = None
+
+    def widened(self) -> _Batch:
+        """At least float32, the mask boolean; what must not be differentiated is detached."""
+        reference_BT, behaviour_BT = _wide(self.ref_logp_BT).detach(), _wide(self.behaviour_logp_BT).detach()
+        exact_BT = None if self.exact_kl_BT is None else _wide(self.exact_kl_BT)
+        top = self.top
+        if top is not None:
+            top = TopTokens(_wide(top.logp_BTK), _wide(top.ref_logp_BTK).detach(), top.inside_BT.bool())
+        return _Batch(_wide(self.logp_BT), reference_BT, behaviour_BT, self.mask_BT.bool(), exact_BT, top)
 
 
 def _parts(term: KLTerm, batch: _Batch) -> TermParts:
@@ -298,26 +307,19 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _checked(
-    term: KLTerm,
-    logp_BT: Tensor,
-    ref_logp_BT: Tensor,
-    behaviour_logp_BT: Tensor,
-    mask_BT: Tensor,
-    exact_kl_BT: Tensor | None = None,
-    top: TopTokens | None = None,
-) -> _Batch:
-    """Check ranks, shapes and values. Raises :class:`UserError`."""
-    tensors = {"logp_BT": logp_BT, "ref_logp_BT": ref_logp_BT, "behaviour_logp_BT": behaviour_logp_BT}
+def _checked(term: KLTerm, batch: _Batch) -> _Batch:
+    """Check ranks, shapes and values; then :meth:`_Batch.widened`. Raises :class:`UserError`."""
+    logp_BT, top, mask_BT = batch.logp_BT, batch.top, batch.mask_BT
+    tensors = {name: getattr(batch, name) for name in ("logp_BT", "ref_logp_BT", "behaviour_logp_BT")}
     if term.needs == "top_k":
         if top is None:
             raise UserError(f"estimator {term.estimator!r} needs top: the log-probs of the top tokens at each prefix")
         tensors |= {"top.inside_BT": top.inside_BT}
         tensors |= {"top.logp_BTK": top.logp_BTK.sum(-1), "top.ref_logp_BTK": top.ref_logp_BTK.sum(-1)}
     elif term.reads != {"log_ratio"}:
-        if exact_kl_BT is None:
+        if batch.exact_kl_BT is None:
             raise UserError(f"{term.label()} needs exact_kl_BT: the {term.direction} KL at each prefix")
-        tensors["exact_kl_BT"] = exact_kl_BT
+        tensors["exact_kl_BT"] = batch.exact_kl_BT
     if logp_BT.dim() != 2:
         raise UserError(f"logp_BT must be [B, T], got shape {tuple(logp_BT.shape)}")
     for name, tensor in {**tensors, "mask_BT": mask_BT}.items():
@@ -335,19 +337,4 @@ def _checked(
                 f"{name} is not finite at [{row}, {column}] ({float(tensor[row, column].detach())}), "
                 f"{int(bad.sum())} such value(s) in all"
             )
-    return _batch(logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT, top)
-
-
-def _batch(
-    logp_BT: Tensor,
-    ref_logp_BT: Tensor,
-    behaviour_logp_BT: Tensor,
-    mask_BT: Tensor,
-    exact_kl_BT: Tensor | None = None,
-    top: TopTokens | None = None,
-) -> _Batch:
-    reference_BT, behaviour_BT = _wide(ref_logp_BT).detach(), _wide(behaviour_logp_BT).detach()
-    exact_BT = None if exact_kl_BT is None else _wide(exact_kl_BT)
-    if top is not None:
-        top = TopTokens(_wide(top.logp_BTK), _wide(top.ref_logp_BTK).detach(), top.inside_BT.bool())
-    return _Batch(_wide(logp_BT), reference_BT, behaviour_BT, mask_BT.bool(), exact_BT, top)
+    return batch.widened()
