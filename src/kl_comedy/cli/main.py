@@ -39,24 +39,27 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="The reference laboratory for KL regularization in RL of language models.",
 )
-app.command()(audit.audit)
 app.command("list")(catalog.list_parts)
-app.command()(catalog.doctor)
-app.command()(certify.certify)
-app.command()(check.check)
-app.command()(evaluate.evaluate)
-app.command()(explain.explain)
-app.command()(export.export)
-app.command()(export.reproduce)
-app.command()(init.init)
-app.command()(plan.plan)
+for command in (
+    audit.audit,
+    catalog.doctor,
+    certify.certify,
+    check.check,
+    evaluate.evaluate,
+    explain.explain,
+    export.export,
+    export.reproduce,
+    init.init,
+    plan.plan,
+    sweep.sweep,
+    sweep.status,
+    sweep.resubmit,
+    sweep.cancel,
+    sweep_job.cell,
+    sweep_job.sweep_report,
+):
+    app.command()(command)
 app.add_typer(results.app, name="results")
-app.command()(sweep.sweep)
-app.command()(sweep.status)
-app.command()(sweep.resubmit)
-app.command()(sweep.cancel)
-app.command()(sweep_job.cell)
-app.command()(sweep_job.sweep_report)
 
 
 def _print_version(wanted: bool) -> None:
