@@ -110,7 +110,7 @@ def prime_tokens_per_s(device: Device, *, lora: bool = False) -> float:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Published:
     """A published figure. ``other``: why the formulas are not of this case; it is shown and not tested."""
 
@@ -129,59 +129,21 @@ class Published:
 
 NEMO_4 = "NeMo-RL v0.4, docs/about/performance-summary.md"
 NEMO_5 = "NeMo-RL v0.5, docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html"
-PRIME = "prime-rl, benchmarks/baselines/benchmark-8x"
-PRIME_FULL = "-Qwen--Qwen3-4B-Instruct-2507-rl-full-8gpu-Recompute-flash_attention_3-16384-cp1-ep1.json"
+PRIME = "-Qwen--Qwen3-4B-Instruct-2507-rl-full-8gpu-Recompute-flash_attention_3-16384-cp1-ep1.json"
+PRIME_H100, PRIME_H200 = (f"prime-rl, benchmarks/baselines/benchmark-8x{gpu}{PRIME}" for gpu in ("h100", "h200"))
+LORA_H100, FOUR_ADAPTERS = PRIME_H100.replace("rl-full", "rl-16"), "it computes four adapters at once"
+NEMO_RUN, NEMO_OFF = "Llama-3.1-8B GRPO, 16 H100, on-policy", "the same, one step off, 8 + 8"
+PRIME_RUN = "Qwen3-4B trainer, 16k context, 8"
+PRIME_LORA = "Qwen3-4B trainer, LoRA of rank 16, 16k context, 8 H100"
+PER_GPU, PER_S = "tokens/s a GPU", "tokens/s"
 PUBLISHED = [
-    Published(
-        what="Llama-3.1-8B GRPO, 16 H100, on-policy",
-        unit="s a step",
-        value=97.7,
-        predict=nemo_on_policy_s,
-        source=NEMO_4,
-    ),
-    Published(
-        what="the same, one step off, 8 + 8",
-        unit="s a step",
-        value=74.6,
-        predict=nemo_one_step_off_s,
-        source=NEMO_4,
-    ),
-    Published(
-        what="Llama-3.1-8B GRPO, 16 H100, on-policy",
-        unit="tokens/s a GPU",
-        value=1581,
-        predict=lambda: ROWS * 1060 / 16 / nemo_on_policy_s(),
-        source=NEMO_5,
-    ),
-    Published(
-        what="the same, one step off, 8 + 8",
-        unit="tokens/s a GPU",
-        value=2478,
-        predict=lambda: ROWS * 1129 / 16 / nemo_one_step_off_s(),
-        source=NEMO_5,
-    ),
-    Published(
-        what="Qwen3-4B trainer, 16k context, 8 H100",
-        unit="tokens/s",
-        value=26026,
-        predict=lambda: prime_tokens_per_s(H100),
-        source=f"{PRIME}h100{PRIME_FULL}",
-    ),
-    Published(
-        what="Qwen3-4B trainer, 16k context, 8 H200",
-        unit="tokens/s",
-        value=27437,
-        predict=lambda: prime_tokens_per_s(GPUS["h200-141"]),
-        source=f"{PRIME}h200{PRIME_FULL}",
-    ),
-    Published(
-        what="Qwen3-4B trainer, LoRA of rank 16, 16k context, 8 H100",
-        unit="tokens/s",
-        value=48002,
-        predict=lambda: prime_tokens_per_s(H100, lora=True),
-        source=f"{PRIME}h100{PRIME_FULL.replace('rl-full', 'rl-16')}",
-        other="it computes four adapters at once",
-    ),
+    Published(NEMO_RUN, "s a step", 97.7, nemo_on_policy_s, NEMO_4),
+    Published(NEMO_OFF, "s a step", 74.6, nemo_one_step_off_s, NEMO_4),
+    Published(NEMO_RUN, PER_GPU, 1581, lambda: ROWS * 1060 / 16 / nemo_on_policy_s(), NEMO_5),
+    Published(NEMO_OFF, PER_GPU, 2478, lambda: ROWS * 1129 / 16 / nemo_one_step_off_s(), NEMO_5),
+    Published(f"{PRIME_RUN} H100", PER_S, 26026, lambda: prime_tokens_per_s(H100), PRIME_H100),
+    Published(f"{PRIME_RUN} H200", PER_S, 27437, lambda: prime_tokens_per_s(GPUS["h200-141"]), PRIME_H200),
+    Published(PRIME_LORA, PER_S, 48002, lambda: prime_tokens_per_s(H100, lora=True), LORA_H100, FOUR_ADAPTERS),
 ]
 
 
