@@ -12,6 +12,8 @@ from kl_comedy.cli.common import check_choice, message, progress_bar
 from kl_comedy.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+Out = Annotated[Path, typer.Option(help="Folder for data, figures and README")]
+Problems = Annotated[int, typer.Option(min=1, help="Random problems per length and staleness")]
 Quick = Annotated[bool, typer.Option("--quick", help="Two lengths, three degrees of staleness, two seeds")]
 FiguresOnly = Annotated[bool, typer.Option("--figures-only", help="Make figures (and page) again from the data")]
 QUICK: dict[str, Any] = {"lengths": (4, 8), "staleness": (0.0, 0.3, 1.0), "seeds": 2}
@@ -20,7 +22,7 @@ QUICK: dict[str, Any] = {"lengths": (4, 8), "staleness": (0.0, 0.3, 1.0), "seeds
 @app.command()
 def synthetic(
     part: Annotated[str, typer.Argument(help="length, distance, optimum, modes or all")] = "all",
-    out: Annotated[Path, typer.Option(help="Folder for data, figures and README")] = Path("results/synthetic"),
+    out: Out = Path("results/synthetic"),
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths, a tenth of the updates, two seeds")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Policies or games (default: 5; distance 20)")] = None,
     figures_only: FiguresOnly = False,
@@ -50,7 +52,7 @@ def synthetic(
 
 @app.command()
 def values(
-    out: Annotated[Path, typer.Option(help="Folder for data, figure and README")] = Path("results/values"),
+    out: Out = Path("results/values"),
     seeds: Annotated[int, typer.Option(min=1, help="Random policies")] = 10,
     figures_only: FiguresOnly = False,
 ) -> None:
@@ -70,8 +72,8 @@ def values(
 
 @app.command()
 def open_problem(
-    out: Annotated[Path, typer.Option(help="Folder for data, figures and README")] = Path("results/open_problem"),
-    seeds: Annotated[int, typer.Option(min=1, help="Random problems per length and staleness")] = 5,
+    out: Out = Path("results/open_problem"),
+    seeds: Problems = 5,
     quick: Quick = False,
     figures_only: FiguresOnly = False,
 ) -> None:
@@ -100,8 +102,8 @@ def open_problem(
 
 @app.command()
 def policy_corrections(
-    out: Annotated[Path, typer.Option(help="Folder for data, figure and README")] = Path("results/policy_corrections"),
-    seeds: Annotated[int, typer.Option(min=1, help="Random problems per length and staleness")] = 20,
+    out: Out = Path("results/policy_corrections"),
+    seeds: Problems = 20,
     quick: Quick = False,
     figures_only: FiguresOnly = False,
 ) -> None:
@@ -125,7 +127,7 @@ def policy_corrections(
 
 @app.command()
 def topk(
-    out: Annotated[Path, typer.Option(help="Folder for data, figure and README")] = Path("results/topk"),
+    out: Out = Path("results/topk"),
     figures_only: FiguresOnly = False,
 ) -> None:
     """Measure bias, variance and cost of the top-k KL forms; needs SmolLM2 (scripts/fetch_smollm2.py).
@@ -144,7 +146,7 @@ def topk(
 
 @app.command()
 def discount(
-    out: Annotated[Path, typer.Option(help="Folder for data, figure and README")] = Path("results/discount"),
+    out: Out = Path("results/discount"),
     seeds: Annotated[int, typer.Option(min=1, help="Random policies per length")] = 5,
 ) -> None:
     """Measure bias and variance of discounted KL credit, between `own` and `to_go`, against length.
@@ -164,7 +166,7 @@ def discount(
 @app.command()
 def predictor(
     sources: Annotated[list[str], typer.Argument(help="Finished runs: a store, an export, the CSV of the first lags")],
-    out: Annotated[Path, typer.Option(help="Folder for data, figure and README")] = Path("results/predictor"),
+    out: Out = Path("results/predictor"),
     only: Annotated[str, typer.Option(help="Measure gradients in settings whose name has this only")] = "",
 ) -> None:
     """Ask which number of a KL gradient predicts how training ends.
@@ -194,7 +196,7 @@ def predictor(
 
 @app.command()
 def long_audit(
-    out: Annotated[Path, typer.Option(help="Folder for data, figure and README")] = Path("results/long_audit"),
+    out: Out = Path("results/long_audit"),
     folder: Annotated[Path, typer.Option(help="Folder for completions and passes")] = Path("runs/long_audit"),
     model: Annotated[str, typer.Option(help="Folder or hub id")] = "models/SmolLM2-135M-Instruct",
     groups: Annotated[int, typer.Option(help="Prompts, with 4 completions each, for each age of the samples")] = 8,
