@@ -297,9 +297,9 @@ def lognormal_ratios(
 
     rows = []
     for kl, length in itertools.product(kls, lengths):
-        kept = mean_capped(kl, torch.arange(1, length + 1))
+        mean_T = mean_capped(kl, torch.arange(1, length + 1))
         row = {"KL a token": f"{kl:g}", "tokens": length, "effective sample share": math.exp(-2 * kl * length)}
-        rows.append({**row, f"mean up to {cap:g}": float(kept[-1]), "over the completion": float(kept.mean())})
+        rows.append({**row, f"mean up to {cap:g}": float(mean_T[-1]), "over the completion": float(mean_T.mean())})
     return pd.DataFrame(rows)
 
 

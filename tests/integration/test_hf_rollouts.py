@@ -1,6 +1,7 @@
 """The transformers backend on tiny random models: what it draws is what the learner differentiates."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -158,11 +159,9 @@ def test_padding_and_batching_change_neither_greedy_tokens_nor_log_probs(texts, 
         assert r.logps == pytest.approx(trainer_logps(loaded.model, [r], 1.0)[0], abs=5e-5)
 
 
-_KEPT = {}
-
-
+@functools.cache
 def _shared():
-    return _KEPT.setdefault("llama", load())
+    return load()
 
 
 def test_greedy_takes_the_likeliest_token_with_the_untempered_log_prob():

@@ -34,10 +34,10 @@ def test_verls_loss_and_reward_take_our_terms():
 
 
 def test_verl_finds_the_plugin_by_its_entry_point():
-    found = [entry for entry in entry_points(group="verl.plugins") if entry.name == "kl_comedy"]
-    if not found:
+    entries = [entry for entry in entry_points(group="verl.plugins") if entry.name == "kl_comedy"]
+    if not entries:
         pytest.skip("kl_comedy is not installed, or was before it had the entry point")
-    assert found[0].value == "kl_comedy.integrations.verl"
+    assert entries[0].value == "kl_comedy.integrations.verl"
 
 
 def test_a_mistake_in_the_variable_ends_the_process(monkeypatch):

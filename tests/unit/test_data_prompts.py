@@ -3,7 +3,7 @@
 import pytest
 
 from kl_comedy.config.schema import PromptConfig
-from kl_comedy.data import render
+from kl_comedy.data import RenderReport, render
 from kl_comedy.errors import UserError
 from kl_comedy.records import Problem
 
@@ -58,8 +58,7 @@ def test_plain_text_gets_the_beginning_token_once(tokenizer):
     (prompt,), report = render([problem("4 - 1 =")], config, tokenizer)
     assert prompt.text == "Q: 4 - 1 =\nA:"
     assert decode(tokenizer, prompt.token_ids) == "<s>Q: 4 - 1 =\nA:"
-    assert (report.total, report.kept, report.too_long, report.control_tokens) == (1, 1, 0, 0)
-    assert report.longest_kept == len(prompt.token_ids)
+    assert report == RenderReport(rendered=1, too_long=0, control_tokens=0)
     (doubled,), _ = render([problem("4 - 1 =")], PromptConfig(prefix="<s>Q: ", suffix="\nA:"), tokenizer)
     assert doubled.token_ids == prompt.token_ids
 
@@ -99,15 +98,14 @@ def test_a_problem_that_spells_a_control_token_is_left_out_and_counted(tokenizer
         config = PromptConfig(template=template)
         prompts, report = render([problem("a"), injected, problem("b")], config, tokenizer)
         assert [prompt.problem.text for prompt in prompts] == ["a", "b"]
-        assert (report.total, report.kept, report.control_tokens, report.too_long) == (3, 2, 1, 0)
+        assert report == RenderReport(rendered=2, too_long=0, control_tokens=1)
 
 
 def test_the_length_filter_keeps_what_just_fits(tokenizer):
     problems = [problem("x" * n) for n in (9, 10, 8, 200)]
     prompts, report = render(problems, PromptConfig(max_tokens=10), tokenizer)
     assert [len(prompt.token_ids) for prompt in prompts] == [10, 9]
-    assert (report.total, report.kept, report.too_long) == (4, 2, 2)
-    assert (report.longest_kept, report.max_tokens) == (10, 10)
+    assert report == RenderReport(rendered=2, too_long=2, control_tokens=0)
     assert [prompt.problem for prompt in prompts] == [problems[0], problems[2]]
 
 

@@ -80,14 +80,11 @@ class PromptOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderReport:
-    """Counts of problems, ``total = kept + too_long + control_tokens``; lengths in tokens."""
+    """Counts of problems: rendered, and left out since too long or since they spell a control token."""
 
-    total: int
-    kept: int
+    rendered: int
     too_long: int
     control_tokens: int
-    max_tokens: int
-    longest_kept: int
 
 
 def render(
@@ -126,12 +123,9 @@ def render(
             f"{len(problems) - len(safe)} spell a control token"
         )
     return prompts, RenderReport(
-        total=len(problems),
-        kept=len(prompts),
+        rendered=len(prompts),
         too_long=len(safe) - len(prompts),
         control_tokens=len(problems) - len(safe),
-        max_tokens=config.max_tokens,
-        longest_kept=max(len(prompt.token_ids) for prompt in prompts),
     )
 
 

@@ -114,9 +114,9 @@ def recognise(parsed: Parsed) -> System:
 
 def _trainer(parsed: Parsed) -> dict[str, Value]:
     """TRL's trainer, which is no flag but a class, a command or a script."""
-    found = [name for word in parsed.words for name in TRL_CONFIGS.values() if re.search(rf"\b{name}(\.py)?$", word)]
-    found += [TRL_CONFIGS[word] for word in parsed.words if word in TRL_CONFIGS]
-    return {"trainer": "rloo"} if "rloo" in found and "grpo" not in found else {}
+    names = [name for word in parsed.words for name in TRL_CONFIGS.values() if re.search(rf"\b{name}(\.py)?$", word)]
+    names += [TRL_CONFIGS[word] for word in parsed.words if word in TRL_CONFIGS]
+    return {"trainer": "rloo"} if "rloo" in names and "grpo" not in names else {}
 
 
 def _flag_of(system: System, key: str) -> Flag | None:
@@ -240,10 +240,10 @@ def _python(text: str, parsed: Parsed) -> None:
             parsed.add(keyword.arg or f"{name}(**)", plain, literal)
     parsed.words += [name for name, _ in calls] + list(_imported(nodes))
     documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    for node in nodes:
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
-        if is_text and node.value.lstrip().startswith("--"):  # type: ignore[attr-defined]
-            _shell(node.value, parsed)  # type: ignore[attr-defined]
+    constants = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in documentation]
+    for text in (constant.value for constant in constants):
+        if isinstance(text, str) and text.lstrip().startswith("--"):
+            _shell(text, parsed)
 
 
 def _name(function: ast.expr) -> str:

@@ -15,7 +15,7 @@ from kl_comedy.config import AlgorithmConfig, Config
 from kl_comedy.config.combinations import sampler_of, updates_from_a_batch
 from kl_comedy.config.schema import SHARDED, SuiteConfig, ValueConfig
 from kl_comedy.config.validate import parse_record
-from kl_comedy.data import data_hash, decontaminate, load_problems, render
+from kl_comedy.data import RenderReport, data_hash, decontaminate, load_problems, render
 from kl_comedy.errors import UserError, bad_value, unknown_key
 from kl_comedy.evaluation import EvalSet, get_suite
 from kl_comedy.evaluation.likelihood import ChoiceSet, tokenize_choices
@@ -302,8 +302,9 @@ def render_prompts(
         sets["train"] = problems.train
     prompts: dict[str, Sequence[Prompt]] = {}
 
-    def count(name: str, report: object) -> None:
-        counts.update({f"{name}.{key}": getattr(report, key) for key in ("kept", "too_long", "control_tokens")})
+    def count(name: str, report: RenderReport) -> None:
+        counts[f"{name}.kept"] = report.rendered
+        counts[f"{name}.too_long"], counts[f"{name}.control_tokens"] = report.too_long, report.control_tokens
 
     for name, each in sets.items():
         prompts[name], report = render(each, config.data.prompt, loaded.tokenizer)

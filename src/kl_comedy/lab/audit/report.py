@@ -165,8 +165,8 @@ class AuditReport:
         """A sentence where the KL terms move the update away from the reference, beyond the noise; else empty."""
         if not self.kl_projection.high < 0:
             return ""
-        found = _interval(self.kl_projection)
-        return f"the KL terms move the clipped update away from the reference: projection {found} policy gradient norms"
+        size = f"projection {_interval(self.kl_projection)} policy gradient norms"
+        return f"the KL terms move the clipped update away from the reference: {size}"
 
     def metrics(self) -> dict[str, float]:
         """The report as a run's metrics; what is undefined is left out."""
