@@ -24,6 +24,7 @@ from unittest.mock import patch
 HERE = Path(__file__).resolve().parent
 sys.path = [str(HERE), *(p for p in sys.path if Path(p or ".").resolve() != HERE)]
 
+from pocket_run import SETTINGS  # noqa: E402
 from speed import memory  # noqa: E402
 
 ROOT = HERE.parent
@@ -36,18 +37,7 @@ LOADED = ("parameters", "reference", "runtime")
 
 SMALL_POCKET = {"hidden_size": 256, "layers": 4, "heads": 8, "intermediate_size": 1024, "warmstart_steps": 0}
 BIG_POCKET = {"hidden_size": 512, "layers": 8, "heads": 8, "intermediate_size": 2048, "warmstart_steps": 0}
-COMMON = [
-    "data.train={dataset: pocket, split: train, limit: 64, options: {digits: 1}}",
-    "rewards=[{name: exact_answer}]",
-    "kl=[{estimator: k3, placement: loss, beta: 0.01}]",
-    f"train.steps={UPDATES}",
-    "train.threads=1",
-    "train.checkpoint_every=0",
-    "train.samples_every=0",
-    "tracking.uri=none",
-    "eval.at_start=false",
-    "eval.at_end=false",
-]
+COMMON = [*SETTINGS, f"train.steps={UPDATES}"]
 BATCH = ["rollout.prompts_per_batch=8", "rollout.group_size=8", "rollout.max_new_tokens=100"]
 POCKET = [*COMMON, *BATCH, f"model.options={json.dumps(BIG_POCKET)}"]
 SMOLLM2 = [

@@ -22,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path = [str(HERE), *(p for p in sys.path if Path(p or ".").resolve() != HERE)]
 
+from pocket_run import SETTINGS  # noqa: E402
 from speed.machine import describe  # noqa: E402
 
 ROOT = HERE.parent
@@ -37,23 +39,15 @@ SKIPPED, TIMED, LAST = 2, 6, 1
 """Updates: servers start in the first; nothing is drawn ahead in the last of an asynchronous run."""
 POCKET = {"hidden_size": 384, "layers": 6, "heads": 6, "intermediate_size": 1536, "warmstart_steps": 0}
 COMMON = [
+    *SETTINGS,
     f"model.options={json.dumps(POCKET)}",
     "model.device=cpu",
-    "data.train={dataset: pocket, split: train, limit: 64, options: {digits: 1}}",
-    "rewards=[{name: exact_answer}]",
-    "kl=[{estimator: k3, placement: loss, beta: 0.01}]",
     "rollout.backend=hf_server",
     "rollout.prompts_per_batch=32",
     "rollout.group_size=8",
     "rollout.max_new_tokens=32",
     "train.microbatch_tokens=512",
     "train.exact_kl_every=0",
-    "train.threads=1",
-    "train.checkpoint_every=0",
-    "train.samples_every=0",
-    "tracking.uri=none",
-    "eval.at_start=false",
-    "eval.at_end=false",
 ]
 TWO_RANKS = ["train.strategy=fsdp", "train.devices=2"]
 TWO_ENGINES = ["rollout.options={servers: 2}"]
@@ -134,8 +128,9 @@ def this_core() -> dict[str, Any]:
     from kl_comedy.lab.planning.timing import Assumed
 
     torch.set_num_threads(1)
+    spawn: Callable[..., Any] = torch.multiprocessing.spawn
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(time_fsdp, (folder,), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(time_fsdp, (folder,), nprocs=2)
         reached = float(Path(folder, "rate").read_text())
     return {**dataclasses.asdict(this_machine()), "link": reached / Assumed().link}
 
