@@ -73,8 +73,9 @@ class _SeveralProcesses(_FolderCheckpoints):
 
     def setup_environment(self: Any) -> None:
         """Connect them. Where rank 0 fails, it ends those that it started: they would wait for :data:`TIMEOUT`."""
+        strategy: Any = super()  # the class after this mixin
         try:
-            super().setup_environment()  # type: ignore[misc]  # of the strategy that this is mixed into
+            strategy.setup_environment()
         except RuntimeError as error:
             if self.launcher is not None:
                 self.launcher.kill(signal.SIGKILL)
