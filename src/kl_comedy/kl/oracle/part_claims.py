@@ -135,28 +135,35 @@ def _check_top_k(entry: Entry[Any], sets: Sequence[Mapping[str, Any]], generator
                 "forward": (ref_PV.exp() * (ref_PV - logp_PV)).sum(1),
             }
             for claim in entry.claims:
-                kind, _, target = claim.partition(":")
-                if kind == "nonnegative":
-                    wrong_P, what = value_PV.amin(1) < -1e-12, "is negative"
-                elif kind == "value":
-                    wrong_P, what = _differ(mean_P, exact[target], exact[target]), f"its mean is not the {target} KL"
-                else:
-                    aim_P = 0.0 * mean_P if target == "zero" else exact[target.removeprefix("token_")]
-                    slope_PV, aim_PV = (
-                        torch.autograd.grad(each.sum(), logits_PV, retain_graph=True)[0] for each in (mean_P, aim_P)
-                    )
-                    wrong_P = _differ(slope_PV, aim_PV, exact["reverse"][:, None]).any(1)
-                    what = f"the mean of its gradient is not that of {target}"
-                if bool(wrong_P.any()):
-                    where = regime.replace("_", "-")
-                    said = f"estimator {entry.name!r} claims {claim}{_with(chosen)}, and {where} {what}"
-                    failures.setdefault(claim, said)
+                if reason := _broken_top_k_claim(claim, value_PV, mean_P, exact, logits_PV):
+                    claims = f"estimator {entry.name!r} claims {claim}{_with(chosen)}"
+                    failures.setdefault(claim, f"{claims}, and {regime.replace('_', '-')} {reason}")
     names = dict.fromkeys(name for chosen in sets for name in chosen)
     tried = {name: sorted({each[name] for each in sets if name in each}) for name in names}
     return PartCheck(failures=list(failures.values()), covered={"options": tried})
 
 
+def _broken_top_k_claim(
+    claim: str, value_PV: Tensor, mean_P: Tensor, exact: Mapping[str, Tensor], logits_PV: Tensor
+) -> str | None:
+    """Why a claim of a top-k estimator does not hold; ``exact`` has the KLs ``[P]`` by direction."""
+    kind, _, target = claim.partition(":")
+    if kind == "nonnegative":
+        wrong_P, reason = value_PV.amin(1) < -1e-12, "is negative"
+    elif kind == "value":
+        wrong_P, reason = _differ(mean_P, exact[target], exact[target]), f"its mean is not the {target} KL"
+    else:
+        aim_P = 0.0 * mean_P if target == "zero" else exact[target.removeprefix("token_")]
+        slope_PV, aim_PV = (
+            torch.autograd.grad(each.sum(), logits_PV, retain_graph=True)[0] for each in (mean_P, aim_P)
+        )
+        wrong_P = _differ(slope_PV, aim_PV, exact["reverse"][:, None]).any(1)
+        reason = f"the mean of its gradient is not that of {target}"
+    return reason if bool(wrong_P.any()) else None
+
+
 def _differ(figure: Tensor, expected: Tensor, scale: Tensor) -> Tensor:
+    """Where a figure is off by more than :data:`TOLERANCE` of ``scale``, or is not a number."""
     return ~((figure - expected).abs() <= TOLERANCE * scale.abs().clamp(min=1.0))
 
 
@@ -233,7 +240,7 @@ def _at(entry: Entry[Any], argument: Tensor) -> str:
     return f"at {'an exact KL' if _exact(entry) else 'a log-ratio'} of {float(argument):.4g} nats"
 
 
-def _telling(wrong_P: Tensor, argument_P: Tensor) -> int:
+def _point_to_report(wrong_P: Tensor, argument_P: Tensor) -> int:
     """The wrong point nearest to two nats: neither where everything is small nor where everything is huge."""
     return int(torch.where(wrong_P, (argument_P.abs() / 2.0).log().abs(), torch.inf).argmin())
 
@@ -259,9 +266,9 @@ def _depends_on_batch(
         figures = (("is", value_BT, value_P), ("is, without gradients recorded,", quiet_BT, value_P))
         for what, figure_BT, alone_P in (*figures, ("has the gradient", slope_BT, slope_P)):
             expected_P, figure_P = alone_P[order_P], figure_BT.flatten()
-            wrong_P = ~((figure_P - expected_P).abs() <= TOLERANCE * expected_P.abs().clamp(min=1.0))
+            wrong_P = _differ(figure_P, expected_P, expected_P)
             if bool(wrong_P.any()):
-                at = _telling(wrong_P, argument_P[order_P])
+                at = _point_to_report(wrong_P, argument_P[order_P])
                 where = f"{_at(entry, argument_P[order_P][at])} in a batch of shape {list(among_BT.shape)}"
                 return f"{what} {float(figure_P[at]):.6g} {where}, and {float(expected_P[at]):.6g} in one list"
     return None
@@ -284,7 +291,7 @@ def _evaluate(entry: Entry[Any], argument_P: Tensor, options: Mapping[str, float
     value_P, argument_P = value_P.detach(), argument_P.detach()
     bad_P = ~torch.isfinite(value_P)
     if argument_P.dtype == torch.float64 and bool(bad_P.any()):
-        at = _telling(bad_P, argument_P)
+        at = _point_to_report(bad_P, argument_P)
         declare = "; declare what the option may be, as options={'width': {'above': 0}}" if options else ""
         raise UserError(f"{about} is {float(value_P[at])} {_at(entry, argument_P[at])}{declare}")
     return value_P, torch.zeros_like(argument_P) if slope_P is None else slope_P
@@ -301,10 +308,9 @@ def _broken_claim(entry: Entry[Any], claim: str, argument_P: Tensor, value_P: Te
     figures = {"is": value_P, "has the gradient": slope_P}
     for what, expected_P in _identities(claim, argument_P, value_P, slope_P, exact=_exact(entry)):
         figure_P = figures[what]
-        scale_P = torch.maximum(figure_P.abs(), expected_P.abs()).clamp(min=1.0)
-        wrong_P = ~((figure_P - expected_P).abs() <= TOLERANCE * scale_P)
+        wrong_P = _differ(figure_P, expected_P, torch.maximum(figure_P.abs(), expected_P.abs()))
         if bool(wrong_P.any()):
-            at = _telling(wrong_P, argument_P)
+            at = _point_to_report(wrong_P, argument_P)
             free = " (up to a constant, read off at -1 nats)" if what != "is" and not _exact(entry) else ""
             needs = f"where the claim needs {float(expected_P[at]):.6g}{free}"
             return f"it {what} {float(figure_P[at]):.6g} {_at(entry, argument_P[at])}, {needs}"
@@ -357,7 +363,7 @@ def _float32(
         fits_P = (wide_P.abs() + rounding_P < LARGEST32) & (argument_P.abs() < math.log(LARGEST32))
         wrong_P = ~((narrow_P - wide_P).abs() <= rounding_P) & (fits_P | torch.isfinite(narrow_P))
         if reason is None and bool(wrong_P.any()):
-            at = _telling(wrong_P, argument_P)
+            at = _point_to_report(wrong_P, argument_P)
             where = f"{_at(entry, argument_P[at])} in float32, and {float(wide_P[at]):.6g} in float64"
             reason = f"{what} {float(narrow_P[at]):.6g} {where}"
         finite_P &= torch.isfinite(narrow_P)
@@ -404,13 +410,14 @@ def _broken_scope(
     at_B = torch.randint(length, row_B.shape, generator=generator)
     delta_BT[row_B, at_B] += jump_B
     delta_BT = delta_BT.to(dtype).requires_grad_(True)
-    ratio_BT = entry.fn(delta_BT, **({} if window is None else {"window": window}))
+    options = {} if window is None else {"window": window}
+    ratio_BT = entry.fn(delta_BT, **options)
     if not isinstance(ratio_BT, Tensor) or ratio_BT.shape != delta_BT.shape:
         returned = tuple(ratio_BT.shape) if isinstance(ratio_BT, Tensor) else type(ratio_BT).__name__
         raise UserError(f"correction {entry.name!r} must return a tensor of shape [B, T], and returned {returned}")
     some = int(torch.randint(1, 100, (1,), generator=generator))
     with torch.no_grad():
-        alone_BT = entry.fn(delta_BT[:some], **({} if window is None else {"window": window}))
+        alone_BT = entry.fn(delta_BT[:some], **options)
     if not torch.allclose(alone_BT, ratio_BT.detach()[:some], rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0):
         return (
             f"correction {entry.name!r} declares scope {entry.facts['scope']}, and its ratios of {length} tokens "
