@@ -506,8 +506,7 @@ def transfer(sizes: Sizes) -> dict[str, Any]:
 
 def trl(sizes: Sizes) -> dict[str, Any]:
     """GRPO of TRL on the rows of ``learn-0.5b``: its Trainer, with fixed completions in place of generation."""
-    with contextlib.suppress(ImportError, SystemExit):
-        sys.path.append(str(ROOT / "bench" / "speed" / ".trl"))
+    sys.path.append(str(ROOT / "bench" / "speed" / ".trl"))
     try:
         import trl
         from datasets import Dataset
@@ -517,7 +516,7 @@ def trl(sizes: Sizes) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     from kl_comedy.config import load_config
-    from kl_comedy.models.load import load_base
+    from kl_comedy.models import load
     from kl_comedy.models.pocket import build_tokenizer
 
     ends: list[float] = []
@@ -533,13 +532,11 @@ def trl(sizes: Sizes) -> dict[str, Any]:
     each = 8
     with shape_folder("0.5B", sizes) as folder, tempfile.TemporaryDirectory(prefix="bench_gpu_") as model:
         with random_weights(sizes):
-            from kl_comedy.models import load
-
             base = load.load_base(load_config(None, overrides(folder, sizes)).model)
         rows = scored_rows(sizes, base.config.vocab_size)
         base.save_pretrained(model)
         build_tokenizer().save_pretrained(model)
-        del base, load_base
+        del base
         settings = trl.GRPOConfig(
             output_dir=str(folder),
             max_steps=3,

@@ -57,22 +57,23 @@ BLOCKS = 16
 SKETCH = 65536
 
 
-def _of(recipe: str) -> KLTerm:
+def _term(recipe: str) -> KLTerm:
+    """The one term of a recipe, at beta 1."""
     (term,) = RECIPES.get(recipe).fn()
     return dataclasses.replace(term, beta=1.0)
 
 
-COMMON = tuple(_of(f"comedy/{name}") for name in ("k1_in_reward", "k1_in_loss", "k3_in_reward", "k3_in_loss"))
+COMMON = tuple(_term(f"comedy/{name}") for name in ("k1_in_reward", "k1_in_loss", "k3_in_reward", "k3_in_loss"))
 ON_POLICY = (
     *COMMON,
-    _of("openrlhf/default"),
-    _of("liu/k2_loss"),
-    _of("rb/full"),
-    _of("rb/token"),
+    _term("openrlhf/default"),
+    _term("liu/k2_loss"),
+    _term("rb/full"),
+    _term("rb/token"),
     KLTerm("k2", placement="loss", level="sequence"),
 )
 RATIOS = ("deepseek_v3_2", "is/k3_per_decision", "is/per_decision", "is/sequence", "rb/per_decision", "rb/robust")
-STALE = (*COMMON, _of("openrlhf/default"), *(_of(name) for name in RATIOS))
+STALE = (*COMMON, _term("openrlhf/default"), *(_term(name) for name in RATIOS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,15 +164,14 @@ class MeasureGradients(Callback):
         losses += [AuditedTerm(key=term.label(), term=term) for term in self._forms]
         sketch, metrics = GradientSketch(layer_groups(module.policy), SKETCH), MetricAccumulator()
         gradients = []
-        for block in equal_blocks(
-            rows, self._blocks
-        ):  # each as one update of the run: the norm is that which is clipped
+        # each block as one update of the run: the norm is that which is clipped
+        for block in equal_blocks(rows, self._blocks):
             of_layers, weight = block_gradients(module, block, losses, sketch, metrics)
             gradients.append(torch.cat(of_layers, -1).double() * weight)
         stacked = torch.stack(gradients)
         self.grams[version] = torch.einsum("jcw,kdw->cdjk", stacked, stacked)
         values = metrics.values()
-        self.values[version] = {"scaled": True, "exact_kl": values["exact_kl_sequence"], "ess": _ess(module, rows)}
+        self.values[version] = {"exact_kl": values["exact_kl_sequence"], "ess": _ess(module, rows)}
 
 
 @torch.no_grad()
