@@ -579,31 +579,17 @@ def splits(config: Config, device: Device, total: int, **tokens: int | None) -> 
     :class:`UserError` where no division gives every rank as many prompts.
     """
     shape, sampler, divided = shape_of(config.model), sampler_of(config), list[Split]()
-    can = capabilities_of(sampler)
-    beside = not can.in_trainer_ranks
-    each = int(config.rollout.options.get("tensor_parallel_size", 1)) if beside else 1
+    capabilities = capabilities_of(sampler)
+    each = 1 if capabilities.in_trainer_ranks else int(config.rollout.options.get("tensor_parallel_size", 1))
     for ranks in range(1, total + 1):
         engines, rest = divmod(total - ranks, each)
         nodes = -(-ranks // DEVICES_OF_A_NODE)
         shared = ranks == total and sampler == "vllm_server" and nodes == 1 and ranks % each == 0
-        in_ranks = ranks == total and can.draws_parts
+        in_ranks = ranks == total and capabilities.draws_parts
         if config.rollout.prompts_per_batch % ranks or rest or ranks % nodes or not (engines or in_ranks or shared):
             continue
-        strategy = "single" if ranks == 1 else "ddp" if config.train.strategy == "ddp" else "fsdp"
-        changes: list[tuple[str, object]] = [("train.strategy", strategy), *_places(ranks)]
-        if strategy not in SHARDED and config.train.shards != "all":
-            changes.append(("train.shards", "all"))
-        if engines or shared:
-            options = dict(config.rollout.options) if beside else {}
-            options = {name: value for name, value in options.items() if name not in ("gpus", "urls")}
-            options["servers"] = engines or ranks // each
-            if config.train.precision == "bf16":
-                options.setdefault("dtype", "bfloat16")
-            if shared:
-                names = [str(gpu) for gpu in range(ranks)]
-                options["gpus"] = [",".join(names[first : first + each]) for first in range(0, ranks, each)]
-                options.setdefault("gpu_memory_utilization", GPU_SHARE)
-            changes += [("rollout.backend", sampler if beside else "vllm_server"), ("rollout.options", options)]
+        servers, gpus_each = (ranks // each, each) if shared else (engines, 0)
+        changes = _division(config, ranks, servers=servers, gpus_each=gpus_each)
         plan = Plan(changed(config, changes), device, shape=shape, **tokens)
         time = plan.timing
         divided.append(
@@ -626,6 +612,28 @@ def splits(config: Config, device: Device, total: int, **tokens: int | None) -> 
         prompts = config.rollout.prompts_per_batch
         raise bad_value("--split", total, f"a number of which a part divides rollout.prompts_per_batch ({prompts})")
     return tuple(sorted(divided, key=lambda split: (not split.fits, split.update_s)))
+
+
+def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Changes:
+    """Settings of so many ranks and servers; a server shares ``gpus_each`` of the ranks' GPUs, or has its own (0)."""
+    strategy = "single" if ranks == 1 else "ddp" if config.train.strategy == "ddp" else "fsdp"
+    changes: list[tuple[str, object]] = [("train.strategy", strategy), *_places(ranks)]
+    if strategy not in SHARDED and config.train.shards != "all":
+        changes.append(("train.shards", "all"))
+    if not servers:
+        return changes
+    sampler, options = "vllm_server", dict[str, Any]()
+    if not capabilities_of(sampler_of(config)).in_trainer_ranks:
+        sampler = sampler_of(config)
+        options = {name: value for name, value in config.rollout.options.items() if name not in ("gpus", "urls")}
+    options["servers"] = servers
+    if config.train.precision == "bf16":
+        options.setdefault("dtype", "bfloat16")
+    if gpus_each:
+        names = [str(gpu) for gpu in range(ranks)]
+        options["gpus"] = [",".join(names[first : first + gpus_each]) for first in range(0, ranks, gpus_each)]
+        options.setdefault("gpu_memory_utilization", GPU_SHARE)
+    return [*changes, ("rollout.backend", sampler), ("rollout.options", options)]
 
 
 def _as_overrides(changes: Changes) -> tuple[str, ...]:
