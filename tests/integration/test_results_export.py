@@ -13,7 +13,7 @@ from tests.commands import run_here
 
 from kl_comedy.errors import UserError
 from kl_comedy.tracking.export import thinned
-from kl_comedy.tracking.runs import history, nested, open_runs, runs_frame
+from kl_comedy.tracking.runs import curves_file, history, nested, open_runs, runs_frame
 from kl_comedy.tracking.values import with_values
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,20 @@ def exported(exported_once, tmp_path):
 @pytest.fixture
 def without_mlflow(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
+
+
+def test_an_export_made_in_parts_is_the_whole_one(kl_comedy, study, exported):
+    part = exported.with_name("part.parquet")
+    for where in ("seed = 0", "seed != 0", "seed = 0"):
+        words = ("results", "export", "--uri", study, "--where", where, "--append", "--out", part)
+        assert kl_comedy(*words)[0] == 0
+    for whole, parts in ((exported, part), (curves_file(exported), curves_file(part))):
+        rows = [pd.read_parquet(file) for file in (whole, parts)]
+        keys = ["run_id", *({"metric", "step"} & {*rows[0]})]
+        first, second = (each.sort_values(keys).reset_index(drop=True)[[*rows[0]]] for each in rows)
+        pd.testing.assert_frame_equal(first, second)
+    code, _, err = kl_comedy("results", "export", "--uri", study, "--append", "--out", part.with_suffix(".csv"))
+    assert code == 2 and "--append: got 'csv'" in err
 
 
 def test_commands_answer_alike_from_a_store_and_its_export(kl_comedy, study, exported, tmp_path, monkeypatch):

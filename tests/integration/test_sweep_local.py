@@ -14,6 +14,7 @@ from rich.console import Console
 from commands import WAITS, Command, waits
 from kl_comedy.cli.sweep_job import write_html_reports
 from kl_comedy.config import load_config
+from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm.manifest import Manifest, Sweep, read_sweep
 from kl_comedy.slurm.status import read_status
 from kl_comedy.training.run import train
@@ -82,6 +83,21 @@ def test_only_the_cell_that_failed_runs_again(sweep, kl_comedy, monkeypatch):
     code, out, _ = kl_comedy("status", "grid", "--format", "json")
     assert code == 0 and [row["state"] for row in json.loads(out)] == ["FINISHED", "FINISHED"]
     assert "2 finished" in kl_comedy("status", "grid")[1]
+
+
+def test_cells_that_are_finished_in_an_export_are_left_out(sweep, kl_comedy, monkeypatch):
+    monkeypatch.chdir(sweep[0])
+    again = ("sweep", "grid.yaml", "--local", 1, "--output", "elsewhere", "--finished-in")
+    assert kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--out", "all.parquet")[0] == 0
+    code, _, errors = kl_comedy(*again, "all.parquet")
+    assert code == 0 and "2 of them are finished in all.parquet" in errors and "nothing to submit" in errors
+    late = ("--where", "data.train.dataset = 'jsonl'", "--out", "late.parquet")
+    assert kl_comedy("results", "export", "--uri", "sqlite:///store.db", *late)[0] == 0
+    monkeypatch.setattr(local_runs, "run_local", lambda sweep, work, *_: trained.extend(work.train))
+    trained = []
+    code, _, errors = kl_comedy(*again, "late.parquet")
+    assert trained == [0] and "1 of them are finished in late.parquet" in errors
+    assert code == 1 and "1 of 2 cells did not finish" in errors  # it was not run here
 
 
 def test_report_evaluations_and_store_have_every_cell(sweep, kl_comedy, monkeypatch):

@@ -453,6 +453,7 @@ def export(
         typer.Option(help="Of parquet: metrics whose curves are written, or none. Default: those that tables use."),
     ] = None,
     points: Annotated[int, typer.Option(min=0, help="Of parquet: thin curves of more points; 0 thins none.")] = 200,
+    append: Annotated[bool, typer.Option("--append", help="Of parquet: other runs that --out has stay.")] = False,
     out: Out = None,
 ) -> None:
     """Every run with all its params, tags, final metrics and status, one row a run.
@@ -467,6 +468,8 @@ def export(
     check_choice("--format" if format else "--out", chosen, EXPORT_FORMATS)
     if curves and chosen != "parquet":
         raise bad_value("--curves", ",".join(curves), f"nothing with {chosen}", "only parquet has curves")
+    if append and chosen != "parquet":
+        raise bad_value("--append", chosen, "an export to parquet")
     if 0 < points < 2 * KEPT_LAST:
         raise bad_value("--points", str(points), f"0, or {2 * KEPT_LAST} or more")
     frame = drop_columns(source.runs(), split(without or []))
@@ -475,7 +478,7 @@ def export(
         write(frame, chosen, out)
         return
     patterns = [] if split(curves or []) == ["none"] else split(curves) if curves else CURVES
-    table = write_export(open_runs(source.uri), frame, out, patterns, points)
+    table = write_export(open_runs(source.uri), frame, out, patterns, points, append=append)
     thin = table[table["recorded"] > points] if points else table[:0]
     more = f", {len(thin)} of them of thinned curves" if len(thin) else ""
     message(f"{len(table)} points of {table['metric'].nunique()} metrics in {curves_file(out)}{more}")

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +44,9 @@ def sweep(
     dry_run: DryRun = False,
     output: Annotated[Path | None, typer.Option(help="The sweep's folder; default: sweeps/NAME")] = None,
     name: Annotated[str | None, typer.Option(help="The sweep's name and tag; default: the grid's")] = None,
+    finished_in: Annotated[
+        str | None, typer.Option(metavar="URI", help="A store or export; cells with a finished run there are left out")
+    ] = None,
     plugin: Plugins = None,
     format: TableOrJson = "table",
 ) -> None:
@@ -75,7 +78,8 @@ def sweep(
         _check_plugins(read_sweep(folder), manifest.plugin_hashes)
     written = write_sweep(folder, manifest, standalone_text(Path(planned.base)))
     message(f"{len(manifest.cells)} cells in {written.path}")
-    _run_missing(written, slurm, local)
+    elsewhere = frozenset[int]() if finished_in is None else _finished_in(manifest, finished_in)
+    _run_missing(written, slurm, local, elsewhere=elsewhere)
 
 
 def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
@@ -207,14 +211,33 @@ def _plugin_hashes_now(sweep: Sweep) -> dict[str, str]:
 # --- submission ------------------------------------------------------------------------------------------------------
 
 
-def _run_missing(sweep: Sweep, slurm: str | None, local: int | None, *, dry_run: bool = False) -> None:
-    """Run what is missing. The lock makes two of these at the same time submit it once."""
+def _finished_in(manifest: Manifest, uri: str) -> frozenset[int]:
+    """The cells that have a finished run with their config hash in the store or export at ``uri``."""
+    from kl_comedy.tracking.runs import read_runs
+
+    runs = read_runs(uri)
+    hashes = set() if runs.empty else {*runs.loc[runs["status"] == "FINISHED", "tags.config.hash"]}
+    cells = frozenset(cell.index for cell in manifest.cells if cell.config_hash in hashes)
+    message(f"{len(cells)} of them are finished in {uri}")
+    return cells
+
+
+def _run_missing(
+    sweep: Sweep,
+    slurm: str | None,
+    local: int | None,
+    *,
+    dry_run: bool = False,
+    elsewhere: frozenset[int] = frozenset(),
+) -> None:
+    """Run what is missing but the cells ``elsewhere``. The lock makes two of these at the same time submit it once."""
     with file_lock(sweep.path / ".submit.lock", wait_s=600):
         if slurm is not None or (local is None and any(not item.local for item in sweep.submissions())):
             for submission in submit.adopt_unrecorded_jobs(sweep):
                 message(f"note: job {submission.job} belongs to this sweep, from a submission that was not recorded")
         cells = _read_status(sweep)
         work = missing_work(sweep, cells)
+        work = replace(work, train=tuple(index for index in work.train if index not in elsewhere))
         _check_plugins(sweep, _plugin_hashes_now(sweep), missing=bool(work.train or work.evaluate))
         if not work.train and not work.evaluate:
             message(f"nothing to submit: {cells.summary()}")
@@ -240,7 +263,7 @@ def _run_missing(sweep: Sweep, slurm: str | None, local: int | None, *, dry_run:
         local_runs.run_local(sweep, work, workers, message)
     except KeyboardInterrupt:
         raise RunFailed(f"stopped; resume with: kl-comedy resubmit {sweep.path}") from None
-    unfinished = sum(row.state != "FINISHED" for row in read_status(sweep).rows)
+    unfinished = sum(row.state != "FINISHED" and row.cell not in elsewhere for row in read_status(sweep).rows)
     if unfinished:
         raise RunFailed(
             f"{unfinished} of {len(sweep.manifest.cells)} cells did not finish; "

@@ -37,11 +37,18 @@ LONGEST_COMPLETION = 2000
 
 
 def write_export(
-    runs: Runs, frame: pd.DataFrame, out: Path, curves: Sequence[str] = CURVES, points: int = 2 * KEPT_LAST
+    runs: Runs,
+    frame: pd.DataFrame,
+    out: Path,
+    curves: Sequence[str] = CURVES,
+    points: int = 2 * KEPT_LAST,
+    *,
+    append: bool = False,
 ) -> pd.DataFrame:
     """Write ``frame``, runs of ``runs``, to ``out`` (.parquet), and the curves of the metrics that match ``curves``.
 
-    A curve of more than ``points`` points is thinned (:func:`thinned`); 0 keeps all. Returns the curves.
+    A curve of more than ``points`` points is thinned (:func:`thinned`); 0 keeps all. ``append``: other runs that the
+    export ``out`` has stay. Returns the curves.
     """
     import pandas as pd
 
@@ -58,7 +65,13 @@ def write_export(
     table = pd.concat([pd.DataFrame(columns=CURVE_COLUMNS), *parts], ignore_index=True)[[*CURVE_COLUMNS]]
     table = table.astype({"step": "int32", "value": float, "recorded": "int32"})
     out.parent.mkdir(parents=True, exist_ok=True)
-    frame.assign(**extra).to_parquet(out, index=False, compression="zstd")
+    frame = frame.assign(**extra)
+    if append and out.is_file():
+        before = [pd.read_parquet(file) for file in (out, curves_file(out))]
+        rows, points_before = (each[~each["run_id"].isin(ids)] for each in before)
+        frame = pd.concat([rows, frame], ignore_index=True)
+        table = pd.concat([points_before, table], ignore_index=True)
+    frame.to_parquet(out, index=False, compression="zstd")
     encoding = {"use_dictionary": [*CURVE_COLUMNS[:3], "recorded"], "column_encoding": {"value": "BYTE_STREAM_SPLIT"}}
     table.to_parquet(curves_file(out), index=False, compression="zstd", **encoding)
     return table
