@@ -442,9 +442,10 @@ The hypotheses of [the protocol](../../docs/protocol.md), with its outcomes, sta
 FOOTER = f"""## Commands
 
     for block in {" ".join(BLOCKS)}; do
-      kl-comedy sweep configs/evidence/$block.yaml --local 2 tracking.uri=sqlite:///evidence.db
+      kl-comedy sweep configs/evidence/$block.yaml --local 2 --finished-in results/evidence/export.parquet \\
+        tracking.uri=sqlite:///evidence.db
     done
-    kl-comedy results export --uri sqlite:///evidence.db --experiment evidence --out results/evidence/export.parquet \\
+    kl-comedy results export --uri sqlite:///evidence.db --experiment evidence --append --out results/evidence/export.parquet \\
       --curves {REWARD},train/reward,train/length --without '{WITHOUT}'
     python -m studies evidence
     kl-comedy results verify results/evidence"""
