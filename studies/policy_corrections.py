@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.kl.oracle import exact_moments_by_loss
+from kl_comedy.kl.oracle.gradients import silent_shares
 from kl_comedy.kl.oracle.policy_certificate import DECOUPLED, reward_gradient, reward_loss
 from kl_comedy.objective import PolicyTerm
 from kl_comedy.tracking.figures import look
@@ -40,10 +41,16 @@ CANDIDATES: dict[str, PolicyTerm] = {
     "tis 2 + geometric_mask 0.9..1.1": PolicyTerm(corrections={"tis": {}, "geometric_mask": {"low": 0.9, "high": 1.1}}),
     "opsm 0.1": PolicyTerm(corrections={"opsm": {"threshold": 0.1}}),
     "tis 2 + opsm 0.1": PolicyTerm(corrections={"tis": {}, "opsm": {"threshold": 0.1}}),
+    "tis 20 + dppo_tv 0.15": PolicyTerm(corrections={"tis": {"cap": 20.0}, "dppo_tv": {}}),
+    "tis 20 + dppo_kl 0.05": PolicyTerm(corrections={"tis": {"cap": 20.0}, "dppo_kl": {}}),
+    "tis 20 + cppo 0.15": PolicyTerm(corrections={"tis": {"cap": 20.0}, "cppo": {}}),
+    "tis 2 + trm 0.05": PolicyTerm(corrections={"tis": {}, "trm": {}}),
+    "tis 2 + prefix_budget 0.05": PolicyTerm(corrections={"tis": {}, "prefix_budget": {"budget": 0.05}}),
     "sequence": PolicyTerm(corrections={"sequence": {}}),
     "sequence_tis 2": PolicyTerm(corrections={"sequence_tis": {"cap": 2.0}}),
     "sequence_tis 8": PolicyTerm(corrections={"sequence_tis": {"cap": 8.0}}),
     "sequence_mis 2": PolicyTerm(corrections={"sequence_mis": {"high": 2.0}}),
+    "sequence_tis 2 + trm 0.05": PolicyTerm(corrections={"sequence_tis": {}, "trm": {}}),
 }
 SHOWN = (
     "reinforce (no ratio)",
@@ -51,7 +58,7 @@ SHOWN = (
     "ppo_clip 0.2",
     "gspo 0.2",
     "geometric_tis 2",
-    "opsm 0.1",
+    "tis 20 + dppo_tv 0.15",
     "sequence",
     "sequence_tis 2",
     "sequence_tis 8",
@@ -73,14 +80,17 @@ def study(
     for setting, facts in random_settings(lengths, staleness, seeds):
         target_D = reward_gradient(setting)
         losses = {name: reward_loss(term, setting) for name, term in CANDIDATES.items()}
+        dropped = silent_shares(setting, losses)
         for name, moments in exact_moments_by_loss(setting, losses).items():
             figures = relative_figures(moments, target_D)
             strength = float(moments.gradient_D @ target_D) / float(target_D.square().sum())
             errors = errors_at(SAMPLES, figures["bias"], figures["variance"])
-            rows.append({**facts, "candidate": name, **figures, "strength": strength, **errors})
+            rows.append(
+                {**facts, "candidate": name, **figures, "strength": strength, "dropped": dropped[name], **errors}
+            )
         done()
     errors_columns = [f"error_{n}" for n in SAMPLES]
-    columns = ["length", "staleness", "seed", "ess", "candidate", "bias", "cosine", "strength", "variance"]
+    columns = ["length", "staleness", "seed", "ess", "candidate", "bias", "cosine", "strength", "variance", "dropped"]
     return pd.DataFrame(rows, columns=[*columns, *errors_columns])
 
 
@@ -127,6 +137,7 @@ def parts(frame: pd.DataFrame, *, command: str) -> list[Any]:
         "Relative bias (columns: length, staleness)": "bias",
         "Cosine with the reward gradient": "cosine",
         "Variance of one completion's gradient over the squared norm of the target": "variance",
+        "Share of the sampler's tokens without gradient": "dropped",
         "Error at N = 1024": "error_1024",
         "Error at N = 16384": "error_16384",
     }

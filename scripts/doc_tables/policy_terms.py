@@ -42,9 +42,10 @@ def policy_terms() -> str:
                     f"{off.cosine:.2f}",
                     f"{off.strength:.2f}",
                     f"{off.variance / plain:.2g}x",
+                    f"{off.dropped_share:.0%}",
                 )
                 rows.append((f"`{name}`{note}", kind, summary, *figures))
-    return table(("name", "kind", "formula", "bias", "cosine", "strength", "noise"), rows)
+    return table(("name", "kind", "formula", "bias", "cosine", "strength", "noise", "dropped"), rows)
 
 
 def _facts(name: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from kl_comedy.kl.oracle import (
     target_gradient,
     training_loss,
 )
+from kl_comedy.kl.oracle.gradients import silent_shares
 from kl_comedy.kl.oracle.policy_certificate import (
     UPDATES,
     certify_policy,
@@ -140,6 +141,53 @@ def test_bias_and_variance_are_those_of_the_definition():
     assert row["target"] is None and row["relative_bias"] == {"reward": certificate.relative_bias} and row["kept"]
 
 
+def test_the_dropped_share_is_that_of_tokens_without_gradient():
+    """Against probabilities of completions and weights by hand; a bound that keeps the gradient drops nothing."""
+    where = setting(staleness=0.8)
+    rows = where.rows(where.tree.all)
+    delta_BT = torch.where(rows.mask_BT, rows.logp_BT - rows.behaviour_logp_BT, 0.0).detach()
+    drawn_B = where.probability(where.tree.all)
+    k3_BT = torch.expm1(delta_BT) - delta_BT
+    expected = {
+        "reinforce": torch.zeros_like(rows.mask_BT),
+        "icepop": (delta_BT.exp() < 0.9) | (delta_BT.exp() > 1.2),
+        "tis": torch.zeros_like(rows.mask_BT),
+        "trm": (k3_BT.max(-1, keepdim=True).values > 0.1).expand_as(k3_BT),
+        "prefix_budget": torch.stack([k3_BT[:, :t].sum(-1) > 0.1 for t in range(k3_BT.shape[1])], 1),
+    }
+    options = {
+        "icepop": {"low": 0.9, "high": 1.2},
+        "tis": {},
+        "trm": {"threshold": 0.1},
+        "prefix_budget": {"budget": 0.1},
+    }
+    losses = {
+        name: reward_loss(PolicyTerm(corrections={name: options[name]} if name in options else {}), where)
+        for name in expected
+    }
+    for name, share in silent_shares(where, losses).items():
+        by_hand = float(drawn_B @ (expected[name] & rows.mask_BT).sum(-1).double())
+        assert share == pytest.approx(by_hand / float(drawn_B @ rows.mask_BT.sum(-1).double()), abs=1e-12), name
+        assert (share > 0.05) == (name not in ("reinforce", "tis"))
+    (certificate,) = certify_policy("geometric_mask", NAMED["geometric_mask"], regimes=["off_policy"])
+    assert 0.2 < certificate.dropped_share < 1.0 and certificate.row()["dropped_share"] == certificate.dropped_share
+
+
+@pytest.mark.parametrize(
+    "masks", [{"dppo_tv": {"threshold": 0.05}}, {"dppo_kl": {"threshold": 0.01}}, {"cppo": {}}, {"trm": {}}]
+)
+def test_a_mask_takes_from_the_sequence_ratio_what_makes_it_exact_and_gives_it_back_without_its_bound(masks):
+    where = setting(staleness=0.8)
+    (name,) = masks
+    target_D = reward_gradient(where)
+
+    def bias(**options):
+        term = PolicyTerm(corrections={"sequence": {}, name: {**masks[name], **options}})
+        return exact_moments(where, reward_loss(term, where)).relative_bias(target_D)
+
+    assert bias() > 0.05 and bias(threshold=math.inf, **({"budget": math.inf} if name == "cppo" else {})) < 1e-12
+
+
 def test_a_claim_that_does_not_hold_is_not_kept(monkeypatch):
     entries = Registry("policy_corrections")
 
@@ -164,7 +212,7 @@ TERMS = [
     KLTerm("k2", placement="loss"),
 ]
 AROUND = {
-    **{name: {"correction": {name: {}}} for name in ("tis", "sequence", "geometric_mask", "opsm")},
+    **{name: {"correction": {name: {}}} for name in ("tis", "sequence", "geometric_mask", "opsm", "dppo_tv", "trm")},
     **{name: {"policy_loss": name} for name in ("ppo_clip", "gspo", "cispo")},
     "decoupled": {"policy_loss": "ppo_clip", "correction": {"tis": {"cap": 1.1}}, "proximal": "recomputed"},
 }

@@ -19,10 +19,10 @@ DELTAS = st.lists(st.floats(-3, 3), min_size=16, max_size=16)
 
 
 def log_probs(deltas):
-    """Current, proximal and behaviour log-probs: differences as given, noise outside the mask."""
+    """Current and behaviour log-probs: differences as given (the sampler's at most -0.05), noise outside the mask."""
     delta_BT = torch.tensor(deltas, dtype=torch.float64).reshape(4, 4)
     logp_BT = torch.linspace(-3, -0.1, 16, dtype=torch.float64).reshape(4, 4)
-    return logp_BT.clone().requires_grad_(True), logp_BT - delta_BT
+    return logp_BT.clone().requires_grad_(True), (logp_BT - delta_BT).clamp(max=-0.05)
 
 
 def advantages():
@@ -41,11 +41,30 @@ def gradient(term, logp_BT, mu_BT, advantage_BT=None, proximal_BT=None):
     return torch.autograd.grad(parts.loss_BT.sum(), logp_BT)[0], parts
 
 
-def by_hand(name, row, advantage):
-    """Weights of one completion, token by token, from its ratios."""
+def binary_kl(p, q):
+    return sum(a * math.log(a / b) for a, b in ((p, q), (1 - p, 1 - q)))
+
+
+def by_hand(name, row, advantage, mu):
+    """Weights of one completion, token by token, from its log-ratios and the sampler's probabilities."""
     whole, mean = math.exp(sum(row)), math.exp(sum(row) / len(row))
     each = [math.exp(x) for x in row]
+    k3 = [math.exp(x) - 1 - x for x in row]
+    shift = [m * math.exp(x) - m for m, x in zip(mu, row, strict=True)]
+    away = [advantage * d > 0 for d in shift]
+    kl = [binary_kl(m, m + d) for m, d in zip(mu, shift, strict=True)]
+    last = max(len(row) - 1, 1)
+    position = [1 - 0.2 * t / last for t in range(len(row))]
+    saved = [sum(w * (0.015 - abs(d)) for w, d in zip(position[:t], shift[:t], strict=True)) for t in range(len(row))]
     return {
+        "dppo_tv": [float(not (out and abs(d) > 0.15)) for out, d in zip(away, shift, strict=True)],
+        "dppo_kl": [float(not (out and d > 0.05)) for out, d in zip(away, kl, strict=True)],
+        "cppo": [
+            float(not (out and w * abs(d) > min(0.15, 0.15 + s)))
+            for out, w, d, s in zip(away, position, shift, saved, strict=True)
+        ],
+        "trm": [float(max(k3) <= 0.05)] * len(row),
+        "prefix_budget": [float(sum(k3[:t]) <= 1.0) for t in range(len(row))],
         "none": [1.0] * len(row),
         "token": each,
         "tis": [min(x, 2.0) for x in each],
@@ -67,7 +86,7 @@ def test_a_correction_weights_the_score_by_its_formula(name, deltas):
     gradient_BT, _ = gradient(PolicyTerm(corrections={name: {}}), logp_BT, mu_BT)
     delta_BT = (logp_BT - mu_BT).detach()
     for row, (size, advantage) in enumerate(zip(SIZES.tolist(), advantages()[:, 0].tolist(), strict=True)):
-        weights = by_hand(name, delta_BT[row, :size].tolist(), advantage)
+        weights = by_hand(name, delta_BT[row, :size].tolist(), advantage, mu_BT.exp()[row, :size].tolist())
         assert gradient_BT[row, :size].tolist() == pytest.approx([-advantage * w for w in weights], rel=1e-9, abs=1e-12)
         assert not gradient_BT[row, size:].any(), "a token outside the mask has a gradient"
 
@@ -90,6 +109,33 @@ def test_special_cases_are_the_general_ones(deltas):
     whole_BT = of(corrections={"sequence": {}})
     assert torch.allclose(of(corrections={"sequence_mis": {"high": math.inf}}), whole_BT)
     assert torch.equal(of(corrections={"none": {}}), of())
+    dppo = {"tis": {"cap": 20.0}, "dppo_tv": {"threshold": 0.1}}
+    assert torch.equal(of(corrections={"tis": {"cap": 20.0}, "cppo": FLAT}), of(corrections=dppo))
+
+
+FLAT = {"threshold": 0.1, "budget": math.inf, "floor": 1.0}
+"""CPPO without weights of positions and without a budget, which is DPPO."""
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "cppo", "trm", "prefix_budget"])
+def test_masks_hold_at_the_edges_of_float32(name):
+    """A probability of one, a token that has become impossible, and one that the sampler nearly never draws."""
+    delta_BT, mu_BT = (
+        torch.tensor([[0.0, -1e4, 0.0], [3.0, 1e4, 0.5]]),
+        torch.tensor([[0.0, 0.0, -1.0], [-3, -1e4, -1]]),
+    )
+    entry, advantage_BT = POLICY_CORRECTIONS.get(name), torch.tensor([[-1.0], [1.0]]).expand(2, 3)
+    more = {"behaviour_logp_BT": mu_BT} if entry.facts.get("probabilities") else {}
+    weights = entry.fn(delta_BT, advantage_BT, torch.ones(2, 3, dtype=torch.bool), **more)
+    expected = {
+        "dppo_tv": [[1, 0, 1], [0, 0, 0]],
+        "dppo_kl": [[1, 0, 1], [0, 0, 0]],
+        "cppo": [[1, 0, 1], [0, 0, 0]],
+        "trm": [[0, 0, 0], [0, 0, 0]],
+        "prefix_budget": [[1, 1, 0], [1, 0, 0]],
+    }[name]
+    assert weights.weight_BT.tolist() == expected
+    assert torch.equal(weights.masked_BT, weights.weight_BT == 0) and not weights.truncated_BT.any()
 
 
 @settings(max_examples=40, deadline=None)
@@ -160,6 +206,7 @@ def test_what_bounds_do_is_counted_in_tokens():
         ({"policy_loss": "ppo_clip", "correction": {"tis": {}}}, "algorithm.proximal=recomputed"),
         ({"proximal": "recomputed"}, "algorithm.proximal: recomputed changes nothing here"),
         ({"policy_loss": "gspo", "policy_loss_options": {"mask_BT": 1.0}}, "gspo takes no such option"),
+        ({"correction": {"dppo_kl": {"behaviour_logp_BT": 0.1}}}, "dppo_kl takes no such option"),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_key(fields, words):
@@ -172,6 +219,7 @@ def test_what_can_work_is_let_through():
         {"correction": {"tis": {}, "opsm": {}, "geometric_mask": None}},
         {"policy_loss": "ppo_clip", "proximal": "recomputed"},
         {"policy_loss": "ppo_clip", "correction": {"opsm": {}}},
+        {"correction": {"tis": {"cap": 20.0}, "dppo_tv": {}, "trm": {}}},
         {"proximal": "recomputed", "correction": {"icepop": {"high": math.inf}}},
     ):
         check_policy_term(PolicyTerm.of(AlgorithmConfig(**fields)))

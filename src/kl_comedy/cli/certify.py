@@ -437,6 +437,7 @@ def _policy_table_row(c: PolicyCertificate) -> dict[str, Any]:
         "cosine": f"{c.cosine:.2f}",
         "strength": f"{c.strength:.2f}",
         "variance": f"{c.variance:.3g}",
+        "dropped": f"{c.dropped_share:.0%}",
         "verdict": c.verdict,
     }
 
@@ -451,7 +452,7 @@ STRENGTH_LEGEND = (
 )
 POLICY_LEGEND = (
     "bias, cosine: of the expected gradient, against the gradient of the reward; strength: how much of that is "
-    "left; variance: of one completion's gradient, over its square"
+    "left; variance: of one completion's gradient, over its square; dropped: share of tokens without gradient"
 )
 
 

@@ -5,9 +5,9 @@ Legend: ``B`` sequences, ``T`` completion tokens. ``delta_BT = log anchor - log 
 policy at the batch's first use. A KL term never sees these weights: it has a ``correction`` of its own.
 
 Facts an entry declares: ``role`` (``ratio``: an importance weight, at most one per run; ``mask``: drops tokens or
-completions, any number), ``unbounded`` (the options that take its bounds away) and, as claims, the regimes in which
-``E_mu`` of the weighted policy gradient is the policy's own reward gradient: ``on_policy``, ``off_policy``, and
-``off_policy_unbounded`` (once the bounds are away).
+completions, any number), ``unbounded`` (the options that take its bounds away), ``probabilities`` (it also takes
+``behaviour_logp_BT``, ``log mu``) and, as claims, the regimes in which ``E_mu`` of the weighted policy gradient is the
+policy's own reward gradient: ``on_policy``, ``off_policy``, and ``off_policy_unbounded`` (once the bounds are away).
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class PolicyCorrection(Protocol):
     """A function from log-ratios to weights."""
 
     def __call__(self, delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, /, **options: float) -> Weights:
-        """Map ``delta_BT`` (nats, detached) ``[B, T]`` to :class:`Weights`; never differentiated."""
+        """Map ``delta_BT`` (nats, detached) ``[B, T]`` to :class:`Weights`; never differentiated.
+
+        An entry that declares ``probabilities`` also takes ``behaviour_logp_BT`` (nats, zero outside the mask).
+        """
         ...
 
 
@@ -57,6 +60,31 @@ def _masked(log_BT: Tensor, low: float, high: float, *, keep_ratio: bool) -> Wei
     inside_BT = (log_BT >= (math.log(low) if low > 0 else -math.inf)) & (log_BT <= math.log(high))
     value_BT = log_BT.exp() if keep_ratio else torch.ones_like(log_BT)
     return _weights(torch.where(inside_BT, value_BT, 0.0), masked_BT=~inside_BT)
+
+
+def _dropped(masked_BT: Tensor, delta_BT: Tensor) -> Weights:
+    """Weight 0 where masked, else 1."""
+    return _weights((~masked_BT).to(delta_BT.dtype), masked_BT=masked_BT)
+
+
+def _moves_away(delta_BT: Tensor, advantage_BT: Tensor) -> Tensor:
+    """Whether an update along the advantage moves the token's probability further from the sampler's."""
+    return advantage_BT * delta_BT > 0
+
+
+def _token_kl(delta_BT: Tensor) -> Tensor:
+    """k3 of ``KL(mu || pi)`` per token: ``rho - 1 - log rho``, nats, at least 0."""
+    return torch.expm1(delta_BT) - delta_BT
+
+
+def _binary_tv(delta_BT: Tensor, behaviour_logp_BT: Tensor) -> Tensor:
+    """``|pi - mu|`` of the token: the total variation of the two outcomes "this token" and "any other"."""
+    return ((behaviour_logp_BT + delta_BT).exp() - behaviour_logp_BT.exp()).abs()
+
+
+def _before(cost_BT: Tensor) -> Tensor:
+    """The sum over the tokens before each token."""
+    return torch.nn.functional.pad(cost_BT.cumsum(-1)[:, :-1], (1, 0))
 
 
 def _sequence(delta_BT: Tensor) -> Tensor:
@@ -167,5 +195,92 @@ def geometric_mask(
 def opsm(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, threshold: float = 0.5) -> Weights:
     """0 on completions with a mean advantage below 0 whose mean ``log mu - log pi`` exceeds ``threshold`` nats."""
     far_BT = -sequence_mean(delta_BT, mask_BT) > threshold
-    masked_BT = far_BT & (sequence_mean(advantage_BT, mask_BT) < 0)
-    return _weights((~masked_BT).to(delta_BT.dtype), masked_BT=masked_BT)
+    return _dropped(far_BT & (sequence_mean(advantage_BT, mask_BT) < 0), delta_BT)
+
+
+@POLICY_CORRECTIONS.register(
+    "dppo_tv",
+    source="Qi et al. 2602.04879 (DPPO), binary total variation; verl dppo_tv",
+    claims=("on_policy",),
+    role="mask",
+    probabilities=True,
+)
+def dppo_tv(
+    delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, behaviour_logp_BT: Tensor, threshold: float = 0.15
+) -> Weights:
+    """0 where ``A (pi - mu) > 0`` and ``|pi - mu| > threshold``: drops tokens that the update moves further away."""
+    far_BT = _binary_tv(delta_BT, behaviour_logp_BT) > threshold
+    return _dropped(far_BT & _moves_away(delta_BT, advantage_BT), delta_BT)
+
+
+@POLICY_CORRECTIONS.register(
+    "dppo_kl",
+    source="Qi et al. 2602.04879 (DPPO), binary KL; verl dppo_kl",
+    claims=("on_policy",),
+    role="mask",
+    probabilities=True,
+)
+def dppo_kl(
+    delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, behaviour_logp_BT: Tensor, threshold: float = 0.05
+) -> Weights:
+    """0 where ``A (pi - mu) > 0`` and the binary ``KL(mu || pi)``, this token or any other, exceeds ``threshold``."""
+    other_BT, mu_other_BT = (
+        (-torch.expm1(logp_BT)).clamp(min=torch.finfo(logp_BT.dtype).tiny)
+        for logp_BT in (behaviour_logp_BT + delta_BT, behaviour_logp_BT)
+    )
+    kl_BT = mu_other_BT * (mu_other_BT / other_BT).log() - behaviour_logp_BT.exp() * delta_BT
+    return _dropped((kl_BT > threshold) & _moves_away(delta_BT, advantage_BT), delta_BT)
+
+
+@POLICY_CORRECTIONS.register(
+    "cppo",
+    source="Mao et al. 2606.10968 (CPPO), Eq. 10 with the binary total variation",
+    claims=("on_policy",),
+    role="mask",
+    probabilities=True,
+)
+def cppo(
+    delta_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    behaviour_logp_BT: Tensor,
+    threshold: float = 0.15,
+    budget: float = 0.015,
+    floor: float = 0.8,
+) -> Weights:
+    """``dppo_tv`` with ``w_t |pi - mu|_t > min(threshold, threshold + sum_{u<t} w_u (budget - |pi - mu|_u))``.
+
+    ``w`` falls linearly from 1 at the first token to ``floor`` at the last. Tokens that are dropped use the budget too.
+    """
+    inside_BT = mask_BT.to(delta_BT.dtype)
+    steps_B1 = (inside_BT.sum(-1, keepdim=True) - 1).clamp(min=1)
+    weight_BT = inside_BT * (1 - (1 - floor) * (inside_BT.cumsum(-1) - 1) / steps_B1)
+    spent_BT = weight_BT * _binary_tv(delta_BT, behaviour_logp_BT)
+    saved_BT = _before(budget * weight_BT - spent_BT)
+    far_BT = spent_BT > threshold + saved_BT.clamp(max=0)
+    return _dropped(far_BT & _moves_away(delta_BT, advantage_BT), delta_BT)
+
+
+@POLICY_CORRECTIONS.register(
+    "trm",
+    source="Li et al. 2512.23075 (trust region masking, max criterion), with k3 as in verl seq_max_k3",
+    claims=("on_policy",),
+    role="mask",
+)
+def trm(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, threshold: float = 0.05) -> Weights:
+    """0 on completions with a token whose k3 of ``KL(mu || pi)``, ``rho - 1 - log rho``, exceeds ``threshold`` nats.
+
+    The paper's bound is on the exact KL of the whole next-token distribution, for which k3 of one token stands here.
+    """
+    return _dropped(_token_kl(delta_BT).amax(-1, keepdim=True).expand_as(delta_BT) > threshold, delta_BT)
+
+
+@POLICY_CORRECTIONS.register(
+    "prefix_budget",
+    source="ours; 2606.10968 (cppo) budgets the mean total variation of a prefix instead",
+    claims=("on_policy",),
+    role="mask",
+)
+def prefix_budget(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, budget: float = 1.0) -> Weights:
+    """0 on tokens after a prefix whose k3 of ``KL(mu || pi)``, ``rho - 1 - log rho``, sum to over ``budget`` nats."""
+    return _dropped(_before(_token_kl(delta_BT)) > budget, delta_BT)

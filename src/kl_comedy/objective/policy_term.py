@@ -91,13 +91,16 @@ def policy_term(
     with torch.no_grad():
         anchor_BT = old_BT if term.proximal == "recomputed" else logp_BT
         delta_BT = torch.where(mask_BT, anchor_BT - behaviour_logp_BT, 0.0).detach()
-        weights = {
-            name: POLICY_CORRECTIONS.get(name).fn(delta_BT, advantage_BT, mask_BT, **(given or {}))
-            for name, given in term.corrections.items()
-        }
+        weights: dict[str, Weights] = {}
+        for name, given in term.corrections.items():
+            correction = POLICY_CORRECTIONS.get(name)
+            more = dict(given or {})
+            if correction.facts.get("probabilities"):
+                more["behaviour_logp_BT"] = torch.where(mask_BT, behaviour_logp_BT, 0.0)
+            weights[name] = correction.fn(delta_BT, advantage_BT, mask_BT, **more)
         clipped_BT = None if bounded is None else bounded(logp_BT, old_BT, advantage_BT, **options) & mask_BT
-    for correction in weights.values():
-        loss_BT = correction.weight_BT.detach() * loss_BT
+    for each in weights.values():
+        loss_BT = each.weight_BT.detach() * loss_BT
     return PolicyLossParts(loss_BT=loss_BT, clipped_BT=clipped_BT, weights=weights)
 
 
@@ -131,7 +134,7 @@ def check_policy_term(term: PolicyTerm) -> None:
 
 
 def _check_options(key: str, entry: Entry[Any], options: Mapping[str, Any]) -> None:
-    allowed = [name for name in list(inspect.signature(entry.fn).parameters)[3:] if name != "mask_BT"]
+    allowed = [name for name in list(inspect.signature(entry.fn).parameters)[3:] if not name.endswith("_BT")]
     for name, value in options.items():
         if name not in allowed:
             raise unknown_key(f"{key}.{name}", value, allowed, f"{entry.name} takes no such option")

@@ -170,6 +170,18 @@ def gradients_by_loss(
         yield name, gradient(*(None if each is None else _inside(each, rows.mask_BT) for each in derivatives))
 
 
+def silent_shares(instance: Instance, losses: Mapping[str, Loss]) -> dict[str, float]:
+    """Of each loss, the share of the tokens drawn by the sampler whose log-prob gets no gradient."""
+    silent, tokens = dict.fromkeys(losses, 0.0), 0.0
+    for completions, weight_C in _groups(instance, 1, CHUNK):
+        rows = instance.rows(completions)
+        tokens += float(weight_C @ rows.mask_BT.sum(-1).double())
+        for name, loss in losses.items():
+            (slope_BT,) = torch.autograd.grad(loss(rows).sum(), rows.logp_BT)
+            silent[name] += float(weight_C @ ((slope_BT == 0) & rows.mask_BT).sum(-1).double())
+    return {name: share / tokens for name, share in silent.items()}
+
+
 def _inside(values: Tensor, mask_BT: Tensor) -> Tensor:
     """``[B, T]`` or ``[B, T, V]``, zero outside the mask."""
     return torch.where(mask_BT if values.ndim == 2 else mask_BT[..., None], values, 0.0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kl_comedy.kl.oracle.algorithm_context import policy_loss
 from kl_comedy.kl.oracle.certificate import battery
 from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, Loss, Rows
-from kl_comedy.kl.oracle.gradients import exact_moments
+from kl_comedy.kl.oracle.gradients import exact_moments, silent_shares
 from kl_comedy.objective.policy_term import PolicyTerm
 from kl_comedy.registry import POLICY_CORRECTIONS, POLICY_LOSSES
 
@@ -37,7 +37,8 @@ class PolicyCertificate:
 
     ``exact``: whether the term hits it; ``claimed``: whether its parts claim that. ``update``: of the batch, the first
     or a later one, where a recomputed proximal policy is not the current one. ``missed_in``: the drawn setting
-    that misses the reward gradient, empty if a fixed instance does.
+    that misses the reward gradient, empty if a fixed instance does. ``dropped_share``: of the sampler's tokens, those
+    without gradient, by a mask, a bound or a clip.
     """
 
     name: str
@@ -49,6 +50,7 @@ class PolicyCertificate:
     cosine: float
     variance: float
     strength: float
+    dropped_share: float
     update: str = "first"
     missed_in: str = ""
 
@@ -79,6 +81,7 @@ class PolicyCertificate:
             "cosine": {"reward": self.cosine if math.isfinite(self.cosine) else None},
             "variance": self.variance,
             "strength": self.strength,
+            "dropped_share": self.dropped_share,
             "verdict": self.verdict,
         }
 
@@ -175,11 +178,12 @@ def _certificate(name: str, term: PolicyTerm, regime: str, update: str, seed: in
     for each in battery(regime, seed=seed):
         target_D = reward_gradient(each.instance)
         instance = each.instance.at_a_later_update(HALFWAY) if update == "later" else each.instance
-        moments = exact_moments(instance, reward_loss(term, instance))
+        loss = reward_loss(term, instance)
+        moments = exact_moments(instance, loss)
         if exact and not moments.equals(target_D, each.tolerance):
             exact, missed_in = False, str(each.setting or "")
         if each.shown:
-            figures.append(moments.figures(target_D))
+            figures.append(moments.figures(target_D) | {"dropped_share": silent_shares(instance, {"": loss})[""]})
     means = {name: sum(each[name] for each in figures) / len(figures) for name in figures[0]}
     claimed = claims_exact(term, regime, update)
     return PolicyCertificate(
