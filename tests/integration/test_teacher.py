@@ -68,7 +68,6 @@ def test_a_resumed_run_must_have_its_teacher(tmp_path):
     [
         (["kl=opd/reverse"], r"^kl\.0\.reference: got 'teacher'.*reference\.teacher\.source"),
         (TEACHER, r"^reference\.teacher: no KL term has reference: teacher"),
-        ([*TEACHER, "kl=opd/sampled", "kl.beta={target: 1.0}"], "beta.target aims at the KL to the initial policy"),
         (
             [*TEACHER, "kl=opd/sampled", "train.strategy=fsdp", "reference.teacher.adapter=a"],
             r"^reference\.teacher\.adapter.*merged",

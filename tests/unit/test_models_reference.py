@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -118,6 +119,17 @@ def test_periodic_jumps_at_multiples_only():
         hashes.append(reference.hash)
         assert (hashes[-1] == weights_hash(model)) is (step in (3, 6))
     assert len(set(hashes)) == 3 and hashes[0] == hashes[2] != hashes[3] == hashes[5] != hashes[6]
+
+
+def test_periodic_also_jumps_where_the_kl_to_it_exceeds_its_bound():
+    for period, jumps in ((None, [2, 5]), (3, [2, 3, 5])):
+        model, moved = llama(), []
+        reference = make("periodic", model, period=period, max_kl=0.1)
+        for step, measured in enumerate([0.1, 0.2, 0.0, math.nan, 0.11], start=1):
+            shake(model, seed=step)
+            moved += [step] if reference.update(model, step, measured) else []
+            assert (reference.hash == weights_hash(model)) is (step in jumps)
+        assert moved == jumps
 
 
 @pytest.mark.parametrize("kind", ["ema", "periodic"])

@@ -55,6 +55,8 @@ NOT_IDENTITY_AT_DEFAULT = {
     ("model", "head_dtype"): None,
     ("algorithm", "reward_weight"): 1.0,
     ("reference", "teacher"): None,
+    ("reference", "max_kl"): None,
+    ("optimizer", "ess_scaling"): "none",
 }
 """The same of nested keys, with their defaults."""
 

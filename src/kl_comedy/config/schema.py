@@ -223,7 +223,12 @@ class ReferenceConfig:
     """References other than the initial policy, used by KL terms that name them."""
 
     ema_decay: float = option(0.99, "Decay per update of `reference: ema`.", minimum=0, maximum=1)
-    period: int = option(100, "Updates between copies of `reference: periodic`.", minimum=1)
+    period: int | None = option(
+        100, "Updates between copies of `reference: periodic`; `null`: only by `max_kl`.", minimum=1
+    )
+    max_kl: float | None = option(
+        None, "`reference: periodic` is copied too after an update with more KL to it, in nats a token.", above=0
+    )
     teacher: TeacherConfig | None = option(None, "The model of `reference: teacher` ([distillation](distillation.md)).")
 
 
@@ -257,6 +262,11 @@ class OptimizerConfig:
         "constant", "After the warm-up; all but `constant` end at 0.", choices=("constant", "linear", "cosine")
     )
     warmup_steps: int = option(0, "Updates of linear warm-up; at most `train.steps`.", minimum=0)
+    ess_scaling: str = option(
+        "none",
+        "Times `lr` of the policy: the share of completions that `policy/ess` counts, or its root (2602.17616).",
+        choices=("none", "sqrt", "linear"),
+    )
 
 
 @dataclass

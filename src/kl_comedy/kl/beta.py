@@ -40,7 +40,8 @@ class BetaSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class BetaTarget:
-    """Keep the measured sequence KL near ``target`` nats by a proportional controller in log space.
+    """Keep the measured sequence KL to the term's reference near ``target`` nats by a proportional controller in log
+    space.
 
     After each update ``beta *= 1 + gain * clip(kl / target - 1, -0.2, 0.2)`` (Ziegler et al. 2019,
     Sec. 2.2), clamped to ``[minimum, maximum]``.

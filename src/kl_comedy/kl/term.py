@@ -79,8 +79,8 @@ class KLTerm:
     beta: Beta = option(
         1.0,
         "At least 0 (below, where the other terms outweigh it); a schedule `{start, end, steps, shape: linear or "
-        "cosine}` in updates; or `{target: nats}`, adapted to the KL of a completion, exact where measured, else k1 "
-        "(`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000).",
+        "cosine}` in updates; or `{target: nats}`, adapted to a completion's KL to `reference`, exact where measured, "
+        "else k1 (`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000).",
         parse=partial(parse_beta, signed=True),
     )
     baseline: str | None = option(
@@ -233,8 +233,6 @@ def _why_impossible(term: KLTerm) -> str | None:
         return f"{term.estimator} already has the gradient of its own KL; gradient: k2 is for sampled estimates"
     if term.level == "sequence" and term.correction not in ("none", "sequence", "token", "token_detached"):
         return f"correction {term.correction} weights per-token costs, and level sequence has one cost"
-    if term.reference == "teacher" and isinstance(term.beta, BetaTarget):
-        return "beta.target aims at the KL to the initial policy, and this term pulls to a teacher"
     if term.anchor == "behaviour" and term.reference == "sampler":
         return "the log-ratio of the sampler to itself is zero everywhere"
     if term.placement == "loss":

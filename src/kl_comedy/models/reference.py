@@ -65,7 +65,9 @@ def build_reference(kind: str, loaded: LoadedModel, config: Config, *, teacher: 
     if kind == "ema":
         return MovingReference(loaded.model, options, decay=config.reference.ema_decay)
     if kind == "periodic":
-        return MovingReference(loaded.model, options, period=config.reference.period)
+        return MovingReference(
+            loaded.model, options, period=config.reference.period, max_kl=config.reference.max_kl or math.inf
+        )
     if kind == "teacher" and teacher is not None:
         return Reference(teacher.model, options, copied=False)
     raise bad_value("kl.reference", kind, ("initial", "ema", "periodic", "teacher"))
@@ -154,6 +156,9 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
 class MovingReference(Reference):
     """A copy that follows the policy: ``copy <- decay * copy + (1 - decay) * policy`` after every ``period``-th update.
 
+    Also after an update that measured more than ``max_kl`` (nats a token) to it, as in RPG (2505.17508); with
+    ``period`` None only then.
+
     An average (``decay`` above 0) is stored in float32 at least and rounded to the model's dtype for the pass: bfloat16
     would lose increments below 2^-8 of the weight, float32 loses those below 2^-24 (decays beyond about 0.99999). With
     LoRA the factors A and B are averaged, which is not the average of their product.
@@ -161,9 +166,17 @@ class MovingReference(Reference):
 
     moving = True
 
-    def __init__(self, model: nn.Module, options: PassOptions, *, decay: float = 0.0, period: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: PassOptions,
+        *,
+        decay: float = 0.0,
+        period: int | None = 1,
+        max_kl: float = math.inf,
+    ) -> None:
         super().__init__(model, options)
-        self._decay, self._period = decay, period
+        self._decay, self._period, self._max_kl = decay, period, max_kl
         copied = dict(self.model.named_parameters())
         self._weights = {name: copied[name] for name, p in model.named_parameters() if p.requires_grad}
         self._average: Mapping[str, Tensor] = self._weights
@@ -174,15 +187,17 @@ class MovingReference(Reference):
             }
 
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
-        """Follow ``model``; called once after every optimizer update, with its number."""
-        if step % self._period:
-            return
+    def update(self, model: nn.Module, step: int, measured_kl: float = 0.0) -> bool:
+        """Follow ``model``; called once after every optimizer update, with its number and the KL (nats a token) to this
+        reference that it measured. Returns whether the reference moved."""
+        if (self._period is None or step % self._period) and not measured_kl > self._max_kl:
+            return False
         policy = dict(model.named_parameters())
         for name, average in self._average.items():
             weight = policy[name].to(average.dtype)
             average.lerp_(weight, 1.0 - self._decay) if self._decay else average.copy_(weight)
         self._take_over_average()
+        return True
 
     def _take_over_average(self) -> None:
         for name, weight in self._weights.items():

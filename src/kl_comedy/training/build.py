@@ -134,7 +134,7 @@ def check_training(config: Config, *, warn: bool = True) -> tuple[KLTerm, ...]:
             f"algorithm.value: {algorithm.advantage} has no value function, so these settings would do nothing; "
             "remove them or set algorithm.advantage=gae"
         )
-    _check_teacher(config, terms)
+    _check_references(config, terms)
     for position, term in enumerate(terms):
         if term.baseline == "own" and group_size < 2:
             allowed = "before or after with rollout.group_size 1 (own compares a group)"
@@ -154,6 +154,9 @@ def check_training(config: Config, *, warn: bool = True) -> tuple[KLTerm, ...]:
                 f"algorithm.{name}: algorithm.dpo takes the place of the policy term, so this would do nothing; "
                 "remove one of the two"
             )
+    if config.optimizer.ess_scaling != "none":
+        why = "algorithm.dpo has no importance weights"
+        raise bad_value("optimizer.ess_scaling", config.optimizer.ess_scaling, "none", why)
     if terms:
         raise UserError(
             f"kl: got {len(terms)} term(s); with algorithm.dpo it must be [] (its strength is algorithm.dpo.beta)"
@@ -163,8 +166,14 @@ def check_training(config: Config, *, warn: bool = True) -> tuple[KLTerm, ...]:
     return terms
 
 
-def _check_teacher(config: Config, terms: Sequence[KLTerm]) -> None:
-    """Raise :class:`UserError` where a term names a teacher that is not there, and where none names one that is."""
+def _check_references(config: Config, terms: Sequence[KLTerm]) -> None:
+    """Raise :class:`UserError` where a term names a teacher that is not there, and for settings that no term uses."""
+    settings = config.reference
+    if settings.max_kl is not None and not any(term.reference == "periodic" for term in terms):
+        raise UserError("reference.max_kl: no KL term has reference: periodic, so this would do nothing; remove it")
+    if settings.period is None and settings.max_kl is None:
+        why = "the periodic reference would never move, which is reference: initial"
+        raise bad_value("reference.period", None, "a number of updates, or null with reference.max_kl", why)
     teacher, named = config.reference.teacher, [n for n, term in enumerate(terms) if term.reference == "teacher"]
     if named and teacher is None:
         why = "reference.teacher names no model; set reference.teacher.source"

@@ -123,20 +123,41 @@ def accumulate_micro_batch(
 
 
 @torch.no_grad()
-def accumulate_teacher(metrics: MetricAccumulator, micro: MicroBatch, passes: Mapping[str, TokenPass]) -> None:
-    """Divergences from the teacher: k1, and the exact ones that the update computed."""
-    policy, mask_BT = passes.get("teacher", passes["initial"]), micro.experience.mask_BT
-    k1_BT = torch.where(mask_BT, policy.logp_BT - micro.references["teacher"].logp_BT, 0.0)
-    exact = passes.get("teacher")
-    for name, value_BT in (
+def accumulate_reference(
+    metrics: MetricAccumulator, name: str, micro: MicroBatch, passes: Mapping[str, TokenPass]
+) -> None:
+    """Divergences from a reference that is not the initial policy: k1, and the exact ones that the update computed."""
+    policy, mask_BT = passes.get(name, passes["initial"]), micro.experience.mask_BT
+    k1_BT = torch.where(mask_BT, policy.logp_BT - micro.references[name].logp_BT, 0.0)
+    exact = passes.get(name)
+    for divergence, value_BT in (
         ("k1_reverse", k1_BT),
         ("exact_reverse", exact and exact.kl_BT),
         ("exact_forward", exact and exact.forward_kl_BT),
     ):
         if value_BT is not None:
             total = value_BT.double().sum()
-            metrics.add(f"teacher/{name}_token", total, float(mask_BT.sum()))
-            metrics.add(f"teacher/{name}_sequence", total, float(mask_BT.shape[0]))
+            metrics.add(_against(name, divergence, "token"), total, float(mask_BT.sum()))
+            metrics.add(_against(name, divergence, "sequence"), total, float(mask_BT.shape[0]))
+
+
+def _against(reference: str, divergence: str, level: str) -> str:
+    """The name of the metric of a divergence from a reference."""
+    if reference in ("initial", "teacher"):
+        return f"kl/{divergence}_{level}" if reference == "initial" else f"teacher/{divergence}_{level}"
+    return f"reference/{reference}/{divergence}_{level}"
+
+
+def measured_kl(values: Mapping[str, float], reference: str, level: str) -> float:
+    """KL (nats) of the policy to a reference by the metrics of an update: exact where it was computed, else k1.
+
+    To the sampler it is k3 weighted by the token's ratio; per ``sequence`` times the mean length.
+    """
+    if reference == "sampler":
+        length = values["train/length"] if level == "sequence" else 1.0
+        return length * values["kl/k3_policy_behaviour_token"]
+    exact, sampled = (_against(reference, divergence, level) for divergence in ("exact_reverse", "k1_reverse"))
+    return values.get(exact, values[sampled])
 
 
 def accumulate_divergence(

@@ -22,7 +22,7 @@ from kl_comedy.kl import BetaState
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import release_free_memory
 from kl_comedy.models.logprobs import TokenPass, token_pass
-from kl_comedy.models.reference import Reference, ReferencePass, build_reference
+from kl_comedy.models.reference import MovingReference, Reference, ReferencePass, build_reference
 from kl_comedy.objective import value_loss
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
@@ -42,8 +42,9 @@ from kl_comedy.training.metrics import (
     MetricAccumulator,
     Terms,
     accumulate_micro_batch,
-    accumulate_teacher,
+    accumulate_reference,
     critic_metrics,
+    measured_kl,
     row_metrics,
     staleness_metrics,
     time_metrics,
@@ -71,6 +72,15 @@ def lr_factor(settings: OptimizerConfig, step: int, steps: int) -> float:
         return 1.0
     done = min((step - settings.warmup_steps) / max(steps - settings.warmup_steps, 1), 1.0)
     return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def ess_factor(scaling: str, share: float) -> float:
+    """The factor of the learning rate at an effective sample size of ``share`` of the completions (VCPO, 2602.17616).
+
+    >>> ess_factor("sqrt", 0.25), ess_factor("linear", 0.25), ess_factor("none", 0.25)
+    (0.5, 0.25, 1.0)
+    """
+    return {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[scaling]
 
 
 class ValueHead(nn.Module):
@@ -180,17 +190,19 @@ class PolicyModule(lightning.LightningModule):
         norms = {"grad/norm": clip_gradients(self.policy.parameters(), bound)}
         if self.value_head is not None:
             norms["grad/value_norm"] = clip_gradients(self.value_head.parameters(), bound)
-        for name, value in {**losses, **norms}.items():
+        measured = {**row_metrics(batch.rows), **metrics.values()}
+        rate = optimizer.param_groups[0]["lr"] * ess_factor(self.config.optimizer.ess_scaling, measured["policy/ess"])
+        for name, value in {**losses, **norms, "train/lr": rate}.items():
             if not math.isfinite(value):
                 raise RunFailed(f"update {step}: {name} is {value}")
-        rate = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = rate  # until the schedule sets the next
         optimizer.step()
         optimizer.zero_grad()  # whoever samples next gets the memory of the gradients
         self.lr_schedulers().step()
-        self._publish()
+        moved = self._publish(measured)
         self.last_metrics = {
-            **row_metrics(batch.rows),
-            **metrics.values(),
+            **measured,
+            **moved,
             **{f"train/loss_{name}": value for name, value in losses.items()},
             **{f"beta/{position}": beta for position, beta in enumerate(betas)},
             "train/loss": sum(losses.values()),
@@ -206,9 +218,8 @@ class PolicyModule(lightning.LightningModule):
         if step == 0 and abs(at_start) > (KL_AT_START_TOLERANCE_16_BIT if narrow else KL_AT_START_TOLERANCE):
             reason = f"is {at_start:.3g} nats a token, and must be 0: the reference is not the policy's starting point"
             raise RunFailed(f"exact KL to the reference before the first update {reason}")
-        measured = self.last_metrics.get("kl/exact_reverse_sequence", self.last_metrics["kl/k1_reverse_sequence"])
-        for state in self.betas:
-            state.advance(step + 1, measured)
+        for term, state in zip(self.terms, self.betas, strict=True):
+            state.advance(step + 1, measured_kl(measured, term.reference, "sequence"))
 
     def _accumulate(self, micro: MicroBatch, metrics: MetricAccumulator, betas: Sequence[float]) -> dict[str, Tensor]:
         """Pass, loss and backward of one micro-batch; the detached parts of its loss."""
@@ -237,8 +248,8 @@ class PolicyModule(lightning.LightningModule):
             release_free_memory()
         if not micro.empty:
             accumulate_micro_batch(metrics, micro, policy, result, self.terms, version=self.version)
-            if "teacher" in micro.references:
-                accumulate_teacher(metrics, micro, passes)
+            for name in sorted(micro.references.keys() - {"initial"}):
+                accumulate_reference(metrics, name, micro, passes)
         return parts
 
     @property
@@ -258,15 +269,19 @@ class PolicyModule(lightning.LightningModule):
                 sum_gradients(self.value_head.parameters(), self.ranks, divisor=self._loss_factor)
         return metrics.merged(self.ranks), {name: sum(each[name] for each, _ in gathered) for name in losses}
 
-    def _publish(self) -> None:
-        """Hand the new weights to the sampler under the next version; moving references follow."""
+    def _publish(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Hand the new weights to the sampler under the next version; moving references follow. Which of them moved."""
         self.replaced_at[self.version] = time.monotonic()
         self.replaced_at.pop(self.version - VERSIONS_REMEMBERED, None)
         self.version += 1
         self.backend.update_weights(self.version)
-        for reference in self.references.values():
-            if reference.moving:
-                reference.update(self.policy, self.version)
+        return {
+            f"reference/{name}/moved": float(
+                reference.update(self.policy, self.version, measured_kl(measured, name, "token"))
+            )
+            for name, reference in self.references.items()
+            if isinstance(reference, MovingReference)
+        }
 
     @torch.no_grad()
     def record(self, rows: Sequence[Scored]) -> list[OldPolicyRow] | None:
