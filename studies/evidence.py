@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GRIDS = Path(__file__).parents[1] / "configs" / "evidence"
 CLAIMS = Path(__file__).with_name("claims.yaml")
 BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
-PROTOCOL = "5bff311"
+PROTOCOL = "56d1acf"
 """The last commit of docs/protocol.md before the runs."""
 
 COLLAPSE = "eval/heldout/reward < 0.5 start last 2"

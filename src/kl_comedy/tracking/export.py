@@ -65,7 +65,7 @@ def write_export(
     table = pd.concat([pd.DataFrame(columns=CURVE_COLUMNS), *parts], ignore_index=True)[[*CURVE_COLUMNS]]
     table = table.astype({"step": "int32", "value": float, "recorded": "int32"})
     out.parent.mkdir(parents=True, exist_ok=True)
-    frame = frame.assign(**extra)
+    frame = frame.copy().assign(**extra)  # a copy is in one block
     if append and out.is_file():
         before = [pd.read_parquet(file) for file in (out, curves_file(out))]
         rows, points_before = (each[~each["run_id"].isin(ids)] for each in before)
