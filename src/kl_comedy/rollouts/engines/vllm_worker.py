@@ -11,11 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -25,12 +21,7 @@ from kl_comedy.rollouts.engines.transports import ADAPTER, GLOO_BACKEND, GlooAdd
 
 
 @dataclass(kw_only=True)
-class GlooInitInfo(GlooAddress, WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the worker meets the trainer's rank 0."""
-
-
-@dataclass(kw_only=True)
-class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+class GlooUpdateInfo:
     """What comes, in order. ``aliases``: further names of a tied weight."""
 
     names: list[str]
@@ -42,10 +33,10 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Takes checkpoint weights from the trainer's host memory, by vLLM's layerwise reloading."""
 
-    init_info_cls = GlooInitInfo
+    init_info_cls = GlooAddress
     update_info_cls = GlooUpdateInfo
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+    def init_transfer_engine(self, init_info: GlooAddress) -> None:
         self._address = init_info
 
     def start_weight_update(self) -> None:
