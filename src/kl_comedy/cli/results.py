@@ -462,7 +462,7 @@ def export(
     `compare`, `aggregate`, `plot`, `report`, `verify` and in `reproduce`: `--uri FILE.parquet`.
     """
     from kl_comedy.tracking.export import CURVES, write_export
-    from kl_comedy.tracking.runs import KEPT_LAST, curves_file, drop_columns, open_runs
+    from kl_comedy.tracking.runs import NEVER_THINNED, curves_file, drop_columns, open_runs
 
     chosen = format or (out.suffix.lstrip(".").lower() if out else "csv")
     check_choice("--format" if format else "--out", chosen, EXPORT_FORMATS)
@@ -470,8 +470,8 @@ def export(
         raise bad_value("--curves", ",".join(curves), f"nothing with {chosen}", "only parquet has curves")
     if append and chosen != "parquet":
         raise bad_value("--append", chosen, "an export to parquet")
-    if 0 < points < 2 * KEPT_LAST:
-        raise bad_value("--points", str(points), f"0, or {2 * KEPT_LAST} or more")
+    if 0 < points < 2 * NEVER_THINNED:
+        raise bad_value("--points", str(points), f"0, or {2 * NEVER_THINNED} or more")
     frame = drop_columns(source.runs(), split(without or []))
     message(f"{len(frame)} runs, {len(frame.columns)} columns")
     if out is None or out.suffix != ".parquet" or chosen != "parquet":

@@ -17,7 +17,7 @@ from kl_comedy.tracking import store
 from kl_comedy.tracking.runs import (
     COMPLETIONS,
     CURVE_COLUMNS,
-    KEPT_LAST,
+    NEVER_THINNED,
     PLUGIN_SOURCE,
     PLUGINS,
     Runs,
@@ -41,7 +41,7 @@ def write_export(
     frame: pd.DataFrame,
     out: Path,
     curves: Sequence[str] = CURVES,
-    points: int = 2 * KEPT_LAST,
+    points: int = 2 * NEVER_THINNED,
     *,
     append: bool = False,
 ) -> pd.DataFrame:
@@ -79,7 +79,7 @@ def write_export(
 
 def thinned(curves: pd.DataFrame, most: int) -> pd.DataFrame:
     """``curves`` (run_id, step, value) with ``recorded``, the number of points of each run, and at most ``most`` of
-    them: the first, the lowest, the highest, the last :data:`KEPT_LAST`, and of the others every k-th.
+    them: the first, the lowest, the highest, the last :data:`NEVER_THINNED`, and of the others every k-th.
     """
     import pandas as pd
 
@@ -90,8 +90,8 @@ def thinned(curves: pd.DataFrame, most: int) -> pd.DataFrame:
     def thin(run: pd.DataFrame) -> pd.DataFrame:
         if len(run) <= most:
             return run
-        before, values = len(run) - KEPT_LAST, run["value"].reset_index(drop=True)
-        stride = -(-before // max(most - KEPT_LAST - 2, 1))
+        before, values = len(run) - NEVER_THINNED, run["value"].reset_index(drop=True)
+        stride = -(-before // max(most - NEVER_THINNED - 2, 1))
         extremes = {values.idxmin(), values.idxmax()} if values.notna().any() else set()
         return run.iloc[sorted({*range(0, before, stride), *range(before, len(run)), *extremes})]
 

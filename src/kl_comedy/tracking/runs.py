@@ -84,7 +84,7 @@ COMPLETIONS, PLUGIN_SOURCE = "completions", "plugin_source"
 CURVE_COLUMNS = ("run_id", "metric", "step", "value", "recorded")
 """Columns of an export's curves, one row a point. ``recorded`` is the length of the whole curve."""
 
-KEPT_LAST = 100
+NEVER_THINNED = 100
 """The last points of a curve that an export never thins."""
 
 

@@ -17,7 +17,7 @@ from kl_comedy.config.load import NOT_IDENTITY, NOT_IDENTITY_WITHIN, REMOVED
 from kl_comedy.errors import bad_value
 from kl_comedy.statistics import Condition
 from kl_comedy.tracking import store
-from kl_comedy.tracking.runs import CODE, KEPT_LAST, PLUGINS, history, resolve, short
+from kl_comedy.tracking.runs import CODE, NEVER_THINNED, PLUGINS, history, resolve, short
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -178,11 +178,11 @@ def _values(points: pd.DataFrame, of: str) -> pd.Series:
         return points.groupby("run_id")["value"].first()
     finite = points[points["value"].abs() < math.inf]
     by_run, last = finite.groupby("run_id")["value"], int(of.removeprefix("mean:") if of.startswith("mean:") else 0)
-    if (of == "area" or last > KEPT_LAST) and "recorded" in points:
+    if (of == "area" or last > NEVER_THINNED) and "recorded" in points:
         lengths = points.groupby("run_id")["recorded"].agg(["size", "max"])
         if (lengths["size"] < lengths["max"]).any():
-            why = f"this export has thinned curves before their last {KEPT_LAST} points"
-            raise bad_value("--of", of, f"mean:{KEPT_LAST} at most, or another rule", why)
+            why = f"this export has thinned curves before their last {NEVER_THINNED} points"
+            raise bad_value("--of", of, f"mean:{NEVER_THINNED} at most, or another rule", why)
     if of == "area":
         return finite.groupby("run_id")[["step", "value"]].apply(_mean_over_updates)
     if last:
