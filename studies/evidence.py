@@ -445,8 +445,8 @@ FOOTER = f"""## Commands
       kl-comedy sweep configs/evidence/$block.yaml --local 2 --finished-in results/evidence/export.parquet \\
         tracking.uri=sqlite:///evidence.db
     done
-    kl-comedy results export --uri sqlite:///evidence.db --experiment evidence --append --out results/evidence/export.parquet \\
-      --curves {REWARD},train/reward,train/length --without '{WITHOUT}'
+    kl-comedy results export --uri sqlite:///evidence.db --experiment evidence --append \\
+      --out results/evidence/export.parquet --curves {REWARD},train/reward,train/length --without '{WITHOUT}'
     python -m studies evidence
     kl-comedy results verify results/evidence"""
 
