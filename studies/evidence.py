@@ -441,6 +441,8 @@ The hypotheses of [the protocol](../../docs/protocol.md), with its outcomes, sta
 {blocks}"""
 FOOTER = f"""## Commands
 
+Without `--finished-in` all runs are made again.
+
     for block in {" ".join(BLOCKS)}; do
       kl-comedy sweep configs/evidence/$block.yaml --local 2 --finished-in results/evidence/export.parquet \\
         tracking.uri=sqlite:///evidence.db
