@@ -62,6 +62,13 @@ def discount() -> str:
     return page(parts(frame("discount/discount.csv"), command=""))
 
 
+def baselines() -> str:
+    from studies.baselines import parts
+    from studies.pages import page
+
+    return page(parts(frame("baselines/baselines.csv"), command=""))
+
+
 def topk() -> str:
     from studies.pages import page
     from studies.topk import parts
@@ -227,6 +234,7 @@ PAGES: dict[str, Callable[[], str]] = {
             values,
             open_problem,
             discount,
+            baselines,
             topk,
             long_audit,
             predictor,

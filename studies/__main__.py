@@ -164,6 +164,25 @@ def discount(
 
 
 @app.command()
+def baselines(
+    out: Out = Path("results/baselines"),
+    seeds: Annotated[int, typer.Option(min=1, help="Random policies per length")] = 5,
+) -> None:
+    """Compare baselines of a KL cost at equal samples, optimal token baselines among them.
+
+    Under a minute on one core.
+
+    Example: `python -m studies baselines --out results/baselines`
+    """
+    from studies.baselines import LENGTHS, study, write_report
+
+    with progress_bar("random policies", len(LENGTHS) * seeds) as advance:
+        frame = study(seeds=seeds, done=advance)
+    write_report(frame, out, command=f"python -m studies baselines --seeds {seeds}")
+    message(f"{out / 'README.md'}")
+
+
+@app.command()
 def predictor(
     sources: Annotated[list[str], typer.Argument(help="Finished runs: a store, an export, the CSV of the first lags")],
     out: Out = Path("results/predictor"),
