@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import itertools
 import re
 import sys
 import typing
@@ -23,10 +22,9 @@ from doc_tables.common import ROOT, built_in, format_default, options_of, table
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, without_none
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
-from kl_comedy.kl.claims import TARGETS
+from kl_comedy.kl.claims import TARGET_MEANINGS, TARGETS, own_targets
 from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
-from kl_comedy.kl.term import LEVELS, PLACEMENTS
-from kl_comedy.registry import ESTIMATORS, KINDS, RECIPES
+from kl_comedy.registry import KINDS, RECIPES
 
 SOURCE = ROOT / "src" / "kl_comedy"
 
@@ -122,7 +120,9 @@ def enumerated(terms: Sequence[KLTerm], regime: str) -> str:
     """The target of the sum of ``terms``, each at beta 1, by exact enumeration, or ``none``."""
     setting = Instance.random(Tree.build(vocabulary=3, length=3), regime=regime, seed=3)
     gradient = expected_gradient(setting, [dataclasses.replace(term, beta=1.0) for term in terms])
-    hits = [name for name in TARGETS if gradient.relative_bias(target_gradient(setting, name)) < 1e-10]
+    own = terms[0] if len(terms) == 1 else None
+    targets = (*TARGETS, *(own_targets(own) if own else ()))
+    hits = [name for name in targets if gradient.relative_bias(target_gradient(setting, name, own)) < 1e-10]
     return hits[0] if hits else "none"
 
 
@@ -152,13 +152,9 @@ def _claim(terms: Sequence[KLTerm], regime: str) -> str:
 
 
 def verdicts() -> str:
-    """The meaning of each target in the recipe table, from the verdicts."""
-    sampled = [entry.name for entry in built_in(ESTIMATORS) if entry.facts["needs"] == "log_ratio"]
-    meanings: dict[str, str] = {}
-    for estimator, level, placement in itertools.product(sampled, LEVELS, PLACEMENTS):
-        name, meaning = verdict(KLTerm(estimator, level=level, placement=placement), "on_policy").split(": ", 1)
-        meanings[name] = meaning
-    return "\n".join(f"- `{name}`: {meanings[name]}." for name in (*TARGETS, "none"))
+    """The meaning of each target in the recipe table."""
+    none, meaning = verdict(KLTerm("k3", placement="reward"), "on_policy").split(": ", 1)
+    return "\n".join(f"- `{name}`: {text}." for name, text in {**TARGET_MEANINGS, none: meaning}.items())
 
 
 def names() -> str:

@@ -170,6 +170,8 @@ MEANINGS = {
     "pathwise:zero": "its own gradient has mean zero",
     "pathwise:token_reverse": "its own gradient has the mean of the gradient of the reverse KL at the prefix",
     "pathwise:token_forward": "its own gradient has the mean of the gradient of the forward KL at the prefix",
+    "value:mixture": "it is `b KL(ref || m) + (1 - b) KL(pi || m)` at the prefix, `m = b ref + (1 - b) pi`",
+    "pathwise:token_mixture": "its own gradient is that of this divergence at the prefix",
     "nonnegative": "it is never negative",
 }
 

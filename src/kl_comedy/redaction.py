@@ -6,12 +6,14 @@ A config, a grid and a site profile are stored, uploaded and rendered, so a secr
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
-from kl_comedy.errors import UserError
+from kl_comedy.errors import UserError, bad_value
 
 HIDDEN = "***"
 
@@ -152,3 +154,12 @@ def _leaves(data: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{key}.{name}" if key else str(name))
     else:
         yield key, data
+
+
+def check_address(url: str, key: str) -> None:
+    """Raise :class:`UserError` that names ``key`` where ``url`` is no plain address of an HTTP server."""
+    parts, port = urlsplit(url), 0
+    with contextlib.suppress(ValueError):  # no number, or above 65535
+        port = parts.port or 80
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or not port:
+        raise bad_value(key, redact(url), "addresses such as http://127.0.0.1:8000, without user or key")

@@ -10,16 +10,20 @@ from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
+import torch
 from small_policies import PROMPTS, largest_gap, perturb, pocket
 
 from commands import FORKS
-from kl_comedy.config.schema import RolloutConfig
+from kl_comedy.config.schema import RolloutConfig, TeacherConfig
 from kl_comedy.errors import UserError
+from kl_comedy.models.head import log_softmax
+from kl_comedy.models.reference import PassOptions, Reference
 from kl_comedy.models.weights import full_weights
 from kl_comedy.processes import _group_exists
 from kl_comedy.rollouts import Sampling, build_hf, build_vllm_server
 from kl_comedy.rollouts.engines import transports
 from kl_comedy.rollouts.engines.client import Client
+from kl_comedy.rollouts.engines.teacher import TeacherServer
 
 TOLERANCE = 5e-5
 """Nats, float32; as in process."""
@@ -87,6 +91,21 @@ def test_seeds_decide(servers):
     first = draw(servers, seed=5)
     assert content(draw(servers, seed=5)) == content(first)
     assert content(draw(servers, seed=6)) != content(first)
+
+
+def test_a_teacher_gives_the_log_probs_of_its_likeliest_tokens(servers, policy, monkeypatch):
+    servers.update_weights(0)
+    monkeypatch.setenv("TEACHER_KEY", servers._key)
+    settings = TeacherConfig(url=servers._servers[0].client.url, api_key_env="TEACHER_KEY")
+    ids = torch.tensor([[3, 4, 5], [6, 7, 2]])
+    batch = {"prompt_ids_BP": ids[:, :2], "prompt_mask_BP": ids[:, :2] > 0, "ids_BT": ids, "mask_BT": ids > 2}
+    served = TeacherServer(settings, policy, 4).forward_pass(**batch)
+    whole = Reference(policy.model, PassOptions(temperature=1.0, chunk_elements=10**6)).forward_pass(**batch)
+    torch.testing.assert_close(served.logp_BT, whole.logp_BT, atol=TOLERANCE, rtol=TOLERANCE)
+    ids_NK, logp_NK = served.top
+    logq_NV = log_softmax(whole.hidden_NH, *whole.head, 1.0)
+    torch.testing.assert_close(logp_NK, logq_NV.topk(4).values, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(logp_NK, logq_NV.gather(1, ids_NK), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_every_route_wants_the_key_and_the_run_can_be_pointed_at_a_server(servers, policy, monkeypatch, tmp_path):

@@ -204,7 +204,8 @@ def broken_terms(regime="off_policy"):
     broken = []
     for cell in all_terms(BUILT_IN, RATIOS):
         claimed = claimed_target(cell, regime)
-        if claimed and expected_gradient(setting, [cell]).relative_bias(targets[claimed]) >= 1e-10:
+        target_D = targets.get(claimed) if claimed in (None, *targets) else target_gradient(setting, claimed, cell)
+        if claimed and expected_gradient(setting, [cell]).relative_bias(target_D) >= 1e-10:
             broken.append(cell.label())
     return broken
 

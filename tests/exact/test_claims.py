@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, kl_parts, kl_surrogate
-from kl_comedy.kl.claims import all_terms
-from kl_comedy.kl.estimators import TopTokens, k1, k3, k_lambda
+from kl_comedy.kl.claims import all_terms, own_targets
+from kl_comedy.kl.estimators import TopTokens, jensen_shannon, k1, k3, k_lambda
 from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, log_probs, target_gradient
 from kl_comedy.objective import returns_with_costs
 from kl_comedy.registry import ADVANTAGES, CORRECTIONS, ESTIMATORS, RECIPES
@@ -52,7 +52,12 @@ def test_every_term_hits_exactly_the_target_it_claims():
             targets = {target: target_gradient(where, target) for target in TARGETS}
             for term in TERMS:
                 gradient = expected_gradient(where, [term])
-                hit = [name for name, target_D in targets.items() if gradient.relative_bias(target_D) < TOLERANCE]
+                own = {name: target_gradient(where, name, term) for name in own_targets(term)}
+                hit = [
+                    name
+                    for name, target_D in {**targets, **own}.items()
+                    if gradient.relative_bias(target_D) < TOLERANCE
+                ]
                 if hit != [name for name in (claimed_target(term, regime),) if name]:
                     wrong.append(f"{term.label()} {regime}: hits {hit}, claims {claimed_target(term, regime)}")
     assert not wrong, "\n".join(wrong)
@@ -62,25 +67,32 @@ def test_every_estimator_claims_exactly_the_facts_that_hold():
     """On categorical distributions: the mean of the value, of the gradient, and the sign."""
     facts, elementwise = {}, [entry for entry in BUILT_IN if entry.facts["needs"] != "top_k"]
     for entry in elementwise:
-        holds = {"value:reverse", "value:forward", "pathwise:token_reverse", "pathwise:token_forward", "pathwise:zero"}
+        holds = {"value:reverse", "value:forward", "value:mixture", "pathwise:token_reverse", "pathwise:token_forward"}
+        holds |= {"pathwise:token_mixture", "pathwise:zero"}
         for seed in (0, 1, 2):
             generator = torch.Generator().manual_seed(seed)
             logits_V, ref_V = torch.randn(2, 5, generator=generator, dtype=torch.float64)
             logits_V, ref_V = logits_V.requires_grad_(True), ref_V.log_softmax(-1)
             logp_V = logits_V.log_softmax(-1)
             reverse, forward = (logp_V.exp() * (logp_V - ref_V)).sum(), (ref_V.exp() * (ref_V - logp_V)).sum()
-            exact = {"exact_reverse": reverse, "exact_forward": forward}.get(entry.facts["needs"])
+            mixture = _mixture_by_definition(logp_V, ref_V, 0.5)
+            exact = {"exact_reverse": reverse, "exact_forward": forward, "exact_mixture": mixture}.get(
+                entry.facts["needs"]
+            )
             argument_V = logp_V - ref_V if exact is None else exact.expand_as(logp_V)
             mean = (logp_V.detach().exp() * entry.fn(argument_V)).sum()
             gradients = [
-                torch.autograd.grad(x, logits_V, retain_graph=True)[0] for x in (mean, reverse, forward, 0 * mean)
+                torch.autograd.grad(x, logits_V, retain_graph=True)[0]
+                for x in (mean, reverse, forward, 0 * mean, mixture)
             ]
             checks = {
                 "value:reverse": mean - reverse,
                 "value:forward": mean - forward,
+                "value:mixture": mean - mixture,
                 "pathwise:token_reverse": (gradients[0] - gradients[1]).norm(),
                 "pathwise:token_forward": (gradients[0] - gradients[2]).norm(),
                 "pathwise:zero": (gradients[0] - gradients[3]).norm(),
+                "pathwise:token_mixture": (gradients[0] - gradients[4]).norm(),
             }
             holds -= {name for name, gap in checks.items() if abs(gap.item()) >= TOLERANCE}
         low = 0.0 if entry.facts["needs"] != "log_ratio" else -100.0
@@ -89,6 +101,38 @@ def test_every_estimator_claims_exactly_the_facts_that_hold():
         assert float(entry.fn(torch.zeros(1))) == 0.0, f"{entry.name} at the reference"
         facts[entry.name] = holds
     assert facts == {entry.name: set(entry.claims) for entry in elementwise}
+
+
+def _mixture_by_definition(logp_V, ref_V, share):
+    mixture_V = (share * ref_V.exp() + (1 - share) * logp_V.exp()).log()
+    from_ref = (ref_V.exp() * (ref_V - mixture_V)).sum()
+    return share * from_ref + (1 - share) * (logp_V.exp() * (logp_V - mixture_V)).sum()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.99])
+def test_the_jensen_shannon_divergence_is_that_of_its_definition(share):
+    """Value and gradient; zero bit by bit at the reference; finite and below log 2 where tokens are impossible."""
+    generator = torch.Generator().manual_seed(0)
+    logits_V, ref_V = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    logits_V, ref_V = logits_V.requires_grad_(True), ref_V.log_softmax(-1)
+    values = [f(logits_V.log_softmax(-1), ref_V, share) for f in (jensen_shannon, _mixture_by_definition)]
+    assert math.isclose(*(float(value.detach()) for value in values), rel_tol=1e-10)
+    gradients = [torch.autograd.grad(value, logits_V)[0] for value in values]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    assert float(jensen_shannon(ref_V, ref_V, share)) == 0.0
+    logits_V = torch.tensor([0.0, -1e4, 0.0], dtype=torch.float64).requires_grad_(True)
+    apart = jensen_shannon(logits_V.log_softmax(-1), torch.tensor([-1e4, 0.0, -1e4], dtype=torch.float64), share)
+    (slope_V,) = torch.autograd.grad(apart, logits_V)
+    entropy = -share * math.log(share) - (1 - share) * math.log1p(-share)
+    assert math.isclose(float(apart.detach()), entropy, rel_tol=1e-12) and bool(torch.isfinite(slope_V).all())
+
+
+def test_the_gradient_of_jsd_tends_to_those_of_both_kls():
+    where = setting("on_policy")
+    for share, scale, target in ((0.01, 0.01, "token_forward"), (0.99, 0.01, "token_reverse")):
+        term = KLTerm("exact_jsd", placement="loss", options={"share": share})
+        gradient = expected_gradient(where, [term])
+        assert gradient.relative_bias(scale * target_gradient(where, target)) < 0.03, target
 
 
 def test_k_lambda_lies_between_k1_at_0_and_k3_at_1():

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,15 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel, load_model, weights_hash
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import match_teacher
+from kl_comedy.processes import free_port
+from kl_comedy.rollouts.engines import hf_server
 from kl_comedy.training.build import check_training
 from kl_comedy.training.run import train
 
 TINY = Path(__file__).with_name("tiny.yaml")
 ROOT = Path(__file__).parents[2]
 OTHER = "{preset: tiny, hidden_size: 32, slip: 0.0, warmstart_steps: 30}"
+SERVED = ["reference.teacher={source: pocket, url: 'http://127.0.0.1:1'}"]
 TEACHER = [f"reference.teacher={{source: pocket, options: {OTHER}}}", "algorithm.reward_weight=0"]
 
 
@@ -31,6 +35,32 @@ def test_the_policy_moves_to_a_teacher_of_another_size(tmp_path, recipe):
     assert metrics[8, "kl/exact_reverse_token"] > 0
     assert metrics[1, "train/loss_policy"] == 0.0 and metrics[1, "train/reward"] > 0, "the reward is only measured"
     assert metrics[1, f"teacher/exact_{recipe.removeprefix('opd/')}_token"] > 0
+
+
+@pytest.fixture
+def teacher_url(monkeypatch):
+    """Our inference server, in this process, with the teacher of these tests."""
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    engine = hf_server.Engine(load_model(load_config(TINY, [f"model.options={OTHER}"]).model), batch_sequences=8)
+    port = free_port()
+    server = hf_server.listen(engine, port=port, key="key")
+    threading.Thread(target=engine.run, daemon=True).start()
+    yield f"http://127.0.0.1:{port}"
+    engine.stop()
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_run_learns_the_same_from_a_teacher_behind_a_server(tmp_path, teacher_url):
+    terms = "kl=[{estimator: top_k, reference: teacher, placement: loss, options: {k: 4, tokens: reference}}]"
+    alike = [terms, "algorithm.reward_weight=0", "train.steps=3", "optimizer.lr=3e-3", *SHORT[1:]]
+    served = go(tmp_path / "served", f"reference.teacher={{source: pocket, url: '{teacher_url}'}}", *alike).run
+    local = go(tmp_path / "local", TEACHER[0], *alike).run
+    ours, theirs = metrics_of(served), metrics_of(local)
+    for step in (1, 3):
+        for name in ("teacher/k1_reverse_sequence", "grad/norm", "train/loss_kl_0", "kl/exact_reverse_token"):
+            assert ours[step, name] == pytest.approx(theirs[step, name], rel=1e-3, abs=1e-5), (step, name)
+    assert "teacher.hash" in (served.path / "spool.jsonl").read_text()
 
 
 def test_g_opd_has_a_beta_below_zero(tmp_path):
@@ -73,6 +103,17 @@ def test_a_resumed_run_must_have_its_teacher(tmp_path):
             r"^reference\.teacher\.adapter.*merged",
         ),
         ([*TEACHER, "kl=g_opd", "kl.beta=0.5"], r"^kl\.beta.*betas of their own \(1\.25, -0\.25\)"),
+        ([*SERVED, "kl=opd/reverse"], r"^kl\.0: got 'exact'.*the teacher's probability of every token"),
+        ([*SERVED, "kl=[{estimator: top_k, reference: teacher}]"], r"^kl\.0: got 'top_k'.*options\.tokens: reference"),
+        (
+            [*SERVED, "kl=[{estimator: k1, reference: teacher, weight: reference}]"],
+            r"^kl\.0: got 'k1'.*every token",
+        ),
+        ([*SERVED, "kl=opd/sampled", "rollout.temperature=0.7"], r"^rollout\.temperature: got 0\.7.*at temperature 1"),
+        (
+            [*SERVED, "kl=opd/sampled", "reference.teacher.dtype=bfloat16"],
+            r"^reference\.teacher\.dtype.*loaded its model",
+        ),
         (["kl=[{estimator: k1, beta: 0.1}, {estimator: k1, beta: -0.1}]"], r"^kl\.1\.beta: got -0\.1.*no upper bound"),
     ],
 )

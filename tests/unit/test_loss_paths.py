@@ -8,6 +8,7 @@ after and of the term's own are part of what is compared.
 
 import contextlib
 import dataclasses
+import math
 from functools import cache
 from types import SimpleNamespace
 
@@ -43,6 +44,15 @@ TERMS = {
     "exact_loss": [KLTerm("exact", placement="loss")],
     "exact_loss_prefix": [KLTerm("exact", placement="loss", correction="prefix_previous")],
     "exact_forward_loss": [KLTerm("exact_forward", placement="loss")],
+    "weights": [
+        KLTerm("k1", baseline="own", weight="policy", weight_power=2.0),
+        KLTerm("exact", placement="loss", weight="reference"),
+        KLTerm("k1", credit="own", baseline="batch"),
+    ],
+    "exact_jsd": [
+        KLTerm("exact_jsd", placement="loss"),
+        KLTerm("exact_jsd", baseline="before", options={"share": 0.2}),
+    ],
     "exact_reward_to_go_own_baseline": [KLTerm("exact", baseline="own")],
     "top_k": [
         KLTerm("top_k", placement="loss", options={"k": 3}),
@@ -57,7 +67,7 @@ TERMS = {
 }
 
 MIXED = ("k1_reward_total_before", "k3_loss_token", "exact_forward_loss", "exact_reward_to_go_own_baseline")
-MIXED += ("reward_and_loss", "top_k")
+MIXED += ("reward_and_loss", "top_k", "exact_jsd", "weights")
 """Terms that together need every output of a pass, ahead of the update and in it."""
 
 
@@ -180,14 +190,21 @@ class SlowReference:
 
 def slow_pass(policy, reference):
     def run(inputs, _, terms):
-        logp, kl, forward = [], [], []
+        logp, kl, forward, certainties = [], [], [], {"policy": [], "reference": []}
         tops = {term.top: [] for term in terms if term.top is not None}
+        mixed = {term.mixture: [] for term in terms if term.mixture is not None}
         with torch.no_grad():
             others = [logq_TV for _, logq_TV in dense(reference, inputs)]
         for (logp_T, logp_TV), logq_TV in zip(dense(policy, inputs), others, strict=True):
             logp.append(logp_T)
             kl.append((logp_TV.exp() * (logp_TV - logq_TV)).sum(-1))
             forward.append((logq_TV.exp() * (logq_TV - logp_TV)).sum(-1))
+            for name, log_TV in (("policy", logp_TV), ("reference", logq_TV)):
+                certainties[name].append(1 + (log_TV.exp() * log_TV).sum(-1).detach() / math.log(V))
+            for share, column in mixed.items():
+                log_mixture_TV = (share * logq_TV.exp() + (1 - share) * logp_TV.exp()).log()
+                from_ref_T = (logq_TV.exp() * (logq_TV - log_mixture_TV)).sum(-1)
+                column.append(share * from_ref_T + (1 - share) * (logp_TV.exp() * (logp_TV - log_mixture_TV)).sum(-1))
             for k, tokens in tops:
                 ids_TK = (logp_TV if tokens == "policy" else logq_TV).topk(k).indices
                 inside_T = (logp_TV.gather(1, ids_TK) == logp_T[:, None]).any(1)
@@ -204,6 +221,9 @@ def slow_pass(policy, reference):
             entropy_BT=None,
             total_variation_BT=None,
             hidden_NH=None,
+            certainty_BT=spread(certainties["policy"], inputs["mask_BT"]),
+            reference_certainty_BT=spread(certainties["reference"], inputs["mask_BT"]),
+            mixture={share: spread(column, inputs["mask_BT"]) for share, column in mixed.items()},
             top=top,
         )
 
@@ -222,6 +242,9 @@ def fast_pass(policy, path):
             reference=reference,
             kl="exact_reverse" in needs,
             forward_kl="exact_forward" in needs,
+            certainty=any(term.weight == "policy" for term in terms),
+            reference_certainty=any(term.weight == "reference" for term in terms),
+            mixtures=[term.mixture for term in terms if term.mixture is not None],
             top=[term.top for term in terms if term.top is not None],
         )
 

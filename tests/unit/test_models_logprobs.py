@@ -1,6 +1,7 @@
 """The chunked head against the plain formula on tiny random models, values and gradients."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kl_comedy.models.reference import PassOptions, Reference
 
 V = 61
 EXACT = {"kl": True, "forward_kl": True, "entropy": True, "total_variation": True}
+EXACT |= {"certainty": True, "reference_certainty": True}
 PROMPTS, COMPLETIONS = (3, 5, 1), (4, 1, 6)
 
 
@@ -112,7 +114,7 @@ def test_values_and_gradients_do_not_depend_on_chunks(chunk):
 
 def test_exact_values_are_those_of_torch_distributions_with_their_gradients():
     model, other, (inputs, rows) = llama(), llama(seed=3), batch()
-    passed = pass_batch(model, inputs, reference=reference_pass(other, inputs), **EXACT)
+    passed = pass_batch(model, inputs, reference=reference_pass(other, inputs), **EXACT, mixtures=[0.3])
     weights = torch.randn(passed.kl_BT.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     policies = [torch.distributions.Categorical(logits=x) for x in naive_logits(model, rows, 0.7)]
     with torch.no_grad():
@@ -125,12 +127,18 @@ def test_exact_values_are_those_of_torch_distributions_with_their_gradients():
         "entropy_BT": [p.entropy() for p in policies],
         "total_variation_BT": [(p.probs - q.probs).clamp(min=0).sum(-1) for p, q in pairs],
     }
+    expected["certainty_BT"] = [1 - p.entropy() / math.log(V) for p in policies]
+    expected["reference_certainty_BT"] = [1 - q.entropy() / math.log(V) for q in references]
+    mixed = [torch.distributions.Categorical(probs=0.3 * q.probs + 0.7 * p.probs) for p, q in pairs]
+    jsd = [0.3 * divergence(q, m) + 0.7 * divergence(p, m) for (p, q), m in zip(pairs, mixed, strict=True)]
     for name, columns in expected.items():
         assert_rows_equal(getattr(passed, name), columns, rtol=1e-10)
+    assert_rows_equal(passed.mixture[0.3], jsd, rtol=1e-10)
     parameters = list(model.parameters())
-    expected["logp_BT"] = naive_logps(model, rows, 0.7)
-    for name in ("logp_BT", "kl_BT", "forward_kl_BT"):
-        ours = torch.autograd.grad((getattr(passed, name) * weights).sum(), parameters, retain_graph=True)
+    expected |= {"logp_BT": naive_logps(model, rows, 0.7), "jsd": jsd}
+    for name in ("logp_BT", "kl_BT", "forward_kl_BT", "jsd"):
+        column_BT = passed.mixture[0.3] if name == "jsd" else getattr(passed, name)
+        ours = torch.autograd.grad((column_BT * weights).sum(), parameters, retain_graph=True)
         plain = sum((c * w[: len(c)]).sum() for c, w in zip(expected[name], weights, strict=True))
         theirs = torch.autograd.grad(plain, parameters, retain_graph=True)
         for a, b in zip(ours, theirs, strict=True):
@@ -169,7 +177,8 @@ def test_padding_changes_nothing(lengths, pad, extra):
 def test_kl_to_itself_is_exactly_zero_and_logps_equal(dtype):
     model, (inputs, _) = llama(dtype), batch()
     reference = reference_pass(model, inputs, chunk=2 * V)
-    passed = pass_batch(model, inputs, chunk=2 * V, reference=reference, **EXACT)
+    passed = pass_batch(model, inputs, chunk=2 * V, reference=reference, **EXACT, mixtures=[0.3])
+    assert passed.mixture[0.3].count_nonzero() == 0
     assert passed.total_variation_BT.count_nonzero() == 0
     assert passed.kl_BT.count_nonzero() == 0
     assert passed.forward_kl_BT.count_nonzero() == 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kl_comedy.config.validate import option
+from kl_comedy.redaction import check_address
 
 SHARDED = ("fsdp",)
 """Strategies that shard the policy over processes."""
@@ -210,10 +211,22 @@ class TeacherConfig:
     options: dict[str, Any] = option(
         dict, "`pocket`: `preset` (`base`, `tiny`) or recipe fields; else for transformers."
     )
+    url: str | None = option(
+        None,
+        "Address of a vLLM or kl_comedy server that has the model; only the tokenizer of `source` is loaded. For terms "
+        "that read log-probs of sampled tokens or of the teacher's likeliest ones ([servers](distillation.md)).",
+    )
+    server_model: str | None = option(None, "Name of the model on the server at `url`; `null`: its first.")
+    api_key_env: str = option("VLLM_API_KEY", "Environment variable with the key of `url`.")
+
+    def __post_init__(self) -> None:
+        if self.url is not None:
+            check_address(self.url, "reference.teacher.url")
 
     def model(self, policy: ModelConfig) -> ModelConfig:
         """The teacher as a model to load, with everything else as the policy has it."""
-        own = {name: value for name, value in vars(self).items() if name != "adapter"}
+        beside = ("adapter", "url", "server_model", "api_key_env")
+        own = {name: value for name, value in vars(self).items() if name not in beside}
         own["dtype"] = self.dtype or policy.dtype
         return replace(policy, **own, lora=None, gradient_checkpointing=False)
 

@@ -83,12 +83,15 @@ class HostTerms:
 def _why_not(term: KLTerm, host: str, in_reward: bool, steps: bool) -> str | None:
     """The reason why a term cannot be computed from log-probs of sampled tokens and one reference, or None."""
     if term.reads != {"log_ratio"}:
-        what = f"baseline {term.baseline}" if term.needs == "log_ratio" else term.estimator
+        what = f"baseline {term.baseline}" if term.baseline == "exact" else f"weight {term.weight}"
+        what = what if term.needs == "log_ratio" else term.estimator
         return f"{host} hands out log-probs of sampled tokens only, and {what} reads other tokens too"
     if term.reference in ("ema", "periodic"):
         return f"{host} keeps its own reference; use reference: initial for it, or reference: sampler"
-    if term.baseline == "own":
-        return f"baseline own needs all completions of a group at once, and {host} splits groups; use after or before"
+    if term.baseline in ("own", "batch"):
+        what, splits = ("a group", "groups") if term.baseline == "own" else ("a batch", "batches")
+        why = f"needs all completions of {what} at once, and {host} splits {splits}"
+        return f"baseline {term.baseline} {why}; use after or before"
     if isinstance(term.beta, BetaTarget):
         return "a beta with a target needs the measured KL of every update; use a number"
     if isinstance(term.beta, BetaSchedule) and not steps:

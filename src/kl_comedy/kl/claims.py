@@ -2,7 +2,10 @@
 
 Targets (gradients of): ``sequence_reverse`` KL(pi || ref) over completions; ``token_reverse`` and
 ``token_forward`` the KL per prefix summed over the prefixes the behaviour policy visits, their
-distribution held fixed; ``sequence_forward`` KL(ref || pi) over completions; ``zero``. tests/exact
+distribution held fixed; ``sequence_forward`` KL(ref || pi) over completions; ``zero``. A term whose divergence is
+another one has targets of its own (:func:`own_targets`), as ``token_mixture``, for a Jensen-Shannon divergence the same
+as ``token_reverse``, ``sequence_mixture``, its sum over the policy's completions, and with ``weight`` each of them with
+the name ``_weighted``: the sum of the divergences times their weights, which are not differentiated. tests/exact
 enumerates every possible term and fails both when a claim here does not hold and when a target is hit
 that nothing here claims.
 """
@@ -20,16 +23,38 @@ from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
 TARGETS = ("sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero")
 REGIMES = ("on_policy", "off_policy", "mixed")
 
+WEIGHTED = "_weighted"
+"""Ending of the name of a target whose divergences are weighted by the token's certainty."""
+
 _AT_SEQUENCE = {"token_reverse": "sequence_reverse", "token_forward": "sequence_forward", "zero": "zero"}
 
 
 def claimed_target(term: KLTerm, regime: str) -> str | None:
     """The target whose gradient the term's expected gradient equals in a regime, or None.
 
+    What holds of the reverse KL of a prefix holds of any divergence of a prefix, so the claims of another one are
+    derived as those of the reverse KL.
     ``mixed`` (several policy versions within a completion) obeys the off-policy claims: the product of
     the recorded per-token behaviour log-probs is the behaviour policy. A capped ratio, a moving anchor
     or another reference than the one compared against claims nothing off-policy.
     """
+    target = _claimed_as_reverse(term, regime)
+    if target is None or target == "zero":
+        return target
+    target = target.replace("reverse", "mixture") if term.direction == "mixture" else target
+    return target if term.weight == "none" else target + WEIGHTED
+
+
+def own_targets(term: KLTerm) -> tuple[str, ...]:
+    """The targets of a term's own divergence, where it is none of those of :data:`TARGETS`."""
+    if term.direction == "mixture":
+        names: tuple[str, ...] = ("token_mixture", "sequence_mixture")
+    else:
+        names = () if term.weight == "none" else ("token_reverse", "sequence_reverse", "token_forward")
+    return names if term.weight == "none" else tuple(name + WEIGHTED for name in names)
+
+
+def _claimed_as_reverse(term: KLTerm, regime: str) -> str | None:
     on_policy = regime == "on_policy"
     if term.reference == "sampler" or term.input_clamp is not None or term.output_clamp is not None:
         return None
@@ -52,10 +77,12 @@ def claimed_target(term: KLTerm, regime: str) -> str | None:
 
 
 def claims_of(term: KLTerm, regime: str) -> tuple[str, ...]:
-    """The claims of the term's estimator that hold with its options in a regime."""
+    """The claims of the term's estimator that hold with its options in a regime, a mixture's as of the reverse KL."""
     entry, options = ESTIMATORS.get(term.estimator), term.estimator_options
     needed = entry.facts.get("claims_need", {}).get("on_policy" if regime == "on_policy" else "off_policy", {})
-    return tuple(entry.claims) if all(options[name] in values for name, values in needed.items()) else ()
+    if not all(options[name] in values for name, values in needed.items()):
+        return ()
+    return tuple(claim.replace("mixture", "reverse") for claim in entry.claims)
 
 
 def _in_loss(term: KLTerm, on_policy: bool, unbiased: bool, pathwise: str | None, *, forward: bool) -> str | None:
@@ -112,8 +139,18 @@ TARGET_MEANINGS = {
     "token_reverse": "optimizes the reverse KL of each visited prefix; ignores how a token changes later prefixes",
     "token_forward": "optimizes the forward KL of each visited prefix, not the reverse KL its value estimates",
     "sequence_forward": "optimizes the sequence-level forward KL: another objective, exploding variance",
+    "token_mixture": "optimizes the Jensen-Shannon divergence of each visited prefix, prefixes held fixed",
+    "sequence_mixture": "optimizes the Jensen-Shannon divergences of all prefixes of the policy's completions",
     "zero": "zero expected gradient: no regularization, only noise that grows with beta and length",
 }
+
+
+def target_meaning(target: str) -> str:
+    """What a target optimizes, in words."""
+    base = target.removesuffix(WEIGHTED)
+    return TARGET_MEANINGS[base] + (
+        "" if base == target else ", weighted by the tokens' certainty, which is held fixed"
+    )
 
 
 def verdict(term: KLTerm, regime: str) -> str:
@@ -127,7 +164,7 @@ def verdict(term: KLTerm, regime: str) -> str:
         return "none: a biased gradient that equals no target"
     if target is None:
         return "not claimed: kl-comedy certify computes what it optimizes"
-    return f"{target}: {TARGET_MEANINGS[target]}"
+    return f"{target}: {target_meaning(target)}"
 
 
 def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
@@ -136,7 +173,13 @@ def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
         return []
     regime = "off_policy" if off_policy else "on_policy"
     target = claimed_target(term, regime)
-    if target in ("sequence_reverse", "token_reverse") or (target == "token_forward" and term.direction == "forward"):
+    if target is not None and target.removesuffix(WEIGHTED) in (
+        "sequence_reverse",
+        "token_reverse",
+        *own_targets(term),
+    ):
+        return []
+    if target is not None and target.startswith("token_forward") and term.direction == "forward":
         return []
     return [f"{term.label()}: its target {regime.replace('_', '-')} is {verdict(term, regime)}"]
 

@@ -1,12 +1,13 @@
 """Estimators of the log-ratio ``l = log pi - log ref`` of the sampled token (or of the completion), and exact ones.
 
 Names follow Schulman's note (2020): k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l. The exact (Rao-Blackwellized) ones
-receive the KL of the next-token distributions over the whole vocabulary (``exact_kl_BT``) in place of a log-ratio,
+receive a divergence of the next-token distributions over the whole vocabulary (``exact_kl_BT``) for a log-ratio,
 top-k ones (:class:`TopK`) the log-probs of the k likeliest tokens and of the sampled one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -169,6 +170,44 @@ def exact(exact_kl: Tensor) -> Tensor:
 def exact_forward(exact_kl: Tensor) -> Tensor:
     """``KL(ref(.|h) || pi(.|h))`` summed over the vocabulary at the prefix of the token."""
     return exact_kl
+
+
+@ESTIMATORS.register(
+    "exact_jsd",
+    source="GKD 2306.13649 Eq. 1; TRL 1.16 DistillationTrainer (share is its beta, without its cases 0 and 1)",
+    claims=("value:mixture", "pathwise:token_mixture", "nonnegative"),
+    needs="exact_mixture",
+    options={"share": {"minimum": 0.01, "maximum": 0.99}},
+)
+def exact_jsd(divergence: Tensor, share: float = 0.5) -> Tensor:
+    """Jensen-Shannon divergence ``b KL(ref || m) + (1 - b) KL(pi || m)`` at the prefix, ``m = b ref + (1 - b) pi``.
+
+    ``b`` is ``share``, the reference's share of the mixture; summed over the vocabulary, below ``log 2`` nats whatever
+    the distributions are. Its gradient is ``(1 - b) sum_v log(pi / m) dpi``: divided by ``b`` it tends to that of
+    ``KL(ref || pi)`` as ``b`` goes to 0, and divided by ``1 - b`` to that of ``KL(pi || ref)`` as ``b`` goes to 1.
+    """
+    return divergence
+
+
+def above_mixture(logp: Tensor, ref_logp: Tensor, share: float) -> Tensor:
+    """``log pi - log m`` (nats) with ``m = share ref + (1 - share) pi``; zero bit by bit where both are equal."""
+    log_ratio = ref_logp - logp
+    likelier = log_ratio > 0  # the exponential of what is below 0 only
+    below = -torch.log1p(share * torch.expm1(torch.where(likelier, 0.0, log_ratio)))
+    above = -log_ratio - torch.log1p((1 - share) * torch.expm1(torch.where(likelier, -log_ratio, 0.0)))
+    return torch.where(likelier, above, below)
+
+
+def jensen_shannon(logp_V: Tensor, ref_logp_V: Tensor, share: float) -> Tensor:
+    """:func:`exact_jsd` of next-token log-probs (nats), summed over the last dimension; differentiable in both."""
+    from_mixture_V = above_mixture(logp_V, ref_logp_V, share)
+    ref_V = ref_logp_V.exp() * (ref_logp_V - logp_V + from_mixture_V)
+    return (share * ref_V + (1 - share) * logp_V.exp() * from_mixture_V).sum(-1)
+
+
+def certainty(logp_V: Tensor) -> Tensor:
+    """``1 - H / log V`` of next-token log-probs (nats) along the last dimension: 0 if uniform, 1 if one is sure."""
+    return 1 + (logp_V.exp() * logp_V).sum(-1) / math.log(logp_V.shape[-1])
 
 
 TOP_K_FORMS = (

@@ -197,6 +197,12 @@ _recipe(
     _teacher("exact_forward", placement="loss"),
 )
 _recipe(
+    "opd/jsd",
+    "exact Jensen-Shannon divergence to the teacher on the policy's completions",
+    "GKD 2306.13649, lambda 1, JSD(0.5); TRL 1.16 DistillationTrainer, beta 0.5",
+    _teacher("exact_jsd", placement="loss"),
+)
+_recipe(
     "g_opd",
     "max E[1.25 log(teacher / initial)] - KL(pi || initial), each token its own",
     "G-OPD 2602.12125: beta lambda to the teacher and 1 - lambda to the initial policy, lambda 1.25",

@@ -58,6 +58,19 @@ def own_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     return torch.where(defined_BT, numerator_BT / safe_BT, 0.0).detach()
 
 
+def batch_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor | None = None) -> Tensor:
+    """The mean cost (nats) over the tokens of all rows, or of each group's, ``[B, T]``; detached.
+
+    It contains the token's own completion: with ``N`` tokens in the batch, whatever is drawn, the expected gradient of
+    ``sum_t s_t (l_t - mean)`` is that without it less ``1 / N`` of the gradient of the sequence-level KL.
+    """
+    cost_BT = torch.where(mask_BT.bool(), parts.weight_BT * parts.cost_BT, 0.0)
+    sums_B2 = torch.stack([cost_BT.sum(-1), mask_BT.sum(-1).to(cost_BT.dtype)], -1)
+    _, index_B = torch.unique(mask_BT.new_zeros(len(mask_BT)) if group_B is None else group_B, return_inverse=True)
+    sums_G2 = sums_B2.new_zeros(int(index_B.max()) + 1, 2).index_add_(0, index_B, sums_B2)
+    return (sums_G2[:, :1] / sums_G2[:, 1:])[index_B].expand_as(cost_BT).detach()
+
+
 def _sum_of_others(values_BT: Tensor, group_B: Tensor) -> Tensor:
     """The sum over the other rows of the group."""
     _, index_B = torch.unique(group_B, return_inverse=True)
@@ -131,6 +144,7 @@ def kl_surrogate(
     mask_BT: Tensor,
     exact_kl_BT: Tensor | None = None,
     top: TopTokens | None = None,
+    certainty_BT: Tensor | None = None,
     baseline_BT: Tensor | None = None,
 ) -> Tensor:
     """The surrogate of a term, per token, unreduced, at beta = 1, zero outside the mask. ``[B, T]``.
@@ -149,7 +163,9 @@ def kl_surrogate(
         exact_kl_BT: for ``exact`` (``exact_forward``): the exact reverse (forward) KL of the next-token
             distributions at the prefix of token t, differentiable.
         top: for ``top_k``: the top tokens that its options ask for.
-        baseline_BT: for ``baseline: own``: :func:`own_baseline` of the update's rows; None is no baseline.
+        certainty_BT: for ``weight``: ``1 - H / log V`` of policy or reference at the prefix of token t.
+        baseline_BT: for ``baseline: own`` (``batch``): :func:`own_baseline` (:func:`batch_baseline`) of the update's
+            rows; None is no baseline.
 
     Raises:
         UserError: shapes that differ, a row without tokens, a log-prob that is not finite, an exact
@@ -160,12 +176,12 @@ def kl_surrogate(
     ...     behaviour_logp_BT=logp.detach(), mask_BT=torch.tensor([[True, True]])).detach()
     tensor([[0.5000, 0.0000]])
     """
-    batch = _checked(term, _Batch(logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT, top))
+    batch = _checked(term, _Batch(logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT, top, certainty_BT))
     parts = _parts(term, batch)
     credited_BT = parts.weight_BT * parts.cost_BT
-    if term.baseline == "exact":
-        baseline_BT = batch.exact_kl_BT
-    if baseline_BT is not None and term.baseline in ("own", "exact"):
+    if term.baseline == "exact" and batch.exact_kl_BT is not None:
+        baseline_BT = _weighted(term, batch, batch.exact_kl_BT)
+    if baseline_BT is not None and term.baseline in ("own", "exact", "batch"):
         credited_BT = credited_BT - parts.baseline_weight_BT * baseline_BT.detach()
     surrogate_BT = credited_BT * batch.logp_BT + parts.pathwise_BT
     return torch.where(batch.mask_BT, surrogate_BT, 0.0)
@@ -228,6 +244,7 @@ class _Batch(NamedTuple):
     mask_BT: Tensor
     exact_kl_BT: Tensor | None = None
     top: TopTokens | None = None
+    certainty_BT: Tensor | None = None
 
     def widened(self) -> _Batch:
         """At least float32, the mask boolean; what must not be differentiated is detached."""
@@ -236,7 +253,8 @@ class _Batch(NamedTuple):
         top = self.top
         if top is not None:
             top = TopTokens(_wide(top.logp_BTK), _wide(top.ref_logp_BTK).detach(), top.inside_BT.bool())
-        return _Batch(_wide(self.logp_BT), reference_BT, behaviour_BT, self.mask_BT.bool(), exact_BT, top)
+        certainty_BT = None if self.certainty_BT is None else _wide(self.certainty_BT).detach()
+        return _Batch(_wide(self.logp_BT), reference_BT, behaviour_BT, self.mask_BT.bool(), exact_BT, top, certainty_BT)
 
 
 def _parts(term: KLTerm, batch: _Batch) -> TermParts:
@@ -244,7 +262,7 @@ def _parts(term: KLTerm, batch: _Batch) -> TermParts:
     delta_BT = torch.where(mask_BT, batch.logp_BT - batch.behaviour_logp_BT, 0.0)
     ratio_BT = weights_of(term.correction, delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
     exact = term.needs != "log_ratio"
-    value_BT = _value(term, batch)
+    value_BT = _weighted(term, batch, _value(term, batch))
     if term.placement == "loss":
         return in_loss(value_BT, ratio_BT)
     per_decision, up_to_BT, pathwise_BT = facts.get("weights") == "cost", ratio_BT, None
@@ -261,6 +279,13 @@ def _parts(term: KLTerm, batch: _Batch) -> TermParts:
         per_decision=per_decision,
         pathwise_BT=pathwise_BT,
     )
+
+
+def _weighted(term: KLTerm, batch: _Batch, value_BT: Tensor) -> Tensor:
+    """A value per token times the token's weight, which rounding may have put below 0."""
+    if term.weight == "none" or batch.certainty_BT is None:
+        return value_BT
+    return torch.where(batch.mask_BT, batch.certainty_BT, 0.0).clamp(min=0.0) ** term.weight_power * value_BT
 
 
 def _value(term: KLTerm, batch: _Batch) -> Tensor:
@@ -316,10 +341,14 @@ def _checked(term: KLTerm, batch: _Batch) -> _Batch:
             raise UserError(f"estimator {term.estimator!r} needs top: the log-probs of the top tokens at each prefix")
         tensors |= {"top.inside_BT": top.inside_BT}
         tensors |= {"top.logp_BTK": top.logp_BTK.sum(-1), "top.ref_logp_BTK": top.ref_logp_BTK.sum(-1)}
-    elif term.reads != {"log_ratio"}:
+    elif term.reads - {"log_ratio", "certainty"}:
         if batch.exact_kl_BT is None:
             raise UserError(f"{term.label()} needs exact_kl_BT: the {term.direction} KL at each prefix")
         tensors["exact_kl_BT"] = batch.exact_kl_BT
+    if term.weight != "none":
+        if batch.certainty_BT is None:
+            raise UserError(f"{term.label()} needs certainty_BT: 1 - H / log V of the {term.weight} at each prefix")
+        tensors["certainty_BT"] = batch.certainty_BT
     if logp_BT.dim() != 2:
         raise UserError(f"logp_BT must be [B, T], got shape {tuple(logp_BT.shape)}")
     for name, tensor in {**tensors, "mask_BT": mask_BT}.items():

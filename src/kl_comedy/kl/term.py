@@ -26,7 +26,8 @@ CREDITS = ("total", "to_go", "own")
 GRADIENTS = ("natural", "k2")
 ANCHORS = ("current", "behaviour")
 REFERENCES = ("initial", "ema", "periodic", "sampler", "teacher")
-BASELINES = ("before", "after", "own", "exact")
+BASELINES = ("before", "after", "own", "exact", "batch")
+WEIGHTS = ("none", "reference", "policy")
 CAP_MODES = ("truncate", "mask", "each")
 
 
@@ -87,7 +88,8 @@ class KLTerm:
         None,
         "In reward: the cost enters before or after the advantage's baseline and normalization; `own`: after, less the "
         "group's leave-one-out mean of the term's returns, weighted to stay unbiased off-policy; `exact`: after, less "
-        "the exact KL of the token's own prefix (vOPD, 2605.07865).",
+        "the exact KL of the token's own prefix (vOPD, 2605.07865); `batch`: after, less the mean cost of the batch's "
+        "tokens, own ones included (SkyRL #1262), with credit `own`.",
         choices=BASELINES,
     )
     cap: float | None = option(None, "Bound of the correction's ratio: biased. Logged.", above=0)
@@ -104,6 +106,13 @@ class KLTerm:
     output_clamp: float | None = option(
         None, "Bound of the estimate (nats, both sides): no gradient beyond. Logged.", above=0
     )
+    weight: str = option(
+        "none",
+        "Detached weight of each token's beta: the certainty `1 - H / log V` of the next token, `H` the entropy (nats) "
+        "under the reference (2502.06533) or the policy (in the spirit of 2507.15778, which splits at a quantile).",
+        choices=WEIGHTS,
+    )
+    weight_power: float = option(1.0, "Exponent of `weight`: large ones free the uncertain tokens.", above=0)
     options: Mapping[str, float | str] = dataclasses.field(
         default_factory=dict,
         hash=False,
@@ -133,13 +142,19 @@ class KLTerm:
 
     @property
     def needs(self) -> str:
-        """What the estimator reads: ``log_ratio``, ``exact_reverse``, ``exact_forward`` or ``top_k``."""
+        """What the estimator reads: ``log_ratio``, ``exact_reverse`` (``_forward``, ``_mixture``) or ``top_k``."""
         return str(ESTIMATORS.get(self.estimator).facts.get("needs", "log_ratio"))
 
     @property
     def reads(self) -> set[str]:
-        """What the term reads: :attr:`needs`, and the exact KL where that is its baseline."""
-        return {self.needs} | ({"exact_reverse"} if self.baseline == "exact" else set())
+        """What the term reads: :attr:`needs`, the exact KL where that is its baseline, ``certainty`` for a weight."""
+        extra = {"exact_reverse"} if self.baseline == "exact" else set()
+        return {self.needs} | extra | ({"certainty"} if self.weight != "none" else set())
+
+    @property
+    def needs_update(self) -> bool:
+        """Whether its costs of all rows of an update are needed before the first of them can be learned from."""
+        return self.baseline in ("before", "own", "batch")
 
     @property
     def estimator_options(self) -> dict[str, Any]:
@@ -153,9 +168,14 @@ class KLTerm:
         return (int(options["k"]), str(options["tokens"])) if self.needs == "top_k" else None
 
     @property
+    def mixture(self) -> float | None:
+        """The reference's share of the mixture to which a Jensen-Shannon divergence is measured; None without any."""
+        return float(self.estimator_options["share"]) if self.needs == "exact_mixture" else None
+
+    @property
     def direction(self) -> str:
-        """``reverse`` (pi || ref) or ``forward``: the KL its value estimates."""
-        return "forward" if self.needs == "exact_forward" else "reverse"
+        """``reverse`` (pi || ref), ``forward`` or ``mixture`` (Jensen-Shannon): what its value estimates."""
+        return {"exact_forward": "forward", "exact_mixture": "mixture"}.get(self.needs, "reverse")
 
     def label(self) -> str:
         """A short name: estimator, direction and level, then whatever differs from the defaults.
@@ -175,10 +195,12 @@ class KLTerm:
         for name, bound in (("input", self.input_clamp), ("output", self.output_clamp)):
             if bound is not None:
                 words.append(f"{name} clamped at {bound:g}")
+        if self.weight != "none":
+            words.append(f"x {self.weight} certainty" + (f"^{self.weight_power:g}" if self.weight_power != 1 else ""))
         for name, default in (("gradient", "natural"), ("anchor", "current"), ("reference", "initial")):
             if getattr(self, name) != default:
                 words.append(f"{name}={getattr(self, name)}")
-        if self.baseline in ("before", "own", "exact"):
+        if self.baseline not in (None, "after"):
             words.append(f"{self.baseline} baseline")
         return " ".join(words)
 
@@ -225,6 +247,14 @@ def _why_impossible(term: KLTerm) -> str | None:
         return f"{term.estimator} has no noise that the exact KL of the prefix could take away; leave baseline out"
     if term.baseline == "exact" and term.reference == "sampler":
         return "baseline: exact needs the sampler's full distribution, which rollouts do not carry"
+    if term.baseline == "batch" and (exact or term.credit != "own"):
+        return "baseline: batch centres the token's own sampled estimate; use credit: own and a sampled estimator"
+    if term.weight == "none" and term.weight_power != 1:
+        return "weight_power is the exponent of weight, and weight is none"
+    if term.weight != "none" and term.level == "sequence":
+        return "weight is of a token, and level sequence has one estimate for the whole completion"
+    if term.weight != "none" and term.reference == "sampler":
+        return "weight needs a full distribution beside the policy's pass, and reference: sampler has none"
     if exact and term.anchor == "behaviour":
         return f"{term.estimator} needs the full distribution, and rollouts record sampled log-probs only"
     if exact and term.reference == "sampler":

@@ -9,6 +9,7 @@ probabilities, built in place. Autograd would hold several tensors ``[n, V]`` fo
     d logp_i / d logits       = 1_i - p
     d KL(p || q) / d logits   = p (log p - log q - KL)
     d KL(q || p) / d logits   = p - q
+    d JS_b(p, q) / d logits   = (1 - b) p (log p - log m - KL(p || m)),  m = b q + (1 - b) p
 
 Legend: ``N`` positions, ``n`` rows of one chunk, ``H`` hidden width, ``V`` vocabulary, ``K`` top tokens. The matrix
 product runs in the dtype of the weights, as it does in a sampler, or on factors rounded to ``factor_dtype`` with sums
@@ -26,12 +27,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kl_comedy.cuda import wide_product
+from kl_comedy.kl.estimators import above_mixture, certainty, jensen_shannon
 from kl_comedy.models.introspection import Head
 from kl_comedy.models.onednn_linear import product
 
-QUANTITIES = ("kl", "forward_kl", "entropy", "total_variation")
-"""What can be requested beside the log-prob; entropy and total variation carry no gradient."""
-AGAINST_REFERENCE = {"kl", "forward_kl", "total_variation"}
+QUANTITIES = ("kl", "forward_kl", "entropy", "total_variation", "certainty", "reference_certainty")
+"""What can be requested beside the log-prob; all but the KLs carry no gradient."""
+AGAINST_REFERENCE = {"kl", "forward_kl", "total_variation", "reference_certainty"}
 
 TopRequest = tuple[int, str]
 """``k``, and whose likeliest tokens: ``policy`` or ``reference``."""
@@ -50,29 +52,47 @@ def head_columns(
     temperature: float,
     chunk_elements: int,
     requested: Sequence[str] = (),
+    mixtures: Sequence[float] = (),
     top: Sequence[TopRequest] = (),
     reference: ReferenceHead | None = None,
+    given: tuple[Tensor, Tensor] | None = None,
     factor_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Columns ``[N]``: ``logp`` of ``ids_N`` and the ``requested`` :data:`QUANTITIES`.
 
+    Of mixture number n (the reference's share), column ``mixture<n>``: the Jensen-Shannon divergence.
     Of the ``top`` request number n, columns ``[N, K]`` of the top tokens: ``top<n>_logp`` of the policy,
-    ``top<n>_ref_logp`` of the reference, ``top<n>_ids``; K is at most the vocabulary.
+    ``top<n>_ref_logp`` of the reference, ``top<n>_ids``; K is at most the vocabulary. ``given``: ids and
+    log-probs ``[N, K]`` of the reference's likeliest tokens where nothing else is known of it.
     At most ``chunk_elements`` logits are held at a time. Log-probs and KLs are differentiable in ``hidden_NH`` and
     ``head``; a column without a gradient costs nothing in the backward pass. A chunk is whole rows, so every sum over
     the vocabulary is one reduction whatever the chunk size. Raises :class:`ValueError` for a missing ``reference``.
     """
     names = [name for name in QUANTITIES if name in requested]
-    if (top or not AGAINST_REFERENCE.isdisjoint(names)) and reference is None:
+    if given is not None:
+        widest = max((min(k, head[0].shape[0]) for k, _ in top), default=0)
+        if widest > given[0].shape[1] or any(tokens != "reference" for _, tokens in top):
+            raise ValueError(f"of this reference only its {given[0].shape[1]} likeliest tokens are known")
+    asked = mixtures or not AGAINST_REFERENCE.isdisjoint(names) or (top and given is None)
+    if asked and reference is None:
         raise ValueError("an exact value needs a reference pass that kept its hidden states")
     rows = max(1, chunk_elements // head[0].shape[0])
-    plan = _Plan(ids_N=ids_N, temperature=temperature, rows=rows, names=names, top=top, factor_dtype=factor_dtype)
+    plan = _Plan(
+        ids_N=ids_N,
+        temperature=temperature,
+        rows=rows,
+        names=names,
+        mixtures=mixtures,
+        top=top,
+        given=given,
+        factor_dtype=factor_dtype,
+    )
     if reference is not None:
         hidden, (weight, bias) = reference
         plan = replace(plan, reference=(hidden, (plan.factor(weight), bias)))
     columns: Sequence[Tensor] = _HeadColumns.apply(hidden_NH, *head, plan)  # type: ignore[no-untyped-call]
     tops = [f"top{n}_{column}" for n in range(len(top)) for column in TOP_COLUMNS]
-    return dict(zip(("logp", *names, *tops), columns, strict=True))
+    return dict(zip((*plan.columns, *tops), columns, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +101,16 @@ class _Plan:
     temperature: float
     rows: int
     names: list[str]
+    mixtures: Sequence[float]
     top: Sequence[TopRequest]
+    given: tuple[Tensor, Tensor] | None
     factor_dtype: torch.dtype | None
     reference: ReferenceHead | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns before those of top tokens."""
+        return ["logp", *self.names, *(f"mixture{n}" for n in range(len(self.mixtures)))]
 
     def factor(self, weight_VH: Tensor) -> Tensor:
         """The weight as a factor of products: rounded once, not for every chunk."""
@@ -115,17 +142,19 @@ class _HeadColumns(torch.autograd.Function):
         for part in plan.chunks():
             logp_nV = plan.log_softmax(hidden_NH[part], factor_VH, bias_V)
             logq_nV = plan.reference_logp(part)
-            tops = [column for request in plan.top for column in _top_columns(logp_nV, logq_nV, *request)]
-            pieces.append([*_columns(logp_nV, logq_nV, plan.ids_N[part], plan.names), *tops])
+            given = plan.given and (plan.given[0][part], plan.given[1][part])
+            tops = [column for request in plan.top for column in _top_columns(logp_nV, logq_nV, given, *request)]
+            mixtures = [jensen_shannon(logp_nV, logq_nV, share) for share in plan.mixtures]
+            pieces.append([*_columns(logp_nV, logq_nV, plan.ids_N[part], plan.names), *mixtures, *tops])
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
         kls = [name for name in plan.names if name in ("kl", "forward_kl")]
-        first = 1 + len(plan.names)
+        first = len(plan.columns)
         reference_columns = [column for n, column in enumerate(columns[first:]) if n % 3]
-        ctx.mark_non_differentiable(*columns[1 + len(kls) : first], *reference_columns)
+        ctx.mark_non_differentiable(*columns[1 + len(kls) : 1 + len(plan.names)], *reference_columns)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         single = len(plan.ids_N) <= plan.rows
-        chunk_logps = (logp_nV, logq_nV if kls else None) if single else (None, None)
+        chunk_logps = (logp_nV, logq_nV if kls or plan.mixtures else None) if single else (None, None)
         saved = (columns[1] if "kl" in kls else None, *chunk_logps, *columns[first + 2 :: 3])
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, *saved)
         return tuple(columns)
@@ -141,13 +170,13 @@ class _HeadColumns(torch.autograd.Function):
     def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
         hidden_NH, weight_VH, bias_V, kl_N, logp_nV, logq_nV, *top_ids = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        first = 1 + len(plan.names)
-        columns = dict(zip(("logp", *plan.names), gradients, strict=False))
+        first = len(plan.columns)
+        columns = dict(zip(plan.columns, gradients, strict=False))
         given = {name: grad for name, grad in columns.items() if grad is not None}
         tops = [(ids, grad) for ids, grad in zip(top_ids, gradients[first::3], strict=True) if grad is not None]
         if not given and not tops:
             return None, None, None, None
-        needs_reference = not {"kl", "forward_kl"}.isdisjoint(given)
+        needs_reference = any(name in ("kl", "forward_kl") or name.startswith("mixture") for name in given)
         saved_chunk = logp_nV is not None
         hidden_grad = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         wide = torch.promote_types(weight_VH.dtype, torch.float32)
@@ -212,6 +241,11 @@ def _logits_gradient(
         grad_nV *= share_n[:, None]
     if forward_grad_n is not None:
         grad_nV -= logq_nV.exp().mul_(forward_grad_n[:, None])
+    for n, share in enumerate(plan.mixtures):
+        if (mixture_grad_n := gradients.get(f"mixture{n}")) is not None:
+            from_mixture_nV, p_nV = above_mixture(logp_nV, logq_nV, share), logp_nV.exp()
+            from_mixture_nV -= (p_nV * from_mixture_nV).sum(1, keepdim=True)
+            grad_nV += p_nV.mul_(from_mixture_nV).mul_((1 - share) * mixture_grad_n[:, None])
     for top_ids_nK, top_grad_nK in tops:
         grad_nV.scatter_add_(1, top_ids_nK, top_grad_nK)
     return grad_nV if plan.temperature == 1 else grad_nV.div_(plan.temperature)
@@ -228,11 +262,20 @@ def _columns(logp_nV: Tensor, logq_nV: Any, ids_n: Tensor, names: Sequence[str])
         columns.append(-(logp_nV.exp().mul_(logp_nV)).sum(1))
     if "total_variation" in names:
         columns.append(0.5 * logp_nV.exp().sub_(logq_nV.exp()).abs_().sum(1))
+    if "certainty" in names:
+        columns.append(certainty(logp_nV))
+    if "reference_certainty" in names:
+        columns.append(certainty(logq_nV))
     return columns
 
 
-def _top_columns(logp_nV: Tensor, logq_nV: Tensor, k: int, tokens: str) -> tuple[Tensor, ...]:
+def _top_columns(
+    logp_nV: Tensor, logq_nV: Any, given: tuple[Tensor, Tensor] | None, k: int, tokens: str
+) -> tuple[Tensor, ...]:
     """:data:`TOP_COLUMNS` ``[n, K]`` of one chunk."""
+    if given is not None:
+        ids_nK, logq_nK = given[0][:, :k], given[1][:, :k]
+        return logp_nV.gather(1, ids_nK), logq_nK.to(logp_nV.dtype), ids_nK
     chosen_nV = logp_nV if tokens == "policy" else logq_nV
     ids_nK = chosen_nV.topk(min(k, chosen_nV.shape[1]), dim=1).indices
     return logp_nV.gather(1, ids_nK), logq_nV.gather(1, ids_nK), ids_nK

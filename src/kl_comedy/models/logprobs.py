@@ -34,8 +34,10 @@ class TokenPass:
     ``logp_BT`` log-prob of each completion token; differentiable.
     ``kl_BT`` exact ``KL(pi || ref)`` of the next-token distributions at the prefix of each token;
     ``forward_kl_BT`` exact ``KL(ref || pi)``; both differentiable in the policy only.
+    ``mixture`` by the reference's share: exact Jensen-Shannon divergences, differentiable in the policy only.
     ``entropy_BT`` entropy of the next-token distribution; detached: it is a metric here.
     ``total_variation_BT`` total variation ``sum |pi - ref| / 2`` of the next-token distributions, in [0, 1]; detached.
+    ``certainty_BT``, ``reference_certainty_BT``: ``1 - H / log V`` of the next-token distribution; detached.
     ``hidden_NH`` hidden state before each masked token, row by row; detached unless ``detach_hidden=False``.
     ``top`` by request (``k``, and whose likeliest tokens): the :class:`TopTokens` of each prefix.
     """
@@ -46,6 +48,9 @@ class TokenPass:
     entropy_BT: Tensor | None
     total_variation_BT: Tensor | None
     hidden_NH: Tensor | None
+    certainty_BT: Tensor | None = None
+    reference_certainty_BT: Tensor | None = None
+    mixture: Mapping[float, Tensor] = field(default_factory=dict)
     top: Mapping[TopRequest, TopTokens] = field(default_factory=dict)
 
 
@@ -63,6 +68,9 @@ def token_pass(
     forward_kl: bool = False,
     entropy: bool = False,
     total_variation: bool = False,
+    certainty: bool = False,
+    reference_certainty: bool = False,
+    mixtures: Sequence[float] = (),
     top: Sequence[TopRequest] = (),
     keep_hidden: bool = False,
     detach_hidden: bool = True,
@@ -71,15 +79,17 @@ def token_pass(
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
     ``share_prompt`` lets rows with the same prompt share its computation; the reference's pass must agree.
-    ``chunk_elements`` bounds the logits in memory (at least one row). ``kl``, ``forward_kl``, ``total_variation`` and
-    ``top`` need a ``reference`` pass of the same batch and temperature. With equal weights the first three are exactly
-    0.0, because both sides run the same operations. Raises :class:`ValueError` on shapes, padding sides or a reference
-    that does not fit.
+    ``chunk_elements`` bounds the logits in memory (at least one row). ``kl``, ``forward_kl``, ``total_variation``,
+    ``mixtures`` and ``top`` need a ``reference`` pass of the same batch and temperature. With equal weights all but the
+    last are exactly 0.0, because both sides run the same operations. Raises :class:`ValueError` on shapes, padding
+    sides or a reference that does not fit.
     """
     flags = {"kl": kl, "forward_kl": forward_kl, "entropy": entropy, "total_variation": total_variation}
+    flags |= {"certainty": certainty, "reference_certainty": reference_certainty}
     requested = [name for name, wanted in flags.items() if wanted]
     mask_BT = check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, temperature=temperature)
-    compared = reference if top or not AGAINST_REFERENCE.isdisjoint(requested) else None
+    asked = mixtures or not AGAINST_REFERENCE.isdisjoint(requested)
+    compared = reference if asked or (top and (reference is None or reference.top is None)) else None
 
     def run() -> tuple[Tensor, ...]:
         hidden_NH = completion_hidden(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, share_prompt=share_prompt)
@@ -90,19 +100,23 @@ def token_pass(
             temperature=temperature,
             chunk_elements=chunk_elements,
             requested=requested,
+            mixtures=mixtures,
             top=top,
             reference=None if compared is None else _reference_head(compared, len(hidden_NH), temperature),
+            given=None if reference is None else reference.top,
             factor_dtype=head_dtype(model),
         )
         return (hidden_NH.detach() if detach_hidden else hidden_NH, *columns.values())
 
     hidden_NH, *columns = run_inside_fsdp_forward(model, run)
-    names = ["logp", *requested, *(f"top{n}_{column}" for n in range(len(top)) for column in TOP_COLUMNS)]
+    names = ["logp", *requested, *(f"mixture{n}" for n in range(len(mixtures)))]
+    names += [f"top{n}_{column}" for n in range(len(top)) for column in TOP_COLUMNS]
     columns_BT = {name: _rows_of(column, mask_BT) for name, column in zip(names, columns, strict=True)}
     return TokenPass(
         logp_BT=columns_BT["logp"],
         **{f"{name}_BT": columns_BT.get(name) for name in flags},
         hidden_NH=hidden_NH if keep_hidden else None,
+        mixture={share: columns_BT[f"mixture{n}"] for n, share in enumerate(mixtures)},
         top={
             request: TopTokens(
                 logp_BTK=columns_BT[f"top{n}_logp"],
@@ -124,6 +138,8 @@ def _reference_head(reference: ReferencePass, rows: int, temperature: float) -> 
     """The reference's hidden states and its whole head (a sharded reference keeps its head in shards)."""
     if reference.temperature != temperature:
         raise ValueError(f"the reference pass is at temperature {reference.temperature}, the policy at {temperature}")
+    if reference.hidden_NH is None or reference.head is None:
+        raise ValueError("a teacher behind a server gives log-probs of its likeliest tokens, not of the vocabulary")
     if len(reference.hidden_NH) != rows:
         raise ValueError(f"the reference pass has {len(reference.hidden_NH)} tokens, the batch {rows}")
     weight, bias = reference.head

@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 class ReferencePass:
     """A reference over one batch: log-probs, and what exact KL needs to rebuild its distributions; no gradient.
 
-    ``head`` (weight ``[V, H]``, bias) is not copied: it is valid until the reference moves.
+    ``head`` (weight ``[V, H]``, bias) is not copied: it is valid until the reference moves. A teacher behind a server
+    has neither head nor hidden states, but ``top``: ids and log-probs ``[N, K]`` of its likeliest tokens, in order.
     """
 
     logp_BT: Tensor
-    hidden_NH: Tensor
-    head: Head
     temperature: float
+    hidden_NH: Tensor | None = None
+    head: Head | None = None
+    top: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from kl_comedy.config import AlgorithmConfig, Config
 from kl_comedy.config.combinations import sampler_of, updates_from_a_batch
-from kl_comedy.config.schema import SHARDED, SuiteConfig, ValueConfig
+from kl_comedy.config.schema import SHARDED, SuiteConfig, TeacherConfig, ValueConfig
 from kl_comedy.config.validate import parse_record
 from kl_comedy.data import RenderReport, data_hash, decontaminate, load_problems, render
 from kl_comedy.errors import UserError, bad_value, unknown_key
@@ -184,9 +184,30 @@ def _check_references(config: Config, terms: Sequence[KLTerm]) -> None:
         raise UserError(
             "reference.teacher: no KL term has reference: teacher, so this model would do nothing; remove it or name it"
         )
+    if teacher.url is not None:
+        _check_served_teacher(config, teacher, {n: terms[n] for n in named})
     if teacher.adapter is not None and config.train.strategy in SHARDED:
         why = "a teacher in shards is read from its files; name the merged policy of the LoRA run in source"
         raise bad_value("reference.teacher.adapter", teacher.adapter, f"null with {config.train.strategy}", why)
+
+
+def _check_served_teacher(config: Config, teacher: TeacherConfig, terms: Mapping[int, KLTerm]) -> None:
+    """Raise :class:`UserError` where a term needs more than a server gives, and for settings that it has not heard."""
+    unused = TeacherConfig()
+    for name in ("adapter", "gguf_file", "dtype", "trust_remote_code", "options"):
+        if getattr(teacher, name) != getattr(unused, name):
+            why = "the server at reference.teacher.url has loaded its model"
+            raise bad_value(f"reference.teacher.{name}", getattr(teacher, name), str(getattr(unused, name)), why)
+    if config.rollout.temperature != 1:
+        why = "a server gives a prompt's log-probs at temperature 1"
+        raise bad_value("rollout.temperature", config.rollout.temperature, "1 with reference.teacher.url", why)
+    for position, term in terms.items():
+        needs_all = term.reads - {"log_ratio", "top_k"} - ({"certainty"} if term.weight == "policy" else set())
+        if needs_all or (term.top is not None and term.top[1] != "reference"):
+            why = f"{term.label()} reads the teacher's probability of every token" if needs_all else ""
+            why = why or "only the teacher's likeliest tokens are known, not its log-probs of the policy's"
+            allowed = "k1, k2, k3 and the like, or top_k with options.tokens: reference, with reference.teacher.url"
+            raise bad_value(f"kl.{position}", term.estimator, allowed, why)
 
 
 def is_off_policy(config: Config) -> bool:

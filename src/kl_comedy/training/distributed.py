@@ -20,9 +20,10 @@ from torch import Tensor
 
 from kl_comedy.config import Config, ModelConfig
 from kl_comedy.errors import RunFailed, UserError, bad_value
+from kl_comedy.kl import KLTerm
 from kl_comedy.models import LoadedModel, load_model
-from kl_comedy.models.load import pick_device
-from kl_comedy.models.reference import match_teacher
+from kl_comedy.models.load import load_tokenizer, pick_device
+from kl_comedy.models.reference import check_tokens, match_teacher
 
 T = TypeVar("T")
 
@@ -198,6 +199,26 @@ def load_teacher(config: Config, policy: LoadedModel, ranks: Ranks) -> LoadedMod
         adapter = settings.adapter
         model = ranks.raise_on_all_ranks(lambda: match_teacher(loaded, policy, adapter))
     return replace(loaded, model=model)
+
+
+def connect_teacher(config: Config, policy: LoadedModel, terms: Sequence[KLTerm], ranks: Ranks) -> Any:
+    """The teacher behind ``reference.teacher.url``, asked by every process for its own rows.
+
+    Raises :class:`UserError` on all ranks where it cannot be asked, or where its tokens are not the policy's.
+    """
+    from kl_comedy.rollouts.engines.teacher import TeacherServer
+
+    settings = config.reference.teacher
+    assert settings is not None
+    k = max((term.top[0] for term in terms if term.reference == "teacher" and term.top is not None), default=0)
+
+    def connect() -> Any:
+        tokenizer = load_tokenizer(settings.model(config.model))
+        check_tokens(replace(policy, tokenizer=tokenizer), policy, "model.source", settings.source)
+        return TeacherServer(settings, policy, k)
+
+    with teacher_errors():
+        return ranks.raise_on_all_ranks(connect)
 
 
 @contextlib.contextmanager

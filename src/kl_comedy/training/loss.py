@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.config import AlgorithmConfig
-from kl_comedy.kl import KLTerm, TermParts, kl_parts, kl_surrogate, kl_value, own_baseline
+from kl_comedy.kl import KLTerm, TermParts, batch_baseline, kl_parts, kl_surrogate, kl_value, own_baseline
 from kl_comedy.objective import PolicyTerm, policy_term, returns_with_costs, sequence_weights
 from kl_comedy.objective.advantages import whiten
 from kl_comedy.objective.policy_term import PolicyLossParts
@@ -43,7 +43,7 @@ tokens, ``[T]``, and ``last``, the value after the last."""
 class MicroBatch:
     """Rows of one forward and backward: their experience, and the pass of each reference over them.
 
-    ``baselines``: ``[B, T]`` by the position of each term with ``baseline: own``. ``proximal_logp_BT`` and
+    ``baselines``: ``[B, T]`` by the position of each term with ``baseline: own`` or ``batch``. ``proximal_logp_BT`` and
     ``old_value_BT``: log-probs and values of the policy at the batch's first use, ``value_target_BT`` the lambda
     returns; None where the policy loss uses the sampler's log-probs, or there is no critic. ``empty``: its weight is
     zero; it keeps the collectives of this rank in step with ranks that have more rows. ``notes``: metrics of the
@@ -93,7 +93,7 @@ def prepare(
     same split into micro-batches. ``old_policy``, row by row, is needed with a recomputed proximal policy or a critic.
 
     ``policy_pass(inputs, reference, terms)`` returns log-probs and the exact KLs that the terms need. It is called
-    only for terms with ``baseline: before`` or ``own``, and for DPO.
+    only for terms with ``baseline: before``, ``own`` or ``batch``, and for DPO.
     """
     algorithm, device = plan.algorithm, plan.packer.device
     packs = plan.packer.micro_batches(rows)
@@ -106,12 +106,13 @@ def prepare(
         passes = [{name: ref.forward_pass(**model_inputs(p)) for name, ref in references.items()} for p in packs]
         passed = list(zip(packs, passes, strict=True))
         parts = _update_parts(passed, plan, betas, policy_pass, mask_BT)
-    before, own = ([n for n in parts if plan.terms[n].baseline == kind] for kind in ("before", "own"))
+    before, own, centred = ([n for n in parts if plan.terms[n].baseline == kind] for kind in ("before", "own", "batch"))
     costs = [betas[n] * parts[n].cost_BT for n in before]
     returns_BT = returns_with_costs(
         algorithm.reward_weight * reward_B, torch.stack(costs).sum(0) if costs else None, length
     )
     baselines = {n: own_baseline(parts[n], mask_BT, group_B) for n in own}
+    baselines |= {n: batch_baseline(parts[n], mask_BT) for n in centred}
 
     def old(key: str) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence([row[key] for row in old_policy], batch_first=True).to(device)
@@ -172,11 +173,11 @@ def prepare(
 def _update_parts(
     passed: _Passed, plan: Preparation, betas: Sequence[float], policy_pass: PolicyPass, mask_BT: Tensor
 ) -> dict[int, TermParts]:
-    """By position, the parts over the whole update, in float64, of terms with ``baseline: before`` or ``own``.
+    """By position, the parts over the whole update, in float64, of terms with :attr:`KLTerm.needs_update`.
 
     Past the end of a completion the cost is what the credit gives there: the total, or zero. ``pathwise_BT`` is zero.
     """
-    early = (n for n, term in enumerate(plan.terms) if term.baseline in ("before", "own") and betas[n] > 0)
+    early = (n for n, term in enumerate(plan.terms) if term.needs_update and betas[n] > 0)
     terms = {position: plan.terms[position] for position in early}
     names, zeros_BT = ("cost_BT", "weight_BT", "baseline_weight_BT"), torch.zeros_like(mask_BT, dtype=torch.float64)
     update = {n: TermParts(pathwise_BT=zeros_BT, **{name: zeros_BT.clone() for name in names}) for n in terms}
@@ -279,12 +280,25 @@ def kl_arguments(
     """The tensors that a term is computed from; ``policy`` holds the exact KLs to its reference."""
     return {
         **({} if term.top is None else {"top": policy.top[term.top]}),
+        **({} if term.weight == "none" else {"certainty_BT": certainty_of(term, policy)}),
         "logp_BT": logp_BT,
         "ref_logp_BT": ref_logp_BT,
         "behaviour_logp_BT": batch.behaviour_logp_BT,
         "mask_BT": batch.mask_BT,
-        "exact_kl_BT": policy.forward_kl_BT if term.needs == "exact_forward" else policy.kl_BT,
+        "exact_kl_BT": exact_divergence(term, policy),
     }
+
+
+def certainty_of(term: KLTerm, policy: TokenPass) -> Tensor | None:
+    """The certainty that weights each token, ``[B, T]``."""
+    return policy.certainty_BT if term.weight == "policy" else policy.reference_certainty_BT
+
+
+def exact_divergence(term: KLTerm, policy: TokenPass) -> Tensor | None:
+    """The exact divergence per prefix that a term reads, ``[B, T]``."""
+    if term.mixture is not None:
+        return policy.mixture[term.mixture]
+    return policy.forward_kl_BT if term.needs == "exact_forward" else policy.kl_BT
 
 
 def weighted_sum(loss_BT: Tensor, experience: Experience) -> Tensor:

@@ -27,7 +27,7 @@ from kl_comedy.objective import value_loss
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.training.build import check_training
-from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks, load_policy, load_teacher
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks, connect_teacher, load_policy, load_teacher
 from kl_comedy.training.experience import UpdateBatch
 from kl_comedy.training.loss import (
     MicroBatch,
@@ -136,8 +136,14 @@ class PolicyModule(lightning.LightningModule):
             self.value_head = ValueHead(int(settings.get_text_config().hidden_size), loaded.device)
         # The initial reference always: KL is reported against it. Moving ones where a term names them.
         names = ["initial", *sorted({term.reference for term in self.terms} - {"initial", "sampler"})]
-        teacher = load_teacher(config, loaded, ranks) if "teacher" in names else None
-        self.references = {name: build_reference(name, loaded, config, teacher=teacher) for name in names}
+        served = config.reference.teacher is not None and config.reference.teacher.url is not None
+        teacher = load_teacher(config, loaded, ranks) if "teacher" in names and not served else None
+        self.references = {
+            name: connect_teacher(config, loaded, self.terms, ranks)
+            if name == "teacher" and served
+            else build_reference(name, loaded, config, teacher=teacher)
+            for name in names
+        }
         self._pass_options = pass_options(config, loaded)
         packer = Packer.of(config, loaded, ranks)
         self.plan = Preparation(terms=self.terms, algorithm=config.algorithm, packer=packer)
@@ -338,6 +344,9 @@ class PolicyModule(lightning.LightningModule):
             reference=reference,
             kl=measure or "exact_reverse" in needs,
             forward_kl=measure or "exact_forward" in needs,
+            certainty=any(term.weight == "policy" for term in terms),
+            reference_certainty=any(term.weight == "reference" for term in terms),
+            mixtures=sorted({term.mixture for term in terms if term.mixture is not None}),
             top=sorted({term.top for term in terms if term.top is not None}),
             entropy=measure,
             total_variation=measure,

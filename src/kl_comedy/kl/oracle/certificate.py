@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
-from kl_comedy.kl.claims import TARGET_MEANINGS, TARGETS, claimed_target
+from kl_comedy.kl.claims import TARGETS, claimed_target, own_targets, target_meaning
 from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 from kl_comedy.kl.oracle.drawn import Setting, drawn_settings, worst_case
 from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, Tree
@@ -42,6 +42,8 @@ FAR_DISTANCE, FAR_STALENESS = 4.0, 1.5
 TOP = Tree.build(vocabulary=5, length=3)
 """Where a term reads top tokens: two of them leave a tail of three."""
 BOUNDS = ("cap", "window", "input_clamp", "output_clamp")
+BATCHES = (2, 3)
+"""Completions of the batches that are enumerated with a baseline of the batch's mean."""
 LONG = Tree.build(vocabulary=2, length=8, ends=False)
 """A longer tree, where a window of the last ratios leaves some out."""
 
@@ -66,7 +68,9 @@ class Certificate:
     ``variance_ratio`` that over the least noisy unbiased term for the target hit (for the sequence-level
     reverse KL where none is). ``strength`` is the multiple of the sequence-level reverse-KL gradient it
     contains: the beta one gets for a beta of 1. ``near_target`` is what is hit while no bound acts. ``worst_error``:
-    the largest error from the claimed target, in the drawn setting ``worst_setting``.
+    the largest error from the claimed target, in the drawn setting ``worst_setting``. ``batch_bias``: with a
+    baseline of the batch's mean, by the batch's completions, the relative distance of the expected gradient from that
+    without it, which the other figures are of.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Certificate:
     strength: float
     worst_error: float = 0.0
     worst_setting: str = ""
+    batch_bias: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def claim_holds(self) -> bool:
@@ -100,13 +105,17 @@ class Certificate:
         noise = "" if ratio is None else f"; {ratio:.3g}x the variance of the least noisy unbiased term"
         if any(term.baseline == "own" for term in self.terms):
             noise += " (its own baseline, which needs a group, is not counted)"
+        if self.batch_bias:
+            sizes = " and ".join(f"{share:.0%} off with {n}" for n, share in self.batch_bias.items())
+            limit = self.near_target or "no target"
+            return f"{limit} as the batch grows, {sizes} completions: its mean contains the token's own estimate{noise}"
         if self.target is not None:
-            return f"{TARGET_MEANINGS[self.target]}{noise if self.target != 'zero' else ''}"
+            return f"{target_meaning(self.target)}{noise if self.target != 'zero' else ''}"
         if self.near_target is not None:
             return f"{self.near_target} while no bound acts, biased beyond{noise}"
         bias, along = self.relative_bias, self.cosine["sequence_reverse"]
         off = bias["sequence_reverse"]
-        nearest = min((t for t in TARGETS if t != "zero"), key=lambda t: bias[t])
+        nearest = min((t for t in bias if t != "zero"), key=lambda t: bias[t])
         size = "less than 1%" if off < 0.01 else f"{off:.0%}" if off < 10 else f"{off:.0f}x"
         words = f"biased: {size} off the sequence-level reverse KL, cosine {along:.2f}"
         if along < 0:
@@ -126,12 +135,13 @@ class Certificate:
             "relative_bias": {name: _plain(value) for name, value in self.relative_bias.items()},
             "cosine": {name: _plain(value) for name, value in self.cosine.items()},
             **{name: getattr(self, name) for name in ("variance", "variance_ratio", "strength", "verdict")},
+            **({"batch_bias": dict(self.batch_bias)} if self.batch_bias else {}),
         }
 
 
 def is_bounded(terms: Sequence[KLTerm]) -> bool:
-    """Whether a cap, clamp or window acts far from the reference."""
-    return any(getattr(term, name) is not None for term in terms for name in BOUNDS)
+    """Whether a cap, clamp or window acts far from the reference, or the mean of a batch contains the own sample."""
+    return any(term.baseline == "batch" or getattr(term, name) is not None for term in terms for name in BOUNDS)
 
 
 def pulls_to_sampler(terms: Sequence[KLTerm]) -> bool:
@@ -203,25 +213,40 @@ def _certificate(
 ) -> Certificate:
     to_sampler = pulls_to_sampler(terms)
     main = TREE if all(term.top is None for term in terms) else TOP
-    instances = battery(regime, sampler_is_reference=to_sampler, main=main, seed=seed)
+    own = terms[0] if len(terms) == 1 else None
+
+    def with_own_targets(each: BatteryInstance) -> BatteryInstance:
+        names = own_targets(own) if own else ()
+        if not names:
+            return each
+        targets = {name: target_gradient(each.instance, name, own) for name in names}
+        return dataclasses.replace(each, targets={**targets, **each.targets})
+
+    instances = [
+        with_own_targets(each) for each in battery(regime, sampler_is_reference=to_sampler, main=main, seed=seed)
+    ]
     scale = max((initial_beta(term) for term in terms), default=1.0) or 1.0
-    unit = [dataclasses.replace(term, beta=initial_beta(term) / scale) for term in terms]
+    whole = [dataclasses.replace(term, beta=initial_beta(term) / scale) for term in terms]
+    centred = any(term.baseline == "batch" for term in terms)
+    unit = [dataclasses.replace(term, baseline="after") if term.baseline == "batch" else term for term in whole]
     pairs = [(each, exact_moments(each.instance, terms_loss(unit))) for each in instances]
     claimed = claimed_target(terms[0], regime) if len(terms) == 1 else None
     near_target = _target_hit([pair for pair in pairs if pair[0].near], claimed)
     if claimed is not None and search_seconds and not is_bounded(terms):
 
         def error_of(setting: Setting) -> float:
-            each = with_targets(setting.instance(regime), to_sampler)
+            each = with_own_targets(with_targets(setting.instance(regime), to_sampler))
             return exact_moments(each.instance, terms_loss(unit)).error(each.targets[claimed])
 
         setting, _, _ = worst_case(error_of, seed=seed or 0, seconds=search_seconds)
         if setting is not None:
-            each = with_targets(setting.instance(regime), to_sampler, setting=setting)
+            each = with_own_targets(with_targets(setting.instance(regime), to_sampler, setting=setting))
             pairs.append((each, exact_moments(each.instance, terms_loss(unit))))
     target = _target_hit(pairs, near_target)
     if any(term.window is not None and term.window >= LONG.length - 1 for term in terms):
         target = None  # no instance is longer than the window, so none shows what it leaves out
+    if centred:
+        target = None
     shown = [(each.targets, moments) for each, moments in pairs if each.shown]
 
     def mean(target: str, figure: str) -> float:
@@ -241,21 +266,33 @@ def _certificate(
         target=target,
         near_target=near_target,
         claimed=claimed,
-        relative_bias={t: mean(t, "relative_bias") for t in TARGETS},
+        relative_bias={t: mean(t, "relative_bias") for t in instances[0].targets},
         # the cosine of a gradient of rounding errors is no direction
-        cosine={t: math.nan if target == "zero" else mean(t, "cosine") for t in TARGETS},
+        cosine={t: math.nan if target == "zero" else mean(t, "cosine") for t in instances[0].targets},
         variance=variance,
         variance_ratio=variance / best if best else None,
         strength=mean("sequence_reverse", "strength"),
         worst_error=worst_error,
         worst_setting=worst_setting,
+        batch_bias={n: _batch_bias(whole, pairs, n) for n in (BATCHES if centred else ())},
     )
+
+
+def _batch_bias(terms: Sequence[KLTerm], pairs: Sequence[tuple[BatteryInstance, Moments]], completions: int) -> float:
+    """The mean distance from the expected gradients in ``pairs``, relative, where so many completions are a batch."""
+    return sum(
+        exact_moments(each.instance, terms_loss(terms), group_size=completions).relative_bias(moments.gradient_D)
+        for each, moments in pairs
+        if each.shown
+    ) / sum(each.shown for each, _ in pairs)
 
 
 def _target_hit(pairs: Sequence[tuple[BatteryInstance, Moments]], preferred: str | None) -> str | None:
     """The target hit on every instance; where several coincide, the preferred one."""
     hits = [
-        name for name in TARGETS if all(moments.equals(each.targets[name], each.tolerance) for each, moments in pairs)
+        name
+        for name in pairs[0][0].targets
+        if all(moments.equals(each.targets[name], each.tolerance) for each, moments in pairs)
     ]
     return preferred if preferred in hits else next(iter(hits), None)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.kl.estimators import TopTokens
+from kl_comedy.kl.estimators import TopTokens, certainty, jensen_shannon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,8 @@ class Rows:
     The policy's ``logp_BT`` and the exact ``KL(pi || ref)`` and ``KL(ref || pi)`` of the next token at each prefix
     carry gradient, and so do the next-token log-probs ``next_logp_BTV``. ``behaviour_logp_BT`` is what the sampler
     recorded. Equal numbers of ``group_B`` are adjacent; ``truncated_B`` marks completions cut at the length limit.
-    ``proximal_logp_BT``: None at a batch's first update. The last three are for terms with top tokens.
+    ``proximal_logp_BT``: None at a batch's first update. The last three are for terms that
+    read other tokens than the sampled one.
     """
 
     logp_BT: Tensor
@@ -51,12 +52,26 @@ class Rows:
         So there is a tail in every tree, as in a language model. Raises :class:`UserError` for rows without next-token
         log-probs.
         """
-        if self.next_logp_BTV is None or self.ref_next_logp_BTV is None or self.token_BT is None:
-            raise UserError("these rows carry no next-token log-probs, which a term with top tokens needs")
-        chosen_BTV = self.next_logp_BTV.detach() if tokens == "policy" else self.ref_next_logp_BTV
+        next_logp_BTV, ref_next_logp_BTV, token_BT = self._next()
+        chosen_BTV = next_logp_BTV.detach() if tokens == "policy" else ref_next_logp_BTV
         ids_BTK = chosen_BTV.topk(min(k, max(1, chosen_BTV.shape[-1] // 2)), -1).indices
-        inside_BT = (ids_BTK == self.token_BT[..., None]).any(-1)
-        return TopTokens(self.next_logp_BTV.gather(-1, ids_BTK), self.ref_next_logp_BTV.gather(-1, ids_BTK), inside_BT)
+        inside_BT = (ids_BTK == token_BT[..., None]).any(-1)
+        return TopTokens(next_logp_BTV.gather(-1, ids_BTK), ref_next_logp_BTV.gather(-1, ids_BTK), inside_BT)
+
+    def mixture(self, share: float) -> Tensor:
+        """The exact Jensen-Shannon divergence of the next token at each prefix, ``[B, T]``; raises as :meth:`top`."""
+        next_logp_BTV, ref_next_logp_BTV, _ = self._next()
+        return jensen_shannon(next_logp_BTV, ref_next_logp_BTV, share)
+
+    def certainty(self, of: str) -> Tensor:
+        """The certainty ``[B, T]`` of ``policy`` or ``reference`` at each prefix; raises as :meth:`top`."""
+        next_logp_BTV, ref_next_logp_BTV, _ = self._next()
+        return certainty((next_logp_BTV if of == "policy" else ref_next_logp_BTV).detach())
+
+    def _next(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.next_logp_BTV is None or self.ref_next_logp_BTV is None or self.token_BT is None:
+            raise UserError("these rows carry no next-token log-probs, which this term needs")
+        return self.next_logp_BTV, self.ref_next_logp_BTV, self.token_BT
 
 
 class Loss(Protocol):

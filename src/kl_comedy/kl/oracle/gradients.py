@@ -21,9 +21,10 @@ from torch import Tensor
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.beta import BetaState
-from kl_comedy.kl.claims import TARGETS
+from kl_comedy.kl.claims import TARGETS, WEIGHTED, own_targets
+from kl_comedy.kl.estimators import certainty, jensen_shannon
 from kl_comedy.kl.oracle.enumeration import Completions, Instance, Loss, Rows, log_probs
-from kl_comedy.kl.surrogate import kl_parts, kl_surrogate, own_baseline
+from kl_comedy.kl.surrogate import batch_baseline, kl_parts, kl_surrogate, own_baseline
 from kl_comedy.kl.term import KLTerm
 
 CHUNK = 8192
@@ -272,23 +273,28 @@ def terms_loss(terms: Sequence[KLTerm]) -> Loss:
 
 
 def term_surrogate(term: KLTerm, rows: Rows) -> Tensor:
-    """:func:`kl_surrogate` on rows, with the term's own baseline over each group where it has one."""
+    """:func:`kl_surrogate` on rows, with the baseline over each group (as a batch, for ``batch``) where it has one."""
     arguments = term_arguments(term, rows)
-    if term.baseline != "own":
+    if term.baseline not in ("own", "batch"):
         return kl_surrogate(term, **arguments)
     parts = kl_parts(term, **arguments)
-    return kl_surrogate(term, **arguments, baseline_BT=own_baseline(parts, rows.mask_BT, rows.group_B))
+    baseline = own_baseline if term.baseline == "own" else batch_baseline
+    return kl_surrogate(term, **arguments, baseline_BT=baseline(parts, rows.mask_BT, rows.group_B))
 
 
 def term_arguments(term: KLTerm, rows: Rows) -> dict[str, Any]:
     """What a term reads of rows."""
+    exact_BT = rows.forward_kl_BT if term.needs == "exact_forward" else rows.reverse_kl_BT
+    if term.mixture is not None:
+        exact_BT = rows.mixture(term.mixture)
     return {
         **({} if term.top is None else {"top": rows.top(*term.top)}),
+        **({} if term.weight == "none" else {"certainty_BT": rows.certainty(term.weight)}),
         "logp_BT": rows.logp_BT,
         "ref_logp_BT": rows.ref_logp_BT,
         "behaviour_logp_BT": rows.behaviour_logp_BT,
         "mask_BT": rows.mask_BT,
-        "exact_kl_BT": rows.forward_kl_BT if term.needs == "exact_forward" else rows.reverse_kl_BT,
+        "exact_kl_BT": exact_BT,
     }
 
 
@@ -304,25 +310,32 @@ def expected_gradient(
     return exact_moments(instance, terms_loss(terms), group_size=group_size, chunk=chunk)
 
 
-def target_gradient(instance: Instance, target: str) -> Tensor:
-    """The gradient ``[D]`` of a target (see :mod:`kl_comedy.kl.claims`) at the instance's policy.
+def target_gradient(instance: Instance, target: str, term: KLTerm | None = None) -> Tensor:
+    """The gradient ``[D]`` of a target (see :mod:`kl_comedy.kl.claims`), or of one of ``term``'s own, at the policy.
 
     By the chain rule over prefixes, ``KL = sum_h P(h) KL_h``: no completion is enumerated. Prefixes are
     weighted by the visits of the policy (differentiated), the reference, or the sampler (constant).
     """
-    if target not in TARGETS:
-        raise bad_value("target", target, TARGETS)
+    allowed = (*TARGETS, *(own_targets(term) if term else ()))
+    if target not in allowed:
+        raise bad_value("target", target, allowed)
     theta_D = instance.theta_D.clone().requires_grad_(True)
     if target == "zero":
         return torch.zeros_like(theta_D)
     logp_NV = instance.policy_logp(theta_D)
     ratio_NV = logp_NV - instance.ref_logp_NV
-    if target.endswith("reverse"):
+    base = target.removesuffix(WEIGHTED)
+    if term is not None and term.mixture is not None and base.endswith("mixture"):
+        visiting_NV, kl_N = logp_NV, jensen_shannon(logp_NV, instance.ref_logp_NV, term.mixture)
+    elif base.endswith("reverse"):
         visiting_NV, kl_N = logp_NV, (logp_NV.exp() * ratio_NV).sum(-1)
     else:
         visiting_NV, kl_N = instance.ref_logp_NV, -(instance.ref_logp_NV.exp() * ratio_NV).sum(-1)
     if target.startswith("token"):
         visiting_NV = instance.sampler_logp_NV
+    if term is not None and base != target:
+        weight_N = certainty(instance.policy_logp() if term.weight == "policy" else instance.ref_logp_NV)
+        kl_N = weight_N.clamp(min=0.0) ** term.weight_power * kl_N
     return torch.autograd.grad(instance.tree.reach(visiting_NV) @ kl_N, theta_D)[0]
 
 

@@ -27,8 +27,9 @@ from kl_comedy.kl.estimators import TopK, TopTokens, estimate
 from kl_comedy.kl.term import estimator_defaults
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry, plugin_line
 
-VALUES = ("value:reverse", "value:forward")
-CLAIMS = (*VALUES, "pathwise:zero", "pathwise:token_reverse", "pathwise:token_forward", "nonnegative")
+VALUES = ("value:reverse", "value:forward", "value:mixture")
+PATHWISE = ("pathwise:zero", "pathwise:token_reverse", "pathwise:token_forward", "pathwise:token_mixture")
+CLAIMS = (*VALUES, *PATHWISE, "nonnegative")
 OPTION_RULES = ("choices", "minimum", "maximum", "above", "whole")
 RANGE = 100.0
 """The largest log-ratio (nats) that is checked."""

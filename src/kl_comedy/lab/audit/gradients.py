@@ -32,7 +32,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_diagnostics, kl_parts, kl_surrogate
 from kl_comedy.models.introspection import unwrap
 from kl_comedy.records import Scored
-from kl_comedy.training.loss import MicroBatch, policy_parts, prepare
+from kl_comedy.training.loss import MicroBatch, certainty_of, exact_divergence, policy_parts, prepare
 from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
 
@@ -219,7 +219,8 @@ def loss_of(
             )
         exact = passes["initial" if term.reference == "sampler" else term.reference]
         arguments: dict[str, Any] = _log_probs(micro, term, logp_BT)
-        arguments["exact_kl_BT"] = exact.forward_kl_BT if term.needs == "exact_forward" else exact.kl_BT
+        arguments["exact_kl_BT"] = exact_divergence(term, exact)
+        arguments |= {} if term.weight == "none" else {"certainty_BT": certainty_of(term, exact)}
         arguments |= {} if term.top is None else {"top": exact.top[term.top]}
         if term.baseline == "before":
             assert with_term is not None
@@ -278,7 +279,7 @@ def block_gradients(
     loss leaves without gradient, and the values of exact KL. All ranks must call.
     """
     # A cost before the baseline, and a baseline of the term itself, need all rows.
-    alone = {item.key: item for item in audited if item.term is not None and item.term.baseline in ("before", "own")}
+    alone = {item.key: item for item in audited if item.term is not None and item.term.needs_update}
     pass_reference = _ComputedOnce(lambda name, inputs: module.references[name].forward_pass(**inputs))
     references: dict[str, Any] = {
         name: SimpleNamespace(forward_pass=lambda name=name, **inputs: pass_reference(name, inputs))
@@ -346,9 +347,11 @@ def _micro_gradients(
         replaced = {field: value.detach().requires_grad_() for field, value in values.items()}
         tops = {request: top.logp_BTK.detach().requires_grad_() for request, top in policy_pass.top.items()}
         outputs += [*values.values(), *(top.logp_BTK for top in policy_pass.top.values())]
-        leaves += [*replaced.values(), *tops.values()]
+        mixture = {share: value.detach().requires_grad_() for share, value in policy_pass.mixture.items()}
+        outputs += policy_pass.mixture.values()
+        leaves += [*replaced.values(), *tops.values(), *mixture.values()]
         top = {request: policy_pass.top[request]._replace(logp_BTK=leaf) for request, leaf in tops.items()}
-        detached[name] = dataclasses.replace(policy_pass, **replaced, top=top)
+        detached[name] = dataclasses.replace(policy_pass, **replaced, mixture=mixture, top=top)
     derivatives: list[Sequence[Tensor | None]] = []
     for item in audited:
         value = loss_of(item, micro, with_term.get(item.key), detached, algorithm)

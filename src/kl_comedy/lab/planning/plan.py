@@ -190,6 +190,8 @@ class Plan:
             yield "reference", whole / shards, "frozen copy"
         for name in self.references:
             if name == "teacher" and config.reference.teacher is not None:
+                if config.reference.teacher.url is not None:
+                    continue
                 teacher = config.reference.teacher.model(config.model)
                 size = shape_of(teacher).parameters * ELEMENT_BYTES[teacher.dtype]
                 yield "teacher", size / shards, "frozen"
@@ -450,7 +452,7 @@ class Plan:
         config, load, algorithm = self.config, self.load, self.config.algorithm
         references = 1 + len(self.references)
         critic = bool(ADVANTAGES.get(algorithm.advantage, key="algorithm.advantage").facts.get("critic"))
-        early = any(term.baseline in ("before", "own") for term in self.terms) or algorithm.dpo is not None
+        early = any(term.needs_update for term in self.terms) or algorithm.dpo is not None
         ahead = early + (algorithm.proximal == "recomputed" or critic)
         every = config.train.exact_kl_every
         exact = any(term.reads != {"log_ratio"} for term in self.terms)

@@ -139,6 +139,25 @@ class Client:
             answers = self.call(GENERATE, groups=list(requests))["groups"]
         return [_completions(answer, self._label) for answer in answers]
 
+    def prompt_logps(self, ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        """Log-probs (nats, at temperature 1) of each token but the first, and of the ``k`` likeliest in its place.
+
+        Raises :class:`ServerTrouble` where the answer does not have them.
+        """
+        fields = {"n": 1, "temperature": 1.0, "max_tokens": 1, "seed": 0, "logprobs": 0, "prompt_logprobs": k}
+        fields |= {"ignore_eos": True, "detokenize": False}
+        answer = self.call(GENERATE, token_ids=list(ids), sampling_params=fields, **self._model)
+        try:
+            entries = [
+                {int(token): float(each["logprob"]) for token, each in entry.items()}
+                for entry in answer["prompt_logprobs"][1:]
+            ]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ServerTrouble("the answer has no log-probs of the prompt's tokens") from error
+        if [token for token, entry in zip(ids[1:], entries, strict=False) if token in entry] != list(ids[1:]):
+            raise ServerTrouble("the answer lacks log-probs of the prompt's tokens")
+        return entries
+
     def probe_gap(self, probe: Probe) -> float:
         """How far the server's log-probs are from the trainer's; see :meth:`Probe.gap`."""
         answer = self.call(GENERATE, token_ids=list(probe.ids), sampling_params=probe.sampling_fields(), **self._model)

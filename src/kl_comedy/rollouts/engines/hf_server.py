@@ -151,7 +151,8 @@ class Engine:
 
     @torch.no_grad()
     def probe(self, ids: list[int], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Untempered log-probs of a prompt's tokens, and draws of the next one at the temperature."""
+        """Untempered log-probs of a prompt's tokens and of the ``prompt_logprobs`` likeliest in their places, and draws
+        of the next one at the temperature."""
         self._check_vocabulary(ids)
         with torch.autocast(self.loaded.device.type, enabled=False):
             logits = self.loaded.model(input_ids=torch.tensor([ids], device=self.loaded.device), use_cache=False)
@@ -159,7 +160,11 @@ class Engine:
         prompt_SV, next_V = logits_SV[:-1].log_softmax(-1), (logits_SV[-1] / fields["temperature"]).log_softmax(-1)
         uniform_N = uniform_numbers(fields["seed"], fields["n"], 1)[:, 0]
         drawn = pick(next_V.expand(fields["n"], -1), uniform_N).tolist()
-        entries = [{str(token): {"logprob": float(prompt_SV[n, token])}} for n, token in enumerate(ids[1:])]
+        top_SK = prompt_SV.topk(min(fields["prompt_logprobs"], prompt_SV.shape[1])).indices.tolist()
+        entries = [
+            {str(each): {"logprob": float(prompt_SV[n, each])} for each in (*top_SK[n], token)}
+            for n, token in enumerate(ids[1:])
+        ]
         completions = [Completion(ids=[token], logps=[float(next_V[token])]) for token in drawn]
         choices = [self.choice(n, completion) for n, completion in enumerate(completions)]
         return {"prompt_logprobs": [None, *entries], "choices": choices}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -10,11 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.redaction import redact
+from kl_comedy.redaction import check_address
 from kl_comedy.rollouts.hf import LOOP_DOC
 
 JOB_URLS = "KL_COMEDY_SERVER_URLS"
@@ -92,11 +90,7 @@ class ServerOptions(EngineOptions):
 
     def __post_init__(self) -> None:
         for url in self.urls:
-            parts, port = urlsplit(url), 0
-            with contextlib.suppress(ValueError):  # no number, or above 65535
-                port = parts.port or 80
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or not port:
-                raise bad_value("urls", redact(url), "addresses such as http://127.0.0.1:8000, without user or key")
+            check_address(url, "urls")
         for name, value in (("servers", self.servers if self.servers != 1 else None), ("gpus", list(self.gpus))):
             if self.urls and value:
                 raise bad_value(name, value, "not given", "urls names servers that run already")
