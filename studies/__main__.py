@@ -241,7 +241,9 @@ def evidence(
     uri: Annotated[str, typer.Option(help="Export or store of the runs")] = "results/evidence/export.parquet",
     out: Annotated[Path, typer.Option(help="Folder for README and figures")] = Path("results/evidence"),
     print_only: Annotated[bool, typer.Option("--print", help="Print the page; write nothing")] = False,
-    summary: Annotated[bool, typer.Option("--summary", help="Print the table of verdicts; write nothing")] = False,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Print the table of verdicts for results/README.md; write nothing")
+    ] = False,
 ) -> None:
     """Decide the claims of docs/protocol.md from the runs of its blocks: README.md and a figure a claim.
 
@@ -255,7 +257,7 @@ def evidence(
 
     text, verdicts = page(uri, "python -m studies evidence --print", None if print_only or summary else out)
     if print_only or summary:
-        return print(verdicts if summary else text)
+        return print(verdicts.replace("](#", "](evidence/README.md#") if summary else text)
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text(text)
     message(f"{out / 'README.md'}")

@@ -173,6 +173,7 @@ def measured_runs(uri: str, plan: pd.DataFrame) -> pd.DataFrame:
     }
     commits = runs["tags.git.commit"].str[:12] + runs["tags.git.dirty"].map({"true": "+"}).fillna("")
     own = {SEED: runs[SEED], FAMILY: runs[FAMILY], BETA: "", "collapsed": runs["collapsed"], "status": runs["status"]}
+    own["hours"] = runs["duration_s"] / 3600
     frame = pd.DataFrame({**keys, **outcomes, **own, "commit": commits})
     return frame.merge(plan, on=["block", "name", "seed"], how="inner")
 
@@ -432,7 +433,7 @@ The hypotheses of [the protocol](../../docs/protocol.md), with its outcomes, sta
 - *says*: "for" or "against" the claim where p, adjusted by Holm over all contrasts of the claim, is below {level};
   "the same" where two one-sided tests find a difference of reward within {margin}.
 - *means*: of either side, over all its runs. *n*: pairs of runs of one seed. *collapsed*: runs of either side; their
-  shares are compared by Fisher's exact test.
+  shares are compared by Fisher's exact test. *hours*: wall times of a block's runs, added, on busy machines.
 
 {summary}
 
@@ -454,15 +455,16 @@ Without `--finished-in` all runs are made again.
 
 
 def block_table(runs: pd.DataFrame, plan: pd.DataFrame) -> str:
-    """Of each block the finished runs of those planned, those that failed, collapsed, and their commits."""
+    """Of each block the finished runs of those planned, those that failed, collapsed, their hours and their commits."""
     rows = []
     for block in BLOCKS:
         mine, planned = runs[runs["block"] == block], int((plan["block"] == block).sum())
         counts = [
             f"{len(mine)} of {planned}",
             *(str(int(flag.sum())) for flag in (mine["status"] == "FAILED", mine["collapsed"].eq(True))),
+            f"{mine['hours'].sum():.1f}",
         ]
         rows.append(
             [f"[{block}](../../configs/evidence/{block}.yaml)", *counts, ", ".join(sorted({*mine["commit"]})) or "-"]
         )
-    return tables.markdown(["block", "runs", "failed", "collapsed", "commit"], rows)
+    return tables.markdown(["block", "runs", "failed", "collapsed", "hours", "commit"], rows)
