@@ -111,9 +111,9 @@ def test_an_update_runs_no_operation_that_raises(tmp_path, monkeypatch, words):
     settings += ["eval.at_start=false", "eval.at_end=false", "lag.mode=replayed", "lag.steps=1", f"output={tmp_path}"]
     config, console, publish = load_config(TINY, settings + words), Console(file=io.StringIO()), PolicyModule._publish
 
-    def without_gradients(module):
+    def without_gradients(module, measured):
         assert all(p.grad is None for p in module.parameters()), "the sampler gets their memory"
-        publish(module)
+        return publish(module, measured)
 
     monkeypatch.setattr(PolicyModule, "_publish", without_gradients)
     cpu = train(config, console=console, command="").summary["metrics"]

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kl_comedy.cuda import running_sum
 from kl_comedy.registry import POLICY_CORRECTIONS
 
 
@@ -84,7 +85,7 @@ def _binary_tv(delta_BT: Tensor, behaviour_logp_BT: Tensor) -> Tensor:
 
 def _before(cost_BT: Tensor) -> Tensor:
     """The sum over the tokens before each token."""
-    return torch.nn.functional.pad(cost_BT.cumsum(-1)[:, :-1], (1, 0))
+    return torch.nn.functional.pad(running_sum(cost_BT)[:, :-1], (1, 0))
 
 
 def _sequence(delta_BT: Tensor) -> Tensor:
@@ -254,7 +255,7 @@ def cppo(
     """
     inside_BT = mask_BT.to(delta_BT.dtype)
     steps_B1 = (inside_BT.sum(-1, keepdim=True) - 1).clamp(min=1)
-    weight_BT = inside_BT * (1 - (1 - floor) * (inside_BT.cumsum(-1) - 1) / steps_B1)
+    weight_BT = inside_BT * (1 - (1 - floor) * (running_sum(inside_BT) - 1) / steps_B1)
     spent_BT = weight_BT * _binary_tv(delta_BT, behaviour_logp_BT)
     saved_BT = _before(budget * weight_BT - spent_BT)
     far_BT = spent_BT > threshold + saved_BT.clamp(max=0)
