@@ -50,8 +50,9 @@ def exported(tmp_path_factory):
         if (run["block"], run["form"], run["seed"]) == ("core", "k2-loss", "4"):
             continue
         run_id = f"{at:04}"
-        row = {"run_id": run_id, "run_name": run_id, "experiment": "evidence", "status": "FINISHED", "start_time": at}
-        row |= {"stale": "", "params.name": run["name"], "params.seed": run["seed"], "params.optimizer.lr": run["rate"]}
+        row = {"run_id": run_id, "run_name": run_id, "experiment": "evidence", "status": "FINISHED"}
+        row |= {"start_time": at, "duration_s": 36.0, "stale": ""}
+        row |= {"params.name": run["name"], "params.seed": run["seed"], "params.optimizer.lr": run["rate"]}
         row |= {"params.kl.recipe": run["form"], "params.kl.beta": run["beta"], FAMILY: run["form"]}
         row |= {"tags.sweep": f"evidence_{run['block']}", "tags.git.commit": "0" * 40, "tags.git.dirty": "false"}
         row |= {f"metrics.{METRICS[name]}": outcome(run, name) for name in METRICS}
