@@ -10,6 +10,7 @@ as soon as a token differs. Needs ``make smollm2`` and ``python bench/peers/fetc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -84,7 +85,8 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     print(f"| update | run | {' | '.join(SHOWN)} | seconds an update |")
     print(f"| --- | --- |{' --- |' * (len(SHOWN) + 1)}")
-    with tempfile.TemporaryDirectory(prefix="trl_terms_") as folder:
+    # TRL prints its records to stdout
+    with tempfile.TemporaryDirectory(prefix="trl_terms_") as folder, contextlib.redirect_stdout(sys.stderr):
         runs = {name: run(name == "terms", options.updates, Path(folder)) for name in ("plain", "terms")}
     for update in range(options.updates):
         for name, entries in runs.items():
