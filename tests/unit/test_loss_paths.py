@@ -251,8 +251,8 @@ def fast_pass(policy, path):
     return run
 
 
-def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, algorithm=ALGORITHM):
-    """The update's loss and its gradient in one vector; ``path`` None is the slow one.
+def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, algorithm=ALGORITHM, teacher=None):
+    """The update's loss and its gradient in one vector; ``path`` None is the slow one, which takes no ``teacher``.
 
     ``spoil`` may change each micro-batch before it is learned from.
     """
@@ -261,17 +261,19 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, al
     if path is not None:
         options = PassOptions(temperature=TEMPERATURE, chunk_elements=path.chunk, share_prompt=path.share)
         policy_pass, reference, budget = fast_pass(policy, path), Reference(start, options), path.budget
+    references = {"initial": reference} | ({} if teacher is None else {"teacher": Reference(teacher, options)})
     packer = Packer(budget=budget, pad_id=0, device=torch.device("cpu"))
     plan = Preparation(terms=terms, algorithm=algorithm, packer=packer)
     betas, total = [beta] * len(terms), 0.0
     context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
-        micros = prepare(rows(), plan, betas=betas, references={"initial": reference}, policy_pass=policy_pass)
+        micros = prepare(rows(), plan, betas=betas, references=references, policy_pass=policy_pass)
         if path is TRAINED:
             assert len(micros) > 1, "the update was cut"
         for micro in micros:
             micro = micro if spoil is None else spoil(micro)
-            passes = {"initial": policy_pass(model_inputs(micro.experience), micro.references["initial"], terms)}
+            inputs = model_inputs(micro.experience)
+            passes = {name: policy_pass(inputs, other, terms) for name, other in micro.references.items()}
             loss = micro_loss(micro, passes, terms=terms, betas=betas, algorithm=algorithm).loss
             loss.backward()
             total += float(loss.detach())
@@ -315,15 +317,28 @@ def test_the_trained_path_in_bfloat16_is_no_further_from_the_truth_than_the_slow
 
 
 def test_beta_enters_once():
-    """With advantages linear in the reward, the update is linear in beta: half the beta is half the KL gradient."""
+    """With advantages linear in the reward, the update is linear in beta, which may be below 0 (G-OPD)."""
     linear = AlgorithmConfig(advantage="rloo", policy_loss="reinforce")
     for name in MIXED:
-        without, half, full = (
+        without, below, half, full = (
             learn(pair(gpt2, torch.float64), TERMS[name], TRAINED, beta=beta, algorithm=linear).gradient
-            for beta in (0.0, 0.5, 1.0)
+            for beta in (0.0, -0.5, 0.5, 1.0)
         )
         assert float((full - without).norm()) > 1e-3
         assert torch.allclose(half - without, 0.5 * (full - without), atol=1e-6), name
+        assert torch.allclose(below - without, -0.5 * (full - without), atol=1e-6), name
+
+
+@pytest.mark.parametrize("baseline", ["after", "before", "own", "batch"])
+def test_a_term_is_against_its_own_reference(baseline):
+    """To the teacher beside the initial policy as where the teacher is the initial policy."""
+    policy, start = pair(gpt2, torch.float64)
+    teacher = moved(moved(gpt2()))
+    fields = {"baseline": baseline, **({"credit": "own"} if baseline == "batch" else {})}
+    of_teacher, of_start = KLTerm("k1", reference="teacher", **fields), KLTerm("k1", **fields)
+    beside = learn((policy, start), [of_teacher], TRAINED, teacher=teacher)
+    alone, other = (learn((moved(gpt2()), model), [of_start], TRAINED) for model in (teacher, start))
+    assert far(beside, alone) < 1e-9 and far(beside, other) > 1e-2
 
 
 def garbage(micro):

@@ -177,7 +177,7 @@ def _update_parts(
 
     Past the end of a completion the cost is what the credit gives there: the total, or zero. ``pathwise_BT`` is zero.
     """
-    early = (n for n, term in enumerate(plan.terms) if term.needs_update and betas[n] > 0)
+    early = (n for n, term in enumerate(plan.terms) if term.needs_update and betas[n] != 0)
     terms = {position: plan.terms[position] for position in early}
     names, zeros_BT = ("cost_BT", "weight_BT", "baseline_weight_BT"), torch.zeros_like(mask_BT, dtype=torch.float64)
     update = {n: TermParts(pathwise_BT=zeros_BT, **{name: zeros_BT.clone() for name in names}) for n in terms}
