@@ -20,6 +20,7 @@ ALGORITHMS = {
     "LoRA": ("model.lora={rank: 8}",),
     "value head (`gae`)": ("algorithm.advantage=gae",),
     "exact KL": ("kl=[{estimator: exact, placement: loss, beta: 0.1}]",),
+    "KL to a teacher": ("reference.teacher={source: pocket}", "kl=opd/reverse"),
     "adaptive beta": ("kl=[{estimator: k1, placement: reward, beta: {target: 0.1}}]",),
     "DPO": ("algorithm.dpo={}",),
     "audit": ("audit.every=10",),

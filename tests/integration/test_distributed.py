@@ -17,6 +17,7 @@ import pytest
 import torch
 from choice_suite import problem, write_suite
 from safetensors.torch import load_file
+from test_teacher import save_teacher
 from test_training import TINY, go, metrics_of
 from transformers import AutoModelForCausalLM
 
@@ -205,6 +206,26 @@ def test_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
     resumed = go(shorn(tmp_path / "run", tmp_path / "in one"), *COMMON, *ADAPTED, "resume=auto").run
     assert_same(resumed, alone, atol=1e-5)
     assert writers(resumed) == {3: 2, 4: 1}
+
+
+@pytest.mark.slow
+def test_fsdp_resumes_with_its_teacher_and_refuses_another(tmp_path):
+    folder = tmp_path / "teacher"
+    teacher_hash = save_teacher(folder)
+    settings = [f"reference.teacher.source={folder}", "algorithm.reward_weight=0", "kl=opd/reverse", "train.steps=3"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    run = over(tmp_path / "run", "fsdp", *settings)
+    assert teacher_hash in (run.path / "spool.jsonl").read_text(), "of the whole weights, sharded or not"
+    earlier = shorn(tmp_path / "run", tmp_path / "more")
+    shutil.copytree(earlier, tmp_path / "other")
+    assert_same(over(earlier, "fsdp", *settings, "resume=auto"), alone, atol=1e-5)
+    save_teacher(folder, factor=1.01)
+    ranks = start_ranks(tmp_path / "other", "fsdp", *settings, "resume=auto")
+    codes = [rank.wait(DEADLINE_S) for rank in ranks]
+    assert codes == [1, 1]
+    for rank in ranks:
+        assert rank.output.count("failed: the teacher reference is not the one this run began with") == 1
+        assert "Traceback" not in rank.output
 
 
 @pytest.mark.slow

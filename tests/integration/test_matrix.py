@@ -7,6 +7,7 @@ import sys
 import memory_engines
 import pytest
 from test_distributed import COMMON, MIXED, assert_same, over
+from test_teacher import TEACHER
 from test_training import ROOT, go, metrics_of
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -31,6 +32,8 @@ ALGORITHMS = {
     "audit": [*MIXED, "audit.every=1", "audit.blocks=3", "audit.terms=[own,grpo]", "model.gradient_checkpointing=true"],
     "audit of an adapter": ["audit.every=1", "audit.blocks=3", "model.lora={rank: 4}", "train.precision=bf16"],
     "DPO": ["algorithm.dpo={}", "kl=[]"],
+    "exact KL to a teacher": [*TEACHER, "kl=opd/reverse"],
+    "k1 to a teacher in reward": [*TEACHER, "kl=opd/sampled"],
 }
 SAMPLERS = {
     "hf": [],

@@ -77,18 +77,24 @@ def test_the_exact_kl_to_the_teacher_needs_one_pass_where_nothing_else_is_measur
     assert all(rarely[key] == pytest.approx(every[key], rel=1e-5, abs=1e-7) for key in rarely)
 
 
+def save_teacher(folder, factor=1.0):
+    """The teacher of these tests in a folder, the logits times ``factor``; its hash."""
+    teacher = load_model(load_config(TINY, [f"model.options={OTHER}"]).model)
+    with torch.no_grad():
+        teacher.model.lm_head.weight.mul_(factor)
+    teacher.model.save_pretrained(folder)
+    teacher.tokenizer.save_pretrained(folder)
+    return weights_hash(teacher.model)
+
+
 def test_a_resumed_run_must_have_its_teacher(tmp_path):
-    model = load_model(load_config(TINY, [f"model.options={OTHER}"]).model)
     folder = tmp_path / "teacher"
-    model.model.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
+    teacher_hash = save_teacher(folder)
     settings = [f"reference.teacher.source={folder}", "kl=opd/sampled", *SHORT, "resume=auto"]
     run = go(tmp_path, *settings).run
-    assert weights_hash(model.model) in (run.path / "spool.jsonl").read_text(), "its hash is a tag"
+    assert teacher_hash in (run.path / "spool.jsonl").read_text(), "its hash is a tag"
     (run.path / "summary.json").unlink()
-    with torch.no_grad():
-        model.model.lm_head.weight.mul_(1.01)
-    model.model.save_pretrained(folder)
+    save_teacher(folder, factor=1.01)
     with pytest.raises(RunFailed, match="teacher reference is not the one this run began with"):
         go(tmp_path, *settings)
 
