@@ -6,7 +6,7 @@ mask, bound, index or argument, an option that is ignored, state that goes stale
 
     python tests/mutation.py                    all mutants
     python tests/mutation.py k3 resume          those whose name contains one of the words
-    python tests/mutation.py --markdown FILE    also write the table
+    python tests/mutation.py --markdown FILE    also write the table; rows of mutants that are not run stay as they are
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "kl_comedy"
+SURVIVED = "**survived**"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ OBJECTIVE = "tests/unit/test_objective.py"
 POLICY = "tests/unit/test_policy_term.py tests/exact/test_policy_certificates.py tests/unit/test_objective.py"
 PATHS = "tests/unit/test_loss_paths.py"
 LOGPROBS = "tests/unit/test_models_logprobs.py"
+WEIGHTS = "tests/exact/test_weights_and_centring.py"
+TRUST_REGIONS = "tests/integration/test_trust_regions.py"
 MUTANTS = (
     # estimators
     Mutant("k2 without the half", "kl/estimators.py", "0.5 * log_ratio.square()", "log_ratio.square()", CLAIMS),
@@ -121,7 +124,86 @@ MUTANTS = (
         "delta_BT[..., 1:].sum(-1, keepdim=True).exp()",
         CLAIMS,
     ),
+    # exact divergences, top-k, weights of tokens, the batch as baseline
+    Mutant(
+        "Jensen-Shannon with the shares swapped",
+        "kl/estimators.py",
+        "(share * ref_V + (1 - share) * logp_V.exp() * from_mixture_V)",
+        "((1 - share) * ref_V + share * logp_V.exp() * from_mixture_V)",
+        LOGPROBS,
+    ),
+    Mutant(
+        "gradient of Jensen-Shannon with the shares swapped",
+        "models/head.py",
+        ".mul_((1 - share) * mixture_grad_n[:, None])",
+        ".mul_(share * mixture_grad_n[:, None])",
+        LOGPROBS,
+    ),
+    Mutant(
+        "sampled tail without its weight",
+        "kl/estimators.py",
+        "torch.where(inside_BT, 0.0, logp_BT - drawn_logp_BT)",
+        "torch.where(inside_BT, 0.0, logp_BT)",
+        "tests/exact/test_top_k.py",
+    ),
+    Mutant(
+        "certainty in nats",
+        "kl/estimators.py",
+        "(logp_V.exp() * logp_V).sum(-1) / math.log(logp_V.shape[-1])",
+        "(logp_V.exp() * logp_V).sum(-1)",
+        WEIGHTS,
+    ),
+    Mutant(
+        "certainty is differentiated",
+        "kl/surrogate.py",
+        "_wide(self.certainty_BT).detach()",
+        "_wide(self.certainty_BT)",
+        WEIGHTS,
+    ),
+    Mutant(
+        "the batch's mean leaves out its own completion",
+        "kl/surrogate.py",
+        "return (sums_G2[:, :1] / sums_G2[:, 1:])[index_B].expand_as",
+        "others_B2 = sums_G2[index_B] - sums_B2\n    return (others_B2[:, :1] / others_B2[:, 1:]).expand_as",
+        WEIGHTS,
+    ),
+    # references
+    Mutant(
+        "a term reads the initial policy for the teacher",
+        "training/loss.py",
+        'self.references["initial" if term.reference == "sampler" else term.reference]',
+        'self.references["initial"]',
+        PATHS + " -k own_reference",
+    ),
+    Mutant(
+        "a baseline reads the initial policy for the teacher",
+        "training/loss.py",
+        'reference_passes["initial" if name == "sampler" else name]',
+        'reference_passes["initial"]',
+        PATHS + " -k own_reference",
+    ),
+    Mutant(
+        "the reference is never replaced by its KL",
+        "models/reference.py",
+        "(self._period is None or step % self._period) and not measured_kl > self._max_kl:",
+        "self._period is None or step % self._period:",
+        "tests/unit/test_models_reference.py",
+    ),
     # beta
+    Mutant(
+        "a target of the KL to the initial policy",
+        "training/module.py",
+        'measured_kl(measured, term.reference, "sequence")',
+        'measured_kl(measured, "initial", "sequence")',
+        TRUST_REGIONS + " -k beta_aims",
+    ),
+    Mutant(
+        "a cost with a beta below 0 is lost",
+        "training/loss.py",
+        "term.needs_update and betas[n] != 0",
+        "term.needs_update and betas[n] > 0",
+        PATHS + " -k enters_once",
+    ),
     Mutant(
         "schedule one update late",
         "kl/beta.py",
@@ -201,6 +283,20 @@ MUTANTS = (
         "(sequence_mean(advantage_BT, mask_BT) > 0)",
         POLICY,
     ),
+    Mutant(
+        "trust regions mask what comes back",
+        "objective/policy_corrections.py",
+        "return advantage_BT * delta_BT > 0",
+        "return advantage_BT * delta_BT < 0",
+        POLICY,
+    ),
+    Mutant(
+        "prefix_budget counts what follows",
+        "objective/policy_corrections.py",
+        "_dropped(_before(_token_kl(delta_BT)) > budget",
+        "_dropped(_before(_token_kl(delta_BT).flip(-1)).flip(-1) > budget",
+        POLICY,
+    ),
     # reduction
     Mutant(
         "truncated rows stay in the denominator",
@@ -217,6 +313,13 @@ MUTANTS = (
         OBJECTIVE,
     ),
     # optimizer
+    Mutant(
+        "a step divided by the effective sample size",
+        "training/module.py",
+        '"sqrt": math.sqrt(share)}',
+        '"sqrt": 1 / math.sqrt(share)}',
+        TRUST_REGIONS + " -k effective_sample_size",
+    ),
     Mutant(
         "learning rate one update late",
         "training/module.py",
@@ -342,6 +445,21 @@ MUTANTS = (
         "first * (1 - share) + last * share",
         "tests/unit/test_sweep_grid.py",
     ),
+    # sweeps over several machines
+    Mutant(
+        "--finished-in takes any run for the cell's",
+        "cli/sweep.py",
+        "if cell.config_hash in hashes",
+        "if hashes",
+        "tests/integration/test_sweep_local.py -k finished_in",
+    ),
+    Mutant(
+        "--append drops the rows of other runs",
+        "tracking/export.py",
+        'each[~each["run_id"].isin(ids)]',
+        'each[each["run_id"].isin(ids)]',
+        "tests/integration/test_results_export.py -k in_parts",
+    ),
     # asynchronous sampling and several processes
     Mutant(
         "a group too old by one update is taken",
@@ -400,6 +518,17 @@ def first_failure(mutant: Mutant) -> str | None:
     return match[1] if match else "(a test)"
 
 
+def update_table(file: Path, name: str, row: str) -> None:
+    """Write the table in ``file`` with the new ``row`` of one mutant; rows of mutants that are gone are dropped."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines} | {name: row}
+    table = [rows[mutant.name] for mutant in MUTANTS if mutant.name in rows]
+    killed = sum(SURVIVED not in line for line in table)
+    head = f"`python tests/mutation.py --markdown results/mutation/README.md`: {killed} of {len(table)} found, each in its last run."
+    title = ["# Planted bugs and the tests that find them", "", head, "", "<!-- unchecked: rerun -->", ""]
+    file.write_text("\n".join([*title, "| bug | file | first test that fails |", "|---|---|---|", *table]) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutants whose name contains one of these")
@@ -408,23 +537,19 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.words or any(word in m.name for word in options.words)]
-    lines = ["| bug | file | first test that fails |", "|---|---|---|"]
-    survivors = 0
     if options.check:
         for mutant in chosen:
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / mutant.file).parent.mkdir(parents=True, exist_ok=True)
                 plant(mutant, Path(folder))
         return 0
+    survivors = 0
     for mutant, failure in zip(chosen, ThreadPoolExecutor(options.jobs).map(first_failure, chosen), strict=True):
         survivors += failure is None
-        lines.append(f"| {mutant.name} | `{mutant.file}` | {f'`{failure}`' if failure else '**survived**'} |")
-        print(lines[-1], flush=True)
-    if options.markdown:
-        count = f"{len(chosen) - survivors} of {len(chosen)} found"
-        head = f"`python {' '.join(sys.argv)}`: {count}."
-        title = ["# Planted bugs and the tests that find them", "", head, "", "<!-- unchecked: rerun -->", ""]
-        options.markdown.write_text("\n".join([*title, *lines]) + "\n")
+        row = f"| {mutant.name} | `{mutant.file}` | {f'`{failure}`' if failure else SURVIVED} |"
+        print(row, flush=True)
+        if options.markdown:
+            update_table(options.markdown, mutant.name, row)
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants found")
     return min(survivors, 1)
 

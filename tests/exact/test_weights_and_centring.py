@@ -92,6 +92,20 @@ def test_impossible_terms_name_the_reason(fields, reason):
         KLTerm(**fields)
 
 
+def test_the_weight_is_not_differentiated():
+    logp_BT, certainty_BT = (torch.tensor([row], requires_grad=True) for row in ([-1.0, -2.0], [0.5, 0.25]))
+    kl_surrogate(
+        KLTerm("k2", placement="loss", weight="policy"),
+        logp_BT=logp_BT,
+        ref_logp_BT=torch.tensor([[-2.0, -1.0]]),
+        behaviour_logp_BT=logp_BT.detach(),
+        mask_BT=torch.tensor([[True, True]]),
+        certainty_BT=certainty_BT,
+    ).sum().backward()
+    assert certainty_BT.grad is None
+    assert logp_BT.grad.tolist() == [[0.5, -0.25]], "the weight times the log-ratio"
+
+
 def test_a_weighted_term_needs_the_certainty_and_warns_of_nothing():
     term = KLTerm("k1", weight="reference", weight_power=2.0)
     assert term.label() == "k1_reverse_token in reward to_go x reference certainty^2"
