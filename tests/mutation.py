@@ -524,7 +524,8 @@ def update_table(file: Path, name: str, row: str) -> None:
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines} | {name: row}
     table = [rows[mutant.name] for mutant in MUTANTS if mutant.name in rows]
     killed = sum(SURVIVED not in line for line in table)
-    head = f"`python tests/mutation.py --markdown results/mutation/README.md`: {killed} of {len(table)} found, each in its last run."
+    count = f"{killed} of {len(table)} found, each in its last run."
+    head = f"`python tests/mutation.py --markdown results/mutation/README.md`: {count}"
     title = ["# Planted bugs and the tests that find them", "", head, "", "<!-- unchecked: rerun -->", ""]
     file.write_text("\n".join([*title, "| bug | file | first test that fails |", "|---|---|---|", *table]) + "\n")
 
