@@ -16,6 +16,7 @@ from kl_comedy.kl import REGIMES, recipe
 from kl_comedy.kl.oracle import Instance, Tree, exact_moments, terms_loss
 from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, read, render, switched_on
+from kl_comedy.registry import POLICY_CORRECTIONS
 
 TREE = Tree.build(vocabulary=3, length=3)
 NEAR, FAR = 0.5, 8.0
@@ -139,6 +140,7 @@ LOSSES = {
         lambda r: ratio(r) * delta(r).square() / 2,
         0.01,
     ),
+    "slime:use_opd=true,opd_kl_coef=0.5": (in_old_reward(lambda d: d, own), 0.5),
     "slime:kl_coef=0.01,advantage_estimator=reinforce_plus_plus": (in_old_reward(lambda d: d), 0.01),
     "slime:kl_coef=0.01,advantage_estimator=reinforce_plus_plus_baseline": (in_old_reward(lambda d: d, own), 0.01),
     "skyrl:": (low_var, 0.001),
@@ -225,6 +227,69 @@ def test_far_settings_reach_the_clamps():
     clamped = exact_moments(at, low_var).gradient_D
     free = exact_moments(at, lambda r: k3(delta(r))).gradient_D
     assert float((clamped - free).norm()) > 0.01 * float(free.norm())
+
+
+# --- policy losses ------------------------------------------------------------------------------------------------
+def truncated(delta, cap):
+    return delta.exp().clamp(max=cap)
+
+
+def inside(risen, fallen, advantage):
+    """Where the bound of the advantage's sign holds."""
+    return torch.where(advantage > 0, risen, fallen).double()
+
+
+def total_variation(low, high):
+    def keep(delta, advantage, behaviour_logp):
+        moved = (behaviour_logp + delta).exp() - behaviour_logp.exp()
+        return inside(moved <= high, moved >= -low, advantage)
+
+    return keep
+
+
+def binary_kl(low, high):
+    def keep(delta, advantage, behaviour_logp):
+        old, new = behaviour_logp.exp(), (behaviour_logp + delta).exp()
+        kl = -old * delta + (1 - old) * ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
+        return inside((kl <= high) | (new <= old), (kl <= low) | (new >= old), advantage)
+
+    return keep
+
+
+POLICY_LOSSES = {
+    "verl:loss_mode=dppo_tv": (3.0, total_variation(0.2, 0.2)),
+    "verl:loss_mode=dppo_tv,clip_ratio=0.1,clip_ratio_low=none,clip_ratio_high=none,clip_ratio_c=1.5": (
+        1.5,
+        total_variation(0.1, 0.1),
+    ),
+    "verl:loss_mode=dppo_kl,clip_ratio_low=0.05,clip_ratio_high=0.05": (3.0, binary_kl(0.05, 0.05)),
+    "prime-rl:dppo_mask_low=0.1,dppo_mask_high=0.1": (float("inf"), total_variation(0.1, 0.1)),
+}
+"""Flags -> where the ratio is truncated, and which tokens keep a policy gradient."""
+
+
+@pytest.mark.parametrize("text", POLICY_LOSSES)
+def test_corrections_weight_tokens_as_the_systems_policy_loss_does(text):
+    generator = torch.Generator().manual_seed(3)
+    new, old = (torch.rand(200, 10, generator=generator, dtype=torch.float64) * 0.98 + 0.01 for _ in range(2))
+    advantage = torch.randn(200, 1, generator=generator, dtype=torch.float64).expand_as(new)
+    delta, mask = new.log() - old.log(), torch.ones_like(new, dtype=torch.bool)
+    cap, keep = POLICY_LOSSES[text]
+    theirs = truncated(delta, cap) * keep(delta, advantage, old.log())
+    assert (theirs == 0).any() and (theirs > 0).any()
+    ours = torch.ones_like(new)
+    for name, options in read(text).corrections.items():
+        entry = POLICY_CORRECTIONS.get(name)
+        taken = {"behaviour_logp_BT": old.log()} if entry.facts.get("probabilities") else {}
+        ours = ours * entry.fn(delta, advantage, mask, **taken, **options).weight_BT
+    assert torch.allclose(ours, theirs, rtol=1e-10, atol=0)
+
+
+def test_a_policy_loss_without_an_equivalent_correction_names_none():
+    for text in ("verl:loss_mode=dppo_tv,clip_ratio_low=0.1", "prime-rl:loss.type=ipo", "prime-rl:dppo_mask_low=0.1"):
+        reading = read(text)
+        assert not reading.corrections and any("drops tokens" in note for note in reading.notes), text
+    assert not read("verl:use_kl_loss=true").corrections and not read("prime-rl:algo=opd").corrections
 
 
 # --- against the released code, as measured ------------------------------------------------------------------------
@@ -331,6 +396,7 @@ def test_a_centred_cost_to_go_pays_for_length():
 
 def test_flags_without_an_equivalent_term_are_described_in_words():
     texts = ("areal:", "areal:ref=none", "roll:add_token_level_kl=true,kl_penalty=full")
+    texts += ("prime-rl:loss.type=custom", "slime:use_opd=true,advantage_estimator=gspo", "verl:distillation=true")
     for text in (*texts, "verl:use_kl_loss=true,kl_loss_type=full"):
         reading = read(text)
         assert reading.terms is None and reading.instead and reading.certificates() == {}, text

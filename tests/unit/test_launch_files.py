@@ -50,6 +50,25 @@ TRL_YAML = (
     "model_name_or_path: a/b\nnum_generations: 8\nmax_completion_length: 256\nbeta: 0.001\nreward_funcs: [accuracy]\n"
 )
 PRIME = "[orchestrator]\nbatch_size = 8\n[trainer.loss]\nkl_tau = 0.01\n[inference]\n"
+PRIME_SOURCES = """
+[orchestrator.algo]
+type = "grpo"
+[[orchestrator.train.source]]
+name = "a"
+[[orchestrator.train.source]]
+name = "b"
+[orchestrator.train.source.algo]
+type = "opd"
+"""
+DPPO = """
+LOSS_MODE=${LOSS_MODE:-dppo_tv}
+ACTOR=(
+    actor_rollout_ref.actor.policy_loss.loss_mode=${LOSS_MODE}
+    actor_rollout_ref.actor.clip_ratio=0.1
+    actor_rollout_ref.actor.clip_ratio_c=10000.0
+)
+python3 -m verl.trainer.main_ppo "${ACTOR[@]}"
+"""
 NEMO = "loss_fn:\n  reference_policy_kl_penalty: 0.02\n  reference_policy_kl_type: k2\n  ratio_clip_min: 0.2\n"
 
 FILES = {
@@ -73,6 +92,7 @@ FILES = {
     "train.py": (TRL, "trl", {"beta": 0.04, "use_bias_correction_kl": False, "loss_type": "dr_grpo"}),
     "trl.yaml": (TRL_YAML, "trl", {"beta": 0.001}),
     "rl.toml": (PRIME, "prime-rl", {"kl_tau": 0.01}),
+    "dppo.sh": (DPPO, "verl", {"loss_mode": "dppo_tv", "clip_ratio": 0.1, "clip_ratio_c": 10000.0}),
     "nemo.yaml": (NEMO, "nemo-rl", {"reference_policy_kl_penalty": 0.02, "reference_policy_kl_type": "k2"}),
 }
 
@@ -116,6 +136,29 @@ def test_explain_says_where_the_kl_is_and_names_the_traps(tmp_path):
     assert "kl:" in lines and "docs/decision.md" in lines[-1]
 
 
+def test_explain_names_the_policy_correction_and_a_bound_that_does_nothing(tmp_path):
+    path = write(tmp_path, "dppo.sh", DPPO)
+    dppo = explained(path)
+    assert dppo["corrections"] == {"tis": {"cap": 10000.0}, "dppo_tv": {"threshold": 0.2}}
+    assert dppo["traps"] == ["does nothing: clip_ratio=0.1: clip_ratio_low=0.2, clip_ratio_high=0.2 replace it"]
+    lines = CliRunner().invoke(app, ["explain", str(path)]).stdout.splitlines()
+    assert lines[2] == "The policy loss has: {tis: {cap: 10000}, dppo_tv: {threshold: 0.2}}"
+    assert lines.count("  correction: {tis: {cap: 10000}, dppo_tv: {threshold: 0.2}}") == 1
+    assert not explained(path, "clip_ratio_low=none", "clip_ratio_high=none")["traps"]
+
+
+def test_a_source_of_a_list_may_have_its_own_algorithm(tmp_path):
+    launch = read_launch_file(write(tmp_path, "rl.toml", PRIME_SOURCES))
+    assert launch.given == {"algo": "opd"} and "orchestrator.train.source.algo.type: given more" in launch.remarks[0]
+
+
+def test_a_teacher_is_no_second_kl_to_the_reference(tmp_path):
+    opd = SLIME.replace("--kl-coef 0.01", "--use-opd --opd-kl-coef 0.5 --kl-loss-coef 0.01").replace("#--use", "--use")
+    answer = explained(write(tmp_path, "slime.sh", opd))
+    assert answer["placement"] == "teacher, in the reward (k1, 0.5) and loss (k3, 0.01)"
+    assert not any("counted twice" in trap for trap in answer["traps"])
+
+
 def test_the_class_or_command_chooses_the_trainer_of_trl(tmp_path):
     rloo = read_launch_file(write(tmp_path, "a.py", "from trl import RLOOConfig\nRLOOConfig(beta=0.1)\n"))
     assert rloo.given == {"trainer": "rloo", "beta": 0.1}
@@ -127,7 +170,8 @@ def test_what_is_no_literal_is_reported_and_can_be_given(tmp_path):
     path = write(tmp_path, "run.sh", "python -m verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_coef=$1\n")
     launch = read_launch_file(path)
     assert launch.given == {} and "kl_loss_coef: '$1' is no literal; its default is taken" in launch.remarks[0]
-    assert read_launch_file(path, overrides=["kl_loss_coef=0.5"]).given == {"kl_loss_coef": 0.5}
+    completed = read_launch_file(path, overrides=["kl_loss_coef=0.5"])
+    assert completed.given == {"kl_loss_coef": 0.5} and completed.remarks == ()
     twice = "python -m verl.trainer.main_ppo algorithm.use_kl_in_reward=True algorithm.use_kl_in_reward=False\n"
     launch = read_launch_file(write(tmp_path, "run.sh", twice))
     assert launch.given == {"use_kl_in_reward": False} and "given more than once" in launch.remarks[0]
@@ -141,6 +185,16 @@ def test_what_is_no_literal_is_reported_and_can_be_given(tmp_path):
         ("run.sh", "python train.py --lr 1\n", "no system of trl, verl, .* recognised; name it with --system"),
         ("run.sh", "python -m verl.trainer.main_ppo\npython -m openrlhf.cli.train_ppo_ray\n", "verl|openrlhf"),
         ("run.sh", "python -m verl.x actor_rollout_ref.actor.kl_loss_type=k9\n", "kl_loss_type: got 'k9'; allowed: kl"),
+        (
+            "a.py",
+            "from trl import DPOConfig, DPOTrainer\nDPOConfig(beta=0.1)\n",
+            "DPOTrainer has none of the KL flags of TRL",
+        ),
+        (
+            "run.sh",
+            "python -m openrlhf.cli.train_sft --lr 1\n",
+            "train_sft has none of the KL flags of OpenRLHF",
+        ),
         ("a.py", "def broken(:\n", "cannot be read: invalid syntax"),
         ("a.py", "(" * 5000, "cannot be read"),
         ("a.py", "-" * 100_000 + "1", "cannot be read"),

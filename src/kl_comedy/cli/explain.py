@@ -76,6 +76,8 @@ def _explain_file(path: Path, system: str | None, overrides: Sequence[str], form
     if format == "table":
         print(f"{path}: {launch.system.title}, read with the flags and defaults of version {launch.system.version}")
         print(f"KL is on: {summary['placement']}")
+        if reading.corrections:
+            print(f"The policy loss has: {_corrections(reading)}")
         for title in ("traps", "remarks"):
             if summary[title]:
                 print("\n".join([f"{title.capitalize()}:", *(f"  - {line}" for line in summary[title])]))
@@ -88,10 +90,20 @@ def _placement(reading: Reading) -> str:
     if reading.terms is None:
         return "in a form that no term of ours has"
     words = [
-        f"{'sampler, in the ' if term.reference == 'sampler' else ''}{term.placement} ({term.estimator}, {term.beta:g})"
+        f"{f'{term.reference}, in the ' if term.reference in ('sampler', 'teacher') else ''}{term.placement} "
+        f"({term.estimator}, {term.beta:g})"
         for term in reading.terms
     ]
     return " and ".join(words) or "none"
+
+
+def _corrections(reading: Reading) -> str:
+    """As ``algorithm.correction`` of our config takes them, in one line."""
+    words = [
+        f"{name}: {{{', '.join(f'{key}: {value:g}' for key, value in options.items())}}}"
+        for name, options in reading.corrections.items()
+    ]
+    return f"{{{', '.join(words)}}}"
 
 
 def _traps(reading: Reading) -> list[str]:
@@ -156,9 +168,12 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
         return
     print(f"{reading.text}  ({reading.system} {reading.version})")
     _show(reading)
+    if reading.corrections:
+        print("The policy loss, in our config:\nalgorithm:\n  policy_loss: reinforce")
+        print(f"  correction: {_corrections(reading)}")
     if acting is not None:
         print(f"\nSwitched on, as {acting.text}:")
-        _show(acting)
+        _show(acting, known=(*reading.notes, *reading.no_ops))
     print("\nIf you want")
     for each in advice:  # whole lines, so that flags can be copied
         flags = f"set   {each.flags}   (noise {_advised_noise(each)})" if each.flags else f"-     {each.why_not}"
@@ -166,7 +181,8 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
     print("\nTargets and recipes: docs/decision.md; this system: docs/peers.md")
 
 
-def _show(reading: Reading) -> None:
+def _show(reading: Reading, known: Sequence[str] = ()) -> None:
+    """Print a reading, without the lines in ``known``."""
     from kl_comedy.kl import REGIMES
 
     if reading.terms is None:
@@ -183,8 +199,8 @@ def _show(reading: Reading) -> None:
         if missing:
             print(f"{', '.join(missing)}: no term of ours is equivalent there")
     for title, lines in (("Notes", reading.notes), ("Does nothing", reading.no_ops)):
-        if lines:
-            print("\n".join([f"{title}:", *(f"  - {line}" for line in lines)]))
+        if new := [line for line in lines if line not in known]:
+            print("\n".join([f"{title}:", *(f"  - {line}" for line in new)]))
     if reading.terms:
         print(f"In our config:\n{_yaml(reading.terms)}")
 
@@ -194,7 +210,8 @@ def _numbers(certificates: Sequence[Certificate]) -> Table:
     table = Table("regime", "optimizes", "off the sequence-level reverse KL", "cosine", "noise")
     for c in certificates:
         if all(term.reference == "sampler" for term in c.terms):
-            table.add_row(_dashed(c.regime), "towards the sampler", "-", "-", "-")
+            pull = "zero" if c.regime == "on_policy" else "towards the sampler"
+            table.add_row(_dashed(c.regime), pull, "-", "-", "-")
             continue
         target = c.target or (f"{c.near_target}, while no bound acts" if c.near_target else "no KL exactly")
         bias, cosine = c.relative_bias["sequence_reverse"], c.cosine["sequence_reverse"]
@@ -210,6 +227,7 @@ def _plain(reading: Reading) -> dict[str, Any]:
         "terms": None if reading.terms is None else [term.to_mapping() for term in reading.terms],
         "yaml": _yaml(reading.terms) if reading.terms else None,
         "policy_ratio": reading.policy_ratio,
+        "corrections": reading.corrections,
         "certificates": [c.row() for c in reading.certificates().values()],
     }
 

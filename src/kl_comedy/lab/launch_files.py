@@ -80,13 +80,14 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
             parsed.add(key, value)
         given: dict[str, Value] = _trainer(parsed) if chosen.name == "trl" else {}
         remarks: list[str] = []
+        unread: dict[str, str] = {}
         for setting in parsed.settings:
             flag = _flag_of(chosen, setting.key)
             if flag is None:
                 continue
             if not setting.literal and not (flag.is_switch and str(setting.text).startswith("${")):
                 default = "its default" if flag.name not in given else "the earlier value"
-                remarks.append(
+                unread[flag.name] = (
                     f"{setting.key}: {setting.text!r} is no literal; {default} is taken (give {flag.name}=...)"
                 )
                 continue
@@ -95,11 +96,15 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
             if given.get(flag.name, value) != value:
                 remarks.append(f"{setting.key}: given more than once; the last value is taken")
             given[flag.name] = value
-        return LaunchFile(system=chosen, given=given, remarks=tuple(dict.fromkeys(remarks)))
+            unread.pop(flag.name, None)
+        return LaunchFile(system=chosen, given=given, remarks=tuple(dict.fromkeys((*unread.values(), *remarks))))
 
 
 def recognise(parsed: Parsed) -> System:
-    """The system with most of its marks in a file. Raises :class:`UserError` for none, or for a tie."""
+    """The system with most of its marks in a file.
+
+    Raises :class:`UserError` for none, for a tie, and for a run of another kind: SFT, DPO, a reward model.
+    """
     present = set(parsed.words) | {part for word in parsed.words for part in re.split(r"[/.]", word)}
     for setting in parsed.settings:
         parts = setting.key.split(".")
@@ -109,7 +114,14 @@ def recognise(parsed: Parsed) -> System:
     if len(best) != 1:
         which = f"could be {' or '.join(best)}" if best else f"no system of {', '.join(SYSTEMS)} recognised"
         raise UserError(f"{which}; name it with --system (a config of ours: kl-comedy certify FILE)")
-    return SYSTEMS[best[0]]
+    system = SYSTEMS[best[0]]
+    other_runs = sorted(part for part in present if re.fullmatch(system.other_runs, part))
+    if other_runs and counts[system.name] == 1:
+        raise UserError(
+            f"{other_runs[0]} has none of the KL flags of {system.title} that explain knows; "
+            f"--system {system.name} reads the file all the same"
+        )
+    return system
 
 
 def _trainer(parsed: Parsed) -> dict[str, Value]:
@@ -121,7 +133,12 @@ def _trainer(parsed: Parsed) -> dict[str, Value]:
 
 def _flag_of(system: System, key: str) -> Flag | None:
     """The flag that a key of a file means: its name, its path (perhaps under a root), or a tail of two components."""
-    exact = [f for f in system.flags if key in (f.name, *f.aliases) or f".{key}".endswith(f".{flag_key(f.where)}")]
+    paths = {f.name: (f.where, *(alias for alias in f.aliases if "." in alias)) for f in system.flags}
+    exact = [
+        f
+        for f in system.flags
+        if key in (f.name, *f.aliases) or any(f".{key}".endswith(f".{flag_key(path)}") for path in paths[f.name])
+    ]
     tail = [f for f in system.flags if "." in key and f".{flag_key(f.where)}".endswith(f".{key}")]
     nested = [f for f in system.flags if "." not in f.where and key.rsplit(".", 1)[-1] == f.name] if "." in key else []
     return next((matches[0] for matches in (exact, tail, nested) if len(matches) == 1), None)
@@ -157,10 +174,13 @@ def _toml(text: str, parsed: Parsed) -> None:
 
 
 def _flatten(data: Any, key: str, parsed: Parsed) -> None:
-    """Mappings to dotted keys; an empty one, and a list, is a key without a literal value."""
+    """Mappings, also those in a list, to dotted keys; an empty one, and any other list, is a key without a literal."""
     if isinstance(data, Mapping) and data:
         for name, value in data.items():
             _flatten(value, f"{key}.{name}" if key else str(name), parsed)
+    elif isinstance(data, list) and data and all(isinstance(item, Mapping) and item for item in data):
+        for item in data:
+            _flatten(item, key, parsed)
     elif key:
         text, literal = _text(data)
         parsed.add(key, text, literal and "${" not in text)

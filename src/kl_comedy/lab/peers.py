@@ -3,8 +3,9 @@
     "verl:use_kl_loss=true,kl_loss_type=k3" -> split, resolve -> the rules of the system -> Reading -> certificates
 
 A rule is a mapping. It applies where every condition of its ``when`` holds, and then, in this order: ``set`` gives
-values to variables, ``terms``, ``notes`` and ``no_ops`` are appended, ``switch_on`` is merged, ``policy_ratio`` and
-``holds_in`` are replaced, ``refuse`` raises, ``rules`` are applied, and ``instead`` or ``stop`` ends the reading.
+values to variables, ``terms``, ``notes`` and ``no_ops`` are appended, ``switch_on`` and ``corrections`` are merged,
+``policy_ratio`` and ``holds_in`` are replaced, ``refuse`` raises, ``rules`` are applied, and ``instead`` or ``stop``
+ends the reading.
 
 A condition compares a flag, a variable, or ``terms`` (the number of terms so far) with a value, a list (any of it),
 ``{not: ...}`` or ``{above: number}``. ``$name`` stands for the value of a flag, variable or shared sentence, ``{name}``
@@ -34,7 +35,10 @@ from kl_comedy.kl.oracle.certificate import Certificate, certify
 
 Value = bool | float | str | None
 Rules = Sequence[Mapping[str, Any]]
-EFFECTS = ("set", "terms", "notes", "no_ops", "switch_on", "policy_ratio", "holds_in", "refuse", "rules", "instead")
+EFFECTS = (
+    *("set", "terms", "notes", "no_ops", "switch_on", "policy_ratio", "holds_in", "corrections", "refuse", "rules"),
+    "instead",
+)
 NAMES = (
     *("trl", "verl", "openrlhf", "nemo-rl", "slime", "skyrl", "open-instruct", "prime-rl", "pipelinerl", "areal"),
     *("roll", "tinker", "trinity", "oat", "torchforge", "ms-swift"),
@@ -115,7 +119,8 @@ class System:
     """A system: its KL flags, and the rules that say what they do.
 
     ``advice`` holds, per goal of :data:`GOALS`, the flags that reach it, or why none do. ``marks``: keys, modules and
-    programs by which a launch script or config is recognised as one of this system.
+    programs by which a launch script or config is recognised as one of this system. ``other_runs``: a pattern of the
+    programs and classes that train without these flags.
     """
 
     name: str
@@ -126,6 +131,7 @@ class System:
     flags: tuple[Flag, ...]
     rules: Rules
     advice: Mapping[str, Mapping[str, Value] | str]
+    other_runs: str = "(?!)"
 
     @classmethod
     def load(cls, name: str) -> System:
@@ -145,8 +151,9 @@ class Reading:
     acts; None where none is equivalent (``instead`` says what is done). ``notes``: what a user has to know beside the
     terms. ``no_ops``: flags that are set and do nothing. ``holds_in``: the regimes in which the terms are what the
     system does. ``policy_ratio``: the ratio with which the policy loss weights a cost inside the reward (``none``,
-    ``token`` or ``sequence``); certificates include it, and leave its clip out. ``switch_on``: the flags that turn the
-    KL on, where it is off.
+    ``token`` or ``sequence``); certificates include it, and leave its clip out. ``corrections``: the policy corrections
+    of ours, with options, that a policy loss of theirs is with our ``reinforce``; empty where none is stated.
+    ``switch_on``: the flags that turn the KL on, where it is off.
     """
 
     system: str
@@ -161,6 +168,7 @@ class Reading:
     no_ops: tuple[str, ...]
     holds_in: tuple[str, ...]
     policy_ratio: str
+    corrections: Mapping[str, Mapping[str, float]]
     switch_on: Mapping[str, Value]
 
     def certified_terms(self) -> tuple[KLTerm, ...]:
@@ -243,7 +251,9 @@ def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
     flags = {**{flag.name: flag.default for flag in system.flags}, **given}
     result = _Rules({**SENTENCES, **dict.fromkeys(variables(system.rules)), **flags}, system.name)
     result.apply(system.rules)
-    placements = {term.placement for term in result.terms if term.placement == "loss" or term.anchor == "behaviour"}
+    acting = [term for term in result.terms if term.placement == "loss" or term.anchor == "behaviour"]
+    places = {(term.reference, term.placement) for term in acting}
+    both = len(places) > len({reference for reference, _ in places})
     return Reading(
         system=system.name,
         version=system.version,
@@ -253,10 +263,11 @@ def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
         given=given,
         terms=None if result.instead else tuple(result.terms),
         instead=result.instead,
-        notes=(*result.notes, *([SENTENCES["both"]] if len(placements) == 2 else [])),
+        notes=(*result.notes, *([SENTENCES["both"]] if both else [])),
         no_ops=tuple(result.no_ops),
         holds_in=tuple(result.holds_in),
         policy_ratio=result.policy_ratio,
+        corrections=result.corrections,
         switch_on=result.switch_on,
     )
 
@@ -352,6 +363,7 @@ class _Rules:
     no_ops: list[str] = field(default_factory=list)
     switch_on: dict[str, Value] = field(default_factory=dict)
     policy_ratio: str = "none"
+    corrections: dict[str, dict[str, float]] = field(default_factory=dict)
     holds_in: Sequence[str] = REGIMES
     instead: str = ""
 
@@ -368,6 +380,8 @@ class _Rules:
             self.switch_on |= {name: self._value(value) for name, value in rule.get("switch_on", {}).items()}
             self.policy_ratio = rule.get("policy_ratio", self.policy_ratio)
             self.holds_in = rule.get("holds_in", self.holds_in)
+            for name, options in rule.get("corrections", {}).items():
+                self.corrections[self._value(name)] = {key: self._value(value) for key, value in options.items()}
             if "refuse" in rule:
                 raise UserError(f"{self.system}: {rule['refuse']}")
             if not self.apply(rule.get("rules", ())):

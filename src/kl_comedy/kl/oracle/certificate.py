@@ -99,6 +99,8 @@ class Certificate:
         if not self.terms:
             return "no KL term: nothing holds the policy to the reference"
         if pulls_to_sampler(self.terms):
+            if self.regime == "on_policy" and self.target is not None:
+                return "a trust region: zero expected gradient, as the policy is the sampler"
             away = "" if self.target in (None, "zero") else f" ({self.target})"
             return f"a trust region: pulls towards the sampler{away}, not towards the reference"
         ratio = self.variance_ratio
