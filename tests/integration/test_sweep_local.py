@@ -90,13 +90,16 @@ def test_cells_that_are_finished_in_an_export_are_left_out(sweep, kl_comedy, mon
     again = ("sweep", "grid.yaml", "--local", 1, "--output", "elsewhere", "--finished-in")
     assert kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--out", "all.parquet")[0] == 0
     code, _, errors = kl_comedy(*again, "all.parquet")
-    assert code == 0 and "2 of them are finished in all.parquet" in errors and "nothing to submit" in errors
+    assert code == 0 and "2 of 2 cells are finished in all.parquet" in errors and "nothing to submit" in errors
     late = ("--where", "data.train.dataset = 'jsonl'", "--out", "late.parquet")
     assert kl_comedy("results", "export", "--uri", "sqlite:///store.db", *late)[0] == 0
     monkeypatch.setattr(local_runs, "run_local", lambda sweep, work, *_: trained.extend(work.train))
     trained = []
+    assert "1 of 2 cells are finished in late.parquet" in kl_comedy(*again, "late.parquet", "--dry-run")[2]
+    assert kl_comedy(*again, "lost.parquet", "--dry-run")[0] == 2
+    assert not trained
     code, _, errors = kl_comedy(*again, "late.parquet")
-    assert trained == [0] and "1 of them are finished in late.parquet" in errors
+    assert trained == [0] and "1 of 2 cells are finished in late.parquet" in errors
     assert code == 1 and "1 of 2 cells did not finish" in errors  # it was not run here
 
 

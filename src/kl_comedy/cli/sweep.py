@@ -69,6 +69,7 @@ def sweep(
     _check_servers(manifest, profile, Path(planned.base))
     folder = output or Path("sweeps") / manifest.name
     planned_sweep = Sweep(path=folder.resolve(), manifest=manifest)
+    elsewhere = frozenset[int]() if finished_in is None else _finished_in(manifest, finished_in)
     if dry_run:
         _print_plan(planned_sweep, profile, format)
         return
@@ -78,7 +79,6 @@ def sweep(
         _check_plugins(read_sweep(folder), manifest.plugin_hashes)
     written = write_sweep(folder, manifest, standalone_text(Path(planned.base)))
     message(f"{len(manifest.cells)} cells in {written.path}")
-    elsewhere = frozenset[int]() if finished_in is None else _finished_in(manifest, finished_in)
     _run_missing(written, slurm, local, elsewhere=elsewhere)
 
 
@@ -218,7 +218,7 @@ def _finished_in(manifest: Manifest, uri: str) -> frozenset[int]:
     runs = read_runs(uri)
     hashes = set() if runs.empty else {*runs.loc[runs["status"] == "FINISHED", "tags.config.hash"]}
     cells = frozenset(cell.index for cell in manifest.cells if cell.config_hash in hashes)
-    message(f"{len(cells)} of them are finished in {uri}")
+    message(f"{len(cells)} of {len(manifest.cells)} cells are finished in {uri}")
     return cells
 
 
