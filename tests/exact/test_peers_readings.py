@@ -126,6 +126,17 @@ LOSSES = {
         lambda r: 2 * in_old_reward(lambda d: d)(r) + low_var(r),
         0.001,
     ),
+    "verl:distillation=true": (low_var, 1.0),
+    "verl:distillation=true,distillation_loss_coef=0.3,loss_max_clamp=5": (lambda r: low_var(r).clamp(-5, 5), 0.3),
+    "verl:distillation=true,distillation_loss_mode=kl,loss_max_clamp=5": (lambda r: delta(r).clamp(-5, 5), 1.0),
+    "verl:distillation=true,distillation_loss_mode=k1,use_policy_gradient=true,use_task_rewards=false": (
+        lambda r: policy_loss(r, delta(r)),
+        1.0,
+    ),
+    "verl:distillation=true,use_policy_gradient=true,loss_max_clamp=20,use_kl_loss=true,kl_loss_type=k2": (
+        lambda r: policy_loss(r, low_var(r)) + 1e-3 * delta(r).square() / 2,
+        1.0,
+    ),
     "trl:beta=0.04": (lambda r: ratio(r) * k3(delta(r)), 0.04),
     "trl:beta=0.04,use_bias_correction_kl=false": (lambda r: k3(delta(r)), 0.04),
     "trl:trainer=rloo": (rloo, 0.05),
@@ -396,10 +407,33 @@ def test_a_centred_cost_to_go_pays_for_length():
 
 def test_flags_without_an_equivalent_term_are_described_in_words():
     texts = ("areal:", "areal:ref=none", "roll:add_token_level_kl=true,kl_penalty=full")
-    texts += ("prime-rl:loss.type=custom", "slime:use_opd=true,advantage_estimator=gspo", "verl:distillation=true")
+    texts += ("prime-rl:loss.type=custom", "slime:use_opd=true,advantage_estimator=gspo")
+    texts += tuple(f"verl:distillation=true,distillation_loss_mode={mode}" for mode in ("k1", "forward_kl_topk"))
     for text in (*texts, "verl:use_kl_loss=true,kl_loss_type=full"):
         reading = read(text)
         assert reading.terms is None and reading.instead and reading.certificates() == {}, text
+
+
+def test_a_detached_divergence_of_the_whole_distribution_in_the_advantage_trains_nothing():
+    """verl's forward_kl_topk as a cost: its value does not depend on the token that was sampled (miles #2362)."""
+    reading = read("verl:distillation=true,distillation_loss_mode=forward_kl_topk,use_policy_gradient=true")
+    assert reading.terms == () and "zero in the mean" in reading.no_ops[0]
+
+    def loss(rows):
+        ref_logp_BTV, logp_BTV = rows.ref_next_logp_BTV, rows.next_logp_BTV
+        top_BTK, ids_BTK = ref_logp_BTV.topk(2)
+        value_BT = (top_BTK.exp() * (top_BTK - logp_BTV.gather(-1, ids_BTK))).sum(-1)
+        return torch.where(rows.mask_BT, policy_loss(rows, value_BT), 0.0)
+
+    for regime in REGIMES:
+        assert float(exact_moments(setting(regime), loss).gradient_D.norm()) < 1e-12
+
+
+def test_flags_that_distillation_takes_away_are_named():
+    reading = read("verl:distillation=true,use_task_rewards=false,use_kl_loss=true,use_kl_in_reward=true")
+    assert [term.reference for term in reading.terms] == ["teacher"] and len(reading.no_ops) == 2
+    assert read("prime-rl:algo=opd,adv_tau=0.5").no_ops and not read("prime-rl:adv_tau=0.5").no_ops
+    assert read("trl:trainer=async_grpo,beta=0.1").terms == () and read("trl:trainer=async_grpo,beta=0.1").no_ops
 
 
 # --- targets ------------------------------------------------------------------------------------------------------

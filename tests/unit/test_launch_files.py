@@ -162,6 +162,10 @@ def test_a_teacher_is_no_second_kl_to_the_reference(tmp_path):
 def test_the_class_or_command_chooses_the_trainer_of_trl(tmp_path):
     rloo = read_launch_file(write(tmp_path, "a.py", "from trl import RLOOConfig\nRLOOConfig(beta=0.1)\n"))
     assert rloo.given == {"trainer": "rloo", "beta": 0.1}
+    asynchronous = (
+        "from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer\nAsyncGRPOConfig(epsilon=0.1)\n"
+    )
+    assert read_launch_file(write(tmp_path, "b.py", asynchronous)).given == {"trainer": "async_grpo"}
     shell = read_launch_file(write(tmp_path, "a.sh", "trl rloo --beta 0.1 --num_generations 4\n"))
     assert shell.given == {"trainer": "rloo", "beta": 0.1}
 

@@ -26,7 +26,7 @@ from kl_comedy.lab.peers import SWITCH, SYSTEMS, Flag, Reading, System, Value, f
 
 MAX_BYTES = 1_000_000
 MAX_SETTINGS = 20_000
-TRL_CONFIGS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo"}
+TRL_CONFIGS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "AsyncGRPOConfig": "async_grpo"}
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 
 
@@ -126,9 +126,9 @@ def recognise(parsed: Parsed) -> System:
 
 def _trainer(parsed: Parsed) -> dict[str, Value]:
     """TRL's trainer, which is no flag but a class, a command or a script."""
-    names = [name for word in parsed.words for name in TRL_CONFIGS.values() if re.search(rf"\b{name}(\.py)?$", word)]
-    names += [TRL_CONFIGS[word] for word in parsed.words if word in TRL_CONFIGS]
-    return {"trainer": "rloo"} if "rloo" in names and "grpo" not in names else {}
+    names = {name for word in parsed.words for name in TRL_CONFIGS.values() if re.search(rf"\b{name}(\.py)?$", word)}
+    names |= {TRL_CONFIGS[word] for word in parsed.words if word in TRL_CONFIGS}
+    return {"trainer": names.pop()} if len(names) == 1 and "grpo" not in names else {}
 
 
 def _flag_of(system: System, key: str) -> Flag | None:
