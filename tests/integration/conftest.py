@@ -1,11 +1,13 @@
 """A small study in a store: two KL families and none, over betas and seeds, one seed of one family collapsed."""
 
 import shutil
+import threading
 
 import pytest
 from study_runs import FAMILIES, track
 from tests.commands import run_here
 
+from kl_comedy.processes import free_port
 from kl_comedy.tracking.store import connect
 
 
@@ -39,3 +41,23 @@ def study_copy(study_folder, tmp_path):
 def kl_comedy():
     """The command line in this process: exit code, stdout, stderr."""
     return run_here
+
+
+@pytest.fixture
+def teacher_url(monkeypatch):
+    """Our inference server, in this process, with the teacher of test_teacher."""
+    from test_teacher import OTHER, TINY
+
+    from kl_comedy.config import load_config
+    from kl_comedy.models import load_model
+    from kl_comedy.rollouts.engines import hf_server
+
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    engine = hf_server.Engine(load_model(load_config(TINY, [f"model.options={OTHER}"]).model), batch_sequences=8)
+    port = free_port()
+    server = hf_server.listen(engine, port=port, key="key")
+    threading.Thread(target=engine.run, daemon=True).start()
+    yield f"http://127.0.0.1:{port}"
+    engine.stop()
+    server.shutdown()
+    server.server_close()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from choice_suite import problem, write_suite
 from safetensors.torch import load_file
-from test_teacher import save_teacher
+from test_teacher import SERVED_TERMS, save_teacher
 from test_training import TINY, go, metrics_of
 from transformers import AutoModelForCausalLM
 
@@ -226,6 +226,26 @@ def test_fsdp_resumes_with_its_teacher_and_refuses_another(tmp_path):
     for rank in ranks:
         assert rank.output.count("failed: the teacher reference is not the one this run began with") == 1
         assert "Traceback" not in rank.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatch", [96, 100_000])
+def test_every_rank_asks_the_teacher_behind_a_server(tmp_path, teacher_url, microbatch):
+    """100,000 tokens: one micro-batch, so that the second rank has no row to ask for."""
+    settings = [f"reference.teacher={{source: pocket, url: '{teacher_url}'}}", *SERVED_TERMS, "train.steps=3"]
+    settings += [f"train.microbatch_tokens={microbatch}"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    assert_same(over(tmp_path / "run", "fsdp", *settings), alone, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_fails_one_rank_ends_all_with_its_reason(tmp_path, teacher_url):
+    settings = [f"reference.teacher={{source: pocket, url: '{teacher_url}'}}", *SERVED_TERMS, "train.steps=3"]
+    ranks = start_ranks(tmp_path / "run", "fsdp", *settings, modules=["failing_teacher"])
+    codes = [rank.wait(DEADLINE_S) for rank in ranks]
+    assert codes == [1, 1], [rank.output for rank in ranks]
+    for rank in ranks:
+        assert rank.output.count("reference.teacher.url") == 1 and "Traceback" not in rank.output, rank.output
 
 
 @pytest.mark.slow

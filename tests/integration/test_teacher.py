@@ -2,7 +2,6 @@
 
 import copy
 import re
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel, load_model, weights_hash
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import match_teacher
-from kl_comedy.processes import free_port
-from kl_comedy.rollouts.engines import hf_server
 from kl_comedy.training.build import check_training
 from kl_comedy.training.run import train
 
@@ -23,6 +20,10 @@ TINY = Path(__file__).with_name("tiny.yaml")
 ROOT = Path(__file__).parents[2]
 OTHER = "{preset: tiny, hidden_size: 32, slip: 0.0, warmstart_steps: 30}"
 SERVED = ["reference.teacher={source: pocket, url: 'http://127.0.0.1:1'}"]
+SERVED_TERMS = [
+    "kl=[{estimator: top_k, reference: teacher, placement: loss, options: {k: 4, tokens: reference}}]",
+    "algorithm.reward_weight=0",
+]
 TEACHER = [f"reference.teacher={{source: pocket, options: {OTHER}}}", "algorithm.reward_weight=0"]
 
 
@@ -37,23 +38,8 @@ def test_the_policy_moves_to_a_teacher_of_another_size(tmp_path, recipe):
     assert metrics[1, f"teacher/exact_{recipe.removeprefix('opd/')}_token"] > 0
 
 
-@pytest.fixture
-def teacher_url(monkeypatch):
-    """Our inference server, in this process, with the teacher of these tests."""
-    monkeypatch.setenv("VLLM_API_KEY", "key")
-    engine = hf_server.Engine(load_model(load_config(TINY, [f"model.options={OTHER}"]).model), batch_sequences=8)
-    port = free_port()
-    server = hf_server.listen(engine, port=port, key="key")
-    threading.Thread(target=engine.run, daemon=True).start()
-    yield f"http://127.0.0.1:{port}"
-    engine.stop()
-    server.shutdown()
-    server.server_close()
-
-
 def test_a_run_learns_the_same_from_a_teacher_behind_a_server(tmp_path, teacher_url):
-    terms = "kl=[{estimator: top_k, reference: teacher, placement: loss, options: {k: 4, tokens: reference}}]"
-    alike = [terms, "algorithm.reward_weight=0", "train.steps=3", "optimizer.lr=3e-3", *SHORT[1:]]
+    alike = [*SERVED_TERMS, "train.steps=3", "optimizer.lr=3e-3", *SHORT[1:]]
     served = go(tmp_path / "served", f"reference.teacher={{source: pocket, url: '{teacher_url}'}}", *alike).run
     local = go(tmp_path / "local", TEACHER[0], *alike).run
     ours, theirs = metrics_of(served), metrics_of(local)

@@ -215,7 +215,7 @@ def connect_teacher(config: Config, policy: LoadedModel, terms: Sequence[KLTerm]
     def connect() -> Any:
         tokenizer = load_tokenizer(settings.model(config.model))
         check_tokens(replace(policy, tokenizer=tokenizer), policy, "model.source", settings.source)
-        return TeacherServer(settings, policy, k)
+        return TeacherServer(settings, policy, k, ranks.raise_on_all_ranks)
 
     with teacher_errors():
         return ranks.raise_on_all_ranks(connect)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +33,22 @@ TIMEOUT_S = 600.0
 class TeacherServer:
     """The reference ``teacher`` of a run whose config names an address.
 
-    ``k``: how many of its likeliest tokens the run's terms read; 0 for log-probs of sampled tokens only. Raises
-    :class:`UserError` where the server does not answer, refuses the key, or refuses ``k``.
+    ``k``: how many of its likeliest tokens the run's terms read; 0 for log-probs of sampled tokens only.
+    ``on_all_ranks`` calls what may fail on one process of several. Raises :class:`UserError` where the server does not
+    answer, refuses the key, or refuses ``k``.
     """
 
     moving = False
 
-    def __init__(self, settings: TeacherConfig, policy: LoadedModel, k: int) -> None:
+    def __init__(
+        self,
+        settings: TeacherConfig,
+        policy: LoadedModel,
+        k: int,
+        on_all_ranks: Callable[[Callable[[], Any]], Any] = lambda action: action(),
+    ) -> None:
         assert settings.url is not None
+        self._on_all_ranks = on_all_ranks
         self._k, self._vocabulary = k, int(head_weights(policy.model)[0].shape[0])
         key = os.environ.get(settings.api_key_env) or None
         self._client = Client(settings.url, key=key, timeout_s=TIMEOUT_S, model=settings.server_model)
@@ -70,7 +79,7 @@ class TeacherServer:
         prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids_BP, prompt_mask_BP.bool(), strict=True)]
         rows = [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT, strict=True)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            answers = list(pool.map(self._ask, prompts, rows))
+            answers = self._on_all_ranks(lambda: list(pool.map(self._ask, prompts, rows)))
         entries = [entry for answer in answers for entry in answer]
         tokens = [token for row in rows for token in row]
         likeliest = [sorted(entry, key=lambda token: (-entry[token], token))[: self._k] for entry in entries]
