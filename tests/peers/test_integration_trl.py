@@ -267,6 +267,34 @@ def test_training_with_a_schedule_and_the_gradient_check(folder, algorithm):
     assert len(logged) == 2 and all(entry["kl/k1"] != 0 and "rewards/kl_cost/mean" in entry for entry in logged)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_the_audits_reference_gradient_is_that_of_the_exact_kl(folder, algorithm):
+    """Of completions one by one, without padding; then through training, where TRL logs it."""
+    from kl_comedy.integrations.kl_audit import KLAudit
+    from kl_comedy.lab.audit.gradients import GradientSketch, layer_groups
+
+    trainer = build(folder, algorithm=algorithm, kl=[K3], logging_steps=1, temperature=0.8)
+    audit = KLAudit(trainer, every=1, blocks=4, target="token_reverse", coefficient="kl_scale")
+    audit._original, model, ref_model = trainer.compute_loss, trainer.model, trainer.ref_model
+    audit._sketch = GradientSketch(layer_groups(model), 0)
+    measured = audit._block(model, batch_of(trainer))[2]
+    tokenizer, total = pocket.build_tokenizer(), 0.0
+    for prompt, ids in zip([p for p in PROMPTS for _ in range(GROUP)], completions(), strict=True):
+        whole = torch.tensor([tokenizer(prompt)["input_ids"] + ids])
+        at = slice(whole.shape[1] - len(ids) - 1, -1)
+        logp_TV, ref_TV = ((each(whole).logits[0, at] / 0.8).log_softmax(-1) for each in (model, ref_model))
+        total = total + (logp_TV.exp() * (logp_TV - ref_TV.detach())).sum() / len(LENGTHS)
+    names = [parameter for group in layer_groups(model).values() for parameter in group]
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, names)])
+    assert distance(expected, measured) < TOLERANCE
+    audit._sketch = None
+    trainer.add_callback(audit)
+    trainer.train()
+    assert [record["step"] for record in audit.records] == [0, 1]
+    assert all(0 < record["cosine"] <= 1 for record in audit.records)
+    assert sum("kl_audit/cosine" in entry for entry in trainer.state.log_history) == 2
+
+
 def test_the_gradient_check_on_plain_trl(folder):
     from kl_comedy.integrations.gradient_check import KLGradientCheck
 

@@ -31,6 +31,7 @@ WITHIN_A_LAYER = {
     ("rollouts", "models"),  # the sampler runs the policy with the models' attention
     ("training", "evaluation"),  # a run evaluates between updates
     ("lab", "training"),  # audits train and load policies
+    ("integrations", "lab"),  # the audit inside other trainers
 }
 LIGHT = [  # one process each, in this order: a package is light if nothing before it is heavier
     {

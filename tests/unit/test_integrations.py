@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from types import SimpleNamespace
 
@@ -134,6 +135,17 @@ def test_a_kl_with_a_gradient_passes_once_and_is_audited_again_where_asked():
     assert [record["step"] for record in again.records] == [0, 2, 4]
 
 
+def test_two_checks_of_one_trainer_leave_it_as_it_was():
+    trainer = Trainer(lambda value: 2 * value)
+    original, checks = trainer.compute_loss, [gradient_check(trainer, every=1) for _ in range(2)]
+    for check in checks:
+        check.on_train_begin(None, trainer.state, None)
+    trainer.compute_loss(trainer.model, torch.ones(2, 3))
+    for check in checks:
+        check.on_train_end(None, trainer.state, None)
+    assert trainer.compute_loss == original and [len(check.records) for check in checks] == [1, 1]
+
+
 def test_a_detached_kl_stops_the_run():
     trainer = Trainer(lambda value: value.detach() + 1)
     with pytest.raises(RunFailed, match="has no gradient"):
@@ -193,3 +205,114 @@ def test_the_probe_knows_an_engine_with_other_weights_and_reads_trls_metric():
     logged.on_log(None, state, None, logs={"sampling/sampling_logp_difference/mean": 0.015})
     with pytest.raises(RunFailed, match="did not sample this policy"):
         logged.on_log(None, state, None, logs={"sampling/sampling_logp_difference/mean": 0.2})
+
+
+# --- the audit -------------------------------------------------------------------------------------------------------
+class Bigrams(torch.nn.Module):
+    """A policy over 6 tokens that sees the last one."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.table = torch.nn.Embedding(6, 6)
+        with torch.no_grad():
+            self.table.weight.copy_(torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)))
+
+    get_input_embeddings = get_output_embeddings = lambda self: self.table
+
+    def forward(self, input_ids, attention_mask):
+        return SimpleNamespace(logits=self.table(input_ids))
+
+
+class TRLTrainer:
+    """What the audit uses of TRL's trainers: batches of 256 sampled completions, and a KL of each token in the loss."""
+
+    def __init__(self, kl, temperature=1.0, beta=0.05):
+        self.model, self.ref_model, self.kl = Bigrams(0), Bigrams(1), kl
+        self.beta, self.temperature, self.state = beta, temperature, SimpleNamespace(global_step=0)
+        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+        self._metrics = {"train": collections.defaultdict(list)}
+        self._generator = torch.Generator().manual_seed(3)
+
+    def logps(self, model, ids_BL):
+        return (model(ids_BL, None).logits[:, :-1] / self.temperature).log_softmax(-1)
+
+    def batch(self):
+        ids_BL = torch.zeros(256, 1, dtype=torch.long)
+        for _ in range(4):
+            with torch.no_grad():
+                last_BV = (self.model(ids_BL, None).logits[:, -1] / self.temperature).softmax(-1)
+            ids_BL = torch.cat([ids_BL, torch.multinomial(last_BV, 1, generator=self._generator)], 1)
+        mask_BT = torch.arange(4)[None] < torch.randint(1, 5, (256, 1), generator=self._generator)
+        names = {"prompt_ids": ids_BL[:, :1], "prompt_mask": torch.ones_like(ids_BL[:, :1])}
+        return names | {"completion_ids": ids_BL[:, 1:], "completion_mask": mask_BT.long(), "items": torch.tensor(9)}
+
+    def compute_loss(self, model, inputs):
+        ids_BL = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        logp_BT, ref_BT = (
+            self.logps(each, ids_BL).gather(-1, ids_BL[:, 1:, None])[..., 0] for each in (model, self.ref_model)
+        )
+        reward_BT = (inputs["completion_ids"] == 2).float() - 0.2
+        loss_BT = self.beta * self.kl(logp_BT, ref_BT.detach(), inputs["completion_mask"]) - reward_BT * logp_BT
+        return (loss_BT * inputs["completion_mask"]).sum(-1).mean()
+
+
+def audited(kl, *, target="token_reverse", temperature=1.0, **options):
+    from kl_comedy.integrations.kl_audit import KLAudit
+
+    trainer = TRLTrainer(kl, temperature)
+    audit = KLAudit(trainer, every=10, blocks=8, batches=2, target=target, **options)
+    audit.on_train_begin(None, trainer.state, None)
+    trainer.model.table.weight.grad = torch.ones(6, 6)
+    for _ in range(4):
+        trainer.compute_loss(trainer.model, trainer.batch())
+    audit.on_train_end(None, trainer.state, None)
+    assert torch.equal(trainer.model.table.weight.grad, torch.ones(6, 6)) and trainer.beta == 0.05
+    (record,) = audit.records
+    assert trainer._metrics["train"]["kl_audit/strength"] == [record["strength"]]
+    return record
+
+
+def squared(logp_BT, ref_BT, mask_BT):
+    return 0.5 * (logp_BT - ref_BT) ** 2
+
+
+def to_go(logp_BT, ref_BT, mask_BT):
+    costs_BT = (logp_BT - ref_BT).detach() * mask_BT
+    return logp_BT * costs_BT.flip(-1).cumsum(-1).flip(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_audit_finds_a_kl_right(temperature):
+    record = audited(squared, temperature=temperature)
+    assert record["blocks"] == 16 and record["p_no_mean"] < 0.01
+    assert record["cosine"] > 0.98 and record["strength_low"] < 1 < record["strength_high"]
+    half = audited(lambda *logps: 0.5 * squared(*logps), temperature=temperature)
+    assert half["strength"] == pytest.approx(0.5 * record["strength"], rel=1e-4)
+    assert half["kl_to_policy"] == pytest.approx(0.5 * record["kl_to_policy"], rel=1e-4)
+
+
+def test_the_audit_sees_future_credit_noise_and_a_wrong_sign():
+    own, future = (audited(kl, target="sequence_reverse") for kl in (squared, to_go))
+    assert own["cosine"] < future["cosine"] and future["strength_low"] < 1 < future["strength_high"]
+    assert audited(lambda logp, ref, mask: logp - ref)["p_no_mean"] > 0.01
+    with pytest.warns(UserWarning, match="cosine of -"):
+        assert audited(lambda *logps: -squared(*logps))["strength"] < 0
+
+
+def test_the_audit_refuses_what_it_cannot_measure():
+    from kl_comedy.integrations.kl_audit import KLAudit
+
+    with pytest.raises(UserError, match="target: got 'reverse'"):
+        KLAudit(TRLTrainer(squared), target="reverse")
+    with pytest.raises(UserError, match="at least 3 blocks"):
+        KLAudit(TRLTrainer(squared), blocks=2)
+    trainer = TRLTrainer(squared)
+    audit = KLAudit(trainer)
+    audit.on_train_begin(None, trainer.state, None)
+    with pytest.raises(UserError, match="a batch has no 'prompt_ids'"):
+        trainer.compute_loss(trainer.model, {})
+    trainer.ref_model = None
+    batch_of_policy = TRLTrainer(squared).batch()
+    audit._original = lambda model, inputs: model.table.weight.sum() * 0.0
+    with pytest.raises(UserError, match="no ref_model; give reference="):
+        trainer.compute_loss(trainer.model, batch_of_policy)

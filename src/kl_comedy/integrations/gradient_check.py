@@ -20,49 +20,91 @@ EPSILON = 1e-6
 """Relative size below which a difference of two float32 losses or gradients is rounding."""
 
 
-class KLGradientCheck(TrainerCallback):
+class _ExaminedLoss:
+    """A trainer's ``compute_loss`` that shows batches to callbacks first."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.original = trainer, trainer.compute_loss
+        self.callbacks: list[LossCallback] = []
+
+    def __call__(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        step = self.trainer.state.global_step
+        for callback in self.callbacks if model.training else ():
+            if callback.next_step is not None and step >= callback.next_step:
+                callback.next_step = callback.examine(step, self.trainer.accelerator.unwrap_model(model), inputs)
+        return self.original(model, inputs, *args, **options)
+
+
+class LossCallback(TrainerCallback):
+    """Calls :meth:`examine` before the loss of a step, with a loss that can be computed at any KL coefficient.
+
+    Raises :class:`UserError` for a trainer without the attribute ``coefficient``, and for FSDP and DeepSpeed, whose
+    parameters are in shards.
+    """
+
+    def __init__(self, trainer: Any, coefficient: str) -> None:
+        if not hasattr(trainer, coefficient):
+            raise UserError(f"coefficient: {type(trainer).__name__} has no attribute {coefficient!r}")
+        self.trainer, self.coefficient = trainer, coefficient
+        self.records: list[dict[str, float]] = []
+        self.next_step: int | None = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Wrap the trainer's ``compute_loss``, once for all callbacks of this kind."""
+        trainer = self.trainer
+        if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
+            raise UserError(f"{type(self).__name__}: needs whole parameters, and FSDP and DeepSpeed keep shards")
+        if not isinstance(trainer.compute_loss, _ExaminedLoss):
+            trainer.compute_loss = _ExaminedLoss(trainer)
+        self._original = trainer.compute_loss.original
+        trainer.compute_loss.callbacks.append(self)
+        self.next_step = state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Unwrap it with the last callback."""
+        examined = self.trainer.compute_loss
+        examined.callbacks.remove(self)
+        if not examined.callbacks:
+            self.trainer.compute_loss = examined.original
+
+    def examine(self, step: int, model: Any, inputs: Any) -> int | None:
+        """Look at a batch; the step of the next one, None for no more."""
+        raise NotImplementedError
+
+    def loss(self, model: Any, inputs: Any, coefficient: float) -> Tensor:
+        """The loss at a coefficient; random numbers and logged metrics are left as they were."""
+        trainer, name = self.trainer, self.coefficient
+        before, metrics = getattr(trainer, name), copy.deepcopy(getattr(trainer, "_metrics", None))
+        try:
+            setattr(trainer, name, coefficient)
+            with torch.random.fork_rng():
+                return self._original(model, inputs)
+        finally:
+            setattr(trainer, name, before)
+            if metrics is not None:
+                trainer._metrics = metrics
+
+
+class KLGradientCheck(LossCallback):
     """Compare the gradient with and without the KL part of the loss; raise :class:`RunFailed` where it makes none.
 
     The loss of a batch is computed with ``trainer.<coefficient>`` (``beta``; ``kl_scale`` of our TRL trainers) at 1
     and at 0. A KL part with a value and without gradient was computed under ``no_grad`` or detached. A policy equal to
     its reference has neither, so steps are tried until one has; after ``patience`` steps a warning says that the
-    coefficient changes nothing (as in RLOO, where the KL is part of the reward). ``every``: audit again each so many
-    steps. ``records`` has, per audited step, ``kl_loss`` at coefficient 1, the norms ``kl_norm`` and ``task_norm``
+    coefficient changes nothing (as in RLOO, where the KL is part of the reward). ``every``: check again each so many
+    steps. ``records`` has, per checked step, ``kl_loss`` at coefficient 1, the norms ``kl_norm`` and ``task_norm``
     of both gradients, and their ``cosine``.
 
-    Costs two more passes forward and backward of an audited micro-batch, and three gradients in memory. Raises
-    :class:`UserError` for FSDP and DeepSpeed, whose parameters are in shards.
+    Costs two more passes forward and backward of a checked micro-batch, and three gradients in memory.
     """
 
     def __init__(self, trainer: Any, *, coefficient: str = "beta", every: int = 0, patience: int = 5) -> None:
-        if not hasattr(trainer, coefficient):
-            raise UserError(f"coefficient: {type(trainer).__name__} has no attribute {coefficient!r}")
-        self.trainer, self.coefficient, self.every, self.patience = trainer, coefficient, every, patience
-        self.records: list[dict[str, float]] = []
-        self.passed, self._next_step = False, 0
+        super().__init__(trainer, coefficient)
+        self.every, self.patience, self.passed = every, patience, False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wrap the trainer's ``compute_loss``."""
-        if getattr(self.trainer, "is_fsdp_enabled", False) or getattr(self.trainer, "is_deepspeed_enabled", False):
-            raise UserError("KLGradientCheck: needs whole parameters, and FSDP and DeepSpeed keep shards")
-        self._original = self.trainer.compute_loss
-        self._next_step = state.global_step
-        self.trainer.compute_loss = self._compute_loss
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Unwrap it."""
-        self.trainer.compute_loss = self._original
-
-    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        step = self.trainer.state.global_step
-        if model.training and step >= self._next_step and (self.every or not self.passed):
-            self._audit(step, self.trainer.accelerator.unwrap_model(model), inputs)
-            self._next_step = step + (self.every if self.passed and self.every else 1)
-        return self._original(model, inputs, *args, **options)
-
-    def _audit(self, step: int, model: Any, inputs: Any) -> None:
+    def examine(self, step: int, model: Any, inputs: Any) -> int | None:
         weights = [weight for weight in model.parameters() if weight.requires_grad]
-        with_kl, without_kl = (self._loss(model, inputs, at) for at in (1.0, 0.0))
+        with_kl, without_kl = (self.loss(model, inputs, at) for at in (1.0, 0.0))
         kl_loss = with_kl - without_kl
         task = _gradient(without_kl, weights)
         kl = _gradient(kl_loss, weights)
@@ -80,19 +122,9 @@ class KLGradientCheck(TrainerCallback):
         elif len(self.records) == self.patience and not self.passed:
             name = self.coefficient
             warnings.warn(f"KLGradientCheck: {name} changed nothing in the loss of {self.patience} steps", stacklevel=2)
-
-    def _loss(self, model: Any, inputs: Any, coefficient: float) -> Tensor:
-        """The loss at a coefficient; random numbers and logged metrics are left as they were."""
-        trainer, name = self.trainer, self.coefficient
-        before, metrics = getattr(trainer, name), copy.deepcopy(getattr(trainer, "_metrics", None))
-        try:
-            setattr(trainer, name, coefficient)
-            with torch.random.fork_rng():
-                return self._original(model, inputs)
-        finally:
-            setattr(trainer, name, before)
-            if metrics is not None:
-                trainer._metrics = metrics
+        if not self.passed:
+            return step + 1
+        return step + self.every if self.every else None
 
 
 def _gradient(loss: Tensor, weights: Sequence[Tensor]) -> Tensor:
