@@ -5,6 +5,7 @@ trainer.add_callback(KLGradientCheck(trainer))
 
 from __future__ import annotations
 
+import abc
 import copy
 import warnings
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ class _ExaminedLoss:
         return self.original(model, inputs, *args, **options)
 
 
-class LossCallback(TrainerCallback):
+class LossCallback(TrainerCallback, abc.ABC):
     """Calls :meth:`examine` before the loss of a step, with a loss that can be computed at any KL coefficient.
 
     Raises :class:`UserError` for a trainer without the attribute ``coefficient``, and for FSDP and DeepSpeed, whose
@@ -67,9 +68,9 @@ class LossCallback(TrainerCallback):
         if not examined.callbacks:
             self.trainer.compute_loss = examined.original
 
+    @abc.abstractmethod
     def examine(self, step: int, model: Any, inputs: Any) -> int | None:
         """Look at a batch; the step of the next one, None for no more."""
-        raise NotImplementedError
 
     def loss(self, model: Any, inputs: Any, coefficient: float) -> Tensor:
         """The loss at a coefficient; random numbers and logged metrics are left as they were."""

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,9 +50,9 @@ class KLAudit(LossCallback):
     strength has the host's reduction in it. TRL logs ``kl_audit/*``. A cosine whose interval ends below 0.5 is warned
     of.
 
-    Costs per completion four passes forward and three backward, and a row's ``[T, V]`` logits twice. Raises
-    :class:`UserError` for FSDP and DeepSpeed, fewer than three blocks in all, batches without completions, and a
-    trainer whose reference is not found.
+    With several processes each audits, and records, its own batches. Costs per completion four passes forward and
+    three backward, and a row's ``[T, V]`` logits twice. Raises :class:`UserError` for FSDP and DeepSpeed, fewer than
+    three blocks in all, batches without completions, and a trainer whose reference is not found.
     """
 
     def __init__(
@@ -143,14 +142,14 @@ class KLAudit(LossCallback):
     def _reference_logits(self, model: Any, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
         if self._reference is not None:
             return self._reference(ids_BL, mask_BL)
-        other = getattr(self.trainer, "ref_model", None)
-        adapter_off = getattr(model, "disable_adapter", None)
-        if other is None and adapter_off is None:
-            raise UserError(
-                "KLAudit: the trainer has no ref_model; give reference=, a function of ids and mask to logits"
-            )
-        with contextlib.nullcontext() if other is not None else adapter_off():
-            logits: Tensor = (model if other is None else other)(input_ids=ids_BL, attention_mask=mask_BL).logits
+        other, context = getattr(self.trainer, "ref_model", None), contextlib.nullcontext
+        if other is None and not hasattr(model, "disable_adapter"):
+            why = "give reference=, a function of ids and mask to logits"
+            raise UserError(f"KLAudit: the trainer has no ref_model; {why}")
+        if other is None:
+            other, context = model, model.disable_adapter
+        with context():
+            logits: Tensor = other(input_ids=ids_BL, attention_mask=mask_BL).logits
         return logits
 
     def _record(self, step: int, gram: Tensor) -> None:
@@ -169,9 +168,8 @@ class KLAudit(LossCallback):
         sizes = [float(each.diagonal().mean()) ** 0.5 for each in (kl_KK, policy_KK)]
         record["kl_to_policy"] = abs(getattr(self.trainer, self.coefficient)) * sizes[0] / max(sizes[1], 1e-30)
         self.records.append(record)
-        logged = getattr(self.trainer, "_metrics", None) or {"train": defaultdict(list)}
         for name in ("cosine", "strength", "kl_to_policy"):
-            logged["train"][f"kl_audit/{name}"].append(record[name])
+            self.trainer._metrics["train"][f"kl_audit/{name}"].append(record[name])
         if record["cosine_high"] < WARN_BELOW:
             warnings.warn(
                 f"KLAudit: step {step}: the KL part of the loss has a cosine of {record['cosine']:.2f} "
@@ -182,10 +180,5 @@ class KLAudit(LossCallback):
 
 def _rows_of(inputs: Mapping[str, Any], part: Tensor, rows: int) -> dict[str, Any]:
     """Those rows of every tensor that has one for each completion."""
-
-    def taken(value: Any) -> Any:
-        return (
-            value[part.to(value.device)] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
-        )
-
-    return {name: taken(value) for name, value in inputs.items()}
+    per_row = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.ndim}
+    return {**inputs, **{name: each[part.to(each.device)] for name, each in per_row.items() if len(each) == rows}}
