@@ -77,8 +77,23 @@ def test_no_lag_is_the_on_policy_run_to_the_bit(tmp_path):
     assert MemoryEngines.last.closed
 
 
+def before_the_first_update(monkeypatch, watched, ready):
+    """The learner's first update waits until ``ready`` holds for the buffer that the engines fill."""
+    step = PolicyModule.training_step
+
+    def step_when_ready(*args):
+        producer = watched["producer"]
+        with producer._changed:
+            assert producer._changed.wait_for(lambda: ready(producer.buffer), timeout=60)
+        return step(*args)
+
+    monkeypatch.setattr(PolicyModule, "training_step", step_when_ready)
+
+
 @pytest.mark.parametrize("in_flight", ["false", "true"])
-def test_waiting_bounds_the_age_and_accounts_for_every_prompt(tmp_path, watched, in_flight):
+def test_waiting_bounds_the_age_and_accounts_for_every_prompt(tmp_path, watched, monkeypatch, in_flight):
+    """The batch of iteration 3 is drawn before the first update: the bound is reached."""
+    before_the_first_update(monkeypatch, watched, lambda buffer: buffer.taken > 1 or len(buffer.ready) == 3 * 4)
     run = go(tmp_path, *MEMORY, "lag.max_steps=3", f"lag.in_flight={in_flight}", "train.steps=12").run
     assert max(watched["ages"]) == 3 and min(watched["ages"]) == 0
     assert watched["used"] == [ORDER.indices(n) for n in range(12)]
@@ -92,9 +107,8 @@ def test_waiting_bounds_the_age_and_accounts_for_every_prompt(tmp_path, watched,
 
 
 def test_dropping_returns_what_is_too_old(tmp_path, watched, monkeypatch):
-    """The learner is slowed, so that the engines are far ahead."""
-    step = PolicyModule.training_step
-    monkeypatch.setattr(PolicyModule, "training_step", lambda *args: (time.sleep(0.2), step(*args))[1])
+    """The first update waits until the engines are so far ahead that a group was dropped."""
+    before_the_first_update(monkeypatch, watched, lambda buffer: buffer.dropped > 0)
     settings = ["lag.max_steps=2", "lag.policy=drop", "algorithm.updates_per_batch=2", "train.steps=12"]
     run = go(tmp_path, *MEMORY, *settings).run
     buffer = watched["producer"].buffer
