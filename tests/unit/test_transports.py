@@ -197,6 +197,24 @@ def test_rank_0_does_not_wait_for_a_server_that_was_lost_before_it_met_it(policy
     assert engines.restarts == 1 and {version for row in rows for version in row.versions} == {0}
 
 
+def test_a_transfer_that_stalls_is_given_up_and_made_again(policy, serve, connect, monkeypatch):
+    """The first time, the server is in the group and waits for something else."""
+    monkeypatch.setattr(transports, "STALL_LIMIT_S", 0.5)
+    server, connect_group, stalled = serve(), transports.gloo_group, []
+
+    def stall_once(store, host, rank, size, timeout_s):
+        group = connect_group(store, host, rank, size, timeout_s)
+        if rank and not stalled:
+            stalled.append(timeout_s)
+            group.recv([torch.zeros(1)], 0, 1).wait()
+        return group
+
+    monkeypatch.setattr(transports, "gloo_group", stall_once)
+    engines = connect(server, transport="gloo", retries=1)
+    rows = draw(engines)
+    assert stalled == [0.5] and engines.restarts == 1 and {version for row in rows for version in row.versions} == {0}
+
+
 def test_a_taken_port_is_replaced_by_another(policy, tmp_path, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

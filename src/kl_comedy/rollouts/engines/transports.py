@@ -47,6 +47,8 @@ WORKER = "kl_comedy.rollouts.engines.vllm_worker"
 """The module that vLLM's workers import (by its name only: here vLLM may be absent)."""
 GLOO_BACKEND = "kl_gloo"
 POLL_S = 0.005
+STALL_LIMIT_S = 120.0
+"""Seconds without a tensor after which a gloo transfer is given up, and its server restarted."""
 
 
 class Peer(Protocol):
@@ -170,6 +172,7 @@ class GlooTransport(Transport):
 
     def send(self, weights: StagedWeights, server: Peer) -> None:
         """gloo waits for a lost server until its limit, a request does not: a thread sends, and is left behind then."""
+        limit_s = min(server.timeout_s, STALL_LIMIT_S)
         tensors, aliases = untied(weights.tensors)
         workers, host = worker_count(server), own_address(server.host)
         store = tcp_store(host, 0, is_master=True, wait_for_workers=False)
@@ -182,7 +185,7 @@ class GlooTransport(Transport):
                 while not store.check(ready):
                     if answered.wait(POLL_S):
                         raise RuntimeError("the server answered without taking the weights")
-                group = gloo_group(store, host, 0, 1 + workers, server.timeout_s)
+                group = gloo_group(store, host, 0, 1 + workers, limit_s)
                 for tensor in tensors.values():
                     for worker in range(1, 1 + workers):
                         group.send([bytes_of(tensor)], worker, 0).wait()
@@ -190,7 +193,7 @@ class GlooTransport(Transport):
             except Exception as error:
                 ended.put(error)
 
-        address = {"master_address": host, "master_port": store.port, "timeout_s": server.timeout_s}
+        address = {"master_address": host, "master_port": store.port, "timeout_s": limit_s}
         server.call("/init_weight_transfer_engine", init_info=address)
         start_update(server.call)
         threading.Thread(target=transfer, daemon=True, name="gloo transfer").start()
