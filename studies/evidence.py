@@ -101,6 +101,7 @@ class Claim:
 
     name: str
     hypothesis: str
+    remark: str | None
     parts: dict[str, list[Contrast]]
 
 
@@ -116,6 +117,7 @@ def read_claims(path: Path = CLAIMS) -> list[Claim]:
         Claim(
             name=name,
             hypothesis=raw["hypothesis"],
+            remark=raw.get("remark"),
             parts={part: [each for row in rows for each in contrasts(row)] for part, rows in raw["parts"].items()},
         )
         for name, raw in read_yaml(path, "table of claims").items()
@@ -409,6 +411,7 @@ def page(uri: str, command: str, figures: Path | None = None) -> tuple[str, str]
         verdicts.append([link, claim.hypothesis, state, number, count])
         sentence = f"{claim.hypothesis[0].upper()}{claim.hypothesis[1:]}."
         sections += [f"## {claim.name}", sentence, f"**Verdict: {state}.** Runs: {count}."]
+        sections += [claim.remark] * (claim.remark is not None)
         keyed = [f"- {part or 'key number'}: {text}" for part, text in zip(parts, numbers, strict=True) if text]
         sections += ["\n".join(keyed)] * bool(keyed) + [table(rows)]
         if any(row.get("difference") is not None for row in rows):
