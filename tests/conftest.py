@@ -36,9 +36,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def pocket_cache(tmp_path_factory):
-    """Warm-start the tiny policy once per session, not in the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
+def pocket_cache(request, tmp_path_factory):
+    """Warm-start the tiny policy once per checkout, in pytest's cache and not the user's."""
+    cache = getattr(request.config, "cache", None)  # none under -p no:cacheprovider
+    folder = tmp_path_factory.mktemp("cache") if cache is None else cache.mkdir("kl_comedy")
     before = os.environ.get("KL_COMEDY_CACHE")
     os.environ["KL_COMEDY_CACHE"] = str(folder)
     yield folder

@@ -182,27 +182,25 @@ def psutil_words(pid):
     return [word for each in (parent, *parent.children(recursive=True)) for word in each.cmdline()]
 
 
-def update_from_shards(rank, world, folder):
-    """What an engine draws after it took the weights of a sharded policy, by kind of policy."""
-    drawn = {}
-    for kind in ("tied", "tied lora"):
-        policy = load_sharded(config_of(kind, folder), limit_bytes=2**30)
-        config = RolloutConfig(batch_sequences=8, temperature=1.3)
-        config.options = {"transport": "gloo" if "lora" in kind else "folder"}
-        backend = build_hf_server(config, loaded=policy, leader=rank == 0)
-        if rank == 0:
-            backend.work_in(folder / kind)
-        move_evenly(policy.model)
-        backend.update_weights(1)
-        if rank == 0:
-            (written,) = [path for path in (folder / kind / "sampler").iterdir() if path.is_dir()]
-            config = json.loads((written / "config.json").read_text())
-            ends = json.loads((written / "generation_config.json").read_text())["eos_token_id"]
-            rows = draw(backend, [PROMPT] * 2)
-            assert {version for row in rows for version in row.versions} == {1}
-            assert any(written.glob("*.safetensors")) == (kind == "tied")
-            drawn[kind] = [config["architectures"], ends, [(row.completion_ids, row.logps) for row in rows]]
-        backend.close()
+def update_from_shards(rank, world, folder, kind, transport):
+    """What an engine draws after it took the weights of a sharded policy."""
+    policy = load_sharded(config_of(kind, folder), limit_bytes=2**30)
+    config = RolloutConfig(batch_sequences=8, temperature=1.3, options={"transport": transport})
+    backend = build_hf_server(config, loaded=policy, leader=rank == 0)
+    if rank == 0:
+        backend.work_in(folder)
+    move_evenly(policy.model)
+    backend.update_weights(1)
+    drawn = None
+    if rank == 0:
+        (written,) = [path for path in (folder / "sampler").iterdir() if path.is_dir()]
+        config = json.loads((written / "config.json").read_text())
+        ends = json.loads((written / "generation_config.json").read_text())["eos_token_id"]
+        rows = draw(backend, [PROMPT] * 2)
+        assert {version for row in rows for version in row.versions} == {1}
+        assert any(written.glob("*.safetensors")) == (transport == "folder")
+        drawn = [config["architectures"], ends, [(row.completion_ids, row.logps) for row in rows]]
+    backend.close()
     return drawn
 
 
@@ -213,16 +211,18 @@ def move_evenly(model):
                 weight.mul_(1.1).add_(0.01)
 
 
-def test_an_engine_takes_the_weights_of_a_policy_in_shards(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "transport"), [("tied lora", "gloo"), pytest.param("tied", "folder", marks=pytest.mark.slow)]
+)
+def test_an_engine_takes_the_weights_of_a_policy_in_shards(tmp_path, kind, transport):
     save_tied(tmp_path)
-    drawn, nothing = spawn(update_from_shards, tmp_path)
-    assert nothing == {}
-    for kind, (architectures, ends, rows) in drawn.items():
-        whole = load_model(config_of(kind, tmp_path))
-        move_evenly(whole.model)
-        expected = draw(hf(whole), [PROMPT] * 2)
-        assert architectures == ["LlamaForCausalLM"]
-        assert ends == [1, 5]
-        assert [tuple(ids) for ids, _ in rows] == [row.completion_ids for row in expected]
-        for (_, logps), row in zip(rows, expected, strict=True):
-            assert logps == pytest.approx(row.logps, abs=1e-4)
+    (architectures, ends, rows), nothing = spawn(update_from_shards, tmp_path, kind, transport)
+    assert nothing is None
+    whole = load_model(config_of(kind, tmp_path))
+    move_evenly(whole.model)
+    expected = draw(hf(whole), [PROMPT] * 2)
+    assert architectures == ["LlamaForCausalLM"]
+    assert ends == [1, 5]
+    assert [tuple(ids) for ids, _ in rows] == [row.completion_ids for row in expected]
+    for (_, logps), row in zip(rows, expected, strict=True):
+        assert logps == pytest.approx(row.logps, abs=1e-4)
