@@ -35,6 +35,7 @@ PROTOCOL = "56d1acf"
 
 COLLAPSE = "eval/heldout/reward < 0.5 start last 2"
 MARGIN, LEVEL, LAST_UPDATES = 0.03, 0.05, 20
+POWER, MOST_PAIRS = 0.8, 1000
 REWARD, KL = "eval/heldout/reward", "eval/heldout/kl/exact_reverse_sequence"
 OTHER_FAMILIES = ("two_terms", "four_terms", "three_digits", "subtraction")
 LABELS = {
@@ -103,6 +104,10 @@ class Claim:
     hypothesis: str
     remark: str | None
     parts: dict[str, list[Contrast]]
+
+    @property
+    def anchor(self) -> str:
+        return self.name.lower().replace(", ", "-")
 
 
 def read_claims(path: Path = CLAIMS) -> list[Claim]:
@@ -294,6 +299,48 @@ def key_number(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{row['contrast']}, {row['at']}, {LABELS[row['outcome']]}: {_interval(row)}{p}"
 
 
+def pairs_needed(difference: float, deviation: float, level: float) -> int:
+    """Pairs at which a two-sided paired t-test at ``level`` finds ``difference`` with probability :data:`POWER`.
+
+    ``deviation``: of the paired differences, in the unit of ``difference``.
+
+    >>> [pairs_needed(difference, 0.04, 0.05) for difference in (0.067, 0.040)]
+    [5, 10]
+    """
+    from scipy.stats import nct, t
+
+    def missed(n: int) -> bool:
+        bound = t.ppf(1 - level / 2, n - 1)
+        return bool(nct.sf(bound, n - 1, abs(difference) / deviation * math.sqrt(n)) < POWER)
+
+    return next(itertools.dropwhile(missed, range(2, MOST_PAIRS)), MOST_PAIRS)
+
+
+def unresolved(
+    claim: Claim, parts: Mapping[str, Sequence[Mapping[str, Any]]], runs: pd.DataFrame, plan: pd.DataFrame
+) -> list[list[str]]:
+    """For each part that is whole and not resolved, its contrast nearest to it, and what would resolve that."""
+    from scipy.stats import t
+
+    family = sum(row.get("p") is not None for rows in parts.values() for row in rows)
+    cells = []
+    for part, rows in parts.items():
+        mine = replace(claim, parts={part: claim.parts[part]})
+        done = needed(mine, runs)
+        near = [row for row in rows if row.get("low") is not None and row["p_holm"] is not None]
+        if verdict(rows) != "not resolved" or not near or len(done) < len(needed(mine, plan)):
+            continue
+        row = min(near, key=lambda row: row["p"])
+        pairs = row["pairs"]
+        deviation = (row["high"] - row["low"]) / 2 * math.sqrt(pairs) / t.ppf(1 - LEVEL / 2, pairs - 1)
+        seeds = pairs_needed(row["difference"], deviation, LEVEL / family)
+        at = f"{row['contrast']}, {row['at']}, {LABELS[row['outcome']]}"
+        hours = 2 * (seeds - pairs) * done["hours"].mean()
+        needs = (str(seeds), f"{hours:.1f}") if seeds < MOST_PAIRS else (f"over {seeds}", "-")
+        cells.append([f"[{claim.name}](#{claim.anchor})", part or "-", at, _interval(row), str(pairs), *needs])
+    return cells
+
+
 def _interval(row: Mapping[str, Any]) -> str:
     difference, low, high = (row.get(name) for name in ("difference", "low", "high"))
     if difference is None:
@@ -395,12 +442,12 @@ def page(uri: str, command: str, figures: Path | None = None) -> tuple[str, str]
     """
     plan = planned_runs()
     runs = measured_runs(uri, plan)
-    sections, verdicts = list[str](), list[list[str]]()
+    sections, verdicts, open_parts = list[str](), list[list[str]](), list[list[str]]()
     for claim in read_claims():
         parts = evaluate(claim, runs, plan)
         rows = [row for each in parts.values() for row in each]
         done, all_runs = len(needed(claim, runs)), len(needed(claim, plan))
-        anchor = claim.name.lower().replace(", ", "-")
+        anchor = claim.anchor
         decided = {part: verdict(each) for part, each in parts.items()}
         state = "; ".join(f"{part}: {word}" if part else word for part, word in decided.items())
         if done < all_runs and set(decided.values()) != {"runs missing"}:
@@ -408,7 +455,8 @@ def page(uri: str, command: str, figures: Path | None = None) -> tuple[str, str]
         numbers = [key_number(each) for each in parts.values()]
         count = f"{done} of {all_runs}" + (", runs missing" if done < all_runs else "")
         link, number = f"[{claim.name}](#{anchor})", "; ".join(filter(None, numbers))
-        verdicts.append([link, claim.hypothesis, state, number, count])
+        noted = state if claim.remark is None else f"{state}, with a remark"
+        verdicts.append([link, claim.hypothesis, noted, number, count])
         sentence = f"{claim.hypothesis[0].upper()}{claim.hypothesis[1:]}."
         sections += [f"## {claim.name}", sentence, f"**Verdict: {state}.** Runs: {count}."]
         sections += [claim.remark] * (claim.remark is not None)
@@ -419,9 +467,11 @@ def page(uri: str, command: str, figures: Path | None = None) -> tuple[str, str]
             if figures is not None:
                 draw(rows, figures / f"{anchor}.svg")
         sections += commands(claim, runs)
+        open_parts += unresolved(claim, parts, runs, plan)
     summary = tables.markdown(SUMMARY, verdicts)
     facts = {"command": command, "protocol": PROTOCOL, "level": LEVEL, "margin": MARGIN}
     header = HEADER.format(**facts, summary=summary, blocks=block_table(runs, plan))
+    sections += [UNRESOLVED.format(power=POWER, level=LEVEL), tables.markdown(COSTS, open_parts)]
     return "\n\n".join([header, *sections, FOOTER]) + "\n", summary
 
 
@@ -443,6 +493,12 @@ The hypotheses of [the protocol](../../docs/protocol.md), with its outcomes, sta
 ## Runs
 
 {blocks}"""
+UNRESOLVED = """## What is not resolved, and what would resolve it
+
+Of each claim whose runs are all in: the contrast with the least p, and the seeds a side at which a test at {level} over
+the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*: wall
+times of the further runs, at the mean of those that there are."""
+COSTS = ["claim", "part", "contrast", "difference [95%]", "seeds", "seeds needed", "hours"]
 FOOTER = f"""## Commands
 
 Without `--finished-in` all runs are made again.

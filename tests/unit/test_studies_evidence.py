@@ -11,9 +11,12 @@ from studies.evidence import (
     compare,
     evaluate,
     measured_runs,
+    needed,
     page,
+    pairs_needed,
     planned_runs,
     read_claims,
+    unresolved,
 )
 
 from kl_comedy.errors import UserError
@@ -89,9 +92,10 @@ def test_known_differences_have_known_verdicts(exported, runs):
     summary = markdown_tables(page(exported, "command")[1])[0].rows
     verdicts = {row[0].partition("]")[0][1:]: (row[2], row[4]) for row in summary}
     assert [*verdicts] == [*CLAIMS]
-    assert verdicts["C14"] == ("confirmed", "45 of 45") and verdicts["C17"] == ("contradicted", "30 of 30")
+    assert verdicts["C14"] == ("confirmed, with a remark", "45 of 45")
+    assert verdicts["C17"] == ("contradicted", "30 of 30")
     assert verdicts["C11"][0] == "confirmed"  # 5 of 5 against 0 of 5, at one learning rate of three
-    assert verdicts["L1"] == ("preliminary: confirmed", "30 of 50, runs missing")
+    assert verdicts["L1"] == ("preliminary: confirmed, with a remark", "30 of 50, runs missing")
     assert verdicts["C16"][0].startswith("preliminary: the same: confirmed; ahead: ")
     assert verdicts["L2"] == ("preliminary: not resolved", "27 of 50, runs missing")
     assert verdicts["P2"] == ("runs missing", "0 of 255, runs missing")
@@ -114,6 +118,29 @@ def test_at_equal_kl_a_frontier_runs_from_the_start_to_no_kl(runs):
         for _, group in here.groupby("seed")
     ]
     assert row["at"].endswith("0.5 nats") and row["a"] == pytest.approx(sum(by_seed) / 5) and row["pairs"] == 5
+
+
+@pytest.mark.parametrize(("difference", "deviation", "level"), [(0.04, 0.04, 0.05), (-0.3, 0.4, 0.005)])
+def test_the_seeds_that_would_resolve_a_difference_have_the_power_in_a_simulation(difference, deviation, level):
+    import numpy as np
+    from scipy.stats import ttest_1samp
+
+    n = pairs_needed(difference, deviation, level)
+    draws = np.random.default_rng(0).normal(difference, deviation, (20_000, n))
+    enough, fewer = (float((ttest_1samp(each, 0, axis=1).pvalue < level).mean()) for each in (draws, draws[:, :-1]))
+    assert fewer < 0.81 and enough > 0.79, (fewer, enough)
+
+
+def test_only_what_is_whole_and_not_resolved_has_a_cost(runs):
+    half = 2.776 * 0.04 / 5**0.5  # of the interval of five pairs with a standard deviation of 0.04
+    row = {"contrast": "a - b", "at": "beta 1", "outcome": "end", "sign": 1, "pairs": 5, "a": 0.5, "b": 0.46}
+    row |= {"difference": 0.04, "low": 0.04 - half, "high": 0.04 + half, "p": 0.09, "p_holm": 0.09, "decision": ""}
+    claim, hours = CLAIMS["C14"], needed(CLAIMS["C14"], runs)["hours"].mean()
+    plan = planned_runs()
+    ((*_, seeds, more),) = unresolved(claim, {"": [row]}, runs, plan)
+    assert (seeds, more) == ("10", f"{10 * hours:.1f}")
+    assert unresolved(claim, {"": [row | {"decision": "for"}]}, runs, plan) == []
+    assert unresolved(claim, {"": [row]}, runs[runs["seed"] != "4"], plan) == []
 
 
 def test_an_export_without_runs_of_the_protocol_is_an_error(exported, tmp_path):
