@@ -195,7 +195,7 @@ def existing_file(path: Path, key: str, allowed: str = "an existing file", advic
     raise bad_value(key, str(path), allowed, hint + advice)
 
 
-_YAML_CRC = re.compile(rb"# crc32 ([0-9a-f]{8})[^\n]*\n")
+_YAML_CRC = re.compile(rb"# crc32 ([0-9a-f]{8})[ -~]*\n")
 
 
 def write_yaml(path: Path, text: str) -> None:
