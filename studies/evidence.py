@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 GRIDS = Path(__file__).parents[1] / "configs" / "evidence"
 CLAIMS = Path(__file__).with_name("claims.yaml")
+REAL_MODEL = ("smollm2", "smollm2_async")
+"""Blocks with three seeds, too few to find two forms the same."""
+
 BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
+BLOCKS += REAL_MODEL
 PROTOCOL = "56d1acf"
 """The last commit of docs/protocol.md before the runs."""
 
@@ -71,9 +75,10 @@ FORMS = {
     "k1-sequence": "k1 x sequence ratio",
     "exact-prefix": "exact x prefix",
     "exact-robust": "exact x prefix, bounded",
+    "exact-token": "exact, own token",
 }
 DIFFERENCE = {"difference": "minus_baseline", "low": "difference_low", "high": "difference_high"}
-UNITS = {"rate": "learning rate ", "beta": "beta ", "updates": "updates of a batch: "}
+UNITS = {"lag": "lag ", "rate": "learning rate ", "beta": "beta ", "updates": "updates of a batch: "}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,7 @@ class Contrast:
     a: str
     b: str
     blocks: list[str]
-    signs: dict[str, int]
+    signs: dict[str, int | None]
     by: list[str] = field(default_factory=lambda: ["rate"])
     a_where: dict[str, str] = field(default_factory=dict)
     b_where: dict[str, str] = field(default_factory=dict)
@@ -94,6 +99,10 @@ class Contrast:
     @property
     def name(self) -> str:
         return self.label.format(form=FORMS[self.a]) if self.label else f"{FORMS[self.a]} - {FORMS[self.b]}"
+
+    def margin(self, outcome: str) -> float | None:
+        """Within what the two sides are the same; None where that is not tested."""
+        return MARGIN if outcome in REWARDS and not {*self.blocks} & {*REAL_MODEL} else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +147,15 @@ def planned_runs() -> pd.DataFrame:
         grid = read_grid(GRIDS / f"{block}.yaml")
         for point in expand(grid):
             settings = {**grid.overrides, **point.settings}
-            kl, lag = settings["kl"], point.values.get("lag", "")
+            kl, lag = settings["kl"], str(settings.get("lag", {}).get("steps", ""))
             terms = kl if isinstance(kl, list) else [kl]
             beta = 0 if kl == "none" else settings.get("kl.beta", terms[0].get("beta"))
             row = {"block": block, "name": point.label, "seed": str(point.seed), "beta": str(beta), "lag": lag}
-            row |= {"form": point.values.get("kl", "k1-reward"), "rate": f"{float(settings['optimizer.lr']):g}"}
+            row |= {"form": point.values.get("kl", "none" if kl == "none" else "k1-reward")}
+            row |= {"rate": f"{float(settings['optimizer.lr']):g}" if "optimizer.lr" in settings else ""}
             row |= {"updates": point.values.get("algorithm.updates_per_batch", "")}
             row |= {"parts": ", ".join(value for key, value in point.values.items() if key.startswith("kl.0."))}
-            rows.append(row | {"stale": "yes" if lag not in ("", "lag-0") else ""})
+            rows.append(row | {"stale": "yes" if lag not in ("", "0") else ""})
     return pd.DataFrame(rows)
 
 
@@ -215,7 +225,7 @@ def compare(contrast: Contrast, outcome: str, runs: pd.DataFrame, plan: pd.DataF
     chosen = pd.concat([side(runs, contrast, *each).assign(**{FAMILY: name}) for name, each in sides.items()])
     table = {}
     if {a, b} <= {*chosen[FAMILY]}:
-        options: dict[str, Any] = {"margin": MARGIN if outcome in REWARDS else None}
+        options: dict[str, Any] = {"margin": contrast.margin(outcome)}
         options |= {"at_kl": ("kl", contrast.at_kl), "start": "start"} if contrast.at_kl else {}
         compared = compare_families(chosen.astype({outcome: float}), by, outcome, b, "t", **options)
         table = {(*(row[key] for key in by), row["at"], row["kl.family"]): row for row in compared.to_dict("records")}
@@ -273,10 +283,15 @@ def evaluate(claim: Claim, runs: pd.DataFrame, plan: pd.DataFrame) -> dict[str, 
         for part, contrasts in claim.parts.items()
     }
     every = [row for rows in parts.values() for row in rows]
-    for row, p in zip(every, holm([row.get("p") for row in every]), strict=True):
+    for row, p in zip(every, holm([_tested(row) for row in every]), strict=True):
         row["p_holm"] = p
         row["decision"] = decide(row) if row["pairs"] else ""
     return parts
+
+
+def _tested(row: Mapping[str, Any]) -> float | None:
+    """The p-value of a contrast with a hypothesis."""
+    return None if row["sign"] is None else row.get("p")
 
 
 def needed(claim: Claim, frame: pd.DataFrame) -> pd.DataFrame:
@@ -322,7 +337,7 @@ def unresolved(
     """For each part that is whole and not resolved, its contrast nearest to it, and what would resolve that."""
     from scipy.stats import t
 
-    family = sum(row.get("p") is not None for rows in parts.values() for row in rows)
+    family = sum(_tested(row) is not None for rows in parts.values() for row in rows)
     cells = []
     for part, rows in parts.items():
         mine = replace(claim, parts={part: claim.parts[part]})
@@ -420,7 +435,7 @@ def commands(claim: Claim, runs: pd.DataFrame) -> list[str]:
         for outcome in contrast.signs:
             if outcome in METRICS:
                 more = ["--of", "area"] if outcome == "area" else []
-                more += ["--margin", str(MARGIN)] if outcome in REWARDS else []
+                more += ["--margin", str(MARGIN)] if contrast.margin(outcome) else []
                 lines.append(" ".join(map(_quoted, [*COMPARE, METRICS[outcome], *more, *words])))
     return ["\n".join(f"    {line}" for line in dict.fromkeys(lines))] if lines else []
 

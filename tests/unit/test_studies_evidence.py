@@ -7,6 +7,7 @@ from studies.evidence import (
     KL,
     METRICS,
     OTHER_FAMILIES,
+    REAL_MODEL,
     REWARD,
     compare,
     evaluate,
@@ -25,7 +26,7 @@ from kl_comedy.tracking.pages import markdown_tables
 from kl_comedy.tracking.runs import FAMILY
 
 CLAIMS = {claim.name: claim for claim in read_claims()}
-MADE = ("core", "core_betas", "fix")
+MADE = ("core", "core_betas", "fix", "smollm2")
 NATS = {"none": 2.0, "k1-loss": 3.0}
 
 
@@ -56,7 +57,8 @@ def exported(tmp_path_factory):
         row = {"run_id": run_id, "run_name": run_id, "experiment": "evidence", "status": "FINISHED"}
         row |= {"start_time": at, "duration_s": 36.0, "stale": ""}
         row |= {"params.name": run["name"], "params.seed": run["seed"], "params.optimizer.lr": run["rate"]}
-        row |= {"params.kl.recipe": run["form"], "params.kl.beta": run["beta"], FAMILY: run["form"]}
+        row |= {"params.kl.recipe": run["form"], "params.kl.beta": run["beta"]}
+        row |= {FAMILY: run["form"], "params.lag.steps": run["lag"]}
         row |= {"tags.sweep": f"evidence_{run['block']}", "tags.git.commit": "0" * 40, "tags.git.dirty": "false"}
         row |= {f"metrics.{METRICS[name]}": outcome(run, name) for name in METRICS}
         rows.append(row | {f"metrics.eval/{name}/reward": outcome(run, "outside") for name in OTHER_FAMILIES})
@@ -79,12 +81,13 @@ def runs(exported):
 def test_every_contrast_of_every_claim_is_planned():
     plan = planned_runs()
     nothing = plan.assign(**dict.fromkeys(("kl", "start", *METRICS, "outside", "collapsed", FAMILY)))[:0]
-    assert len(plan) == 960
+    assert len(plan) == 1011
     for claim in CLAIMS.values():
         for contrast in (each for contrasts in claim.parts.values() for each in contrasts):
             for name in contrast.signs:
                 rows = compare(contrast, name, nothing, plan)
-                assert rows and all(row["planned"] >= 5 and row["pairs"] == 0 for row in rows), contrast
+                seeds = 3 if {*contrast.blocks} & {*REAL_MODEL} else 5
+                assert rows and all(row["planned"] >= seeds and row["pairs"] == 0 for row in rows), contrast
     assert {row["planned"] for row in compare(CLAIMS["P1"].parts[""][0], "end", nothing, plan)} == {10}
 
 
@@ -105,6 +108,18 @@ def test_known_differences_have_known_verdicts(exported, runs):
 def test_all_contrasts_of_a_claim_are_one_family(runs):
     rows = [row for part in evaluate(CLAIMS["C9"], runs, planned_runs()).values() for row in part]
     assert len(rows) == 9 and [row["p_holm"] for row in rows] == holm([row["p"] for row in rows])
+
+
+def test_an_outcome_without_a_direction_is_shown_and_not_tested(runs):
+    parts = evaluate(CLAIMS["P4"], runs, planned_runs())
+    rows = [row for part in parts.values() for row in part]
+    shown = [row for row in rows if row["outcome"] == "kl"]
+    assert len(needed(CLAIMS["P4"], runs)) == 42 and {row["pairs"] for row in shown} == {3}
+    assert {(row["p_holm"], row["decision"]) for row in shown} == {(None, "")}
+    tested = [row for row in rows if row["outcome"] != "kl"]
+    assert [row["p_holm"] for row in tested] == holm([row["p"] for row in tested])
+    assert {row["p_same"] for row in rows} == {None}  # three seeds
+    assert {row["key"][0] for row in parts["prefix ratio"]} == {"4"}
 
 
 def test_at_equal_kl_a_frontier_runs_from_the_start_to_no_kl(runs):
