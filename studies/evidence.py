@@ -33,7 +33,7 @@ REAL_MODEL = ("smollm2", "smollm2_async")
 """Blocks with three seeds, too few to find two forms the same."""
 
 BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
-BLOCKS += REAL_MODEL
+BLOCKS += (*REAL_MODEL, "lags_fresh", "async_fresh")
 PROTOCOL = "56d1acf"
 """The last commit of docs/protocol.md before the runs."""
 
