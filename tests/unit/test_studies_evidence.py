@@ -101,7 +101,7 @@ def test_known_differences_have_known_verdicts(exported, runs):
     assert verdicts["L1"] == ("preliminary: confirmed, with a remark", "30 of 50, runs missing")
     assert verdicts["C16"][0].startswith("preliminary: the same: confirmed; ahead: ")
     assert verdicts["L2"] == ("preliminary: not resolved", "27 of 50, runs missing")
-    assert verdicts["P2"] == ("runs missing", "0 of 255, runs missing")
+    assert verdicts["P2"] == ("runs missing, with a remark", "0 of 255, runs missing")
     assert runs["collapsed"].sum() == 5
 
 
