@@ -563,8 +563,8 @@ def report(gradients: pd.DataFrame, runs: pd.DataFrame, out: Path, *, command: s
     """configurations.csv, scores.csv, the figure, and the generated block of README.md."""
     import pandas as pd
 
-    table = merged(gradients, runs)
-    save_csv(table, out / "configurations.csv")
+    save_csv(merged(gradients, runs), out / "configurations.csv")
+    table = pd.read_csv(out / "configurations.csv")  # what is equal in six digits has one rank
     parts = {name: table[table.setting.str.contains(pattern)] for name, pattern in SUBSETS.items()}
     scored = pd.concat([scores(part).assign(subset=name) for name, part in parts.items() if len(part) > 5])
     save_csv(scored, out / "scores.csv")
