@@ -145,7 +145,7 @@ def _claim(terms: Sequence[KLTerm], regime: str) -> str:
     (term,) = terms
     target = claimed_target(term, regime) or "none"
     assert verdict(term, regime).startswith(f"{target}:")
-    bare = dataclasses.replace(term, cap=None, window=None, input_clamp=None, output_clamp=None)
+    bare = dataclasses.replace(term, cap=None, cap_mode="truncate", window=None, input_clamp=None, output_clamp=None)
     unbounded = claimed_target(bare, regime) or "none"
     assert unbounded == enumerated([bare], regime), f"{bare.label()} {regime}"
     return target if target == unbounded else f"{target} ({unbounded})"

@@ -46,6 +46,7 @@ KNOWN = {
     "verl/k3+": ("token_reverse", None, None),
     "openrlhf/default": ("sequence_reverse", None, None),
     "liu/corrected": ("token_reverse", "token_reverse", "token_reverse"),
+    "liu/clipped": ("token_reverse", None, None),
     "rb/per_decision": ("sequence_reverse",) * 3,
     "rb/baselined": ("sequence_reverse",) * 3,
     "is/sequence_total": ("sequence_reverse",) * 3,

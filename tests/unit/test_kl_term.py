@@ -74,6 +74,8 @@ def test_low_precision_is_promoted():
         ({"estimator": "k1", "anchor": "behaviour", "reference": "sampler"}, "zero everywhere"),
         ({"estimator": "k1", "window": 2}, "has no prefix"),
         ({"estimator": "exact", "input_clamp": 1.0}, "reads none"),
+        ({"estimator": "k1", "correction": "token", "cap": 1.2, "cap_mode": "clip"}, "credit: own"),
+        ({"estimator": "k1", "credit": "own", "correction": "token", "cap": 2.5, "cap_mode": "clip"}, "[2 - cap, cap]"),
     ],
 )
 def test_impossible_terms_give_their_reason(fields, reason):
@@ -162,3 +164,19 @@ def test_a_cap_truncates_or_masks_ratios_beyond_it_or_bounds_each_of_a_product()
     delta_BT = torch.tensor([[1.0, -1.0, 2.0]])
     capped = weights_of("prefix", delta_BT, cap=1.0, cap_mode="each")
     assert capped.log()[0].tolist() == pytest.approx([0.0, -1.0, -1.0])
+
+
+@given(st.lists(st.floats(-1.0, 1.0), min_size=6, max_size=6))
+def test_a_clipped_cost_has_the_gradient_of_ppos_formula(values):
+    """Against autograd of ``max(r c, clip(r, 0.8, 1.2) c)`` with ``c = logp - ref_logp`` held fixed."""
+    logp_BT = torch.tensor([values[:3]], dtype=torch.float64, requires_grad=True)
+    ref_logp_BT, behaviour_logp_BT = torch.tensor([values[3:]], dtype=torch.float64), torch.zeros(1, 3).double()
+    term, mask_BT = RECIPES.get("liu/clipped").fn()[0], torch.ones(1, 3, dtype=torch.bool)
+    tensors = {"ref_logp_BT": ref_logp_BT, "behaviour_logp_BT": behaviour_logp_BT, "mask_BT": mask_BT}
+    (ours,) = torch.autograd.grad(kl_surrogate(term, logp_BT=logp_BT, **tensors).sum(), logp_BT)
+    ratio_BT, cost_BT = (logp_BT - behaviour_logp_BT).exp(), (logp_BT - ref_logp_BT).detach()
+    formula = torch.maximum(ratio_BT * cost_BT, ratio_BT.clamp(0.8, 1.2) * cost_BT)
+    (expected,) = torch.autograd.grad(formula.sum(), logp_BT)
+    assert torch.allclose(ours, expected)
+    dropped = kl_diagnostics(term, logp_BT=logp_BT, **tensors)["capped_share"]
+    assert dropped == pytest.approx(((expected == 0) & (cost_BT != 0)).double().mean().item())

@@ -101,7 +101,8 @@ def weights_of(
     """The ratios of a registered correction with its bounds, ``[B, T]``.
 
     ``truncate`` is ``min(ratio, cap)``, ``mask`` zeroes what exceeds it, ``each`` truncates every token's ratio before
-    the product. All introduce bias, so they are options of a term and are counted in its diagnostics.
+    the product, ``clip`` needs the cost (:func:`clipped`) and bounds nothing here. All introduce bias, so they are
+    options of a term and are counted in its diagnostics.
 
     >>> weights_of("prefix", torch.tensor([[0.0, 1.0, 2.0]]), window=1).log().round(decimals=3)
     tensor([[0., 1., 2.]])
@@ -109,8 +110,17 @@ def weights_of(
     if cap is not None and cap_mode == "each":
         delta_BT, cap = delta_BT.clamp(max=math.log(cap)), None
     ratio_BT: Tensor = CORRECTIONS.get(name).fn(delta_BT, **({} if window is None else {"window": window}))
-    if cap is None:
+    if cap is None or cap_mode == "clip":
         return ratio_BT
     if cap_mode == "truncate":
         return ratio_BT.clamp(max=cap)
     return torch.where(ratio_BT <= cap, ratio_BT, torch.zeros_like(ratio_BT))
+
+
+def clipped(ratio_BT: Tensor, cost_BT: Tensor, cap: float) -> Tensor:
+    """Where PPO's clip of a cost, ``max(r c, clip(r, 2 - cap, cap) c)``, has no gradient, ``[B, T]`` (2510.01555).
+
+    >>> clipped(torch.tensor([[0.5, 0.5, 1.5, 1.5]]), torch.tensor([[1.0, -1.0, 1.0, -1.0]]), 1.2)
+    tensor([[ True, False, False,  True]])
+    """
+    return torch.where(cost_BT > 0, ratio_BT < 2 - cap, ratio_BT > cap) & (cost_BT != 0)

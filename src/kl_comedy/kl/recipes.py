@@ -111,6 +111,12 @@ _recipe(
     _loss("k2", correction="token_detached", beta=0.01),
 )
 _recipe(
+    "liu/clipped",
+    "liu/corrected as a cost of its own token, with PPO's clip at 0.2",
+    "2510.01555 (a clipped KL head)",
+    _reward("k1", credit="own", correction="token", cap=1.2, cap_mode="clip", beta=0.01),
+)
+_recipe(
     "frpo",
     "k1 to go, added to the advantage after normalization",
     "FRPO: reverse cumulative log-ratios",

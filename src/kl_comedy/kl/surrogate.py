@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kl_comedy.cuda import running_sum
 from kl_comedy.errors import UserError
-from kl_comedy.kl.corrections import weights_of
+from kl_comedy.kl.corrections import clipped, weights_of
 from kl_comedy.kl.estimators import TopK, TopTokens, estimate, k2
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
@@ -213,7 +213,11 @@ def kl_diagnostics(
         if term.correction != "none":
             delta_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(behaviour_logp_BT), 0.0)
             ratio_BT = weights_of(term.correction, delta_BT, window=term.window)
-            beyond_BT = (delta_BT.exp() if term.cap_mode == "each" else ratio_BT) > (term.cap or math.inf)
+            if term.cap_mode == "clip" and term.cap is not None:
+                tensors = {"ref_logp_BT": ref_logp_BT, "behaviour_logp_BT": behaviour_logp_BT, "mask_BT": mask_BT}
+                beyond_BT = clipped(ratio_BT, kl_value(term, logp_BT=logp_BT, **tensors), term.cap)
+            else:
+                beyond_BT = (delta_BT.exp() if term.cap_mode == "each" else ratio_BT) > (term.cap or math.inf)
             diagnostics["ratio_max"] = float(ratio_BT[mask_BT].max())
             diagnostics["capped_share"] = float(beyond_BT[mask_BT].double().mean())
         if term.input_clamp is not None or term.output_clamp is not None:
@@ -265,6 +269,8 @@ def _parts(term: KLTerm, batch: _Batch) -> TermParts:
     value_BT = _weighted(term, batch, _value(term, batch))
     if term.placement == "loss":
         return in_loss(value_BT, ratio_BT)
+    if term.cap_mode == "clip" and term.cap is not None:
+        ratio_BT = torch.where(clipped(ratio_BT, value_BT, term.cap), 0.0, ratio_BT)
     per_decision, up_to_BT, pathwise_BT = facts.get("weights") == "cost", ratio_BT, None
     if per_decision:
         up_to_BT = weights_of("prefix", delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)

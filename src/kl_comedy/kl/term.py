@@ -28,7 +28,7 @@ ANCHORS = ("current", "behaviour")
 REFERENCES = ("initial", "ema", "periodic", "sampler", "teacher")
 BASELINES = ("before", "after", "own", "exact", "batch")
 WEIGHTS = ("none", "reference", "policy")
-CAP_MODES = ("truncate", "mask", "each")
+CAP_MODES = ("truncate", "mask", "each", "clip")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class KLTerm:
     cap_mode: str = option(
         "truncate",
         "`truncate`: min(ratio, cap). `mask`: 0 beyond it. `each`: truncate every token's ratio before the product "
-        "(V-trace).",
+        "(V-trace). `clip`: PPO's, with credit `own`: 0 where the ratio has left `[2 - cap, cap]` towards less cost.",
         choices=CAP_MODES,
     )
     window: int | None = option(None, "Prefix ratios: the product of the last so many.", minimum=1)
@@ -233,6 +233,10 @@ def _why_impossible(term: KLTerm) -> str | None:
     correction = CORRECTIONS.get(term.correction).facts
     if term.cap is not None and term.correction == "none":
         return "cap bounds the ratio of a correction, and correction is none"
+    if term.cap_mode == "clip" and (term.credit != "own" or exact or correction.get("scope") != "token"):
+        return "cap_mode: clip drops a token by its own ratio and cost; use credit: own, correction: token, a sampled k"
+    if term.cap_mode == "clip" and not 1 < (term.cap or 0) < 2:
+        return "cap_mode: clip bounds the ratio to [2 - cap, cap]; cap must be between 1 and 2"
     if term.input_clamp is not None and exact:
         return f"input_clamp bounds a log-ratio, and {term.estimator} reads none"
     if term.window is not None and correction.get("scope") != "prefix":
