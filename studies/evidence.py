@@ -33,7 +33,7 @@ REAL_MODEL = ("smollm2", "smollm2_async")
 """Blocks with three seeds, too few to find two forms the same."""
 
 BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
-BLOCKS += (*REAL_MODEL, "lags_fresh", "async_fresh")
+BLOCKS += (*REAL_MODEL, "lags_fresh", "async_fresh", "liu_bounded")
 PROTOCOL = "56d1acf"
 """The last commit of docs/protocol.md before the runs."""
 
@@ -70,6 +70,9 @@ FORMS = {
     "k1-both": "k1 in both",
     "k3-both": "k3 in both",
     "k2-corrected": "k2 x ratio",
+    "k2-clipped": "k2 x ratio, clipped",
+    "k2-bounded": "k2 in loss, bounded",
+    "k3-bounded": "k3 in loss, bounded",
     "k3-token": "k3 x token ratio",
     "k3-prefix": "k3 x prefix",
     "k1-sequence": "k1 x sequence ratio",
@@ -153,7 +156,8 @@ def planned_runs() -> pd.DataFrame:
             row = {"block": block, "name": point.label, "seed": str(point.seed), "beta": str(beta), "lag": lag}
             row |= {"form": point.values.get("kl", "none" if kl == "none" else "k1-reward")}
             row |= {"rate": f"{float(settings['optimizer.lr']):g}" if "optimizer.lr" in settings else ""}
-            row |= {"updates": point.values.get("algorithm.updates_per_batch", "")}
+            updates = settings.get("algorithm.updates_per_batch", "")
+            row |= {"updates": point.values.get("algorithm.updates_per_batch", str(updates))}
             row |= {"parts": ", ".join(value for key, value in point.values.items() if key.startswith("kl.0."))}
             rows.append(row | {"stale": "yes" if lag not in ("", "0") else ""})
     return pd.DataFrame(rows)
