@@ -22,7 +22,7 @@ from kl_comedy.tracking import tables, values
 from kl_comedy.tracking.compare import SEED, compare_families, groups_of
 from kl_comedy.tracking.figures import legend_below, look
 from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, history, read_runs
-from studies import pages
+from studies import enumerated, pages
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -462,7 +462,12 @@ def page(uri: str, command: str, figures: Path | None = None) -> tuple[str, str]
     plan = planned_runs()
     runs = measured_runs(uri, plan)
     sections, verdicts, open_parts = list[str](), list[list[str]](), list[list[str]]()
-    for claim in read_claims():
+    for claim in sorted([*enumerated.read_claims(), *read_claims()], key=_place):
+        if isinstance(claim, enumerated.EnumeratedClaim):
+            row, section = enumerated.section(claim)
+            verdicts.append(row)
+            sections += section
+            continue
         parts = evaluate(claim, runs, plan)
         rows = [row for each in parts.values() for row in each]
         done, all_runs = len(needed(claim, runs)), len(needed(claim, plan))
@@ -494,12 +499,20 @@ def page(uri: str, command: str, figures: Path | None = None) -> tuple[str, str]
     return "\n\n".join([header, *sections, FOOTER]) + "\n", summary
 
 
+def _place(claim: Claim | enumerated.EnumeratedClaim) -> tuple[int, int]:
+    """Papers in the protocol's order, then our own claims; by number."""
+    letter, number = claim.name[0], claim.name.partition(",")[0][1:]
+    return "CTLPS".index(letter), int(number)
+
+
 HEADER = """# The claims of the protocol
 
 <!-- {command} -->
 
 The hypotheses of [the protocol](../../docs/protocol.md), with its outcomes, statistics and verdicts, at its commit
-{protocol}. `python -m studies evidence` computes every number from [export.parquet](export.parquet).
+{protocol}, and the papers' claims that need no training, which are enumerated (bias and variance of one completion's
+gradient, against the KL of completions) or numbers of a study. `python -m studies evidence` computes every number, those
+of runs from [export.parquet](export.parquet).
 
 - *Verdict*: confirmed, contradicted, mixed, the same or not resolved; preliminary where runs of the plan are missing.
 - *says*: "for" or "against" the claim where p, adjusted by Holm over all contrasts of the claim, is below {level};

@@ -1,6 +1,7 @@
 """The claims page from a small export with known differences: verdicts, Holm's adjustment, missing runs."""
 
 import pytest
+from studies import enumerated
 from studies.evidence import (
     BLOCKS,
     COLLAPSE,
@@ -94,7 +95,8 @@ def test_every_contrast_of_every_claim_is_planned():
 def test_known_differences_have_known_verdicts(exported, runs):
     summary = markdown_tables(page(exported, "command")[1])[0].rows
     verdicts = {row[0].partition("]")[0][1:]: (row[2], row[4]) for row in summary}
-    assert [*verdicts] == [*CLAIMS]
+    assert [*verdicts][-1] == "S4" and {*verdicts} == {*CLAIMS, *(claim.name for claim in enumerated.read_claims())}
+    assert verdicts["C6"] == ("confirmed", "none needed") and [*verdicts].index("C10") == [*verdicts].index("C9") + 1
     assert verdicts["C14"] == ("confirmed, with a remark", "45 of 45")
     assert verdicts["C17"] == ("contradicted", "30 of 30")
     assert verdicts["C11"][0] == "confirmed"  # 5 of 5 against 0 of 5, at one learning rate of three
@@ -103,6 +105,19 @@ def test_known_differences_have_known_verdicts(exported, runs):
     assert verdicts["L2"] == ("preliminary: not resolved", "27 of 50, runs missing")
     assert verdicts["P2"] == ("runs missing, with a remark", "0 of 255, runs missing")
     assert runs["collapsed"].sum() == 5
+
+
+def test_a_claim_that_enumeration_does_not_bear_out_is_contradicted(tmp_path, monkeypatch):
+    rows = [["comedy/k1_in_loss", "on_policy", "sequence_reverse"], ["liu/k2_loss", "on_policy", "token_reverse"]]
+    for optimizes, expected in ((rows, "mixed"), (rows[:1], "contradicted"), (rows[1:], "confirmed")):
+        claim = enumerated.EnumeratedClaim(name="C1", hypothesis="k1", optimizes=optimizes)
+        row, section = enumerated.section(claim)
+        assert row[2] == expected and f"**Verdict: {expected}.** No training." in section
+    (tmp_path / "study.csv").write_text("form,beta,bias\nk1,0.1,1\nk1,0.1,3\nk2,0.1,5\n")
+    monkeypatch.setattr(enumerated, "RESULTS", tmp_path)
+    number = ["k1's", "study.csv", {"form": "k1", "beta": 0.1}, "bias", "mean"]
+    claim = enumerated.EnumeratedClaim(name="C8", hypothesis="k1", verdict="so", numbers=[number], command="make")
+    assert enumerated.section(claim)[0][2:] == ["so", "k1's: 2", "none needed"]
 
 
 def test_all_contrasts_of_a_claim_are_one_family(runs):
