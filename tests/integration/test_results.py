@@ -149,6 +149,14 @@ def test_pictures(kl_comedy, study, tmp_path):
     assert plot("a.pdf").startswith(b"%PDF")
 
 
+def test_the_kl_is_that_of_the_held_out_set_before_other_sets_and_training():
+    from kl_comedy.cli.results import kl_column
+
+    names = [f"metrics.{prefix}kl/exact_reverse_sequence" for prefix in ("", "eval/four_terms/", "eval/heldout/")]
+    for order, expected in ((names, names[2]), (names[:2], names[1]), (names[:1], names[0])):
+        assert kl_column(pd.DataFrame([{"stale": ""} | dict.fromkeys(order, 0.5)]), None) == expected
+
+
 def test_tables_and_exports_go_to_files_in_every_format(kl_comedy, study, tmp_path):
     for format, read in (("parquet", pd.read_parquet), ("csv", pd.read_csv), ("json", pd.read_json)):
         table, runs = tmp_path / f"a.{format}", tmp_path / f"b.{format}"

@@ -35,7 +35,7 @@ app = typer.Typer(help="Tables, plots, reports and exports of tracked runs; comp
 
 DEFAULT_GROUP = ("params.name", "tags.kl.label")
 DEFAULT_METRICS = ("eval/*/reward", "train/reward", "kl/exact_reverse_token")
-DEFAULT_KL = ("eval/*/kl/exact_reverse_sequence", "kl/exact_reverse_sequence")
+DEFAULT_KL = tuple(f"{prefix}kl/exact_reverse_sequence" for prefix in ("eval/heldout/", "eval/*/", ""))
 STATUSES = ("finished", "running", "failed", "killed", "all")
 DEFAULT_URI = "sqlite:///mlflow.db"
 
