@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 GRIDS = Path(__file__).parents[1] / "configs" / "evidence"
 CLAIMS = Path(__file__).with_name("claims.yaml")
-REAL_MODEL = ("smollm2", "smollm2_async")
+REAL_MODEL = ("smollm2", "smollm2_betas", "smollm2_async")
 """Blocks with three seeds, too few to find two forms the same."""
 
 BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
