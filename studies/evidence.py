@@ -533,7 +533,8 @@ times of the further runs, at the mean of those that there are."""
 COSTS = ["claim", "part", "contrast", "difference [95%]", "seeds", "seeds needed", "hours"]
 FOOTER = f"""## Commands
 
-Without `--finished-in` all runs are made again.
+Without `--finished-in` all runs are made again. The blocks on SmolLM2 need `make smollm2` first, and
+`model.source=models/SmolLM2-135M-Instruct` at the end of their command.
 
     for block in {" ".join(BLOCKS)}; do
       kl-comedy sweep configs/evidence/$block.yaml --local 2 --finished-in results/evidence/export.parquet \\
