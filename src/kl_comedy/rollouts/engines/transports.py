@@ -175,7 +175,7 @@ class GlooTransport(Transport):
         limit_s = min(server.timeout_s, STALL_LIMIT_S)
         tensors, aliases = untied(weights.tensors)
         workers, host = worker_count(server), own_address(server.host)
-        store = tcp_store(host, 0, is_master=True, wait_for_workers=False)
+        store = tcp_store(host, 0, limit_s, is_master=True, wait_for_workers=False)
         ready = [_ready(rank) for rank in range(1, 1 + workers)]
         answered = threading.Event()
         ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -391,10 +391,10 @@ def own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def tcp_store(host: str, port: int, **options: bool) -> Any:
-    """Where the processes of a group meet."""
+def tcp_store(host: str, port: int, timeout_s: float, **options: bool) -> Any:
+    """Where the processes of a group meet; they wait ``timeout_s`` for each other."""
     distributed: Any = dist  # its annotations do not export the class
-    return distributed.TCPStore(host, port, **options)
+    return distributed.TCPStore(host, port, timeout=timedelta(seconds=timeout_s), **options)
 
 
 def gloo_group(store: Any, host: str, rank: int, size: int, timeout_s: float) -> Any:
@@ -417,7 +417,7 @@ class GlooAddress:
 
 def receive(address: GlooAddress, rank: int, size: int, info: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The receiving side of :class:`GlooTransport`: every weight under each of its names, in the order of ``info``."""
-    store = tcp_store(address.master_address, address.master_port, is_master=False)
+    store = tcp_store(address.master_address, address.master_port, address.timeout_s, is_master=False)
     store.set(_ready(rank), "1")
     group = gloo_group(store, own_address(address.master_address), rank, size, address.timeout_s)
     names_of: dict[str, list[str]] = {name: [name] for name in info["names"]}
