@@ -33,7 +33,7 @@ REAL_MODEL = ("smollm2", "smollm2_betas", "smollm2_async")
 """Blocks with three seeds, too few to find two forms the same."""
 
 BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
-BLOCKS += (*REAL_MODEL, "lags_fresh", "async_fresh", "liu_bounded")
+BLOCKS += (*REAL_MODEL, "lags_fresh", "lags_exact", "async_fresh", "liu_bounded")
 PROTOCOL = "56d1acf"
 """The last commit of docs/protocol.md before the runs."""
 
@@ -533,8 +533,8 @@ times of the further runs, at the mean of those that there are."""
 COSTS = ["claim", "part", "contrast", "difference [95%]", "seeds", "seeds needed", "hours"]
 FOOTER = f"""## Commands
 
-Without `--finished-in` all runs are made again. The blocks on SmolLM2 need `make smollm2` first, and
-`model.source=models/SmolLM2-135M-Instruct` at the end of their command.
+Without `--finished-in` all runs are made again. The blocks on SmolLM2 need `make smollm2` first, 1.4 GB of
+disk a run, and `model.source=models/SmolLM2-135M-Instruct` at the end of their command.
 
     for block in {" ".join(BLOCKS)}; do
       kl-comedy sweep configs/evidence/$block.yaml --local 2 --finished-in results/evidence/export.parquet \\
