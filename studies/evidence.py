@@ -33,7 +33,7 @@ REAL_MODEL = ("smollm2", "smollm2_betas", "smollm2_async")
 """Blocks with three seeds, too few to find two forms the same."""
 
 BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
-BLOCKS += (*REAL_MODEL, "lags_fresh", "lags_exact", "async_fresh", "liu_bounded")
+BLOCKS += (*REAL_MODEL, "lags_fresh", "lags_exact", "lags_baseline", "lags_betas", "async_fresh", "liu_bounded")
 PROTOCOL = "56d1acf"
 """The last commit of docs/protocol.md before the runs."""
 
@@ -67,6 +67,7 @@ FORMS = {
     "k3-loss": "k3 in loss",
     "k1-to-go": "k1 to go",
     "exact-to-go": "exact to go",
+    "exact-to-go-own": "exact to go, own baseline",
     "k1-both": "k1 in both",
     "k3-both": "k3 in both",
     "k2-corrected": "k2 x ratio",
