@@ -34,8 +34,8 @@ REAL_MODEL = ("smollm2", "smollm2_betas", "smollm2_async")
 
 BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
 BLOCKS += (*REAL_MODEL, "lags_fresh", "lags_exact", "lags_baseline", "lags_betas", "async_fresh", "liu_bounded")
-PROTOCOL = "56d1acf"
-"""The last commit of docs/protocol.md before the runs."""
+PROTOCOL = "56d1acf (second stage: S1 to S4 c77ca72, L5 fd490ac, S5 c08674d, S6 855ee8d, S7 and S8 7696b38)"
+"""The last commits of docs/protocol.md before the runs."""
 
 COLLAPSE = "eval/heldout/reward < 0.5 start last 2"
 MARGIN, LEVEL, LAST_UPDATES = 0.03, 0.05, 20
