@@ -33,7 +33,16 @@ REAL_MODEL = ("smollm2", "smollm2_betas", "smollm2_async")
 """Blocks with three seeds, too few to find two forms the same."""
 
 BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
-BLOCKS += (*REAL_MODEL, "lags_fresh", "lags_exact", "lags_baseline", "lags_betas", "async_fresh", "liu_bounded")
+BLOCKS += (
+    *REAL_MODEL,
+    "lags_fresh",
+    "lags_exact",
+    "lags_baseline",
+    "lags_betas",
+    "lags_best",
+    "async_fresh",
+    "liu_bounded",
+)
 PROTOCOL = "56d1acf (second stage: S1 to S4 c77ca72, L5 fd490ac, S5 c08674d, S6 855ee8d, S7 and S8 7696b38)"
 """The last commits of docs/protocol.md before the runs."""
 
