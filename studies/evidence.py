@@ -43,7 +43,7 @@ BLOCKS += (
     "async_fresh",
     "liu_bounded",
 )
-PROTOCOL = "56d1acf (second stage: S1 to S4 c77ca72, L5 fd490ac, S5 c08674d, S6 855ee8d, S7 and S8 7696b38)"
+PROTOCOL = "56d1acf (second stage: S1 to S4 c77ca72, L5 fd490ac, S5 c08674d, S6 855ee8d, S7 and S8 7696b38, S9 9d9ab29)"
 """The last commits of docs/protocol.md before the runs."""
 
 COLLAPSE = "eval/heldout/reward < 0.5 start last 2"

@@ -73,7 +73,14 @@ ON_POLICY = (
     KLTerm("k2", placement="loss", level="sequence"),
 )
 RATIOS = ("deepseek_v3_2", "is/k3_per_decision", "is/per_decision", "is/sequence", "rb/per_decision", "rb/robust")
-STALE = (*COMMON, _term("openrlhf/default"), *(_term(name) for name in RATIOS))
+WITHOUT_PREFIX = (_term("rb/full"), _term("rb/token"), KLTerm("exact", placement="reward", baseline="own"))
+PARTS = (
+    KLTerm("k1", placement="reward", baseline="before"),
+    *(KLTerm("k1", placement="reward", credit="total", correction=name) for name in ("none", "token", "prefix")),
+    KLTerm("k1", placement="reward", correction="token"),
+)
+"""k1 in reward of the block ``lags_parts``, less those that are recipes."""
+STALE = (*COMMON, _term("openrlhf/default"), *(_term(name) for name in RATIOS), *WITHOUT_PREFIX, *PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +98,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def settings() -> list[Setting]:
-    """The settings of the first study, and of the blocks ``core`` and ``lags`` of docs/protocol.md.
+    """The settings of the first study, and of the blocks of docs/protocol.md on-policy and on stale batches.
 
     Not core's highest rate: without KL all rewards are 0 there by update 15, and the policy loss has no gradient.
     """
@@ -123,7 +130,7 @@ def settings() -> list[Setting]:
                 f"optimizer.lr={rate}",
             ),
             forms=STALE,
-            betas=(0.05,),
+            betas=(0.05, 0.1, 0.2) if (lag, rate) == (10, 2e-4) else (0.05,),
         )
         for lag in (0, 1, 4, 10)
         for rate in (5e-5, 1e-4, 2e-4)
