@@ -73,14 +73,14 @@ ON_POLICY = (
     KLTerm("k2", placement="loss", level="sequence"),
 )
 RATIOS = ("deepseek_v3_2", "is/k3_per_decision", "is/per_decision", "is/sequence", "rb/per_decision", "rb/robust")
-WITHOUT_PREFIX = (_term("rb/full"), _term("rb/token"), KLTerm("exact", placement="reward", baseline="own"))
+EXACT_WITHOUT_RATIO = (_term("rb/full"), _term("rb/token"), KLTerm("exact", placement="reward", baseline="own"))
 PARTS = (
     KLTerm("k1", placement="reward", baseline="before"),
     *(KLTerm("k1", placement="reward", credit="total", correction=name) for name in ("none", "token", "prefix")),
     KLTerm("k1", placement="reward", correction="token"),
 )
 """k1 in reward of the block ``lags_parts``, less those that are recipes."""
-STALE = (*COMMON, _term("openrlhf/default"), *(_term(name) for name in RATIOS), *WITHOUT_PREFIX, *PARTS)
+STALE = (*COMMON, _term("openrlhf/default"), *(_term(name) for name in RATIOS), *EXACT_WITHOUT_RATIO, *PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)
