@@ -180,3 +180,21 @@ def test_a_clipped_cost_has_the_gradient_of_ppos_formula(values):
     assert torch.allclose(ours, expected)
     dropped = kl_diagnostics(term, logp_BT=logp_BT, **tensors)["capped_share"]
     assert dropped == pytest.approx(((expected == 0) & (cost_BT != 0)).double().mean().item())
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.long])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"correction": "token", "cap": 2.0},
+        {"correction": "prefix", "cap": 2.0, "cap_mode": "each"},
+        {"input_clamp": 1.0},
+    ],
+)
+def test_the_diagnostics_of_a_batch_without_a_token_are_empty(options, mask_dtype):
+    """Every completion was cut and masked: there is no largest ratio."""
+    zeros_BT = torch.zeros(2, 3)
+    tensors = dict.fromkeys(("logp_BT", "ref_logp_BT", "behaviour_logp_BT"), zeros_BT)
+    term = KLTerm("k3", placement="loss", **options)
+    assert kl_diagnostics(term, **tensors, mask_BT=torch.zeros(2, 3, dtype=mask_dtype)) == {}
+    assert kl_diagnostics(term, **tensors, mask_BT=torch.ones(2, 3, dtype=mask_dtype)) != {}

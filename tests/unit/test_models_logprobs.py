@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kl_comedy.config.schema import LoraConfig
+from kl_comedy.models.head import QUANTITIES, head_columns
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.lora import add_lora
 from kl_comedy.models.reference import PassOptions, Reference
@@ -146,6 +147,64 @@ def test_exact_values_are_those_of_torch_distributions_with_their_gradients():
     assert not passed.entropy_BT.requires_grad and not passed.total_variation_BT.requires_grad
     gaps, bounds = passed.total_variation_BT, (passed.kl_BT.detach() / 2).sqrt()
     assert float(gaps.max()) < 1 and bool((gaps <= bounds + 1e-12).all()), "Pinsker's inequality"
+
+
+@pytest.mark.parametrize("chunk", [5, 5 * V, 1 << 20], ids=["row by row", "some rows", "whole"])
+def test_tokens_that_neither_policy_draws_change_nothing(chunk):
+    """A vocabulary padded with a bias of -inf: values and gradients are those of the vocabulary without the padding."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    reference_NH = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    weight_VH, other_VH = torch.randn(2, V, 4, generator=generator, dtype=torch.float64)
+    bias_V = torch.randn(V, generator=generator, dtype=torch.float64)
+    padded_bias = torch.cat([bias_V, torch.full((3,), -math.inf, dtype=torch.float64)])
+    padding_VH = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    results = []
+    for padding, bias in ((None, bias_V), (padding_VH, padded_bias)):
+        weight = weight_VH if padding is None else torch.cat([weight_VH, padding])
+        other = other_VH if padding is None else torch.cat([other_VH, padding])
+        leaves = [each.clone().requires_grad_(True) for each in (hidden_NH, weight, bias)]
+        columns = head_columns(
+            leaves[0],
+            (leaves[1], leaves[2]),
+            torch.arange(6),
+            temperature=0.7,
+            chunk_elements=chunk,
+            requested=QUANTITIES,
+            mixtures=[0.3],
+            top=[(4, "policy")],
+            reference=(reference_NH, (other, bias)),
+        )
+        # log V of a certainty counts the padding.
+        certain = [columns.pop("certainty"), columns.pop("reference_certainty")]
+        assert all(torch.isfinite(each).all() for each in certain)
+        differentiable = [each for each in columns.values() if each.requires_grad]
+        gradients = torch.autograd.grad(sum((n + 1) * each.sum() for n, each in enumerate(differentiable)), leaves)
+        results.append([*columns.values(), gradients[0], gradients[1][:V], gradients[2][:V]])
+        assert all(torch.isfinite(each).all() for each in gradients)
+    for plain, padded in zip(*results, strict=True):
+        torch.testing.assert_close(plain, padded, atol=1e-12, rtol=1e-12)
+
+
+def test_a_divergence_is_infinite_only_where_the_other_policy_never_draws_the_token():
+    hidden, weight = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    free, padded = torch.zeros(3, dtype=torch.float64), torch.tensor([0.0, 0.0, -math.inf], dtype=torch.float64)
+    options = {
+        "temperature": 1.0,
+        "chunk_elements": 100,
+        "requested": ("kl", "forward_kl", "entropy"),
+        "mixtures": [0.3],
+    }
+    columns = head_columns(
+        hidden, (weight, padded), torch.zeros(3, dtype=torch.long), reference=(hidden, (weight, free)), **options
+    )
+    assert torch.isfinite(columns["kl"]).all() and torch.isfinite(columns["entropy"]).all()
+    assert torch.isposinf(columns["forward_kl"]).all() and torch.isfinite(columns["mixture0"]).all()
+    columns = head_columns(
+        hidden, (weight, free), torch.zeros(3, dtype=torch.long), reference=(hidden, (weight, padded)), **options
+    )
+    assert torch.isposinf(columns["kl"]).all() and torch.isfinite(columns["forward_kl"]).all()
+    assert torch.isfinite(columns["mixture0"]).all()
 
 
 def test_a_quantity_requested_alone_equals_that_requested_with_others():

@@ -18,6 +18,7 @@ from kl_comedy.data.pocket import is_held_out, steps
 from kl_comedy.errors import UserError
 from kl_comedy.io import CHECKSUMS, find_damage
 from kl_comedy.models import pocket, weights_hash
+from kl_comedy.models.cache import cached_folder
 from kl_comedy.models.pocket import (
     ALPHABET,
     EOS,
@@ -27,7 +28,6 @@ from kl_comedy.models.pocket import (
     PocketRecipe,
     build_model,
     build_tokenizer,
-    cached_folder,
     careless_steps,
     collate,
     demonstrations,
@@ -174,16 +174,16 @@ def test_a_folder_is_built_once_and_read_without_a_lock(root, capsys, monkeypatc
     (root / "key.tmp").mkdir(parents=True)  # left by a killed build
     (root / "key.tmp" / "part").touch()
     build = Builder()
-    assert cached_folder("key", build) == root / "key"
+    assert cached_folder("pocket", "key", build) == root / "key"
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", lambda *args, **kwargs: pytest.fail("a lock was opened"))
-        assert cached_folder("key", build) == root / "key" and build.calls == 1
+        assert cached_folder("pocket", "key", build) == root / "key" and build.calls == 1
     assert sorted(json.loads((root / "key" / CHECKSUMS).read_text())["files"]) == ["a.bin", "b.json"]
     assert sorted(path.name for path in root.iterdir()) == ["key", "key.lock"]
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("HOME", str(root / "home"))
     monkeypatch.setenv("KL_COMEDY_CACHE", "")
-    assert cached_folder("key", build) == root / "home/.cache/kl_comedy/pocket/key"
+    assert cached_folder("pocket", "key", build) == root / "home/.cache/kl_comedy/pocket/key"
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_a_folder_is_built_once_and_read_without_a_lock(root, capsys, monkeypatc
 )
 def test_a_damaged_folder_is_reported_and_built_again(root, capsys, spoil, message):
     build = Builder()
-    folder = cached_folder("key", build)
+    folder = cached_folder("pocket", "key", build)
     spoil(folder)
-    assert cached_folder("key", build) == folder
+    assert cached_folder("pocket", "key", build) == folder
     assert build.calls == 2 and find_damage(folder) is None
     err = capsys.readouterr().err
     assert message in err and "building it again" in err and err.count("\n") == 1
@@ -214,14 +214,14 @@ def test_a_failed_build_is_built_again(root):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cached_folder("key", broken)
-    assert find_damage(cached_folder("key", Builder())) is None
+        cached_folder("pocket", "key", broken)
+    assert find_damage(cached_folder("pocket", "key", Builder())) is None
     assert not (root / "key" / "half").exists()
 
 
 def test_concurrent_callers_build_once(root, capsys):
     build, folders = Builder(seconds=0.3), []
-    threads = [threading.Thread(target=lambda: folders.append(cached_folder("key", build))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: folders.append(cached_folder("pocket", "key", build))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -233,8 +233,8 @@ def test_concurrent_callers_build_once(root, capsys):
 def test_an_unwritable_cache_names_the_variable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("KL_COMEDY_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"KL_COMEDY_CACHE: cannot write the pocket policy .* writable folder"):
-        cached_folder("key", Builder())
+    with pytest.raises(UserError, match=r"KL_COMEDY_CACHE: cannot write pocket .* writable folder"):
+        cached_folder("pocket", "key", Builder())
 
 
 def test_the_base_policy_is_shipped_whole_and_needs_no_training(tmp_path, monkeypatch):

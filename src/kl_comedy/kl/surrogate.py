@@ -206,9 +206,13 @@ def kl_diagnostics(
 ) -> dict[str, float]:
     """What the options of a term did to this batch: ``ratio_max``, the share of ratios beyond the cap
     (``capped_share``) and the share of tokens whose estimate is clamped, so without gradient
-    (``clamped_share``). Empty for a term without correction and clamps.
+    (``clamped_share``). Empty for a term without correction and clamps, and for a batch without a token: there is no
+    largest ratio and no share of nothing.
     """
     diagnostics: dict[str, float] = {}
+    mask_BT = mask_BT.bool()
+    if not bool(mask_BT.any()):
+        return diagnostics
     with torch.no_grad():
         if term.correction != "none":
             delta_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(behaviour_logp_BT), 0.0)

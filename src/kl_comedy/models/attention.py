@@ -47,9 +47,7 @@ def use_layout_attention(model: nn.Module) -> bool:
     Calls without a ``kl_layout`` are computed as before.
     """
     body: Any = decoder_body(model)
-    layer_types = set(getattr(body.config, "layer_types", None) or ["full_attention"])
-    implementation = body.config._attn_implementation
-    if layer_types != {"full_attention"} or implementation not in ("sdpa", ATTENTION_NAME):
+    if not attends_to_all(body.config) or body.config._attn_implementation not in ("sdpa", ATTENTION_NAME):
         return False
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -57,9 +55,21 @@ def use_layout_attention(model: nn.Module) -> bool:
     if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    if implementation == "sdpa":
+    if body.config._attn_implementation == "sdpa":
         body.set_attn_implementation(ATTENTION_NAME)
     return bool(body.config._attn_implementation == ATTENTION_NAME)
+
+
+def attends_to_all(config: Any) -> bool:
+    """Whether every layer attends to all tokens before it.
+
+    Configurations with ``layer_types`` say it of each layer, whatever their ``sliding_window``, which full layers do not
+    read. Those without (Mistral, Phi3) give all layers the window, if there is one.
+    """
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return set(layer_types) == {"full_attention"}
+    return getattr(config, "sliding_window", None) is None
 
 
 def forward_with_layout(model: nn.Module, layout: Layout, ids_S: Tensor, position_S: Tensor) -> Tensor:
@@ -85,7 +95,8 @@ def _attention(
     neutral = NEUTRAL_ARGUMENTS.items()
     unsupported = {name: arguments[name] for name, value in neutral if arguments.get(name) not in (value, None)}
     if unsupported:
-        raise ValueError(f"attention of {type(module).__name__} asks for {unsupported}")
+        remedy = "model.attention=eager computes it, without shared prompts"
+        raise ValueError(f"attention of {type(module).__name__} asks for {unsupported}; {remedy}")
     heads, size, width = query.shape[1:]
     query_SKRD = query[0].view(key.shape[1], -1, size, width).permute(2, 0, 1, 3)
     scaling = arguments.get("scaling")

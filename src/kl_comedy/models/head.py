@@ -39,6 +39,8 @@ TopRequest = tuple[int, str]
 """``k``, and whose likeliest tokens: ``policy`` or ``reference``."""
 
 TOP_COLUMNS = ("logp", "ref_logp", "ids")
+FINITE_NEVER = -1e4
+"""Nats; stands for the log-prob -inf in formulas of two policies. Its exponential is 0 in float32 and float64."""
 
 ReferenceHead = tuple[Tensor, Head]
 """The reference policy's hidden states ``[N, H]`` and head."""
@@ -86,10 +88,11 @@ def head_columns(
         top=top,
         given=given,
         factor_dtype=factor_dtype,
+        never_V=never_drawn(head[1]),
     )
     if reference is not None:
         hidden, (weight, bias) = reference
-        plan = replace(plan, reference=(hidden, (plan.factor(weight), bias)))
+        plan = replace(plan, reference=(hidden, (plan.factor(weight), bias)), reference_never_V=never_drawn(bias))
     columns: Sequence[Tensor] = _HeadColumns.apply(hidden_NH, *head, plan)  # type: ignore[no-untyped-call]
     tops = [f"top{n}_{column}" for n in range(len(top)) for column in TOP_COLUMNS]
     return dict(zip((*plan.columns, *tops), columns, strict=True))
@@ -106,6 +109,10 @@ class _Plan:
     given: tuple[Tensor, Tensor] | None
     factor_dtype: torch.dtype | None
     reference: ReferenceHead | None = None
+    never_V: Tensor | None = None
+    """Tokens that the policy never draws, because their bias is -inf (a padded vocabulary); None without any."""
+    reference_never_V: Tensor | None = None
+    """The same of the reference."""
 
     @property
     def columns(self) -> list[str]:
@@ -131,6 +138,25 @@ class _Plan:
         return self.log_softmax(hidden_NH[part], *head)
 
 
+
+def never_drawn(bias_V: Tensor | None) -> Tensor | None:
+    """Where the head's bias is -inf; None where it is nowhere."""
+    if bias_V is None:
+        return None
+    never_V = torch.isneginf(bias_V.detach())
+    return never_V if bool(never_V.any()) else None
+
+
+def _zero_where(terms_nV: Tensor, never_V: Tensor | None) -> Tensor:
+    """``terms_nV`` with zeros for tokens of probability 0, where 0 * -inf and -inf + inf are no numbers."""
+    return terms_nV if never_V is None else terms_nV.masked_fill_(never_V, 0.0)
+
+
+def _finite_where(logp_nV: Any, never_V: Tensor | None) -> Any:
+    """``logp_nV`` with a finite log-prob whose exponential is 0 for tokens of probability 0."""
+    return logp_nV if never_V is None else logp_nV.masked_fill(never_V, FINITE_NEVER)
+
+
 class _HeadColumns(torch.autograd.Function):
     """See :func:`head_columns`."""
 
@@ -144,8 +170,10 @@ class _HeadColumns(torch.autograd.Function):
             logq_nV = plan.reference_logp(part)
             given = plan.given and (plan.given[0][part], plan.given[1][part])
             tops = [column for request in plan.top for column in _top_columns(logp_nV, logq_nV, given, *request)]
-            mixtures = [jensen_shannon(logp_nV, logq_nV, share) for share in plan.mixtures]
-            pieces.append([*_columns(logp_nV, logq_nV, plan.ids_N[part], plan.names), *mixtures, *tops])
+            finite_logp_nV = _finite_where(logp_nV, plan.never_V)
+            finite_logq_nV = _finite_where(logq_nV, plan.reference_never_V)
+            mixtures = [jensen_shannon(finite_logp_nV, finite_logq_nV, share) for share in plan.mixtures]
+            pieces.append([*_columns(logp_nV, logq_nV, part, plan), *mixtures, *tops])
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
         kls = [name for name in plan.names if name in ("kl", "forward_kl")]
         first = len(plan.columns)
@@ -237,13 +265,16 @@ def _logits_gradient(
     grad_nV = logp_nV.exp()
     if kl_grad_n is not None:
         grad_nV *= (logp_nV - logq_nV).mul_(kl_grad_n[:, None]).add_(share_n[:, None])
+        grad_nV = _zero_where(grad_nV, plan.never_V)
     else:
         grad_nV *= share_n[:, None]
     if forward_grad_n is not None:
         grad_nV -= logq_nV.exp().mul_(forward_grad_n[:, None])
     for n, share in enumerate(plan.mixtures):
         if (mixture_grad_n := gradients.get(f"mixture{n}")) is not None:
-            from_mixture_nV, p_nV = above_mixture(logp_nV, logq_nV, share), logp_nV.exp()
+            finite_logp_nV = _finite_where(logp_nV, plan.never_V)
+            finite_logq_nV = _finite_where(logq_nV, plan.reference_never_V)
+            from_mixture_nV, p_nV = above_mixture(finite_logp_nV, finite_logq_nV, share), logp_nV.exp()
             from_mixture_nV -= (p_nV * from_mixture_nV).sum(1, keepdim=True)
             grad_nV += p_nV.mul_(from_mixture_nV).mul_((1 - share) * mixture_grad_n[:, None])
     for top_ids_nK, top_grad_nK in tops:
@@ -251,21 +282,25 @@ def _logits_gradient(
     return grad_nV if plan.temperature == 1 else grad_nV.div_(plan.temperature)
 
 
-def _columns(logp_nV: Tensor, logq_nV: Any, ids_n: Tensor, names: Sequence[str]) -> list[Tensor]:
+def _columns(logp_nV: Tensor, logq_nV: Any, part: slice, plan: _Plan) -> list[Tensor]:
     """Columns ``[n]`` of one chunk. A KL is zero bit by bit where both distributions are the same."""
-    columns = [logp_nV.gather(1, ids_n[:, None])[:, 0]]
+    names = plan.names
+    columns = [logp_nV.gather(1, plan.ids_N[part, None])[:, 0]]
     if "kl" in names:
-        columns.append((logp_nV.exp().mul_(logp_nV - logq_nV)).sum(1))
+        terms_nV = logp_nV.exp().mul_(logp_nV - logq_nV)
+        columns.append(_zero_where(terms_nV, plan.never_V).sum(1))
     if "forward_kl" in names:
-        columns.append(-(logq_nV.exp().mul_(logp_nV - logq_nV)).sum(1) + 0.0)
+        terms_nV = logq_nV.exp().mul_(logp_nV - logq_nV)
+        columns.append(-_zero_where(terms_nV, plan.reference_never_V).sum(1) + 0.0)
     if "entropy" in names:
-        columns.append(-(logp_nV.exp().mul_(logp_nV)).sum(1))
+        terms_nV = logp_nV.exp().mul_(logp_nV)
+        columns.append(-_zero_where(terms_nV, plan.never_V).sum(1))
     if "total_variation" in names:
         columns.append(0.5 * logp_nV.exp().sub_(logq_nV.exp()).abs_().sum(1))
     if "certainty" in names:
-        columns.append(certainty(logp_nV))
+        columns.append(certainty(_finite_where(logp_nV, plan.never_V)))
     if "reference_certainty" in names:
-        columns.append(certainty(logq_nV))
+        columns.append(certainty(_finite_where(logq_nV, plan.reference_never_V)))
     return columns
 
 

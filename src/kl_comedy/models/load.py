@@ -1,12 +1,14 @@
 """Load a policy and its tokenizer from a :class:`ModelConfig`, ready to sample from and to train.
 
-Sources: ``pocket`` (built here), a local folder or a hub id, the last two also with a GGUF file. Loading
-ends with a check that the chunked log-probs equal those of the model's own logits.
+Sources: ``pocket`` (built here), a local folder or a hub id, the last two also with a GGUF file; a folder with a PEFT
+adapter alone is merged with its base model once. Loading ends with a check that the chunked log-probs equal those of the
+model's own logits.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import logging
 import os
@@ -23,8 +25,9 @@ import torch
 from torch import Tensor
 
 from kl_comedy.errors import UserError, bad_value, nearest
-from kl_comedy.io import CHECKSUMS, find_damage
+from kl_comedy.io import CHECKSUMS, find_damage, read_json, sha256_file
 from kl_comedy.models.attention import pack_batch, packed_hidden, use_layout_attention
+from kl_comedy.models.cache import cached_folder
 from kl_comedy.models.introspection import (
     disable_dropout,
     head_dtype,
@@ -51,6 +54,8 @@ UNSUPPORTED_OPTIONS |= {"revision", "trust_remote_code"}
 HUB_SECONDS = 2.0
 SMOLLM2_FOLDER = Path("models/SmolLM2-135M-Instruct")
 """Where scripts/fetch_smollm2.py (``make smollm2``) puts the converted model."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which PEFT recognises the folder of an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,7 @@ class LoadedModel:
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the policy that ``config`` describes. Raises :class:`UserError` for mistakes in the config."""
+    config = whole_model(config)
     check_undamaged(config)
     device, tokenizer, model = pick_device(config.device), load_tokenizer(config), load_base(config)
     refuse_scaled_logits(model.config)
@@ -145,7 +151,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_base(config: ModelConfig) -> Any:
-    """The causal LM with its weights, on the CPU, without adapter."""
+    """The causal LM with its weights, on the CPU, without a new adapter."""
+    config = whole_model(config)
     dtype = DTYPES[config.dtype]
     if config.source == "pocket":
         from kl_comedy.models.pocket import load_pocket
@@ -176,19 +183,32 @@ def load_tokenizer(config: ModelConfig) -> Any:
         return load_pocket_tokenizer(config)
     from transformers import AutoTokenizer
 
-    options = {"trust_remote_code": config.trust_remote_code}
     if config.tokenizer is not None:
-        tokenizer = from_pretrained(AutoTokenizer, config.tokenizer, "model.tokenizer", **options)
+        trust = config.trust_remote_code
+        tokenizer = from_pretrained(AutoTokenizer, config.tokenizer, "model.tokenizer", trust_remote_code=trust)
     elif config.gguf_file is not None:
         tokenizer = load_gguf_tokenizer(_gguf_path(config))
     else:
-        tokenizer = from_pretrained(AutoTokenizer, config.source, "model.source", revision=config.revision, **options)
+        tokenizer = _pretrained_tokenizer(whole_model(config))
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UserError("model.tokenizer: it has neither a padding nor an end token; name another tokenizer")
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.eos_token_id is None:
+        log.warning(
+            "model.tokenizer: it has no end token, so that no completion ends by itself: each runs to "
+            "rollout.max_new_tokens, or to a text of rollout.stop"
+        )
     return tokenizer
+
+
+def _pretrained_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer of the source."""
+    from transformers import AutoTokenizer
+
+    options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision}
+    return from_pretrained(AutoTokenizer, config.source, "model.source", **options)
 
 
 def from_pretrained(auto: Any, name: str, key: str, **options: Any) -> Any:
@@ -212,6 +232,8 @@ def check_source(config: ModelConfig) -> None:
     for key, name in (("model.source", config.source), ("model.tokenizer", config.tokenizer)):
         if name not in (None, "pocket"):
             check_available(key, name, config.revision if key == "model.source" else None)
+    if is_adapter_folder(config.source):
+        check_source(base_of_adapter(config))
 
 
 def check_available(key: str, name: str, revision: str | None = None) -> bool:
@@ -289,6 +311,77 @@ def _gguf_path(config: ModelConfig) -> Path:
         present = sorted(file.name for file in folder.glob("*.gguf"))
         raise bad_value("model.gguf_file", name, present, why=f"no such file in {folder}")
     return folder / name
+
+
+def is_adapter_folder(source: str) -> bool:
+    """Whether ``source`` is a folder with a PEFT adapter alone, as PEFT and TRL save it after fine-tuning."""
+    folder = Path(source)
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of_adapter(config: ModelConfig) -> ModelConfig:
+    """``config`` with the model that the adapter folder ``config.source`` was trained on as its source.
+
+    Raises :class:`UserError` for an adapter that names none, or that is not LoRA: others cannot be merged into weights.
+    """
+    folder = Path(config.source)
+    settings = read_json(folder / ADAPTER_CONFIG, "PEFT adapter")
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise bad_value("model.source", config.source, "a LoRA adapter", f"{ADAPTER_CONFIG} has peft_type {kind!r}")
+    base = settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise bad_value("model.source", config.source, "an adapter that names its base", f"{ADAPTER_CONFIG} has none")
+    if not Path(base).is_dir() and (folder / base).is_dir():
+        base = str(folder / base)
+    return replace(config, source=base, revision=settings.get("revision"))
+
+
+def whole_model(config: ModelConfig) -> ModelConfig:
+    """``config`` itself, or for an adapter folder with the folder of base and adapter, merged, as its source.
+
+    The merged model is an ordinary model from here on: it is trained whole or under a new adapter, sharded, served by
+    vLLM; and the frozen reference is a copy of it, so that the reference is the adapter's start and not the base. It is
+    written once, to the cache. Raises :class:`UserError` where base and adapter do not fit.
+    """
+    if config.source == "pocket" or not is_adapter_folder(config.source):
+        return config
+    check_undamaged(config)
+    base = whole_model(base_of_adapter(config))
+    check_available("model.source", base.source, base.revision)
+    key = _merged_key(config, base)
+    folder = cached_folder("merged", key, lambda draft: _write_merged(config, base, draft))
+    return replace(config, source=str(folder), revision=None)
+
+
+def _merged_key(config: ModelConfig, base: ModelConfig) -> str:
+    """A hash of what the merged weights depend on."""
+    digest = hashlib.sha256(f"{config.dtype} {base.source} {base.revision}".encode())
+    for file in sorted(Path(config.source).iterdir()):
+        if file.is_file():
+            digest.update(f"{file.name} {sha256_file(file)}".encode())
+    # A base of several GB is not read again at every start: its files are known by size and time.
+    if Path(base.source).is_dir():
+        for file in sorted(Path(base.source).iterdir()):
+            digest.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _write_merged(config: ModelConfig, base: ModelConfig, folder: Path) -> None:
+    """Write base and adapter as one model to ``folder``. Merged in float32: in 16 bits the sum would be rounded twice."""
+    from peft import PeftModel
+
+    model = load_base(replace(base, dtype="float32", lora=None, options={}))
+    try:
+        adapted = PeftModel.from_pretrained(model, config.source)
+        merged = adapted.merge_and_unload(safe_merge=True)
+    except Exception as error:  # PEFT and torch raise what they trip over
+        why = f"the adapter does not fit its base {base.source!r}: {first_line(error)}"
+        raise UserError(f"model.source: {config.source!r}: {why}") from error
+    merged.to(DTYPES[config.dtype]).save_pretrained(folder)
+    from_adapter = any(Path(config.source).glob("tokenizer*"))
+    tokenizer = replace(config if from_adapter else base, tokenizer=None)
+    _pretrained_tokenizer(tokenizer).save_pretrained(folder)
 
 
 def source_folder(config: ModelConfig, patterns: list[str]) -> Path:

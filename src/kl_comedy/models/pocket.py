@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 import random
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +29,8 @@ from kl_comedy.config.validate import option, parse_record
 from kl_comedy.data import pocket as problems
 from kl_comedy.data.pocket import SPLITS, Family, draw, steps, write_steps
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.io import file_lock, find_damage, sha256_file, write_checksums
+from kl_comedy.io import sha256_file
+from kl_comedy.models.cache import cached_folder
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -239,7 +237,7 @@ def load_pocket_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
 
 def pocket_folder(recipe: PocketRecipe) -> Path:
     """The cached Hugging Face folder of this recipe's policy; trained on first use."""
-    return cached_folder(recipe_key(recipe), lambda folder: write_policy(recipe, folder))
+    return cached_folder("pocket", recipe_key(recipe), lambda folder: write_policy(recipe, folder))
 
 
 def recipe_key(recipe: PocketRecipe) -> str:
@@ -280,38 +278,6 @@ def write_policy(recipe: PocketRecipe, folder: Path) -> None:
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     build_tokenizer().save_pretrained(folder)
     (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
-
-
-def cached_folder(key: str, build: Callable[[Path], None]) -> Path:
-    """The folder ``pocket/<key>`` of the cache, made by ``build(empty folder)`` unless an undamaged one exists.
-
-    The cache is ``$KL_COMEDY_CACHE``, else ``~/.cache/kl_comedy``. ``build`` runs in a draft that is renamed once its
-    checksums are written, so a reader never sees a part. Of several processes one builds and the others wait. Raises
-    :class:`UserError` where the cache cannot be written.
-    """
-    folder = Path(os.environ.get("KL_COMEDY_CACHE") or "~/.cache/kl_comedy").expanduser() / "pocket" / key
-    if find_damage(folder) is None:
-        return folder
-    waiting = f"another process is building pocket {key}; waiting for it"
-    try:
-        with file_lock(folder.parent / f"{key}.lock", wait_s=math.inf, on_wait=lambda: _print(waiting)):
-            damage = find_damage(folder)
-            if damage is None:  # another process has built it
-                return folder
-            if folder.exists():
-                _print(f"pocket policy: the cached copy {folder} is damaged ({damage}); building it again")
-            draft = folder.with_name(f"{key}.tmp")
-            shutil.rmtree(draft, ignore_errors=True)  # what a killed build left
-            draft.mkdir()
-            build(draft)
-            write_checksums(draft)
-            shutil.rmtree(folder, ignore_errors=True)
-            draft.rename(folder)
-    except OSError as error:
-        raise UserError(
-            f"KL_COMEDY_CACHE: cannot write the pocket policy to {folder}: {error}; set it to a writable folder"
-        ) from error
-    return folder
 
 
 def _print(line: str) -> None:

@@ -40,6 +40,7 @@ from kl_comedy.models.load import (
     load_tokenizer,
     pick_device,
     source_folder,
+    whole_model,
     use_fast_linears,
 )
 from kl_comedy.models.lora import add_lora, base_name, initial_factor, is_lora_factor
@@ -59,6 +60,7 @@ def load_sharded(config: ModelConfig, *, limit_bytes: int, copies: int = 1, bf16
     ``limit_bytes`` bounds a model that rank 0 has to load whole. ``copies``: of the policy, each sharded over as many
     consecutive ranks (HSDP). ``bf16``: see the module. Raises :class:`UserError` on every process alike.
     """
+    config = whole_model(config)
     device = pick_device(config.device)
     check_kernels(config, device)
     sizes: dict[str, int] = {"copies": copies} if copies > 1 else {}
@@ -171,6 +173,7 @@ def _build_architecture(config: ModelConfig) -> Any:
         raise bad_value("model.gguf_file", config.gguf_file, "null with train.strategy: fsdp", why)
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    config = whole_model(config)
     trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     options = {**trust, "revision": config.revision, **copy.deepcopy(config.options)}
     model_config = from_pretrained(AutoConfig, config.source, "model.source", **options)

@@ -41,6 +41,11 @@ log = logging.getLogger("kl_comedy")
 SAMPLE_ROWS = 16
 """Completions per samples table: enough to see a group beside another."""
 
+SILENT_UPDATES = 10
+"""Updates without a difference of rewards before a warning: fewer happen by chance where rewards start near 0 or 1."""
+
+SHOWN_CHARACTERS = 200
+
 PLAIN_EVERY_S = 5.0
 """Without a terminal: at most one line per this many seconds, and always the last."""
 
@@ -244,6 +249,35 @@ class CheckpointCallback(Checkpoint):
             ) from error
         self._save_s = max(self._save_s, time.monotonic() - start)
         trainer.logger.commit(version)
+
+
+class SignalWarning(Callback):
+    """Warns once where the rewards gave the policy loss nothing to learn from for :data:`SILENT_UPDATES` updates.
+
+    With a group's mean as the baseline, completions of equal reward all have an advantage of 0; what moves the policy
+    then is the KL term alone. Often the reward cannot read the answers, so that a completion is shown.
+    """
+
+    def __init__(self) -> None:
+        self._silent = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        metrics, rows = pl_module.last_metrics, pl_module.last_batch.rows
+        several = len({row.rollout.group_id for row in rows}) < len(rows)
+        if several:
+            silent = metrics["train/groups_without_signal"] == 1.0
+        else:  # one completion a prompt: the baseline is the batch's
+            silent = metrics["train/reward_std"] == 0.0
+        self._silent = self._silent + 1 if silent else 0
+        if self._silent != SILENT_UPDATES:
+            return
+        first = rows[0]
+        log.warning(
+            f"no signal for {SILENT_UPDATES} updates: in each group all completions had the same reward (mean "
+            f"{metrics['train/reward']:.3f}, answers {first.reward.status}), so that only a KL term moves the policy. "
+            f"The first completion of update {pl_module.version}: {first.rollout.text[:SHOWN_CHARACTERS]!r}; its "
+            f"answer: {first.rollout.prompt.problem.answer[:SHOWN_CHARACTERS]!r}"
+        )
 
 
 def status_line(metrics: Mapping[str, float]) -> str:

@@ -21,7 +21,7 @@ from kl_comedy.io import write_checksums
 from kl_comedy.kl import resolve_terms
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import unwrap
-from kl_comedy.models.load import load_base, load_tokenizer
+from kl_comedy.models.load import load_base, load_tokenizer, whole_model
 from kl_comedy.models.lora import lora_scaling, merge_adapter, save_adapter
 from kl_comedy.models.sharding import skeleton
 from kl_comedy.models.weights import stream_weights
@@ -49,7 +49,7 @@ def save_policy(run: RunDir, module: PolicyModule) -> None:
         _write_policy(folder, loaded, config, weights)
     if config.model.lora is not None:
         with _atomic_folder(run.adapter) as folder:
-            save_adapter(folder, config.model, weights)
+            save_adapter(folder, whole_model(config.model), weights)
 
 
 def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path:
@@ -79,7 +79,7 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
             certificate = term_tags(config, resolve_terms(config.kl))
             write_card(folder, config, run.summary() or {}, certificate, step_of(checkpoint))
             if config.model.lora is not None:
-                save_adapter(folder / "adapter", config.model, weights)
+                save_adapter(folder / "adapter", whole_model(config.model), weights)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
     return checkpoint

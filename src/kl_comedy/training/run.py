@@ -44,6 +44,7 @@ from kl_comedy.training.callbacks import (
     ConsoleProgress,
     EvaluationCallback,
     MetricsCallback,
+    SignalWarning,
     configured_callbacks,
     sample_rows,
 )
@@ -90,6 +91,7 @@ def train(config: Config, *, console: Console, command: str, problems: ProblemSe
             *configured_callbacks(config),
             MetricsCallback(config.train.samples_every),
             evaluation,
+            SignalWarning(),
             ConsoleProgress(console, config.train.steps),
             CheckpointCallback(config, evaluation, request),
         ]

@@ -19,6 +19,7 @@ from kl_comedy.config.schema import Config, ModelConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import read_yaml
 from kl_comedy.models.introspection import activation_values, default_microbatch_tokens
+from kl_comedy.models.load import base_of_adapter, is_adapter_folder
 from kl_comedy.models.onednn_linear import product
 from kl_comedy.models.sharding import decoder_layers, skeleton
 
@@ -159,6 +160,8 @@ def shape_of(config: ModelConfig) -> Shape:
 
     Raises :class:`UserError` for a source that cannot be reached, and for a GGUF file.
     """
+    if is_adapter_folder(config.source):
+        return shape_of(base_of_adapter(config))  # merged into its base, an adapter adds nothing
     if config.gguf_file is not None:
         raise UserError("model.gguf_file: a plan needs a config.json; name the model it was made from as model.source")
     facts = _dense_facts(config)
