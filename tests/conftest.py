@@ -5,6 +5,7 @@ import sys
 
 import hypothesis
 import pytest
+from tests import skips
 
 # A busy machine is no failure, and a commit that passes once passes again; --hypothesis-profile=random draws afresh.
 hypothesis.settings.register_profile("random", deadline=None)
@@ -17,6 +18,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads that spin for each other would hold up both
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_runtest_logreport(report):
+    skips.note(report)
+
+
+def pytest_collectreport(report):
+    skips.note(report)
 
 
 @pytest.hookimpl(optionalhook=True)

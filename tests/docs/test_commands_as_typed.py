@@ -1,0 +1,231 @@
+"""Every command that README, a page or ``--help`` shows is run as it is typed, and every option once.
+
+The commands run in a copy of the checkout's configs whose *sizes* are small (two updates, two cells of a grid); the
+words are the page's. Without this test a documented command may crash: bare ``kl-comedy certify`` did.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.commands import Command
+from tests.docs.typed_commands import (
+    PAGES,
+    RESULT_PAGES,
+    ROOT,
+    Typed,
+    click_commands,
+    command_of,
+    examples_of,
+    examples_of_help,
+    mentions_of,
+    options_of,
+)
+
+NOT_RUN = {
+    "kl-comedy train configs/qwen2.5_0.5b_gsm8k.yaml resume=auto": "the model comes from a hub",
+    "kl-comedy train configs/paper/on_policy_math_qwen.yaml resume=auto": "the model comes from a hub; needs 8 GPUs",
+    "kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root DATA eval.samples=8 eval.temperature=0.7": (
+        "14,552 completions take hours; OTHERS has the same with --limit"
+    ),
+    "kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root data eval.samples=8 eval.temperature=0.7": (
+        "as above"
+    ),
+    "kl-comedy evaluate models/MODEL --suite mmlu_college_physics_likelihood --format json": (
+        "needs MMLU; tests/integration/test_choices_in_training.py evaluates by likelihood"
+    ),
+    "kl-comedy reproduce k3-loss-94e1f8e --uri results/study/export.parquet --tolerance 'eval/heldout/reward=0.1'": (
+        "trains for minutes; OTHERS reproduces a small run"
+    ),
+    "kl-comedy reproduce k3-loss-94e1 --uri results/study/export.parquet --tolerance 'eval/*/reward=0.1'": "as above",
+    "kl-comedy results verify results": "minutes; tests/integration/test_results_verify.py runs it",
+}
+"""Examples that are not run, each with the reason. At most ten."""
+
+WRITTEN_FOR = {
+    "CONFIG": "configs/quickstart.yaml",
+    "GRID": "configs/sweeps/pocket_beta.yaml",
+    "PROFILE": "cpu_test",
+    "SWEEP": "pocket_beta",
+    "N": "2",
+    # More processes on two cores would prove nothing that two do not.
+    "train.devices=8": "train.devices=2",
+    "train.devices=4": "train.devices=2",
+}
+"""What a reader writes in the place of a word in capitals."""
+
+SMALL = {
+    "train": {"steps": 2, "eval_every": 1, "checkpoint_every": 1, "samples_every": 2},
+    "rollout": {"prompts_per_batch": 4, "group_size": 4, "max_new_tokens": 12},
+    "eval": {"samples": 1},
+}
+SMALL_EVALUATION = {"heldout": {"dataset": "pocket", "split": "heldout", "limit": 4}}
+POCKET_CONFIGS = ("quickstart", "record_pocket", "replay_pocket", "dpo_pocket", "async_pocket")
+GRIDS = {
+    "configs/sweeps/pocket_beta.yaml": {"kl.0.estimator": ["k1", "k3"]},
+    "configs/evidence/core.yaml": {"optimizer.lr": [1.0e-4, 3.0e-4]},
+}
+LAUNCH_SCRIPT = "python -m verl.trainer.main_ppo algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.01\n"
+FAKE_SLURM = {
+    "sbatch": "echo '1;cluster'",
+    "squeue": "true",
+    "sacct": "true",
+    "scancel": "true",
+}
+"""Stand-ins, so that what is submitted can be typed anywhere; tests/slurm submits to a real controller."""
+
+OTHERS = Path(__file__).with_name("other_commands.txt").read_text()
+"""Commands with the options that neither a page nor a help text shows, and the bare ones."""
+
+CODES = {}
+"""Commands that end with another exit code than 0, by their text."""
+
+
+def typed_in_text(text: str) -> list[Typed]:
+    return [Typed("OTHERS", line.strip()) for line in text.strip().splitlines()]
+
+
+PAGES_WITH_EXAMPLES = {str(page.relative_to(ROOT)): examples_of(page) for page in PAGES if examples_of(page)}
+SESSIONS = {**PAGES_WITH_EXAMPLES, "--help": examples_of_help(), "OTHERS": typed_in_text(OTHERS)}
+"""What is typed one after the other in one folder."""
+EXAMPLES = [example for session in SESSIONS.values() for example in session]
+
+
+def test_at_most_ten_examples_are_not_run_and_all_of_them_exist():
+    assert len(NOT_RUN) <= 10
+    texts = {example.text for example in EXAMPLES}
+    assert sorted(set(NOT_RUN) - texts) == []
+
+
+def test_every_example_calls_a_command_with_options_that_it_has():
+    wrong = []
+    for example in [*EXAMPLES, *(each for page in RESULT_PAGES for each in examples_of(page))]:
+        words = example.words[1:]
+        if words[0] in ("--help", "--version"):
+            continue
+        name = command_of(words)
+        if name is None:
+            wrong.append(f"{example.place}: {example.text} (no such command)")
+            continue
+        unknown = options_of(words) - all_options(name)
+        if unknown:
+            wrong.append(f"{example.place}: {example.text} (no option {', '.join(sorted(unknown))})")
+    assert wrong == []
+
+
+def test_every_command_named_in_a_sentence_exists():
+    commands = click_commands()
+    groups = {name.split()[0] for name in commands}
+    wrong = []
+    for page in [*PAGES, *RESULT_PAGES]:
+        for mention in mentions_of(page):
+            words = mention.text.split()[1:]
+            name = command_of(words)
+            if words[0] in groups and name is None and len(words) == 1:
+                continue  # a group by its name alone, as `kl-comedy results`
+            if words[0].startswith("--"):
+                continue
+            if name is None or options_of(words) - all_options(name):
+                wrong.append(f"{mention.place}: {mention.text}")
+    assert wrong == []
+
+
+def test_every_option_of_every_command_is_typed_somewhere():
+    typed: dict[str, set[str]] = {name: set() for name in click_commands()}
+    for example in EXAMPLES:
+        name = command_of(example.words[1:])
+        if name is not None and example.text not in NOT_RUN:
+            typed[name] |= options_of(example.words)
+    missing = {}
+    for name, command in click_commands().items():
+        absent = {parameter.opts[0] for parameter in command.params if parameter.opts[0].startswith("--")}
+        absent -= {"--help"} | typed[name]
+        if absent:
+            missing[name] = sorted(absent)
+    assert missing == {}
+
+
+def all_options(name: str) -> set[str]:
+    """Every spelling of the options of a command."""
+    options = {"--help"}
+    for parameter in click_commands()[name].params:
+        options.update(parameter.opts)
+        options.update(parameter.secondary_opts)
+    return options
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A folder with the configs at small sizes, a plugin, a launch script, a run and a sweep, as the pages assume."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("configs", "examples", "slurm", "results"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in POCKET_CONFIGS:
+        make_small(folder / "configs" / f"{name}.yaml")
+    for name, axes in GRIDS.items():
+        grid = yaml.safe_load((folder / name).read_text())
+        grid = {**grid, "grid": axes, "seeds": 1}
+        grid.pop("exclude", None)
+        (folder / name).write_text(yaml.safe_dump(grid))
+    make_small(folder / "configs" / "evidence" / "base.yaml")
+
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    guides = re.split(r"^## ", contributing, flags=re.MULTILINE)
+    first_blocks = [re.search(r"^```python\n(.*?)^```$", guide, flags=re.MULTILINE | re.DOTALL) for guide in guides]
+    (folder / "my_parts.py").write_text("\n".join(block.group(1) for block in first_blocks if block))
+    (folder / "run_grpo.sh").write_text(LAUNCH_SCRIPT)
+    (folder / "data").mkdir()
+    shutil.copy(ROOT / "tests" / "fixtures" / "gsm8k_32.jsonl", folder / "data" / "gsm8k_test.jsonl")
+    (folder / "bin").mkdir()
+    for name, line in FAKE_SLURM.items():
+        program = folder / "bin" / name
+        program.write_text(f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+
+    run_typed("kl-comedy init estimator my_estimator.py", folder)
+    run_typed("kl-comedy train configs/record_pocket.yaml", folder)
+    (recorded,) = (folder / "runs").glob("record_pocket-*")
+    recorded.rename(folder / "runs" / "RUN")
+    run_typed("kl-comedy sweep configs/sweeps/pocket_beta.yaml --local 2 --name first", folder)
+    return folder
+
+
+def make_small(config: Path) -> None:
+    """Write the config anew with the sizes of :data:`SMALL`."""
+    content = yaml.safe_load(config.read_text())
+    for section, sizes in SMALL.items():
+        content[section] = {**content.get(section, {}), **sizes}
+    if "extends" not in content:
+        content["data"]["eval"] = SMALL_EVALUATION
+    config.write_text(yaml.safe_dump(content))
+
+
+def run_typed(text: str, folder: Path) -> str:
+    """Run a command in ``folder``, as typed; its output. Fails where it ends with another exit code than expected."""
+    words = [WRITTEN_FOR.get(word, word) for word in Typed("", text).words[1:]]
+    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "COLUMNS": "100"}
+    command = Command(*words, cwd=folder, env=environment)
+    code = command.wait()
+    assert code == CODES.get(text, 0), f"{text}\nexit code {code}\n{command.output[-3000:]}"
+    assert "Traceback" not in command.output, f"{text}\n{command.output[-3000:]}"
+    return command.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("session", SESSIONS)
+def test_what_a_page_shows_runs_as_it_is_typed(session, checkout, tmp_path):
+    """One after the other, in the order of the page, in a folder of the page's own."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(checkout, folder)
+    failures = []
+    for example in SESSIONS[session]:
+        if example.text in NOT_RUN:
+            continue
+        try:
+            run_typed(example.text, folder)
+        except (AssertionError, TimeoutError) as error:
+            failures.append(str(error))
+    assert not failures, "\n\n".join(failures)
