@@ -7,6 +7,7 @@ words are the page's. Without this test a documented command may crash: bare ``k
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,16 @@ WRITTEN_FOR = {
 
 SMALL = {
     "train": {"steps": 2, "eval_every": 1, "checkpoint_every": 1, "samples_every": 2},
-    "rollout": {"prompts_per_batch": 4, "group_size": 4, "max_new_tokens": 12},
+    "rollout": {"prompts_per_batch": 4, "group_size": 4, "max_new_tokens": 24},
     "eval": {"samples": 1},
+    "optimizer": {"lr": 1.0e-3},
 }
-SMALL_EVALUATION = {"heldout": {"dataset": "pocket", "split": "heldout", "limit": 4}}
+SMALL_MODEL = {"source": "pocket", "options": {"preset": "tiny"}}
+SMALL_DATA = {
+    "train": {"dataset": "pocket", "split": "train", "limit": 256, "options": {"digits": 1}},
+    "eval": {"heldout": {"dataset": "pocket", "split": "heldout", "limit": 8, "options": {"digits": 1}}},
+    "prompt": {"template": "plain"},
+}
 POCKET_CONFIGS = ("quickstart", "record_pocket", "replay_pocket", "dpo_pocket", "async_pocket")
 GRIDS = {
     "configs/sweeps/pocket_beta.yaml": {"kl.0.estimator": ["k1", "k3"]},
@@ -199,19 +206,22 @@ def make_small(config: Path) -> None:
     for section, sizes in SMALL.items():
         content[section] = {**content.get(section, {}), **sizes}
     if "extends" not in content:
-        content["data"]["eval"] = SMALL_EVALUATION
+        content["model"] = SMALL_MODEL
+    if "data" in content:
+        content["data"] = SMALL_DATA
     config.write_text(yaml.safe_dump(content))
 
 
-def run_typed(text: str, folder: Path) -> str:
-    """Run a command in ``folder``, as typed; its output. Fails where it ends with another exit code than expected."""
+def run_typed(text: str, folder: Path) -> None:
+    """Run a command in ``folder``, as typed. Raises :class:`AssertionError` where it fails or prints a traceback."""
     words = [WRITTEN_FOR.get(word, word) for word in Typed("", text).words[1:]]
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "COLUMNS": "100"}
     command = Command(*words, cwd=folder, env=environment)
+    start = time.monotonic()
     code = command.wait()
-    assert code == CODES.get(text, 0), f"{text}\nexit code {code}\n{command.output[-3000:]}"
-    assert "Traceback" not in command.output, f"{text}\n{command.output[-3000:]}"
-    return command.output
+    print(f"{time.monotonic() - start:6.1f} s  exit {code}  {text[:150]}", flush=True)  # pytest shows it on a failure
+    if code != CODES.get(text, 0) or "Traceback" in command.output:
+        raise AssertionError(f"{text}\n  exit code {code}: {command.output[-700:]}")
 
 
 @pytest.mark.slow
@@ -228,4 +238,5 @@ def test_what_a_page_shows_runs_as_it_is_typed(session, checkout, tmp_path):
             run_typed(example.text, folder)
         except (AssertionError, TimeoutError) as error:
             failures.append(str(error))
-    assert not failures, "\n\n".join(failures)
+    if failures:
+        pytest.fail("\n\n".join(failures), pytrace=False)

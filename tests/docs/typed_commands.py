@@ -61,9 +61,13 @@ def examples_of(page: Path) -> list[Typed]:
 
 
 def mentions_of(page: Path) -> list[Typed]:
-    """The commands that stand in the page's sentences: often a command's name with one option, not a whole call."""
+    """The commands that stand in the page's sentences: often a command's name with one option, not a whole call.
+
+    Not those of a line that says at which commit they were run: they are commands of that commit.
+    """
     place = str(page.relative_to(ROOT))
-    return [Typed(place, re.sub(r"\s+", " ", text)) for text in INLINE.findall(page.read_text())]
+    lines = [line for line in page.read_text().splitlines() if "at commit" not in line]
+    return [Typed(place, re.sub(r"\s+", " ", text)) for text in INLINE.findall("\n".join(lines))]
 
 
 def click_commands() -> dict[str, typer.core.TyperCommand]:
