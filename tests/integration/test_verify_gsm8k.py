@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,3 +81,40 @@ def test_solutions_of_math_earn_their_own_golds(pool: RewardPool) -> None:
     )
     assert sum(reward.value for reward in rewards) >= 0.98 * len(rows)
     assert {reward.status for reward in rewards} == {"ok"}
+
+
+@pytest.mark.slow
+def test_different_golds_of_math_are_different_answers(pool: RewardPool) -> None:
+    """Random pairs; those that are equal were looked at: all of them are the same number written twice."""
+    golds = sorted(
+        {row["answer"] for name in ("math500.jsonl", "math_train7500.jsonl") for row in read(data_file(name))}
+    )
+    rng = random.Random(1)
+    pairs = [rng.sample(golds, 2) for _ in range(5000)]
+    completions = [f"so \\boxed{{{given}}}." for given, _ in pairs]
+    rewards = score("math_verify", completions=completions, answers=[gold for _, gold in pairs], pool=pool)
+    assert [pair for pair, reward in zip(pairs, rewards, strict=True) if reward.value == 1.0] == []
+
+
+def test_golds_of_math_in_another_base_are_wrong(pool: RewardPool) -> None:
+    golds = {row["answer"] for row in read(data_file("math_train7500.jsonl"))}
+    numerals = sorted(gold for gold in golds if re.fullmatch(r"-?\d+_\{?\d+\}?", gold))
+    assert len(numerals) > 30
+    other = [re.sub(r"\d+(?=\}?$)", lambda base: str(int(base[0]) + 1), gold) for gold in numerals]
+    for given, value in ((numerals, 1.0), (other, 0.0)):
+        completions = [f"so \\boxed{{{each}}}." for each in given]
+        rewards = score("math_verify", completions=completions, answers=numerals, pool=pool)
+        assert [reward.value for reward in rewards] == [value] * len(numerals)
+
+
+def test_options_of_mmlu_are_their_own_letters_and_no_others(pool: RewardPool) -> None:
+    rows = read(data_file("mmlu_stem_test.jsonl"))
+    golds = [row["answer"] for row in rows]
+    metas = [{"choices": row["choices"]} for row in rows]
+    for form in ("The answer is ({}).", "\\boxed{{{}}}"):
+        for shift, value in ((0, 1.0), (1, 0.0)):
+            letters = ["ABCD"[("ABCD".index(gold) + shift) % 4] for gold in golds]
+            for written in (str.upper, str.lower):
+                completions = [form.format(written(letter)) for letter in letters]
+                rewards = score("multiple_choice", completions=completions, answers=golds, metas=metas, pool=pool)
+                assert {reward.value for reward in rewards} == {value}

@@ -15,6 +15,7 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
 from kl_comedy.rewards.base import BadGold, Meta, Regex
+from kl_comedy.rewards.notation import plain_characters, plain_numbers
 
 _MIRROR = {"{": "}", "}": "{", "(": ")", ")": "(", "[": "]", "]": "["}
 _CONTROLS = {code: " " for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -77,6 +78,7 @@ _NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 _TERM = r"\d[\d,.]*+\)*+"
 _ARITHMETIC = re.compile(rf"(?<![\d,.]){_TERM}(?:\s*+[*+^×÷−/-]\s*+[-($]*+{_TERM})++")
 _FRACTION = re.compile(r"\d+/\d+\.?")
+_UNEVALUATED = re.compile(rf"(?<![\d,.]){_TERM}\s*+(?:[√∛∜π∞]|\\(?:sqrt|pi|infty)|sqrt)\S*+")
 _MAX_NUMBER = 100
 
 
@@ -98,18 +100,22 @@ def exact_answer(
     """1 where the text after the last marker (or the last line) is the gold, as a number or a string.
 
     With a numeric gold the first number after the marker counts, or without a marker the last number of the last line;
-    arithmetic left to do (``3+4``) is no answer. Strings are compared without case, outer spaces and punctuation.
-    ``unparseable``: nothing to compare. Raises :class:`BadGold` for a gold without any letter or digit.
+    arithmetic left to do (``3+4``) is no answer. Numbers may stand in a box or between dollar signs, as mixed numbers,
+    powers of ten or unicode characters (docs/configuration.md). Strings are compared without case, outer spaces and
+    punctuation. ``unparseable``: nothing to compare. Raises :class:`BadGold` for a gold without any letter or digit.
     """
+    answer = plain_characters(answer)
     if not _plain(answer):
         raise BadGold(f"exact_answer has nothing to compare with in the gold answer {answer!r}")
-    gold = number(answer)
-    segment, marked = final_segment(clean(tail(completion, max_chars)), markers)
+    gold = number(plain_numbers(answer))
+    segment, marked = final_segment(plain_characters(clean(tail(completion, max_chars))), markers)
     if gold is None:
         given = _plain(segment)
         return Reward(value=float(given == _plain(answer)), status="ok" if given else "unparseable")
+    segment = plain_numbers(segment)
     # Calculations that are not carried out are no answers: "2 + 3 is 5" leaves " is 5".
     segment = _ARITHMETIC.sub(lambda match: match.group() if _FRACTION.fullmatch(match.group()) else " ", segment)
+    segment = _UNEVALUATED.sub(" ", segment)
     numbers = numbers_in(segment)
     if not numbers:
         return Reward(value=0.0, status="unparseable")
@@ -160,10 +166,15 @@ def _plain(text: str) -> str:
 
 
 _STATED = (
-    r"(?:answer|option|choice)\s*(?:is|:|=)?\s*(?:option|choice)?\s*:?\s*"
+    r"(?i:(?:answer|option|choice)\s*(?:is|:|=)?\s*(?:option|choice)?\s*:?\s*)"
     r"[*_`\"'$(\[]{{0,4}}([{letters}])(?![\w'])"
 )
-_BOXED = r"\\boxed\s*\{{\s*(?:\\text\w*\s*\{{)?\s*\(?([{letters}])\)?\s*[.}}]"
+# A small letter must be set off: "the answer is a matter of taste", "the answer is a" (cut) choose nothing.
+_STATED_SMALL = (
+    r"(?i:(?:answer|option|choice)\s*(?:is|:|=)\s*(?:option|choice)?\s*:?\s*)[*_`\"'$]{{0,3}}"
+    r"(?:[(\[]([{small}])[)\]]|([{small}])[*_`\"'$]{{0,3}}(?:\)|\.(?:\s|$))|((?![ai])[{small}])[*_`\"'$]{{0,3}}$)"
+)
+_BOXED = r"\\boxed\s*\{{\s*(?:\\text\w*\s*\{{)?\s*\(?([{letters}{small}])(?:\)|\s*[.:}}])"
 _BRACKETED = r"[(\[]([{letters}])[)\]]"
 _LINE = r"^[ *_`\"'(\[]*([{letters}])(?:[ *_`\"')\].:]*$|[).:] )"
 _LONE = r"(?<![\w'-])([{letters}])(?![\w'-])(?!\s+[a-z])"
@@ -186,7 +197,8 @@ def multiple_choice(
     """1 where the letter the completion settles on is the gold letter.
 
     The last of the most explicit form wins: a boxed letter, "answer is (B)", "(B)", a letter alone at the start of its
-    line, a lone capital not followed by a lower-case word. ``meta["choices"]`` limits the letters.
+    line, a lone capital not followed by a lower-case word. A small letter counts in a box, and where "answer is" states
+    it in brackets or at the end of its sentence. ``meta["choices"]`` limits the letters.
     """
     if not re.fullmatch(r"[A-Z]+", letters) or len(set(letters)) != len(letters):
         raise bad_value("letters", letters, "distinct capital letters")
@@ -194,7 +206,7 @@ def multiple_choice(
     gold = answer.strip().strip("().").upper()
     if len(gold) != 1 or gold not in allowed:
         raise bad_value("answer", answer, list(allowed), "multiple_choice needs the letter of the right choice")
-    given = chosen_letter(clean(tail(completion, max_chars)), allowed)
+    given = chosen_letter(plain_characters(clean(tail(completion, max_chars))), allowed)
     return Reward(value=float(given == gold), status="ok" if given else "unparseable")
 
 
@@ -205,12 +217,12 @@ def chosen_letter(text: str, letters: str) -> str | None:
     ('B', None)
     """
     text = "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())  # keeps the patterns linear
-    forms = ((_BOXED, 0), (_STATED, re.IGNORECASE), (_BRACKETED, 0), (_LINE, re.MULTILINE), (_LONE, 0))
-    for form, flags in forms:
-        matches = re.findall(form.format(letters=letters), text, flags)
-        capitals = [letter for letter in matches if letter.isupper() or form is not _STATED]
-        if capitals:
-            return str(capitals[-1]).upper()
+    for forms in ((_BOXED,), (_STATED, _STATED_SMALL), (_BRACKETED,), (_LINE,), (_LONE,)):
+        patterns = (form.format(letters=letters, small=letters.lower()) for form in forms)
+        matches = [match for pattern in patterns for match in re.finditer(pattern, text, re.MULTILINE)]
+        if matches:
+            last = max(matches, key=re.Match.start)
+            return str(last[last.lastindex or 0]).upper()
     return None
 
 

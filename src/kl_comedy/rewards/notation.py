@@ -1,0 +1,341 @@
+r"""How answers write numbers and formulas, and the one form of each that the verifiers read.
+
+math-verify reads ``2 2/3`` as 4/3, ``1\,000`` as 0 and the 52 of ``52_9`` as fifty-two, and does not read ``½`` or
+``2³``. The functions here rewrite such forms before it sees them; docs/configuration.md lists every rule. They look at
+characters only, each pass is linear in the text, and what they do not know they leave as it is.
+
+Formulas (``$...$``, ``\(...\)``, ``\[...\]``, ``\boxed{...}``) and the prose around them are rewritten apart, because
+math-verify reads LaTeX in the former and bare numbers in the latter, so that ``2√3`` in prose would be 2. Such a run of
+prose becomes a formula.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Context, Decimal
+
+# --- characters --------------------------------------------------------------------------------------------------
+_WIDE = [*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)]
+"""Full-width forms, and letters and digits of mathematical alphabets."""
+_CHARACTERS: dict[int, str] = {code: unicodedata.normalize("NFKC", chr(code)) for code in _WIDE}
+_CHARACTERS |= dict.fromkeys((0xA0, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000), " ")
+_CHARACTERS |= dict.fromkeys((0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF), "")
+_CHARACTERS |= dict.fromkeys(map(ord, "\u2212\ufe63\u2010\u2011"), "-")
+_CHARACTERS |= dict.fromkeys(map(ord, "×✕✖⨯·⋅∙"), "*")
+_CHARACTERS |= dict.fromkeys(map(ord, "÷∕\u2044"), "/")
+# A full-width comma separates; without the space "１，２" would be a decimal number.
+_CHARACTERS[0xFF0C] = ", "
+
+_SUPERSCRIPTS = {
+    code: unicodedata.normalize("NFKC", chr(code)) for code in (0xB2, 0xB3, 0xB9, 0x2070, *range(0x2074, 0x207A))
+}
+_SUPERSCRIPTS |= {0x207A: "+", 0x207B: "-", 0x207D: "(", 0x207E: ")", 0x207F: "n", 0x2071: "i"}
+_SUBSCRIPTS = {code: chr(ord("0") + code - 0x2080) for code in range(0x2080, 0x208A)}
+_SUPER = "[" + "".join(map(chr, _SUPERSCRIPTS)) + "]"
+_SUB = "[" + "".join(map(chr, _SUBSCRIPTS)) + "]"
+_VULGAR = "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+_SYMBOLS = {
+    **{"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∖": r"\setminus ", "∅": r"\emptyset "},
+    **{"±": r"\pm ", "∓": r"\mp ", "⩽": r"\leq ", "⩾": r"\geq ", "≦": r"\leq ", "≧": r"\geq ", "≈": r"\approx "},
+    **{"ℝ": r"\mathbb{R}", "°": r"^{\circ}", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil "},
+}
+"""Symbols that math-verify does not read in a formula (it reads ≤, ≥, ≠, π and Greek letters)."""
+_SYMBOL = re.compile("|".join(map(re.escape, _SYMBOLS)))
+
+
+def plain_characters(text: str) -> str:
+    """``text`` with ASCII digits, letters, signs and spaces for their look-alikes.
+
+    >>> plain_characters("１２ − ５ × 𝟑")
+    '12 - 5 * 3'
+    """
+    text = text.translate(_CHARACTERS)
+    # A dash before a number is a minus sign; between numbers it may be a range, and stays.
+    return re.sub(r"(?<![\w)\]}])[\u2013\u2014](?=\d)", "-", text)
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------
+_THIN = r"(?:[~ ]|\\[ ,;:!]|\{,\}|\{\\,\})"
+_GROUPED = re.compile(rf"(?<![\w.,\\])(\d{{1,3}})({_THIN})(\d{{3}}(?:\2\d{{3}}){{0,10}}+)(?!\2?\d)")
+_GROUPED_DECIMALS = re.compile(rf"(?<=\d)(\.\d{{3}})({_THIN})((?:\d{{3}}\2){{0,10}}+\d{{1,3}})(?!\2?\d|/\d)")
+_BEFORE_WHOLE = r"(?<![\w.^/)\]}!\\])(?<!\d[ ~])"
+_WHOLE = r"(\d{1,3}(?:,\d{3}){1,5}|\d{1,15})"
+_GAP = r"(?:[ \t~]|\\[ ,;:])++"
+_LATEX_FRACTION = r"\\[dtc]?frac ?\{ ?(\d{1,15}) ?\} ?\{ ?(\d{1,15}) ?\}"
+_MIXED = re.compile(
+    rf"{_BEFORE_WHOLE}{_WHOLE}(?:{_GAP}(\d{{1,15}})/(\d{{1,15}})(?![\d/^!]|[.,]\d)|(?:{_GAP})?{_LATEX_FRACTION})"
+)
+_MIXED_ACROSS = re.compile(rf"(?<![\w.,^/)\]}}!\\$])(?<!\d ){_WHOLE} ?\$ ?{_LATEX_FRACTION} ?\$")
+_EXPONENT = re.compile(r"(?<![\w.\\])(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})[eE]([-+]?\d{1,6})(?![\w{]|\.\d)")
+_TIMES_TEN = re.compile(r"(?<=\d) ?[xX] ?(?=10 ?(?:\^|[\u2070-\u207b\xb2\xb3\xb9]))")
+_POWER_OF_TEN = re.compile(
+    r"(?<![\w.^/])(?<!/ )(\d{1,30}(?:\.\d{1,30})?) ?(?:[*]|\\times|\\cdot) ?10 ?"
+    rf"(?:\^ ?(?:\{{([-+]?\d{{1,3}})\}}|([-+]?\d{{1,3}}))|({_SUPER}{{1,4}}))(?!\.?\d|\^)"
+)
+_EXPANDED = 30
+"""Powers of ten up to this are written out."""
+
+
+def joined_digits(text: str) -> str:
+    r"""``text`` without the spaces between groups of three digits.
+
+    >>> joined_digits(r"1\,234\,567 and 1 234.5"), joined_digits("12 34")
+    ('1234567 and 1234.5', '12 34')
+    """
+
+    def group(match: re.Match[str]) -> str:
+        # 5 100/3 is a mixed number, with a thin space it is a fraction.
+        if match[2] == " " and text.startswith("/", match.end()):
+            return match.group()
+        return match[1] + match[3].replace(match[2], "")
+
+    text = _GROUPED.sub(group, text)
+    return _GROUPED_DECIMALS.sub(lambda match: match[1] + match[3].replace(match[2], ""), text)
+
+
+def improper_fractions(text: str, form: str = "{}/{}") -> str:
+    r"""``text`` with every mixed number as one fraction: a number, a space and a fraction are a sum.
+
+    >>> improper_fractions("-2 2/3 and 4 10/3, not x^2 1/3")
+    '-8/3 and 22/3, not x^2 1/3'
+    """
+    return _MIXED.sub(lambda match: _improper(match, form), _spaced_fractions(text))
+
+
+def _improper(match: re.Match[str], form: str) -> str:
+    whole, *parts = (int(part.replace(",", "")) for part in match.groups() if part is not None)
+    top, bottom = parts
+    return form.format(whole * bottom + top, bottom) if bottom else match.group()
+
+
+def _spaced_fractions(text: str) -> str:
+    """``text`` with ``½`` and ``³/₄`` as fractions, behind a space where they follow a number (``2½``)."""
+
+    def fraction(match: re.Match[str]) -> str:
+        whole, char, top, bottom = match.groups()
+        if char:
+            top, bottom = unicodedata.normalize("NFKC", char).split("\u2044")
+        else:
+            top, bottom = top.translate(_SUPERSCRIPTS), bottom.translate(_SUBSCRIPTS)
+        if whole:
+            return f"{whole} {top}/{bottom}"
+        return f"\\frac{{{top}}}{{{bottom}}}"
+
+    digits = "[⁰¹²³⁴-⁹]"
+    return re.sub(rf"(?:(?<!\d)(\d{{1,15}}) ?)?(?:([{_VULGAR}])|({digits}{{1,15}})/({_SUB}{{1,15}}))", fraction, text)
+
+
+def written_out(text: str) -> str:
+    """``text`` with numbers like ``1.5e3`` and ``1.5*10^3`` as plain decimals, or as a product where they are long.
+
+    >>> written_out("1.5e3, 2E-7, 1.5 x 10^3 and 1e400; not 0x1e3")
+    '1500, 0.0000002, 1500 and 1*10^{400}; not 0x1e3'
+    """
+
+    def decimal(match: re.Match[str]) -> str:
+        digits, *powers = match.groups()
+        power = int(next(each for each in powers if each).translate(_SUPERSCRIPTS))
+        if abs(power) > _EXPANDED:
+            return f"{digits}*10^{{{power}}}"
+        exact = Context(prec=100)  # the default rounds to 28 digits
+        return f"{Decimal(digits).scaleb(power, exact):f}"
+
+    return _POWER_OF_TEN.sub(decimal, _EXPONENT.sub(decimal, _TIMES_TEN.sub("*", text)))
+
+
+_BOX = re.compile(r"\\(?:f?box(?:ed)?|text\w{0,6}|mathrm|mathbf) ?\{")
+
+
+def plain_numbers(text: str) -> str:
+    r"""``text`` with its numbers in plain digits and without LaTeX around them, for rewards that read no formulas.
+
+    >>> plain_numbers(r"\boxed{12}"), plain_numbers("1e3"), plain_numbers("2 1/2 and 3*10^4")
+    (' 12 ', '1000', '5/2 and 30000')
+    """
+    text = joined_digits(_BOX.sub(" ", text.replace("\\$", "$").replace("\\%", "%")))
+    text = re.sub(rf"(?<![\w}}]){_LATEX_FRACTION}", r"\1/\2", improper_fractions(text))
+    return re.sub(r"(?<=[\d%])\}++", " ", written_out(text))
+
+
+# --- bases -------------------------------------------------------------------------------------------------------
+_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "sixteen"]
+_BASES = {**{str(number): number for number in range(2, 37)}, **dict(zip(_WORDS, (*range(2, 13), 16), strict=True))}
+_DIGITS = r"(?<![\w.^\\}])(\(?)([0-9A-Z]{1,99}(?:\.[0-9A-Z]{1,99})?)(\)?)"
+_TEXT = r"\\(?:text|textrm|mathrm|mbox)"
+_BRACED = r"\{([^{}]{1,24}|[^{}]{0,9}\{[^{}]{1,24}\}[^{}]{0,9})\}"
+_BASED = re.compile(
+    rf"{_DIGITS}(?:_ ?(?:{_TEXT})?(?:(\d{{1,2}})(?!\d)|{_BRACED})"
+    rf"|(?:[ ~]|\\[ ,])?{_TEXT} ?\{{([^{{}}]{{1,24}}\}} ?\d{{0,2}})|[ ~]+(\(?(?:in )?base[- ]\w{{1,9}}\)?))"
+)
+_NOISE = re.compile(rf"{_TEXT}(?![A-Za-z])|[-{{}}() ~]+")
+_BASE_BEHIND_BOX = re.compile(r"(\\boxed ?\{[-+]?[0-9A-Z.]{1,99})\}_ ?(\d{1,2}|\{[^{}]{1,24}\})")
+_SUBSCRIPT = re.compile(rf"{_SUB}{{1,9}}")
+_WRITTEN_BASE = re.compile(r"([-+]?)([0-9A-Z.]+)_\{(\d+)\}")
+
+
+def numerals(text: str, form: str = "{}") -> str:
+    r"""``text`` with every number that names its base as ``digits_{base}``.
+
+    >>> numerals(r"52_9, 1011_{\text{two}}, (2A)_{16}, x_2 and 52 (base 9)")
+    '52_{9}, 1011_{2}, 2A_{16}, x_2 and 52_{9}'
+    """
+
+    def numeral(match: re.Match[str]) -> str:
+        opened, digits, closed, *places = match.groups()
+        words = _NOISE.sub(" ", next(place for place in places if place)).split()
+        subscript = bool(match[4] or match[5])
+        if "base" not in words and not subscript:
+            return match.group()
+        names = [word for word in words if word not in ("in", "base")]
+        base = _BASES.get(names[0]) if len(names) == 1 else None
+        if base is None or bool(opened) != bool(closed):
+            return match.group()
+        # A_{12} is a variable and 5C_2 a binomial coefficient: letters are digits beside others, in large bases.
+        if not digits.replace(".", "").isdigit() and (len(digits) == 1 or base <= 10):
+            return match.group()
+        return form.format(f"{digits}_{{{base}}}")
+
+    return _BASED.sub(numeral, text)
+
+
+def digits_and_base(formula: str) -> tuple[str, int] | None:
+    """The digits (with sign, without leading zeros) and the base of a formula that is a number with a base."""
+    match = _WRITTEN_BASE.fullmatch(formula.rpartition("=")[2].strip())
+    if match is None:
+        return None
+    sign = "-" if match[1] == "-" else ""
+    return sign + (match[2].lstrip("0") or "0"), int(match[3])
+
+
+def bases(formula: str) -> set[str]:
+    """The bases that numbers in the last member of ``formula`` name."""
+    return set(re.findall(r"[0-9]_\{?(\d+)", formula.rpartition("=")[2]))
+
+
+# --- formulas and prose ------------------------------------------------------------------------------------------
+# Each alternative stops where another of its kind opens, so that unclosed ones are not searched again and again.
+_OPENING = re.compile(
+    r"(?<!\\)\$\$(?:[^$]|\$(?!\$))*+\$\$|(?<!\\)\$(?:\\\$|[^$\n])*+\$|(?<!\\)\\\((?:[^\\\n]|\\(?![()]))*+\\\)"
+    r"|(?<!\\)\\\[(?:[^\\]|\\(?![\[\]]))*+\\\]|\\f?box(?:ed)?\s*+\{"
+)
+_UNITS = "|".join(
+    (
+        "dollars?|euros?|pounds?|pence|yen|yuan|rubles?|francs?|pesos?|bucks|USD|EUR|GBP",
+        "weeks?|decades?|centur(?:y|ies)|times|ways|words?|pages?|points?|pieces?|degrees?|radians?",
+        "(?:kilo|centi|milli|nano)met(?:er|re)s?|(?:kilo|milli)?grams?|millilit(?:er|re)s?|ounces?|tons?|tonnes?",
+        "quarts?|pints?|cups?|ml|mL|mg|oz|lbs|kph",
+        "people|persons?|children|kids|boys|girls|players?|members?|dogs?|cats?",
+        "tickets?|books?|eggs?|cookies?|cars?|oranges?|bags?|boxes|balls?|marbles?|cards?|cubes?|votes?|games?",
+    )
+)
+"""Units, besides those that math-verify knows, whose letters it would take for variables."""
+_UNIT = re.compile(rf"(?<=\d)(?:[ ~]|\\[ ,;:])++(?:square |cubic )?(?:{_UNITS})(?=\.?\s*(?:[}}$]|\\[)\]]|\Z))")
+_NUMBER = r"\d++(?:[.,]\d++)*+"
+_ATOM = (
+    rf"(?:{_NUMBER}|[√∛∜π{_VULGAR}]|{_SUPER}|\\(?:sqrt|[dtc]?frac|pi)(?![A-Za-z]) ?|(?<![A-Za-z\\])sqrt ?(?=[\d(])"
+    r"|[(){}^])"
+)
+_RUN = re.compile(
+    rf"(?<![\w\\])(?:-|(?<== )- )?{_ATOM}++(?: ?(?:[-+*/]|\\cdot|\\times) ?{_ATOM}++)*+"
+    rf"(?:(?<=[π)}}\d ])[A-Za-z]{{1,2}}(?![A-Za-z]))?"
+)
+_BOLD = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]{1,300})(?<=\S)\*\*(?![\w(*])")
+"""Bold type; of ``**1/2**`` math-verify would read the 1."""
+_NEEDS_LATEX = re.compile(rf"[√∛∜π]|\\|sqrt|\^\{{|(?<=[\d)]){_SUPER}")
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+
+
+def readable(text: str) -> str:
+    r"""``text`` in the forms that math-verify reads.
+
+    >>> readable("so 2 2/3 or $2³$, \\boxed{1\\,000 dollars}, 2√3")
+    'so 8/3 or $2^{3}$, \\boxed{1000}, \\(2\\sqrt{3}\\)'
+    """
+    text = _MIXED_ACROSS.sub(lambda match: _improper(match, r"$\frac{{{}}}{{{}}}$"), plain_characters(text))
+    text = _BASE_BEHIND_BOX.sub(r"\1_\2}", text)
+    text = re.sub(rf"([√∛∜]) ?([{_VULGAR}])", r"\1(\2)", text)
+    pieces = []
+    end = 0
+    closing_braces = _closing(text, "{", "}")
+    while (opening := _OPENING.search(text, end)) is not None:
+        start = opening.start()
+        stop = opening.end()
+        if opening.group().endswith("{"):
+            stop = closing_braces.get(opening.end() - 1, len(text) - 1) + 1
+        pieces += [_prose(text[end:start]), _formula(text[start:stop])]
+        end = stop
+    return "".join([*pieces, _prose(text[end:])])
+
+
+def _formula(text: str) -> str:
+    text = re.sub(r"~(?!=)", " ", text)
+    text = joined_digits(text)
+    text = improper_fractions(text, r"\frac{{{}}}{{{}}}")
+    text = written_out(text)
+    text = _SUBSCRIPT.sub(lambda match: f"_{{{match.group().translate(_SUBSCRIPTS)}}}", text)
+    text = numerals(text)
+    text = _roots(text)
+    text = re.sub(rf"{_SUPER}++", lambda match: f"^{{{match.group().translate(_SUPERSCRIPTS)}}}", text)
+    text = _SYMBOL.sub(lambda match: _SYMBOLS[match.group()], text)
+    text = re.sub(r"\^ ?([-+]\d{1,30}|[-+][A-Za-z])", r"^{\1}", text)  # 10^-3 would be 10
+    text = re.sub(r"(?<!\\right)(?<!\.)\.(?=\s?\})", "", text)  # a sentence that ends inside its box
+    return _UNIT.sub("", text)
+
+
+def _prose(text: str) -> str:
+    text = _BOLD.sub(r"\1", text)
+    text = improper_fractions(text)
+    text = written_out(text)
+    text = _SUBSCRIPT.sub(lambda match: f"_{{{match.group().translate(_SUBSCRIPTS)}}}", text)
+    text = numerals(text, r"\({}\)")
+    return _RUN.sub(lambda match: _as_formula(match.group()), text)
+
+
+def _as_formula(run: str) -> str:
+    """A run of prose as a formula, where math-verify would read only its first number."""
+    if not _NEEDS_LATEX.search(run):
+        return run
+    # "(2√3 or so)" ends in a bracket that was opened outside the run.
+    surplus = run.count("(") - run.count(")")
+    cut = min(max(surplus, 0), len(run) - len(run.lstrip("(")))
+    before, run = run[:cut], run[cut:]
+    ending = "(" if surplus - cut > 0 else ")"
+    cut = min(abs(surplus - cut), len(run) - len(run.rstrip(ending)))
+    run, after = run[: len(run) - cut], run[len(run) - cut :]
+    if run.count("(") != run.count(")") or run.count("{") != run.count("}"):
+        return before + run + after
+    return f"{before}\\({_formula(run.strip())}\\){after}"
+
+
+def _roots(text: str) -> str:
+    r"""``text`` with ``√x``, ``√(x)``, ``\sqrt(x)`` and ``sqrt(x)`` as ``\sqrt{x}``."""
+    text = re.sub(rf"([√∛∜]) ?({_NUMBER}|[A-Za-zπ])", lambda m: f"{_ROOTS[m[1]]}{{{m[2]}}}", text)
+    text = re.sub(r"[√∛∜] ?", lambda match: _ROOTS[match.group()[0]], text)
+    text = re.sub(rf"(?<![A-Za-z\\])sqrt ?(?={_NUMBER}|\()", r"\\sqrt", text)
+    text = re.sub(rf"(?<=\\sqrt)({_NUMBER})", r"{\1}", text)
+    characters = list(text)
+    closing = _closing(text, "(", ")")
+    for match in re.finditer(r"\\sqrt(?:\[\d+\])? ?((?:\\left)?)\(", text):
+        first = match.end() - 1
+        last = closing.get(first)
+        if last is None:
+            continue
+        characters[first], characters[last] = "{", "}"
+        if match[1]:
+            characters[match.start(1) : first] = [""] * (first - match.start(1))
+        if text.endswith("\\right", 0, last):
+            characters[last - 6 : last] = [""] * 6
+    return "".join(characters)
+
+
+def _closing(text: str, opener: str, closer: str) -> dict[int, int]:
+    """Where each bracket of ``text`` closes."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for match in re.finditer(f"[{re.escape(opener + closer)}]", text):
+        if match.group() == opener:
+            opened.append(match.start())
+        elif opened:
+            closing[opened.pop()] = match.start()
+    return closing
