@@ -251,10 +251,10 @@ def test_an_option_is_checked_in_the_range_it_declares_and_no_other_value_is_tak
         KLTerm("mine", options={"width": 0.0})
     assert KLTerm("mine", options={"width": 0.5}).options == {"width": 0.5}
     failures, covered = check_parts({"mine": [{"width": 0.25}], "k3": []}, ["prefix"], seed=3)
-    widths = covered["estimators"]["mine"]["options"]["width"]
-    assert failures == [] and {0.25, 0.1, 1.0, 10.0} <= set(widths) and min(widths) > 0 and covered["seed"] == 3
-    assert covered["estimators"]["k3"]["float32"] == [pytest.approx(-88.72, abs=0.05), 100.0]
-    assert covered["corrections"]["prefix"]["tokens"][:3] == [1, 8, 32]
+    widths = covered.estimators["mine"].options["width"]
+    assert failures == [] and {0.25, 0.1, 1.0, 10.0} <= set(widths) and min(widths) > 0 and covered.seed == 3
+    assert covered.estimators["k3"].float32 == (pytest.approx(-88.72, abs=0.05), 100.0)
+    assert covered.corrections["prefix"].tokens[:3] == [1, 8, 32]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kl_comedy.registry import CORRECTIONS, ESTIMATORS, PLUGIN_FILES, POLICY_CORRECTIONS
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS, PLUGIN_FILES, POLICY_CORRECTIONS, RECIPES
 
 FIXED = {"name", "terms", "regime", "target", "relative_bias", "cosine", "variance", "verdict"}
 TARGETS = {"sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero"}
@@ -59,8 +59,6 @@ def test_json_has_the_fixed_keys_for_each_recipe_and_regime(certify):
 
 
 def test_without_names_every_recipe_is_certified_and_every_part_checked(certify):
-    from kl_comedy.registry import CORRECTIONS, ESTIMATORS, RECIPES
-
     rows = rows_of(certify, "--regime", "on_policy")
     assert [row["name"] for row in rows] == RECIPES.names()
     assert set(rows[0]["checked"]["estimators"]) == set(ESTIMATORS.names())
@@ -121,6 +119,67 @@ def test_a_table_fits_the_terminal_and_ends_with_what_was_checked(certify, tmp_p
         assert "and in 4 drawn settings per regime (vocabulary " in words and "largest error of a target" in words
         assert ("rows: the main ones and the failures" in words) == (not more)
     assert lines[()] < 36 and lines["--full",] > 80
+
+
+# --- every name, every option ---------------------------------------------------------------------------------------
+def test_every_registered_estimator_is_certified_by_its_name(certify):
+    for name in ESTIMATORS.names():
+        term = f"{{estimator: {name}, placement: loss}}"
+        code, out, err = certify("--term", term, "--regime", "on_policy", "--seed", "0")
+        assert code == 0, (name, err)
+        assert out.splitlines()[2].startswith(name) and "checked (seed 0)" in out
+
+
+@pytest.mark.slow
+def test_every_meaningful_combination_of_every_estimator_is_certified(certify):
+    for name in ESTIMATORS.names():
+        code, out, err = certify("--estimator", name, "--regime", "on_policy", "--seed", "0")
+        assert code == 0, (name, err)
+        assert out.splitlines()[2].startswith(name)
+
+
+def test_every_registered_correction_is_certified_by_its_name(certify):
+    for name in CORRECTIONS.names():
+        term = f"{{estimator: k1, placement: reward, correction: {name}}}"
+        code, out, err = certify("--term", term, "--regime", "off_policy", "--seed", "0")
+        assert code == 0, (name, err)
+        assert "corrections over 1, 8, 32 and " in out
+
+
+def test_every_recipe_is_certified_by_its_name(certify):
+    code, out, err = certify(*RECIPES.names(), "--regime", "on_policy", "--seed", "0", "--format", "csv")
+    assert code == 0, err
+    assert [row["name"] for row in csv.DictReader(io.StringIO(out))] == RECIPES.names()
+    assert "gradients enumerated" in err
+
+
+def test_the_bare_command_says_what_was_checked(certify):
+    code, out, err = certify("--regime", "on_policy", "--seed", "0")
+    assert code == 0, err
+    for words in ("trl/default", "k_lambda with lam = ", "top_k on 12 distributions of 40 tokens", "truncated"):
+        assert words in out, words
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--matrix",),
+        ("--estimator", "top_k", "--format", "json"),
+        ("--estimator", "top_k", "--format", "latex"),
+        ("--estimator", "top_k", "--full"),
+        ("--estimator", "top_k", "--plot", "plane.png"),
+        ("--estimator", "top_k", "--search", "0.2", "--format", "csv"),
+        ("--term", "{estimator: top_k, options: {form: bucket, k: 2}}", "--format", "markdown"),
+        ("--policy", "tis"),
+    ],
+    ids=" ".join,
+)
+def test_each_option_runs_with_the_estimators_that_read_top_tokens(options, certify, monkeypatch):
+    """The matrix of three estimators, two of which are the yardsticks; that of all of them is slow."""
+    parts = ("exact", "exact_forward", "top_k")
+    monkeypatch.setattr(ESTIMATORS, "_entries", {name: ESTIMATORS.get(name) for name in parts})
+    code, out, err = certify(*options, "--regime", "on_policy", "--seed", "0")
+    assert code == 0 and out, err
 
 
 # --- what it refuses ------------------------------------------------------------------------------------------------
@@ -235,6 +294,8 @@ def test_the_matrix_has_every_combination_of_the_registered_parts(certify, monke
 def test_the_claims_of_the_whole_matrix_hold(certify):
     rows = rows_of(certify, "--matrix", "--regime", "off_policy")
     assert len(rows) > 300 and all(row["kept"] for row in rows)
+    code, out, err = certify("--matrix")
+    assert code == 0 and "top_k on 12 distributions of 40 tokens" in out, err
 
 
 def test_policy_terms_are_certified_against_the_reward_gradient(certify, tmp_path):

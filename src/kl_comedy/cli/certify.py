@@ -7,7 +7,7 @@ import secrets
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kl_comedy.kl import KLTerm
     from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext
     from kl_comedy.kl.oracle.certificate import Certificate
+    from kl_comedy.kl.oracle.part_claims import PartsCoverage
     from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
     from kl_comedy.objective import PolicyTerm
 
@@ -135,28 +136,63 @@ class _Output:
     full: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class _DrawnSettings:
+    """How many settings are drawn per regime, and the least and the largest of what they have."""
+
+    number: int
+    spans: dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """What a call checked; ``worst_error``: the largest error of a target that is hit."""
+
+    parts: PartsCoverage
+    enumerated_tokens: tuple[int, int]
+    drawn: _DrawnSettings
+    search_seconds: float
+    worst_error: float
+
+    def row(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            **asdict(self.parts),
+            "enumerated_tokens": self.enumerated_tokens,
+            "drawn_settings": self.drawn.number,
+            "drawn": self.drawn.spans,
+            "search_seconds": self.search_seconds,
+            "worst_error": self.worst_error,
+        }
+
+
 def _certify_terms(request: _Request, regimes: Sequence[str], output: _Output, seed: int, search: float) -> list[str]:
     """Check the parts, print one certificate per list of terms and regime; return the false claims."""
     from kl_comedy.kl.oracle.algorithm_context import effects
+    from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.certificate import certify as certify_terms
     from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 
-    false_claims, checked = _check_parts(request, seed)
+    false_claims, parts = _check_parts(request, seed)
     share = search / max(1, len(request.lists) * len(regimes))
     certificates: list[Certificate] = _enumerate(
         request.lists,
         lambda name, terms: certify_terms(name, terms, regimes=regimes, seed=seed, search_seconds=share),
     )
-    checked |= _drawn(regimes, seed) | {
-        "search_seconds": search,
-        "worst_error": max((c.worst_error for c in certificates if c.target), default=0.0),
-    }
+    checked = _Checked(
+        parts=parts,
+        enumerated_tokens=(TREE.length, LONG.length),
+        drawn=_drawn(regimes, seed),
+        search_seconds=search,
+        worst_error=max((c.worst_error for c in certificates if c.target), default=0.0),
+    )
     in_training = [
         effect for name, context in request.contexts.items() for effect in effects(name, request.lists[name], context)
     ]
     if output.format == "json":
         by_regime = {(effect.name, effect.regime): effect.row() for effect in in_training}
-        rows = [{**c.row(), "in_training": by_regime.get((c.name, c.regime)), "checked": checked} for c in certificates]
+        shared = {"checked": checked.row()}
+        rows = [{**c.row(), "in_training": by_regime.get((c.name, c.regime)), **shared} for c in certificates]
         print(json.dumps(rows, indent=1))
     elif output.format == "csv":
         _print_table([_csv_row(c) for c in certificates], "csv")
@@ -238,65 +274,80 @@ def _is_main(term: KLTerm, new_corrections: Sequence[str]) -> bool:
     return usual and term.correction in ("none", "prefix" if term.needs == "log_ratio" else "prefix_previous")
 
 
-def _check_parts(request: _Request, seed: int) -> tuple[list[str], dict[str, Any]]:
+def _check_parts(request: _Request, seed: int) -> tuple[list[str], PartsCoverage]:
     """Check every estimator, with its options, and correction of the request: the false claims, what was covered."""
-    from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.part_claims import check_parts
 
-    options: dict[str, list[Mapping[str, float]]] = {name: [] for name in request.estimators}
+    options: dict[str, list[Mapping[str, Any]]] = {name: [] for name in request.estimators}
     corrections = dict.fromkeys(request.corrections)
     for term in (term for terms in request.lists.values() for term in terms):
         options.setdefault(term.estimator, []).append(term.options)
         corrections[term.correction] = None
-    failures, checked = check_parts(options, corrections, seed=seed)
-    return failures, {**checked, "enumerated_tokens": [TREE.length, LONG.length]}
+    return check_parts(options, corrections, seed=seed)
 
 
-def _covered(checked: Mapping[str, Any]) -> str:
+def _covered(checked: _Checked) -> str:
     """What was checked, in a sentence."""
-    low, high = checked["log_ratios"]
-    dtypes = " and ".join(checked["dtypes"])
-    sentences = [f"estimators at {checked['points']:,} log-ratios from {low:g} to {high:g} nats in {dtypes}"]
-    bounds: dict[str, list[str]] = {}
-    for name, covered in checked["estimators"].items():
-        for edge, side, least in ((covered["float32"][0], "below", low), (covered["float32"][1], "above", high)):
-            if edge not in (least, 0.0):
-                bounds.setdefault(f"{side} {edge:.1f}", []).append(name)
-    if bounds:
-        sentences[0] += " (float32 overflows " + ", ".join(f"{where}: {', '.join(of)}" for where, of in bounds.items())
-        sentences[0] += ")"
-    for name, covered in checked["estimators"].items():
-        for option, values in covered["options"].items():
-            sentences.append(f"{name} with {option} = {', '.join(f'{value:.3g}' for value in values)}")
-    tokens = {length: None for covered in checked["corrections"].values() for length in covered["tokens"]}
-    if tokens:
-        reach = max(covered["float32"][1] for covered in checked["corrections"].values())
-        sentences.append(f"corrections over {_listed(tokens)} tokens (in float32 up to {reach:g} nats)")
+    sentences = [*_estimators_covered(checked.parts), *_corrections_covered(checked.parts)]
     sentences.append(
-        f"gradients enumerated in float64 over {_listed(checked['enumerated_tokens'])} tokens, {_in_drawn(checked)}"
+        f"gradients enumerated in float64 over {_listed(checked.enumerated_tokens)} tokens, {_in_drawn(checked.drawn)}"
+        f": largest error of a target that is hit {checked.worst_error:.1g}"
     )
-    sentences[-1] += f": largest error of a target that is hit {checked['worst_error']:.1g}"
-    if checked["search_seconds"]:
-        sentences.append(f"searched for {checked['search_seconds']:g} s")
-    return f"checked (seed {checked['seed']}): " + "; ".join(sentences)
+    if checked.search_seconds:
+        sentences.append(f"searched for {checked.search_seconds:g} s")
+    return f"checked (seed {checked.parts.seed}): " + "; ".join(sentences)
 
 
-def _drawn(regimes: Sequence[str], seed: int) -> dict[str, Any]:
+def _estimators_covered(parts: PartsCoverage) -> list[str]:
+    """The log-ratios, the distributions of top-k estimators, and the options."""
+    low, high = parts.log_ratios
+    dtypes = " and ".join(parts.dtypes)
+    by_log_ratio = {name: covered.float32 for name, covered in parts.estimators.items() if covered.float32 is not None}
+    overflows: dict[str, list[str]] = {}
+    for name, (smallest, largest) in by_log_ratio.items():
+        if smallest not in (low, 0.0):  # an exact KL begins at 0
+            overflows.setdefault(f"below {smallest:.1f}", []).append(name)
+        if largest != high:
+            overflows.setdefault(f"above {largest:.1f}", []).append(name)
+    sentences = []
+    if by_log_ratio:
+        sentences = [f"estimators at {parts.points:,} log-ratios from {low:g} to {high:g} nats in {dtypes}"]
+    if overflows:
+        places = ", ".join(f"{where}: {', '.join(names)}" for where, names in overflows.items())
+        sentences[0] += f" (float32 overflows {places})"
+    for name, covered in parts.estimators.items():
+        if covered.distributions:
+            sentences.append(f"{name} on {covered.distributions} distributions of {covered.vocabulary} tokens")
+        for option, values in covered.options.items():
+            texts = [value if isinstance(value, str) else f"{value:.3g}" for value in values]
+            sentences.append(f"{name} with {option} = {', '.join(texts)}")
+    return sentences
+
+
+def _corrections_covered(parts: PartsCoverage) -> list[str]:
+    """The lengths of the completions in which corrections were checked."""
+    lengths = {length: None for covered in parts.corrections.values() for length in covered.tokens}
+    if not lengths:
+        return []
+    largest = max(covered.float32[1] for covered in parts.corrections.values())
+    return [f"corrections over {_listed(lengths)} tokens (in float32 up to {largest:g} nats)"]
+
+
+def _drawn(regimes: Sequence[str], seed: int) -> _DrawnSettings:
     """How many settings are drawn per regime, and what they cover."""
     from kl_comedy.kl.oracle.certificate import battery
     from kl_comedy.kl.oracle.drawn import coverage
 
     instances = [each.instance for regime in regimes for each in battery(regime, seed=seed) if each.setting]
-    return {"drawn_settings": len(instances) // len(regimes), "drawn": coverage(instances)}
+    return _DrawnSettings(number=len(instances) // len(regimes), spans=coverage(instances))
 
 
-def _in_drawn(checked: Mapping[str, Any]) -> str:
-    spans = checked["drawn"]
-    vocabulary, steps, ratios = ("{:g} to {:g}".format(*spans[name]) for name in ("vocabulary", "steps", "log_ratios"))
+def _in_drawn(drawn: _DrawnSettings) -> str:
+    texts = {name: f"{low:g} to {high:g}" for name, (low, high) in drawn.spans.items()}
     return (
-        f"and in {checked['drawn_settings']} drawn settings per regime (vocabulary {vocabulary}, {steps} steps, "
-        f"log-ratios {ratios} nats, token log-probs from {spans['log_probs'][0]:.3g}; 1e4 nats stand for "
-        "a token that is impossible under the reference)"
+        f"and in {drawn.number} drawn settings per regime (vocabulary {texts['vocabulary']}, {texts['steps']} steps, "
+        f"log-ratios {texts['log_ratios']} nats, token log-probs from {drawn.spans['log_probs'][0]:.3g}; 1e4 nats "
+        "stand for a token that is impossible under the reference)"
     )
 
 

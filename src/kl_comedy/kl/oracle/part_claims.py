@@ -57,15 +57,59 @@ ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartCheck:
-    """The declarations of a part that are false, one sentence each, and what was looked at, as plain data."""
+class EstimatorCoverage:
+    """With what an estimator was checked.
+
+    ``options``: the values of each option, ascending. ``float32``: the least and the largest argument (nats) at which
+    its value and its gradient are finite in float32; None for a top-k estimator, which reads distributions and no
+    log-ratio. ``distributions``, ``vocabulary``: of a top-k estimator, how many it was given, of how many tokens.
+    """
+
+    options: dict[str, list[float] | list[str]]
+    float32: tuple[float, float] | None = None
+    distributions: int = 0
+    vocabulary: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionCoverage:
+    """With what a correction was checked: lengths of completions, windows, and the log-ratios (nats) in float32."""
+
+    tokens: list[int]
+    windows: list[int]
+    float32: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorCheck:
+    """The declarations of an estimator that are false, one sentence each, and with what it was checked."""
 
     failures: list[str]
-    covered: dict[str, Any]
+    covered: EstimatorCoverage
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionCheck:
+    """The declarations of a correction that are false, one sentence each, and with what it was checked."""
+
+    failures: list[str]
+    covered: CorrectionCoverage
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsCoverage:
+    """With what all estimators and corrections of a call were checked, by name."""
+
+    seed: int
+    log_ratios: tuple[float, float]
+    points: int
+    dtypes: tuple[str, ...]
+    estimators: dict[str, EstimatorCoverage]
+    corrections: dict[str, CorrectionCoverage]
 
 
 # --- estimators -----------------------------------------------------------------------------------------------------
-def check_estimator(entry: Entry[Any], *, seed: int = 0, options: Iterable[Mapping[str, float]] = ()) -> PartCheck:
+def check_estimator(entry: Entry[Any], *, seed: int = 0, options: Iterable[Mapping[str, Any]] = ()) -> EstimatorCheck:
     """Check the claims of an estimator for its default options, for draws of them and for ``options``.
 
     With claims or without, float32 must have the values and gradients of float64, up to rounding. Raises
@@ -94,15 +138,20 @@ def check_estimator(entry: Entry[Any], *, seed: int = 0, options: Iterable[Mappi
         if reason:
             failures.setdefault("float32", f"estimator {entry.name!r}{_with(chosen)} {reason}")
         low, high = max(low, float(argument_P[finite_P].min())), min(high, float(argument_P[finite_P].max()))
-    names = dict.fromkeys(name for chosen in sets for name in chosen)
-    covered = {
-        "options": {name: sorted({float(each[name]) for each in sets if name in each}) for name in names},
-        "float32": [low, high],
-    }
-    return PartCheck(failures=list(failures.values()), covered=covered)
+    covered = EstimatorCoverage(options=_tried(sets), float32=(low, high))
+    return EstimatorCheck(failures=list(failures.values()), covered=covered)
 
 
-def _check_top_k(entry: Entry[Any], sets: Sequence[Mapping[str, Any]], generator: torch.Generator) -> PartCheck:
+def _tried(sets: Sequence[Mapping[str, Any]]) -> dict[str, list[float] | list[str]]:
+    """The values that each option has in some of the sets, ascending; an option has numbers or words, never both."""
+    tried: dict[str, set[Any]] = {}
+    for chosen in sets:
+        for name, value in chosen.items():
+            tried.setdefault(name, set()).add(value if isinstance(value, str) else float(value))
+    return {name: sorted(values) for name, values in tried.items()}
+
+
+def _check_top_k(entry: Entry[Any], sets: Sequence[Mapping[str, Any]], generator: torch.Generator) -> EstimatorCheck:
     """Check the claims of a top-k estimator on random distributions, the sampled token summed over, ``[P, V, V]``.
 
     The policy's log-probs reach down to about -100 nats; the sampler is the policy, or another one.
@@ -139,9 +188,8 @@ def _check_top_k(entry: Entry[Any], sets: Sequence[Mapping[str, Any]], generator
                 if reason := _broken_top_k_claim(claim, value_PV, mean_P, exact, logits_PV):
                     claims = f"estimator {entry.name!r} claims {claim}{_with(chosen)}"
                     failures.setdefault(claim, f"{claims}, and {regime.replace('_', '-')} {reason}")
-    names = dict.fromkeys(name for chosen in sets for name in chosen)
-    tried = {name: sorted({each[name] for each in sets if name in each}) for name in names}
-    return PartCheck(failures=list(failures.values()), covered={"options": tried})
+    covered = EstimatorCoverage(options=_tried(sets), distributions=points, vocabulary=vocabulary)
+    return EstimatorCheck(failures=list(failures.values()), covered=covered)
 
 
 def _broken_top_k_claim(
@@ -372,7 +420,7 @@ def _float32(
 
 
 # --- corrections ----------------------------------------------------------------------------------------------------
-def check_correction(entry: Entry[Any], *, seed: int = 0) -> PartCheck:
+def check_correction(entry: Entry[Any], *, seed: int = 0) -> CorrectionCheck:
     """Check that the ratio at each token is the product of the ratios in the declared scope, and its derivative.
 
     Raises :class:`UserError` for a scope that does not exist and for a result of another shape.
@@ -390,12 +438,10 @@ def check_correction(entry: Entry[Any], *, seed: int = 0) -> PartCheck:
         for dtype in (torch.float64, torch.float32)
     )
     failure = next(filter(None, reasons), None)
-    covered = {
-        "tokens": [*LENGTHS, drawn],
-        "windows": [WINDOW] if has_window else [],
-        "float32": [-RANGE32, RANGE32],
-    }
-    return PartCheck(failures=[failure] if failure else [], covered=covered)
+    covered = CorrectionCoverage(
+        tokens=[*LENGTHS, drawn], windows=[WINDOW] if has_window else [], float32=(-RANGE32, RANGE32)
+    )
+    return CorrectionCheck(failures=[failure] if failure else [], covered=covered)
 
 
 def _broken_scope(
@@ -466,17 +512,21 @@ def _scope(facts: Mapping[str, Any], length: int, window: int | None) -> Tensor:
 
 # --- both -----------------------------------------------------------------------------------------------------------
 def check_parts(
-    estimators: Mapping[str, Sequence[Mapping[str, float]]], corrections: Iterable[str], *, seed: int
-) -> tuple[list[str], dict[str, Any]]:
+    estimators: Mapping[str, Sequence[Mapping[str, Any]]], corrections: Iterable[str], *, seed: int
+) -> tuple[list[str], PartsCoverage]:
     """Check registered parts by name, estimators with the options given too: the failures, and what was covered."""
-    checked = {
-        "estimators": {
-            name: check_estimator(ESTIMATORS.get(name), seed=seed, options=options)
-            for name, options in estimators.items()
-        },
-        "corrections": {name: check_correction(CORRECTIONS.get(name), seed=seed) for name in corrections},
+    estimator_checks = {
+        name: check_estimator(ESTIMATORS.get(name), seed=seed, options=options) for name, options in estimators.items()
     }
-    coverage = {"seed": seed, "log_ratios": [-RANGE, RANGE], "points": POINTS, "dtypes": ["float64", "float32"]}
-    covered = {kind: {name: check.covered for name, check in checks.items()} for kind, checks in checked.items()}
-    failures = [line for checks in checked.values() for check in checks.values() for line in check.failures]
-    return failures, {**coverage, **covered}
+    correction_checks = {name: check_correction(CORRECTIONS.get(name), seed=seed) for name in corrections}
+    failures = [line for check in estimator_checks.values() for line in check.failures]
+    failures += [line for check in correction_checks.values() for line in check.failures]
+    covered = PartsCoverage(
+        seed=seed,
+        log_ratios=(-RANGE, RANGE),
+        points=POINTS,
+        dtypes=("float64", "float32"),
+        estimators={name: check.covered for name, check in estimator_checks.items()},
+        corrections={name: check.covered for name, check in correction_checks.items()},
+    )
+    return failures, covered
