@@ -257,5 +257,5 @@ def test_the_metrics_of_suites_are_documented():
     shown = {f"eval/<suite>/{name}" for name in (re.sub(r"@\d+", "_at_<k>", name) for name in names)}
     bare = {re.sub(r"_(low|high|ties)$", "", name) for name in shown}
     as_a_set_s = {f"eval/<suite>/{name}" for name in ("reward", "truncated_share")}
-    beside = {f"eval/<suite>/{status}_share" for status in ("timeout", "refused")}
+    beside = {f"eval/<suite>/{status}_share" for status in ("timeout", "refused", "failed")}
     assert bare - as_a_set_s - beside == {name for name in DOCUMENTED if name.startswith("eval/<suite>/")}

@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
+from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS, load_plugin_file
 from kl_comedy.rewards import Job, RewardPool
 from kl_comedy.rewards import pool as pool_module
-from kl_comedy.rewards.pool import namespace
+from kl_comedy.rewards.pool import MIN_LIMIT_S, Budget, namespace
 
 PLUGIN = '''
 import json, os, socket, struct, subprocess, sys, time
@@ -159,16 +160,59 @@ def test_an_attack_gets_nothing_and_leaves_nothing(
     assert "loud" not in "".join(capfd.readouterr())
 
 
+def test_the_budget_of_a_batch_is_one_and_every_item_has_its_share() -> None:
+    for items, seconds, wanted in ((20, 4.0, 3.0), (256, 120.0, 3.0), (3, 120.0, 1.0), (1, 1.0, 3.0)):
+        budget = Budget(seconds, items=items)
+        limits = []
+        for _ in range(items):
+            limits.append(budget.take(wanted))
+            budget.settle(limits[-1], limits[-1])
+        assert sum(limits) <= seconds + 1e-9 and min(limits) >= min(wanted, seconds / 2 / items) - 1e-9
+        assert limits[0] >= min(wanted, seconds / 2)
+    honest = Budget(4.0, items=20)
+    for _ in range(19):  # what costs nothing leaves its share
+        honest.settle(honest.take(3.0), 0.0)
+    assert honest.take(3.0) == 3.0
+    spent = Budget(0.0, items=100)
+    assert [spent.take(3.0) for _ in range(100)] == [MIN_LIMIT_S] * 100
+
+
 def test_a_batch_has_a_budget(tmp_path: Path, pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
     limits, ask = [], pool_module.Worker.ask
 
     def recorded(worker: pool_module.Worker, *words: Any, **limit: Any) -> dict[str, Any]:
-        limits.append((limit.get("limit_s"), limit.get("wall_s")))
+        limits.append(limit.get("limit_s"))
         return ask(worker, *words, **limit)
 
+    run(pool, HONEST, HONEST, folder=tmp_path)
+    workers = set(pool.workers.values())
     monkeypatch.setattr(pool_module.Worker, "ask", recorded)
-    monkeypatch.setattr(pool_module, "BATCH_BUDGET_S", 0.1)
-    pool._lost_s = 1e9  # by an earlier batch
-    assert run(pool, *["spin", HONEST] * 3, folder=tmp_path, timeout_s=0.8) == [(0.0, "timeout"), (1.0, "ok")] * 3
-    judged = [limit for limit in limits if limit[0] is not None]
-    assert judged[0] == (0.8, 38.0) and judged[-1] == pytest.approx((0.08, 3.8)) and pool._lost_s < 1e6
+    monkeypatch.setattr(pool_module, "BATCH_BUDGET_S", 2.0)
+    results = run(pool, *["spin", HONEST] * 20, folder=tmp_path, timeout_s=3.0)
+    assert results == [(0.0, "timeout"), (1.0, "ok")] * 20
+    judged = [limit for limit in limits if limit is not None]
+    assert len(judged) == 40 and max(judged) <= 2.0 and min(judged) >= MIN_LIMIT_S
+    assert sum(judged[1:]) <= 40 * MIN_LIMIT_S + 2.0
+    assert set(pool.workers.values()) == workers or not namespace(), "replacing a judge starts no interpreter"
+
+
+def test_an_item_that_others_have_cut_short_has_another_chance(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One item needs half a second. The others are over any limit, or need nothing."""
+    needs = {"spin": 1e9, "slow": 0.5, HONEST: 0.0}
+    limits: dict[str, list[float]] = {word: [] for word in needs}
+
+    def judged(self: RewardPool, job: Job, slot: int, limit_s: float, budget: Budget) -> tuple[Reward, float]:
+        limits[job.completion].append(limit_s)
+        if needs[job.completion] > limit_s:
+            return Reward(value=0.0, status="timeout"), limit_s
+        return Reward(value=1.0), 0.0
+
+    monkeypatch.setattr(RewardPool, "_judge", judged)
+    monkeypatch.setattr(pool_module, "BATCH_BUDGET_S", 4.0)
+    with RewardPool(workers=1) as single:
+        words = ["spin", "slow", *[HONEST] * 10]
+        statuses = [status for _, status in run(single, *words, folder=Path(), timeout_s=3.0)]
+    assert statuses == ["timeout", *["ok"] * 11]
+    assert limits["slow"][0] < 0.5 < limits["slow"][1]

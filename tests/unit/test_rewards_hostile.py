@@ -11,6 +11,7 @@ import sympy.core.random
 
 from kl_comedy.records import STATUSES
 from kl_comedy.rewards import RewardPool, score
+from kl_comedy.rewards.base import failed
 from kl_comedy.rewards.mathematics import math_verify, wrapped
 
 ENDLESS = {
@@ -113,6 +114,28 @@ def test_hostile_answers_are_bounded_and_change_no_verdict_beside_them(pool: Rew
         if texts is TOO_DEEP_OR_LONG:
             assert pids <= set(pool.pids) and time.monotonic() - started < 20.0, "such a text must not cost a worker"
     assert time.monotonic() - started < 120.0
+
+
+COMPARISONS = [
+    *(r"3 \le x < \infty", r"-\infty < x \le 3", r"\infty \ge y > 2", r"(3 \le x) \cup (x < \infty)"),
+    *(r"\sqrt{-\infty}<x", r"x < \infty", r"-\infty<x<\infty", r"\infty < \infty", r"3 < \infty < 5", r"x = \infty"),
+    *(r"\frac{\infty}{\infty}", r"\infty-\infty", r"0\cdot\infty", r"i\infty<2", r"1<i<\infty", r"\infty!"),
+    *(
+        r"\int_0^\infty x dx < y",
+        r"\log(0)<x",
+        r"\binom{\infty}{2}",
+        r"\min(x,\infty)<3",
+        r"x \in \mathbb{R}, x<\infty",
+    ),
+]
+
+
+def test_no_answer_ends_a_batch_by_what_the_verifier_raises(pool: RewardPool) -> None:
+    """math_verify raises on some of these, on others with other versions of sympy."""
+    texts = [f"\\boxed{{{text}}}" for text in COMPARISONS]
+    rewards = score("math_verify", completions=[*texts, "it is $12$"], answers=["12"] * (len(texts) + 1), pool=pool)
+    assert [reward.value for reward in rewards] == [0.0] * len(texts) + [1.0]
+    assert {reward.status for reward in rewards if failed(reward)} <= {"refused"}
 
 
 def test_golds_are_wrapped_before_parsing(pool: RewardPool) -> None:

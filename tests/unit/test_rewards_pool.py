@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,17 +17,70 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from kl_comedy.config.schema import RewardConfig
 from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.evaluation.records import _completion_record
+from kl_comedy.evaluation.scores import score_completions
 from kl_comedy.processes import BrokenChannel
+from kl_comedy.records import Problem, Prompt, Rollout
 from kl_comedy.registry import REWARDS, load_plugin_file
-from kl_comedy.rewards import Job, RewardPool, score
+from kl_comedy.rewards import Job, RewardPool, RewardSum, score
 from kl_comedy.rewards import pool as pool_module
-from kl_comedy.rewards.pool import Worker
+from kl_comedy.rewards.pool import Worker, checked_reply
+from kl_comedy.training.metrics import row_metrics
 
 PLUGIN = """
 import os, signal, sys, time
+from types import SimpleNamespace
 from kl_comedy.processes import BrokenChannel
+from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
+
+touched = False
+
+def raising(error):
+    def fail():
+        raise error
+    return fail
+
+def recurse():
+    return recurse()
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError
+
+FAILURES = {
+    "key": raising(KeyError("a bug")),
+    "escape": raising(ValueError("\\x1b[2J \\ud800 odd")),
+    "recursion": recurse,
+    "memory": raising(MemoryError()),
+    "system": raising(SystemError("internal")),
+    "exit": raising(SystemExit(0)),
+    "interrupt": raising(KeyboardInterrupt()),
+    "generator": raising(GeneratorExit()),
+    "unprintable": raising(Unprintable()),
+    "module": raising(ModuleNotFoundError("No module named 'left_out'", name="left_out")),
+    "nan": lambda: float("nan"),
+    "infinity": lambda: float("inf"),
+    "overflow": lambda: float(10 ** 400),
+    "huge": lambda: 10 ** 400,
+    "text": lambda: "right",
+    "nothing": lambda: None,
+    "mapping": lambda: {"value": 1.0},
+    "status": lambda: Reward(value=1.0, status="fine"),
+    "status of no text": lambda: Reward(value=1.0, status=["ok"]),
+    "value of text": lambda: Reward(value="1e", status="ok"),
+    "parts of text": lambda: Reward(value=1.0, parts={"a": "b"}),
+    "parts that are no mapping": lambda: Reward(value=1.0, parts=[1.0]),
+    "many parts": lambda: Reward(value=1.0, parts={str(n): 1.0 for n in range(1000)}),
+    "long part": lambda: Reward(value=1.0, parts={"n" * 1_000_000: 1.0}),
+}
+
+@REWARDS.register("broken", source="the tests", isolated=True)
+def broken(completion, answer, meta):
+    '''Fails on every item.'''
+    raise ZeroDivisionError("in my function")
 
 @REWARDS.register("obey", source="the tests", isolated=True)
 def obey(completion, answer, meta, *, scale: float = 1.0):
@@ -42,10 +96,16 @@ def obey(completion, answer, meta, *, scale: float = 1.0):
             pass
     if completion == "big":
         return float(9 ** 9 ** 9)
-    if completion == "raise":
-        raise KeyError("a bug")
-    if completion == "nan":
-        return float("nan")
+    if completion in FAILURES:
+        return FAILURES[completion]()
+    if completion in ("touch", "touch and recurse", "touch and leave"):
+        global touched
+        touched = True
+        raise {"touch": ValueError, "touch and recurse": RecursionError, "touch and leave": SystemExit}[completion]()
+    if completion == "touched":
+        return float(touched)
+    if completion.startswith("reply "):  # as code that an answer runs could
+        sys.modules["__main__"].json = SimpleNamespace(dumps=lambda reply: completion[6:])
     if completion == "print":
         print("x" * 100_000)
         sys.stdout.flush()
@@ -70,7 +130,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     load_plugin_file(file, check_names=False)
     with RewardPool(workers=2, memory_bytes=2 << 30) as pool:
         yield pool
-    del REWARDS._entries["obey"]
+    del REWARDS._entries["obey"], REWARDS._entries["broken"]
 
 
 def run(pool: RewardPool, *words: str, timeout_s: float = 1.0, answer: str = "") -> list[tuple[float, str]]:
@@ -142,22 +202,167 @@ def test_a_stopped_worker_does_not_stop_its_parent(pool: RewardPool, monkeypatch
     assert run(pool, large, "c") == [(3e6, "ok"), (1.0, "ok")]
 
 
-def test_only_json_objects_are_verdicts(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
+USAGE = '"cpu_s": 0.1, "rss_bytes": 1, "pid": 2'
+VERDICT = f'"value": 1.0, "status": "ok", "parts": {{}}, {USAGE}'
+NO_REPLIES = [
+    *("{x", "[]", "3", "null", "{}", '{"cpu_s": null}', "[" * 10_000, '{"a":' * 10_000, "\xff"),
+    "{" + VERDICT.replace("1.0", '"1.0"') + "}",
+    "{" + VERDICT.replace("1.0", "NaN") + "}",
+    "{" + VERDICT.replace("1.0", "-Infinity") + "}",
+    "{" + VERDICT.replace("1.0", "1" + "0" * 400) + "}",
+    "{" + VERDICT.replace("1.0", "1" + "0" * 6_000) + "}",
+    "{" + VERDICT.replace("1.0", "true") + "}",
+    "{" + VERDICT.replace("1.0", "[1.0]") + "}",
+    "{" + VERDICT.replace("{}", "[]") + "}",
+    "{" + VERDICT.replace("{}", '{"a": {"b": 1}}') + "}",
+    "{" + VERDICT.replace("{}", '{"a": "1"}') + "}",
+    "{" + VERDICT.replace("{}", json.dumps({str(n): n for n in range(1000)})) + "}",
+    "{" + VERDICT.replace('"ok"', '"fine"') + "}",
+    "{" + VERDICT.replace('"ok"', '["ok"]') + "}",
+    "{" + VERDICT.replace("0.1", '"0.1"') + "}",
+    "{" + VERDICT.replace("0.1", "-1") + "}",
+    "{" + VERDICT.replace("0.1", "1e999") + "}",
+    "{" + VERDICT.replace('"rss_bytes": 1', '"rss_bytes": "large"') + "}",
+    "{" + VERDICT.replace('"rss_bytes": 1', '"rss_bytes": 1.5') + "}",
+    "{" + VERDICT.replace('"pid": 2', '"pid": -1') + "}",
+    "{" + VERDICT.replace('"pid": 2', '"pid": 1e400') + "}",
+    "{" + VERDICT + ', "suspect": "no"}',
+    "{" + VERDICT + ', "failed": {}}',
+    "{" + VERDICT + ', "error": ["user"]}',
+    "{" + VERDICT + ', "more": 1}',
+    "{" + USAGE + "}",
+    "{" + USAGE + ', "error": "user", "message": ' + '"' + "x" * 200_000 + '"}',
+]
+
+
+@pytest.mark.parametrize("body", NO_REPLIES, ids=lambda body: body[:60] + str(len(body)))
+def test_a_reply_that_is_no_reply_is_a_broken_worker(body: str) -> None:
+    checked_reply(("{" + VERDICT + "}").encode(), verdict=True)
+    with pytest.raises(BrokenChannel):
+        checked_reply(body.encode("latin-1"), verdict=True)
+
+
+def test_only_answers_of_the_worker_are_verdicts(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(pool, "print", "flood", "a") == [(5.0, "ok"), (5.0, "ok"), (1.0, "ok")]
     worker, nonce = object.__new__(Worker), bytes(pool_module.NONCE_BYTES)
-    worker.cpu_s = 0.0
+    worker.cpu_s = worker.pid = 0
+    worker.process = SimpleNamespace(pid=os.getpid())
     monkeypatch.setattr(pool_module.secrets, "token_bytes", bytes)
-    for body in (b"{x", b"[]", b"\xff", b"3", b"{}", b'{"cpu_s": null}'):
+    foreign = "{" + VERDICT.replace('"pid": 2', f'"pid": {os.getppid()}') + "}"
+    for body in (b"{x", b"[]", foreign.encode()):
         worker.channel = SimpleNamespace(send=lambda frame: None, receive=partial(bytes.__add__, nonce, body))
         with pytest.raises(BrokenChannel):
             worker.ask("judge", "obey", limit_s=1.0)
 
 
-def test_a_bug_in_a_reward_ends_the_run_with_its_traceback(pool: RewardPool) -> None:
-    for bad, message in (("raise", "KeyError: 'a bug'"), ("nan", "must be finite")):
-        with pytest.raises(RunFailed, match=message):
-            run(pool, "a", bad, "b")
-    assert run(pool, "a") == [(1.0, "ok")]
+def test_a_worker_that_sends_no_reply_is_replaced(pool: RewardPool) -> None:
+    for body in NO_REPLIES[6:8]:
+        assert run(pool, "a", f"reply {body}", "b", "c") == [(1.0, "ok"), (0.0, "refused"), (1.0, "ok"), (1.0, "ok")]
+
+
+FAILURES = (
+    *("key", "escape", "recursion", "memory", "system", "exit", "interrupt", "generator", "unprintable", "module"),
+    *("nan", "infinity", "overflow", "huge", "text", "nothing", "mapping", "status", "status of no text"),
+    *("value of text", "parts of text", "parts that are no mapping", "many parts", "long part"),
+)
+
+
+def test_whatever_a_verifier_raises_or_returns_is_the_verdict_of_that_item(
+    pool: RewardPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = [word for failure in FAILURES for word in ("a", failure)]
+    workers = set(pool.workers.values())
+    with caplog.at_level("WARNING", logger="kl_comedy.rewards"):
+        rewards = pool.run([Job(name="obey", completion=word, answer="gold") for word in words] * 2)
+    verdicts = {word: reward for word, reward in zip(words, rewards, strict=False)}
+    for word in FAILURES:
+        reward = verdicts[word]
+        assert (reward.value, reward.status, reward.parts) == (0.0, "refused", {"obey": 0.0, "verifier_failed": 1.0}), (
+            word
+        )
+    assert [(r.value, r.status) for r in rewards[::2]] == [(1.0, "ok")] * len(rewards[::2])
+    assert workers <= set(pool.workers.values()), "an error costs no interpreter"
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == len(set(texts)) and len(texts) < len(FAILURES)
+    (shown,) = (text for text in texts if "KeyError" in text)
+    assert "obedient.py" in shown and "'key'" in shown and "'gold'" in shown and "verifier_failed" in shown
+    assert all(text.isprintable() for text in texts)
+
+
+def test_a_judge_whose_state_is_in_doubt_judges_nothing_more(pool: RewardPool) -> None:
+    with RewardPool(workers=1) as single:
+        outcomes = {
+            word: run(single, "a", word, "touched")[2] for word in ("touch and recurse", "touch and leave", "touch")
+        }
+    assert outcomes == {"touch and recurse": (0.0, "ok"), "touch and leave": (0.0, "ok"), "touch": (1.0, "ok")}
+
+
+def test_imports_for_a_second_reward_reach_later_judges(pool: RewardPool) -> None:
+    other = Job(name="format", completion="\\boxed{1}", answer="")
+    with RewardPool(workers=1) as single:
+        run(single, "a")
+        (worker,) = single.workers.values()
+        assert single.run([other])[0].value == 1.0
+        assert run(single, "touch and recurse", "a")[1] == (1.0, "ok")
+        assert single.run([other])[0].value == 1.0
+        assert list(single.workers.values()) == [worker] and worker.warmed == {"obey", "format"}
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_reward_that_fails_on_golds_too_ends_the_run(pool: RewardPool, isolated: bool) -> None:
+    name = "broken"
+    if not isolated:
+        name = "broken_here"
+        fn = REWARDS.get("broken").fn
+        broken_here = lambda completion, answer, meta: fn(completion, answer, meta)  # noqa: E731
+        broken_here.__doc__ = "Fails on every item."
+        REWARDS.register(name, source="the tests")(broken_here)
+    try:
+        with pytest.raises(RunFailed, match=r"and on a gold answer:(.|\n)*ZeroDivisionError: in my function"):
+            score(name, completions=["a"], answers=["b"], pool=pool)
+        problems = [Problem(id=str(n), text="", answer=str(n)) for n in range(3)]
+        with pytest.raises(RunFailed, match="ZeroDivisionError"):
+            RewardSum([RewardConfig(name=name)], pool=pool).check(problems)
+    finally:
+        REWARDS._entries.pop("broken_here", None)
+
+
+def test_golds_on_which_a_reward_fails_are_named(pool: RewardPool) -> None:
+    def picky(completion: str, answer: str, meta: object) -> float:
+        """Fails on one gold."""
+        return 1 / (answer != "7")
+
+    REWARDS.register("picky", source="the tests")(picky)
+    try:
+        problems = [Problem(id=f"p/{answer}", text="", answer=answer) for answer in "67"]
+        with pytest.raises(UserError, match=r"answers of 1 of 2 problems: p/7 .*failed: ZeroDivisionError"):
+            RewardSum([RewardConfig(name="picky")], pool=pool).check(problems)
+    finally:
+        del REWARDS._entries["picky"]
+
+
+def test_a_batch_of_nothing_but_failures_is_shown_and_judged(
+    pool: RewardPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="kl_comedy.rewards"):
+        rewards = score("obey", completions=["key"] * 3, answers=["gold"] * 3, pool=pool)
+    assert [(reward.value, reward.status) for reward in rewards] == [(0.0, "refused")] * 3
+    assert "failed on all 3 completions of a batch" in caplog.text
+
+
+def test_a_package_that_is_missing_is_named(pool: RewardPool) -> None:
+    def needy(completion: str, answer: str, meta: object) -> float:
+        """Imports late."""
+        import left_out  # noqa: F401
+
+        return 1.0
+
+    REWARDS.register("needy", source="the tests")(needy)
+    try:
+        with pytest.raises(UserError, match=r"needs a package that is not installed.*left_out"):
+            score("needy", completions=["a"], answers=["b"], pool=pool)
+    finally:
+        del REWARDS._entries["needy"]
 
 
 def test_workers_outlive_their_thread_are_left_alone_by_forks_and_end_on_close() -> None:
@@ -264,3 +469,22 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_failures_are_counted_in_training_and_in_evaluation(pool: RewardPool) -> None:
+    texts = ["a", "key", "recursion", "ab"]
+    prompt = Prompt(problem=Problem(id="p", text="", answer="gold"), text="", token_ids=(1,))
+    one_token = {"completion_ids": (1,), "logps": (0.0,), "versions": (0,), "stop_reason": "eos"}
+    rollouts = [Rollout(prompt=prompt, group_id=0, text=text, **one_token) for text in texts]
+    scored = RewardSum([RewardConfig(name="obey", weight=0.5), RewardConfig(name="zero")], pool=pool).score(rollouts)
+    metrics = row_metrics(scored)
+    assert metrics["train/verifier_failed"] == metrics["train/verifier_refused"] == 0.5
+    assert metrics["train/reward"] == 0.5 * metrics["train/reward/obey"] == 0.375
+    assert not any(name.endswith("obey/verifier_failed") for name in metrics)
+    suite = SimpleNamespace(solved_at=1.0, answer="number")
+    records = [_completion_record(suite, 0, sample, each) for sample, each in enumerate(scored)]
+    assert [(record["status"], record["failed"]) for record in records[1:3]] == [("refused", True)] * 2
+    values = score_completions("s", records, ks=()).values
+    assert values["failed_share"] == values["refused_share"] == 0.5
+    earlier = [{key: value for key, value in record.items() if key != "failed"} for record in records]
+    assert score_completions("s", earlier, ks=()).values["failed_share"] == 0.0

@@ -34,6 +34,7 @@ from kl_comedy.evaluation.scores import EvalResult, canonical
 from kl_comedy.io import atomic_write, decode_json, encode_json, file_lock, set_aside
 from kl_comedy.records import Problem, Prompt, Scored
 from kl_comedy.rewards import RewardSum
+from kl_comedy.rewards.base import failed
 from kl_comedy.rollouts import RolloutBackend, Sampling
 from kl_comedy.tracking import provenance_tags
 
@@ -277,6 +278,7 @@ def _completion_record(suite: SuiteConfig, index: int, sample: int, scored: Scor
         "correct": reward.value >= suite.solved_at,
         "reward": reward.value,
         "status": reward.status,
+        "failed": failed(reward),
         "answer": canonical(rollout.text, suite.answer, problem.meta.get("choices", ())),
         "tokens": len(rollout.completion_ids),
         "stop_reason": rollout.stop_reason,

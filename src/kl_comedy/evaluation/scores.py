@@ -174,6 +174,7 @@ def score_completions(
     values["truncated_share"] = mean(row["stop_reason"] == "length" for row in rows)
     for status in ("unparseable", "timeout", "refused"):
         values[f"{status}_share"] = mean(row["status"] == status for row in rows)
+    values["failed_share"] = mean(bool(row.get("failed")) for row in rows)  # earlier records do not have it
     values["unanswered_share"] = mean(row["answer"] is None for row in rows)
     values |= {name: mean(row[name] for row in rows) for name in ("tokens", "reward")}
     return _result(suite, samples, values, {"accuracy": correct})

@@ -15,7 +15,10 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import re
+import signal
+import traceback
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NewType, Protocol
@@ -41,26 +44,125 @@ TIMEOUT_OPTION = "timeout_s"
 """Every isolated reward takes this option: seconds of CPU time an item may cost."""
 
 
+FAILED = "verifier_failed"
+"""The part that a verdict has whose verifier raised an error, or returned what is no reward; its value is 1."""
+MAX_REPLY = 1 << 16
+"""Bytes of a verdict from a worker. It has a few hundred; a longer frame is a broken worker's."""
+JUDGE_ENDED = b"the judge has ended"
+"""What a worker sends when the process that judged for it has been killed."""
+MAX_PARTS = 64
+"""Further values that a reward may report of an item."""
+
+
+def failed(reward: Reward) -> bool:
+    """Whether the verifier failed on the item; in a sum of rewards, whether one of them did.
+
+    >>> failed(Reward(value=0.0, status="refused", parts={"math_verify": 0.0, "math_verify/verifier_failed": 1.0}))
+    True
+    """
+    return any(is_failed_part(key) for key in reward.parts)
+
+
+def is_failed_part(key: str) -> bool:
+    """Whether ``key`` names the part :data:`FAILED`, of one reward or in a sum of rewards."""
+    return key.rpartition("/")[2] == FAILED
+
+
+def failure_verdict(name: str) -> Reward:
+    """The verdict on an item on which the reward ``name`` failed."""
+    return Reward(value=0.0, status="refused", parts={name: 0.0, FAILED: 1.0})
+
+
+def described(error: BaseException) -> str:
+    """The traceback of an error, without those of its causes; never an error itself.
+
+    ``__str__`` of an error, or a line of source that cannot be read, may raise in turn.
+    """
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-12, chain=False))
+    except Exception:
+        return f"{type(error).__name__} (its message cannot be shown)"
+
+
+def in_child(function: Callable[[], float]) -> float:
+    """``function()``, computed in a fork of this process that is killed as soon as it has answered.
+
+    For functions that evaluate text: whatever the text has done to the process is gone before anything else is judged.
+    Raises the UserError or MemoryError that the function raised, and :class:`RunFailed` for any other end.
+    """
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(write_fd, 3)
+            os.closerange(4, 4096)  # the pipes of this worker among them
+            os.write(3, _outcome(function))
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    try:
+        body = os.read(read_fd, _MAX_OUTCOME)
+    finally:
+        os.close(read_fd)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    kind, _, text = body.decode(errors="replace").partition(" ")
+    if kind == "user":
+        raise UserError(text)
+    if kind == "memory":
+        raise MemoryError(text)
+    try:
+        score = float(text) if kind == "score" else math.nan
+    except ValueError:
+        score = math.nan
+    if not math.isfinite(score):
+        raise RunFailed(f"the process that scored the answer ended with {body[:200]!r}")
+    return score
+
+
+_MAX_OUTCOME = 1024
+
+
+def _outcome(function: Callable[[], float]) -> bytes:
+    """What :func:`in_child` reads: at most one write's worth, so that it arrives whole."""
+    try:
+        text = f"score {float(function())!r}"
+    except UserError as error:
+        text = f"user {error}"
+    except MemoryError as error:
+        text = f"memory {error}"
+    except BaseException as error:
+        text = f"error {type(error).__name__}"
+    return text.encode(errors="replace")[:_MAX_OUTCOME]
+
+
 class RewardFunction(Protocol):
     """A function from one completion to its reward."""
 
     def __call__(self, completion: str, answer: str, meta: Meta, /, **options: Any) -> Reward | float:
         """Judge ``completion`` against ``answer``; a bare number is a :class:`Reward` with status ok.
 
-        The completion is hostile input. Raises :class:`UserError` for options or meta that cannot work.
+        The completion is hostile input. Raises :class:`UserError` for options or meta that cannot work, which ends
+        the run. Any other error is the verdict on this item: value 0, status ``refused``, part :data:`FAILED`.
         """
         ...
 
 
 def normalized(outcome: Reward | float, *, name: str) -> Reward:
-    """``outcome`` as a :class:`Reward` with a finite value and a known status.
+    """``outcome`` as a :class:`Reward` of finite Python floats with a known status.
 
-    Raises :class:`RunFailed` where a function returns anything else: that is its bug.
+    Raises :class:`RunFailed` where a function returns anything else: it has failed on the item.
     """
     reward = outcome if isinstance(outcome, Reward) else Reward(value=float(outcome))
-    if reward.status not in STATUSES or not all(map(math.isfinite, (reward.value, *reward.parts.values()))):
-        raise RunFailed(f"reward {name!r} returned {outcome!r}: the value must be finite, the status in {STATUSES}")
-    return reward
+    value = float(reward.value)
+    parts = {str(key): float(part) for key, part in reward.parts.items()}
+    finite = all(map(math.isfinite, (value, *parts.values())))
+    if reward.status not in STATUSES or not finite or len(parts) > MAX_PARTS:
+        raise RunFailed(
+            f"reward {name!r} returned {outcome!r:.400}: the value and at most {MAX_PARTS} parts must be finite, "
+            f"the status in {STATUSES}"
+        )
+    return Reward(value=value, status=reward.status, parts=parts)
 
 
 def example_call(example: Mapping[str, Any]) -> tuple[str, str, Meta]:

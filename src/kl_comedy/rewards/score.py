@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kl_comedy.config.schema import RewardConfig
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.records import STATUSES, Problem, Reward, Rollout, Scored
 from kl_comedy.registry import Entry
-from kl_comedy.rewards.base import TIMEOUT_OPTION, BadGold, check_options, normalized
-from kl_comedy.rewards.pool import TIMEOUT_S, Job, RewardPool, shared_pool
+from kl_comedy.rewards.base import (
+    TIMEOUT_OPTION,
+    BadGold,
+    check_options,
+    described,
+    failed,
+    failure_verdict,
+    normalized,
+)
+from kl_comedy.rewards.pool import TIMEOUT_S, Failure, Job, RewardPool, shared_pool
+
+logger = logging.getLogger(__name__)
 
 
 def score(
@@ -57,21 +68,55 @@ class _Part:
     def judge(
         self, completions: Sequence[str], answers: Sequence[str], metas: Sequence[Mapping[str, Any]], pool: RewardPool
     ) -> list[Reward]:
-        """The rewards of the items; the value of each is also its part under the entry's name."""
+        """The rewards of the items; the value of each is also its part under the entry's name.
+
+        Raises as :meth:`RewardPool.run`, and where the reward fails on every item and on a gold answer too: then it is
+        the reward that does not work, and not the texts.
+        """
+        items = list(zip(completions, answers, metas, strict=True))
+        rewards = self._judge(items, pool)
+        if rewards and all(map(failed, rewards)):
+            self._judge_a_gold(items[0], len(items), pool)
+        return rewards
+
+    def gold_completion(self, answer: str) -> str:
+        """The text that the reward must accept as right."""
+        return f"\\boxed{{{answer}}}" if self.entry.facts.get("boxed", True) else answer
+
+    def _judge(self, items: Sequence[tuple[str, str, Mapping[str, Any]]], pool: RewardPool) -> list[Reward]:
         name, options = self.entry.name, dict(self.options)
         timeout_s = options.pop(TIMEOUT_OPTION, TIMEOUT_S)
-        items = list(zip(completions, answers, metas, strict=True))
         if self.entry.facts.get("isolated"):
             return pool.run([Job(name, *item, options=options, timeout_s=timeout_s) for item in items])
         rewards = []
-        for item in items:
+        for completion, answer, meta in items:
             try:
-                reward = normalized(self.entry.fn(*item, **options), name=name)
+                reward = normalized(self.entry.fn(completion, answer, meta, **options), name=name)
             except BadGold as error:
                 pool.warn_bad_gold(str(error))
                 reward = Reward(value=0.0, status="refused")
+            except UserError:
+                raise
+            except Exception as error:
+                pool.warn_failure(name, Failure(described(error)), completion, answer)
+                reward = failure_verdict(name)
             rewards.append(replace(reward, parts={name: reward.value, **reward.parts}))
         return rewards
+
+    def _judge_a_gold(self, item: tuple[str, str, Mapping[str, Any]], count: int, pool: RewardPool) -> None:
+        """Tell apart a reward that does not work from ``count`` texts that it fails on, by one gold answer."""
+        name, failure = self.entry.name, pool.last_failure
+        _, answer, meta = item
+        (verdict,) = self._judge([(self.gold_completion(answer), answer, meta)], pool)
+        if not failed(verdict):
+            message = "the reward %s failed on all %d completions of a batch (%s), and not on the gold answer %r"
+            logger.warning(message, name, count, failure, answer[:60])
+            return
+        failure = pool.last_failure or failure
+        if failure is not None and failure.kind == "ModuleNotFoundError":
+            raise UserError(f"reward {name!r} needs a package that is not installed: {failure.error}")
+        text = failure.text if failure is not None else ""
+        raise RunFailed(f"reward {name!r} failed on every item of a batch, and on a gold answer:\n{text}")
 
 
 class Scorer(Protocol):
@@ -133,14 +178,16 @@ class RewardSum:
         """
         answers, metas = [problem.answer for problem in problems], [problem.meta for problem in problems]
         for part in self.parts:
-            boxed = part.entry.facts.get("boxed", True)
-            golds = [f"\\boxed{{{answer}}}" for answer in answers] if boxed else answers
+            golds = [part.gold_completion(answer) for answer in answers]
             verdicts = part.judge(golds, answers, metas, self.pool)
             bad = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict.status in ("refused", "timeout")]
             if bad:
                 shown = ", ".join(f"{problem.id} ({problem.answer[:60]!r})" for problem in bad[:3])
+                failures = sum(map(failed, verdicts))
+                why = f"; on {failures} it failed: {self.pool.last_failure}" if failures else ""
                 raise UserError(
-                    f"rewards: {part.label} cannot judge the answers of {len(bad)} of {len(problems)} problems: {shown}"
+                    f"rewards: {part.label} cannot judge the answers of {len(bad)} of {len(problems)} problems: "
+                    f"{shown}{why}"
                 )
 
     def _sum(self, row: Sequence[Reward]) -> Reward:

@@ -285,6 +285,8 @@ def status_line(metrics: Mapping[str, float]) -> str:
 
     >>> status_line({"train/reward": 0.5, "kl/k1_reverse_sequence": 0.01, "time/tokens_per_second": 100.0})
     'reward 0.500  sampled k1 KL 0.0100 nats  100 tok/s'
+    >>> status_line({"train/reward": 0.25, "train/verifier_failed": 0.5})
+    'reward 0.250  VERIFIER FAILED on 50.0%'
     """
     name, word = ("exact", "exact") if "kl/exact_reverse_sequence" in metrics else ("k1", "sampled k1")
     formats = {
@@ -294,6 +296,8 @@ def status_line(metrics: Mapping[str, float]) -> str:
         "train/length": "length {:.1f}",
         "time/tokens_per_second": "{:.0f} tok/s",
     }
+    if metrics.get("train/verifier_failed", 0.0) > 0:  # a bug of a reward shows in every line, not in one warning only
+        formats["train/verifier_failed"] = "VERIFIER FAILED on {:.1%}"
     return "  ".join(text.format(metrics[key]) for key, text in formats.items() if key in metrics)
 
 

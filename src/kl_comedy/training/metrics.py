@@ -28,6 +28,7 @@ from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import Reference, check_tokens
 from kl_comedy.objective.policy_term import PolicyLossParts
 from kl_comedy.records import FOREIGN_VERSION, Experience, Scored
+from kl_comedy.rewards.base import failed, is_failed_part
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.loss import MicroBatch, MicroLoss
 from kl_comedy.training.packing import Packer, model_inputs, pass_options
@@ -250,16 +251,18 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     for row in rows:
         groups[row.rollout.group_id].add(row.reward.value)
         for name, value in row.reward.parts.items():
-            parts[name].append(value)
+            if not is_failed_part(name):  # only failures have it: its mean would always be 1
+                parts[name].append(value)
     n = len(rows)
     status = Counter(row.reward.status for row in rows)
+    status["failed"] = sum(failed(row.reward) for row in rows)  # these have the status refused, too
     return {
         "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std(correction=0)),
         "train/length": sum(len(row.rollout.completion_ids) for row in rows) / n,
         "train/truncated_share": sum(row.rollout.stop_reason == "length" for row in rows) / n,
         "train/groups_without_signal": sum(len(values) == 1 for values in groups.values()) / len(groups),
-        **{f"train/verifier_{name}": status[name] / n for name in ("unparseable", "timeout", "refused")},
+        **{f"train/verifier_{name}": status[name] / n for name in ("unparseable", "timeout", "refused", "failed")},
         **{f"train/reward/{name}": sum(values) / len(values) for name, values in parts.items()},
     }
 
