@@ -32,6 +32,10 @@ COMPARED = 100
 """Characters of a name that is compared with others: the comparison's time grows with the product of the lengths."""
 
 
+CANDIDATES = 1000
+"""Names with which one is compared."""
+
+
 def shown(value: object) -> str:
     """``repr(value)``, cut after :data:`SHOWN` characters.
 
@@ -53,7 +57,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     >>> nearest("k33", ["k1", "k3", "abs"])
     'k3'
     """
-    names = list(allowed)
+    names = list(allowed)[:CANDIDATES]
     if len(str(given)) > COMPARED:
         return None
     lowered = {name.lower(): name for name in names}

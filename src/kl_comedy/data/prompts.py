@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kl_comedy.config.schema import PromptConfig
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, shown
 from kl_comedy.records import Problem, Prompt
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def render(
     prompts = []
     for problem, text, token_ids in zip(safe, texts, ids, strict=True):
         if not token_ids:
-            raise UserError(f"{key}: the problem {problem.id!r} becomes a prompt without any token: {text!r}")
+            raise UserError(f"{key}: the problem {problem.id!r} becomes a prompt without any token: {shown(text)}")
         if len(token_ids) <= config.max_tokens:
             prompts.append(Prompt(problem=problem, text=text, token_ids=token_ids))
     if not prompts:
@@ -141,7 +141,7 @@ def continuation_ids(
     size = len(prompt.token_ids)
     if whole[:size] != prompt.token_ids or len(whole) == size:
         raise UserError(
-            f"problem {prompt.problem.id!r}: the tokenizer has no tokens for {continuation!r} alone after "
+            f"problem {prompt.problem.id!r}: the tokenizer has no tokens for {shown(continuation)} alone after "
             f"{prompt.text[-20:]!r}; end the prompt elsewhere (suffix, prefill), or ask for a generated answer"
         )
     return whole[size:]
@@ -176,7 +176,7 @@ def _tokenize(
         )["input_ids"]
     except Exception as error:  # the tokenizers library raises nothing more specific
         raise UserError(
-            f"{key}: the model's tokenizer cannot spell these prompts, the first of which is {texts[0]!r} ({error}); "
+            f"{key}: the model's tokenizer cannot spell these prompts, as {shown(texts[0])} ({error}); "
             "check prefix, suffix, prefill and the problems' characters"
         ) from error
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
