@@ -39,7 +39,7 @@ CANDIDATES = 1000
 def shown(value: object) -> str:
     """``repr(value)``, cut after :data:`SHOWN` characters.
 
-    >>> shown("k33"), shown("x" * 1000)[-25:]
+    >>> shown("k33"), shown("x" * 1000)[-24:]
     ("'k33'", 'xx... (1,002 characters)')
     """
     try:

@@ -250,7 +250,8 @@ def yaml_errors() -> Iterator[None]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        problem = re.sub(r"'[^']{3,}'|(?<=duplicate key ).*", "...", str(error.problem or error.context))
+        problem = re.sub(r"(?<=duplicate key ).*", "...", str(error.problem or error.context))
+        problem = re.sub(r"'[^']*'", lambda quoted: quoted[0] if len(quoted[0]) <= 4 else "'...'", problem)
         raise ValueError(f"{problem[:100]}{where}") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
