@@ -212,15 +212,22 @@ def _render_in_child(tokenizer: PreTrainedTokenizerBase, conversations: Sequence
     try:
         with open(reading, encoding="ascii") as lines:
             for line in lines:
+                if not line.endswith("\n"):  # the process ended while it wrote
+                    break
                 reply = json.loads(line)
                 if "fault" in reply:
                     raise TemplateFault(reply["fault"])
                 texts.append(reply["text"])
-    finally:
-        os.kill(child, signal.SIGKILL)  # one that has ended stays a zombie until it is waited for: no other has its id
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        raise
+    _, status = os.waitpid(child, 0)
     if len(texts) < len(conversations):
-        raise TemplateFault(f"it takes more than {TEMPLATE_SECONDS:g} s of CPU time")
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if number in (signal.SIGPROF, signal.SIGXCPU):
+            raise TemplateFault(f"it takes more than {TEMPLATE_SECONDS:g} s of CPU time")
+        raise TemplateFault(f"the process that renders it ended (signal {number})")
     return texts
 
 
@@ -231,12 +238,11 @@ def _render_limited(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[
     for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU):
         signal.signal(number, signal.SIG_DFL)
     seconds = 1 + int(TEMPLATE_SECONDS + len(conversations) * TEMPLATE_SECONDS_EACH)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    _lower_limit(resource.RLIMIT_CPU, seconds)
     signal.setitimer(signal.ITIMER_REAL, 60.0 + 20 * seconds)  # against a lock that a thread held at the fork
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + TEMPLATE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        _lower_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + TEMPLATE_BYTES)
     with open(writing, "w", encoding="ascii") as lines:
         for conversation in conversations:
             signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
@@ -254,6 +260,14 @@ def _render_limited(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[
             except Exception as error:  # of the template, or of Python's functions that it calls
                 reply = {"fault": str(error).partition("\n")[0][:300] or type(error).__name__}
             lines.write(json.dumps(reply) + "\n")
+
+
+def _lower_limit(kind: int, amount: int) -> None:
+    """Limit this process, further where it has a limit already."""
+    import resource
+
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 
 
 def _tokenize(
