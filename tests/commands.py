@@ -36,6 +36,22 @@ def waits(at, file="a file that never comes"):
     return {"KL_TEST_WAITS_AT": str(at), "KL_TEST_WAITS_FOR": str(file)}
 
 
+@contextlib.contextmanager
+def cpu_limit(seconds):
+    """Raise TimeoutError in what takes more CPU time of this process: other work on the machine does not count."""
+
+    def stop(*_):
+        raise TimeoutError(f"took more than {seconds} s of CPU time")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def run_here(*words, cwd=".", env=None):
     """``kl-comedy *words`` in this process, under ``env`` alone if given: exit code, stdout, stderr."""
     from kl_comedy.cli import main

@@ -26,13 +26,40 @@ class RunStopped(RunFailed):
     """A run that was asked to stop: it finished its update, saved a checkpoint, and must be started again."""
 
 
+SHOWN = 200
+"""Characters of a value that a message repeats. A value may be a whole file."""
+COMPARED = 100
+"""Characters of a name that is compared with others: the comparison's time grows with the product of the lengths."""
+
+
+CANDIDATES = 1000
+"""Names with which one is compared."""
+
+
+def shown(value: object) -> str:
+    """``repr(value)``, cut after :data:`SHOWN` characters.
+
+    >>> shown("k33"), shown("x" * 1000)[-24:]
+    ("'k33'", 'xx... (1,002 characters)')
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number of thousands of digits"
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 20]}... ({len(text):,} characters)"
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
     """The allowed name closest to ``given``, or None when nothing is close.
 
     >>> nearest("k33", ["k1", "k3", "abs"])
     'k3'
     """
-    names = list(allowed)
+    names = list(allowed)[:CANDIDATES]
+    if len(str(given)) > COMPARED:
+        return None
     lowered = {name.lower(): name for name in names}
     hits = difflib.get_close_matches(str(given).lower(), list(lowered), n=1, cutoff=0.5)
     return lowered[hits[0]] if hits else None
@@ -41,6 +68,10 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
 def _hint(given: object, names: Iterable[str]) -> str:
     near = nearest(given, names) if isinstance(given, str) else None
     return f"; did you mean {near!r}?" if near else ""
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= SHOWN else f"{key[: SHOWN - 20]}... ({len(key):,} characters)"
 
 
 def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = "") -> UserError:
@@ -52,7 +83,7 @@ def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = 
     names = [] if isinstance(allowed, str) else list(allowed)
     text = allowed if isinstance(allowed, str) else ", ".join(names) or "(nothing)"
     reason = f" ({why})" if why else ""
-    return UserError(f"{key}: got {given!r}; allowed: {text}{_hint(given, names)}{reason}")
+    return UserError(f"{_short(key)}: got {shown(given)}; allowed: {text}{_hint(given, names)}{reason}")
 
 
 def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") -> UserError:
@@ -63,7 +94,7 @@ def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") 
     """
     names, reason = list(allowed), f" ({why})" if why else ""
     allowed_names, hint = ", ".join(names) or "(none)", _hint(key.rsplit(".", 1)[-1], names)
-    return UserError(f"{key}: no such key (given {given!r}){reason}; allowed: {allowed_names}{hint}")
+    return UserError(f"{_short(key)}: no such key (given {shown(given)}){reason}; allowed: {allowed_names}{hint}")
 
 
 @contextmanager

@@ -19,8 +19,25 @@ from kl_comedy.errors import UserError, bad_value, nearest
 
 log = logging.getLogger("kl_comedy")
 
+# What a file that people write may hold (configs, grids, profiles, suites, launch files). More is a mistake or an
+# attack, and would take minutes or all memory; the largest file of this repository is below a tenth of each limit.
+MAX_FILE_BYTES = 1_000_000
 MAX_NESTING = 100
-"""Levels of a YAML file; configs have about six."""
+"""Levels of lists and mappings; configs have about six."""
+MAX_KEY_PARTS = 30
+"""Names in a dotted key: each becomes a level."""
+MAX_VALUES = 10_000
+"""Keys and values of a file, those of an anchor counted again at every alias and merge key (``<<``). A text counts one
+more for each hundred characters, and ten for each ``${...}``, which takes that much longer to read."""
+MAX_NUMBER = 100
+"""Characters of a number. Base 60 (``1:30:00``) takes time by the square of them, and an integer of more than 4,300
+digits, which hexadecimal gives quickly, cannot be written as text."""
+MAX_EXPANSIONS = 2_000
+"""Values that the ``${...}`` of one config stand for, each counted as often as it is written out."""
+MAX_CHAIN = 20
+"""Keys of which each names the next by ``${...}``."""
+MAX_NAME = 220
+"""Characters of a name that becomes a folder's: file systems allow 255 bytes, and a hash and a number follow."""
 CHECKSUMS = "checksums.json"
 """In a folder of files that belong together: the SHA-256 of each."""
 _CRC = re.compile(rb',\s*"crc32": "([0-9a-f]{8})"\s*}\s*')
@@ -216,16 +233,108 @@ def yaml_is_changed(path: Path) -> bool | None:
     return None if start is None else int(start[1], 16) != zlib.crc32(content[start.end() :])
 
 
-def check_nesting(path: Path) -> None:
-    """Raise ValueError for a YAML file nested too deeply: the stack of the parser in C would overflow."""
+_NUMBER = re.compile(r"[-+]?(0[xb][\da-f_]+|[\d.][\d_.:]*(e[-+]?\d+)?)", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def yaml_errors() -> Iterator[None]:
+    """Errors of reading YAML become a ValueError of one line.
+
+    It does not repeat the text: what was meant as a config may be the path of anything.
+    """
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import MarkedYAMLError, YAMLError
+
+    try:
+        yield
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        problem = re.sub(r"(?<=duplicate key ).*", "...", str(error.problem or error.context))
+        problem = re.sub(r"'[^']*'", lambda quoted: quoted[0] if len(quoted[0]) <= 4 else "'...'", problem)
+        raise ValueError(f"{problem[:100]}{where}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'it'}: cannot be read ({type(error).__name__})") from None
+    except (YAMLError, TypeError) as error:
+        raise ValueError(str(error).strip().split("\n")[0][:100] or type(error).__name__) from None
+
+
+@yaml_errors()
+def check_yaml(text: str) -> str:
+    """``mapping``, ``list`` or ``value``: what the YAML holds, or ``nothing``.
+
+    Raises ValueError for what is over one of the limits above. The events of the parser are counted, so that nothing is
+    built before; loading text that is nested too deeply would overflow the stack of the parser in C.
+    """
     import yaml
 
-    depth, loader = 0, yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    with path.open("rb") as file:
-        for event in yaml.parse(file, Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_NESTING:
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"longer than {MAX_FILE_BYTES:,} characters")
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    counts = [0]  # of the collections that are open, the outermost first
+    anchors: list[str | None] = []
+    count_of_anchor: dict[str, int] = {}
+    content = "nothing"
+    for event in yaml.parse(text, Loader=loader):
+        if content == "nothing" and isinstance(event, yaml.NodeEvent):
+            content = {yaml.MappingStartEvent: "mapping", yaml.SequenceStartEvent: "list"}.get(type(event), "value")
+        if isinstance(event, yaml.CollectionStartEvent):
+            anchors.append(event.anchor)
+            counts.append(1)
+            if len(anchors) > MAX_NESTING:
                 raise ValueError(f"nested more than {MAX_NESTING} levels deep")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            count = counts.pop()
+            anchor = anchors.pop()
+            if anchor is not None:
+                count_of_anchor[anchor] = count
+            counts[-1] += count
+        elif isinstance(event, yaml.ScalarEvent):
+            quoted = event.implicit[1]  # and without a tag: neither can be a number
+            if len(event.value) > MAX_NUMBER and not quoted and _NUMBER.fullmatch(event.value):
+                raise ValueError(f"a number of more than {MAX_NUMBER} characters (line {event.start_mark.line + 1})")
+            count = 1 + len(event.value) // 100 + 10 * event.value.count("${")
+            if event.anchor is not None:
+                count_of_anchor[event.anchor] = count
+            counts[-1] += count
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in count_of_anchor:
+                where = f"line {event.start_mark.line + 1}, column {event.start_mark.column + 1}"
+                raise ValueError(f"an alias before the end of its anchor, or without one ({where})")
+            counts[-1] += count_of_anchor[event.anchor]
+        if counts[-1] > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} keys and values, with aliases and merge keys written out")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that people write. Raises ValueError where it is too large or not UTF-8, and OSError."""
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"larger than {MAX_FILE_BYTES:,} bytes")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start + 1}: {error.reason})") from None
+
+
+@yaml_errors()
+def parse_yaml(text: str, *, lone_value: bool = False) -> Any:
+    """The content of YAML from a file or an option, interpolations unresolved.
+
+    ``lone_value``: a text such as ``k3`` is that value; else it is the key of an empty mapping, as OmegaConf reads it.
+    Raises ValueError with one line.
+    """
+    from omegaconf import OmegaConf
+
+    check_yaml(text)
+    if lone_value:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        return parsed["value"] if isinstance(parsed, dict) else None
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def read_yaml(path: Path, kind: str = "config") -> dict[str, Any]:
@@ -233,10 +342,6 @@ def read_yaml(path: Path, kind: str = "config") -> dict[str, Any]:
 
     Raises :class:`UserError` where the file is missing (with the nearest name), is no YAML, or holds no mapping.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     if path.is_dir():
         raise UserError(f"{path} is a folder; a {kind} is a file")
     if not path.is_file():
@@ -246,10 +351,12 @@ def read_yaml(path: Path, kind: str = "config") -> dict[str, Any]:
         hint = f"; did you mean {near}?" if near else (f"; there are: {', '.join(names)}" if names else "")
         raise UserError(f"no such {kind} file: {path}{hint}")
     try:
-        check_nesting(path)
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError, RecursionError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        text = read_text(path)
+        if check_yaml(text) == "value":
+            raise ValueError(f"a {kind} is a mapping of keys to values, and this file holds no key")
+        content = parse_yaml(text)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not valid YAML: {_reason(error)}") from None
     if yaml_is_changed(path):
         log.warning("%s is not as it was written (where you changed it, remove its first line)", path)
     if not isinstance(content, dict):

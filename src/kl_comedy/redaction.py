@@ -1,7 +1,8 @@
 """Secrets: hidden in what is stored and shown, refused in input.
 
 A config, a grid and a site profile are stored, uploaded and rendered, so a secret in one is refused
-(:func:`refuse_secrets`). What cannot be refused (the command line, error messages, source code) is redacted.
+(:func:`refuse_secrets`). What cannot be refused (the command line, error messages, source code) is redacted. That takes
+time in proportion to the length of the text, whatever the text: plugins, diffs and tags are often long or odd.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,18 +29,24 @@ TEXT_KEY = re.compile(r"(^|\.)(prompt|stop|text|system|choice_line)(\.|$)")
 
 TOKEN = re.compile(
     r"(?<![A-Za-z0-9])("
-    r"hf_[A-Za-z0-9]{16,}|sk-(?=[\w-]*\d)[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|"
-    r"xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|dapi[0-9a-f]{16,}|(AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|"
-    r"npm_[A-Za-z0-9]{30,}|pypi-[\w-]{16,}|nvapi-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(\.[\w-]*)?"
+    r"hf_[A-Za-z0-9]{16,}|sk-(?=[\w-]{0,200}\d)[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|"
+    r"glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|dapi[0-9a-f]{16,}|(AKIA|ASIA)[A-Z0-9]{12,}|"
+    r"AIza[\w-]{30,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{16,}|nvapi-[\w-]{16,}|"
+    r"eyJ[\w-]{8,4000}+\.[\w-]{8,}(\.[\w-]*)?"
     r")|hooks\.slack\.com/services/\S+|(?i:\b(bearer|basic) +)(?=\S*\d)[\w.~+/-]{12,}=*|"
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----(.|\n)*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
-"""Tokens of well-known shapes: Hugging Face, OpenAI, GitHub, GitLab, Slack, Databricks, AWS, Google, JWT, keys, ..."""
-USERINFO = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)([^\s/:@'\"]*:[^\s'\"]*|[^\s/@'\"]+)@")
-"""A password may contain ``@`` and ``/``; the last ``@`` counts."""
-PAIR = re.compile(
-    r"""(?P<key>[\w.\-]*(?i:pass(?:word|wd|phrase)|pwd|secret|credential|key|token)[\w.\-]*)(?P<sep>["']?\s*(?P<sign>[=:])\s*)(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s'",;&}\])]+)"""
-)
+"""Tokens of well-known shapes: Hugging Face, OpenAI, GitHub, GitLab, Slack, Databricks, AWS, Google, JWT, keys, ...
+
+A part after which the rest may still fail is bounded (200, 4000): unbounded, ``eyJ-eyJ-...`` would be read to its end
+at every ``eyJ``.
+"""
+ADDRESS = re.compile(r"[^\s'\"]+")
+USERINFO = re.compile(r"(?<=[\w+.-])://([^/:@]*+:.*@|[^/:@]++@)", re.DOTALL)
+"""In an address cut after its last ``@``. A password may contain ``@`` and ``/``; the last ``@`` counts."""
+KEY = re.compile(r"""(?<![\w.\-])(?P<key>[\w.\-]++)["']?+\s*+(?P<sign>[=:])\s*+""")
+"""A word and the sign after it. It begins where a word begins and gives nothing back, so each letter is read once."""
+VALUE = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;&}\])]+")
 FLAG = re.compile(r"(?i)(?P<left>(^|\s)--?[\w-]*(password|passwd|secret|api-?key|token)\s+)(?P<value>[^\s-]\S*)")
 VARIABLE = re.compile(r"\$(\w+|\{[\w.]+\})")
 """A text that names a variable, or another key of the config."""
@@ -71,7 +78,7 @@ def redact(text: str, key: str = "") -> str:
     """
     if text and is_secret_key(key):
         return HIDDEN
-    return FLAG.sub(rf"\g<left>{HIDDEN}", PAIR.sub(lambda pair: _pair(pair, _is_secret_pair), _without_tokens(text)))
+    return FLAG.sub(rf"\g<left>{HIDDEN}", _without_pairs(_without_tokens(text), _is_secret_value))
 
 
 def redact_command(words: Sequence[str]) -> str:
@@ -92,8 +99,7 @@ def redact_source(source: str) -> str:
     >>> redact_source("api_key = 'abc'; pad_token = '<pad>'; password: hunter2; token: str")
     "api_key = '***'; pad_token = '<pad>'; password: ***; token: str"
     """
-    source = PAIR.sub(lambda pair: _pair(pair, _is_secret_literal), _without_tokens(source))
-    return FLAG.sub(rf"\g<left>{HIDDEN}", source)
+    return FLAG.sub(rf"\g<left>{HIDDEN}", _without_pairs(_without_tokens(source), _is_secret_literal))
 
 
 def printable(text: str) -> str:
@@ -125,23 +131,43 @@ def _advice(key: str) -> str:
 
 
 def _without_tokens(text: str) -> str:
-    return TOKEN.sub(HIDDEN, USERINFO.sub(rf"\g<scheme>{HIDDEN}@", text))
+    if "://" in text:
+        text = ADDRESS.sub(_without_userinfo, text)
+    return TOKEN.sub(HIDDEN, text)
 
 
-def _pair(pair: re.Match[str], is_secret: Any) -> str:
-    value = pair["value"]
-    if not is_secret_key(pair["key"]) or value.startswith("$") or not is_secret(pair, value):
-        return pair[0]
-    quote = value[0] if value[0] in "'\"" else ""
-    return f"{pair['key']}{pair['sep']}{quote}{HIDDEN}{quote}"
+def _without_userinfo(address: re.Match[str]) -> str:
+    # Cut after the last @, so that a search for one from any :// finds it: without, each would read on to the end.
+    head, at, tail = address[0].rpartition("@")
+    return USERINFO.sub(f"://{HIDDEN}@", head + at) + tail
 
 
-def _is_secret_pair(pair: re.Match[str], value: str) -> bool:
+def _without_pairs(text: str, is_secret: Callable[[str, str], bool]) -> str:
+    """``text`` without the values after the names of secrets for which ``is_secret`` of sign and value holds."""
+    pieces = []
+    end = 0
+    for key in KEY.finditer(text):
+        if key.start() < end or not is_secret_key(key["key"]):
+            continue
+        value = VALUE.match(text, key.end())
+        if value is None:
+            continue
+        pieces.append(text[end : key.end()])
+        if value[0].startswith("$") or not is_secret(key["sign"], value[0]):
+            pieces.append(value[0])
+        else:
+            quote = value[0][0] if value[0][0] in "'\"" else ""
+            pieces.append(f"{quote}{HIDDEN}{quote}")
+        end = value.end()
+    return "".join([*pieces, text[end:]])
+
+
+def _is_secret_value(sign: str, value: str) -> bool:
     """Not the number of ``per token: 0.1``."""
-    return pair["sign"] == "=" or not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value)
+    return sign == "=" or not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value)
 
 
-def _is_secret_literal(pair: re.Match[str], value: str) -> bool:
+def _is_secret_literal(sign: str, value: str) -> bool:
     if value[0] in "'\"":
         return len(value) > 2
     return bool(re.search(r"\d", value) and re.search(r"[A-Za-z]", value) and not re.search(r"[(\[.]", value))

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import cpu_limit
 from kl_comedy.config import config_hash, flatten, load_config, standalone_text, to_yaml
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError
 from kl_comedy.registry import PLUGIN_FILES
+from kl_comedy.slurm.grid import read_grid
+from kl_comedy.slurm.manifest import plan
 from kl_comedy.training.build import check_training
 
 
@@ -223,3 +226,102 @@ def test_an_override_that_a_later_one_replaces_is_an_error_and_one_that_stays_is
     assert load_config(path, ["kl.0.beta=0.1", whole]).kl[0]["beta"] == 0.1, "the same value is not lost"
     lag = load_config(path, ["lag.in_flight=true", "lag={mode: async, max_steps: 2}"]).lag
     assert lag.in_flight and lag.max_steps == 2, "a mapping with a schema is merged"
+
+
+def chain(first, link):
+    """``tracking.tags`` in which each of 40 names the one before, and ``a0`` is ``first``."""
+    tags = [f"a0: {first}", *(f"a{n}: {link.replace('X', f'${{tracking.tags.a{n - 1}}}')}" for n in range(1, 40))]
+    return "tracking:\n  tags:\n    " + "\n    ".join(tags) + "\n"
+
+
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+LARGE = [  # each of these took more than twenty seconds, gigabytes, or a traceback
+    (MERGES, "with aliases and merge keys written out"),
+    ("kl: [" + "1, " * 300_000 + "]", "more than 10,000 keys and values"),
+    ("name: '" + "${seed}" * 100_000 + "'", "more than 10,000 keys and values"),
+    ("seed: 1" + ":1" * 100_000, "a number of more than 100 characters .line 1"),
+    ("seed: 1" + ":1" * 100_000 + ".5", "a number of more than 100 characters"),
+    ("seed: 0x" + "f" * 900_000, "a number of more than 100 characters"),
+    ("seed: !!int '0x" + "f" * 5000 + "'", "not valid YAML"),
+    ("seed: " + "x" * 900_000, r"seed: got 'x+\.\.\. \(900,002 characters\); allowed: a whole number"),
+    ("x" * 900_000 + "y", "holds no key"),
+    (chain("x" * 8, "X X"), "interpolations stand for more than 2,000 values and 1,000,000 characters"),
+    (chain("''", "X X"), "interpolations stand for more"),
+    (chain("[x]", "['X', 'X']"), "interpolations stand for more"),
+    (chain("x", "X"), "interpolations lead through more than 20 keys"),
+    ("name: ${output}\noutput: ${name}\n", "interpolations lead through more than 20 keys, or back to it"),
+    ("name: '" + "${" * 500 + "'", "not valid YAML"),
+    ("name: " + "x" * 5000, r"name: got 'x+.*allowed: at most 220 characters"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), LARGE, ids=range(len(LARGE)))
+def test_a_config_over_a_limit_is_refused_in_one_line(tmp_path, text, message):
+    """Within two seconds on an idle core; ten are allowed here."""
+    with cpu_limit(10), pytest.raises(UserError, match=message) as error:
+        load_config(write(tmp_path, text))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tracking.tags." + "a." * 99 + "b=1", "no such key; a key has at most 30 parts"),
+        ("kl=" + "[" * 50_000, "kl: cannot read the value .*nested more than 100"),
+        ("seed=0x" + "f" * 60_000, "seed: cannot read the value .*a number of more than 100 characters"),
+        ("seed=1" + ":1" * 60_000, "seed: cannot read the value .*a number of more than 100 characters"),
+        ("x" * 100_000, r"override 'x+\.\.\. \(100,002 characters\): write key=value"),
+        ("seed=" + "x" * 100_000, "seed: got 'x+"),
+    ],
+)
+def test_an_override_over_a_limit_is_refused_in_one_line(text, message):
+    with cpu_limit(10), pytest.raises(UserError, match=message) as error:
+        load_config(None, [text])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_interpolations_within_the_limits_are_written_out(tmp_path):
+    tags = "".join(f"  t{n}: '${{name}}-${{seed}} ${{.base}}'\n" for n in range(300))
+    config = load_config(write(tmp_path, "seed: 3\nname: a\ntracking: {tags: {base: '${...name}'}}\n"))
+    assert config.tracking.tags["base"] == "a"
+    config = load_config(write(tmp_path, f"seed: 3\nname: a\ntracking:\n tags:\n  base: b\n{tags}"))
+    assert config.tracking.tags["t299"] == "a-3 b"
+    text = "kl: [{estimator: k1, beta: 0.25}]\ntracking: {tags: {a: '${kl[0].beta}', b: '${kl.0.beta}'}}\n"
+    assert set(load_config(write(tmp_path, text)).tracking.tags.values()) == {"0.25"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "root:x:0:0:NEEDLE:/root:/bin/sh\nnobody:x:1:1:NEEDLE\n",
+        "NEEDLE",
+        "NEEDLE: 1\n",
+        "NEEDLE:\n  token: NEEDLE\n",
+        "- NEEDLE\n",
+        "X=NEEDLE\nY=${NEEDLE\n",
+        '{"type": "account", "id": "NEEDLE"}',
+        "-----BEGIN x-----\nNEEDLE\n-----END x-----\n",
+        "a: [NEEDLE\n",
+        "a: !NEEDLE\n  b: '${NEEDLE'\n",
+        "@NEEDLE: `NEEDLE`\n",
+        "a: NEEDLE: NEEDLE\n",
+        "\tNEEDLE\n",
+        "a: 1\nNEEDLE: 1\nNEEDLE: 2\n",
+        "a: *NEEDLE\n",
+        "a: '${NEEDLE NEEDLE'\n",
+        "!!python/name:os.NEEDLE\n",
+    ],
+)
+def test_the_content_of_a_file_that_is_no_config_is_not_shown(tmp_path, content):
+    """A config or a grid from elsewhere may name any file that its user can read."""
+    secret, grid = tmp_path / "secret", tmp_path / "grid.yaml"
+    secret.write_text(content)
+    for file, text in ((tmp_path / "a.yaml", f"extends: {secret}\nkl: grpo\n"), (grid, f"base: {secret}\nseeds: 1\n")):
+        file.write_text(text)
+        with pytest.raises(UserError) as error:
+            if file == grid:
+                plan(read_grid(grid), directory=tmp_path)
+            else:
+                load_config(file)
+        assert "NEEDLE" not in str(error.value) and "\n" not in str(error.value)
+        assert str(secret) in str(error.value)

@@ -1,14 +1,16 @@
 """Local files: what a good row becomes, and the message of every kind of bad row."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commands import cpu_limit
 from kl_comedy.config.schema import DatasetConfig
-from kl_comedy.data import load_problems
+from kl_comedy.data import load_problems, sources
 from kl_comedy.errors import UserError
 from kl_comedy.records import Problem
 
@@ -188,3 +190,46 @@ def test_parquet_reads_what_jsonl_reads(tmp_path):
     path = write_parquet(tmp_path, [GOOD | {"raw": b"\x00"}])
     assert load(path, "parquet")[0].meta == {}
     assert "row 1: field 'raw' does not fit into JSON" in error_of(path, "parquet", fields={"raw": "raw"})
+
+
+def test_a_hundred_thousand_fields_with_one_doubled_are_refused_at_once(tmp_path):
+    fields = ", ".join(f'"f{n}": 1' for n in range(100_000))
+    path = write(tmp_path, f'{{{fields}, "f99999": 2}}\n'.encode())
+    with cpu_limit(10):
+        assert "the field 'f99999' is there twice" in error_of(path)
+        assert len(error_of(write(tmp_path, f"{{{fields}}}\n".encode()))) < 2000
+        path = write(tmp_path, f'{{{fields}, "text": "x", "answer": "1"}}\n'.encode())
+        assert len(error_of(path, fields={"answer": "f100000"})) < 2000
+
+
+def parquet_of_one_text(folder, characters, rows):
+    """Each row has the same text: the file holds it once."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = folder / "rows.parquet"
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, "int32"), ["x" * characters])
+    answers = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, "int32"), ["1"])
+    table = pyarrow.table({"text": text, "answer": answers})
+    pyarrow.parquet.write_table(table.replace_schema_metadata(None), path, compression="zstd", store_schema=False)
+    return path
+
+
+@pytest.mark.parametrize(("characters", "rows"), [(10_000_000, 2000), (10, 3_000_000)])
+def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch, characters, rows):
+    """Of 20 GB, and of rows that take more than their values. The limit is lowered, for the sake of this machine."""
+    monkeypatch.setattr(sources, "MAX_UNPACKED", 2**26)
+    path = parquet_of_one_text(tmp_path, characters, rows)
+    assert path.stat().st_size < 40_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with cpu_limit(20):
+        assert "unpacks to more than 0.0625 GiB, from" in error_of(path, "parquet")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000  # KiB
+    assert len(load(parquet_of_one_text(tmp_path, 1000, 5000), "parquet")) == 5000
+
+
+def test_the_footer_of_a_parquet_file_is_looked_at_before_its_rows(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path, [GOOD | {"id": str(n), "more": "x" * 1000 * n} for n in range(10)])
+    monkeypatch.setattr(sources, "MAX_UNPACKED", 100)
+    monkeypatch.setattr(sources, "MAX_RATIO", 1)
+    assert "unpacks to more than" in error_of(path, "parquet")

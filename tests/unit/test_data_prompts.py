@@ -1,9 +1,11 @@
 """Rendering: plain and chat, special tokens, hostile text, the length filter and its counts."""
 
+import os
+
 import pytest
 
 from kl_comedy.config.schema import PromptConfig
-from kl_comedy.data import RenderReport, render
+from kl_comedy.data import RenderReport, prompts, render
 from kl_comedy.errors import UserError
 from kl_comedy.records import Problem
 
@@ -125,3 +127,55 @@ def test_a_mistake_is_named(tokenizer):
     ):
         with pytest.raises(UserError, match=message):
             render(problems, PromptConfig(**config), model)
+
+
+LOOP = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
+TEXT = "{{ messages[0]['content'] }}"
+HOSTILE_TEMPLATES = {
+    "three loops": (LOOP, r"takes more than 0.5 s of CPU time"),
+    "a power": ("{{ 10 ** (10 ** 9) }}", "takes more than 0.5 s of CPU time|512 MiB"),
+    "a loop for one prompt only": (
+        "{% if 'second' in messages[0]['content'] %}" + LOOP + "{% endif %}" + TEXT,
+        "0.5 s of",
+    ),
+    "many characters": ("{{ 'a' * 10 ** 10 }}", "takes more than 512 MiB"),
+    "a wide field": ("{{ '%10000000000d' % 1 }}", "512 MiB|width"),
+    "a list": ("{{ (range(99999) | list * 100000) | length }}", "512 MiB|takes more than 0.5 s|unsupported"),
+    "doubling": (
+        "{% set n = namespace(s='aa') %}{% for a in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+        "takes more than 512 MiB",
+    ),
+    "a long prompt": ("{{ 'a' * 2000000 }}", "writes more than 1,000,040 characters"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+    "include": ("{% include 'x' %}", "no loader"),
+    "import": ("{% import '/etc/passwd' as x %}", "no loader"),
+    "no template": ("{% for %}", "Expected an expression|unexpected"),
+    "nested": ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "calls itself without end"),
+    "a type": ("{{ 1 + 'a' }}", "unsupported operand"),
+    "division": ("{{ 1 / 0 }}", "division by zero"),
+    "Python's internals": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEMPLATES)
+def test_a_template_that_gives_no_prompt_is_refused_in_one_line(name, monkeypatch):
+    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.5)
+    template, message = HOSTILE_TEMPLATES[name]
+    problems = [problem("1 = "), problem("second")]
+    with pytest.raises(UserError, match=rf"^data\.prompt: the chat template refuses .*({message})") as error:
+        render(problems, PromptConfig(template="chat"), make_tokenizer(chat=template))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_templates_are_rendered_in_a_child_that_is_gone_afterwards(tokenizer):
+    problems = [problem(f"{number} + 1 = \N{GRINNING FACE}") for number in range(3000)]
+    prompts, _ = render(problems, PromptConfig(template="chat", max_tokens=200), tokenizer)
+    expected = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": each.text}], tokenize=False, add_generation_prompt=True
+        )
+        for each in problems
+    ]
+    assert [prompt.text for prompt in prompts] == expected
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

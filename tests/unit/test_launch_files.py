@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from commands import cpu_limit
 from kl_comedy.cli.main import app
 from kl_comedy.errors import UserError
-from kl_comedy.lab.launch_files import MAX_BYTES, parse, read_launch_file
+from kl_comedy.io import MAX_FILE_BYTES
+from kl_comedy.lab.launch_files import parse, read_launch_file
 from kl_comedy.lab.peers import SYSTEMS, flag_key
 
 VERL = r"""
@@ -207,12 +209,12 @@ def test_what_is_no_literal_is_reported_and_can_be_given(tmp_path):
         ("a.yaml", "[" * 3000, "nested more than"),
         ("a.yaml", "a: !!python/object/apply:os.system [ls]\n", "cannot be read"),
         ("a.yaml", b"\xff\xfe\x00", "cannot be read"),
-        ("a.sh", "#" * (MAX_BYTES + 1), "larger than 1,000,000 bytes"),
+        ("a.sh", "#" * (MAX_FILE_BYTES + 1), "larger than 1,000,000 bytes"),
         (
             "a.yaml",
             "a: &a {x: 1, y: 1, z: 1}\n"
             + "".join(f"{b}: &{b} {{x: *{a}, y: *{a}, z: *{a}}}\n" for a, b in itertools.pairwise("abcdefghijk")),
-            "more than 20,000 keys",
+            "more than 10,000 keys and values",
         ),
     ],
 )
@@ -220,6 +222,49 @@ def test_hostile_and_unknown_files_are_refused_in_one_line(tmp_path, name, text,
     with pytest.raises(UserError, match=message) as error:
         read_launch_file(write(tmp_path, name, text))
     assert "\n" not in str(error.value) and str(error.value).startswith(str(tmp_path))
+
+
+START = "python -m verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_coef="
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+LARGE = [  # each of these took more than twenty seconds, gigabytes, or a traceback
+    ("a.sh", START + "x" * 900_000, "a command of more than 20,000 characters"),
+    ("a.sh", START + "${a:-" * 150_000, "a command of more than 20,000 characters"),
+    ("a.sh", ("a." * 2000 + "b=1\n") * 200, "has more than 30 parts"),
+    ("a.sh", "".join(f"a.b.c{n}=1\n" for n in range(50_000)), "more than 10,000 keys"),
+    ("a.sh", "a=xx\n" + "a=$a$a\n" * 40 + START + "$a\n", "its variables stand for more than 1,000,000 characters"),
+    ("a.sh", "a=" + "x" * 9000 + "\n" + "".join(f"b{n}=$a\n" for n in range(90_000)), "its variables stand for more"),
+    ("a.sh", START + "1" * 10_000, r"kl_loss_coef: got '1+\.\.\. \(10,002 characters\)"),
+    ("a.py", "f(" + ",".join(f"a{n}=1" for n in range(30_000)) + ")", "more than 10,000 keys"),
+    ("a.py", "GRPOConfig(beta=0x" + "f" * 400_000 + ")", "a number of more than 4,300 digits"),
+    ("a.py", "GRPOConfig(beta='" + "x" * 900_000 + "')", r"beta: got 'x+\.\.\. \(900,002 characters\)"),
+    ("a.yaml", MERGES, "with aliases and merge keys written out"),
+    ("a.yaml", "beta: 1" + ":1" * 100_000, "a number of more than 100 characters"),
+    ("a.yaml", "beta: " + "1" * 100_000, "a number of more than 100 characters"),
+    ("a.yaml", "a: " + "x" * 100_000 + "\nbeta: 0x" + "f" * 100_000, "a number of more than 100 characters .line 2"),
+    ("a.yaml", "beta: [" + "1, " * 300_000 + "]", "more than 10,000 keys and values"),
+    ("a.toml", "a." * 100_000 + "b = 1", "line 1 has more than 200 dots"),
+    ("a.toml", "x = 1\n[" + '"a "."b ". ' * 50_000 + "b]", "line 2 has more than 200 dots"),
+    ("a.toml", "1." * 200_000 + "1 = 1", "line 1 has more than 200 dots"),
+    ("a.toml", "kl_tau = 0x" + "f" * 400_000, "a number of more than 4,300 digits"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), LARGE, ids=range(len(LARGE)))
+def test_a_file_over_a_limit_is_refused_with_the_limit_in_one_line(tmp_path, name, text, message):
+    """Within two seconds on an idle core; ten are allowed here."""
+    path = write(tmp_path, name, text)
+    with cpu_limit(10), pytest.raises(UserError, match=message) as error:
+        read_launch_file(path, system="trl" if name != "a.sh" else "verl")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 700
+
+
+def test_what_stays_within_the_limits_is_read(tmp_path):
+    lines = "".join(f"x.y{n}=1\n" for n in range(5000)) + "# " + "x" * 100_000 + "\n"
+    assert read_launch_file(write(tmp_path, "a.sh", lines + START + "0.5")).given == {"kl_loss_coef": 0.5}
+    numbers = "x = [" + "0.25, " * 1000 + "]\n[trainer.loss]\nkl_tau = 0.5\n"
+    assert read_launch_file(write(tmp_path, "a.toml", numbers), system="prime-rl").given == {"kl_tau": 0.5}
+    text = "a: &a {x: 1}\nb: {<<: *a, y: 2}\nprompt: " + "word " * 20_000 + "\nbeta: 0.5\n"
+    assert read_launch_file(write(tmp_path, "a.yaml", text), system="trl").given == {"beta": 0.5}
 
 
 def test_misuse_of_the_command(tmp_path):

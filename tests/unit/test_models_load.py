@@ -1,6 +1,8 @@
 """Loading: what works, and the one clear error for each thing that does not."""
 
 import importlib.util
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from commands import cpu_limit
 from kl_comedy.config.schema import LoraConfig, ModelConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import head_weights, load_model, unwrap, weights_hash
@@ -246,3 +249,50 @@ def test_fetching_smollm2_never_replaces_a_folder_nor_leaves_a_part(tmp_path, ca
     with pytest.raises(UserError, match="sha256"):
         fetch_smollm2.fetch(target, gguf=tmp_path / "file.gguf")
     assert not target.exists() and not list(target.parent.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"num_hidden_layers": 10_000_000}, r"num_hidden_layers: got 10000000; allowed: at most 1000"),
+        ("config.json", {"num_hidden_layers": -1}, r"num_hidden_layers: got -1"),
+        ("config.json", {"intermediate_size": 10**9}, r"intermediate_size: got 1000000000; allowed: at most 1048576"),
+        ("config.json", {"text_config": {"n_layer": 10**7}}, r"text_config\.n_layer: got 10000000"),
+        ("config.json", {"eos_token_id": "</s>"}, r"eos_token_id: got '</s>'; allowed: a whole number, a list"),
+        ("config.json", {"eos_token_id": [0, "</s>"]}, r"eos_token_id: got \[0, '</s>'\]"),
+        ("generation_config.json", {"eos_token_id": "</s>"}, r"eos_token_id: got '</s>'"),
+        ("generation_config.json", {"pad_token_id": True}, r"pad_token_id: got True"),
+    ],
+)
+def test_numbers_of_a_models_config_are_looked_at_before_it_is_built(folder, tmp_path, file, change, message):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    content = json.loads((copy / file).read_text()) if (copy / file).is_file() else {}
+    (copy / file).write_text(json.dumps({**content, **change}))
+    for check in (lambda: load(copy), lambda: check_source(ModelConfig(source=str(copy)))):
+        with cpu_limit(10), pytest.raises(UserError, match=rf"^model\.source: .* has in {file} .*{message}") as error:
+            check()
+        assert "\n" not in str(error.value)
+
+
+def test_token_ids_that_are_numbers_lists_of_them_or_none_are_allowed(folder, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    content = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**content, "eos_token_id": [0, 1], "bos_token_id": None}))
+    assert load(copy).model.config.eos_token_id == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("block_count", 2**32 - 1), ("feed_forward_length", 2**31), ("embedding_length", 2**31)]
+)
+def test_the_header_of_a_gguf_file_is_looked_at_before_the_model_is_built(tmp_path, monkeypatch, name, value):
+    import gguf
+
+    add = getattr(gguf.GGUFWriter, f"add_{name}")
+    monkeypatch.setattr(gguf.GGUFWriter, f"add_{name}", lambda writer, _: add(writer, value))
+    write_gguf(tmp_path / "tiny.gguf", "smollm")
+    tokenizer().save_pretrained(tmp_path / "words")
+    for other in (None, str(tmp_path / "words")):
+        with cpu_limit(10), pytest.raises(UserError, match=rf"model\.gguf_file: tiny\.gguf has {name}: got {value}"):
+            load(tmp_path, gguf_file="tiny.gguf", tokenizer=other)

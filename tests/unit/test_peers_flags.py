@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import cpu_limit
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, resolve_terms
 from kl_comedy.lab.peers import (
@@ -222,3 +223,21 @@ def test_a_colon_or_a_bare_name_means_another_system():
 def test_a_lone_key_takes_the_next_word_unless_it_starts_with_a_dash():
     assert split("x:--a --b 2 c=3 --d") == ("x", [("a", None), ("b", "2"), ("c", "3"), ("d", None)])
     assert Flag(name="a", meaning="m", default=False).parse(None, "k") is True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("verl:" + unit * (120_000 // len(unit)) for unit in (" ", "x", "=", "a.", "a=1,", "--a ")),
+        *("verl:use_kl_loss=true" + unit * (15_000 // len(unit)) for unit in (" ", "x", "=", ".a", ",a", " --a")),
+        *("verl:kl_loss_coef=" + digit * 15_000 for digit in "19x"),
+        "x" * 120_000 + ":",
+    ],
+    ids=lambda text: f"{text[:8]}...{text[-5:]}",
+)
+def test_long_flags_are_read_or_refused_in_one_line(text):
+    with cpu_limit(10):
+        try:
+            read(text)
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 3000

@@ -1,18 +1,21 @@
-"""Twenty kinds of secret in every place where a user can put one: refused, or in nothing that is left behind."""
+"""Two dozen kinds of secret in every place where a user can put one: refused, or in nothing that is left behind."""
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from commands import Command
+from commands import Command, cpu_limit
 from kl_comedy.cli.common import load_plugins
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
-from kl_comedy.redaction import redact, redact_source
+from kl_comedy.redaction import is_secret_key, printable, redact, redact_command, redact_source
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.scripts import read_profile
 
@@ -26,15 +29,23 @@ SECRETS = {  # name: (text, what must not be seen); in two halves, so that scann
     "pair": ("password=hunter7hunter7", "hunter7hunter7"),
     "pair in prose": ("note: my token: hunter8hunter8", "hunter8hunter8"),
     "flag": ("serve --api-key hunter9hunter9", "hunter9hunter9"),
+    "basic": ("Authorization: Basic abc28DEFabc28DEF==", "abc28DEFabc28DEF"),
     "bearer": ("Authorization: Bearer abc10DEFabc10DEF", "abc10DEFabc10DEF"),
     "hugging face": ("hf" + "_abcdefghijklmnopqrstuvwx11", "abcdefghijklmnopqrstuvwx11"),
     "openai": ("sk" + "-proj-abcdefgh12345678abcd12", "abcdefgh12345678abcd12"),
     "github": ("gh" + "p_abcdefghijklmnopqrst13", "abcdefghijklmnopqrst13"),
     "github, fine": ("github" + "_pat_abcdefghijk_lmnopq14", "abcdefghijk_lmnopq14"),
     "gitlab": ("gl" + "pat-abcdefghijklmnopq15", "abcdefghijklmnopq15"),
+    "github, app": ("gh" + "s_abcdefghijklmnopqrst26", "abcdefghijklmnopqrst26"),
     "slack": ("xo" + "xb-123456789-abcdef16", "123456789-abcdef16"),
+    "slack, hook": ("https://hooks.slack.com/" + "services/T00/B00/abcdefgh27", "T00/B00/abcdefgh27"),
     "databricks": ("da" + "pi0123456789abcdef0123456717", "0123456789abcdef0123456717"),
+    "slack, app": ("xa" + "pp-1-A0123456-abcdef21", "A0123456-abcdef21"),
+    "npm": ("np" + "m_abcdefghijklmnopqrstuvwxyz012345622", "abcdefghijklmnopqrstuvwxyz012345622"),
+    "pypi": ("py" + "pi-AgEIcHlwaS5vcmcabcdef23", "AgEIcHlwaS5vcmcabcdef23"),
+    "nvidia": ("nv" + "api-abcdefghijklmnopqrst24", "abcdefghijklmnopqrst24"),
     "aws": ("AK" + "IAABCDEFGHIJKLMN18", "ABCDEFGHIJKLMN18"),
+    "aws, temporary": ("AS" + "IAABCDEFGHIJKLMN25", "ABCDEFGHIJKLMN25"),
     "google": ("AI" + "zaabcdefghijklmnopqrstuvwxyz0123419", "abcdefghijklmnopqrstuvwxyz0123419"),
     "json web token": ("ey" + "Jhbgci0iJIUz.eyJzdWIiOiIx.c2lnbmF0dXJl20", "c2lnbmF0dXJl20"),
     "private key": (
@@ -110,6 +121,83 @@ def test_nothing_in_a_config_is_evaluated(value, monkeypatch):
         load_config(None, [f"tracking.tags.x={json.dumps(value)}"])
     assert os.environ["HOME"] not in str(caught.value)
     assert load_config(None, ["seed=3", "tracking.tags.x='s-${seed}: ${name}'"]).tracking.tags["x"] == "s-3: run"
+
+
+REFERENCE_TOKEN = re.compile(
+    r"(?<![A-Za-z0-9])("
+    r"hf_[A-Za-z0-9]{16,}|sk-(?=[\w-]*\d)[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|"
+    r"xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|dapi[0-9a-f]{16,}|(AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|"
+    r"npm_[A-Za-z0-9]{30,}|pypi-[\w-]{16,}|nvapi-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(\.[\w-]*)?"
+    r")|hooks\.slack\.com/services/\S+|(?i:\b(bearer|basic) +)(?=\S*\d)[\w.~+/-]{12,}=*|"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----(.|\n)*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+REFERENCE_USERINFO = re.compile(
+    r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)([^\s/:@'\"]*:[^\s'\"]*|[^\s/@'\"]+)@",
+)
+REFERENCE_PAIR = re.compile(
+    r"(?P<key>[\w.\-]*(?i:pass(?:word|wd|phrase)|pwd|secret|credential|key|token)[\w.\-]*)"
+    r"(?P<sep>[\"']?\s*[=:]\s*)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;&}\])]+)"
+)
+
+
+def reference_redact(text):
+    """What is hidden, as plain patterns say it: cubic in the length of a word, so for short texts only."""
+
+    def pair(match):
+        number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", match["value"]) and "=" not in match["sep"]
+        hidden = is_secret_key(match["key"]) and not match["value"].startswith("$") and not number
+        return f"{match['key']}{match['sep']}***" if hidden else match[0]
+
+    text = REFERENCE_TOKEN.sub("***", REFERENCE_USERINFO.sub(r"\g<scheme>***@", text))
+    return REFERENCE_PAIR.sub(pair, text)
+
+
+PIECES = [text for text, _ in SECRETS.values()] + [
+    *("NEEDLE7needle7needle7", "key", "token", "api_key", "password", "hf" + "_", "sk" + "-", "ey" + "J", "Bearer "),
+    *("=", ":", '"', "'", " ", "\n", "://", "@", "/", ".", "-", "_", "a", "7", "$", "x://", "--token ", ", "),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join))
+def test_what_plain_patterns_hide_is_hidden(text):
+    reference, redacted = reference_redact(text), redact(text)
+    for needle in ("NEEDLE7needle7needle7", *(needle for _, needle in SECRETS.values())):
+        assert redacted.count(needle) <= reference.count(needle), (text, redacted)
+
+
+ODD_UNITS = [  # what the patterns repeat, and what they look for at its end
+    *(
+        "key",
+        "token.",
+        "pwd_",
+        "0f",
+        ".",
+        "a.",
+        "a-",
+        "token=",
+        "token:",
+        "key='",
+        'key="a',
+        "token=$",
+        "key = ",
+        "\t ",
+    ),
+    *("sk" + "-", "ey" + "J-", "ey" + "Jaaaaaaaa.", "x://", "x://a:", "x://a@", "a@", "bearer ", "basic    "),
+    *("hf" + "_", "gl" + "pat-", "github" + "_pat_", "xo" + "xb-", "--token ", "\t--token", " -key", "-"),
+    *("-----BEGIN ", "PRIVATE KEY", "-----BEGIN " + "PRIVATE KEY-----", "-----END "),
+    *("\x1b[", "\x1b]", "\x9b0", "hooks.slack.com/"),
+]
+
+
+@pytest.mark.parametrize("hide", [redact, redact_source, printable, lambda text: redact_command([text])])
+def test_no_text_takes_more_than_time_in_proportion_to_its_length(hide):
+    """A quadratic pattern would take minutes for one of these; together they take less than a second."""
+    with cpu_limit(30):
+        for unit in ODD_UNITS:
+            for head in ("", 'token="', "x://"):
+                hide(head + unit * (10_000 // len(unit)))
+        hide("X = 0x" + "f" * 200_000)
 
 
 PLUGIN = '''"""A reward that knows secrets, and says them."""

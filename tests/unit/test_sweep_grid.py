@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from commands import cpu_limit
 from kl_comedy.errors import UserError
 from kl_comedy.slurm.grid import expand, override, parse_values, read_grid
 from kl_comedy.slurm.manifest import plan
@@ -115,7 +116,7 @@ MISTAKES = {
     "grid: {kl: [[{estimator: k1}], grpo]}": r"a name for it",
     "grid: {output: [a, b]}": r"output: cannot be set in a sweep",
     "grid: {seed: [1]}\nseeds: 2": r"seed: is set twice",
-    "seeds: 0": r"how many \(at least 1\)",
+    "seeds: 0": r"how many \(1 to 100000\)",
     "rows: {a: {optimizer.lr: 0.1}, b: {optimizer.lr: 0.1}}": r"cells 0 \(a\) and 1 \(b\) are the same run",
     "grid: {kl: [grpo, none]}\nrows: {grpo: {optimizer.lr: 0.1}}": r"a cell of the grid is called grpo too",
     "evaluate: {eval.sample: 3}": r"evaluate: eval.sample: no such key .* did you mean 'samples'",
@@ -123,7 +124,7 @@ MISTAKES = {
     "max_parallel: 0": r"max_parallel: got 0",
     "name: 'a b'": r"name: got 'a b'",
     "grid: {a: [1]": r"is not valid YAML",
-    "grid: {a: {from: 0, to: 9, num: 1000}, b: {from: 0, to: 9, num: 1000}}": r"1000000 cells",
+    "grid: {a: {from: 0, to: 9, num: 1000}, b: {from: 0, to: 9, num: 1000}}": r"more than 100000 cells",
 }
 
 
@@ -140,3 +141,37 @@ def test_a_mistake_is_one_clear_error(tmp_path):
     (tmp_path / "grid.yaml").write_text("seeds: 2\n")
     with pytest.raises(UserError, match=r"grid.yaml: .*needs base"):
         read_grid(tmp_path / "grid.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("grid: {a: {from: 0, to: 1" + "0" * 300 + ", step: 1}}", "a number of more than 100 characters"),
+        ("grid: {a: {from: 0, to: 1e300, step: 1}}", r"grid\.a\.to: got 1e\+300; allowed: .* at most 1e\+100 in size"),
+        ("grid: {a: {from: -1e308, to: 1e308, step: 1}}", r"grid\.a\.from: got -1e\+308"),
+        ("grid: {a: {from: 0, to: 1e99, step: 1}}", r"grid\.a\.step: got 1; allowed: a step that makes at most 100000"),
+        ("grid: {a: {from: 0, to: 1, step: 1e-320}}", r"grid\.a\.step: got 1e-320"),
+        ("seeds: 1000000000000", r"seeds: got 1000000000000; allowed: how many \(1 to 100000\)"),
+        ("grid: {" + ", ".join(f"a{n}: [1, 2]" for n in range(200)) + "}", "grid: has more than 100000 cells"),
+        ("grid: {" + ", ".join(f"a{n}: [1]" for n in range(201)) + "}", "grid: has 201 keys; allowed: at most 200"),
+        ("grid: {" + "a." * 100 + "b: [1]}", "no such key; a key has at most 30 parts"),
+        ("name: " + "x" * 221, "name: got .* at most 220 characters"),
+        ("grid: {kl.0.beta: [" + "x" * 221 + ", b]}", "grid: got .*names of at most 220 characters"),
+        ("grid: {a: [" + ", ".join(f"'{'-' * n}'" for n in range(1, 150)) + "]}", "at most 100 cells of one name"),
+        (
+            "grid: {a: {from: 1, to: 300, step: 1}, b: {from: 1, to: 300, step: 1}}\n"
+            "exclude: [" + ", ".join(f"{{a: {n}}}" for n in range(1, 200)) + "]",
+            "exclude: 90000 cells times 199 exclusions are more than 1000000",
+        ),
+    ],
+)
+def test_a_grid_over_a_limit_is_refused_in_one_line(tmp_path, text, message):
+    """Within two seconds on an idle core; ten are allowed here."""
+    with cpu_limit(10), pytest.raises(UserError, match=message) as error:
+        expand(grid(tmp_path, text))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_large_grid_within_the_limits_is_expanded(tmp_path):
+    text = "grid: {a: {from: 1, to: 300, step: 1}, b: [1, 2]}\nseeds: 20\nexclude: [{a: [1, 2], b: 1}, {a: 300}]\n"
+    assert len(expand(grid(tmp_path, text))) == (300 * 2 - 2 - 2) * 20

@@ -73,6 +73,22 @@ def test_hostile_names_stay_data_and_wide_tables_are_not_cut():
     frame = pd.DataFrame({"@x": ["=HYPERLINK(1)", "+1", "@a", "-", "k1"], "n": [-1.0, 2.0, math.nan, 0.0, 1e-7]})
     lines = render(frame, "csv").splitlines()
     assert lines == ["'@x,n", "'=HYPERLINK(1),-1.0", "'+1,2.0", "'@a,", "-,0.0", "k1,1e-07"]
+    for formula in (
+        "-1+1",
+        "-HYPERLINK(1)",
+        "-a",
+        "--1",
+        "\uff1d1",
+        "\uff0b1",
+        "\uff0d1",
+        "\uff201",
+        "\u22121+1",
+        "\ufe66x",
+    ):
+        for before in ("", " ", "\u00a0", "\ufeff", "\u200b", "\n", "\t"):
+            assert render(pd.DataFrame({"x": [f"{before}{formula}"]}), "csv").split("\n", 1)[1].lstrip('"')[0] == "'"
+    for number in ("-1", "-0.5", "-1e-07", "-.5", "-1.", "-", "1", "1e-4"):
+        assert render(pd.DataFrame({"x": [number]}), "csv") == f"x\n{number}"
     wide = pd.DataFrame({f"column {at}": ["x" * 60] for at in range(20)})
     assert render(wide, "text").count("x" * 60) == 20
     for format in FORMATS:

@@ -16,7 +16,7 @@ import typer
 from kl_comedy.cli import common
 from kl_comedy.cli.common import Plugins, choice_option, load, load_plugins, message, progress_bar
 from kl_comedy.errors import RunFailed, UserError, bad_value, nearest, unknown_key
-from kl_comedy.io import check_nesting
+from kl_comedy.io import parse_yaml, read_text
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
@@ -358,8 +358,6 @@ def _listed(items: Iterable[object]) -> str:
 
 def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[str, AlgorithmContext]) -> None:
     """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too)."""
-    from omegaconf import OmegaConf
-
     from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, AlgorithmContext
     from kl_comedy.kl.recipes import resolve_terms
     from kl_comedy.registry import ADVANTAGES, RECIPES
@@ -374,10 +372,9 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
         raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes)")
     if path.is_file():
         try:
-            check_nesting(path)
-            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        except Exception as error:
-            raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
+            content = parse_yaml(read_text(path))
+        except (ValueError, OSError) as error:
+            raise UserError(f"{path}: not YAML ({error})") from None
         if isinstance(content, list):
             lists[name] = resolve_terms(content, name)
             return

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy import io
+from kl_comedy.errors import UserError, bad_value, shown
 from kl_comedy.redaction import printable, redact_command, redact_source, refuse_secrets
 
 if TYPE_CHECKING:
@@ -76,12 +77,10 @@ def print_rows(rows: Sequence[Mapping[str, Any]], format: str) -> None:
 
 def parse_yaml(option: str, text: str) -> Any:
     """The YAML value of an option, as ``'{estimator: k3}'``. Raises :class:`UserError`."""
-    from omegaconf import OmegaConf
-
     try:
-        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except Exception as error:
-        raise UserError(f"{option} {text!r}: not a YAML mapping ({str(error).splitlines()[0]})") from None
+        return io.parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{option} {shown(text)}: not a YAML mapping ({error})") from None
 
 
 def process_rank() -> int:

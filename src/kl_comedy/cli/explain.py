@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kl_comedy.cli.common import TableOrJson
-from kl_comedy.errors import UserError, bad_value, error_prefix
+from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.redaction import printable
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def explain(
     if os.path.isfile(path) or (path.suffix in FILES and ":" not in what[0]):  # Path.is_file raises for a long text
         _explain_file(path, system, what[1:], format)
     elif system is not None:
-        raise UserError(f"--system is for a file, and {what[0]!r} is none")
+        raise UserError(f"--system is for a file, and {shown(what[0])} is none")
     elif is_peer(text):
         _explain_peer(read(text), format)
     else:

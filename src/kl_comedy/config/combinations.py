@@ -8,6 +8,7 @@ from typing import Any
 
 from kl_comedy.config.schema import SHARDED, Config, LagConfig
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.io import MAX_NAME
 from kl_comedy.records import Capabilities
 from kl_comedy.registry import ROLLOUTS
 
@@ -58,6 +59,13 @@ def _names(config: Config) -> Iterator[Conflict]:
     for key, name in (("name", config.name), *(("data.eval", name) for name in config.data.eval)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             yield key, name, f"{letters}, since it names a folder" if key == "name" else f"set names of {letters}", ""
+        elif len(name) > MAX_NAME:
+            yield (
+                key,
+                name,
+                f"at most {MAX_NAME} characters",
+                "it is part of a folder's name of at most 255 bytes",
+            )
 
 
 def _batches(config: Config) -> Iterator[Conflict]:

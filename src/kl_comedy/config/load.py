@@ -22,8 +22,8 @@ from typing import Any
 from kl_comedy.config.combinations import check_combinations
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, parse_record, without_none
-from kl_comedy.errors import UserError, bad_value, error_prefix
-from kl_comedy.io import read_yaml
+from kl_comedy.errors import UserError, bad_value, error_prefix, shown
+from kl_comedy.io import MAX_CHAIN, MAX_EXPANSIONS, MAX_FILE_BYTES, MAX_KEY_PARTS, parse_yaml, read_yaml
 from kl_comedy.redaction import redact, refuse_secrets
 from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
 
@@ -116,15 +116,28 @@ def _read_files(path: Path) -> list[tuple[Path, dict[str, Any]]]:
         above = content.pop(EXTENDS)
         with error_prefix(f"{file}: {EXTENDS}"):
             if not isinstance(above, str) or not above:
-                raise UserError(f"got {above!r}; allowed: the path of a config, from the folder of this file")
+                raise UserError(f"got {shown(above)}; allowed: the path of a config, from the folder of this file")
             base = Path(os.path.normpath(file.parent / above))
             chain.insert(0, base)
             if base.resolve() in [each.resolve() for each in chain[1:]]:
                 raise UserError(f"{' <- '.join(map(str, chain))}: a config cannot extend itself")
-            files.insert(0, (base, read_yaml(base)))
+            files.insert(0, (base, read_named_config(base)))
     if not any(content for _, content in files):
         raise UserError(f"{path}: is empty; a run needs {', '.join(REQUIRED)} (`kl-comedy init run` writes one)")
     return files
+
+
+def read_named_config(path: Path) -> dict[str, Any]:
+    """The mapping in a config that another file names (``extends``, a grid's ``base``).
+
+    Raises :class:`UserError`, without any of the content, for a file that is something else: a config or grid from
+    elsewhere may name every file that its user can read, and messages go to logs and job outputs.
+    """
+    content = read_yaml(path)
+    known = [EXTENDS, *field_types(Config)]
+    if content and not set(content) & set(known):
+        raise UserError(f"{path}: is no config: it has none of the keys {', '.join(known)}")
+    return content
 
 
 def _overlap(key: str, other: str) -> bool:
@@ -146,7 +159,8 @@ def _finish(plain: dict[str, Any], overrides: Sequence[str]) -> Config:
     for key, value in flatten(plain).items():
         if isinstance(value, str) and _calls_resolver(value):
             why = "${a.key} takes another key's value; resolvers such as oc.env are off: write the value itself"
-            raise UserError(f"{key}: got {redact(value)!r}; {why}, or let your code read a secret's variable")
+            raise UserError(f"{key}: got {shown(redact(value))}; {why}, or let your code read a secret's variable")
+    _Expansions(plain).check()
     try:
         plain = typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(plain), resolve=True))
     except OmegaConfBaseException as error:
@@ -162,6 +176,58 @@ def _finish(plain: dict[str, Any], overrides: Sequence[str]) -> Config:
     config = parse_record(Config, plain)
     check_combinations(config)
     return config
+
+
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+"""An interpolation with no other one in its name."""
+
+
+class _Expansions:
+    """Counts what the interpolations of a config stand for, before OmegaConf writes them out.
+
+    ``a: ${b}${b}``, ``b: ${c}${c}``, ... doubles with every line, and so do lists and mappings. Each is followed here
+    as OmegaConf does, and the first that is over a limit raises :class:`UserError`.
+    """
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        self._plain = plain
+        self._leaves = flatten(plain)
+        self._values = 0
+        self._characters = 0
+
+    def check(self) -> None:
+        for key in self._leaves:
+            self._text(key, key, 0)
+
+    def _text(self, key: str, start: str, chain: int) -> str:
+        """The text of a leaf, written out. ``start``: the key with which this began, for messages."""
+        text = str(self._leaves[key])
+        if chain > MAX_CHAIN:
+            raise UserError(f"{start}: its interpolations lead through more than {MAX_CHAIN} keys, or back to it")
+        while _INNERMOST.search(text):
+            text = _INNERMOST.sub(lambda name: self._value(name[1].strip(), key, start, chain), text)
+        return text
+
+    def _value(self, name: str, key: str, start: str, chain: int) -> str:
+        """What ``${name}`` in the value of ``key`` stands for; "" for a section, and where there is no such key."""
+        path = re.sub(r"\[([^\]]*)\]", r".\1", name)
+        relative = len(path) - len(path.lstrip("."))
+        if relative:
+            path = ".".join([*key.split(".")[:-relative], path[relative:]])
+        if path in self._leaves:
+            leaves = [path]
+        else:
+            section = _value_at(self._plain, path)
+            leaves = list(flatten(section, path)) if isinstance(section, dict | list) and section else []
+        text = ""
+        for leaf in leaves or [path]:
+            self._values += 1
+            text = self._text(leaf, start, chain + 1) if leaf in self._leaves else ""
+            self._characters += len(text)
+            if self._values > MAX_EXPANSIONS or self._characters > MAX_FILE_BYTES:
+                limits = f"{MAX_EXPANSIONS:,} values and {MAX_FILE_BYTES:,} characters"
+                raise UserError(f"{start}: the config's interpolations stand for more than {limits}")
+        return text if leaves == [path] else ""
 
 
 def _calls_resolver(text: str) -> bool:
@@ -239,28 +305,26 @@ def _refuse_lost(plain: Mapping[str, Any], values: Sequence[tuple[str, Any]]) ->
 
 
 def _value_at(node: Any, key: str) -> Any:
+    """What a dotted key leads to; None where there is nothing."""
     for part in key.split("."):
-        items = dict(enumerate(node)) if isinstance(node, list) else node
-        node = items.get(int(part) if isinstance(node, list) else part) if isinstance(items, Mapping) else None
+        items = {str(position): item for position, item in enumerate(node)} if isinstance(node, list) else node
+        node = items.get(part) if isinstance(items, Mapping) else None
     return node
 
 
 def _override(plain: dict[str, Any], text: str) -> tuple[str, Any]:
     """Set what ``text`` says; its key and value."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise UserError(f"override {redact(text)!r}: write key=value, as in optimizer.lr=1e-4")
+        raise UserError(f"override {shown(redact(text))}: write key=value, as in optimizer.lr=1e-4")
     refuse_secrets({key: value})
+    if key.count(".") >= MAX_KEY_PARTS:
+        raise UserError(f"{shown(key)}: no such key; a key has at most {MAX_KEY_PARTS} parts")
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{key}: cannot read the value {value!r}: {' '.join(str(error).split())}") from None
-    item = typing.cast(dict[str, Any], parsed)["value"]
+        item = parse_yaml(value, lone_value=True)
+    except ValueError as error:
+        raise UserError(f"{key}: cannot read the value {shown(value)}: {error}") from None
     _set(plain, Config, key.split("."), copy.deepcopy(item), key)
     return key, item
 

@@ -7,17 +7,32 @@ conversation; it is left out and counted.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import random
-from collections.abc import Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config.schema import PromptConfig
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, shown
 from kl_comedy.records import Problem, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+TEMPLATE_SECONDS = 2.0
+"""CPU time in which a chat template gives one prompt; real ones take less than a millisecond."""
+TEMPLATE_SECONDS_EACH = 0.02
+"""And for each prompt of a data set."""
+TEMPLATE_BYTES = 2**29
+"""Memory that it takes beside the process's own."""
+TEMPLATE_CHARACTERS = 1_000_000
+"""Characters of a prompt, and ten more for each of the conversation."""
 
 
 class PromptOrder:
@@ -112,7 +127,7 @@ def render(
     prompts = []
     for problem, text, token_ids in zip(safe, texts, ids, strict=True):
         if not token_ids:
-            raise UserError(f"{key}: the problem {problem.id!r} becomes a prompt without any token: {text!r}")
+            raise UserError(f"{key}: the problem {problem.id!r} becomes a prompt without any token: {shown(text)}")
         if len(token_ids) <= config.max_tokens:
             prompts.append(Prompt(problem=problem, text=text, token_ids=token_ids))
     if not prompts:
@@ -141,7 +156,7 @@ def continuation_ids(
     size = len(prompt.token_ids)
     if whole[:size] != prompt.token_ids or len(whole) == size:
         raise UserError(
-            f"problem {prompt.problem.id!r}: the tokenizer has no tokens for {continuation!r} alone after "
+            f"problem {prompt.problem.id!r}: the tokenizer has no tokens for {shown(continuation)} alone after "
             f"{prompt.text[-20:]!r}; end the prompt elsewhere (suffix, prefill), or ask for a generated answer"
         )
     return whole[size:]
@@ -154,14 +169,105 @@ def _chat(texts: Sequence[str], config: PromptConfig, tokenizer: PreTrainedToken
             f"{key}.template: got 'chat', but the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat "
             f"template; use {key}.template=plain"
         )
-    from jinja2 import TemplateError
-
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
-    turns = [[*system, {"role": "user", "content": text}] for text in texts]
+    conversations = [[*system, {"role": "user", "content": text}] for text in texts]
+    if not hasattr(os, "fork"):  # Windows
+        return [_render_chat(tokenizer, conversation) for conversation in conversations]
     try:
-        return [str(tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True)) for t in turns]
-    except TemplateError as error:
-        raise UserError(f"{key}: the chat template refuses the conversation: {error}") from error
+        return _render_in_child(tokenizer, conversations)
+    except TemplateFault as error:
+        raise UserError(f"{key}: the chat template refuses the conversation: {error}") from None
+
+
+class TemplateFault(Exception):
+    """What a chat template does instead of giving a prompt, in one line."""
+
+
+def _render_chat(tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Mapping[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+
+
+def _render_in_child(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Any]) -> list[str]:
+    """The prompt of each conversation, rendered by a child process with limits of time and memory.
+
+    A template is a program from the model's folder. Its sandbox keeps it from files and from Python's internals, not
+    from loops without end or texts of gigabytes, and these may depend on the conversation, so that a trial with one
+    says nothing about the next. A fork, since the template needs the tokenizer; the child uses neither torch nor the
+    tokenizer's library, whose threads it does not have. Raises :class:`TemplateFault`.
+    """
+    import warnings
+
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            _render_limited(tokenizer, conversations, writing)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    texts: list[str] = []
+    try:
+        with open(reading, encoding="ascii") as lines:
+            for line in lines:
+                if not line.endswith("\n"):  # the process ended while it wrote
+                    break
+                reply = json.loads(line)
+                if "fault" in reply:
+                    raise TemplateFault(reply["fault"])
+                texts.append(reply["text"])
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    _, status = os.waitpid(child, 0)
+    if len(texts) < len(conversations):
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if number in (signal.SIGPROF, signal.SIGXCPU):
+            raise TemplateFault(f"it takes more than {TEMPLATE_SECONDS:g} s of CPU time")
+        raise TemplateFault(f"the process that renders it ended (signal {number})")
+    return texts
+
+
+def _render_limited(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Any], writing: int) -> None:
+    """Write a line of JSON for each conversation; the kernel ends the process where it takes too long."""
+    import resource
+
+    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_DFL)
+    seconds = 1 + int(TEMPLATE_SECONDS + len(conversations) * TEMPLATE_SECONDS_EACH)
+    _lower_limit(resource.RLIMIT_CPU, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 60.0 + 20 * seconds)  # against a lock that a thread held at the fork
+    with contextlib.suppress(OSError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _lower_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + TEMPLATE_BYTES)
+    with open(writing, "w", encoding="ascii") as lines:
+        for conversation in conversations:
+            signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
+            try:
+                text = _render_chat(tokenizer, conversation)
+                allowed = TEMPLATE_CHARACTERS + 10 * sum(len(turn["content"]) for turn in conversation)
+                if len(text) > allowed:
+                    reply = {"fault": f"it writes more than {allowed:,} characters"}
+                else:
+                    reply = {"text": text}
+            except MemoryError:
+                reply = {"fault": f"it takes more than {TEMPLATE_BYTES >> 20} MiB"}
+            except RecursionError:
+                reply = {"fault": "it calls itself without end"}
+            except Exception as error:  # of the template, or of Python's functions that it calls
+                reply = {"fault": str(error).partition("\n")[0][:300] or type(error).__name__}
+            lines.write(json.dumps(reply) + "\n")
+
+
+def _lower_limit(kind: int, amount: int) -> None:
+    """Limit this process, further where it has a limit already."""
+    import resource
+
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 
 
 def _tokenize(
@@ -176,7 +282,7 @@ def _tokenize(
         )["input_ids"]
     except Exception as error:  # the tokenizers library raises nothing more specific
         raise UserError(
-            f"{key}: the model's tokenizer cannot spell these prompts, the first of which is {texts[0]!r} ({error}); "
+            f"{key}: the model's tokenizer cannot spell these prompts, as {shown(texts[0])} ({error}); "
             "check prefix, suffix, prefill and the problems' characters"
         ) from error
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id

@@ -20,12 +20,14 @@ from typing import Any
 
 from kl_comedy.config.schema import DatasetConfig
 from kl_comedy.config.validate import option
-from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
+from kl_comedy.errors import SHOWN, UserError, bad_value, error_prefix, nearest, shown
 from kl_comedy.records import Problem
 
 LETTERS = string.ascii_uppercase
 TEXT_NAMES = ("problem", "question", "text")
 """Source fields that can only be the problem's text; used where exactly one of them is present."""
+MAX_LISTED = 30
+"""Names of fields in a message."""
 _GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 Rows = Iterable[tuple[str, str, Mapping[str, Any]]]
@@ -65,7 +67,7 @@ def read_rows(rows: Rows, config: DatasetConfig, options: RowOptions, *, key: st
             fields = fields or _source_fields(config, row, key)
             problem = _problem(row, fields, options, key, fallback_id)
             if problem.id in places:
-                raise UserError(f"the id {problem.id!r} was already used at {places[problem.id]}")
+                raise UserError(f"the id {shown(problem.id)} was already used at {places[problem.id]}")
         places[problem.id] = place
         problems.append(problem)
     if not problems:
@@ -129,7 +131,7 @@ def read_choices(value: Any, *, field: str) -> tuple[str, ...]:
         raise UserError(f"field {field!r} must be a list of 2 to {len(LETTERS)} choices, got {what}")
     for choice in value:
         if isinstance(choice, bool) or not isinstance(choice, str | int | float) or not str(choice).strip():
-            raise UserError(f"field {field!r} holds the choice {choice!r}; each must be a non-empty string")
+            raise UserError(f"field {field!r} holds the choice {shown(choice)}; each must be a non-empty string")
     return tuple(str(choice) for choice in value)
 
 
@@ -144,7 +146,7 @@ def choice_letter(answer: Any, choices: Sequence[str], *, field: str) -> str:
     if isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().upper() in allowed:
         return answer.strip().upper()
     raise UserError(
-        f"field {field!r} is {answer!r}; with {len(choices)} choices it must be a letter "
+        f"field {field!r} is {shown(answer)}; with {len(choices)} choices it must be a letter "
         f"A to {allowed[-1]} or an integer position 0 to {len(choices) - 1}"
     )
 
@@ -153,14 +155,15 @@ def label_position(answer: Any, labels: Any, count: int, *, field: str) -> int:
     """The 0-based position of ``answer`` among the source's labels, one for each of its ``count`` choices."""
     names = [str(label) for label in labels] if isinstance(labels, list | tuple) else []
     if len(names) != count or len(set(names)) != count:
-        raise UserError(f"{count} choices need as many different labels, got {labels!r}")
+        raise UserError(f"{count} choices need as many different labels, got {shown(labels)}")
     if str(answer) not in names:
-        raise UserError(f"field {field!r} is {answer!r}, which is none of the labels {', '.join(names)}")
+        raise UserError(f"field {field!r} is {shown(answer)}, which is none of the labels {', '.join(names)[:SHOWN]}")
     return names.index(str(answer))
 
 
 def _names(row: Mapping[str, Any]) -> str:
-    return ", ".join(str(name) for name in row) or "(none)"
+    names = ", ".join(str(name)[:SHOWN] for name in list(row)[:MAX_LISTED]) or "(none)"
+    return f"{names}, ... ({len(row):,})" if len(row) > MAX_LISTED else names
 
 
 def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 from kl_comedy.config.schema import DatasetConfig
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.data.rows import RowOptions, Rows, read_rows
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, shown
 from kl_comedy.io import existing_file
 from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
@@ -86,10 +86,11 @@ def _jsonl_rows(path: Path) -> Rows:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the field {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    row: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in row:
+            raise ValueError(f"the field {shown(name)} is there twice")
+        row[name] = value
     return row
 
 
@@ -97,16 +98,43 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
+MAX_UNPACKED = 2**30
+"""Bytes that a Parquet file of any size may unpack to; a large one, to a hundred times its size. A text that is stored
+once and named by each row takes less than a byte a row in the file."""
+MAX_RATIO = 100
+ROW_BYTES = 500
+"""What a row takes here beside its values: 2**30 rows of one short text fit into a file of some kilobytes."""
+
+
 def _parquet_rows(path: Path, key: str) -> Iterator[Mapping[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    limit = max(MAX_UNPACKED, MAX_RATIO * path.stat().st_size)
+    too_large = UserError(
+        f"{key}.path: {path} unpacks to more than {limit / 2**30:.3g} GiB, from {path.stat().st_size:,} bytes; "
+        "such rows may be given as JSONL"
+    )
+    unpacked = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            for batch in table.iter_batches(batch_size=1024):
+            groups = [table.metadata.row_group(n) for n in range(table.metadata.num_row_groups)]
+            sizes = [group.column(n).total_uncompressed_size for group in groups for n in range(group.num_columns)]
+            if sum(sizes) > limit:
+                raise too_large
+            # The footer does not count a value as often as rows name it, and may be wrong. At worst each row of a batch
+            # holds all of the largest column, so that many rows fit into the limit.
+            rows_at_once = max(1, min(1024, MAX_UNPACKED // max(sizes, default=1)))
+            for batch in table.iter_batches(batch_size=rows_at_once):
+                unpacked += batch.nbytes + ROW_BYTES * batch.num_rows
+                if unpacked > limit:
+                    raise too_large
                 yield from batch.to_pylist()
+    except MemoryError:
+        raise too_large from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{key}.path: {path} is not a readable Parquet file: {error}") from error
+        reason = str(error).partition("\n")[0][:200]
+        raise UserError(f"{key}.path: {path} is not a readable Parquet file: {reason}") from error
 
 
 class DatasetUnavailable(UserError):
@@ -236,5 +264,5 @@ def _text(entry: dict[str, Any], config: DatasetConfig, *, key: str) -> str:
     tail = question.rpartition(marker)[2].strip() if isinstance(marker, str) and marker and marker in question else ""
     if not tail:
         allowed = "a marker with text after it"
-        raise bad_value(f"{key}.options.text_after", marker, allowed, f"question: {question!r}")
+        raise bad_value(f"{key}.options.text_after", marker, allowed, f"question: {shown(question)}")
     return tail

@@ -9,6 +9,7 @@ literal is reported. Only what the flags of the system name is used.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import shlex
@@ -20,14 +21,17 @@ from typing import Any
 
 import yaml
 
-from kl_comedy.errors import UserError, bad_value, error_prefix
-from kl_comedy.io import check_nesting
+from kl_comedy.errors import UserError, bad_value, error_prefix, shown
+from kl_comedy.io import MAX_FILE_BYTES, MAX_KEY_PARTS, MAX_VALUES, check_yaml, read_text, yaml_errors
 from kl_comedy.lab.peers import SWITCH, SYSTEMS, Flag, Reading, System, Value, find_system, flag_key, read_flags
 
-MAX_BYTES = 1_000_000
-MAX_SETTINGS = 20_000
+MAX_LINE = 20_000
+"""Characters of one command of a shell script: splitting it takes time by the square of them."""
+MAX_DOTS = 200
+"""Dots in one line of TOML, those within numbers aside: the parser takes memory by the square of the parts of a key."""
 TRL_CONFIGS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "AsyncGRPOConfig": "async_grpo"}
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,200}))?\}|(\w+))")
+"""The default is bounded: without, a brace that nothing closes is looked for from every ``${A:-`` to the end."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,21 @@ class Parsed:
 
     settings: list[Setting] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
+    written: int = 0
 
     def add(self, key: str, text: str | None, literal: bool = True) -> None:
+        if key.count(".") >= MAX_KEY_PARTS:
+            raise UserError(f"the key {shown(key)} has more than {MAX_KEY_PARTS} parts")
         self.settings.append(Setting(flag_key(key), text, literal))
-        if len(self.settings) > MAX_SETTINGS:
-            raise UserError(f"sets more than {MAX_SETTINGS:,} keys; a launch script or config is expected")
+        if len(self.settings) > MAX_VALUES:
+            raise UserError(f"sets more than {MAX_VALUES:,} keys; a launch script or config is expected")
+
+    def count_written(self, text: str) -> str:
+        """``text``, the value of a variable at one place: lines such as ``a=$a$a`` double it each time."""
+        self.written += len(text)
+        if self.written > MAX_FILE_BYTES:
+            raise UserError(f"its variables stand for more than {MAX_FILE_BYTES:,} characters")
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +102,7 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
             if not setting.literal and not (flag.is_switch and str(setting.text).startswith("${")):
                 default = "its default" if flag.name not in given else "the earlier value"
                 unread[flag.name] = (
-                    f"{setting.key}: {setting.text!r} is no literal; {default} is taken (give {flag.name}=...)"
+                    f"{setting.key}: {shown(setting.text)} is no literal; {default} is taken (give {flag.name}=...)"
                 )
                 continue
             lone = flag.is_switch and (setting.text is None or setting.text.strip("\"'").lower() not in SWITCH)
@@ -133,6 +147,8 @@ def _trainer(parsed: Parsed) -> dict[str, Value]:
 
 def _flag_of(system: System, key: str) -> Flag | None:
     """The flag that a key of a file means: its name, its path (perhaps under a root), or a tail of two components."""
+    if key.rsplit(".", 1)[-1] not in _last_parts(system.name):  # most keys of a file are of no flag
+        return None
     paths = {f.name: (f.where, *(alias for alias in f.aliases if "." in alias)) for f in system.flags}
     exact = [
         f
@@ -144,32 +160,46 @@ def _flag_of(system: System, key: str) -> Flag | None:
     return next((matches[0] for matches in (exact, tail, nested) if len(matches) == 1), None)
 
 
+@functools.cache
+def _last_parts(system: str) -> frozenset[str]:
+    """What the key of one of the system's flags may end in."""
+    names = (name for flag in SYSTEMS[system].flags for name in (flag.name, flag.where, *flag.aliases))
+    return frozenset(part for name in names for part in (name.rsplit(".", 1)[-1], flag_key(name).rsplit(".", 1)[-1]))
+
+
 # --- parsers ------------------------------------------------------------------------------------------------------
 def parse(path: Path) -> Parsed:
     """Read a file by its suffix (``.py``, ``.yaml``, ``.yml``, ``.json``, ``.toml``; else shell)."""
-    if path.stat().st_size > MAX_BYTES:
-        raise UserError(f"larger than {MAX_BYTES:,} bytes; a launch script or config is expected")
+    reader: Callable[[str, Parsed], None] = _shell
+    if path.suffix == ".py":
+        reader = _python
+    elif path.suffix == ".toml":
+        reader = _toml
+    elif path.suffix in (".yaml", ".yml", ".json"):
+        reader = _yaml
+    parsed = Parsed()
     try:
-        text, parsed = path.read_text("utf-8"), Parsed()
-        reader: Callable[[str, Parsed], None] = {".py": _python, ".toml": _toml}.get(path.suffix, _shell)
-        if path.suffix in (".yaml", ".yml", ".json"):
-            check_nesting(path)
-            reader = _yaml
-        reader(text, parsed)
+        reader(read_text(path), parsed)
     except UserError:
         raise
-    except (ValueError, SyntaxError, RecursionError, MemoryError, yaml.YAMLError) as error:
-        raise UserError(
-            f"cannot be read: {str(error).splitlines()[0] if str(error) else 'nested too deeply'}"
-        ) from None
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        reason = str(error).partition("\n")[0][:200] or "nested too deeply"
+        if "integer string conversion" in reason:  # advice of Python for its programmers
+            reason = "a number of more than 4,300 digits"
+        raise UserError(f"cannot be read: {reason}") from None
     return parsed
 
 
+@yaml_errors()
 def _yaml(text: str, parsed: Parsed) -> None:
+    check_yaml(text)
     _flatten(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), "", parsed)
 
 
 def _toml(text: str, parsed: Parsed) -> None:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.count(".") > MAX_DOTS and re.sub(r"\d\.\d", "", line).count(".") > MAX_DOTS:
+            raise UserError(f"cannot be read: line {number} has more than {MAX_DOTS} dots, as a key with as many parts")
     _flatten(tomllib.loads(text), "", parsed)
 
 
@@ -199,21 +229,28 @@ def _shell(text: str, parsed: Parsed) -> None:
     variables: dict[str, str] = {}
     text = re.sub(r"\\\r?\n", " ", re.sub(r"(?m)^[ \t]*#.*$", "", text))
     for line in text.splitlines():
+        if len(line) > MAX_LINE:
+            raise UserError(f"a command of more than {MAX_LINE:,} characters: {shown(line[:100])}")
         line = re.sub(r"^(\s*(?:export\s+|local\s+)?\w+)\+?=\(", r"\1= ", line)  # the words of an array are arguments
         try:
             words = shlex.split(line, comments=True)
         except ValueError:  # quotes that span lines
             words = line.split()
         _command(
-            [_substitute(word.rstrip(";)") if "(" not in word else word, variables) for word in words],
+            [_substitute(word.rstrip(";)") if "(" not in word else word, variables, parsed) for word in words],
             variables,
             parsed,
         )
 
 
-def _substitute(word: str, variables: Mapping[str, str]) -> str:
+def _substitute(word: str, variables: Mapping[str, str], parsed: Parsed) -> str:
     """``$NAME`` and ``${NAME:-default}`` with what the file assigned; others stay."""
-    return VARIABLE.sub(lambda m: variables.get(m[1] or m[3], m[2] if m[2] is not None else m[0]), word)
+
+    def value(match: re.Match[str]) -> str:
+        default = match[0] if match[2] is None else match[2]
+        return parsed.count_written(variables.get(match[1] or match[3], default))
+
+    return VARIABLE.sub(value, word)
 
 
 def _command(words: Sequence[str], variables: dict[str, str], parsed: Parsed) -> None:

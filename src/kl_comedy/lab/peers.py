@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.errors import UserError, bad_value, shown, unknown_key
 from kl_comedy.kl import REGIMES, KLTerm
 from kl_comedy.kl.oracle.certificate import Certificate, certify
 
@@ -43,6 +43,8 @@ NAMES = (
     *("trl", "verl", "openrlhf", "nemo-rl", "slime", "skyrl", "open-instruct", "prime-rl", "pipelinerl", "areal"),
     *("roll", "tinker", "trinity", "oat", "torchforge", "ms-swift"),
 )
+MAX_FLAGS = 20_000
+"""Characters of flags on the command line."""
 SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -297,10 +299,12 @@ def split(text: str) -> tuple[str, list[tuple[str, str | None]]]:
     >>> split("openrlhf:--algo.kl.use_loss --algo.kl.estimator k3")
     ('openrlhf', [('algo.kl.use_loss', None), ('algo.kl.estimator', 'k3')])
     """
+    if len(text) > MAX_FLAGS:
+        raise UserError(f"flags of {len(text):,} characters; allowed: at most {MAX_FLAGS:,} (a file may hold more)")
     system, _, rest = text.partition(":")
     system = system.strip()
     pairs: list[tuple[str, str | None]] = []
-    for word in re.sub(r"\s*=\s*", "=", rest).replace(",", " ").split():
+    for word in re.sub(r"(?<!\s)\s*=\s*", "=", rest).replace(",", " ").split():
         key, equals, value = word.partition("=")
         if equals or word.startswith("--"):
             pairs.append((flag_key(key), value if equals else None))
@@ -338,7 +342,7 @@ def _find_flag(system: System, key: str, text: str | None) -> Flag:
         raise bad_value(where, "the bare key", paths, "several flags end like this")
     misplaced = [flag.where for flag in flags if "." in key and flag.matches(key.rsplit(".", 1)[-1])]
     if misplaced:
-        raise UserError(f"{where}: no such key (given {text!r}); the flag is at {' or '.join(misplaced)}")
+        raise UserError(f"{where}: no such key (given {shown(text)}); the flag is at {' or '.join(misplaced)}")
     raise unknown_key(where, text if text is not None else "true", [flag.name for flag in flags])
 
 

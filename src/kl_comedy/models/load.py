@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import ssl
@@ -17,6 +18,7 @@ import threading
 import urllib.error
 import urllib.request
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 UNSUPPORTED_OPTIONS = {"device_map", "quantization_config", "attn_implementation", "dtype", "torch_dtype", "gguf_file"}
 UNSUPPORTED_OPTIONS |= {"revision", "trust_remote_code"}
 """Options of transformers that other keys of ``model`` set, or that would load the model in an unsupported way."""
+MAX_LAYERS = 1000
+MAX_SIZE = 2**20
+"""Layers, and entries of a dimension, in a model's own config: several times those of the largest models. transformers
+builds what the config says before it looks at the weights."""
 HUB_SECONDS = 2.0
 SMOLLM2_FOLDER = Path("models/SmolLM2-135M-Instruct")
 """Where scripts/fetch_smollm2.py (``make smollm2``) puts the converted model."""
@@ -81,6 +87,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """Load the policy that ``config`` describes. Raises :class:`UserError` for mistakes in the config."""
     config = whole_model(config)
     check_undamaged(config)
+    if config.source != "pocket":
+        check_model_config(config)
     device, tokenizer, model = pick_device(config.device), load_tokenizer(config), load_base(config)
     refuse_scaled_logits(model.config)
     disable_dropout(model)
@@ -160,6 +168,7 @@ def load_base(config: ModelConfig) -> Any:
         return load_pocket(replace(config, attention=config.library_attention)).to(dtype)
     from transformers import AutoModelForCausalLM
 
+    check_model_config(config)
     for option in config.options:
         if option in UNSUPPORTED_OPTIONS:
             raise UserError(f"model.options.{option}: not allowed here; the other keys of model decide it")
@@ -234,6 +243,48 @@ def check_source(config: ModelConfig) -> None:
             check_available(key, name, config.revision if key == "model.source" else None)
     if is_adapter_folder(config.source):
         check_source(base_of_adapter(config))
+    elif config.source != "pocket":
+        check_model_config(config)
+
+
+def check_model_config(config: ModelConfig) -> None:
+    """Raise :class:`UserError` for numbers in the files of a model with which building it would not end.
+
+    Ids of tokens that are no numbers are refused too: they would fail when the first completion ends.
+    """
+    for file in ("config.json", "generation_config.json"):
+        _check_numbers(_model_json(config, file), f"model.source: {config.source!r} has in {file} {{}}")
+
+
+def _check_numbers(content: Mapping[str, Any], where: str) -> None:
+    for name, value in content.items():
+        place = where.format(name)
+        if isinstance(value, Mapping):
+            _check_numbers(value, f"{place}.{{}}")
+        elif name.endswith("_token_id"):
+            ids = value if isinstance(value, list) else [value]
+            if not all(each is None or type(each) is int for each in ids):
+                raise bad_value(place, value, "a whole number, a list of them, or null")
+        elif type(value) is int:
+            is_layers = "layers" in name or name in ("n_layer", "block_count")
+            is_size = name.endswith(("_size", "_heads", "_dim", "n_embd", "n_head", "n_inner", "d_model", "_count"))
+            if is_layers and not 0 <= value <= MAX_LAYERS:
+                raise bad_value(place, value, f"at most {MAX_LAYERS} layers")
+            if is_size and value > MAX_SIZE:
+                raise bad_value(place, value, f"at most {MAX_SIZE}")
+
+
+def _model_json(config: ModelConfig, name: str) -> dict[str, Any]:
+    """A JSON file of the model, local or of the hub; {} where there is none, or one that transformers will refuse."""
+    from transformers.utils import cached_file
+
+    local_only = not check_available("model.source", config.source, config.revision)
+    try:
+        path = cached_file(config.source, name, revision=config.revision, local_files_only=local_only)
+        content = json.loads(Path(str(path)).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def check_available(key: str, name: str, revision: str | None = None) -> bool:
@@ -348,7 +399,7 @@ def whole_model(config: ModelConfig) -> ModelConfig:
         return config
     check_undamaged(config)
     base = whole_model(base_of_adapter(config))
-    check_available("model.source", base.source, base.revision)
+    check_source(base)
     key = _merged_key(config, base)
     folder = cached_folder("merged", key, lambda draft: _write_merged(config, base, draft))
     return replace(config, source=str(folder), revision=None)
@@ -400,6 +451,7 @@ def load_gguf_model(path: Path, *, dtype: torch.dtype, **options: Any) -> Any:
     """The weights of a GGUF file, dequantized, as an ordinary trainable model."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
+    read_gguf_metadata(path)
     # Loaded plainly the model would keep a quantizer, and could then neither train nor be saved.
     options |= {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
     model = from_pretrained(AutoModelForCausalLM, str(path.parent), "model.gguf_file", dtype=dtype, **options)
@@ -414,25 +466,45 @@ def check_tied(model: Any) -> None:
         raise UserError("model.gguf_file: the embeddings should be tied, and the loaded head is not the embedding")
 
 
-def load_gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer of a GGUF file with the pre-tokenizer and the context length of its metadata."""
+def read_gguf_metadata(path: Path) -> dict[str, Any]:
+    """The numbers and texts in the header of a GGUF file; lists, as those of tokens, are left out.
+
+    Raises :class:`UserError` for a file that is none, and for sizes with which building the model would not end.
+    """
     import gguf
-    from transformers import AutoTokenizer
 
+    metadata: dict[str, Any] = {}
     try:
-        fields = gguf.GGUFReader(path).fields
-
-        def metadata(key: str) -> Any:
-            return fields[key].contents() if key in fields else None
-
-        kind, pre = metadata("tokenizer.ggml.model"), str(metadata("tokenizer.ggml.pre") or "")
-        context_length = int(metadata(f"{metadata('general.architecture')}.context_length") or 0)
+        for name, field in gguf.GGUFReader(path).fields.items():
+            if field.types[:1] != [gguf.GGUFValueType.ARRAY]:
+                metadata[name] = field.contents()
     except Exception as error:  # the reader raises whatever its parsing trips over
         raise UserError(f"model.gguf_file: {path.name} is not a readable GGUF file: {first_line(error)}") from error
+    architecture = metadata.get("general.architecture")
+    sizes = {
+        name.removeprefix(f"{architecture}."): value
+        for name, value in metadata.items()
+        if name.startswith(f"{architecture}.") and not name.endswith("context_length")
+    }
+    for name, value in sizes.items():
+        if name.endswith("_length") and type(value) is int and value > MAX_SIZE:
+            raise bad_value(f"model.gguf_file: {path.name} has {name}", value, f"at most {MAX_SIZE}")
+    _check_numbers(sizes, f"model.gguf_file: {path.name} has {{}}")
+    return metadata
+
+
+def load_gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer of a GGUF file with the pre-tokenizer and the context length of its metadata."""
+    from transformers import AutoTokenizer
+
+    metadata = read_gguf_metadata(path)
+    kind = metadata.get("tokenizer.ggml.model")
+    pre = str(metadata.get("tokenizer.ggml.pre") or "")
+    context_length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     tokenizer = from_pretrained(AutoTokenizer, str(path.parent), "model.gguf_file", gguf_file=path.name)
     if kind == "gpt2":
         repair_pre_tokenizer(tokenizer, pre)
-    if context_length:
+    if isinstance(context_length, int) and context_length:
         tokenizer.model_max_length = context_length
     return tokenizer
 

@@ -25,15 +25,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kl_comedy.config.load import read_named_config
 from kl_comedy.config.validate import option, parse_record
-from kl_comedy.errors import UserError, bad_value, unknown_key
-from kl_comedy.io import read_yaml
+from kl_comedy.errors import UserError, bad_value, shown, unknown_key
+from kl_comedy.io import MAX_KEY_PARTS, MAX_NAME, read_yaml
 from kl_comedy.redaction import refuse_secrets
 
 RANGE_KEYS = ("from", "to", "step", "num", "log")
 MAX_VALUES = 100_000
 """A range with more values than this is a typing mistake."""
 MAX_CELLS = 100_000
+"""Also the most seeds."""
+MAX_COMPARISONS = 1_000_000
+"""Cells times exclusions; a million take about two seconds."""
+MAX_AXES = 200
+"""Keys of a grid. Those with several values are at most 16, by the number of cells."""
+MAX_NAMESAKES = 100
+"""Cells whose values differ and whose names do not."""
+MAX_NUMBER = 1e100
+"""Of a range: differences and powers of larger numbers are beyond what a float holds."""
 RESERVED = ("name", "output", "resume")
 """Keys that a sweep sets itself."""
 NAME = "letters, digits, '.', '_' and '-'"
@@ -76,7 +86,13 @@ class Grid:
         for key, name in (("name", self.name), *(("rows", name) for name in self.rows)):
             if slug(name) != name:
                 raise bad_value(key, name, f"{NAME}, since it names a folder")
+            if len(name) > MAX_NAME:
+                raise bad_value(key, name, f"at most {MAX_NAME} characters, since it names a folder")
+        if len(self.grid) > MAX_AXES:
+            raise UserError(f"grid: has {len(self.grid):,} keys; allowed: at most {MAX_AXES}")
         for key in [*self.overrides, *self.grid, *(key for row in self.rows.values() for key in row or ())]:
+            if key.count(".") >= MAX_KEY_PARTS:
+                raise UserError(f"{shown(key)}: no such key; a key has at most {MAX_KEY_PARTS} parts")
             if key in RESERVED:
                 raise UserError(f"{key}: cannot be set in a sweep, which sets {', '.join(RESERVED)} itself")
         self.axes = {key: parse_values(key, item) for key, item in self.grid.items()}
@@ -89,11 +105,11 @@ class Grid:
 
 
 def _parse_seeds(seeds: Any) -> list[int]:
-    if type(seeds) is int and seeds >= 1:
+    if type(seeds) is int and 1 <= seeds <= MAX_CELLS:
         return list(range(seeds))
     if isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds) and len(set(seeds)) == len(seeds):
         return seeds
-    raise bad_value("seeds", seeds, "how many (at least 1), or a list of different whole numbers")
+    raise bad_value("seeds", seeds, f"how many (1 to {MAX_CELLS}), or a list of different whole numbers")
 
 
 def read_grid(path: Path, name: str | None = None) -> Grid:
@@ -103,7 +119,10 @@ def read_grid(path: Path, name: str | None = None) -> Grid:
     raw = {key: item for key, item in read_yaml(path, "grid").items() if item is not None}
     refuse_secrets(raw)
     grid = parse_record(Grid, {"name": path.stem, **raw, **({"name": name} if name else {})}, origin=str(path))
-    grid.base = str((path.parent / grid.base).resolve())
+    base = (path.parent / grid.base).resolve()
+    if base.is_file():
+        read_named_config(base)
+    grid.base = str(base)
     return grid
 
 
@@ -139,8 +158,8 @@ def _parse_range(key: str, item: Mapping[str, Any]) -> list[float | int]:
     for name, number in item.items():
         if name not in RANGE_KEYS:
             raise unknown_key(f"{key}.{name}", number, RANGE_KEYS)
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise bad_value(f"{key}.{name}", number, "a finite number")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= MAX_NUMBER:
+            raise bad_value(f"{key}.{name}", number, f"a finite number, at most {MAX_NUMBER:g} in size")
     kinds = [name for name in ("step", "num", "log") if name in item]
     if "from" not in item or "to" not in item or len(kinds) != 1:
         raise bad_value(key, dict(item), "from, to and one of step, num (points) or log (points)")
@@ -148,9 +167,10 @@ def _parse_range(key: str, item: Mapping[str, Any]) -> list[float | int]:
     if kinds == ["step"]:
         if amount == 0 or (last - first) * amount < 0:
             raise UserError(f"{key}: the range from {first:g} to {last:g} by {amount:g} is empty")
-        count = math.floor((last - first) / amount + 1e-9) + 1
-        if count > MAX_VALUES:
-            raise bad_value(f"{key}.step", amount, f"a step that makes at most {MAX_VALUES} values, not {count}")
+        steps = (last - first) / amount
+        if steps >= MAX_VALUES:  # infinity too
+            raise bad_value(f"{key}.step", amount, f"a step that makes at most {MAX_VALUES} values, not {steps:g}")
+        count = math.floor(steps + 1e-9) + 1
         numbers = [first + position * amount for position in range(count)]
         if all(isinstance(number, int) for number in item.values()):
             return numbers
@@ -234,9 +254,13 @@ def expand(grid: Grid) -> list[Point]:
     Raises :class:`UserError` for an exclusion that excludes nothing and for a grid without points.
     """
     seeds = grid.seeds or (None,)
-    count = math.prod(map(len, grid.axes.values())) * len(seeds)
-    if count > MAX_CELLS:
-        raise bad_value("grid", f"{count} cells", f"at most {MAX_CELLS} cells")
+    count = len(seeds)
+    for values in grid.axes.values():
+        count *= len(values)
+        if count > MAX_CELLS:
+            raise UserError(f"grid: has more than {MAX_CELLS} cells")
+    if count * len(grid.exclude) > MAX_COMPARISONS:
+        raise UserError(f"exclude: {count} cells times {len(grid.exclude)} exclusions are more than {MAX_COMPARISONS}")
     combinations = [dict(zip(grid.axes, values, strict=True)) for values in itertools.product(*grid.axes.values())]
     if not grid.axes and grid.rows:
         combinations = []
@@ -276,8 +300,14 @@ def _label_points(grid: Grid, chosen: Sequence[tuple[dict[str, Value], int | Non
     for combination, seed in chosen:
         parts = [value_label(key, value, short[key]) for key, value in combination.items() if len(grid.axes[key]) > 1]
         base = "-".join(parts) or grid.name
-        labels = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
-        label = next(label for label in labels if taken.setdefault(label, combination) == combination)
+        if len(base) > MAX_NAME:
+            allowed = f"names of at most {MAX_NAME} characters, since they name folders; name values, as in"
+            raise bad_value("grid", base, f"{allowed} grid: {{key: {{my-name: ...}}}}")
+        labels = [base, *(f"{base}-{number}" for number in range(2, MAX_NAMESAKES + 1))]
+        label = next((label for label in labels if taken.setdefault(label, combination) == combination), None)
+        if label is None:
+            allowed = f"at most {MAX_NAMESAKES} cells of one name"
+            raise bad_value("grid", base, f"{allowed}; name values, as in grid: {{key: {{my-name: ...}}}}")
         settings = {key: value.raw for key, value in combination.items()}
         values = {key: value.label or value_text(value.raw) for key, value in combination.items()}
         points.append(Point(label=label, seed=seed, settings=settings, values=values))

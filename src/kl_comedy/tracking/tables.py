@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -109,12 +110,23 @@ def _escaped(text: str) -> str:
     return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", text)
 
 
+_PLAIN_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|-", re.IGNORECASE | re.ASCII)
+_FORMULA_SIGNS = ("=", "+", "-", "\u2212", "@")
+
+
 def _csv(value: Any) -> Any:
-    """A value as a spreadsheet shows it: a text that begins like a formula has an apostrophe in front."""
+    """A value as a spreadsheet shows it: a text that may begin a formula has an apostrophe in front, a number has not.
+
+    Spreadsheets take full-width and other forms of a sign for it, and skip spaces and marks without width before it.
+    """
     if not isinstance(value, str):
         return value
     text = printable(value)
-    return f"'{text}" if text.lstrip().startswith(("=", "+", "@")) else text
+    if _PLAIN_NUMBER.fullmatch(text):
+        return text
+    first = next((char for char in text if not char.isspace() and unicodedata.category(char) not in ("Cf", "Mn")), "")
+    is_formula = unicodedata.normalize("NFKC", first) in _FORMULA_SIGNS
+    return f"'{text}" if is_formula or text.startswith("\t") else text
 
 
 def _latex(text: str) -> str:
