@@ -311,7 +311,7 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
 
     from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, AlgorithmContext
     from kl_comedy.kl.recipes import resolve_terms
-    from kl_comedy.registry import ADVANTAGES, RECIPES
+    from kl_comedy.registry import ADVANTAGES, OWN_PART, RECIPES
 
     path = Path(name)
     if name in RECIPES:
@@ -320,7 +320,7 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
     if not name.endswith((".yaml", ".yml")) and not path.is_file():
         near = nearest(name, RECIPES.names())
         hint = f"; did you mean {near!r}?" if near else ""
-        raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes)")
+        raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes; {OWN_PART})")
     if path.is_file():
         try:
             check_nesting(path)
