@@ -357,12 +357,12 @@ class PluginPackage:
         """Of the distribution that installed it, else its ``__version__``; None where it has none."""
         if self.name == SCRIPT:
             return None
-        for point in importlib.metadata.entry_points():
-            is_ours = point.group.removeprefix("kl_comedy.") in KINDS and point.dist is not None
-            if is_ours and point.module.partition(".")[0] == self.name and point.dist.version:
-                return str(point.dist.version)
-        for distribution in _distributions().get(self.name, ()):
-            return importlib.metadata.version(distribution)
+        for distribution in importlib.metadata.distributions():
+            points = [point for point in distribution.entry_points if point.group.startswith("kl_comedy.")]
+            if distribution.version and self.name in [_package_of(point.module) for point in points]:
+                return distribution.version
+        for name in filter(None, _distributions().get(self.name, ())):
+            return importlib.metadata.version(name)
         version = getattr(sys.modules.get(self.name), "__version__", None)
         return None if version is None else str(version)
 
@@ -375,9 +375,8 @@ class PluginPackage:
         folder = file.parents[path.count("/")]
         if file != folder / path:  # the package's folder has another name
             return self.sources
-        beside = {each.stem for each in folder.glob("*.py")} | {
-            each.parent.name for each in folder.glob("*/__init__.py")
-        }
+        beside = {file.stem for file in folder.glob("*.py")}
+        beside |= {file.parent.name for file in folder.glob("*/__init__.py")}
         text = b"\n".join(self.sources.values())
         mentioned = {module for module in beside - {self.name} if module.encode() in text}
         if all(_is_library(module) for module in mentioned):

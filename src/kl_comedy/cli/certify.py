@@ -398,6 +398,7 @@ def _policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
     """Names (``all``: every one), YAML mappings and config files to policy terms. Raises :class:`UserError`."""
     from kl_comedy.kl.oracle.policy_certificate import named_policy_terms
     from kl_comedy.objective import PolicyTerm, check_policy_term
+    from kl_comedy.registry import OWN_PART
 
     known = dict(named_policy_terms())
     terms: dict[str, PolicyTerm] = {}
@@ -416,7 +417,7 @@ def _policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
             term = PolicyTerm(**{POLICY_FIELDS[name]: value for name, value in fields.items()})
             terms[term.label()] = term
         else:
-            raise bad_value("--policy", text, ["all", *known])
+            raise bad_value("--policy", text, ["all", *known], OWN_PART)
     for term in terms.values():
         check_policy_term(term)
     return terms
