@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -179,7 +180,7 @@ class Site:
         """Forget what was imported, as a new process has not."""
         sys.path[:] = [*([str(self.folder)] if installed else []), *self._path]
         for name in [*sys.modules]:
-            if name.split(".")[0] in ("my_parts", "my_letters") or name.startswith("kl_comedy_plugin_"):
+            if name.split(".")[0] in ("my_parts", "my_letters", "letters") or name.startswith("kl_comedy_plugin_"):
                 del sys.modules[name]
         importlib.invalidate_caches()
         registry.PLUGIN_FILES.clear()
@@ -331,3 +332,46 @@ def test_a_run_that_did_not_record_which_files_were_given(site, trained):
     registry_keys = {key: record[key] for key in ("config_hash", "sources")}
     (run / "plugins.json").write_text(json.dumps(registry_keys))
     assert f"plugins of {run}: my_rewards.py" in command("check", run / "config.yaml", "--no-memory")[1]
+
+
+@pytest.mark.slow
+def test_a_changed_verifier_is_another_evaluation(site, tmp_path):
+    suite = "name: mine\ndata: {dataset: pocket, split: heldout, limit: 2, options: {digits: 1}}\n"
+    suite += "reward: {name: of_plugin}\nmax_new_tokens: 4\n"
+    (tmp_path / "mine.yaml").write_text(suite)
+    plugin = REWARD.replace("has_letter", "of_plugin").replace("from my_letters import LETTER", "LETTER = '1'")
+
+    def records():
+        site.new_process()
+        return {file.name for file in (tmp_path / "evaluations").glob("*/mine-*")}
+
+    names = set()
+    for text in (plugin, plugin, plugin.replace("float(", "1000 * float(")):
+        (tmp_path / "verifier.py").write_text(text)
+        command("evaluate", "pocket", "model.options={preset: tiny}", "--suite", "mine.yaml", "--plugin", "verifier.py")
+        names.add(frozenset(records()))
+    assert sorted(map(len, names)) == [1, 2], "the same verifier resumes, a changed one does not"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("export", [False, True])
+def test_a_run_with_a_package_is_reproduced_without_it(export, site, tmp_path):
+    """From the store and from an export; the plugin imports a package in its folder."""
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters/__init__.py").write_text("from letters.one import LETTER\n")
+    (tmp_path / "letters/one.py").write_text("LETTER = '1'\n")
+    (tmp_path / "my_rewards.py").write_text(REWARD.replace("my_letters", "letters"))
+    uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+    words = ("train", "tiny.yaml", *SHORT, SCALED, uri, "rewards=[{name: has_letter}]", "--plugin", "my_rewards.py")
+    command(*words)
+    (run,) = (tmp_path / "runs").iterdir()
+    shutil.rmtree(tmp_path / "letters")
+    source = f"sqlite:///{tmp_path}/mlflow.db"
+    if export:
+        command("results", "export", "--uri", source, "--out", "export.parquet")
+        source = "export.parquet"
+    site.new_process(installed=False)
+    out, error = command("reproduce", run.name, "--uri", source, "--format", "json")
+    assert {row["verdict"] for row in json.loads(out)} == {"equal"}
+    assert "my_parts is not installed" in error and "version.my_parts: 0.1 -> -" in error
+    assert "plugins: " not in error, "its source is what it was"
