@@ -321,3 +321,33 @@ def test_unknown_names_on_the_command_line_mention_the_option(tmp_path):
     ):
         code, _, error = run_here(*words, cwd=tmp_path)
         assert code == 2 and "--plugin FILE" in error, (words, error)
+
+
+SCRIPT = """
+import json
+import beside
+from kl_comedy.registry import REWARDS, plugins_with
+
+@REWARDS.register("here", source="a test", summary="of a script")
+def here(completion, answer, meta):
+    return 1.0
+
+plugins = plugins_with(REWARDS._entries["here"].modules)
+print(json.dumps([plugins.hashes, plugins.tags(), plugins.record()["packages"]]))
+"""
+
+
+@pytest.mark.parametrize("words", [["script.py"], ["-m", "inside.script"]])
+def test_a_script_that_registers_parts_counts_with_what_it_imports_beside_it(words, tmp_path):
+    write(tmp_path, script=SCRIPT, beside="", other="", inside__script=SCRIPT, inside__more="")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    hashes, tags, packages = json.loads(done.stdout)
+    if words == ["script.py"]:
+        assert list(hashes) == ["beside.py", "script.py"] and tags["plugins"].startswith("script.py ")
+        assert packages == {}, "to import it again would be to run it"
+    else:
+        assert list(hashes) == ["beside.py", "inside/more.py", "inside/script.py"]
+        assert list(packages) == ["inside"] and tags["plugins"].startswith("inside ")
