@@ -234,10 +234,6 @@ def test_a_changed_package_is_another_run(site, tmp_path):
     assert (second / "plugins/my_parts/factors.py").read_text() == "FACTOR = -1000.0\n"
     site.write("factors", "FACTOR = 1.0\n")
     assert f"{first} is already finished".replace(f"{tmp_path}/", "") in train(), "the older code is the older run"
-    site.new_process()
-    command("train", "tiny.yaml", *SHORT, "resume=auto", "name=plain")
-    (plain,) = (tmp_path / "runs").glob("plain-*")
-    assert "plugins" not in final_tags(plain) and not (plain / "plugins").exists(), "no part of it is used"
 
 
 def test_a_sweep_whose_package_changed_says_so(site, tmp_path, monkeypatch):
@@ -329,9 +325,30 @@ def test_a_plugin_that_is_given_takes_the_place_of_the_stored_one(site, trained,
 def test_a_run_that_did_not_record_which_files_were_given(site, trained):
     run, _ = trained
     record = json.loads((run / "plugins.json").read_text())
-    registry_keys = {key: record[key] for key in ("config_hash", "sources")}
-    (run / "plugins.json").write_text(json.dumps(registry_keys))
+    older = {key: record[key] for key in ("config_hash", "sources")}
+    (run / "plugins.json").write_text(json.dumps(older))
     assert f"plugins of {run}: my_rewards.py" in command("check", run / "config.yaml", "--no-memory")[1]
+    for key, value in {"files": 1, "packages": {"my_parts": {"modules": 1}}}.items():
+        site.new_process()
+        (run / "plugins.json").write_text(json.dumps({**older, key: value}))
+        assert f"{run}/plugins.json: {key}" in command("check", run / "config.yaml", "--no-memory", code=2)[1]
+
+
+def test_a_plugin_file_that_imports_an_installed_package(site, tmp_path):
+    """The store has the package beside the file; a changed package is one line, and its source stays the package's."""
+    text = "from my_parts.factors import FACTOR\n" + REWARD.replace("from my_letters import LETTER", "LETTER = '1'")
+    (tmp_path / "my_rewards.py").write_text(text)
+    words = ("train", "tiny.yaml", *SHORT, SCALED, "rewards=[{name: has_letter}]", "--plugin", "my_rewards.py")
+    command(*words)
+    (run,) = (path.relative_to(tmp_path) for path in (tmp_path / "runs").iterdir())
+    site.new_process()
+    command("train", f"{run}/config.yaml", "resume=auto")
+    assert len(list((tmp_path / "runs").iterdir())) == 1, "the stored plugins make the same run"
+    site.new_process()
+    site.write("factors", "FACTOR = 5.0\n")
+    error = command("train", f"{run}/config.yaml", "resume=auto")[1]
+    assert f"my_parts/factors.py changed since {run}: the package my_parts is used as it is installed" in error
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 @pytest.mark.slow

@@ -70,7 +70,8 @@ def load_run_plugins(target: str | Path, *, given: Iterable[str | Path] | None =
     record = stored_record(folder)
     if record is not None:
         for line in load_stored_plugins(folder, record, files=not given):
-            message(line)
+            if process_rank() == 0:
+                message(line)
 
 
 def load(config: Path, overrides: Sequence[str] | None = None, plugins: Iterable[str | Path] | None = None) -> Config:

@@ -69,7 +69,7 @@ def reproduce(
     from kl_comedy.tracking.runs import open_runs
     from kl_comedy.tracking.store import clean_path
     from kl_comedy.training.run import train as run_training
-    from kl_comedy.training.run_folder import PLUGIN_FOLDER, load_stored_plugins, stored_record
+    from kl_comedy.training.run_folder import PLUGIN_FOLDER, PluginRecord, load_stored_plugins, stored_record
 
     console = Console(stderr=True)
     allowed = verify.parse_tolerance(tolerance)
@@ -88,14 +88,15 @@ def reproduce(
     stored = open_runs(uri).plugins(run_id, folder)
     record = stored_record(folder)
     if record is None:  # a run of an earlier version, whose plugins were files
-        record = {"sources": {}, "files": [name for name in names if folder / PLUGIN_FOLDER / name in stored]}
-        if names and not plugin and not record["files"]:
+        stored_names = tuple(name for name in names if folder / PLUGIN_FOLDER / name in stored)
+        record = PluginRecord(sources={}, files=stored_names)
+        if names and not plugin and not record.files:
             raise UserError(f"--plugin: the run needs parts of {', '.join(files or names)}; name the file")
     load_plugins(plugin)
     if stored:
         for line in load_stored_plugins(folder, record, files=not plugin):
             message(line)
-    plugin = plugin or [folder / PLUGIN_FOLDER / name for name in record["files"]]
+    plugin = plugin or [folder / PLUGIN_FOLDER / name for name in record.files or ()]
     file = open_runs(uri).config(run_id, folder)
     overrides = [f"output={output}", "resume=never", "tracking.uri=none"]
     config = load(file, overrides)
