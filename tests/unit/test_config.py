@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import cpu_limit
-from kl_comedy.config import config_hash, flatten, load_config, standalone_text, to_yaml
+from kl_comedy import registry
+from kl_comedy.config import config_hash, flatten, load_config, plugins_of, standalone_text, to_yaml
+from kl_comedy.config.schema import CallbackConfig, DatasetConfig, LoggerConfig, RewardConfig
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError
-from kl_comedy.registry import PLUGIN_FILES
+from kl_comedy.registry import KINDS, PLUGIN_FILES
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.manifest import plan
+from kl_comedy.tracking.runs import open_runs
 from kl_comedy.training.build import check_training
 
 
@@ -325,3 +330,90 @@ def test_the_content_of_a_file_that_is_no_config_is_not_shown(tmp_path, content)
                 load_config(file)
         assert "NEEDLE" not in str(error.value) and "\n" not in str(error.value)
         assert str(secret) in str(error.value)
+
+
+EVERY_KIND = '''
+from kl_comedy.kl import KLTerm
+from kl_comedy.config.schema import RewardConfig, SuiteConfig
+from kl_comedy.registry import KINDS
+
+def part(*_, **__):
+    """From a package."""
+
+for kind, table in KINDS.items():
+    if kind not in ("recipes", "suites"):
+        table.register(f"of_package_{kind}", source="a test", needs="log_ratio", ratio="token", scope="token")(part)
+
+def recipe():
+    """A recipe with a part of its own."""
+    return (KLTerm("of_package_estimators", beta=0.1),)
+
+def suite():
+    """A suite with a reward of its own."""
+    return SuiteConfig(name="of_package_suites", reward=RewardConfig(name="of_package_rewards"))
+
+KINDS["recipes"].register("of_package_recipes", source="a test")(recipe)
+KINDS["suites"].register("of_package_suites", source="a test", kind_of_suite="generate")(suite)
+'''
+"""A package that registers a part of every kind, each with the name of its kind."""
+
+
+def config_with(kind):
+    """A config that uses the package's part of one kind, and no other of its parts but through that one."""
+    name, config = f"of_package_{kind}", load_config(None)
+    algorithm = config.algorithm
+    return {
+        "estimators": lambda: {"kl": [{"estimator": name, "beta": 0.1}]},
+        "corrections": lambda: {"kl": [{"estimator": "k1", "beta": 0.1, "correction": name}]},
+        "recipes": lambda: {"kl": ["grpo", {"recipe": name}]},
+        "advantages": lambda: {"algorithm": dataclasses.replace(algorithm, advantage=name)},
+        "policy_losses": lambda: {"algorithm": dataclasses.replace(algorithm, policy_loss=name)},
+        "policy_corrections": lambda: {"algorithm": dataclasses.replace(algorithm, correction={name: {}})},
+        "rewards": lambda: {"rewards": [RewardConfig(name="math_verify"), RewardConfig(name=name)]},
+        "rollouts": lambda: {"rollout": dataclasses.replace(config.rollout, backend=name)},
+        "datasets": lambda: {"data": dataclasses.replace(config.data, eval={"a": DatasetConfig(dataset=name)})},
+        "callbacks": lambda: {"callbacks": [CallbackConfig(name=name)]},
+        "loggers": lambda: {"tracking": dataclasses.replace(config.tracking, loggers=[LoggerConfig(name=name)])},
+        "suites": lambda: {"eval": dataclasses.replace(config.eval, suites=["gsm8k", name])},
+    }[kind]()
+
+
+@pytest.fixture
+def package_of_every_kind(tmp_path, monkeypatch):
+    for table in KINDS.values():
+        table.load()
+        monkeypatch.setattr(table, "_entries", dict(table._entries))
+    monkeypatch.setattr(registry, "PACKAGES", {})
+    (tmp_path / "every_kind.py").write_text(EVERY_KIND)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("every_kind")
+    yield tmp_path
+    del sys.modules["every_kind"]
+
+
+def test_a_package_counts_where_the_config_uses_a_part_of_it_of_any_kind(package_of_every_kind):
+    base = load_config(None)
+    assert plugins_of(base).packages == () and config_hash(base) == config_hash(base, without=("plugins",))
+    for kind in KINDS:
+        config = dataclasses.replace(base, **config_with(kind))
+        assert [package.name for package in plugins_of(config).packages] == ["every_kind"], kind
+        assert config_hash(config) != config_hash(config, without=("plugins",)), kind
+    suite = package_of_every_kind / "own.yaml"
+    suite.write_text("data: {dataset: of_package_datasets}\nreward: {name: math_verify}\n")
+    for part in ({"suites": [str(suite)]}, {"suites": []}):
+        config = dataclasses.replace(base, eval=dataclasses.replace(base.eval, **part))
+        assert len(plugins_of(config).packages) == len(part["suites"]), part
+    for every in (0, 1):
+        audit = dataclasses.replace(base.audit, every=every, terms=["own", "of_package_recipes"])
+        assert len(plugins_of(dataclasses.replace(base, audit=audit)).packages) == every
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "results").rglob("export.parquet")), ids=lambda file: file.parent.name
+)
+def test_the_hashes_of_stored_runs_stay(file, tmp_path):
+    """Of the runs that an export of this repository has, those whose settings mean what they meant."""
+    runs = open_runs(file)
+    rows = runs.frame().iloc[:: max(len(runs.frame()) // 3, 1)]
+    for row in rows.to_dict("records"):
+        assert config_hash(load_config(runs.config(row["run_id"], tmp_path))) == row["tags.config.hash"]

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import Overrides, Plugins, choice_option, command_line, load_plugins, message
+from kl_comedy.cli.common import (
+    Overrides,
+    Plugins,
+    choice_option,
+    command_line,
+    load_plugins,
+    load_run_plugins,
+    message,
+)
 from kl_comedy.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -39,6 +47,7 @@ def audit(
     Example: `kl-comedy audit runs/RUN --terms own,grpo,rb/per_decision --format json`
     """
     load_plugins(plugin)
+    load_run_plugins(config, given=plugin)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -71,7 +80,7 @@ def audit(
 
 def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:
     """Write the whole report as JSON, with what it was made from."""
-    from kl_comedy.config import config_hash
+    from kl_comedy.config import config_hash, plugins_of
     from kl_comedy.io import atomic_write
     from kl_comedy.tracking import provenance_tags
 
@@ -81,7 +90,7 @@ def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:
         "command": command_line(),
         "config_hash": identity,
         "checkpoint": None if source.checkpoint is None else str(source.checkpoint),
-        "provenance": provenance_tags(),
+        "provenance": provenance_tags(plugins=plugins_of(source.config)),
         **report.to_plain(),
     }
     atomic_write(path, json.dumps(whole, indent=1, allow_nan=False) + "\n")

@@ -360,7 +360,7 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
     """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too)."""
     from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, AlgorithmContext
     from kl_comedy.kl.recipes import resolve_terms
-    from kl_comedy.registry import ADVANTAGES, RECIPES
+    from kl_comedy.registry import ADVANTAGES, OWN_PART, RECIPES
 
     path = Path(name)
     if name in RECIPES:
@@ -369,7 +369,7 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
     if not name.endswith((".yaml", ".yml")) and not path.is_file():
         near = nearest(name, RECIPES.names())
         hint = f"; did you mean {near!r}?" if near else ""
-        raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes)")
+        raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes; {OWN_PART})")
     if path.is_file():
         try:
             content = parse_yaml(read_text(path))
@@ -446,6 +446,7 @@ def _policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
     """Names (``all``: every one), YAML mappings and config files to policy terms. Raises :class:`UserError`."""
     from kl_comedy.kl.oracle.policy_certificate import named_policy_terms
     from kl_comedy.objective import PolicyTerm, check_policy_term
+    from kl_comedy.registry import OWN_PART
 
     known = dict(named_policy_terms())
     terms: dict[str, PolicyTerm] = {}
@@ -464,7 +465,7 @@ def _policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
             term = PolicyTerm(**{POLICY_FIELDS[name]: value for name, value in fields.items()})
             terms[term.label()] = term
         else:
-            raise bad_value("--policy", text, ["all", *known])
+            raise bad_value("--policy", text, ["all", *known], OWN_PART)
     for term in terms.values():
         check_policy_term(term)
     return terms

@@ -53,11 +53,34 @@ def load_plugins(plugins: Iterable[str | Path] | None) -> None:
         load_plugin_file(file)
 
 
+def load_run_plugins(target: str | Path, *, given: Iterable[str | Path] | None = None) -> None:
+    """Load the plugins stored with the run whose folder, config.yaml or checkpoint is ``target``, if it is one.
+
+    The files ``given`` with ``--plugin``, which are loaded before, take the place of the stored ones.
+    """
+    path = Path(target)
+    folder = path
+    if path.suffix == ".ckpt":
+        folder = path.parent.parent
+    elif path.name == "config.yaml":
+        folder = path.parent
+    if not ((folder / "config.yaml").is_file() and (folder / "plugins.json").is_file()):
+        return
+    from kl_comedy.training.run_folder import load_stored_plugins, stored_record
+
+    record = stored_record(folder)
+    if record is not None:
+        for line in load_stored_plugins(folder, record, files=not given):
+            if process_rank() == 0:
+                message(line)
+
+
 def load(config: Path, overrides: Sequence[str] | None = None, plugins: Iterable[str | Path] | None = None) -> Config:
     """The config of a command. Plugins are loaded first: the config may name their parts."""
     from kl_comedy.config import load_config
 
     load_plugins(plugins)
+    load_run_plugins(config, given=plugins)
     return load_config(config, list(overrides or []))
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kl_comedy.cli.common import Plugins, choice_option, load_plugins, stderr_console
+from kl_comedy.cli.common import Plugins, choice_option, load_plugins, load_run_plugins, stderr_console
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import CLUSTER_METHODS
 
@@ -67,6 +67,11 @@ def evaluate(
     from kl_comedy.evaluation.suites import parse_data_files
 
     load_plugins(plugin)
+    load_run_plugins(target, given=plugin)
+    for text in overrides or []:
+        key, _, value = text.partition("=")
+        if key.strip() == "eval.reference":
+            load_run_plugins(value, given=plugin)
     console = stderr_console()
     with resolve_target(target, overrides or []) as resolved:
         config = resolved.config

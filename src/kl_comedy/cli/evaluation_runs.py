@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from kl_comedy.config import Config, load_config
+from kl_comedy.config import Config, load_config, plugins_of
 from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.config.schema import SuiteConfig, SuiteFile
 from kl_comedy.errors import RunFailed, UserError, bad_value
@@ -28,7 +28,7 @@ from kl_comedy.evaluation.scores import check_ks, default_ks, score_choices, sco
 from kl_comedy.evaluation.suites import get_suite, resolve_template, suite_problems, suite_prompts
 from kl_comedy.models import LoadedModel, load_model, weights_hash
 from kl_comedy.records import Problem
-from kl_comedy.registry import ROLLOUTS
+from kl_comedy.registry import ROLLOUTS, PluginSet
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.tracking.store import clean_path
@@ -200,6 +200,9 @@ def _plan(
     rollout, model = config.rollout, config.model
     identity = {"weights": weights, "device": loaded.device.type, "options": dict(rollout.options)}
     identity |= {name: getattr(model, name) for name in ("dtype", "attention", "share_prompt")}
+    plugins = _plugins(config, suite).hashes
+    if plugins:  # a changed verifier is another evaluation; without plugins the identity is what it always was
+        identity["plugins"] = plugins
     return SuitePlan(
         suite=suite,
         prompts=prompts,
@@ -212,6 +215,11 @@ def _plan(
         model={**identity, "backend": rollout.backend, "batch_sequences": rollout.batch_sequences},
         left_out={"too_long": report.too_long, "control_tokens": report.control_tokens},
     )
+
+
+def _plugins(config: Config, suite: SuiteConfig) -> PluginSet:
+    """What the records of a suite depend on: its parts and the sampler, not the parts that only training uses."""
+    return plugins_of(Config(rollout=config.rollout), suite)
 
 
 @contextlib.contextmanager
@@ -267,6 +275,7 @@ def _report(records: SuiteRecords, target: Target, weights: str, request: Evalua
     else:
         result = score_choices(plan.suite.name, rows, method=request.interval)
     tags = target.tags()
+    provenance = _plugins(target.config, plan.suite).tags()
     row = {
         "suite": result.name,
         "kind": plan.suite.kind,
@@ -282,7 +291,8 @@ def _report(records: SuiteRecords, target: Target, weights: str, request: Evalua
         "records": str(records.path),
     }
     records.write_summary(row)
-    records.track(result, target.config.tracking, tags={**tags, "evaluated.weights": weights}, step=target.step)
+    tags |= {**provenance, "evaluated.weights": weights}
+    records.track(result, target.config.tracking, tags=tags, step=target.step)
     return row
 
 

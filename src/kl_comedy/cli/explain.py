@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kl_comedy.cli.common import TableOrJson
+from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.redaction import printable
 
@@ -35,6 +35,7 @@ def explain(
         ),
     ],
     system: Annotated[str | None, typer.Option("--system", help="Of a file: its system, where it is not seen")] = None,
+    plugin: Plugins = None,
     format: TableOrJson = "table",
 ) -> None:
     """Say what a recipe, or the KL flags of another system, optimize, on- and off-policy; and which flags would.
@@ -47,6 +48,7 @@ def explain(
     """
     from kl_comedy.lab.peers import is_peer, read
 
+    load_plugins(plugin)
     text, path = " ".join(what), Path(what[0])
     if os.path.isfile(path) or (path.suffix in FILES and ":" not in what[0]):  # Path.is_file raises for a long text
         _explain_file(path, system, what[1:], format)
@@ -127,10 +129,11 @@ def _traps(reading: Reading) -> list[str]:
 def _explain_recipe(name: str, format: str) -> None:
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.certificate import certify
-    from kl_comedy.registry import RECIPES
+    from kl_comedy.registry import OWN_PART, RECIPES
 
     if name not in RECIPES:
-        raise bad_value("RECIPE", name, sorted(RECIPES.names()), "or flags, as verl:use_kl_loss=true (list peers)")
+        why = f"or flags, as verl:use_kl_loss=true (list peers); {OWN_PART}"
+        raise bad_value("RECIPE", name, sorted(RECIPES.names()), why)
     terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
     certificates = certify(name, terms) if terms else []
     rows = [

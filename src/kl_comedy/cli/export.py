@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kl_comedy.cli.common import Plugins, TableOrJson, load, load_plugins, print_rows
+from kl_comedy.cli.common import Plugins, TableOrJson, load, load_plugins, load_run_plugins, message, print_rows
 from kl_comedy.cli.results import DEFAULT_URI, Uri
 from kl_comedy.errors import RunFailed, UserError
 
@@ -34,6 +34,7 @@ def export(
     from kl_comedy.training.run_folder import RunDir
 
     load_plugins(plugin)
+    load_run_plugins(run_dir, given=plugin)
     run = RunDir(path=run_dir)
     source = export_policy(run, run.config_reader()([]), out, which=checkpoint)
     print(f"{out}  from {source}")
@@ -62,12 +63,13 @@ def reproduce(
 
     Example: `kl-comedy reproduce k3-loss-94e1 --uri results/study/export.parquet --tolerance 'eval/*/reward=0.1'`
     """
-    from kl_comedy.config import config_hash
+    from kl_comedy.config import config_hash, plugins_of
     from kl_comedy.models.onednn_linear import linear_library
     from kl_comedy.tracking import provenance_tags, verify
     from kl_comedy.tracking.runs import open_runs
     from kl_comedy.tracking.store import clean_path
     from kl_comedy.training.run import train as run_training
+    from kl_comedy.training.run_folder import PLUGIN_FOLDER, PluginRecord, load_stored_plugins, stored_record
 
     console = Console(stderr=True)
     allowed = verify.parse_tolerance(tolerance)
@@ -83,15 +85,22 @@ def reproduce(
     names = [Path(file).name for file in files] or [
         item.split()[0] for item in tags.get("plugins", "").split(", ") if item
     ]
-    sources = {source.name: source for source in open_runs(uri).plugins(run_id, folder)}
-    plugin = plugin or [sources[name] for name in names if name in sources]
-    if names and not plugin:
-        raise UserError(f"--plugin: the run needs parts of {', '.join(files or names)}; name the file")
+    stored = open_runs(uri).plugins(run_id, folder)
+    record = stored_record(folder)
+    if record is None:  # a run of an earlier version, whose plugins were files
+        stored_names = tuple(name for name in names if folder / PLUGIN_FOLDER / name in stored)
+        record = PluginRecord(sources={}, files=stored_names)
+        if names and not plugin and not record.files:
+            raise UserError(f"--plugin: the run needs parts of {', '.join(files or names)}; name the file")
     load_plugins(plugin)
+    if stored:
+        for line in load_stored_plugins(folder, record, files=not plugin):
+            message(line)
+    plugin = plugin or [folder / PLUGIN_FOLDER / name for name in record.files or ()]
     file = open_runs(uri).config(run_id, folder)
     overrides = [f"output={output}", "resume=never", "tracking.uri=none"]
     config = load(file, overrides)
-    here = {**provenance_tags(), "host.products": linear_library()}
+    here = {**provenance_tags(plugins=plugins_of(config)), "host.products": linear_library()}
     notes = verify.environment_differences(tags, here) or ["code, packages and machine are what they were"]
     before, now = tags.get("config.hash"), config_hash(config)
     if before not in (None, now) and tags.get("plugins") == here.get("plugins"):

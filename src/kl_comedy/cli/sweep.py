@@ -19,7 +19,7 @@ from kl_comedy.config import standalone_text
 from kl_comedy.errors import RunFailed, UserError, error_prefix
 from kl_comedy.io import file_lock
 from kl_comedy.redaction import printable
-from kl_comedy.registry import plugin_hashes, plugin_sources
+from kl_comedy.registry import PluginPackage, PluginSet, plugin_sources
 from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.grid import read_grid
@@ -201,11 +201,12 @@ def _check_plugins(sweep: Sweep, now: Mapping[str, str], *, missing: bool = True
 
 
 def _plugin_hashes_now(sweep: Sweep) -> dict[str, str]:
-    """Of the sweep's plugins as their files are now; without those that are gone."""
+    """Of the sweep's plugins and packages as their files are now; without those that are gone."""
     sources: dict[str, bytes] = {}
     for file in map(Path, sweep.manifest.plugins):
         sources |= plugin_sources(file) if file.is_file() else {}
-    return plugin_hashes(sources)
+    packages = tuple(PluginPackage.read(name) for name in sweep.manifest.packages)
+    return PluginSet(files=sources, packages=packages).hashes
 
 
 # --- submission ------------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from rich.console import Console
 from kl_comedy.cli.common import load, load_plugins, message, process_rank
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
 from kl_comedy.io import atomic_write, sha256_file
-from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
-from kl_comedy.slurm.manifest import Cell, Sweep, read_sweep
+from kl_comedy.slurm.manifest import Cell, Sweep, planned_plugins, read_sweep
 from kl_comedy.slurm.servers import await_servers
 from kl_comedy.slurm.status import newest_runs, read_status, write_report
 from kl_comedy.training.run_folder import RunDir
@@ -109,7 +108,8 @@ def _train(sweep: Sweep, cell: Cell) -> None:
     if config_hash(config) != cell.config_hash:
         raise UserError(
             f"cell {cell.index}: its config is {config_hash(config)} now and was planned as {cell.config_hash}; "
-            f"kl_comedy {sweep.manifest.package_version} planned it, and what a config means has changed since"
+            f"kl_comedy {sweep.manifest.package_version} planned it, and what a config means, or a package that it "
+            "uses, has changed since"
         )
     train_and_show(config, Console(stderr=True), sweep.command(cell))
 
@@ -131,5 +131,5 @@ def _evaluate(sweep: Sweep, cell: Cell) -> None:
 def _load_plugins(sweep: Sweep) -> None:
     """Raises :class:`UserError` where a plugin is not the one that the sweep was planned with."""
     load_plugins(sweep.manifest.plugins)
-    if change := sweep.changed_plugins(plugin_hashes(PLUGIN_FILES)):
+    if change := sweep.changed_plugins(planned_plugins(sweep.manifest).hashes):
         raise UserError(f"{change}; put the older source back, or plan another sweep with --name")

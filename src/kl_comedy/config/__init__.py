@@ -1,6 +1,15 @@
 """The typed configuration: schema, validator, YAML and overrides, hashing."""
 
-from kl_comedy.config.load import config_hash, config_reader, flatten, load_config, standalone_text, to_plain, to_yaml
+from kl_comedy.config.load import (
+    config_hash,
+    config_reader,
+    flatten,
+    load_config,
+    plugins_of,
+    standalone_text,
+    to_plain,
+    to_yaml,
+)
 from kl_comedy.config.schema import AlgorithmConfig, AuditConfig, Config, ModelConfig, OptimizerConfig
 
 __all__ = [
@@ -13,6 +22,7 @@ __all__ = [
     "config_reader",
     "flatten",
     "load_config",
+    "plugins_of",
     "standalone_text",
     "to_plain",
     "to_yaml",

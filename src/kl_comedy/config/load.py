@@ -7,25 +7,27 @@ Every mistake is one :class:`UserError` that names the key, what was given, what
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
+import importlib
 import json
 import logging
 import os
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.config.combinations import check_combinations
+from kl_comedy.config.combinations import check_combinations, sampler_of
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, parse_record, without_none
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.io import MAX_CHAIN, MAX_EXPANSIONS, MAX_FILE_BYTES, MAX_KEY_PARTS, parse_yaml, read_yaml
 from kl_comedy.redaction import redact, refuse_secrets
-from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
+from kl_comedy.registry import KINDS, PluginSet, plugins_with
 
 log = logging.getLogger("kl_comedy")
 
@@ -277,9 +279,9 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
     """sha256 (first 12 hex digits) of what the run is; ``without=("seed",)`` makes seeds share a hash.
 
-    The source of the plugins that this process loaded is a key of it, ``plugins``.
+    The source of its plugins (:func:`plugins_of`) is a key of it, ``plugins``.
     """
-    plain = to_plain(config) | {"plugins": plugin_hashes(PLUGIN_FILES)}
+    plain = to_plain(config) | {"plugins": plugins_of(config).hashes}
     for name in (*NOT_IDENTITY, *without):
         del plain[name]
     for name in NOT_IDENTITY_WHERE_EMPTY:
@@ -293,6 +295,64 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
     for section, names in NOT_IDENTITY_WITHIN.items():
         plain[section] = {name: item for name, item in plain[section].items() if name not in names}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def plugins_of(config: Config, *records: Any) -> PluginSet:
+    """Every plugin file that this process loaded, and the packages from outside whose parts the config uses.
+
+    ``records``: further dataclasses whose parts count, as an evaluation suite.
+    """
+    names = dict.fromkeys([*_named_parts(config), *_names_in_fields(records)])
+    entries = [KINDS[kind].get(name) for kind, name in names if name in KINDS[kind]]
+    return plugins_with(module for entry in entries for module in entry.modules)
+
+
+def _named_parts(config: Config) -> Iterator[tuple[str, str]]:
+    """Kind and name of each registered part that the config names, also within a recipe or a suite.
+
+    What lies in higher layers is imported by name, as the rule ``check`` of an option is.
+    """
+    yield from _names_in_fields(config)
+    yield "rollouts", sampler_of(config)
+    for name in config.algorithm.correction:
+        yield "policy_corrections", name
+    if config.kl:
+        yield from _names_in_terms(config.kl)
+    for terms in config.audit.terms if config.audit.every else ():
+        yield from _names_in_terms(terms)
+    for name in config.eval.suites:
+        yield "suites", name
+        is_file = name.endswith((".yaml", ".yml"))
+        if is_file or (name in KINDS["suites"] and KINDS["suites"].get(name).modules):
+            with contextlib.suppress(UserError):  # a file that is not there is said where it is needed
+                suites = importlib.import_module("kl_comedy.evaluation.suites")
+                yield from _names_in_fields(suites.get_suite(name))
+
+
+def _names_in_fields(record: Any) -> Iterator[tuple[str, str]]:
+    """Kind and name in each field with the rule ``registry`` of a dataclass, of those within it too."""
+    if isinstance(record, Mapping):
+        record = list(record.values())
+    if isinstance(record, list | tuple):
+        for item in record:
+            yield from _names_in_fields(item)
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        return
+    for item in dataclasses.fields(record):
+        value = getattr(record, item.name)
+        if "registry" in item.metadata:
+            yield item.metadata["registry"], value
+        yield from _names_in_fields(value)
+
+
+def _names_in_terms(value: Any) -> Iterator[tuple[str, str]]:
+    """Kind and name of the recipes and parts in KL terms as a config writes them."""
+    for item in value if isinstance(value, list) else [value]:
+        recipe = item.get("recipe") if isinstance(item, Mapping) else item
+        if isinstance(recipe, str):
+            yield "recipes", recipe
+    with contextlib.suppress(UserError):  # `own` and `panel` of an audit are no recipes
+        yield from _names_in_fields(importlib.import_module("kl_comedy.kl.recipes").resolve_terms(value))
 
 
 def _refuse_lost(plain: Mapping[str, Any], values: Sequence[tuple[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, unknown_key
-from kl_comedy.registry import KINDS
+from kl_comedy.registry import KINDS, OWN_PART
 
 T = TypeVar("T")
 
@@ -104,6 +104,7 @@ def _record(schema: type[T], raw: Any, key: str) -> T:
             rules = field.metadata
             allowed = KINDS[rules["registry"]].names() if "registry" in rules else rules.get("choices", ())
             hint = f"; allowed: {', '.join(allowed)}" if allowed else ""
+            hint += f" ({OWN_PART})" if "registry" in rules else ""
             raise UserError(f"{key or 'config'}: needs {name}{hint}")
     try:
         return schema(**values)

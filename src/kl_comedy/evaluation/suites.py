@@ -22,7 +22,7 @@ from kl_comedy.data.sources import DatasetUnavailable
 from kl_comedy.errors import UserError, bad_value, error_prefix
 from kl_comedy.io import existing_file, read_yaml, sha256_file
 from kl_comedy.records import Problem, Prompt
-from kl_comedy.registry import SUITES
+from kl_comedy.registry import OWN_PART, SUITES
 from kl_comedy.rewards import check_options
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def register_suite(path: str | Path) -> str:
 def get_suite(name: str, *, key: str = "--suite") -> SuiteConfig:
     """The suite with this name, or that of a YAML file by path. Raises :class:`UserError` where there is none."""
     if name.endswith((".yaml", ".yml")):
-        advice = f"; known names: {', '.join(SUITES.names())}"
+        advice = f"; known names: {', '.join(SUITES.names())} ({OWN_PART})"
         file = existing_file(Path(name), key, "an existing YAML file, or a name", advice)
         return _parse_suite(_with_base(read_yaml(file), file), file)
     suite: SuiteConfig = SUITES.get(name, key=key).fn()

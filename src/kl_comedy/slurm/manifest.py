@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import kl_comedy
-from kl_comedy.config import Config, config_hash, config_reader, standalone_text
+from kl_comedy.config import Config, config_hash, config_reader, plugins_of, standalone_text
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
 from kl_comedy.io import atomic_write, decode_json, encode_json, read_json
 from kl_comedy.redaction import redact_source
-from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
+from kl_comedy.registry import PACKAGES, PLUGIN_FILES, PluginPackage, PluginSet, changed_names
 from kl_comedy.slurm.grid import RESERVED, Grid, expand, override
 
 T = TypeVar("T")
@@ -73,7 +73,8 @@ class Cell:
 class Manifest:
     """A planned sweep. Paths in configs are relative to ``directory``; ``stores``: (MLflow uri, experiment) pairs.
 
-    ``plugin_hashes``: of the source of ``plugins`` and of the local modules they import, by name.
+    ``packages``: names of the packages from outside whose parts its configs use. ``plugin_hashes``: of the source of
+    ``plugins``, of the local modules they import, and of ``packages``, by name.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Manifest:
     package_version: str
     cells: tuple[Cell, ...]
     plugin_hashes: Mapping[str, str] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -94,10 +96,11 @@ class Manifest:
         return hashlib.sha256(json.dumps(self.data(), sort_keys=True).encode()).hexdigest()[:12]
 
     def data(self) -> dict[str, Any]:
-        """As written to the file. Sizes of 1 and no hashes are left out, as in manifests from before these keys."""
+        """As written to the file. Sizes of 1 and no plugins are left out, as in manifests from before these keys."""
         data = asdict(self)
-        if not self.plugin_hashes:
-            del data["plugin_hashes"]
+        for key in ("plugin_hashes", "packages"):
+            if not data[key]:
+                del data[key]
         for cell in data["cells"]:
             for key in [key for key in ("nodes", "devices") if cell[key] == 1]:
                 del cell[key]
@@ -206,9 +209,9 @@ class Sweep:
         before = self.manifest.plugin_hashes
         if before == now:
             return None
-        if not before and self.manifest.plugins:
-            return f"the source of {', '.join(now)} was not recorded when {self.path} was planned"
-        names = ", ".join(sorted(name for name in {*before, *now} if before.get(name) != now.get(name)))
+        names = changed_names(before, now)
+        if not before:
+            return f"the source of {names} was not recorded when {self.path} was planned"
         return f"{names} changed since {self.path} was planned (the older source is in its folder plugins)"
 
     def record_submission(self, submission: Submission) -> None:
@@ -287,6 +290,7 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
 def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
     """Write the manifest once. The same one again is fine; another one in the same folder is refused."""
     sweep = Sweep(path=folder.resolve(), manifest=manifest)
+    plugins = planned_plugins(manifest)
     if (sweep.path / FILE).exists():
         old = read_sweep(sweep.path).manifest
         if old.digest != manifest.digest:
@@ -301,13 +305,19 @@ def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
         for name in ("cells", "logs", "runs", "evaluations"):
             (sweep.path / name).mkdir(parents=True, exist_ok=True)
         atomic_write(sweep.base, base_text, private=True)
-        for name, content in PLUGIN_FILES.items() if manifest.plugin_hashes else ():
+        for name, content in plugins.archive.items():
             atomic_write(sweep.path / "plugins" / name, redact_source(content.decode("utf-8", "replace")))
         text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
         atomic_write(sweep.path / FILE, text + "\n", private=True)
     except OSError as error:
         raise UserError(f"--output: cannot write {folder}: {error.strerror}") from None
     return sweep
+
+
+def planned_plugins(manifest: Manifest) -> PluginSet:
+    """The plugins of a sweep as this process has loaded them: its files, and the packages whose parts it uses."""
+    packages = tuple(PACKAGES.get(name) or PluginPackage.read(name) for name in manifest.packages)
+    return PluginSet(files=PLUGIN_FILES if manifest.plugins else {}, packages=packages)
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -344,7 +354,7 @@ def _difference(old: Manifest, new: Manifest) -> str:
 def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Sequence[str] = ()) -> Manifest:
     """Check every cell and write them down. ``extra``: ``key=value`` for every cell, from the command line.
 
-    Plugins must have been loaded. Raises :class:`UserError` naming the cell for any mistake, and for two cells that
+    PluginSet must have been loaded. Raises :class:`UserError` naming the cell for any mistake, and for two cells that
     are the same run.
     """
     from kl_comedy.kl import resolve_terms
@@ -355,12 +365,14 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         if (key := text.partition("=")[0]) in {*grid.axes, *RESERVED, *(["seed"] if grid.seeds else [])}:
             raise UserError(f"{text}: {key} is set by the sweep, cell by cell")
     read = config_reader(Path(grid.base))
+    packages: set[str] = set()
 
     @functools.cache  # cells that differ in the seed alone are loaded once
     def load(overrides: tuple[str, ...]) -> Config:
         config = read(overrides)
         resolve_terms(config.kl)
         check_policy_term(PolicyTerm.of(config.algorithm))
+        packages.update(package.name for package in plugins_of(config).packages)
         return config
 
     common = [*_overrides(grid.overrides), *extra]
@@ -395,7 +407,7 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
     if evaluate is not None:
         with error_prefix("evaluate"):
             load((*next(iter(cells.values())).overrides, *evaluate))
-    return Manifest(
+    manifest = Manifest(
         name=grid.name,
         directory=str(directory.resolve()),
         base=grid.base,
@@ -406,8 +418,9 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         stores=tuple(stores),
         package_version=kl_comedy.__version__,
         cells=tuple(cells.values()),
-        plugin_hashes=plugin_hashes(PLUGIN_FILES) if plugins else {},
+        packages=tuple(sorted(packages)),
     )
+    return replace(manifest, plugin_hashes=planned_plugins(manifest).hashes)
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -111,4 +111,6 @@ def _plugin_source(runs: Runs, run_id: Any) -> str | None:
     if not isinstance(run_id, str):
         return None
     with tempfile.TemporaryDirectory() as folder:
-        return json.dumps({file.name: file.read_text("utf-8") for file in runs.plugins(run_id, Path(folder))})
+        files = runs.plugins(run_id, Path(folder))
+        root = Path(folder) / "plugins"
+        return json.dumps({file.relative_to(root).as_posix(): file.read_text("utf-8") for file in files})

@@ -21,7 +21,7 @@ import psutil
 
 import kl_comedy
 from kl_comedy.redaction import redact_command, redact_source
-from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
+from kl_comedy.registry import PLUGIN_FILES, PluginSet
 
 HOST, PID, START, NAMESPACE = "process.host", "process.pid", "process.start", "process.namespace"
 START_TOLERANCE_S = 5.0
@@ -98,13 +98,14 @@ def search_runs(client: Any, experiment_ids: list[str], where: str = "") -> list
     return runs
 
 
-def provenance_tags(repo: Path | None = None) -> dict[str, str]:
+def provenance_tags(repo: Path | None = None, *, plugins: PluginSet | None = None) -> dict[str, str]:
     """Tags ``git.*``, ``code.package``, ``plugins``, ``version.*``, ``host.*``, ``slurm.*`` and ``command``.
 
     ``git.dirty`` is true or false; where true, ``git.diff`` is a hash of the change: the diff of tracked files and
     untracked files of the package. ``repo`` is the checkout whose commit counts; by default the one this package is
     tracked in, if any (an installed package inside someone else's repository does not count). ``code.package`` is a
-    hash of the package's files; ``plugins`` has name and hash of each plugin file, and is absent without any.
+    hash of the package's files; ``plugins`` has name and hash of each plugin in the argument of that name
+    (:func:`kl_comedy.config.plugins_of`; by default the files that this process loaded), and is absent without any.
     """
     host = {
         "host.python": platform.python_version(),
@@ -127,9 +128,8 @@ def provenance_tags(repo: Path | None = None) -> dict[str, str]:
         git = {"git.commit": commit, "git.dirty": str(bool(change)).lower(), "mlflow.source.git.commit": commit}
         if change:
             git["git.diff"] = hashlib.sha256(change.encode("utf-8", "replace")).hexdigest()[:12]
-    code = {"code.package": _package_hash()}
-    if PLUGIN_FILES:
-        code["plugins"] = ", ".join(f"{name} {digest}" for name, digest in plugin_hashes(PLUGIN_FILES).items())
+    plugins = PluginSet(files=PLUGIN_FILES) if plugins is None else plugins
+    code = {"code.package": _package_hash(), **plugins.tags()}
     return {**git, **code, **versions, **host, **slurm, "command": command}
 
 

@@ -127,7 +127,7 @@ class Runs(Protocol):
         ...
 
     def plugins(self, run_id: str, folder: Path) -> list[Path]:
-        """The run's plugin files, written to ``folder``; empty where the source lacks them."""
+        """The run's plugin files and their record, written to ``folder``/plugins; empty where the source lacks them."""
         ...
 
 
@@ -251,7 +251,7 @@ class Store:
             fetched = Path(store.open_existing(self.uri).download_artifacts(run_id, "plugins", str(folder)))
         except Exception:  # a run of an earlier version: the caller asks for the files
             return []
-        return sorted(fetched.iterdir())
+        return sorted(file for file in fetched.rglob("*") if file.is_file())
 
 
 @functools.lru_cache(maxsize=4)
@@ -328,9 +328,15 @@ class Export:
     def plugins(self, run_id: str, folder: Path) -> list[Path]:
         """:meth:`Runs.plugins`."""
         sources: dict[str, str] = json.loads(self._cell(run_id, PLUGIN_SOURCE) or "{}")
+        files = []
         for name, text in sources.items():
-            (folder / Path(name).name).write_text(text, encoding="utf-8")
-        return [folder / Path(name).name for name in sources]
+            file = folder / "plugins" / name
+            if not file.resolve().is_relative_to((folder / "plugins").resolve()):
+                raise UserError(f"{self.path}: a plugin of run {run_id} is named {name!r}, outside its folder")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            files.append(file)
+        return files
 
     def _cell(self, run_id: str, column: str) -> str:
         values = self.runs.loc[self.runs["run_id"] == run_id, column] if column in self.runs else []

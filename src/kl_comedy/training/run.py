@@ -18,7 +18,7 @@ import lightning
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from rich.console import Console
 
-from kl_comedy.config import Config, config_hash, flatten, to_plain
+from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
 from kl_comedy.config.combinations import capabilities_of, sampler_of
 from kl_comedy.cuda import VARIABLES, leave_memory_unfilled, set_variables
 from kl_comedy.errors import RunFailed, RunStopped, UserError
@@ -54,6 +54,8 @@ from kl_comedy.training.experience_module import ExperienceModule
 from kl_comedy.training.export import save_policy, write_card
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run_folder import (
+    PLUGIN_FOLDER,
+    PLUGINS,
     Outcome,
     RunDir,
     changed_plugins,
@@ -220,8 +222,10 @@ class RunRecord(Callback):
             folder = f"provenance/resumed-at-{step}" if earlier else "provenance"
             for file in provenance_files(run.path / folder):
                 logger.log_artifact(file, folder=folder)
-            for file in sorted((run.path / "plugins").rglob("*.py")) if earlier is None else ():
-                logger.log_artifact(file, folder=str(file.parent.relative_to(run.path)))
+            if earlier is None and (run.path / PLUGINS).is_file():
+                logger.log_artifact(run.path / PLUGINS, folder=PLUGIN_FOLDER)
+                for file in sorted((run.path / PLUGIN_FOLDER).rglob("*.py")):
+                    logger.log_artifact(file, folder=str(file.parent.relative_to(run.path)))
             return logger
 
         self._logger = ranks.on_rank_zero(start_logger) or NullLogger()
@@ -240,7 +244,7 @@ class RunRecord(Callback):
         config = self._config
         self._certificate = term_tags(config, module.terms)
         return {
-            **provenance_tags(),
+            **provenance_tags(plugins=plugins_of(config)),
             "host.products": linear_library(),
             "config.hash": config_hash(config),
             "config.hash_without_seed": config_hash(config, without=("seed",)),

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import importlib.util
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.config import Config, config_hash, config_reader, load_config, to_yaml
+from kl_comedy.config import Config, config_hash, config_reader, load_config, plugins_of, to_yaml
+from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError
 from kl_comedy.io import (
     LockHeld,
@@ -27,13 +30,24 @@ from kl_comedy.io import (
     yaml_is_changed,
 )
 from kl_comedy.redaction import redact_source
-from kl_comedy.registry import PLUGIN_FILES, plugin_hashes
+from kl_comedy.registry import (
+    KINDS,
+    PACKAGES,
+    PLUGIN_FILES,
+    changed_names,
+    import_modules,
+    load_plugin_file,
+    plugin_hashes,
+    plugin_sources,
+)
 
 log = logging.getLogger("kl_comedy")
 
-PLUGINS = "plugins.json"
-"""In the folder of a run with plugins: their hashes, and the config's hash without them. The source is in plugins/."""
-
+PLUGINS, PLUGIN_FOLDER = "plugins.json", "plugins"
+"""In the folder of a run with plugins: their record (:meth:`kl_comedy.registry.PluginSet.record`) with the hash of the
+config without them; and their source, credentials hidden."""
+PLUGIN_KEYS = {"config_hash": str, "sources": dict}
+REDACTED = "credentials are hidden in the stored source, or it was edited"
 
 CONFIG, SUMMARY = "config.yaml", "summary.json"
 SUMMARY_KEYS = dict.fromkeys(("status", "name", "kl", "command", "evaluate_command", "mlflow_uri"), str)
@@ -108,11 +122,11 @@ def create_run(config: Config) -> RunDir:
         raise UserError(f"output: cannot create {run.path}: {error.strerror}") from None
     run.checkpoints.mkdir()
     write_yaml(run.path / CONFIG, to_yaml(config))
-    for name, content in PLUGIN_FILES.items():
-        atomic_write(run.path / "plugins" / name, redact_source(content.decode("utf-8", "replace")))
-    if PLUGIN_FILES:
-        record = {"config_hash": _hash_without_plugins(config), "sources": plugin_hashes(PLUGIN_FILES)}
-        write_json(run.path / PLUGINS, record)
+    plugins = plugins_of(config)
+    for name, content in plugins.archive.items():
+        atomic_write(run.path / PLUGIN_FOLDER / name, redact_source(content.decode("utf-8", "replace")))
+    if plugins.hashes:
+        write_json(run.path / PLUGINS, {"config_hash": _hash_without_plugins(config), **plugins.record()})
     return run
 
 
@@ -160,22 +174,134 @@ def _set_aside(file: Path, message: str) -> None:
 
 
 def changed_plugins(config: Config) -> str | None:
-    """Why ``resume=auto`` resumes no run of this config, in one line that names the plugin files; else None."""
-    if config.resume != "auto" or not PLUGIN_FILES:
+    """Why ``resume=auto`` resumes no run of this config, in one line that names the changed sources; else None."""
+    now = plugins_of(config).hashes
+    if config.resume != "auto" or not now:
         return None
-    now, before_plugins = plugin_hashes(PLUGIN_FILES), _hash_without_plugins(config)
+    before_plugins = _hash_without_plugins(config)
     folders = Path(config.output).glob(f"{config.name}-*-[0-9]*")
     for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
         base, sources = path.name.removeprefix(f"{config.name}-").rpartition("-")[0], dict[str, str]()
         with contextlib.suppress(UserError):
-            record = read_json(path / PLUGINS, "record of plugins", {"config_hash": str, "sources": dict})
+            record = read_json(path / PLUGINS, "record of plugins", PLUGIN_KEYS)
             base, sources = record["config_hash"], record["sources"]
         if base != before_plugins:
             continue
-        names = ", ".join(sorted(name for name in {*sources, *now} if sources.get(name) != now.get(name)))
+        names = changed_names(sources, now)
         reason = f"{names} changed since {path}" if sources else f"{path} did not record its plugins ({names})"
         return f"{reason}: this is another run, which starts at update 0"
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageRecord:
+    """A package of a run: its version, the modules that register its parts, and the names of its sources."""
+
+    version: str | None = None
+    modules: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginRecord:
+    """:data:`PLUGINS`: hashes by the name of the source, and what to load; ``files``: None in earlier versions."""
+
+    config_hash: str = ""
+    sources: dict[str, str]
+    files: tuple[str, ...] | None = None
+    packages: dict[str, PackageRecord] = field(default_factory=dict)
+
+
+def stored_record(folder: Path) -> PluginRecord | None:
+    """The record of the plugins stored in a folder; None where there is none. Raises :class:`UserError` where it is
+    damaged."""
+    files = [file for file in (folder / PLUGINS, folder / PLUGIN_FOLDER / PLUGINS) if file.is_file()]
+    if not files:
+        return None
+    try:
+        record = parse_record(PluginRecord, read_json(files[0], "record of plugins", PLUGIN_KEYS), origin=str(files[0]))
+    except UserError as error:
+        raise UserError(f"{error}; name the run's plugins with --plugin, and remove {files[0]}") from None
+    if record.files is None:
+        record = replace(record, files=_imported_by_none(folder / PLUGIN_FOLDER, record.sources))
+    return record
+
+
+def load_stored_plugins(folder: Path, record: PluginRecord, *, files: bool = True) -> list[str]:
+    """Load the plugins stored with a run, which is to run their code. What was done, in lines to print.
+
+    ``record`` is :func:`stored_record`. A package that is installed is used as it is, since a copy of its Python source
+    alone may not work. ``files`` is false where ``--plugin`` replaces the stored files. Raises :class:`UserError` for a
+    plugin that fails on import.
+    """
+    for table in KINDS.values():
+        table.load()
+    lines = []
+    for name in record.packages:
+        lines += _load_stored_package(folder, name, record)
+    missing = []
+    for name in (record.files or ()) if files else ():
+        if name not in PLUGIN_FILES and Path(name).name == name:
+            missing.append(name)
+    if missing:
+        lines.append(f"plugins of {folder}: {', '.join(missing)}")
+        _put_first(folder)  # the modules that they import, as they were
+    for name in missing:
+        load_plugin_file(folder / PLUGIN_FOLDER / name)
+    for package in record.packages.values() if missing else ():
+        for name in package.sources:  # stored beside the files, which may import it: the package's source all the same
+            PLUGIN_FILES.pop(name, None)
+    loaded = {name: digest for name, digest in plugin_hashes(PLUGIN_FILES).items() if name in record.sources}
+    before = {name: record.sources[name] for name in loaded}
+    if before != loaded:
+        which = REDACTED if missing else "the one given is used"
+        lines.append(f"{changed_names(before, loaded)} is not what {folder} was trained with ({which})")
+    return lines
+
+
+def _load_stored_package(folder: Path, name: str, record: PluginRecord) -> list[str]:
+    """Import the modules of a package that register parts, from where it is installed, else from the folder."""
+    package, stored = record.packages[name], folder / PLUGIN_FOLDER
+    is_installed = _is_installed(name, stored)
+    lines = []
+    if not is_installed and ((stored / name).is_dir() or (stored / f"{name}.py").is_file()):
+        lines.append(f"{name} is not installed: its source in {stored} is used")
+        _put_first(folder)
+    elif not is_installed:
+        lines.append(f"{name} {package.version or ''} is not installed, and {folder} has no copy of its source")
+    import_modules(package.modules, f"the package {name} of {folder}")
+    before = {path: record.sources.get(path, "") for path in package.sources}
+    if name in PACKAGES and before != PACKAGES[name].hashes:
+        changed = changed_names(before, PACKAGES[name].hashes)
+        which = f"the package {name} is used as it is installed, not as it was" if is_installed else REDACTED
+        lines.append(f"{changed} changed since {folder}: {which}")
+    return lines
+
+
+def _put_first(folder: Path) -> None:
+    """Let Python find the plugins stored in the folder before others of their names."""
+    stored = str((folder / PLUGIN_FOLDER).resolve())
+    if stored not in sys.path:
+        sys.path.insert(0, stored)
+
+
+def _is_installed(package: str, stored: Path) -> bool:
+    """Whether Python finds the package elsewhere than in the folder of stored plugins."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    if spec is None:
+        return False
+    places = [*(spec.submodule_search_locations or [spec.origin or ""])]
+    return not any(Path(place).resolve().is_relative_to(stored.resolve()) for place in places)
+
+
+def _imported_by_none(stored: Path, names: Iterable[str]) -> tuple[str, ...]:
+    """The plugin files among the stored ones, of a run that did not record which: those that no other imports."""
+    top = [name for name in names if "/" not in name and (stored / name).is_file()]
+    imported = {other for name in top for other in plugin_sources(stored / name) if other != name}
+    return tuple([name for name in top if name not in imported] or top)
 
 
 def _hash_without_plugins(config: Config) -> str:

@@ -37,7 +37,7 @@ from kl_comedy.lab.audit.gradients import (
 )
 from kl_comedy.lab.audit.report import SIGNIFICANT, UNDEFINED, AuditReport, BetaCheck, Estimate, TermResult
 from kl_comedy.records import Scored
-from kl_comedy.registry import RECIPES
+from kl_comedy.registry import OWN_PART, RECIPES
 from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.loss import micro_loss, prepare
 from kl_comedy.training.metrics import MetricAccumulator
@@ -104,7 +104,7 @@ def select_terms(
                 title = name if len(recipe) == 1 else f"{name} {n}"
                 others.append(_other(title, f"{title}: {term.label()}", term, BetaState(term.beta).value))
         else:
-            raise bad_value(key, name, ["own", "panel", *RECIPES.names()])
+            raise bad_value(key, name, ["own", "panel", *RECIPES.names()], OWN_PART)
     selected: dict[KLTerm | int, AuditedTerm] = dict(enumerate(config_terms))
     shapes = {dataclasses.replace(term, beta=1.0) for term in terms} if config_terms else set()
     for item in others:
