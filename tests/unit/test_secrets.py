@@ -216,7 +216,7 @@ def talkative(completion, answer, meta):
     for text in (SAID + [os.environ["MY_SECRET"]]) if not CALLS else ():
         logging.getLogger("my_plugin").warning("%%s", text)
     CALLS.extend([1] * (answer not in completion))  # a run first judges the right answers
-    if len(CALLS) >= 60:
+    if len(CALLS) >= 40:  # within a batch, which is warned of, and in the whole of the next, which ends the run
         raise RuntimeError("; ".join(SAID))
     return 0.0
 '''

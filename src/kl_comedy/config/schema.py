@@ -31,8 +31,8 @@ class ModelConfig:
 
     source: str = option(
         "pocket",
-        "`pocket` (built here in seconds), a local folder, or a hub id. A folder of a PEFT LoRA adapter alone is merged "
-        "with its base once (in the cache); the reference is then the adapter's start.",
+        "`pocket` (built here in seconds), a local folder, or a hub id. A folder of a PEFT LoRA adapter alone is "
+        "merged with its base once (in the cache); the reference is then the adapter's start.",
     )
     gguf_file: str | None = option(None, "The GGUF file within `source`.")
     revision: str | None = option(None, "The hub revision of the weights.")
