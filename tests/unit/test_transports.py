@@ -1,9 +1,11 @@
 """How weights reach engines: which transport a run takes, each weight once, the adapter alone, faults in a transfer."""
 
+import contextlib
 import json
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from kl_comedy.rollouts import build_hf, build_hf_server, build_vllm_server
 from kl_comedy.rollouts.engines import servers as servers_module
 from kl_comedy.rollouts.engines import transports
 from kl_comedy.rollouts.engines.options import HFServerOptions, VLLMServerOptions, server_gpus, transport_of
-from kl_comedy.rollouts.engines.transports import AdapterTransport, stage
+from kl_comedy.rollouts.engines.transports import TRANSPORTS, AdapterTransport, stage
 from kl_comedy.rollouts.engines.weights import checksum_complaint
 
 pytestmark = pytest.mark.usefixtures("short_polls")
@@ -247,3 +249,50 @@ def test_a_server_that_does_not_take_its_weights_is_no_endless_wait(serve, conne
     message = r"urls: got .*which take its weights by gloo \(no inference server took .*without taking the weights"
     with pytest.raises(UserError, match=message):
         draw(engines)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, []),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"},
+            ["expandable_segments:False,max_split_size_mb:64", "expandable_segments:True,max_split_size_mb:64"],
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": " expandable_segments : true", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            ["expandable_segments:False", " expandable_segments : true"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_shared_between_processes_of_a_gpu_are_in_no_expandable_segment(
+    monkeypatch, variables, expected, fails
+):
+    """The allocator is a recorder here: what it is set to, and when the weights were allocated and exported."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    events = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", events.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    for name in ("synchronize", "ipc_collect"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+    class Weight(torch.Tensor):
+        def to(self, device):
+            events.append("allocated")
+            if fails:
+                raise torch.cuda.OutOfMemoryError
+            return self
+
+    monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", lambda tensor: (None, ("handle",)))
+    server = SimpleNamespace(call=lambda path, **body: {})
+    weights = SimpleNamespace(tensors={"w": torch.zeros(1).as_subclass(Weight)})
+    with pytest.raises(torch.cuda.OutOfMemoryError) if fails else contextlib.nullcontext():
+        TRANSPORTS["ipc"](torch.device("cpu")).send(weights, server)
+    assert events == [*expected[:1], "allocated", *expected[1:]]

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kl_comedy.cuda import shareable_memory
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.lora import is_lora_factor
 from kl_comedy.models.weights import Checksums, adapter_weights, full_weights
@@ -289,7 +290,8 @@ class IPCTransport(Transport):
         reduce_tensor: Any = reductions.reduce_tensor
         calls = _VLLMCalls(server)
         with torch.cuda.device(self._device):
-            shared = {name: tensor.to(self._device) for name, tensor in untied(weights.tensors)[0].items()}
+            with shareable_memory():
+                shared = {name: tensor.to(self._device) for name, tensor in untied(weights.tensors)[0].items()}
             torch.cuda.synchronize()
             gpu = str(torch.cuda.get_device_properties(self._device).uuid)
             handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in shared.values()]
