@@ -200,7 +200,7 @@ def test_steps_that_share_a_job_claim_none_of_its_memory(sweep, stage, nodes):
 def test_a_folder_that_a_container_would_mount_elsewhere_is_refused(sweep, runtime):
     profile = Profile(name="p", time="10", container=Container(image="x", runtime=runtime))
     for name in ("/data/a:b", "/data/a,b"):
-        with pytest.raises(UserError, match="the folder: got .* without : and ,"):
+        with pytest.raises(UserError, match=r"the folder: got .* without : and ,"):
             render(replace(sweep, manifest=_in(sweep, name)), profile, "train")
 
 

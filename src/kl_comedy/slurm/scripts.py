@@ -161,7 +161,7 @@ class Shape:
                 raise bad_value(key, value, "text without spaces and #")
         limit_s = time_limit_s(self.time)
         if limit_s is not None and self.signal_seconds >= limit_s:
-            why = f"time is {self.time}, {limit_s} s: SLURM would signal each leg at its start, and requeue it without end"
+            why = f"time is {self.time}, {limit_s} s: SLURM would signal each start at once, and requeue without end"
             raise bad_value("signal_seconds", self.signal_seconds, f"0, or less than {limit_s}", why)
         if 0 < self.gpus_per_node < self.tasks_per_node:
             why = f"each of the {self.tasks_per_node} tasks on a node computes on a GPU of its own; 0: on none"
