@@ -7,15 +7,18 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
 from fake_slurm import plan_sweep
+from safetensors.torch import load_file
 
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model
+from kl_comedy.models.weights import adapter_weights
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling, build_hf_server
 from kl_comedy.rollouts.engines.jobs import check_job_servers, job_server
@@ -175,6 +178,25 @@ def test_the_command_for_a_job_is_the_one_that_the_run_uses_itself(tmp_path, tor
     expected = {**json.loads(ours.command(tmp_path / "model", 81, FOLDER, "n7")[-1]), "deterministic": True}
     assert json.loads(words[-1]) == expected
     assert not list((tmp_path / "model").glob("*.safetensors")), "its weights come from the trainer"
+
+
+def test_a_vllm_server_of_a_job_starts_with_an_adapter_that_changes_nothing(tmp_path, torch_settings):
+    settings = ["model.lora={rank: 3, target_modules: [q_proj, up_proj]}", "rollout.backend=vllm_server"]
+    config = load_config(None, [*TINY_MODEL, *settings])
+    check_job_servers(replace(config, rollout=replace(config.rollout, options={"transport": "adapter"})), 0)
+    words, _ = job_server(config, tmp_path / "adapter", host="n7", port=81)
+    assert "--enable-lora" in words and words[words.index("--max-lora-rank") + 1] == "8"
+    assert words[words.index("--lora-target-modules") :][1:3] == ["q_proj", "up_proj"]
+    assert json.loads(words[words.index("--lora-modules") + 1])["path"] == str(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["r"] == 3
+    factors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    policy = load_model(config.model)
+    expected = {f"base_model.model.{name}.weight": list(each.shape) for name, each in adapter_weights(policy.model)}
+    assert {name: list(each.shape) for name, each in factors.items()} == expected
+    assert not any(factor.any() for factor in factors.values())
+    assert os.path.exists(f"{words[words.index('--model') + 1]}/model.safetensors"), "the base is model.source"
+    hf = load_config(None, [*TINY_MODEL, settings[0], "rollout.backend=hf_server"])
+    assert "lora" not in " ".join(job_server(hf, tmp_path / "hf", host="n7", port=81)[0]), "it takes merged weights"
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,25 @@ def test_the_transport_is_chosen_by_what_is_there(monkeypatch, options, lora, gp
     assert transport_of(options, lora=lora, gpus=gpus) == expected
 
 
+JOBS = [
+    (VLLMServerOptions(urls=URLS), True, "1", "adapter"),
+    (VLLMServerOptions(urls=URLS, transport="adapter"), True, "1", "adapter"),
+    (VLLMServerOptions(urls=URLS), False, "1", "folder"),
+    (VLLMServerOptions(urls=URLS, transport="gloo"), True, "1", "gloo"),
+    (HFServerOptions(urls=URLS), True, "1", "folder"),
+    (VLLMServerOptions(urls=URLS), True, None, "folder"),  # a command of the profile's own
+    (VLLMServerOptions(urls=("http://b:1",)), True, "1", "folder"),  # others, which the config names
+]
+
+
+@pytest.mark.parametrize(("options", "lora", "by_config", "expected"), JOBS)
+def test_servers_that_a_job_starts_by_the_config_get_an_adapter_alone(monkeypatch, options, lora, by_config, expected):
+    monkeypatch.setenv("KL_COMEDY_SERVER_URLS", ",".join(URLS))
+    if by_config:
+        monkeypatch.setenv("KL_COMEDY_SERVERS_BY_CONFIG", by_config)
+    assert transport_of(options, lora=lora, gpus=[]) == expected
+
+
 @pytest.mark.parametrize(("options", "gpus", "message"), REFUSED)
 def test_what_cannot_work_is_refused_in_one_line(monkeypatch, options, gpus, message):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

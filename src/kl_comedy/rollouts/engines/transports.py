@@ -119,6 +119,7 @@ class AdapterTransport(Transport):
     def __init__(self) -> None:
         self._walked_base = False
         self._newest: Path | None = None
+        self._first_adapter: Path | None = None
         self._rank, self._targets = 0, list[str]()
 
     def weights(self, model: nn.Module, dtype: torch.dtype) -> Weights:
@@ -128,8 +129,6 @@ class AdapterTransport(Transport):
         yield from adapter_weights(model, dtype)
 
     def stage(self, loaded: LoadedModel, weights: Weights, folder: Path) -> Mapping[str, Tensor]:
-        from safetensors.torch import save_file
-
         factors: dict[str, Tensor] = {}
 
         def base() -> Weights:
@@ -144,13 +143,27 @@ class AdapterTransport(Transport):
         else:
             link_checkpoint(self._newest, folder)
             assert not list(base()), "the base comes once"
-        model: Any = loaded.model
-        settings = copy.copy(model.peft_config["default"])
-        self._newest, self._rank, self._targets = folder, settings.r, sorted(settings.target_modules)
-        settings.lora_alpha = settings.r  # the scaling is part of B
-        settings.save_pretrained(folder / ADAPTER)
-        save_file(factors, folder / ADAPTER / "adapter_model.safetensors", metadata={"format": "pt"})
+        self._newest = folder
+        self._write_adapter(loaded.model, factors, folder / ADAPTER)
         return {}
+
+    def expect(self, model: nn.Module, folder: Path) -> None:
+        """Let a server start before there is anything to send: on an adapter in ``folder`` that changes nothing.
+
+        ``model`` has an adapter; its weights are not read, and may be on the meta device.
+        """
+        zeros = {name: torch.zeros(tensor.shape) for name, tensor in adapter_weights(model)}
+        self._first_adapter = folder
+        self._write_adapter(model, {f"base_model.model.{name}.weight": each for name, each in zeros.items()}, folder)
+
+    def _write_adapter(self, model: Any, factors: dict[str, Tensor], folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        settings = copy.copy(model.peft_config["default"])
+        self._rank, self._targets = settings.r, sorted(settings.target_modules)
+        settings.lora_alpha = settings.r  # the scaling is part of B
+        settings.save_pretrained(folder)
+        save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
     def vllm_settings(self, folder: Path) -> dict[str, Any]:
         return {
@@ -158,7 +171,7 @@ class AdapterTransport(Transport):
             "max_loras": 1,
             "max_lora_rank": vllm_rank(self._rank),
             "lora_target_modules": self._targets,  # by default vLLM wraps the head too, and a probe then breaks a CPU
-            "lora_modules": json.dumps({"name": ADAPTER, "path": str(folder / ADAPTER)}),
+            "lora_modules": json.dumps({"name": ADAPTER, "path": str(self._first_adapter or folder / ADAPTER)}),
             "worker_extension_cls": f"{WORKER}.PolicyWorker",
         }
 
