@@ -153,6 +153,10 @@ def test_a_job_starts_vllm_and_sends_it_every_version(cluster, tmp_path):
     logs = [(tmp_path / f"sweeps/vllm/logs/train-{job}_{cell}.out").read_text() for cell in range(3)]
     states = [(row["state"], row["step"]) for row in site.status("vllm")]
     assert states == [("FINISHED", 2)] * 3, (states, *logs)
+    servers = [
+        next((tmp_path / "sweeps/vllm/logs").glob(f"train-*_{cell}.server-0.log")).read_text() for cell in range(3)
+    ]
+    assert ["Loaded new LoRA adapter" in text for text in servers] == [False, False, True]
     for log in logs:
         assert "samples from vllm_server" in log and log.count("weights of version 0 confirmed") == 1, log
     for run in tmp_path.glob("sweeps/vllm/runs/*"):

@@ -472,7 +472,7 @@ def accept_workers(
             connection.settimeout(GREETING_S)
             rank = prove_to_worker(connection, secret)
         with complete:
-            if rank in ranks and rank not in connections:
+            if rank is not None and rank in ranks and rank not in connections:
                 connections[rank] = connection
             else:
                 connection.close()
@@ -557,7 +557,8 @@ def receive(address: TrainerAddress, rank: int, info: Mapping[str, Any]) -> Iter
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, not copied."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def link_checkpoint(source: Path, folder: Path) -> None:
