@@ -125,6 +125,12 @@ def test_a_step_of_servers_that_never_starts_or_never_reports_ends_the_wait(job,
     (folder / "train-7_0.server-1.log").write_text("loading weights\n")
     with pytest.raises(RunFailed, match=r"server 1 of this job did not answer within 0.3 s: loading weights \(log: "):
         await_servers()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")  # what an earlier start wrote is not the reason
+    with pytest.raises(RunFailed, match=r"server 1 of this job was not started"):
+        await_servers()
+    (folder / "train-7_0.server-1.restart-2.log").write_text("reading tokens\n")
+    with pytest.raises(RunFailed, match=r"server 1 of this job did not answer within 0.3 s: reading tokens"):
+        await_servers()
 
 
 def test_a_server_whose_trainer_never_starts_gives_its_place_and_says_why(job, monkeypatch):

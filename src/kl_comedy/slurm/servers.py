@@ -87,11 +87,16 @@ def _srun_says() -> str:
 
 
 def log_file(folder: Path, index: int) -> Path:
-    """Where a server writes: beside the log of its job, or in ``folder`` where no job's script names one."""
+    """Where a server writes: beside the log of its job, or in ``folder`` where no job's script names one.
+
+    Each start of a job has a file of its own, so that an error of an earlier one is not taken for the reason.
+    """
     if JOB_LOG not in os.environ:
         return folder / f"{index}.log"
     job_log = Path(os.environ[JOB_LOG])
-    return job_log.with_name(f"{job_log.stem}.server-{index}.log")
+    restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    number = f"{index}.restart-{restart}" if restart else str(index)
+    return job_log.with_name(f"{job_log.stem}.server-{number}.log")
 
 
 def _log_says(log: Path) -> str:
