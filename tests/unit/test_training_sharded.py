@@ -101,12 +101,22 @@ def watched(monkeypatch):
     sleeps.wait()
 
 
-@pytest.mark.parametrize("error", [RuntimeError(GLOO), RunFailed(f"cannot be written ({GLOO})"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [RuntimeError(GLOO), RunFailed(f"cannot be written ({GLOO})")])
 def test_a_killed_rank_is_named_with_its_signal(watched, error):
     watch, rank = watched
     rank.kill()
     rank.wait()
     assert f"rank 1 (process {rank.pid}) was killed by SIGKILL" in watch.lost(error)
+
+
+def test_a_rank_that_ended_with_the_users_interrupt_is_not_blamed_for_it(watched):
+    """Lightning kills the ranks that it started; of an interrupt by the watch the lost rank is the cause."""
+    watch, rank = watched
+    rank.kill()
+    rank.wait()
+    assert watch.lost(KeyboardInterrupt()) is None and watch.lost(SystemExit(1)) is None
+    watch._has_interrupted = True
+    assert "was killed by SIGKILL" in watch.lost(SystemExit(1))
 
 
 def test_an_error_of_this_rank_is_not_blamed_on_another(watched):

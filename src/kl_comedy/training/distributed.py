@@ -155,6 +155,7 @@ class RankWatch(threading.Thread):
         self._pids: dict[int, int] = {}
         self._leader: int | None = None
         self._is_reported = False
+        self._has_interrupted = False
         self._ended = threading.Event()
 
     def watch_children(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -178,6 +179,8 @@ class RankWatch(threading.Thread):
         its other end is gone. Of a :class:`UserError` or :class:`RunFailed` only such an error, quoted in it, counts.
         """
         self._is_reported = True  # this process ends by itself from now on
+        if isinstance(error, KeyboardInterrupt | SystemExit) and not self._has_interrupted:
+            return None  # a user's: Lightning has killed the ranks that it started
         has_own_words = isinstance(error, UserError | RunFailed)
         broken = isinstance(error, dist.DistError) or BROKEN_EXCHANGE.search(str(error)) is not None
         if has_own_words and not broken:
@@ -208,7 +211,6 @@ class RankWatch(threading.Thread):
 
     def run(self) -> None:
         lost_at = None
-        is_interrupted = False
         while not self._ended.wait(POLL_S):
             codes = [child.poll() for child in self._children.values()]
             failed = any(codes) or (self._leader is not None and os.getppid() != self._leader)
@@ -220,8 +222,9 @@ class RankWatch(threading.Thread):
             lost_at = now if lost_at is None else lost_at
             if now - lost_at > END_AFTER_S:
                 self._end_process()
-            if now - lost_at > INTERRUPT_AFTER_S and self._children and not is_interrupted and not self._is_reported:
-                is_interrupted = True
+            is_late = now - lost_at > INTERRUPT_AFTER_S
+            if is_late and self._children and not self._has_interrupted and not self._is_reported:
+                self._has_interrupted = True
                 main = threading.main_thread().ident
                 assert main is not None
                 signal.pthread_kill(main, signal.SIGINT)  # a real signal, which ends a call to sleep or read too
