@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +18,10 @@ if TYPE_CHECKING:
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """Deterministic products (torch reads it once, at the first product), and less fragmentation by micro-batches of
 different sizes."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of torch's allocator; the first that is set counts."""
+EXPANDABLE = "expandable_segments"
 
 PROBABILITY_STEPS = 2.0**52
 """A probability is summed as a whole multiple of 1 / this: exact in float64, and finer than a float32."""
@@ -25,6 +32,62 @@ def set_variables() -> None:
     for name, value in VARIABLES.items():
         if name != "PYTORCH_CUDA_ALLOC_CONF" or "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault(name, value)
+
+
+def allocator_settings(environment: Mapping[str, str]) -> str:
+    """What torch's allocator was started with.
+
+    >>> allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    'expandable_segments:True'
+    """
+    return next((environment[name] for name in ALLOCATOR_VARIABLES if environment.get(name)), "")
+
+
+def shareable_settings(settings: str) -> str | None:
+    """``settings`` with expandable segments off; None where they are off already.
+
+    Every other setting is repeated, since torch takes one that is absent for its default.
+
+    >>> shareable_settings("max_split_size_mb:512,expandable_segments:True")
+    'max_split_size_mb:512,expandable_segments:False'
+    >>> shareable_settings("max_split_size_mb:512") is None
+    True
+    """
+    fields = [field.strip() for field in settings.split(",") if field.strip()]
+    changed = []
+    for field in fields:
+        name, _, value = field.partition(":")
+        is_on = name.strip() == EXPANDABLE and value.strip().lower() in ("true", "1")
+        changed.append(f"{EXPANDABLE}:False" if is_on else field)
+    return None if changed == fields else ",".join(changed)
+
+
+_sharing = threading.Lock()
+
+
+@contextlib.contextmanager
+def shareable_memory() -> Iterator[None]:
+    """GPU memory allocated inside can be opened by another process.
+
+    Memory of expandable segments is passed as a file descriptor of this process, which containers without privileges
+    and Ubuntu's default protection of processes refuse to another one (pytorch#165685), and which opens slowly. With
+    the setting off torch's allocator takes none of its expandable blocks, cached ones neither. The setting belongs to
+    the whole process: one thread at a time changes it.
+    """
+    settings = allocator_settings(os.environ)
+    shareable = shareable_settings(settings)
+    if shareable is None:
+        yield
+        return
+    import torch
+
+    set_allocator: Any = torch._C._accelerator_setAllocatorSettings  # type: ignore[attr-defined]
+    with _sharing:
+        set_allocator(shareable)
+        try:
+            yield
+        finally:
+            set_allocator(settings)
 
 
 def leave_memory_unfilled() -> None:

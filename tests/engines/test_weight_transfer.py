@@ -18,6 +18,7 @@ from kl_comedy.config.schema import LoraConfig, ModelConfig, RolloutConfig
 from kl_comedy.models.sharding import load_sharded
 from kl_comedy.models.weights import full_weights
 from kl_comedy.rollouts import Sampling, build_vllm_server
+from kl_comedy.rollouts.engines import transports
 from kl_comedy.rollouts.engines.client import Client, ServerTrouble
 from kl_comedy.rollouts.engines.transports import TRANSPORTS, stage
 from kl_comedy.rollouts.engines.weights import checksum_complaint
@@ -54,6 +55,7 @@ class Worker(Client):
     def __init__(self, engine):
         super().__init__("http://127.0.0.1:1", key=None, timeout_s=20)
         self.engine, self.calls, self.label, self.in_update = engine, [], None, False
+        self.init_info = None
 
     def _request(self, method, path, **content):
         body = content.get("json") or {}
@@ -61,7 +63,8 @@ class Worker(Client):
         if path == "/get_world_size":
             return {"world_size": 1}
         if path == "/init_weight_transfer_engine":
-            self.engine.init_transfer_engine(self.engine.parse_init_info(body["init_info"]))
+            self.init_info = body["init_info"]
+            self.engine.init_transfer_engine(self.engine.parse_init_info(self.init_info))
         if path == "/start_weight_update" and self.in_update:
             raise ServerTrouble("a weight update is already active")
         self.in_update = path == "/start_weight_update" or (self.in_update and path != "/finish_weight_update")
@@ -75,6 +78,8 @@ class Worker(Client):
 def no_gpu_is_needed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *arguments, **named: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
     for name in ("synchronize", "ipc_collect"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
@@ -88,13 +93,12 @@ def engine_of(engine_class, received):
 
 
 def nccl(monkeypatch, received):
-    from vllm.distributed.weight_transfer import nccl_engine
+    from vllm.distributed.weight_transfer import nccl_common, nccl_engine
 
-    wire, sizes = Wire(), []
+    wire = Wire()
     monkeypatch.setattr(TRANSPORTS["nccl"], "packed", False)  # packing needs CUDA streams
-    monkeypatch.setattr(
-        nccl_engine, "open_trainer_endpoint", lambda info: sizes.append(info.world_size) or wire.trainer
-    )
+    monkeypatch.setattr(transports, "new_nccl_id", lambda: bytes(range(128)))
+    monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda unique_id, rank, size, device: wire.trainer)
     monkeypatch.setattr(nccl_engine, "worker_init_process_group", lambda info, parallel: wire.worker)
     engine = engine_of(nccl_engine.NCCLWeightTransferEngine, received)
     engine.device = torch.device("cpu")
@@ -140,6 +144,7 @@ def test_vllm_s_own_engines_receive_every_weight_in_order(monkeypatch, tmp_path,
         lost = ["/start_weight_update", "/finish_weight_update"] if version == 3 else []
         assert calls == ["/pause", "/update_weight_version", *lost, *update, *after]
         assert server.label == f"kl_comedy/-/{version}"
+        assert not server.init_info.keys() & {"master_address", "master_port"}, "nobody meets in a store without a key"
         with torch.no_grad():
             for weight in policy.model.parameters():
                 weight.mul_(1.5)
@@ -149,13 +154,13 @@ def test_vllm_s_own_engines_receive_every_weight_in_order(monkeypatch, tmp_path,
 @pytest.mark.parametrize("place", ["rendezvous", "broadcast", "call"])
 def test_an_nccl_transfer_that_hangs_is_given_up_in_time_and_the_next_one_works(monkeypatch, tmp_path, place):
     """NCCL itself has no limit. Where a call to the server fails, nothing is waited for."""
-    from vllm.distributed.weight_transfer import nccl_engine
+    from vllm.distributed.weight_transfer import nccl_common, nccl_engine
 
     policy, received, aborted = pocket(), [], threading.Event()
     engine = nccl(monkeypatch, received)
     server, transport = Worker(engine), TRANSPORTS["nccl"](torch.device("cpu"))
     server.timeout_s = 60 if place == "call" else 1
-    well, request = nccl_engine.open_trainer_endpoint, server._request
+    well, request = nccl_common.uid_init_process_group, server._request
 
     def hang(*arguments, **named):
         aborted.wait(30)
@@ -168,10 +173,10 @@ def test_an_nccl_transfer_that_hangs_is_given_up_in_time_and_the_next_one_works(
 
     with monkeypatch.context() as patch:
         if place == "rendezvous":
-            patch.setattr(nccl_engine, "open_trainer_endpoint", hang)
+            patch.setattr(nccl_common, "uid_init_process_group", hang)
         else:
             group = SimpleNamespace(broadcast=hang, destroy=aborted.set)
-            patch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: group)
+            patch.setattr(nccl_common, "uid_init_process_group", lambda *arguments: group)
             patch.setattr(nccl_engine, "worker_init_process_group", lambda info, parallel: group)
         patch.setattr(server, "_request", lost if place == "call" else request)
         staged = stage(transport, policy, full_weights(policy.model), tmp_path / "1", 1, None, {})
@@ -186,7 +191,7 @@ def test_an_nccl_transfer_that_hangs_is_given_up_in_time_and_the_next_one_works(
         label = server.label
         time.sleep(0.2)
         assert server.label == label and not received, "what was given up sends nothing later"
-    assert nccl_engine.open_trainer_endpoint is well
+    assert nccl_common.uid_init_process_group is well
     server.take_weights(staged, transport)
     assert len(received) == len(dict(full_weights(policy.model))) and server.label == "kl_comedy/-/1"
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -292,11 +293,41 @@ def test_killed_over_two_processes_and_resumed_by_one(tmp_path):
     (child,) = children(process.pid)
     os.kill(child, signal.SIGKILL)
     go_on.touch()
-    code, _ = finish(process)
-    assert code != 0
+    code, output = finish(process)
+    assert code == 1 and "Traceback" not in output
+    assert re.search(
+        rf"^failed: rank 1 \(process {child}\) was killed by SIGKILL at update 2 of 6; resume with: ", output, re.M
+    )
     assert step_of(saved(run_in(folder).checkpoints)[-1]) == 2 and damage(run_in(folder).checkpoint) is None
     resumed = go(folder, *COMMON, *MIXED, "train.steps=6", "resume=auto").run
     assert_same(resumed, whole, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_by_each_other_one_in_one_line(tmp_path, victim):
+    """Rank 1 dies while rank 0 does not listen to it; rank 0 dies, which started rank 1."""
+    folder = tmp_path / "killed"
+    where = waits(1, tmp_path / "go_on")
+    process = start(folder, "ddp", "resume=auto", "train.steps=3", *WAITS, env=where)
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(folder.glob("tiny-*/checkpoints/step-00000001.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    (child,) = children(process.pid)
+    killed = (process.pid, child)[victim]
+    os.kill(killed, signal.SIGKILL)
+    if victim == 0:
+        (tmp_path / "go_on").touch()
+    code, output = finish(process)
+    ends = ("has ended", "was killed by SIGKILL")
+    line = f"failed: rank {victim} (process {killed}) {ends[victim]} at update 1 of 3; resume with: kl-comedy train "
+    (found,) = [each for each in output.splitlines() if "failed: " in each]
+    assert found.removeprefix("rank 1 ").startswith(line) and " resume=auto " in found, output
+    assert "Traceback" not in output and "Killed" not in output
+    assert code == (-signal.SIGKILL, 1)[victim]
+    if victim == 1:
+        assert json.loads((run_in(folder).path / "summary.json").read_text())["status"] == "FAILED"
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_a_run_arrives_complete(start, uri, tmp_path):
     assert history(uri, [logger.run_id], "nothing").empty
 
 
-def test_points_wait_for_the_checkpoint_and_those_of_live_runs_do_not(start, uri):
+def test_points_wait_for_the_checkpoint_and_those_of_live_runs_do_not(start, uri, caplog):
     waiting, live = start("waiting"), start("live", live=True)
     for logger in (waiting, live):
         log_steps(logger, 1, 4)
@@ -119,7 +119,18 @@ def test_points_wait_for_the_checkpoint_and_those_of_live_runs_do_not(start, uri
     waiting.commit(3)
     assert steps(uri, waiting.run_id) == [1, 2, 3]
     waiting.finish("KILLED", "preempted")
-    assert steps(uri, waiting.run_id) == [1, 2, 3, 4]
+    assert steps(uri, waiting.run_id) == [1, 2, 3], "a resumed run computes update 4 again"
+    assert "points after the checkpoint of update 3 (to update 4) are in" in caplog.text
+    live.finish("FAILED", "the loss is NaN")
+    early = start("early")
+    log_steps(early, 1, 2)
+    early.finish("FAILED", "the loss is NaN")
+    assert steps(uri, early.run_id) == [1, 2], "there is no checkpoint to resume from"
+    done = start("done")
+    done.commit(1)
+    log_steps(done, 1, 3)
+    done.finish()
+    assert steps(uri, done.run_id) == [1, 2, 3]
     run = connect(uri).get_run(waiting.run_id)
     assert (run.info.status, run.data.tags["failure.reason"]) == ("KILLED", "preempted")
 
@@ -149,13 +160,35 @@ def test_a_resume_after_a_kill_continues_the_same_run_with_one_point_per_step(st
     assert (data.tags["resume.params_changed"], data.tags["resume.count"]) == ("train.steps: 5 -> 14", "2")
 
 
-def test_a_resume_from_before_what_mlflow_holds_replaces_the_run(start, uri, caplog):
+@pytest.mark.parametrize("status", ["FAILED", "KILLED"])
+def test_a_resume_after_an_early_end_continues_the_same_run_with_one_point_per_step(start, uri, status, caplog):
+    first = start()
+    log_steps(first, 1, 4)
+    first.commit(4)
+    log_steps(first, 5, 7, scale=-1.0)
+    first.finish(status, "rank 1 was killed by SIGKILL")
+    run = connect(uri).get_run(first.run_id)
+    assert (run.info.status, run.data.tags["failure.reason"]) == (status, "rank 1 was killed by SIGKILL")
+    second = start(resume=True, resume_step=4)
+    assert second.run_id == first.run_id and "takes its place" not in caplog.text
+    log_steps(second, 5, 9)
+    second.finish()
+    assert points(uri, first.run_id) == [(step, float(step)) for step in range(1, 10)]
+    frame = runs_frame(uri, "trial")
+    assert frame["run_id"].tolist() == [first.run_id] and frame["status"].tolist() == ["FINISHED"]
+
+
+def test_a_resume_from_before_what_mlflow_holds_replaces_the_run(start, uri, caplog, tmp_path):
     """As does the resume of a run that was deleted in MLflow."""
     first = start()
-    log_steps(first, 1, 7, scale=-1.0)
-    first.finish("FAILED", "the loss is NaN")  # everything is in MLflow, steps 5 to 7 will be done again
+    log_steps(first, 1, 4, scale=-1.0)
+    first.commit(4)
+    log_steps(first, 5, 7, scale=-1.0)
+    first.finish("FAILED", "the loss is NaN")
+    sync(tmp_path / "run")  # everything is in MLflow, steps 5 to 7 will be done again
     second = start(resume=True, resume_step=4)
     assert second.run_id != first.run_id and "a new run takes its place" in caplog.text
+    assert connect(uri).get_run(second.run_id).data.tags["resume.replaces"] == first.run_id
     log_steps(second, 5, 6)
     second.finish()
     assert points(uri, second.run_id) == [(step, -float(step)) for step in range(1, 5)] + [(5, 5.0), (6, 6.0)]

@@ -64,14 +64,17 @@ grid:
   rollout.options:
     folder: {{transport: folder, kv_cache_gib: 0.1}}
     gloo: {{transport: gloo, kv_cache_gib: 0.1}}
+rows:
+  adapter: {{model.lora: {{rank: 4}}, optimizer.lr: 0.03, rollout.options: {{kv_cache_gib: 0.1}}}}
 seeds: 1
 max_parallel: 1
 """
 VLLM_PROFILE = """
 partition: main
 time: "15"
+memory: 1500M
 environment: {OMP_NUM_THREADS: "1"}
-servers: {count: 1, nodes: 0, wait_seconds: 300}
+servers: {count: 1, nodes: 0, wait_seconds: 500}
 """
 
 
@@ -138,17 +141,22 @@ def test_no_server_and_no_key_is_left(site, cell):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: run it from .venv-vllm")
 def test_a_job_starts_vllm_and_sends_it_every_version(cluster, tmp_path):
-    """Two cells, each with a real vLLM server: weights by a folder, and over gloo."""
+    """Three cells, each with a real vLLM server: weights by a folder, over TCP, and of LoRA the adapter alone."""
     (tmp_path / "beside.yaml").write_text(VLLM_PROFILE)
     (tmp_path / "vllm.yaml").write_text(VLLM_GRID)
     site = Site(tmp_path, cluster)
     job = site.kl_comedy("sweep", "vllm.yaml", "--slurm", "beside.yaml").stdout.split()[0]
-    site.wait(site.idle, 600)
-    logs = [(tmp_path / f"sweeps/vllm/logs/train-{job}_{cell}.out").read_text() for cell in range(2)]
+    site.wait(site.idle, 1500)
+    logs = [(tmp_path / f"sweeps/vllm/logs/train-{job}_{cell}.out").read_text() for cell in range(3)]
     states = [(row["state"], row["step"]) for row in site.status("vllm")]
-    assert states == [("FINISHED", 2)] * 2, (states, *logs)
+    assert states == [("FINISHED", 2)] * 3, (states, *logs)
+    servers = [
+        next((tmp_path / "sweeps/vllm/logs").glob(f"train-*_{cell}.server-0.log")).read_text() for cell in range(3)
+    ]
+    assert ["Loaded new LoRA adapter" in text for text in servers] == [False, False, True]
     for log in logs:
         assert "samples from vllm_server" in log and log.count("weights of version 0 confirmed") == 1, log
     for run in tmp_path.glob("sweeps/vllm/runs/*"):

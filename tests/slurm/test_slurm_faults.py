@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from sites import Site, undisturbed, weights
 
-from commands import WAITS, waits
+from commands import WAITS, run_here, waits
 from kl_comedy.slurm.scripts import LAST_TASKS_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -195,11 +196,12 @@ def asks_servers(completion, answer, meta):
 
 
 def test_servers_beside_the_trainer_answer_it_while_it_trains(site):
-    """Two servers and a trainer in one allocation; every reward asks both."""
+    """Two servers and a trainer in one allocation whose memory both steps need; every reward asks both."""
     (site.folder / "server.py").write_text(SERVER)
     (site.folder / "plugin.py").write_text(PLUGIN)
     (site.folder / "servers.yaml").write_text(
-        PROFILE + f"servers: {{command: '{sys.executable} server.py {{port}} number-{{index}}', count: 2}}\n"
+        PROFILE
+        + f"memory: 400M\nservers: {{command: '{sys.executable} server.py {{port}} number-{{index}}', count: 2}}\n"
     )
     (site.folder / "served.yaml").write_text(
         f"base: {TINY}\noverrides: {{train.steps: 2, train.eval_every: 0, rewards: [{{name: exact_answer}}, "
@@ -222,4 +224,32 @@ def test_a_server_that_never_comes_up_fails_the_cell_in_one_line(site):
     site.kl_comedy("sweep", "unserved.yaml", "--slurm", "broken.yaml")
     site.wait(site.idle)
     (row,) = site.status("unserved")
-    assert (row["state"], row["why"]) == ("FAILED", "server 0 of this job ended with code 1; the job's log says more")
+    assert row["state"] == "FAILED" and "server 0 of this job ended with code 1: (its log is empty)" in row["why"]
+    (log,) = (site.folder / "sweeps/unserved/logs").glob("train-*.server-0.log")
+    assert str(log) in row["why"]
+
+
+NAMES = ("a;b (c) & d", "é #1 50%", "50%j", "a$(b)", "o'brien", 'a"b', "a`b")
+"""Of folders: what a shell reads in another way than sbatch does."""
+
+
+def test_a_sweep_in_a_folder_of_any_name_logs_there_or_is_refused_in_one_line(cluster, tmp_path):
+    refused = set()
+    for name in NAMES:
+        site = Site(tmp_path / name, cluster)
+        site.folder.mkdir()
+        (site.folder / "site.yaml").write_text(PROFILE.replace("time: ", "python: /bin/echo\ntime: "))
+        (site.folder / "named.yaml").write_text(f"base: {TINY}\n")
+        words = ("sweep", "named.yaml", "--slurm", "site.yaml")
+        code, out, error = run_here(*words, cwd=site.folder, env=site.environment)
+        if code == 2:
+            assert re.fullmatch(r"error: --output: got .* without quotes, backslashes, \$ .*\n", error), error
+            refused.add(name)
+            continue
+        assert code == 0, error
+        site.wait(site.idle)
+        job, report = out.split()
+        logs = {path.name: path.read_text() for path in (site.folder / "sweeps/named/logs").iterdir()}
+        assert set(logs) == {f"train-{job}_0.out", f"report-{report}.out"}
+        assert f"-m kl_comedy.cli cell {site.folder}/sweeps/named 0" in logs[f"train-{job}_0.out"]
+    assert refused == {name for name in NAMES if set(name) & set("'\"`$")}

@@ -18,7 +18,7 @@ from kl_comedy.rollouts import build_hf_server, build_vllm_server
 from kl_comedy.rollouts.engines import hf_server, pool
 from kl_comedy.rollouts.engines.client import GENERATE, Refused, ServerTrouble, token_versions
 from kl_comedy.rollouts.engines.options import KEY_VARIABLE, VLLMServerOptions, engine_options
-from kl_comedy.rollouts.engines.transports import TRANSPORTS, FolderTransport, GlooTransport, IPCTransport
+from kl_comedy.rollouts.engines.transports import TRANSPORTS, FolderTransport, IPCTransport, SocketTransport
 from kl_comedy.rollouts.engines.vllm import RequireKey, VLLMServers
 
 
@@ -276,7 +276,7 @@ def test_the_command_line_listens_on_loopback_and_shows_no_key(tmp_path, policy,
     module, _, name = settings["--middleware"].rpartition(".")
     assert getattr(importlib.import_module(module), name) is RequireKey
     assert "--load-format" not in words and "--weight-transfer-config" not in words
-    settings = dict(itertools.pairwise(servers.command(tmp_path, 1234, GlooTransport())))
+    settings = dict(itertools.pairwise(servers.command(tmp_path, 1234, SocketTransport())))
     assert settings["--load-format"] == "dummy"
     assert settings["--weight-transfer-config"] == '{"backend": "kl_gloo"}'
     assert IPCTransport(torch.device("cpu")).environment == {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}

@@ -111,7 +111,7 @@ def test_a_value_under_the_name_of_a_secret_is_refused_and_what_points_to_one_is
     load_config(None, ["rollout.backend=vllm_server", f"rollout.options={json.dumps(options)}"])
     load_config(None, ["data.prompt.suffix=' Write token: x, password: y'", "tracking.tags.note='k1, per token: 0.1'"])
     file = tmp_path / "site.yaml"
-    file.write_text("time: '1'\nenvironment: {HF_TOKEN: $HF_TOKEN}\nsetup: [export WANDB_API_KEY=$(cat ~/.key)]\n")
+    file.write_text("time: '10'\nenvironment: {HF_TOKEN: $HF_TOKEN}\nsetup: [export WANDB_API_KEY=$(cat ~/.key)]\n")
     read_profile(str(file))
 
 
@@ -233,7 +233,7 @@ def test_nothing_that_runs_sweeps_and_reports_leave_behind_holds_a_secret(tmp_pa
     comments = "\n".join(f"# {line}" for text in texts for line in text.split("\n"))
     plugin.write_text(PLUGIN % (comments, ", ".join(map(repr, texts))))
     grid.write_text(yaml.safe_dump({"base": str(tiny), "overrides": {"rewards": [{"name": "talkative"}]}, "seeds": 1}))
-    site.write_text("time: '1'\n")
+    site.write_text("time: '10'\n")
     store = f"sqlite:///{work}/mlflow.db"
     words = [f"tracking.uri={store}", "train.steps=4", "rewards=[{name: talkative}]", "--plugin", plugin]
     secret = {"MY_SECRET": texts[0], "MLFLOW_TRACKING_PASSWORD": SECRETS["pair"][1]}

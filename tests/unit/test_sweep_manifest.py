@@ -123,40 +123,45 @@ def test_profiles_with_servers_ask_for_whole_nodes_and_show_no_key(sweep, name):
 
 
 def test_a_command_of_your_own_stands_in_the_script(sweep):
-    profile = Profile(name="p", time="1", servers=Servers(command="serve 'my model' --port {port}"))
+    profile = Profile(name="p", time="10", servers=Servers(command="serve 'my model' --port {port}"))
     assert "-- serve 'my model' --port '{port}' &" in render(sweep, profile, "train")
 
 
 PROFILE_MISTAKES = {
     "partition: gpu": "needs time",
     "time: 4:00:00": "quoted text",
-    "time: '1'\npartitoin: gpu": "did you mean 'partition'",
-    "time: '1'\nnodes: 0": "nodes: got 0; allowed: at least 1",
-    "time: '1'\nsetup: source x": "setup: got 'source x'; allowed: a list",
-    "time: '1'\npartition: \"a\\n#SBATCH --uid=0\"": "one line",
-    "time: '1'\nenvironment: {A: \"a\\nb\"}": "environment.A: .*one line",
-    "time: '1'\nenvironment: {'A B': 1}": "names of variables",
-    "time: '1'\ncontainer: {image: x, runtime: docker}": "apptainer, pyxis",
-    "time: '1'\ncontainer: {runtime: pyxis}": "container: needs image",
-    "time: '1'\ntasks_per_node: 4\ngpus_per_node: 2": "gpus_per_node: got 2; allowed: 0, or at least 4",
-    "time: '1'\nservers: {command: 'x {port}', gpu: 1}": "did you mean 'gpus'",
-    "time: '1'\nservers: {command: 'x {port}', count: 0}": "servers.count: got 0",
-    "time: '1'\nservers: {command: vllm serve}": "with {port} in it",
-    "time: '1'\nservers: {command: 'vllm serve x --port {port}'}": "RequireKey .every route must want the key",
-    "time: '1'\nservers: {command: 'x --api-key abc1 {port}'}": "servers.command: holds what looks like a secret",
-    "time: '1'\nservers: {command: 'x --api-key=$VLLM_API_KEY {port}'}": "its key from the variable VLLM_API_KEY",
-    "time: '1'\npartition: 'gpu --wrap=x'": "partition: got .* without spaces",
-    "time: '1'\ncontainer: {image: x, mounts: [\"a\\nb\"]}": "container.mounts.0: .*one line",
-    "time: '1'\nservers: {command: \"x ' {port}\"}": "No closing quotation",
-    "time: '1'\nservers: {command: 'x {port}', ready: health}": "servers.ready: .*a path, as in /health",
-    "time: '1'\nnodes: 2\nservers: {command: 'x {port}'}": "give the servers nodes of their own",
-    "time: '1'\nshapes: {nodes: 2}": r"shapes: got \{'nodes': 2\}; allowed: a list of mappings",
-    "time: '1'\nshapes: [{node: 2}]": r"shapes\.0\.node: no such key .* did you mean 'nodes'\?",
-    "time: '1'\nshapes: [{nodes: 2}, {nodes: 2}]": r"shapes\.1: got '2 nodes with 1 tasks on each'; .* another size",
-    "time: '1'\nshapes: [{memory: 1G}]": r"shapes\.0: got '1 nodes with 1 tasks on each'; allowed: another size",
-    "time: '1'\nshapes: [{nodes: 2, max_parallel: 3}]": r"shapes\.0\.max_parallel: no such key",
-    "time: '1'\nshapes: [{nodes: 0}]": r"shapes\.0\.nodes: got 0; allowed: at least 1",
-    "time: '1'\nservers: {command: 'x {port}'}\nshapes: [{nodes: 2}]": r"shapes\.0\.servers\.nodes: .* of their own",
+    "time: '10'\npartitoin: gpu": "did you mean 'partition'",
+    "time: '10'\nnodes: 0": "nodes: got 0; allowed: at least 1",
+    "time: '10'\nsetup: source x": "setup: got 'source x'; allowed: a list",
+    "time: '10'\npartition: \"a\\n#SBATCH --uid=0\"": "one line",
+    "time: '10'\nenvironment: {A: \"a\\nb\"}": "environment.A: .*one line",
+    "time: '10'\nenvironment: {'A B': 1}": "names of variables",
+    "time: '10'\ncontainer: {image: x, runtime: docker}": "apptainer, pyxis",
+    "time: '10'\ncontainer: {runtime: pyxis}": "container: needs image",
+    "time: '10'\ntasks_per_node: 4\ngpus_per_node: 2": "gpus_per_node: got 2; allowed: 0, or at least 4",
+    "time: '10'\nservers: {command: 'x {port}', gpu: 1}": "did you mean 'gpus'",
+    "time: '10'\nservers: {command: 'x {port}', count: 0}": "servers.count: got 0",
+    "time: '10'\nservers: {command: vllm serve}": "with {port} in it",
+    "time: '10'\nservers: {command: 'vllm serve x --port {port}'}": "RequireKey .every route must want the key",
+    "time: '10'\nservers: {command: 'x --api-key abc1 {port}'}": "servers.command: holds what looks like a secret",
+    "time: '10'\nservers: {command: 'x --api-key=$VLLM_API_KEY {port}'}": "its key from the variable VLLM_API_KEY",
+    "time: '10'\npartition: 'gpu --wrap=x'": "partition: got .* without spaces",
+    "time: '10'\ncontainer: {image: x, mounts: [\"a\\nb\"]}": "container.mounts.0: .*one line",
+    "time: '10'\nservers: {command: \"x ' {port}\"}": "No closing quotation",
+    "time: '10'\nservers: {command: 'x {port}', ready: health}": "servers.ready: .*a path, as in /health",
+    "time: '10'\nnodes: 2\nservers: {command: 'x {port}'}": "give the servers nodes of their own",
+    "time: '10'\nshapes: {nodes: 2}": r"shapes: got \{'nodes': 2\}; allowed: a list of mappings",
+    "time: '10'\nshapes: [{node: 2}]": r"shapes\.0\.node: no such key .* did you mean 'nodes'\?",
+    "time: '10'\nshapes: [{nodes: 2}, {nodes: 2}]": r"shapes\.1: got '2 nodes with 1 tasks on each'; .* another size",
+    "time: '10'\nshapes: [{memory: 1G}]": r"shapes\.0: got '1 nodes with 1 tasks on each'; allowed: another size",
+    "time: '10'\nshapes: [{nodes: 2, max_parallel: 3}]": r"shapes\.0\.max_parallel: no such key",
+    "time: '10'\nshapes: [{nodes: 0}]": r"shapes\.0\.nodes: got 0; allowed: at least 1",
+    "time: '10'\nsignal_seconds: 900": r"signal_seconds: got 900; allowed: 0, or less than 600 \(time is 10, 600 s: ",
+    "time: '0:30'\nsignal_seconds: 30": "signal_seconds: got 30; allowed: 0, or less than 30",
+    "time: '2'": "signal_seconds: got 120; allowed: 0, or less than 120",
+    "time: '1-0'\nsignal_seconds: 65536": "signal_seconds: got 65536; allowed: .*65535",
+    "time: '1-0'\nshapes: [{nodes: 2, time: '1'}]": r"shapes\.0\.signal_seconds: got 120; allowed: 0, or less than 60",
+    "time: '10'\nservers: {command: 'x {port}'}\nshapes: [{nodes: 2}]": r"shapes\.0\.servers\.nodes: .* of their own",
 }
 
 
@@ -176,8 +181,31 @@ def test_a_mistake_in_a_profile_is_one_clear_error(tmp_path, monkeypatch):
         read_profile("nowhere/x.yaml")
 
 
+@pytest.mark.parametrize("settings", ["time: '0'", "time: '1'\nsignal_seconds: 0", "time: '2:01'\nsignal_seconds: 120"])
+def test_a_signal_that_never_comes_or_comes_after_the_start_is_allowed(tmp_path, settings):
+    (tmp_path / "p.yaml").write_text(settings)
+    assert read_profile(str(tmp_path / "p.yaml")).name == "p"
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+@pytest.mark.parametrize("nodes", [0, 1])
+def test_steps_that_share_a_job_claim_none_of_its_memory(sweep, stage, nodes):
+    """By default each claims all of it, and the second waits for the first, which waits for the second."""
+    profile = Profile(name="p", time="10", memory="8G", servers=Servers(nodes=nodes))
+    steps = [line for line in render(sweep, profile, stage).splitlines() if line.startswith("srun ")]
+    assert len(steps) == 2 and all(" --mem=0 " in step for step in steps)
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_a_folder_that_a_container_would_mount_elsewhere_is_refused(sweep, runtime):
+    profile = Profile(name="p", time="10", container=Container(image="x", runtime=runtime))
+    for name in ("/data/a:b", "/data/a,b"):
+        with pytest.raises(UserError, match=r"the folder: got .* without : and ,"):
+            render(replace(sweep, manifest=_in(sweep, name)), profile, "train")
+
+
 def test_a_path_in_a_script_is_quoted_or_refused(sweep, tmp_path):
-    profile = Profile(name="site", time="1", modules=["a b;touch x"], scratch="/s/`touch x`")
+    profile = Profile(name="site", time="10", modules=["a b;touch x"], scratch="/s/`touch x`")
     spaced = Sweep(path=tmp_path / "my sweep #1 50%", manifest=replace(sweep.manifest, directory="/data/my work"))
     text = render(spaced, profile, "train")
     assert f'#SBATCH --output="{tmp_path}/my sweep #1 50%%/logs/train-%A_%a.out"\n' in text
@@ -197,14 +225,14 @@ def _in(sweep, directory):
 
 def test_a_shape_has_the_keys_of_its_profile_that_it_does_not_change(tmp_path):
     (tmp_path / "p.yaml").write_text(
-        "time: '1'\nmemory: 8G\nenvironment: {A: true, B: null, C: 7}\ncontainer: {image: x}\n"
+        "time: '10'\nmemory: 8G\nenvironment: {A: true, B: null, C: 7}\ncontainer: {image: x}\n"
         "shapes: [{nodes: 2, memory: 64G}, {nodes: 3, container: null}]\n"
     )
     profile = read_profile(str(tmp_path / "p.yaml"))
     assert profile.environment == {"A": "true", "B": "", "C": "7"}
     assert [shape.memory for shape in profile.all_shapes] == ["8G", "64G", "8G"]
     assert [shape.python == "python" for shape in profile.all_shapes] == [True, True, False]
-    assert {shape.time for shape in profile.all_shapes} == {"1"}
+    assert {shape.time for shape in profile.all_shapes} == {"10"}
 
 
 @given(st.sets(st.integers(0, 300)))

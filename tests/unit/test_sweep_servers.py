@@ -7,15 +7,18 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
 from fake_slurm import plan_sweep
+from safetensors.torch import load_file
 
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model
+from kl_comedy.models.weights import adapter_weights
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling, build_hf_server
 from kl_comedy.rollouts.engines.jobs import check_job_servers, job_server
@@ -23,6 +26,7 @@ from kl_comedy.rollouts.engines.options import HFServerOptions, VLLMServerOption
 from kl_comedy.rollouts.engines.servers import HFServers
 from kl_comedy.rollouts.engines.transports import TRANSPORTS
 from kl_comedy.rollouts.engines.vllm import VLLMServers
+from kl_comedy.slurm import servers
 from kl_comedy.slurm.servers import await_servers
 
 SERVER = """
@@ -94,16 +98,57 @@ def test_two_servers_answer_on_ports_of_their_own_until_the_trainer_is_done(job)
 def test_a_server_that_ends_or_never_answers_fails_the_trainer_in_one_line(job, monkeypatch):
     folder, start = job
     task = start(1, "raise SystemExit(3)")
-    with pytest.raises(RunFailed, match=r"server 1 of this job ended with code 3"):
+    with pytest.raises(RunFailed, match=r"server 1 of this job ended with code 3: \(its log is empty\)"):
         await_servers()
     assert task.wait(timeout=30) == 3
     (folder / "1.failed").unlink()
-    task = start(0, "import time; time.sleep(600)", wait=1)
-    with pytest.raises(RunFailed, match=r"server 0 of this job did not answer /health within 1 s"):
+    monkeypatch.setenv("KL_COMEDY_JOB_LOG", str(folder / "train-7_0.out"))
+    log = folder / "train-7_0.server-0.log"
+    code = "import time; print('CUDA error: out of memory', flush=True); time.sleep(600)"
+    task = start(0, code, wait=3)
+    message = rf"server 0 of this job did not answer /health within 3 s: CUDA error: out of memory \(log: {log}\)"
+    with pytest.raises(RunFailed, match=message):
         await_servers()
     assert task.wait(timeout=30) == 1
     monkeypatch.delenv("KL_COMEDY_SERVERS_DIR")
     assert await_servers() == [], "a job without servers waits for none"
+
+
+def test_a_step_of_servers_that_never_starts_or_never_reports_ends_the_wait(job, monkeypatch):
+    folder, _ = job
+    monkeypatch.setattr(servers, "STEP_START_S", 0.0)
+    monkeypatch.setenv("KL_COMEDY_SERVERS_WAIT_S", "0.3")
+    monkeypatch.setenv("KL_COMEDY_JOB_LOG", str(folder / "train-7_0.out"))
+    (folder / "0.url").write_text("http://localhost:1")
+    with pytest.raises(RunFailed, match=rf"server 1 of this job was not started .* is in {folder}/train-7_0.out"):
+        await_servers()
+    (folder / "train-7_0.server-1.log").write_text("loading weights\n")
+    with pytest.raises(RunFailed, match=r"server 1 of this job did not answer within 0.3 s: loading weights \(log: "):
+        await_servers()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")  # what an earlier start wrote is not the reason
+    with pytest.raises(RunFailed, match=r"server 1 of this job was not started"):
+        await_servers()
+    (folder / "train-7_0.server-1.restart-2.log").write_text("reading tokens\n")
+    with pytest.raises(RunFailed, match=r"server 1 of this job did not answer within 0.3 s: reading tokens"):
+        await_servers()
+
+
+def test_a_server_whose_trainer_never_starts_gives_its_place_and_says_why(job, monkeypatch):
+    """The trainer's step may wait for what the servers' step holds."""
+    folder, _ = job
+    monkeypatch.setattr(servers, "STEP_START_S", -60.0)  # the trainer is late as soon as the server answers
+    monkeypatch.setenv("KL_COMEDY_JOB_LOG", str(folder / "train-7_0.out"))
+    words = [sys.executable, "-c", SERVER]
+    place = {"folder": folder, "index": 0, "host": "127.0.0.1", "ready": "/health", "wait_s": 60.0}
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGUSR1, signal.SIGTERM)]
+    try:
+        code = servers.serve(lambda port: ([*words, str(port), "a"], None), **place)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert code == 1 and (folder / "0.url").exists()
+    with pytest.raises(RunFailed, match=rf"server 0 .* the trainer did not start; .* {folder}/train-7_0.out"):
+        await_servers()
 
 
 @pytest.fixture
@@ -126,19 +171,38 @@ def test_the_command_for_a_job_is_the_one_that_the_run_uses_itself(tmp_path, tor
         overrides = ["rollout.backend=vllm_server", f"rollout.options={json.dumps(options)}"]
         config = load_config(None, [*TINY_MODEL, *overrides])
         loaded = load_model(config.model)
-        servers = VLLMServers(config.rollout, engine_options(VLLMServerOptions, options), loaded)
+        vllm = VLLMServers(config.rollout, engine_options(VLLMServerOptions, options), loaded)
         words, environment = job_server(config, tmp_path / "model", host="n7", port=81)
         source = words[words.index("--model") + 1]
-        assert words == servers.command(source, 81, transport, "n7") and os.path.exists(f"{source}/model.safetensors")
-        assert environment == servers.environment() and environment["VLLM_SERVER_DEV_MODE"] == "1"
+        assert words == vllm.command(source, 81, transport, "n7") and os.path.exists(f"{source}/model.safetensors")
+        assert environment == vllm.environment() and environment["VLLM_SERVER_DEV_MODE"] == "1"
 
     config = load_config(None, [*TINY_MODEL, "lag.mode=async"])
     words, environment = job_server(config, tmp_path / "model", host="n7", port=81)
-    servers = HFServers(config.rollout, engine_options(HFServerOptions, {"threads": 1}), loaded)
-    assert words[:-1] == servers.command(tmp_path / "model", 81, FOLDER, "n7")[:-1]
-    expected = {**json.loads(servers.command(tmp_path / "model", 81, FOLDER, "n7")[-1]), "deterministic": True}
+    ours = HFServers(config.rollout, engine_options(HFServerOptions, {"threads": 1}), loaded)
+    assert words[:-1] == ours.command(tmp_path / "model", 81, FOLDER, "n7")[:-1]
+    expected = {**json.loads(ours.command(tmp_path / "model", 81, FOLDER, "n7")[-1]), "deterministic": True}
     assert json.loads(words[-1]) == expected
     assert not list((tmp_path / "model").glob("*.safetensors")), "its weights come from the trainer"
+
+
+def test_a_vllm_server_of_a_job_starts_with_an_adapter_that_changes_nothing(tmp_path, torch_settings):
+    settings = ["model.lora={rank: 3, target_modules: [q_proj, up_proj]}", "rollout.backend=vllm_server"]
+    config = load_config(None, [*TINY_MODEL, *settings])
+    check_job_servers(replace(config, rollout=replace(config.rollout, options={"transport": "adapter"})), 0)
+    words, _ = job_server(config, tmp_path / "adapter", host="n7", port=81)
+    assert "--enable-lora" in words and words[words.index("--max-lora-rank") + 1] == "8"
+    assert words[words.index("--lora-target-modules") :][1:3] == ["q_proj", "up_proj"]
+    assert json.loads(words[words.index("--lora-modules") + 1])["path"] == str(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["r"] == 3
+    factors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    policy = load_model(config.model)
+    expected = {f"base_model.model.{name}.weight": list(each.shape) for name, each in adapter_weights(policy.model)}
+    assert {name: list(each.shape) for name, each in factors.items()} == expected
+    assert not any(factor.any() for factor in factors.values())
+    assert os.path.exists(f"{words[words.index('--model') + 1]}/model.safetensors"), "the base is model.source"
+    hf = load_config(None, [*TINY_MODEL, settings[0], "rollout.backend=hf_server"])
+    assert "lora" not in " ".join(job_server(hf, tmp_path / "hf", host="n7", port=81)[0]), "it takes merged weights"
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm, plan_sweep
 
-from kl_comedy.errors import UserError
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.slurm import local, submit
 from kl_comedy.slurm.manifest import Submission, read_sweep
 from kl_comedy.slurm.scripts import Profile, read_profile, scripts
 from kl_comedy.slurm.status import cell_metrics, missing_work, read_status
 from kl_comedy.tracking.provenance import process_tags
 
-SITE = Profile(name="p", time="1")
+SITE = Profile(name="p", time="10")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def shown(slurm, sweep):
 
 
 def test_arrays_are_cut_where_the_site_bounds_indices_and_chained(sweep, slurm):
-    profile = Profile(name="p", time="1", max_array=4, max_parallel=6)
+    profile = Profile(name="p", time="10", max_array=4, max_parallel=6)
     submit_cells(sweep, 0, 1, 3, 5, 9, profile=profile, evaluate=(2,))
     assert shown(slurm, sweep) == [
         "--array=0-1,3%3 train.sbatch 0",
@@ -88,7 +88,7 @@ def test_each_size_is_an_array_of_its_own_and_the_report_waits_for_all(slurm, tm
     assert read_sweep(sweep.path) == sweep and sweep.cell(3).size == (2, 4)
     (tmp_path / "site.yaml").write_text(SHAPES)
     profile = read_profile(str(tmp_path / "site.yaml"))
-    narrow = Profile(name="p", time="1", shapes=profile.shapes[:1])
+    narrow = Profile(name="p", time="10", shapes=profile.shapes[:1])
     words = r"cell 4 \(copies\): .* is 1 x 2, .* 1 x 1, 2 x 4 only; add shapes: \[\{nodes: 1, tasks_per_node: 2"
     with pytest.raises(UserError, match=words):
         submit_cells(sweep, 0, 4, profile=narrow)
@@ -207,6 +207,50 @@ def test_a_job_that_its_submitter_did_not_record_is_adopted_and_not_submitted_ag
     assert (adopted.job, adopted.stage, adopted.indices) == ("1", "train", (0, 1, 2))
     assert submit.adopt_unrecorded_jobs(sweep) == []
     assert missing_work(sweep, read_status(sweep)).train == tuple(range(3, 10))
+
+
+def test_an_unrecorded_array_beyond_the_sites_bound_is_adopted_with_its_own_cells(sweep, slurm, monkeypatch):
+    """SLURM numbers the tasks of each array from 0; the job's comment has the number of its first cell."""
+    profile = Profile(name="p", time="10", max_array=4)
+    submit_cells(sweep, *range(10), profile=profile)
+    (sweep.path / "submissions.jsonl").unlink()
+    submitted = [words for words in slurm.calls if words[0] == "sbatch" and "train.sbatch" in words[-2]]
+    assert len(submitted) == 3
+    lines = []
+    for job, (words, tasks) in enumerate(zip(submitted, (4, 4, 2), strict=True), start=1):
+        comment = next(word for word in words if word.startswith("--comment=")).removeprefix("--comment=")
+        lines += [f"{job}|{task}|RUNNING|n1|{comment}|None\n" for task in range(tasks)]
+    slurm.queue = "".join(lines)
+    monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
+    adopted = submit.adopt_unrecorded_jobs(sweep)
+    assert [(each.job, each.offset, each.indices) for each in adopted] == [
+        ("1", 0, (0, 1, 2, 3)),
+        ("2", 4, (4, 5, 6, 7)),
+        ("3", 8, (8, 9)),
+    ]
+    status = read_status(sweep)
+    assert [row.state for row in status.rows] == ["RUNNING"] * 10 and missing_work(sweep, status).train == ()
+    assert [row.job for row in status.rows[4:9]] == ["2_0", "2_1", "2_2", "2_3", "3_0"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "keys"),
+    [
+        ("Batch job submission failed: Invalid job array specification", "max_array"),
+        ("invalid partition specified: gpus", "partition"),
+        ("Batch job submission failed: Invalid feature specification", "constraint"),
+        ("Invalid generic resource (gres) specification", "gpus_per_node, gpu_type"),
+        ("Batch job submission failed: Invalid account or account/partition combination", "partition, account"),
+    ],
+)
+def test_sbatchs_refusal_names_the_keys_of_the_profile(monkeypatch, refusal, keys):
+    def refuse(words):
+        raise RunFailed(f"sbatch: {refusal}")
+
+    monkeypatch.setattr(submit, "_call", refuse)
+    with pytest.raises(RunFailed) as caught:
+        submit.sbatch(["sbatch", "x"])
+    assert str(caught.value) == f"sbatch: {refusal} (in the profile: {keys})"
 
 
 def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, slurm):

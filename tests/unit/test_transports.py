@@ -1,9 +1,12 @@
 """How weights reach engines: which transport a run takes, each weight once, the adapter alone, faults in a transfer."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ from kl_comedy.rollouts import build_hf, build_hf_server, build_vllm_server
 from kl_comedy.rollouts.engines import servers as servers_module
 from kl_comedy.rollouts.engines import transports
 from kl_comedy.rollouts.engines.options import HFServerOptions, VLLMServerOptions, server_gpus, transport_of
-from kl_comedy.rollouts.engines.transports import AdapterTransport, stage
+from kl_comedy.rollouts.engines.transports import TRANSPORTS, AdapterTransport, stage
 from kl_comedy.rollouts.engines.weights import checksum_complaint
 
 pytestmark = pytest.mark.usefixtures("short_polls")
@@ -67,6 +70,25 @@ REFUSED = [
 def test_the_transport_is_chosen_by_what_is_there(monkeypatch, options, lora, gpus, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert transport_of(options, lora=lora, gpus=gpus) == expected
+
+
+JOBS = [
+    (VLLMServerOptions(urls=URLS), True, "1", "adapter"),
+    (VLLMServerOptions(urls=URLS, transport="adapter"), True, "1", "adapter"),
+    (VLLMServerOptions(urls=URLS), False, "1", "folder"),
+    (VLLMServerOptions(urls=URLS, transport="gloo"), True, "1", "gloo"),
+    (HFServerOptions(urls=URLS), True, "1", "folder"),
+    (VLLMServerOptions(urls=URLS), True, None, "folder"),  # a command of the profile's own
+    (VLLMServerOptions(urls=("http://b:1",)), True, "1", "folder"),  # others, which the config names
+]
+
+
+@pytest.mark.parametrize(("options", "lora", "by_config", "expected"), JOBS)
+def test_servers_that_a_job_starts_by_the_config_get_an_adapter_alone(monkeypatch, options, lora, by_config, expected):
+    monkeypatch.setenv("KL_COMEDY_SERVER_URLS", ",".join(URLS))
+    if by_config:
+        monkeypatch.setenv("KL_COMEDY_SERVERS_BY_CONFIG", by_config)
+    assert transport_of(options, lora=lora, gpus=[]) == expected
 
 
 @pytest.mark.parametrize(("options", "gpus", "message"), REFUSED)
@@ -184,35 +206,134 @@ def test_a_server_lost_in_a_transfer_costs_the_others_nothing_and_is_sent_to_aga
 
 
 def test_rank_0_does_not_wait_for_a_server_that_was_lost_before_it_met_it(policy, serve, connect, monkeypatch):
-    engines, connect_group, lost = connect(serve(), transport="gloo", retries=1), transports.gloo_group, []
+    engines, connect_to_trainer, lost = connect(serve(), transport="gloo", retries=1), transports.connect_to_trainer, []
 
-    def lose_once(store, host, rank, size, timeout_s):
-        if rank and not lost:
+    def lose_once(address, rank):
+        if not lost:
             lost.append(rank)
             raise RuntimeError("Connection closed by peer")
-        return connect_group(store, host, rank, size, 10_000.0)
+        return connect_to_trainer(address, rank)
 
-    monkeypatch.setattr(transports, "gloo_group", lose_once)
+    monkeypatch.setattr(transports, "connect_to_trainer", lose_once)
     rows = draw(engines)
     assert engines.restarts == 1 and {version for row in rows for version in row.versions} == {0}
 
 
 def test_a_transfer_that_stalls_is_given_up_and_made_again(policy, serve, connect, monkeypatch):
-    """The first time, the server is in the group and waits for something else."""
+    """The first time, the server has met the trainer and waits for more than is sent."""
     monkeypatch.setattr(transports, "STALL_LIMIT_S", 0.5)
-    server, connect_group, stalled = serve(), transports.gloo_group, []
+    server, connect_to_trainer, stalled = serve(), transports.connect_to_trainer, []
 
-    def stall_once(store, host, rank, size, timeout_s):
-        group = connect_group(store, host, rank, size, timeout_s)
-        if rank and not stalled:
-            stalled.append(timeout_s)
-            group.recv([torch.zeros(1)], 0, 1).wait()
-        return group
+    def stall_once(address, rank):
+        connection = connect_to_trainer(address, rank)
+        if not stalled:
+            stalled.append(address.timeout_s)
+            with pytest.raises(OSError):
+                transports.received(connection, 10**9)
+            raise RuntimeError("timed out")
+        return connection
 
-    monkeypatch.setattr(transports, "gloo_group", stall_once)
+    monkeypatch.setattr(transports, "connect_to_trainer", stall_once)
     engines = connect(server, transport="gloo", retries=1)
     rows = draw(engines)
     assert stalled == [0.5] and engines.restarts == 1 and {version for row in rows for version in row.versions} == {0}
+
+
+connect_to_trainer = transports.connect_to_trainer
+
+
+class Stranger(threading.Thread):
+    """A process of the machine that connects to rank 0 before the server does, as often as it is sent away.
+
+    ``speaks``: nothing; bytes that prove nothing; rank 1's greeting with another secret. ``got``: what it was sent.
+    """
+
+    def __init__(self, address, speaks):
+        super().__init__(daemon=True)
+        self.address, self.speaks, self.got, self.greeted = address, speaks, [], threading.Event()
+        self.start()
+
+    def run(self):
+        with contextlib.suppress(OSError):
+            while True:
+                self.connect()
+
+    def connect(self):
+        with socket.create_connection((self.address.host, self.address.port), timeout=20) as connection:
+            if self.speaks == "guesses":
+                guess = dataclasses.replace(self.address, secret="ff" * transports.SECRET_BYTES)
+                self.greeted.set()
+                with pytest.raises((OSError, RuntimeError)):
+                    connect_to_trainer(guess, 1)
+                return
+            if self.speaks == "garbage":
+                connection.sendall(b"\0" * 1000)
+            self.greeted.set()
+            self.got.append(b"".join(iter(lambda: connection.recv(4096), b"")))
+
+
+@pytest.mark.parametrize("speaks", ["silence", "garbage", "guesses"])
+def test_who_connects_before_the_server_is_sent_nothing_and_ends_nothing(policy, serve, connect, monkeypatch, speaks):
+    """Two strangers are there first in each of two transfers; the server takes both."""
+    monkeypatch.setattr(transports, "GREETING_S", 1.0)
+    strangers = []
+
+    def come_third(address, rank):
+        first = [Stranger(address, speaks) for _ in range(2)]
+        strangers.extend(first)
+        assert all(stranger.greeted.wait(20) for stranger in first)
+        return connect_to_trainer(address, rank)
+
+    monkeypatch.setattr(transports, "connect_to_trainer", come_third)
+    server = serve()
+    engines = connect(server, transport="gloo", retries=0)
+    draw(engines)
+    move(policy.model)
+    engines.update_weights(1)
+    assert torch.equal(server.engine.loaded.model.lm_head.weight, policy.model.lm_head.weight)
+    assert engines.restarts == 0 and len(strangers) == 4
+    for stranger in strangers:
+        stranger.join(20)
+        assert not stranger.is_alive()
+        assert {len(data) for data in stranger.got} <= {0, transports.SECRET_BYTES}, "a challenge, and no weights"
+
+
+def test_a_server_takes_nothing_from_a_listener_that_does_not_know_the_secret():
+    """Another process may listen where a trainer was that died."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = transports.TrainerAddress(
+            host="127.0.0.1", port=listener.getsockname()[1], secret="00" * transports.SECRET_BYTES, timeout_s=20
+        )
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(bytes(transports.SECRET_BYTES))
+                greeting = transports.received(connection, 4 + 2 * transports.SECRET_BYTES)
+                connection.sendall(greeting[-transports.SECRET_BYTES :])  # the worker's own proof
+                connection.sendall(bytes(1000))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(RuntimeError, match="does not know the secret"):
+            transports.connect_to_trainer(address, 1)
+        thread.join()
+    assert "00" * transports.SECRET_BYTES not in repr(address)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_weights_on_disk_are_for_this_user_alone_unless_the_folder_was_named(policy, serve, connect, tmp_path, named):
+    (tmp_path / "run").mkdir()
+    before = os.umask(0o022)
+    try:
+        options = {"weights_dir": str(tmp_path / "named")} if named else {}
+        engines = connect(serve(), transport="folder", **options)
+        engines.work_in(tmp_path / "run")
+        draw(engines)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "named" if named else tmp_path / "run" / "sampler"
+    assert list(folder.glob("weights-*")) and folder.stat().st_mode & 0o777 == (0o755 if named else 0o700)
 
 
 def test_a_taken_port_is_replaced_by_another(policy, tmp_path, monkeypatch):
@@ -247,3 +368,50 @@ def test_a_server_that_does_not_take_its_weights_is_no_endless_wait(serve, conne
     message = r"urls: got .*which take its weights by gloo \(no inference server took .*without taking the weights"
     with pytest.raises(UserError, match=message):
         draw(engines)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, []),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"},
+            ["expandable_segments:False,max_split_size_mb:64", "expandable_segments:True,max_split_size_mb:64"],
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": " expandable_segments : true", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            ["expandable_segments:False", " expandable_segments : true"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_shared_between_processes_of_a_gpu_are_in_no_expandable_segment(
+    monkeypatch, variables, expected, fails
+):
+    """The allocator is a recorder here: what it is set to, and when the weights were allocated and exported."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    events = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", events.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    for name in ("synchronize", "ipc_collect"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+    class Weight(torch.Tensor):
+        def to(self, device):
+            events.append("allocated")
+            if fails:
+                raise torch.cuda.OutOfMemoryError
+            return self
+
+    monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", lambda tensor: (None, ("handle",)))
+    server = SimpleNamespace(call=lambda path, **body: {})
+    weights = SimpleNamespace(tensors={"w": torch.zeros(1).as_subclass(Weight)})
+    with pytest.raises(torch.cuda.OutOfMemoryError) if fails else contextlib.nullcontext():
+        TRANSPORTS["ipc"](torch.device("cpu")).send(weights, server)
+    assert events == [*expected[:1], "allocated", *expected[1:]]

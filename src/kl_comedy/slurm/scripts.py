@@ -31,6 +31,8 @@ GUARD = "kl_comedy.rollouts.engines.vllm.RequireKey"
 """What makes every route of a vLLM server want the key."""
 SIGUSR1_EXIT_CODE = 128 + signal.SIGUSR1
 """srun's exit code where SIGUSR1 ended a process before it had installed its handler."""
+LONGEST_SIGNAL_S = 65535
+"""sbatch refuses more in ``--signal``."""
 LAST_TASKS_S = 60
 """How long the other tasks of a step may take after the first has ended: all of them save before they exit."""
 
@@ -85,6 +87,25 @@ def _time(value: Any, key: str) -> str:
     return value
 
 
+def time_limit_s(time: str) -> int | None:
+    """Seconds of a time limit as sbatch reads it; None for 0, which is no limit.
+
+    >>> [time_limit_s(text) for text in ("30", "30:15", "04:00:00", "1-12", "1-12:30", "0")]
+    [1800, 1815, 14400, 129600, 131400, None]
+    """
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:  # minutes[:seconds]
+        minutes, seconds = [*parts, 0][:2]
+        hours = 0
+    total_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return None if total_s == 0 else total_s
+
+
 def _environment(value: Any, key: str) -> dict[str, str]:
     if not isinstance(value, dict):
         raise bad_value(key, value, "a mapping of names of variables to text")
@@ -120,7 +141,7 @@ class Shape:
     gpus_per_node: int = option(0, minimum=0)
     gpu_type: str | None = None
     memory: str | None = None
-    signal_seconds: int = option(120, minimum=0)
+    signal_seconds: int = option(120, minimum=0, maximum=LONGEST_SIGNAL_S)
     modules: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
     environment: dict[str, str] = option(dict, parse=_environment)
@@ -138,6 +159,10 @@ class Shape:
         for key in (*SBATCH_TEXTS, "memory", "gpu_type"):
             if (value := getattr(self, key)) is not None and sbatch_word(key, value) != value:
                 raise bad_value(key, value, "text without spaces and #")
+        limit_s = time_limit_s(self.time)
+        if limit_s is not None and self.signal_seconds >= limit_s:
+            why = f"time is {self.time}, {limit_s} s: SLURM would signal each start at once, and requeue without end"
+            raise bad_value("signal_seconds", self.signal_seconds, f"0, or less than {limit_s}", why)
         if 0 < self.gpus_per_node < self.tasks_per_node:
             why = f"each of the {self.tasks_per_node} tasks on a node computes on a GPU of its own; 0: on none"
             raise bad_value("gpus_per_node", self.gpus_per_node, f"0, or at least {self.tasks_per_node}", why)
@@ -347,6 +372,9 @@ def launcher(shape: Shape, *, gpus: int, folders: Sequence[str]) -> str:
     container = shape.container
     if container is None:
         return shlex.quote(shape.python)
+    for folder in folders:
+        if set(folder) & set(",:"):
+            raise bad_value("the folder", folder, "a name without : and ,", "both separate the mounts of a container")
     mounts = [*dict.fromkeys(folders), *container.mounts]
     if container.runtime == "pyxis":
         binds = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)

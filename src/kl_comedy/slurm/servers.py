@@ -3,6 +3,8 @@
     servers' step:  python -m kl_comedy.slurm.servers --cell SWEEP 3    ->  DIR/0.url, DIR/1.url
     trainer's step: kl-comedy cell SWEEP 3                              <-  KL_COMEDY_SERVER_URLS
 
+Each writes its output to a file beside the job's log.
+
 DIR is KL_COMEDY_SERVERS_DIR, on a shared file system. When the trainer ends, the file DIR/done ends the servers. With
 ``--cell`` the command comes from the cell's config; ``-- COMMAND --port {port}`` starts a command of your own.
 srun starts and places them; how weights reach them is the rollout backend's concern.
@@ -24,9 +26,19 @@ from typing import Any
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import atomic_write
-from kl_comedy.processes import LOOPBACK, ChildProcess, free_port
+from kl_comedy.processes import LOOPBACK, ChildProcess, free_port, last_error_line
 
 DIRECTORY, COUNT, URLS = "KL_COMEDY_SERVERS_DIR", "KL_COMEDY_SERVERS_COUNT", "KL_COMEDY_SERVER_URLS"
+WAIT_S = "KL_COMEDY_SERVERS_WAIT_S"
+"""Seconds that a server may take to answer (the profile's ``servers.wait_seconds``)."""
+JOB_LOG = "KL_COMEDY_JOB_LOG"
+"""The output of the whole job. A server writes to a file of its own beside it."""
+DEFAULT_WAIT_S = 600.0
+STEP_START_S = 120.0
+"""How long the other step of the job may take to start, beyond :data:`WAIT_S`: srun and the imports on a busy shared
+file system. Without a limit a job of which one step never starts would hold its GPUs idle until its time is up."""
+TRAINER = "trainer"
+"""The file that says that the trainer's step has started."""
 KEY = "VLLM_API_KEY"
 """Holds the servers' key, in their environment and in the trainer's."""
 POLL_S = 0.25
@@ -41,20 +53,54 @@ Command = Callable[[int], tuple[Sequence[str], Environment]]
 def await_servers() -> list[str]:
     """In the trainer: wait until every server of the job answers, and put their addresses into the environment.
 
-    Without servers in this job, an empty list at once. Raises :class:`RunFailed` when one failed; each fails by
-    itself when its time is over, so this needs no timeout of its own.
+    Without servers in this job, an empty list at once. Raises :class:`RunFailed` with the reason when one failed, and
+    when one is not there after its own limit and :data:`STEP_START_S`.
     """
     if DIRECTORY not in os.environ:
         return []
     folder = Path(os.environ[DIRECTORY])
+    (folder / TRAINER).touch()
     files = [folder / f"{index}.url" for index in range(int(os.environ[COUNT]))]
-    while not all(file.exists() for file in files):
+    limit_s = float(os.environ.get(WAIT_S, DEFAULT_WAIT_S)) + STEP_START_S
+    deadline = time.monotonic() + limit_s
+    while missing := [index for index, file in enumerate(files) if not file.exists()]:
         for file in sorted(folder.glob("*.failed")):
-            raise RunFailed(f"server {file.stem} of this job {file.read_text().strip()}; the job's log says more")
+            raise RunFailed(f"server {file.stem} of this job {file.read_text().strip()}")
+        if time.monotonic() > deadline:
+            raise RunFailed(f"server {missing[0]} of this job {_why_missing(folder, missing[0], limit_s)}")
         time.sleep(POLL_S)
     urls = [file.read_text().strip() for file in files]
     os.environ[URLS] = ",".join(urls)
     return urls
+
+
+def _why_missing(folder: Path, index: int, limit_s: float) -> str:
+    """Of a server that neither published its address nor failed by itself."""
+    log = log_file(folder, index)
+    if log.exists():
+        return f"did not answer within {limit_s:g} s: {_log_says(log)}"
+    return f"was not started within {limit_s:g} s; {_srun_says()}"
+
+
+def _srun_says() -> str:
+    return f"what srun waits for is in {os.environ.get(JOB_LOG, 'the log of the job')}"
+
+
+def log_file(folder: Path, index: int) -> Path:
+    """Where a server writes: beside the log of its job, or in ``folder`` where no job's script names one.
+
+    Each start of a job has a file of its own, so that an error of an earlier one is not taken for the reason.
+    """
+    if JOB_LOG not in os.environ:
+        return folder / f"{index}.log"
+    job_log = Path(os.environ[JOB_LOG])
+    restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    number = f"{index}.restart-{restart}" if restart else str(index)
+    return job_log.with_name(f"{job_log.stem}.server-{number}.log")
+
+
+def _log_says(log: Path) -> str:
+    return f"{last_error_line(log.read_text(errors='replace').splitlines())} (log: {log})"
 
 
 def serve(
@@ -87,26 +133,32 @@ def serve(
     except UserError as error:
         fail(f"cannot be started: {error}")
         return 2
-    published, deadline = False, time.monotonic() + wait_s
-    server = ChildProcess(words, env=environment)
+    published = False
+    deadline = time.monotonic() + wait_s
+    log = log_file(folder, index)
+    server = ChildProcess(words, env=environment, log=log)
     try:
         while not (folder / "done").exists():
             if not server.alive and not published:
-                fail(f"ended with code {server.status}")
+                fail(f"ended with code {server.status}: {_log_says(log)}")
                 return server.status or 1
             if not server.alive:
                 print(f"server {index} ended with code {server.kill()}; starting it again", file=sys.stderr, flush=True)
-                server = ChildProcess(words, env=environment)
+                server = ChildProcess(words, env=environment, log=log)
             if not published and _answers(url + ready):
                 try:
                     prepare(url)
                 except Exception as error:  # a server that answers, and not as ours do
-                    fail(f"answers, and takes no weights: {error}")
+                    fail(f"answers, and takes no weights: {error} (log: {log})")
                     return 1
                 atomic_write(folder / f"{index}.url", url + "\n", private=True)
                 published = True
             if not published and time.monotonic() > deadline:
-                fail(f"did not answer {ready} within {wait_s:g} s")
+                fail(f"did not answer {ready} within {wait_s:g} s: {_log_says(log)}")
+                return 1
+            if published and time.monotonic() > deadline + STEP_START_S and not (folder / TRAINER).exists():
+                # The trainer's srun may wait for what this step holds. When this step has ended it starts, and reports.
+                fail(f"was ended, because the trainer did not start; {_srun_says()}")
                 return 1
             time.sleep(POLL_S)
         return 0
@@ -161,7 +213,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kl_comedy.slurm.servers", description=main.__doc__)
     parser.add_argument("--reachable", action="store_true", help="bind to this host's address, for other nodes")
     parser.add_argument("--ready", default="/health", help="the path that answers when the server is up")
-    parser.add_argument("--wait", type=float, default=600, help="seconds it may take")
+    parser.add_argument("--wait", type=float, default=DEFAULT_WAIT_S, help="seconds it may take")
     parser.add_argument("--cell", nargs=2, metavar=("SWEEP", "INDEX"), help="start what this cell's config asks for")
     parser.add_argument("words", nargs="*", help="the server's command, without --cell")
     given = parser.parse_args(arguments)

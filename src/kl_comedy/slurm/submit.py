@@ -42,9 +42,36 @@ class JobState:
         return self.state in ACTIVE
 
 
+KEYS_OF_REFUSALS = {
+    "job array specification": "max_array",
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "time limit": "time",
+    "--time": "time",
+    "--signal": "signal_seconds",
+    "memory specification": "memory",
+    "--mem": "memory",
+    "feature specification": "constraint",
+    "reservation": "reservation",
+    "generic resource": "gpus_per_node, gpu_type",
+    "node configuration": "nodes, tasks_per_node, cpus_per_task, gpus_per_node, memory",
+    "node count": "nodes",
+    "cpu count": "cpus_per_task",
+}
+"""Keys of a profile by words in sbatch's refusals (SLURM 22.05, without regard to case)."""
+
+
 def sbatch(words: Sequence[str]) -> str:
-    """Submit and return the job's id. Raises :class:`RunFailed` with sbatch's message."""
-    return _call(list(words)).strip().split(";")[0]
+    """Submit and return the job's id. Raises :class:`RunFailed` with sbatch's message and the profile's keys in it."""
+    try:
+        return _call(list(words)).strip().split(";")[0]
+    except RunFailed as error:
+        refusal = str(error).lower()
+        keys = [key for text, key in KEYS_OF_REFUSALS.items() if text in refusal]
+        if not keys:
+            raise
+        raise RunFailed(f"{error} (in the profile: {', '.join(dict.fromkeys(keys))})") from None
 
 
 def queue(job_names: Sequence[str]) -> dict[str, JobState]:

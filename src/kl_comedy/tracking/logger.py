@@ -2,9 +2,10 @@
 
     log_metrics -> spool.jsonl -> (up to the last checkpoint) -> MLflow
 
-Metric points reach MLflow when a checkpoint has made them final (:meth:`RunLogger.commit`) or when the run ends;
-with ``live`` every ``flush_every`` steps. So a resumed run continues its MLflow run with exactly one point per step
-(see :mod:`kl_comedy.tracking.spool`). A store or a disk that fails is one warning, never an error in training.
+Metric points reach MLflow when a checkpoint has made them final (:meth:`RunLogger.commit`) or when the run has
+finished; with ``live`` every ``flush_every`` steps. Of a run that ends early what came after its last checkpoint stays
+in the spool, since a resumed run computes it again. So a resumed run continues its MLflow run with exactly one point
+per step (see :mod:`kl_comedy.tracking.spool`). A store or a disk that fails is one warning, never an error in training.
 """
 
 from __future__ import annotations
@@ -178,7 +179,10 @@ class RunLogger(Logger):
         self.save()
 
     def finish(self, status: str = "FINISHED", reason: str | None = None) -> None:
-        """End the run: ``FINISHED``, ``FAILED`` or ``KILLED``, with the reason as tag ``failure.reason``. Sends all."""
+        """End the run: ``FINISHED``, ``FAILED`` or ``KILLED``, with the reason as tag ``failure.reason``.
+
+        Sends everything, but of a run that may be resumed from a checkpoint what that holds.
+        """
         if status not in STATUSES:
             raise ValueError(f"status {status!r}; allowed: {', '.join(STATUSES)}")
         if self._finished:
@@ -188,10 +192,24 @@ class RunLogger(Logger):
         if reason:
             self.set_tags({"failure.reason": reason})
         self._append("status", {"status": status, "reason": reason})
-        self._committed = math.inf
+        resumable = status != "FINISHED" and not self._live and self._committed > -math.inf
+        if resumable:
+            self._say_what_stays()
+        else:
+            self._committed = math.inf
         self._push()
         with self._warn_on_disk_failure():
             self._spool.close()
+
+    def _say_what_stays(self) -> None:
+        """MLflow cannot delete a point: a resumed run that had sent these would need a new MLflow run."""
+        steps = sorted({event.step or 0 for event in self._spool.read() if event.is_after(self._committed)})
+        if steps and self._uri != store.NO_STORE:
+            log.warning(
+                "points after the checkpoint of update %.0f (to update %s) are in %s alone; a resumed run computes "
+                "them again, and kl-comedy results sync %s uploads them",
+                *(self._committed, steps[-1], self._spool.path, os.path.relpath(self._spool.run_dir)),
+            )
 
     def _resume(self, step: int | None, params: Mapping[str, str]) -> dict[str, str | None]:
         """Drop what comes after ``step`` from the spool and take over the rest. Returns the tags of a resume.
@@ -202,17 +220,19 @@ class RunLogger(Logger):
         unchanged = self._spool.truncate_after(last_step)
         self._warn_of_damage(step)
         state = SyncState.load(self._spool.run_dir)
+        replaced: dict[str, str | None] = {}
         if state is not None and state.same_place(self._state):
             if state.run_id is not None and state.mirrored_step is not None and state.mirrored_step > last_step:
                 message = "MLflow run %s holds points beyond step %s; a new run takes its place, filled from the spool"
                 log.warning(message, state.run_id, step or 0)
                 self._state = replace(self._state, replaced=(*state.replaced, state.run_id))
+                replaced = {"resume.replaces": state.run_id}
             else:
                 self._state = replace(state, run_name=self.version, offset=min(state.offset, unchanged))
         events = self._spool.read()
         self._params = spool.merged(events, "params")
         resumes = sum(event.kind == "tags" and "resume.count" in event.data for event in events)
-        tags = {"resume.count": str(resumes + 1), "resume.step": str(step), "failure.reason": None}
+        tags = {"resume.count": str(resumes + 1), "resume.step": str(step), "failure.reason": None, **replaced}
         before = {**params, **self._params}
         if changed := [f"{key}: {before[key]} -> {text}" for key, text in params.items() if before[key] != text]:
             tags["resume.params_changed"] = "; ".join(changed)

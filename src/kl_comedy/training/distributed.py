@@ -9,6 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -125,6 +131,125 @@ class Ranks:
 
 
 SINGLE_PROCESS = Ranks()
+
+POLL_S = 1.0
+INTERRUPT_AFTER_S = 5.0
+"""A process that waits for a lost one in a gloo exchange gets an error at once; one that computes is interrupted."""
+END_AFTER_S = 30.0
+"""One that waits where no interrupt arrives, as in an exchange between GPUs, is ended. Both count from the loss."""
+BROKEN_EXCHANGE = re.compile(r"gloo/transport|ProcessGroup|NCCL error|remote process exited")
+"""In errors of torch's exchanges between ranks; not in those of connections to servers."""
+
+
+class RankWatch(threading.Thread):
+    """Sees that another process of the run was lost, and lets this one end with a line that says so.
+
+    Lightning's observer of the processes that it started kills this one too, and the user reads ``Killed``. ``advice``
+    (how far the run was, and how to resume it) ends the line.
+    """
+
+    def __init__(self, advice: Callable[[], str]) -> None:
+        super().__init__(daemon=True, name="ranks")
+        self._advice = advice
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._pids: dict[int, int] = {}
+        self._leader: int | None = None
+        self._is_reported = False
+        self._has_interrupted = False
+        self._ended = threading.Event()
+
+    def watch_children(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Watch the ranks that this one has started."""
+        self._children = dict(enumerate(processes, start=1))
+        self.start()
+
+    def watch_others(self, ranks: Ranks) -> None:
+        """Know the ranks of this host by their numbers; watch rank 0 where it started this one. All ranks call."""
+        places = ranks.gather((socket.gethostname(), os.getpid(), os.getppid()))
+        host, _, parent = places[ranks.rank]
+        self._pids = {rank: pid for rank, (name, pid, _) in enumerate(places) if name == host and rank != ranks.rank}
+        if self._pids.get(0) == parent:
+            self._leader = parent
+            self.start()
+
+    def lost(self, error: BaseException) -> str | None:
+        """Which ranks are gone, and how, as a sentence; None where ``error`` has another cause.
+
+        After an error of an exchange between ranks the cause is waited for: an exchange may fail before the process at
+        its other end is gone. Of a :class:`UserError` or :class:`RunFailed` only such an error, quoted in it, counts.
+        """
+        self._is_reported = True  # this process ends by itself from now on
+        if isinstance(error, KeyboardInterrupt | SystemExit) and not self._has_interrupted:
+            return None  # a user's: Lightning has killed the ranks that it started
+        has_own_words = isinstance(error, UserError | RunFailed)
+        broken = isinstance(error, dist.DistError) or BROKEN_EXCHANGE.search(str(error)) is not None
+        if has_own_words and not broken:
+            return None
+        deadline = time.monotonic() + INTERRUPT_AFTER_S
+        gone = self._gone(killed_only=not broken)
+        while broken and not gone and time.monotonic() < deadline:
+            time.sleep(0.1)
+            gone = self._gone()
+        if gone:
+            return "; ".join(gone)
+        return None if has_own_words or not broken else "the exchange with another rank broke; its own message says why"
+
+    def _gone(self, *, killed_only: bool = False) -> list[str]:
+        gone = []
+        for rank, child in self._children.items():
+            code = child.poll()
+            if code is not None and (code < 0 or not killed_only):
+                gone.append(f"rank {rank} (process {child.pid}) {_how_it_ended(code)}")
+        for rank, pid in self._pids.items():
+            if rank not in self._children and not _is_running(pid) and not killed_only:
+                gone.append(f"rank {rank} (process {pid}) has ended")
+        return gone
+
+    def end(self) -> None:
+        """Stop watching: the run is over."""
+        self._ended.set()
+
+    def run(self) -> None:
+        lost_at = None
+        while not self._ended.wait(POLL_S):
+            codes = [child.poll() for child in self._children.values()]
+            failed = any(codes) or (self._leader is not None and os.getppid() != self._leader)
+            if not failed:
+                if codes and None not in codes:
+                    return
+                continue
+            now = time.monotonic()
+            lost_at = now if lost_at is None else lost_at
+            if now - lost_at > END_AFTER_S:
+                self._end_process()
+            is_late = now - lost_at > INTERRUPT_AFTER_S
+            if is_late and self._children and not self._has_interrupted and not self._is_reported:
+                self._has_interrupted = True
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, signal.SIGINT)  # a real signal, which ends a call to sleep or read too
+
+    def _end_process(self) -> None:
+        for child in self._children.values():
+            child.kill()
+        if not self._is_reported:
+            print(f"failed: {'; '.join(self._gone())}{self._advice()}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return "has ended" if code == 0 else f"ended with code {code}"
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process is there and not only waiting to be reaped."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 @contextlib.contextmanager

@@ -49,7 +49,14 @@ from kl_comedy.training.callbacks import (
     sample_rows,
 )
 from kl_comedy.training.checkpoint import newest_checkpoint
-from kl_comedy.training.distributed import LAUNCHED, RankFailed, Ranks, cluster_environment, process_state_restored
+from kl_comedy.training.distributed import (
+    LAUNCHED,
+    RankFailed,
+    Ranks,
+    RankWatch,
+    cluster_environment,
+    process_state_restored,
+)
 from kl_comedy.training.experience_module import ExperienceModule
 from kl_comedy.training.export import save_policy, write_card
 from kl_comedy.training.module import PolicyModule
@@ -67,7 +74,7 @@ from kl_comedy.training.run_folder import (
 )
 from kl_comedy.training.sampling import engine_gpus
 from kl_comedy.training.stop_signals import StopRequest, stop_requests
-from kl_comedy.training.strategies import NEWEST, strategy_for
+from kl_comedy.training.strategies import NEWEST, RankLauncher, strategy_for
 
 log = logging.getLogger("kl_comedy")
 
@@ -98,6 +105,7 @@ def train(config: Config, *, console: Console, command: str, problems: ProblemSe
             CheckpointCallback(config, evaluation, request),
         ]
         trainer = make_trainer(config, callbacks)
+        record.watch_ranks_of(trainer.strategy.launcher)
         console.quiet = console.quiet or not trainer.is_global_zero
         if not cluster_environment(config).creates_processes_externally:
             data.load_problems()  # before other processes are started, so that a mistake in the data costs none
@@ -187,11 +195,18 @@ class RunRecord(Callback):
         self._resume_command = command if "resume=auto" in command.split() else f"{command} resume=auto"
         self._ranks = Ranks()
         self._lock = contextlib.ExitStack()
+        self._watch = RankWatch(lambda: f"; resume with: {self._resume_command}")
+
+    def watch_ranks_of(self, launcher: Any) -> None:
+        """Watch the processes that ``launcher`` will start, if it starts any."""
+        if isinstance(launcher, RankLauncher):
+            launcher.on_start = self._watch.watch_children
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find or create the folder, once data and policy are there: a mistake leaves no folder behind."""
         config, data = self._config, trainer.datamodule
         self._ranks = ranks = pl_module.ranks
+        self._watch.watch_others(ranks)
         self._kl_label = kl_label(pl_module.terms)
         earlier = ranks.broadcast(ranks.on_rank_zero(lambda: find_run(config)))
         run: RunDir = earlier or ranks.broadcast(ranks.on_rank_zero(lambda: create_run(config)))
@@ -287,6 +302,11 @@ class RunRecord(Callback):
 
         Raises :class:`RunStopped` after SIGUSR1, else :class:`RunFailed`.
         """
+        lost = self._watch.lost(error)
+        if lost is not None:
+            reason = f"{lost} at update {module.version} of {self._config.train.steps}"
+            self.end("FAILED", reason)
+            raise RunFailed(f"{reason}; resume with: {self._resume_command}") from None
         if isinstance(error, KeyboardInterrupt | SystemExit):
             received = self._request.signal
             reason = f"{f'stopped by {received.name}' if received else 'interrupted'} at update {module.version}"
@@ -345,6 +365,7 @@ class RunRecord(Callback):
 
     def close(self) -> None:
         """Release the folder."""
+        self._watch.end()
         self._lock.close()
 
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
 
 from kl_comedy.config import Config
@@ -68,8 +70,30 @@ class SingleProcess(_FolderCheckpoints, SingleDeviceStrategy):
     """One process."""
 
 
+class RankLauncher(_SubprocessScriptLauncher):
+    """Lightning's, which starts the other ranks of this node; ``on_start`` gets them in the place of its observer."""
+
+    on_start: Callable[[Sequence[Any]], None] | None = None
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """As Lightning's, which would kill this process too, without a word, where another ends."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            if self.on_start is not None:
+                self.on_start(self.procs)
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
 class _SeveralProcesses(_FolderCheckpoints):
     """The processes of a run, which meet at the address of rank 0."""
+
+    def _configure_launcher(self: Any) -> None:
+        strategy: Any = super()
+        strategy._configure_launcher()
+        if self._launcher is not None:
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self: Any) -> None:
         """Connect them. Where rank 0 fails, it ends those that it started: they would wait for :data:`TIMEOUT`."""

@@ -38,7 +38,7 @@ from kl_comedy.rollouts.base import Sampling
 from kl_comedy.rollouts.decoding import Completion, pick
 from kl_comedy.rollouts.engines.client import GENERATE
 from kl_comedy.rollouts.engines.options import KEY_VARIABLE
-from kl_comedy.rollouts.engines.transports import GlooAddress, receive
+from kl_comedy.rollouts.engines.transports import TrainerAddress, receive
 from kl_comedy.rollouts.hf import HFRollouts, check_request, uniform_numbers
 
 NO_PROBLEM = Problem(id="", text="", answer="")
@@ -59,7 +59,7 @@ class Engine:
         self._batches: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._urgent: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._paused = self._ended = False
-        self._trainer: GlooAddress | None = None
+        self._trainer: TrainerAddress | None = None
 
     def call(self, work: Callable[[], Any], *, urgent: bool) -> Any:
         """What ``work`` returns or raises in the computing thread; urgent work comes between two tokens of a batch."""
@@ -122,7 +122,7 @@ class Engine:
 
     def set_trainer(self, address: Mapping[str, Any]) -> None:
         """Take note of where the trainer will be met."""
-        self._trainer = GlooAddress(**address)
+        self._trainer = TrainerAddress(**address)
 
     @torch.no_grad()
     def receive(self, info: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Engine:
             raise UserError("/init_weight_transfer_engine comes first")
         shapes = dict(zip(info["names"], info["shapes"], strict=True))
         state = self._checked_state(shapes | {alias: shapes[name] for alias, name in info["aliases"].items()})
-        for name, tensor in receive(self._trainer, 1, 2, info):
+        for name, tensor in receive(self._trainer, 1, info):
             state[name].copy_(tensor)
 
     def _checked_state(self, shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -17,11 +17,12 @@ from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import bad_value
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.load import load_tokenizer
+from kl_comedy.models.lora import add_lora
 from kl_comedy.models.sharding import skeleton
 from kl_comedy.rollouts.engines.client import LABEL, Client
 from kl_comedy.rollouts.engines.options import HFServerOptions, ServerOptions, VLLMServerOptions
 from kl_comedy.rollouts.engines.servers import HFServers
-from kl_comedy.rollouts.engines.transports import TRANSPORTS
+from kl_comedy.rollouts.engines.transports import TRANSPORTS, AdapterTransport
 from kl_comedy.rollouts.engines.vllm import VLLMServers
 from kl_comedy.rollouts.engines.weights import write_config
 
@@ -34,7 +35,18 @@ ENGINES: Mapping[str, tuple[Any, type[ServerOptions]]] = {
 }
 
 TRANSPORT_OF = {"auto": "folder", "folder": "folder", "gloo": "gloo", "nccl": "nccl"}
-"""What servers named by address get, by ``rollout.options.transport``."""
+"""What servers of a job get, by ``rollout.options.transport``."""
+
+
+def transports_of(config: Config) -> Mapping[str, str]:
+    """:data:`TRANSPORT_OF` for the run of ``config``.
+
+    vLLM takes a LoRA adapter alone: merged into the base and rounded, the first updates would hardly change what it
+    samples from.
+    """
+    if config.model.lora is None or sampler_of(config) != "vllm_server":
+        return TRANSPORT_OF
+    return {**TRANSPORT_OF, "auto": "adapter", "adapter": "adapter"}
 
 
 def check_job_servers(config: Config, gpus: int) -> None:
@@ -50,10 +62,9 @@ def check_job_servers(config: Config, gpus: int) -> None:
         key = "rollout.options.tensor_parallel_size"
         raise bad_value(key, size, str(gpus), "the profile's servers.gpus: one server computes on all of them")
     transport = config.rollout.options.get("transport", "auto")
-    if transport not in TRANSPORT_OF:
-        raise bad_value(
-            "rollout.options.transport", transport, TRANSPORT_OF, "the job starts servers beside the trainer"
-        )
+    allowed = transports_of(config)
+    if transport not in allowed:
+        raise bad_value("rollout.options.transport", transport, allowed, "the job starts servers beside the trainer")
     if config.model.gguf_file is not None:
         raise bad_value("model.gguf_file", config.model.gguf_file, "null", "the job's servers serve model.source")
 
@@ -61,8 +72,9 @@ def check_job_servers(config: Config, gpus: int) -> None:
 def job_server(config: Config, folder: Path, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
     """What follows ``python`` to start a server for the run of ``config``, and its environment.
 
-    vLLM serves ``model.source``; ours takes architecture and tokenizer from ``folder``, written here, and has no
-    weights until the trainer sends some. No weights are read, except by vLLM with ``transport: folder``. Raises
+    vLLM serves ``model.source``, of a LoRA policy with an adapter in ``folder``, written here, that changes nothing;
+    ours takes architecture and tokenizer from ``folder``, and has no weights until the trainer sends some. No weights
+    are read, except by vLLM with ``transport: folder`` or ``adapter``. Raises
     :class:`UserError` as :func:`check_job_servers` does.
     """
     check_job_servers(config, 0)
@@ -75,7 +87,10 @@ def job_server(config: Config, folder: Path, *, host: str, port: int) -> tuple[l
     loaded = LoadedModel(model=skeleton(model), tokenizer=load_tokenizer(model), device=device, source=model.source)
     options = parse_record(schema, config.rollout.options, key="rollout.options")
     servers: VLLMServers | HFServers = kind(config.rollout, options, loaded)
-    transport = TRANSPORTS[TRANSPORT_OF[options.transport]](device)
+    transport = TRANSPORTS[transports_of(config)[options.transport]](device)
+    if isinstance(transport, AdapterTransport):
+        assert model.lora is not None
+        transport.expect(add_lora(loaded.model, model.lora), folder)
     if isinstance(servers, HFServers):
         write_config(loaded, folder)
         return servers.command(folder, port, transport, host), servers.environment()

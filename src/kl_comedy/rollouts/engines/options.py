@@ -17,6 +17,8 @@ from kl_comedy.rollouts.hf import LOOP_DOC
 
 JOB_URLS = "KL_COMEDY_SERVER_URLS"
 """Set in a cluster job that has servers beside the trainer: their addresses, with commas between them."""
+JOB_SERVERS_BY_CONFIG = "KL_COMEDY_SERVERS_BY_CONFIG"
+"""Set in a cluster job that starts the servers which the config asks for, and not a command of the profile's own."""
 KEY_VARIABLE = "KL_COMEDY_SERVER_KEY"
 """Environment variable with the key of a server that a run starts: arguments can be seen by other users."""
 GPU_SHARE, SERVER_GPU_SHARE = 0.4, 0.9
@@ -136,14 +138,14 @@ def transport_of(options: ServerOptions, *, lora: bool, gpus: Sequence[str]) -> 
     beside_rank_0 = [gpus[0] in each for each in server_gpus(options, gpus)] if started_here and gpus else []
     on_its_gpu, on_others = beside_rank_0 and all(beside_rank_0), beside_rank_0 and not any(beside_rank_0)
     if asked == "auto":
-        if not started_here:
-            return "folder"
         if sends_adapter(options, lora):
             return "adapter"
+        if not started_here:
+            return "folder"
         return ("ipc" if on_its_gpu else "nccl" if on_others else "gloo") if is_vllm else "gloo"
     why = ""
     if asked == "adapter" and not sends_adapter(options, lora):
-        why = "a LoRA adapter alone is for vLLM servers that the run starts; others take it merged"
+        why = "a LoRA adapter alone is for vLLM servers that the run starts, or its cluster job; others take it merged"
     elif asked in BETWEEN_GPUS and not gpus:
         why = "it moves weights between GPUs, and the policy is on a CPU"
     elif asked in BETWEEN_GPUS and not is_vllm:
@@ -159,8 +161,15 @@ def transport_of(options: ServerOptions, *, lora: bool, gpus: Sequence[str]) -> 
 
 def sends_adapter(options: ServerOptions, lora: bool) -> bool:
     """Whether the adapter alone is sent; the same on every rank."""
-    can_load = isinstance(options, VLLMServerOptions) and not options.urls
+    can_load = isinstance(options, VLLMServerOptions) and started_by_config(options)
     return lora and can_load and options.transport in ("auto", "adapter")
+
+
+def started_by_config(options: ServerOptions) -> bool:
+    """Whether the servers are those that the config asks for, started by the run or by its cluster job."""
+    if not options.urls:
+        return True
+    return JOB_SERVERS_BY_CONFIG in os.environ and ",".join(options.urls) == os.environ.get(JOB_URLS)
 
 
 def server_gpus(options: ServerOptions, gpus: Sequence[str]) -> list[Sequence[str]]:

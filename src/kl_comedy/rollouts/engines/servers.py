@@ -304,7 +304,12 @@ class EngineRollouts:
         if self._folder is None and self._options.weights_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="kl_comedy_engines_")
             self._folder = Path(self._temporary.name)
-        return Path(self._options.weights_dir or self._folder or "").absolute() / f"weights-{version:08d}"
+        if self._options.weights_dir is not None:  # whoever named it decides who may read it: servers of other users
+            return Path(self._options.weights_dir).absolute() / f"weights-{version:08d}"
+        assert self._folder is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.chmod(0o700)  # unfinished weights are for this user's servers alone
+        return self._folder.absolute() / f"weights-{version:08d}"
 
     def _server(self, name: str, **who: Any) -> Server:
         limit = ProbeLimit(probe_dtype(self._loaded, self._dtype), self._options.probe_tolerance)

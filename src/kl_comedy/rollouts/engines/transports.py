@@ -8,29 +8,31 @@ Each server is sent to by itself: one that is lost in the middle of a transfer c
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
+import hmac
 import json
 import os
 import pickle
 import queue
+import secrets
 import shutil
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from kl_comedy.cuda import shareable_memory
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.lora import is_lora_factor
 from kl_comedy.models.weights import Checksums, adapter_weights, full_weights
-from kl_comedy.processes import free_port
 from kl_comedy.rollouts.engines.weights import (
     Probe,
     StagedWeights,
@@ -45,10 +47,14 @@ ADAPTER = "adapter"
 """Name under which a vLLM server has the adapter, and its folder in a checkpoint."""
 WORKER = "kl_comedy.rollouts.engines.vllm_worker"
 """The module that vLLM's workers import (by its name only: here vLLM may be absent)."""
-GLOO_BACKEND = "kl_gloo"
-POLL_S = 0.005
+SOCKET_BACKEND = "kl_gloo"
+"""Name of :class:`SocketTransport` among vLLM's weight-transfer engines; frozen by commands that start servers."""
+POLL_S = 0.05
 STALL_LIMIT_S = 120.0
-"""Seconds without a tensor after which a gloo transfer is given up, and its server restarted."""
+"""Seconds for one tensor, after which a transfer is given up, and its server restarted."""
+SECRET_BYTES = 32
+GREETING_S = 10.0
+"""How long a connection may take to prove that it is a worker."""
 
 
 class Peer(Protocol):
@@ -113,6 +119,7 @@ class AdapterTransport(Transport):
     def __init__(self) -> None:
         self._walked_base = False
         self._newest: Path | None = None
+        self._first_adapter: Path | None = None
         self._rank, self._targets = 0, list[str]()
 
     def weights(self, model: nn.Module, dtype: torch.dtype) -> Weights:
@@ -122,8 +129,6 @@ class AdapterTransport(Transport):
         yield from adapter_weights(model, dtype)
 
     def stage(self, loaded: LoadedModel, weights: Weights, folder: Path) -> Mapping[str, Tensor]:
-        from safetensors.torch import save_file
-
         factors: dict[str, Tensor] = {}
 
         def base() -> Weights:
@@ -138,13 +143,27 @@ class AdapterTransport(Transport):
         else:
             link_checkpoint(self._newest, folder)
             assert not list(base()), "the base comes once"
-        model: Any = loaded.model
-        settings = copy.copy(model.peft_config["default"])
-        self._newest, self._rank, self._targets = folder, settings.r, sorted(settings.target_modules)
-        settings.lora_alpha = settings.r  # the scaling is part of B
-        settings.save_pretrained(folder / ADAPTER)
-        save_file(factors, folder / ADAPTER / "adapter_model.safetensors", metadata={"format": "pt"})
+        self._newest = folder
+        self._write_adapter(loaded.model, factors, folder / ADAPTER)
         return {}
+
+    def expect(self, model: nn.Module, folder: Path) -> None:
+        """Let a server start before there is anything to send: on an adapter in ``folder`` that changes nothing.
+
+        ``model`` has an adapter; its weights are not read, and may be on the meta device.
+        """
+        zeros = {name: torch.zeros(tensor.shape) for name, tensor in adapter_weights(model)}
+        self._first_adapter = folder
+        self._write_adapter(model, {f"base_model.model.{name}.weight": each for name, each in zeros.items()}, folder)
+
+    def _write_adapter(self, model: Any, factors: dict[str, Tensor], folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        settings = copy.copy(model.peft_config["default"])
+        self._rank, self._targets = settings.r, sorted(settings.target_modules)
+        settings.lora_alpha = settings.r  # the scaling is part of B
+        settings.save_pretrained(folder)
+        save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
     def vllm_settings(self, folder: Path) -> dict[str, Any]:
         return {
@@ -152,7 +171,7 @@ class AdapterTransport(Transport):
             "max_loras": 1,
             "max_lora_rank": vllm_rank(self._rank),
             "lora_target_modules": self._targets,  # by default vLLM wraps the head too, and a probe then breaks a CPU
-            "lora_modules": json.dumps({"name": ADAPTER, "path": str(folder / ADAPTER)}),
+            "lora_modules": json.dumps({"name": ADAPTER, "path": str(self._first_adapter or folder / ADAPTER)}),
             "worker_extension_cls": f"{WORKER}.PolicyWorker",
         }
 
@@ -164,45 +183,54 @@ class AdapterTransport(Transport):
         return {name: digest for worker in workers for name, digest in worker.items()}
 
 
-class GlooTransport(Transport):
-    """From memory, over a gloo group of rank 0 and the workers of one server that lasts for one transfer."""
+class SocketTransport(Transport):
+    """From memory, over a TCP connection with each worker of one server that lasts for one transfer.
+
+    Its name in a config is ``gloo``, which carried the weights first. A gloo group, and the store where its members
+    meet, take whoever connects first; here a connection gets nothing before it has proved to know the secret of the
+    transfer, which the server learned over HTTP, where the key is wanted.
+    """
 
     def vllm_settings(self, folder: Path) -> dict[str, Any]:
-        return {**_from_memory(GLOO_BACKEND), "worker_extension_cls": f"{WORKER}.PolicyWorker"}
+        return {**_from_memory(SOCKET_BACKEND), "worker_extension_cls": f"{WORKER}.PolicyWorker"}
 
     def send(self, weights: StagedWeights, server: Peer) -> None:
-        """gloo waits for a lost server until its limit, a request does not: a thread sends, and is left behind then."""
+        """A thread sends while the request waits for the answer that all weights have arrived."""
         limit_s = min(server.timeout_s, STALL_LIMIT_S)
         tensors, aliases = untied(weights.tensors)
-        workers, host = worker_count(server), own_address(server.host)
-        store = tcp_store(host, 0, limit_s, is_master=True, wait_for_workers=False)
-        ready = [_ready(rank) for rank in range(1, 1 + workers)]
+        workers = worker_count(server)
+        host = own_address(server.host)
+        secret = secrets.token_hex(SECRET_BYTES)
         answered = threading.Event()
         ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
-        def transfer() -> None:
+        def transfer(listener: socket.socket) -> None:
+            connections: dict[int, socket.socket] = {}
             try:
-                while not store.check(ready):
-                    if answered.wait(POLL_S):
-                        raise RuntimeError("the server answered without taking the weights")
-                group = gloo_group(store, host, 0, 1 + workers, limit_s)
+                accept_workers(listener, secret, range(1, 1 + workers), connections, answered)
+                for connection in connections.values():
+                    connection.settimeout(limit_s)
                 for tensor in tensors.values():
-                    for worker in range(1, 1 + workers):
-                        group.send([bytes_of(tensor)], worker, 0).wait()
+                    for connection in connections.values():
+                        connection.sendall(memory_of(tensor))
                 ended.put(None)
             except Exception as error:
                 ended.put(error)
+            finally:
+                for connection in connections.values():
+                    connection.close()
 
-        address = {"master_address": host, "master_port": store.port, "timeout_s": limit_s}
-        server.call("/init_weight_transfer_engine", init_info=address)
-        start_update(server.call)
-        threading.Thread(target=transfer, daemon=True, name="gloo transfer").start()
-        try:
-            server.call("/update_weights", update_info={**described(tensors), "aliases": aliases})
-        finally:
-            answered.set()
-        if (error := ended.get()) is not None:
-            raise error
+        with socket.create_server((host, 0)) as listener:
+            address = {"host": host, "port": listener.getsockname()[1], "secret": secret, "timeout_s": limit_s}
+            server.call("/init_weight_transfer_engine", init_info=address)
+            start_update(server.call)
+            threading.Thread(target=transfer, args=(listener,), daemon=True, name="weights").start()
+            try:
+                server.call("/update_weights", update_info={**described(tensors), "aliases": aliases})
+            finally:
+                answered.set()
+            if (error := ended.get()) is not None:
+                raise error
         server.call("/finish_weight_update")
 
 
@@ -255,17 +283,38 @@ class NCCLTransport(Transport):
             self._engines[server] = engines[0]
 
     def _connect(self, server: Peer, calls: _VLLMCalls, source: _Source) -> Any:
+        """vLLM's trainer side, in a group with the server's workers.
+
+        The group's id, which NCCL wants of whoever joins, goes over HTTP, where the key is wanted. vLLM's own way is a
+        store without a key, where the first process that connects could take a worker's place.
+        """
+        from vllm.distributed.weight_transfer import nccl_common as common
         from vllm.distributed.weight_transfer import nccl_engine as vllm
 
-        host = own_address(server.host)
-        info = vllm.NCCLTrainerInitInfo(
-            rank=0,
-            master_address=host,
-            master_port=free_port(host),
-            world_size=1 + worker_count(server),
-            packed=self.packed,
+        unique_id = new_nccl_id()
+        size = 1 + worker_count(server)
+        engine = vllm.NCCLTrainerWeightTransferEngine(client=calls, source=source, packed=self.packed)
+        info = vllm.NCCLWeightTransferInitInfo(
+            nccl_unique_id_b64=base64.b64encode(unique_id).decode(),
+            rank_offset=1,
+            world_size=size,
+            packed=engine.packed,
+            packed_buffer_size_bytes=engine.packed_buffer_size_bytes,
+            packed_num_buffers=engine.packed_num_buffers,
         )
-        return vllm.NCCLTrainerWeightTransferEngine.trainer_init(info, client=calls, source=source)
+        with ThreadPoolExecutor(1, thread_name_prefix="nccl init") as pool:  # both sides wait for each other in it
+            joined = pool.submit(calls.init_weight_transfer_engine, common.worker_init_payload(info))
+            device = torch.cuda.current_device()
+            engine.model_update_group = common.uid_init_process_group(unique_id, 0, size, device)
+            joined.result()
+        return engine
+
+
+def new_nccl_id() -> bytes:
+    """The id of a new NCCL group of which this process is rank 0. It has a random part that NCCL checks."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    return bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
 
 class IPCTransport(Transport):
@@ -289,7 +338,8 @@ class IPCTransport(Transport):
         reduce_tensor: Any = reductions.reduce_tensor
         calls = _VLLMCalls(server)
         with torch.cuda.device(self._device):
-            shared = {name: tensor.to(self._device) for name, tensor in untied(weights.tensors)[0].items()}
+            with shareable_memory():
+                shared = {name: tensor.to(self._device) for name, tensor in untied(weights.tensors)[0].items()}
             torch.cuda.synchronize()
             gpu = str(torch.cuda.get_device_properties(self._device).uuid)
             handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in shared.values()]
@@ -305,7 +355,7 @@ class IPCTransport(Transport):
 TRANSPORTS: Mapping[str, Callable[[torch.device], Transport]] = {
     "folder": lambda device: FolderTransport(),
     "adapter": lambda device: AdapterTransport(),
-    "gloo": lambda device: GlooTransport(),
+    "gloo": lambda device: SocketTransport(),
     "nccl": NCCLTransport,
     "ipc": IPCTransport,
 }
@@ -391,47 +441,124 @@ def own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def tcp_store(host: str, port: int, timeout_s: float, **options: bool) -> Any:
-    """Where the processes of a group meet; they wait ``timeout_s`` for each other."""
-    distributed: Any = dist  # its annotations do not export the class
-    return distributed.TCPStore(host, port, timeout=timedelta(seconds=timeout_s), **options)
-
-
-def gloo_group(store: Any, host: str, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group beside the default one; ``host`` is the address of this process."""
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=timeout_s)
-    return gloo(store, rank, size, options)
-
-
 @dataclass(kw_only=True)
-class GlooAddress:
-    """Where a worker meets rank 0, and how long it waits for a tensor."""
+class TrainerAddress:
+    """Where a worker meets rank 0, what both must know, and how long the worker waits for a tensor."""
 
-    master_address: str
-    master_port: int
+    host: str
+    port: int
+    secret: str = field(repr=False)
     timeout_s: float
 
 
-def receive(address: GlooAddress, rank: int, size: int, info: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The receiving side of :class:`GlooTransport`: every weight under each of its names, in the order of ``info``."""
-    store = tcp_store(address.master_address, address.master_port, address.timeout_s, is_master=False)
-    store.set(_ready(rank), "1")
-    group = gloo_group(store, own_address(address.master_address), rank, size, address.timeout_s)
+def accept_workers(
+    listener: socket.socket,
+    secret: str,
+    ranks: Collection[int],
+    connections: dict[int, socket.socket],
+    answered: threading.Event,
+) -> None:
+    """Fill ``connections`` with those of ``ranks`` that prove to know ``secret``; close every other one.
+
+    Each is asked in a thread of its own: one that says nothing keeps no other waiting. Raises :class:`RuntimeError`
+    where the server has ``answered`` before all its workers were there.
+    """
+    complete = threading.Lock()
+    listener.settimeout(POLL_S)
+
+    def greet(connection: socket.socket) -> None:
+        rank = None
+        with contextlib.suppress(OSError):  # it left, or was silent
+            connection.settimeout(GREETING_S)
+            rank = prove_to_worker(connection, secret)
+        with complete:
+            if rank is not None and rank in ranks and rank not in connections:
+                connections[rank] = connection
+            else:
+                connection.close()
+
+    while len(connections) < len(ranks):
+        if answered.is_set():
+            raise RuntimeError("the server answered without taking the weights")
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            threading.Thread(target=greet, args=(connection,), daemon=True, name="greeting").start()
+
+
+def prove_to_worker(connection: socket.socket, secret: str) -> int | None:
+    """Rank 0's side of a greeting: the rank of the worker, None for one that does not know ``secret``.
+
+    Both sides prove it by an HMAC over both challenges; neither sends it. Rank 0 answers proofs only.
+    """
+    challenge = secrets.token_bytes(SECRET_BYTES)
+    connection.sendall(challenge)
+    rank_bytes = received(connection, 4)
+    worker_challenge = received(connection, SECRET_BYTES)
+    expected = proof(secret, b"worker", rank_bytes, challenge, worker_challenge)
+    if not hmac.compare_digest(received(connection, len(expected)), expected):
+        return None
+    connection.sendall(proof(secret, b"trainer", rank_bytes, challenge, worker_challenge))
+    return int.from_bytes(rank_bytes, "big")
+
+
+def connect_to_trainer(address: TrainerAddress, rank: int) -> socket.socket:
+    """A worker's side of a greeting. Raises :class:`RuntimeError` where the other side does not know the secret."""
+    connection = socket.create_connection((address.host, address.port), timeout=address.timeout_s)
+    try:
+        challenge = received(connection, SECRET_BYTES)
+        worker_challenge = secrets.token_bytes(SECRET_BYTES)
+        rank_bytes = rank.to_bytes(4, "big")
+        worker_proof = proof(address.secret, b"worker", rank_bytes, challenge, worker_challenge)
+        connection.sendall(rank_bytes + worker_challenge + worker_proof)
+        expected = proof(address.secret, b"trainer", rank_bytes, challenge, worker_challenge)
+        if not hmac.compare_digest(received(connection, len(expected)), expected):
+            raise RuntimeError("what listens in the trainer's place does not know the secret of the transfer")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def proof(secret: str, side: bytes, rank: bytes, *challenges: bytes) -> bytes:
+    """All parts but ``side``, which comes first, have a fixed length, so that no two messages are the same bytes."""
+    return hmac.digest(bytes.fromhex(secret), b"|".join((side, rank + b"".join(challenges))), "sha256")
+
+
+def received(connection: socket.socket, size: int) -> bytes:
+    """The next ``size`` bytes. Raises OSError where the other side leaves, or says nothing in time."""
+    data = bytearray(size)
+    receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def receive_into(connection: socket.socket, memory: memoryview) -> None:
+    """Fill ``memory``. Raises as :func:`received`."""
+    while memory:
+        count = connection.recv_into(memory)
+        if count == 0:
+            raise ConnectionError("the other side closed the connection")
+        memory = memory[count:]
+
+
+def receive(address: TrainerAddress, rank: int, info: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The receiving side of :class:`SocketTransport`: every weight under each of its names, in the order of ``info``.
+
+    ``rank`` counts the server's workers from 1.
+    """
     names_of: dict[str, list[str]] = {name: [name] for name in info["names"]}
     for alias, name in info["aliases"].items():
         names_of[name].append(alias)
-    for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        group.recv([bytes_of(tensor)], 0, 0).wait()
-        yield from ((each, tensor) for each in names_of[name])
+    with connect_to_trainer(address, rank) as connection:
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+            receive_into(connection, memory_of(tensor))
+            yield from ((each, tensor) for each in names_of[name])
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not copied."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def link_checkpoint(source: Path, folder: Path) -> None:
@@ -460,10 +587,6 @@ def vllm_rank(rank: int) -> int:
     (8, 512)
     """
     return next((each for each in VLLM_RANKS if each >= rank), VLLM_RANKS[-1])
-
-
-def _ready(rank: int) -> str:
-    return f"ready/{rank}"
 
 
 def _from_memory(backend: str) -> dict[str, Any]:

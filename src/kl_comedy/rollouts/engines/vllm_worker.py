@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: a weight-transfer engine over gloo, and a LoRA adapter replaced in place.
+"""What runs inside vLLM's workers: a weight-transfer engine over TCP, and a LoRA adapter replaced in place.
 
 vLLM finds it as a plugin (the entry point ``vllm.general_plugins``) or as the worker extension of a server that a run
 starts. Only vLLM imports this module.
@@ -17,11 +17,11 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from kl_comedy.models.weights import Checksums
-from kl_comedy.rollouts.engines.transports import ADAPTER, GLOO_BACKEND, GlooAddress, receive
+from kl_comedy.rollouts.engines.transports import ADAPTER, SOCKET_BACKEND, TrainerAddress, receive
 
 
 @dataclass(kw_only=True)
-class GlooUpdateInfo:
+class SocketUpdateInfo:
     """What comes, in order. ``aliases``: further names of a tied weight."""
 
     names: list[str]
@@ -30,13 +30,13 @@ class GlooUpdateInfo:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+class SocketWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Takes checkpoint weights from the trainer's host memory, by vLLM's layerwise reloading."""
 
-    init_info_cls = GlooAddress
-    update_info_cls = GlooUpdateInfo
+    init_info_cls = TrainerAddress
+    update_info_cls = SocketUpdateInfo
 
-    def init_transfer_engine(self, init_info: GlooAddress) -> None:
+    def init_transfer_engine(self, init_info: TrainerAddress) -> None:
         self._address = init_info
 
     def start_weight_update(self) -> None:
@@ -51,18 +51,17 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+    def receive_weights(self, update_info: SocketUpdateInfo) -> None:
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        size = 1 + parallel.world_size_across_dp
         try:
-            self.model.load_weights(receive(self._address, rank, size, asdict(update_info)))
+            self.model.load_weights(receive(self._address, rank, asdict(update_info)))
         except BaseException:
             self.finish_weight_update()  # else layers that wait for the rest would take it from the next transfer
             raise
 
     def shutdown(self) -> None:
-        """The group ends with each transfer."""
+        """The connection ends with each transfer."""
 
 
 class PolicyWorker:
@@ -94,7 +93,7 @@ class PolicyWorker:
 def register() -> None:
     """Make the engine known to vLLM, once for each process."""
     with contextlib.suppress(ValueError):  # it is there already
-        WeightTransferEngineFactory.register_engine(GLOO_BACKEND, GlooWeightTransferEngine)
+        WeightTransferEngineFactory.register_engine(SOCKET_BACKEND, SocketWeightTransferEngine)
 
 
 register()
