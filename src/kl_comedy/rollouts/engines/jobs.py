@@ -16,7 +16,7 @@ from kl_comedy.config.combinations import sampler_of
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import bad_value
 from kl_comedy.models import LoadedModel
-from kl_comedy.models.load import load_tokenizer
+from kl_comedy.models.load import load_tokenizer, whole_model
 from kl_comedy.models.lora import add_lora
 from kl_comedy.models.sharding import skeleton
 from kl_comedy.rollouts.engines.client import LABEL, Client
@@ -81,7 +81,7 @@ def job_server(config: Config, folder: Path, *, host: str, port: int) -> tuple[l
     torch.use_deterministic_algorithms(config.train.deterministic)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    model, (kind, schema) = config.model, ENGINES[sampler_of(config)]
+    model, (kind, schema) = whole_model(config.model), ENGINES[sampler_of(config)]
     on_gpu = model.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")  # pick_device would take memory of the server's GPU
     loaded = LoadedModel(model=skeleton(model), tokenizer=load_tokenizer(model), device=device, source=model.source)
