@@ -1,5 +1,7 @@
 """conformance.check: right losses pass, planted bugs fail with a sentence that names them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,6 +16,14 @@ def my_kl_loss(logp, ref_logp, mask):
 
 def test_my_kl_loss_optimizes_the_reverse_kl():
     check(my_kl_loss, claims="token_reverse").assert_ok()
+
+
+def test_the_example_of_the_page_runs_as_printed():
+    page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(example, names)
+    names["test_my_kl_loss_optimizes_the_reverse_kl"]()
 
 
 # --- planted bugs ---------------------------------------------------------------------------------------------------
@@ -114,6 +124,145 @@ def test_float32_and_a_negative_coefficient():
     assert away.ok
 
 
+# --- what trainers bring ----------------------------------------------------------------------------------------------
+class KLLoss(torch.nn.Module):
+    def forward(self, logp, ref_logp, *, mask, beta=0.1):
+        return beta * 0.5 * (logp - ref_logp) ** 2 * mask
+
+
+def test_modules_keywords_and_packed_arguments_are_taken():
+    """The module is called, not its forward alone, so that its hooks run."""
+    module, calls = KLLoss(), []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    report = check(module, claims="token_reverse", regimes=("on_policy",))
+    report.assert_ok()
+    assert report.findings[0].coefficient == pytest.approx(0.1) and calls
+    losses = (
+        lambda **batch: my_kl_loss(batch["logp"], batch["ref_logp"], batch["mask"]),
+        lambda logp, /, ref_logp, *, mask: my_kl_loss(logp, ref_logp, mask),
+        lambda *, logp, ref_logp, mask, **unused: my_kl_loss(logp, ref_logp, mask),
+    )
+    for loss in losses:
+        check(loss, claims="token_reverse", regimes=("on_policy",)).assert_ok()
+
+
+def writes_into_ref_logp(logp, ref_logp, mask):
+    ref_logp -= logp
+    return 0.5 * ref_logp**2 * mask
+
+
+def writes_into_logp(logp, ref_logp, mask):
+    logp -= ref_logp
+    return 0.5 * logp**2 * mask
+
+
+def mean_over_columns(logp, ref_logp, mask):
+    return (0.5 * (logp - ref_logp) ** 2 * mask).mean()
+
+
+# --- values that are not finite ---------------------------------------------------------------------------------------
+def infinite_in_the_padding(logp, ref_logp, mask):
+    return torch.where(mask, 0.5 * (logp - ref_logp) ** 2, torch.inf) * mask
+
+
+def summed_after_infinity(logp, ref_logp, mask):
+    return infinite_in_the_padding(logp, ref_logp, mask).sum()
+
+
+def infinite_slope_in_the_padding(logp, ref_logp, mask):
+    return torch.where(mask, 0.5 * (logp - ref_logp) ** 2, torch.sqrt((logp - ref_logp).abs() * mask))
+
+
+def nan_for_short_completions(logp, ref_logp, mask):
+    """The standard deviation of one token is nan."""
+    value = 0.5 * ((logp - ref_logp) ** 2 * mask).sum(-1)
+    return torch.where(mask.sum(-1) == 1, torch.nan, value)
+
+
+def mean_of_each_completion(logp, ref_logp, mask):
+    return (0.5 * (logp - ref_logp) ** 2 * mask).sum(-1) / mask.sum(-1)
+
+
+NOT_FINITE = {
+    infinite_in_the_padding: "the value is not finite at tokens? .*, which the mask leaves out",
+    summed_after_infinity: "the value is not finite",
+    infinite_slope_in_the_padding: "the gradient is not finite at tokens? .*, which the mask leaves out",
+    nan_for_short_completions: "the value is not finite, with the mask 1 0 0 0 0 0 0",
+    mean_of_each_completion: "where every token of a completion is masked",
+}
+
+
+@pytest.mark.parametrize("loss", NOT_FINITE, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("claim", ["token_reverse", "none"])
+def test_a_loss_that_is_not_finite_fails_and_says_where(loss, claim):
+    report = check(loss, claims=claim, regimes=("on_policy",))
+    assert not report.ok and "nearest to sequence_reverse, cosine nan" not in str(report)
+    with pytest.raises(AssertionError, match=NOT_FINITE[loss]):
+        report.assert_ok()
+
+
+# --- masked tokens within a completion, as a tool's replies -----------------------------------------------------------
+def to_go(value):
+    return value.flip(-1).cumsum(-1).flip(-1)
+
+
+def to_go_over_tool_tokens(logp, ref_logp, mask):
+    """miles' REINFORCE++ (PR 1383): the sum to go of what is not masked."""
+    return to_go((logp - ref_logp).detach()) * logp * mask
+
+
+def to_go_masked(logp, ref_logp, mask):
+    return to_go(((logp - ref_logp) * mask).detach()) * logp * mask
+
+
+def total_over_tool_tokens(logp, ref_logp, mask):
+    return (logp - ref_logp).sum(-1).detach() * (logp * mask).sum(-1)
+
+
+def prefix_ratio_over_tool_tokens(logp, ref_logp, behaviour_logp, mask):
+    ratio = (logp - behaviour_logp).cumsum(-1).exp()
+    return (ratio * (logp - ref_logp) * mask).sum(-1)
+
+
+def prefix_ratio_masked(logp, ref_logp, behaviour_logp, mask):
+    ratio = ((logp - behaviour_logp) * mask).cumsum(-1).exp()
+    return (ratio * (logp - ref_logp) * mask).sum(-1)
+
+
+def without_a_mask(logp, ref_logp):
+    return (0.5 * (logp - ref_logp) ** 2).sum(-1)
+
+
+def exact_over_tool_tokens(logp_full, ref_logp_full):
+    return (logp_full.exp() * (logp_full - ref_logp_full)).sum((-1, -2))
+
+
+LEAKS = (to_go_over_tool_tokens, total_over_tool_tokens, without_a_mask)
+
+
+@pytest.mark.parametrize("loss", LEAKS, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("seed", range(2))
+def test_masked_tokens_that_enter_the_loss_are_named(loss, seed):
+    report = check(loss, claims="none", regimes=("on_policy",), seed=seed)
+    (problem,) = report.problems
+    assert not report.ok and "tokens 2, 3, 5, masked as a tool's reply is (mask 1 0 0 1 0 1 1)" in problem
+    assert ("the gradient of token" in problem) == (loss in (to_go_over_tool_tokens, total_over_tool_tokens))
+    assert check(loss, claims="none", regimes=("on_policy",), seed=seed, holes=False).problems == ()
+
+
+def test_a_ratio_over_masked_tokens_is_found_off_policy():
+    report = check(prefix_ratio_over_tool_tokens, claims={"off_policy": "sequence_reverse"})
+    assert any("mask: tokens 2, 3, 5" in problem for problem in report.problems)
+
+
+def test_sums_that_are_masked_hold_with_tool_tokens():
+    check(to_go_masked, claims="sequence_reverse").assert_ok()
+    everywhere = dict.fromkeys(("on_policy", "off_policy", "mixed"), "sequence_reverse")
+    report = check(prefix_ratio_masked, claims=everywhere)
+    report.assert_ok()
+    assert "masked tokens within the completions" in str(report)
+
+
 @pytest.mark.parametrize(
     ("loss", "arguments", "message"),
     [
@@ -121,9 +270,18 @@ def test_float32_and_a_negative_coefficient():
         (my_kl_loss, {"claims": {"offpolicy": "zero"}}, "regimes: got 'offpolicy'; .* did you mean 'off_policy'"),
         (my_kl_loss, {"claims": "zero", "reduction": "mean"}, "reduction: got 'mean'; allowed: sum, token_mean"),
         (lambda logp, ref: logp, {"claims": "zero"}, "loss_fn.ref: no such key .* ref_logp"),
-        (lambda logp: logp.sum(0), {"claims": "zero"}, r"loss_fn: got \(4,\); allowed: a tensor \[B, T\], \[B\], or a"),
+        (lambda logp: logp.sum(0), {"claims": "zero"}, r"loss_fn: got \(7,\); allowed: a tensor \[B, T\], \[B\], or a"),
         (lambda logp: 1.0, {"claims": "zero"}, "loss_fn: got 'float'"),
         (lambda logp: logp - logp.mean(), {"claims": "zero"}, "changes with the others in its batch"),
+        (writes_into_ref_logp, {"claims": "zero"}, "changes its argument ref_logp in place"),
+        (writes_into_logp, {"claims": "zero"}, "changes its argument logp in place"),
+        (torch.nn.Dropout(0.5), {"claims": "zero"}, "loss_fn.input: no such key"),
+        (KLLoss, {"claims": "zero"}, "KLLoss is a class; give an instance"),
+        (lambda *tensors: tensors[0], {"claims": "zero"}, r"it takes \*args; wrap it in a function with parameters"),
+        (lambda logp: {}["kl"], {"claims": "zero"}, "it raised KeyError: 'kl'"),
+        (lambda logp: logp + torch.randn_like(logp), {"claims": "zero"}, "changes from call to call"),
+        (mean_over_columns, {"claims": "zero"}, "depends on the padding: .* divide by its tokens"),
+        (exact_over_tool_tokens, {"claims": "zero"}, "depends on the padding: .* multiply by the mask"),
     ],
 )
 def test_misuse_is_refused_in_one_line(loss, arguments, message):

@@ -275,6 +275,34 @@ def test_an_estimator_that_raises_is_named():
         failures_of(lambda x: {}["no"])
 
 
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda delta: {}["no"], "correction 'mine' raised KeyError: 'no'"),
+        (lambda delta: delta.data.clamp_(-1, 1).exp(), "correction 'mine' changes its argument in place"),
+    ],
+)
+def test_a_correction_that_raises_or_changes_its_argument_is_named(fn, message):
+    with pytest.raises(UserError, match=message):
+        failure_of_correction(fn, "token")
+
+
+@pytest.mark.parametrize(("needs", "options"), [("top_k", "k"), ("exact_mixture", "share")])
+def test_an_estimator_without_the_options_that_make_its_argument_is_refused(needs, options):
+    with pytest.raises(UserError, match=f"needs='{needs}' is for an estimator with the options .*'{options}'"):
+        failures_of(lambda argument: argument, needs=needs)
+
+
+def test_claims_need_names_regimes_and_options_that_exist():
+    for need, message in (
+        ({"onpolicy": {"form": (1,)}}, "claims_need.onpolicy: no such key .* did you mean 'on_policy'"),
+        ({"on_policy": {"from": (1,)}}, "claims_need.on_policy.from: no such key .* did you mean 'form'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            failures_of(lambda x, form=1.0: x, ("value:reverse",), claims_need=need)
+        ESTIMATORS._entries.pop("mine", None)
+
+
 def masked_in_float32(delta_BT):
     ratio_BT = delta_BT.exp()
     return ratio_BT if delta_BT.dtype == torch.float64 else ratio_BT.clamp(max=10.0)

@@ -182,6 +182,13 @@ def test_each_option_runs_with_the_estimators_that_read_top_tokens(options, cert
     assert code == 0 and out, err
 
 
+def test_a_verdict_is_the_same_in_every_call_and_the_seed_is_printed(certify):
+    asked = ("--term", "{estimator: k_lambda, placement: loss}", "--regime", "on_policy")
+    first, second, other = (certify(*asked, *more)[1] for more in ((), (), ("--seed", "5")))
+    assert first == second and "checked (seed 0)" in first
+    assert "checked (seed 5)" in other and other != first
+
+
 # --- what it refuses ------------------------------------------------------------------------------------------------
 PLUGINS = {
     "shape.py": "return log_ratio.sum()",
@@ -227,6 +234,20 @@ REFUSED = {
     ("dpo.yaml",): "dpo.yaml: algorithm.dpo takes the place of the policy term and of kl",
     ("--policy", "dpo.yaml"): "dpo.yaml: algorithm.dpo takes the place of the policy term and of kl",
 }
+
+
+def test_an_option_without_a_declaration_that_cannot_be_zero_is_told_how_to_declare_it(certify, tmp_path):
+    body = "return torch.nn.functional.huber_loss(x, torch.zeros_like(x), delta=delta, reduction='none')"
+    plugin = HEAD.format(claims="('nonnegative',)", body=body).replace("(log_ratio)", "(x, delta=1.0)")
+    (tmp_path / "huber.py").write_text("import torch\n" + plugin)
+    code, _, err = certify("--plugin", "huber.py")
+    assert code == 2 and "with delta=0 raised RuntimeError" in err
+    assert "declare what the option may be, as options={'delta': {'above': 0}}" in err
+    (tmp_path / "declared.py").write_text(
+        "import torch\n" + plugin.replace("needs=", "options={'delta': {'above': 0}}, needs=").replace("mine", "mine2")
+    )
+    code, _, err = certify("--plugin", "declared.py", "--regime", "on_policy")
+    assert code == 0, err
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)

@@ -24,6 +24,7 @@ from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, Tree
 from kl_comedy.kl.oracle.gradients import (
     TOLERANCE,
     Moments,
+    NotFinite,
     against_the_sampler,
     exact_moments,
     initial_beta,
@@ -68,7 +69,8 @@ class Certificate:
     ``variance_ratio`` that over the least noisy unbiased term for the target hit (for the sequence-level
     reverse KL where none is). ``strength`` is the multiple of the sequence-level reverse-KL gradient it
     contains: the beta one gets for a beta of 1. ``near_target`` is what is hit while no bound acts. ``worst_error``:
-    the largest error from the claimed target, in the drawn setting ``worst_setting``. ``batch_bias``: with a
+    the largest error from the claimed target, in the drawn setting ``worst_setting``. ``not_finite``: there
+    is no gradient where a token is impossible under the reference (1e4 nats), which is left out. ``batch_bias``: with a
     baseline of the batch's mean, by the batch's completions, the relative distance of the expected gradient from that
     without it, which the other figures are of.
     """
@@ -86,6 +88,7 @@ class Certificate:
     strength: float
     worst_error: float = 0.0
     worst_setting: str = ""
+    not_finite: bool = False
     batch_bias: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -96,6 +99,9 @@ class Certificate:
     @property
     def verdict(self) -> str:
         """One sentence: the target or the bias, then the noise."""
+        if self.not_finite:
+            finite = dataclasses.replace(self, not_finite=False)
+            return f"{finite.verdict}; not finite where a token is impossible under the reference"
         if not self.terms:
             return "no KL term: nothing holds the policy to the reference"
         if pulls_to_sampler(self.terms):
@@ -231,13 +237,15 @@ def _certificate(
     whole = [dataclasses.replace(term, beta=initial_beta(term) / scale) for term in terms]
     centred = any(term.baseline == "batch" for term in terms)
     unit = [dataclasses.replace(term, baseline="after") if term.baseline == "batch" else term for term in whole]
-    pairs = [(each, exact_moments(each.instance, terms_loss(unit))) for each in instances]
+    pairs, not_finite = _pairs(instances, unit)
     claimed = claimed_target(terms[0], regime) if len(terms) == 1 else None
     near_target = _target_hit([pair for pair in pairs if pair[0].near], claimed)
     if claimed is not None and search_seconds and not is_bounded(terms):
 
         def error_of(setting: Setting) -> float:
             each = with_own_targets(with_targets(setting.instance(regime), to_sampler))
+            if not_finite and setting.impossible == "reference":
+                return 0.0
             return exact_moments(each.instance, terms_loss(unit)).error(each.targets[claimed])
 
         setting, _, _ = worst_case(error_of, seed=seed or 0, seconds=search_seconds)
@@ -276,8 +284,27 @@ def _certificate(
         strength=mean("sequence_reverse", "strength"),
         worst_error=worst_error,
         worst_setting=worst_setting,
+        not_finite=not_finite,
         batch_bias={n: _batch_bias(whole, pairs, n) for n in (BATCHES if centred else ())},
     )
+
+
+def _pairs(
+    instances: Sequence[BatteryInstance], terms: Sequence[KLTerm]
+) -> tuple[list[tuple[BatteryInstance, Moments]], bool]:
+    """The moments on each instance, and whether some are not finite where a token is impossible under the reference.
+
+    There alone: ``log(exp(-l))`` is right at any log-ratio of a language model, and has no value at 1e4 nats.
+    """
+    pairs, not_finite = [], False
+    for each in instances:
+        try:
+            pairs.append((each, exact_moments(each.instance, terms_loss(terms))))
+        except NotFinite:
+            if each.setting is None or each.setting.impossible != "reference":
+                raise
+            not_finite = True
+    return pairs, not_finite
 
 
 def _batch_bias(terms: Sequence[KLTerm], pairs: Sequence[tuple[BatteryInstance, Moments]], completions: int) -> float:

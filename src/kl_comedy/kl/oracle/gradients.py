@@ -40,6 +40,10 @@ MAX_GROUPS = 4_000_000
 """Groups that are still enumerated; beyond, ask for smaller groups or a smaller tree."""
 
 
+class NotFinite(UserError):
+    """A loss has a gradient that is not finite."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Moments:
     """The expected gradient ``[D]``, the trace of its covariance for one completion, and the mean norm of a gradient.
@@ -167,7 +171,7 @@ def gradients_by_loss(
         total = value.sum() + 0.0 * rows.logp_BT.sum()  # a loss without gradient has a zero one
         derivatives = torch.autograd.grad(total, leaves, allow_unused=True)
         if not all(each is None or bool(torch.isfinite(each[rows.mask_BT]).all()) for each in derivatives):
-            raise UserError("the loss has a gradient that is not finite on some completion")
+            raise NotFinite("the loss has a gradient that is not finite on some completion")
         yield name, gradient(*(None if each is None else _inside(each, rows.mask_BT) for each in derivatives))
 
 
