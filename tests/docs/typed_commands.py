@@ -91,8 +91,11 @@ def examples_of_help() -> list[Typed]:
     """The examples of every ``--help``."""
     examples = []
     for name, command in click_commands().items():
-        for text in EXAMPLE_OF_HELP.findall(command.help or ""):
-            examples.append(Typed(f"--help of {name}", re.sub(r"\s+", " ", text)))
+        for paragraph in (command.help or "").split("\n\n"):
+            if not paragraph.startswith("Example"):
+                continue
+            for text in EXAMPLE_OF_HELP.findall(paragraph):
+                examples.append(Typed(f"--help of {name}", re.sub(r"\s+", " ", text)))
     return examples
 
 
