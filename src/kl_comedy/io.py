@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,119 @@ class LockHeld(TimeoutError):
         self.holder = holder
 
 
+# --- folders that come from elsewhere --------------------------------------------------------------------------------
+#
+# A run folder may have been made by somebody else. A link in it would have us read, upload or overwrite a file of the
+# user's that is none of the run's, and a pipe in a file's place would have us wait for ever. So every file of ours in a
+# run folder is opened, or checked before a library opens it, by the functions below. The folder itself may be a link
+# (runs on another disk), and links within it may point to its own files.
+
+_NEVER_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
+_LONGEST_NAME = 255
+"""Bytes of one name in a folder; every file system in use refuses longer ones."""
+
+
+def inside(path: Path, root: Path) -> Path:
+    """``path`` with its links resolved. Raises :class:`UserError` where they lead out of the folder ``root``."""
+    real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    if real.is_relative_to(real_root):
+        return real
+    raise UserError(f"{path} leads out of {root}, to {_short(real)}: links out of a run's folder are not followed")
+
+
+def open_file(
+    path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, root: Path | None = None, link: bool = True
+) -> int:
+    """A descriptor of a regular file. Never waits, as for the other end of a pipe.
+
+    ``root``: the folder that no link may lead out of. ``link=False``: the file is no link at all. Raises
+    :class:`UserError` for a link that is not followed, a name that is too long, and what is no file (a folder, a pipe,
+    a device); OSError as ``os.open``.
+    """
+    target = path if root is None else inside(path, root)
+    if root is not None or not link:
+        flags |= _NO_LINK
+    try:
+        descriptor = os.open(target, flags | _NEVER_WAIT, mode)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"{_short(path)}: {error.strerror}") from None
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a pipe that nobody reads
+            raise _no_file(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _no_file(path)
+    return descriptor
+
+
+def read_file(path: Path, *, root: Path | None = None) -> bytes:
+    """The bytes of a regular file. Raises as :func:`open_file`."""
+    with open(open_file(path, root=root), "rb") as file:
+        return file.read()
+
+
+def check_tree(root: Path, files: Iterable[str] = (), folders: Iterable[str] = ()) -> None:
+    """Check what is in the folder ``root`` before anything opens it: ``files``, and ``folders`` with all that is below.
+
+    Raises :class:`UserError` for what is neither file nor folder, and for a link that leads out of ``root``. What is
+    not there is fine, and so are links to files and folders in ``root``.
+    """
+    for name in files:
+        mode = _mode(root / name, root)
+        if mode is not None and not stat.S_ISREG(mode):
+            raise _no_file(root / name)
+    waiting, visited = [root / name for name in folders], set[Path]()
+    while waiting:
+        path = waiting.pop()
+        mode = _mode(path, root)
+        if mode is None or stat.S_ISREG(mode):
+            continue
+        if not stat.S_ISDIR(mode):
+            raise _no_file(path)
+        real = Path(os.path.realpath(path))
+        if real not in visited:  # a link to a folder above it would never end
+            visited.add(real)
+            waiting += path.iterdir()
+
+
+def _mode(path: Path, root: Path) -> int | None:
+    """The type of what is at ``path``, links followed; None where there is nothing."""
+    if path.is_symlink():
+        inside(path, root)
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{_short(path)}: {error.strerror}") from None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether ``name`` can be that of a file right in a folder.
+
+    >>> is_file_name("state.pt"), is_file_name("../state.pt"), is_file_name("x" * 5000)
+    (True, False, False)
+    """
+    plain = "/" not in name and "\0" not in name and name not in ("", ".", "..")
+    return plain and len(name.encode("utf-8", "surrogatepass")) <= _LONGEST_NAME
+
+
+def _no_file(path: Path) -> UserError:
+    kind = _KINDS.get(stat.S_IFMT(os.lstat(path).st_mode), "no file")
+    return UserError(f"{path} is {kind}; a file is expected there")
+
+
+def _short(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= _LONGEST_NAME else f"{text[:100]}... ({len(text)} characters)"
+
+
+# --- writing and reading ---------------------------------------------------------------------------------------------
+
+
 def atomic_write(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write ``content`` (text as UTF-8). A reader or a crash sees the old file or the new one, never a part.
 
@@ -63,8 +178,10 @@ def atomic_write(path: Path, content: str | bytes, *, private: bool = False) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        draft.unlink(missing_ok=True)
         mode = 0o600 if private else 0o666
-        with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # never through a link that somebody put there
+        with open(os.open(draft, flags, mode), "wb") as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -74,9 +191,18 @@ def atomic_write(path: Path, content: str | bytes, *, private: bool = False) -> 
         raise
 
 
+def fsync_path(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of the file's bytes."""
-    with path.open("rb") as file:
+    """Hex SHA-256 of the bytes of a regular file. Raises as :func:`open_file`."""
+    with open(open_file(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -111,10 +237,13 @@ def write_json(path: Path, content: Mapping[str, Any], *, private: bool = False)
     atomic_write(path, encode_json(content, indent=1), private=private)
 
 
-def read_json(path: Path, kind: str, keys: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """The JSON object in a file, with ``keys`` of these types. Raises :class:`UserError` for any other file."""
+def read_json(
+    path: Path, kind: str, keys: Mapping[str, type] | None = None, *, root: Path | None = None
+) -> dict[str, Any]:
+    """The JSON object in a file, with ``keys`` of these types. Raises :class:`UserError` for any other file, and for a
+    link that leads out of ``root``."""
     try:
-        content = decode_json(path.read_bytes())
+        content = decode_json(read_file(path, root=root))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no readable {kind} ({_reason(error)})") from None
     for key, expected in (keys or {}).items():
@@ -149,6 +278,8 @@ def find_damage(folder: Path) -> str | None:
     try:
         files = read_json(folder / CHECKSUMS, "list of checksums", {"files": dict})["files"]
         for name, digest in files.items():
+            if not is_file_name(name):
+                return f"{CHECKSUMS} names no file of this folder: {name[:100]!r}"
             if sha256_file(folder / name) != digest:
                 return f"{name} has changed"
     except FileNotFoundError as error:
@@ -163,8 +294,8 @@ def file_lock(path: Path, wait_s: float = LOCK_WAIT_S, *, on_wait: Callable[[], 
     """Hold an exclusive lock on ``path`` (created if absent, never removed: removing it would race).
 
     The lock ends with the process. ``on_wait`` is called once when another process holds it. Raises
-    :class:`LockHeld` after ``wait_s`` seconds, and OSError where the file cannot be created. Systems without
-    ``fcntl`` (Windows) run unlocked.
+    :class:`LockHeld` after ``wait_s`` seconds, OSError where the file cannot be created, and :class:`UserError` where a
+    link or a pipe is in its place. Systems without ``fcntl`` (Windows) run unlocked.
     """
     try:
         import fcntl
@@ -172,7 +303,7 @@ def file_lock(path: Path, wait_s: float = LOCK_WAIT_S, *, on_wait: Callable[[], 
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fd = open_file(path, os.O_RDWR | os.O_CREAT, link=False)
     try:
         deadline = time.monotonic() + wait_s
         waiting = False

@@ -6,6 +6,7 @@ that was hurt and went on are those of a run nobody hurt.
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from itertools import pairwise
 import pytest
 import test_training
 from test_training import metrics_of
+from tests.commands import Command
 
 from kl_comedy.errors import RunFailed
 from kl_comedy.processes import free_port
@@ -105,6 +107,68 @@ def points(client, run_id):
         if not name.startswith("time/")
         for point in client.get_metric_history(run_id, name)
     }
+
+
+KILLS = 10
+
+
+def ended_within(process, seconds):
+    """Whether the command ends by itself in this time."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return process.poll() is not None
+
+
+def check_whole(folder, undisturbed):
+    """The run of ``folder`` has the undisturbed one's bits, and each of its points once, also in a usable store."""
+    from kl_comedy.tracking.runs import runs_frame
+    from kl_comedy.tracking.store import connect
+
+    done = go(folder, f"tracking.uri=sqlite:///{folder}/store.db")
+    assert done.already_finished and (bits(done), metrics_of(done.run)) == undisturbed
+    uri, run_id = done.summary["mlflow_uri"], done.summary["run_id"]
+    client = connect(uri)
+    assert points(client, run_id) == undisturbed[1]
+    for name in client.get_run(run_id).data.metrics:
+        steps = [point.step for point in client.get_metric_history(run_id, name)]
+        assert len(steps) == len(set(steps)), f"{name} has a point twice"
+    frame = runs_frame(uri)
+    assert frame["run_id"].tolist() == [run_id] and frame["status"].tolist() == ["FINISHED"]
+    client.log_metric(run_id, "another", 1.0)  # it can be written to
+    assert not list(folder.glob("*half-made*")) and len(list(folder.glob("tiny-*"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)  # a dozen starts and as many stores
+def test_ten_kills_at_random_moments_cost_no_bit_no_point_and_no_store(tmp_path, undisturbed):
+    """Each start is killed within the time that a whole run takes: while it loads, creates the store, trains, uploads.
+
+    Runs that end before they are killed are checked, and the next one begins in a new folder with a new store.
+    """
+
+    def start(folder):
+        folder.mkdir(exist_ok=True)
+        settings = [f"output={folder}", f"tracking.uri=sqlite:///{folder}/store.db", *SETTINGS]
+        return Command("train", test_training.TINY, *settings, cwd=folder)
+
+    began = time.monotonic()
+    start(tmp_path / "whole").finish()
+    whole_s = time.monotonic() - began
+    check_whole(tmp_path / "whole", undisturbed)
+    chance, kills, number = random.Random(0), 0, 0
+    while kills < KILLS:  # a run that is killed over and over comes further each time, so folders are few
+        folder = tmp_path / f"killed-{number}"
+        process = start(folder)
+        if ended_within(process, chance.uniform(0, whole_s)):
+            process.finish()
+            check_whole(folder, undisturbed)
+            number += 1
+        else:
+            process.kill()
+            kills += 1
+    start(folder).finish()
+    check_whole(folder, undisturbed)
 
 
 SERVER = """

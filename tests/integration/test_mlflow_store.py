@@ -1,5 +1,6 @@
 """A run and its copy in a SQLite MLflow store: upload, resume, outages, dead runs."""
 
+import itertools
 import json
 import logging
 import math
@@ -8,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import time
 from types import SimpleNamespace
 
@@ -322,6 +324,139 @@ def test_processes_that_start_together_on_a_fresh_store_all_arrive(start, tmp_pa
     frame = runs_frame(uri, "trial")
     assert sorted(frame["params.seed"]) == ["0", "1", "2"] and set(frame["status"]) == {"FINISHED"}
     assert all(steps(uri, run_id, "x") == [0, 1, 2] for run_id in frame["run_id"])
+
+
+# --- a first start that is killed ------------------------------------------------------------------------------------
+
+
+def connect_until(uri, statement):
+    """Connect, and kill this process before the SQL statement of this number; then there is none to clean up."""
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    numbers = itertools.count(1)
+
+    @event.listens_for(Engine, "before_cursor_execute")
+    def count(*arguments):
+        if next(numbers) == statement:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    connect(uri)
+
+
+def check_usable(uri, tmp_path):
+    """A run can be logged and read; in a process of its own, which has no database open."""
+
+    def use():
+        config = SimpleNamespace(uri=uri, experiment="trial", flush_every=1, tags={})
+        logger = RunLogger(config, run_dir=tmp_path / "a run", run_name="a run", params={}, tags={})
+        logger.log_metrics({"x": 1.0}, 1)
+        logger.finish()
+        assert logger.run_id is not None
+        assert runs_frame(uri)["metrics.x"].tolist() == [1.0]
+
+    assert run_in_fork(use) == [0]
+
+
+STATEMENTS = 1650
+"""Of the creation of a store by MLflow 3.17: 1,680; the test below needs no exact number."""
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [[60, 700], pytest.param(list(range(1, STATEMENTS, STATEMENTS // 13)), marks=pytest.mark.slow)],
+)
+def test_a_store_whose_creation_is_killed_does_not_exist_and_the_next_start_makes_it(tmp_path, statements):
+    file = tmp_path / "new" / "mlflow.db"
+    for statement in statements:
+        assert run_in_fork(lambda number=statement: connect_until(f"sqlite:///{file}", number)) == [-signal.SIGKILL]
+        assert not file.exists(), f"killed at statement {statement}"
+        assert len(list(file.parent.glob(".mlflow.db.*.new"))) <= 1, "the next start removes what the killed one left"
+    check_usable(f"sqlite:///{file}", tmp_path)
+    assert sorted(path.name for path in file.parent.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+
+
+def test_a_store_that_appears_meanwhile_is_not_replaced(tmp_path, empty_store, monkeypatch):
+    file, fsync_path = tmp_path / "mlflow.db", store.fsync_path
+    with sqlite3.connect(empty_store) as database:
+        (before,) = database.execute("SELECT creation_time FROM experiments").fetchone()
+
+    def slow(path):  # as another program that has no lock
+        if not file.exists():
+            shutil.copy(empty_store, file)
+        fsync_path(path)
+
+    monkeypatch.setattr(store, "fsync_path", slow)
+    connect(f"sqlite:///{file}")
+    with sqlite3.connect(file) as database:
+        assert database.execute("SELECT creation_time FROM experiments").fetchone() == (before,)
+    assert not list(tmp_path.glob(".mlflow*"))
+
+
+HALF_MADE = {
+    "nothing yet": "DROP TABLE workspaces",
+    "in a migration": "CREATE TABLE _alembic_tmp_experiments (experiment_id INTEGER, name TEXT)",
+    "no version": "DELETE FROM alembic_version",
+    "no table of versions": "DROP TABLE alembic_version",
+    "no experiment yet": "DELETE FROM experiments",
+}
+"""What a first start that was killed leaves in a store of an earlier version of kl_comedy, made from a whole one."""
+
+
+def leave_half_made(file, kind):
+    with sqlite3.connect(file) as database:
+        database.execute(HALF_MADE[kind])
+    if kind == "nothing yet":
+        file.write_bytes(b"")
+    os.utime(file, (0, 0))  # long ago
+
+
+@pytest.mark.parametrize("kind", HALF_MADE)
+def test_a_half_made_store_is_one_line_to_a_reader_and_set_aside_by_the_next_run(
+    tmp_path, empty_store, monkeypatch, caplog, kind
+):
+    file = tmp_path / "mlflow.db"
+    shutil.copy(empty_store, file)
+    leave_half_made(file, kind)
+    content = file.read_bytes()
+    with pytest.raises(UserError, match=r"is half made .* makes it anew") as raised:
+        runs_frame(f"sqlite:///{file}")
+    assert "\n" not in str(raised.value) and file.read_bytes() == content
+    created = []
+
+    def create(file):
+        created.append(shutil.copy(empty_store, file))  # faster than to make one
+
+    monkeypatch.setattr(store, "_create", create)
+    assert connect(f"sqlite:///{file}").search_experiments()[0].name == "Default"
+    assert len(created) == 1 and (tmp_path / "mlflow.db.half-made-1").read_bytes() == content
+    assert "it is now mlflow.db.half-made-1" in caplog.text
+
+
+def test_a_half_made_store_that_holds_runs_is_left_as_it_is(start, uri, tmp_path):
+    logger = start()
+    logger.finish()
+    file = tmp_path / "mlflow.db"
+    leave_half_made(file, "in a migration")
+    content = file.read_bytes()
+    with pytest.raises(UserError, match=r"1 rows of experiments.*results sync.*nothing was changed") as raised:
+        connect(uri)
+    assert "\n" not in str(raised.value) and file.read_bytes() == content
+    assert not list(tmp_path.glob("*half-made*"))
+
+
+def test_a_store_that_another_program_is_making_is_waited_for(tmp_path, empty_store, monkeypatch):
+    file = tmp_path / "mlflow.db"
+    file.write_bytes(b"")
+    waits = []
+
+    def finished_meanwhile(seconds):
+        waits.append(seconds)
+        shutil.copy(empty_store, file)
+
+    monkeypatch.setattr(store.time, "sleep", finished_meanwhile)
+    connect(f"sqlite:///{file}")
+    assert len(waits) == 1 and not list(tmp_path.glob("*half-made*"))
 
 
 def test_the_sync_command(kl_comedy, start, uri, tmp_path):

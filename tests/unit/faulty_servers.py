@@ -15,6 +15,8 @@ from kl_comedy.rollouts import Sampling, build_hf_server, build_vllm_server
 from kl_comedy.rollouts.engines import hf_server, pool
 from kl_comedy.rollouts.engines.client import GENERATE
 
+KEY = "key-of-these-tests"
+
 
 class FaultyServer:
     """``faults``: how the next ``generate`` requests go wrong, in order: ``500``, ``drop``, ``hang``, ``down``.
@@ -22,7 +24,7 @@ class FaultyServer:
     ``answers``: what a path answers instead, ``(status, content)``; ``calls``: the paths that were asked for.
     """
 
-    def __init__(self, policy, *, batch_sequences=8, delay_s=0.0, key="key", **options):
+    def __init__(self, policy, *, batch_sequences=8, delay_s=0.0, key=KEY, **options):
         self.engine = hf_server.Engine(policy, batch_sequences=batch_sequences, **options)
         if delay_s:
             between_tokens = self.engine._between_tokens
@@ -67,7 +69,7 @@ def short_polls(monkeypatch):
     monkeypatch.setattr(pool, "FIRST_POLL_S", 0.05)
     monkeypatch.setattr(pool, "LONGEST_POLL_S", 0.2)
     monkeypatch.setattr(hf_server, "Handler", FaultyHandler)
-    monkeypatch.setenv("VLLM_API_KEY", "key")
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
 
 
 @pytest.fixture

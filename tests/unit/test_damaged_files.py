@@ -8,8 +8,11 @@ import os
 import pickle
 import random
 import shutil
+import socket
 import struct
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +27,7 @@ from kl_comedy.cli import results
 from kl_comedy.cli.evaluation_runs import resolve_target
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.io import CHECKSUMS, decode_json, encode_json, read_json, sha256_file, write_json
+from kl_comedy.io import CHECKSUMS, decode_json, encode_json, find_damage, read_json, sha256_file, write_json
 from kl_comedy.models import load_model, weights_hash
 from kl_comedy.rollouts.recording import ReplayOptions, ReplayRollouts
 from kl_comedy.slurm.grid import read_grid
@@ -50,7 +53,7 @@ from kl_comedy.training.checkpoint import (
 from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.export import export_policy
 from kl_comedy.training.run import train
-from kl_comedy.training.run_folder import find_run, readable_summary, repair_config, saved, step_of
+from kl_comedy.training.run_folder import RunDir, find_run, readable_summary, repair_config, saved, step_of
 
 SETTINGS = {
     "model": {"source": "pocket", "options": {"preset": "tiny"}},
@@ -478,6 +481,178 @@ def test_a_spool_names_no_file_outside_its_folder(tmp_path):
     assert spool_module.lost_lines(Spool(run).read()) == 2
     Spool(run).truncate_after(1)
     assert secret.read_text() == "of mine" and not (run / "inside.json").exists()
+
+
+def commands(case, run):
+    """What reads or writes the folder of a run, by the command."""
+    config = replace(case.config, output=str(run.path.parent))
+    words = {"console": Console(file=io.StringIO()), "command": "kl-comedy train x.yaml"}
+    return {
+        "train resume=auto": lambda: train(config, **words),
+        "results sync": lambda: results.sync([run.path], f"sqlite:///{case.folder}/other.db", None),
+        "evaluate": lambda: resolve_target(str(run.path), []).__enter__(),
+        "evaluate of a checkpoint": lambda: resolve_target(str(saved(run.checkpoints)[-1]), []).__enter__(),
+        "export": lambda: export_policy(run, run.config_reader()([]), case.folder / "out", which="newest"),
+    }
+
+
+@pytest.fixture
+def copied_run(case, tmp_path):
+    """The finished run, copied from elsewhere: unfinished, so that ``train`` has something to do."""
+    case.restore()
+    folder = tmp_path / "runs" / case.run.path.name
+    shutil.copytree(case.run.path, folder)
+    (folder / "summary.json").unlink()
+    return RunDir(path=folder)
+
+
+SECRET = "of mine"
+IN_RUN_FOLDER = (
+    *("config.yaml", "summary.json", "spool.jsonl", "tracking.json", ".lock", "tracking.lock", "plugins", "files"),
+    *("checkpoints", "checkpoints/step-00000002.ckpt", "checkpoints/step-00000002.ckpt/state.pt", "policy", "adapter"),
+    *("policy/model.safetensors", "tables", "tables/samples", "provenance", "provenance/packages.txt", "rollouts"),
+    *("rollouts/batch-00000000.jsonl", "sampler", "csv", "wandb"),
+)
+"""Files and folders that a run has, or may have."""
+
+
+def remove(path):
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", IN_RUN_FOLDER)
+def test_a_link_in_a_run_folder_is_followed_by_no_command(case, copied_run, tmp_path, name):
+    outside, place = tmp_path / "outside", copied_run.path / name
+    outside.mkdir()
+    (outside / "secret.txt").write_text(SECRET)
+    if place.exists():
+        shutil.move(place, outside / place.name)  # what the link leads to can be read, which makes it no better
+    target = outside / place.name if (outside / place.name).exists() else outside / "secret.txt"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(target)
+    before = tree(outside)
+    refused = []
+    with case.patched():
+        for command, call in commands(case, copied_run).items():
+            try:
+                call()
+            except (UserError, RunFailed) as error:
+                assert "\n" not in str(error) and len(str(error)) < 1000 and SECRET not in str(error)
+                refused.append(command)
+            assert tree(outside) == before, f"{command} wrote through the link"
+        assert set(refused) >= commands(case, copied_run).keys() - {"results sync"}, "each of them says so"
+        names = [str(sent[0]) for sent in case.store.sent if len(sent) == 3]
+    assert not [each for each in names if Path(each).resolve().is_relative_to(outside)], "sync uploaded it"
+    case.restore()
+
+
+def tree(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): path.read_bytes() for path in files}, {str(path) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+def test_what_is_no_file_in_a_files_place_is_one_line_and_no_wait(case, copied_run, monkeypatch, kind):
+    names = [name for name in IN_RUN_FOLDER if "." in name.strip(".") or name == ".lock"]
+    for name in [name for name in names if not name.endswith(".ckpt")]:
+        place = copied_run.path / name
+        content = place.read_bytes() if place.is_file() else None
+        remove(place)
+        if kind == "pipe":
+            os.mkfifo(place)
+        elif kind == "folder":
+            place.mkdir()
+        else:
+            with socket.socket(socket.AF_UNIX) as server:
+                monkeypatch.chdir(place.parent)  # a socket's path has at most 107 bytes
+                server.bind(place.name)
+        with case.patched():
+            for call in commands(case, copied_run).values():
+                try:
+                    call()
+                except (UserError, RunFailed) as error:
+                    assert "\n" not in str(error) and len(str(error)) < 1000
+        if place.is_socket() or place.is_fifo() or place.is_dir():
+            remove(place)
+        if content is not None:
+            place.write_bytes(content)
+    case.restore()
+
+
+def test_a_run_folder_that_is_a_link_and_links_within_it_are_fine(case, copied_run, tmp_path):
+    disk = tmp_path / "disk"
+    shutil.move(copied_run.path.parent, disk)
+    copied_run.path.parent.symlink_to(disk)  # runs -> /disk
+    (copied_run.checkpoints / "latest").symlink_to(saved(copied_run.checkpoints)[-1].name)
+    newest = saved(copied_run.checkpoints)[-1] / "state.pt"
+    newest.rename(copied_run.path / "state.pt")
+    newest.symlink_to(Path("../../state.pt"))
+    with case.patched():
+        train(
+            replace(case.config, output=str(copied_run.path.parent)),
+            console=Console(file=io.StringIO()),
+            command="kl-comedy train x.yaml",
+        )
+        results.sync([copied_run.path], f"sqlite:///{case.folder}/other.db", None)
+    assert copied_run.summary()["status"] == "FINISHED" and saved(copied_run.checkpoints)[-1].is_dir()
+    assert any(str(sent[0]).endswith(".json") for sent in case.store.sent if len(sent) == 3), "its files are uploaded"
+    case.restore()
+
+
+def test_a_sync_uploads_no_link_and_no_name_that_no_file_can_have(tmp_path):
+    run = tmp_path / "run"
+    (run / "folder").mkdir(parents=True)
+    (run / "inside.json").write_text("[]")
+    (run / "link.json").symlink_to("inside.json")
+    (run / "folder" / "hidden.txt").symlink_to("/etc/hostname")
+    (run / "linked").symlink_to("folder")
+    os.mkfifo(run / "pipe")
+    (tmp_path / "other").mkdir()
+    spool = Spool(run)
+    long = "x" * 5000
+    for path in ("link.json", "folder", "linked", "linked/hidden.txt", "pipe", long, f"{long}/a", "inside.json"):
+        spool.append("artifact", {"path": path, "folder": "files"})
+    spool.append("artifact", {"path": "inside.json", "folder": long})
+    client = FakeStore()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "connect", lambda uri: client)
+        patch.setattr(spool_module, "mark_dead_runs", lambda *args: None)
+        result = spool_module.sync(run, f"sqlite:///{tmp_path}/store.db")
+    assert len(result.left_out) == 8 and all(len(line) < 6000 for line in result.left_out)
+    assert [(sent[0], sent[1]) for sent in client.sent if len(sent) == 3] == [(str(run / "inside.json"), "files")]
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "../step-00000001.ckpt/state.pt", "/etc/hostname", "a\0b", "", ".."])
+def test_a_manifest_that_names_what_is_no_file_of_it_is_one_line(case, name):
+    case.restore()
+    checkpoint = saved(case.run.checkpoints)[-1]
+    content = decode_json((checkpoint / MANIFEST).read_bytes())
+    write_json(checkpoint / MANIFEST, {**content, "files": {**content["files"], name: {"bytes": 1, "sha256": "0"}}})
+    fault = damage(checkpoint)
+    assert fault is not None and "\n" not in fault and len(fault) < 300
+    write_json(checkpoint / CHECKSUMS, {"files": {name: "0"}})
+    fault = find_damage(checkpoint)
+    assert fault is not None and "\n" not in fault and len(fault) < 300
+    case.restore()
+
+
+def test_an_index_that_names_a_file_of_thousands_of_characters_is_one_short_line(case, tmp_path):
+    case.restore()
+    checkpoint = forged(case, lambda folder: set_storage(relative_path="x" * 5000)(folder, None))
+    with pytest.raises(RunFailed, match="cannot be read") as raised:
+        export_policy(case.run, case.config, tmp_path / "out", which="newest")
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1000 and checkpoint.is_dir()
+    case.restore()
+
+
+def test_a_draft_that_somebody_else_put_there_is_not_written_through(tmp_path):
+    (tmp_path / "outside").write_text(SECRET)
+    (tmp_path / f".x.json.{os.getpid()}").symlink_to(tmp_path / "outside")
+    write_json(tmp_path / "x.json", {"a": 1})
+    assert (tmp_path / "outside").read_text() == SECRET and read_json(tmp_path / "x.json", "file") == {"a": 1}
 
 
 def test_lines_that_are_gone_are_counted(tmp_path):

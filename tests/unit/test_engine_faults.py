@@ -16,7 +16,7 @@ from kl_comedy.config.schema import RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.rollouts import build_hf_server, build_vllm_server
 from kl_comedy.rollouts.engines import hf_server, pool
-from kl_comedy.rollouts.engines.client import GENERATE, Refused, ServerTrouble, token_versions
+from kl_comedy.rollouts.engines.client import GENERATE, MIN_KEY_CHARACTERS, Refused, ServerTrouble, token_versions
 from kl_comedy.rollouts.engines.options import KEY_VARIABLE, VLLMServerOptions, engine_options
 from kl_comedy.rollouts.engines.transports import TRANSPORTS, FolderTransport, IPCTransport, SocketTransport
 from kl_comedy.rollouts.engines.vllm import RequireKey, VLLMServers
@@ -240,9 +240,13 @@ def test_servers_that_a_job_has_beside_the_trainer_are_used(serve, policy, monke
     assert all("/collective_rpc" in server.calls for server in servers)
 
 
-@pytest.mark.parametrize(("given", "status"), [(b"Bearer k", 200), (b"Bearer K", 401), (b"", 401)])
+LONG_KEY = "k" * MIN_KEY_CHARACTERS
+
+
+@pytest.mark.parametrize(("given", "status"), [(LONG_KEY, 200), (LONG_KEY.upper(), 401), (None, 401)])
 def test_the_guard_lets_nothing_through_without_the_key(monkeypatch, given, status):
-    monkeypatch.setenv(KEY_VARIABLE, "k")
+    monkeypatch.setenv(KEY_VARIABLE, LONG_KEY)
+    given = b"" if given is None else f"Bearer {given}".encode()
     sent = []
 
     async def app(scope, receive, send):
@@ -251,12 +255,15 @@ def test_the_guard_lets_nothing_through_without_the_key(monkeypatch, given, stat
     async def send(message):
         sent.append(message)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="KL_COMEDY_SERVER_KEY must hold"):
-        patch.setenv(KEY_VARIABLE, "")
-        RequireKey(app)
+    for short in ("", "k", LONG_KEY[:-1]):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="KL_COMEDY_SERVER_KEY must hold"):
+            patch.setenv(KEY_VARIABLE, short)
+            RequireKey(app)
     guard = RequireKey(app)
     asyncio.run(guard({"type": "http", "headers": [(b"authorization", given)]}, None, send))
     assert sent[0]["status"] == status
+    if status == 401:  # else uvicorn reads, and throws away, whatever body the stranger sends
+        assert (b"connection", b"close") in sent[0]["headers"]
     sent.clear()
     asyncio.run(guard({"type": "websocket", "headers": [(b"authorization", given)]}, None, send))
     assert sent[0] == ({"status": 200} if status == 200 else {"type": "websocket.close", "code": 1008})

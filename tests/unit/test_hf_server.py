@@ -1,28 +1,34 @@
 """Our inference server: the draws of the ``hf`` backend, weights between tokens, and servers that die or hang."""
 
+import http.client
 import json
 import os
 import signal
+import socket
+import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from faulty_servers import draw, move
+from faulty_servers import KEY, draw, move
 from ranks import spawn
 from test_engines_parts import PROMPT, llama, loaded
 from test_models_sharding import config_of, save_tied
 
 from forked_servers import ForkedServer
 from kl_comedy.config.schema import LoraConfig, RolloutConfig
+from kl_comedy.errors import UserError
 from kl_comedy.models import load_model
 from kl_comedy.models.lora import add_lora
 from kl_comedy.models.sharding import load_sharded
-from kl_comedy.processes import ChildProcess, _group_exists
+from kl_comedy.processes import LOOPBACK, ChildProcess, _group_exists, free_port
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import build_hf, build_hf_server
+from kl_comedy.rollouts.engines import hf_server, transports
 from kl_comedy.rollouts.engines import servers as servers_module
-from kl_comedy.rollouts.engines import transports
+from kl_comedy.rollouts.engines.client import GENERATE
 
 OTHER = Prompt(problem=Problem(id="2", text="9-", answer="9"), text="9-", token_ids=(11, 13))
 PROMPTS = [PROMPT, OTHER, PROMPT] * 4
@@ -113,6 +119,225 @@ def test_a_publication_that_fails_walks_the_weights_to_the_end(policy, connect, 
     follower.publish(1)
     assert walked == [0, 1, 2, 3, 4] * 2
     assert not follower.processes()
+
+
+# --- strangers, and requests that are none ---------------------------------------------------------------------------
+
+SAMPLING = {"temperature": 1.0, "max_tokens": 2, "seed": 0, "stop_token_ids": [1]}
+REQUEST = {"token_ids": [3, 4], "sampling_params": SAMPLING}
+WITH_KEY = (f"Authorization: Bearer {KEY}",)
+ENOUGH_S = 60.0
+"""A test that waits this long has failed: every answer here comes at once."""
+
+
+def raw(server, *headers, body=b"", method="POST", path=GENERATE):
+    """Status and body of the answer to a request of these words; None and what came where there is no answer.
+
+    Reads until the server closes the connection."""
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection((LOOPBACK, port), timeout=ENOUGH_S) as connection:
+        connection.sendall("\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode() + body)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    head, _, content = received.partition(b"\r\n\r\n")
+    return (int(head.split()[1]), content) if head else (None, received)
+
+
+def test_a_stranger_is_refused_before_a_byte_of_the_body(serve, capfd):
+    server = serve()
+    for headers in (
+        ("Content-Length: 629145600",),
+        ("Content-Length: 629145600", "Authorization: Bearer wrong"),
+        ("Content-Length: 629145600", "Expect: 100-continue"),
+        ("Transfer-Encoding: chunked",),
+        ("Content-Length: -5",),
+    ):
+        assert raw(server, *headers)[0] == 401, headers
+        assert raw(server, *headers, method="GET", path="/health")[0] == 401, headers
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ((), 411),
+        (("Transfer-Encoding: chunked",), 411),
+        (("Transfer-Encoding: chunked", "Content-Length: 2"), 411),
+        (("Content-Length: -1",), 400),
+        (("Content-Length: two",), 400),
+        (("Content-Length: +2",), 400),
+        (("Content-Length: 2_0",), 400),
+        (("Content-Length: \xb2",), 400),
+        (("Content-Length: 2", "Content-Length: 600"), 400),
+        (("Content-Length: 629145600",), 413),
+        (("Content-Length: 100000000000000000000",), 413),
+        ((f"Content-Length: {'9' * 5000}",), 413),
+    ],
+)
+def test_a_body_whose_length_is_not_said_or_absurd_is_refused_unread(serve, capfd, headers, status):
+    server = serve()
+    assert raw(server, *WITH_KEY, *headers)[0] == status
+    assert raw(server, *WITH_KEY, "Content-Length: 2", "Connection: close", body=b"{}", path="/health")[0] == 200
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_body_is_asked_for_where_the_client_waits_for_that(serve):
+    headers = (*WITH_KEY, "Content-Length: 2", "Expect: 100-continue", "Connection: close")
+    status, rest = raw(serve(), *headers, body=b"{}", path="/health")
+    assert status == 100 and rest.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("limit", ["HEAD_SECONDS", "BODY_SECONDS"])
+def test_a_client_that_sends_a_byte_now_and_then_is_given_up(serve, monkeypatch, capfd, limit):
+    monkeypatch.setattr(hf_server, limit, 0.3)
+    server, received = serve(), b""
+    port = int(server.url.rpartition(":")[2])
+    sent = 0
+    with socket.create_connection((LOOPBACK, port), timeout=ENOUGH_S) as connection:
+        if limit == "BODY_SECONDS":
+            connection.sendall(f"POST {GENERATE} HTTP/1.1\r\n{WITH_KEY[0]}\r\nContent-Length: 1000\r\n\r\n".encode())
+        connection.settimeout(0.05)
+        while sent < 1000 and not received:
+            sent += 1
+            try:
+                connection.sendall(b"x")
+                received = connection.recv(65536) or b"closed"
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                received = b"closed"
+    assert sent < 1000 and received.startswith(b"closed" if limit == "HEAD_SECONDS" else b"HTTP/1.1 408")
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def ask(server, body, path=GENERATE):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection = http.client.HTTPConnection(LOOPBACK, int(server.url.rpartition(":")[2]), timeout=ENOUGH_S)
+    connection.request("POST", path, content, {"Authorization": f"Bearer {KEY}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def without(name, **changes):
+    fields = {key: value for key, value in SAMPLING.items() if key != name}
+    return {"token_ids": [3], "sampling_params": {**fields, **changes}}
+
+
+WRONG_BODIES = [
+    (GENERATE, b"{", "Expecting property name"),
+    (GENERATE, b"\xff", "utf-8"),
+    (GENERATE, b"[" * 100_000, "nested too deeply"),
+    (GENERATE, b'{"token_ids": ' + b"1" * 5000 + b"}", "digits"),
+    (GENERATE, [], "body"),
+    (GENERATE, 5, "body"),
+    (GENERATE, {}, "token_ids"),
+    (GENERATE, {"token_ids": [3]}, "sampling_params"),
+    (GENERATE, {**REQUEST, "token_ids": "3"}, "token_ids"),
+    (GENERATE, {**REQUEST, "token_ids": []}, "token_ids"),
+    (GENERATE, {**REQUEST, "token_ids": [3, True]}, "token_ids.1"),
+    (GENERATE, {**REQUEST, "token_ids": [3, 10**30]}, "token_ids.1"),
+    (GENERATE, {**REQUEST, "token_ids": [3, 10**6]}, "out of vocabulary"),
+    (GENERATE, {**REQUEST, "sampling_params": []}, "sampling_params"),
+    (GENERATE, {**REQUEST, "autocast": "float8"}, "autocast"),
+    (GENERATE, without("temperature"), "temperature"),
+    (GENERATE, without("max_tokens"), "max_tokens"),
+    (GENERATE, without("seed"), "seed"),
+    (GENERATE, without("seed", seed=-1), "seed"),
+    (GENERATE, without("seed", seed=2**64), "seed"),
+    (GENERATE, without("", temperature=-1), "temperature"),
+    (GENERATE, json.dumps(without("", temperature=float("nan"))).encode(), "NaN"),
+    (GENERATE, without("", temperature=0, prompt_logprobs=0), "temperature"),
+    (GENERATE, without("", top_p=0), "top_p"),
+    (GENERATE, without("", top_p=None), "top_p"),
+    (GENERATE, without("", top_k=-1), "top_k"),
+    (GENERATE, without("", min_p=2), "min_p"),
+    (GENERATE, without("", n=0), "sampling_params.n"),
+    (GENERATE, without("", n=10**12), "sampling_params.n"),
+    (GENERATE, without("", max_tokens=10**18), "max_tokens"),
+    (GENERATE, without("", stop="x"), "stop"),
+    (GENERATE, without("", stop_token_ids=["x"]), "stop_token_ids.0"),
+    (GENERATE, without("", presence_penalty=1.0), "presence_penalty"),
+    (GENERATE, {"groups": []}, "groups"),
+    (GENERATE, {"groups": [REQUEST, without("", top_p=0.5)]}, "groups.1.sampling_params.top_p"),
+    (GENERATE, {"groups": [REQUEST, {"token_ids": [3]}]}, "groups.1"),
+    ("/collective_rpc", {"method": "reload_weights"}, "kwargs"),
+    ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}, "weights_path"),
+    ("/collective_rpc", {"method": "exec", "kwargs": {"weights_path": "x"}}, "method"),
+    ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}}, "another model"),
+    ("/init_weight_transfer_engine", {}, "init_info"),
+    ("/init_weight_transfer_engine", {"init_info": {"master_address": "x"}}, "master_port"),
+    ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [[1]]}}, "dtype_names"),
+    ("/update_weight_version", {}, "new_version"),
+    ("/weight_checker", {"action": "reset"}, "action"),
+    ("/pause", {"mode": "keep"}, "mode"),
+]
+
+
+def test_a_body_that_a_route_does_not_take_names_its_field_and_leaves_no_traceback(serve, capfd):
+    server = serve()
+    for path, body, field in WRONG_BODIES:
+        status, text = ask(server, body, path)
+        assert (status, field in text) == (400, True), (path, str(body)[:80], status, text)
+        assert len(text) < 2000
+    assert ask(server, {}, "/nowhere")[0] == 404
+    assert ask(server, REQUEST)[0] == 200, "top_p and the like have vLLM's defaults"
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_client_that_is_gone_before_its_answer_leaves_no_traceback(serve, capfd):
+    server, gone = serve(), threading.Event()
+    generate = server.engine.generate
+    server.engine.generate = lambda groups: [gone.wait(ENOUGH_S), *generate(groups)][1:]
+    before = threading.active_count()
+    content = json.dumps(REQUEST).encode()
+    connection = socket.create_connection((LOOPBACK, int(server.url.rpartition(":")[2])), timeout=ENOUGH_S)
+    head = [f"POST {GENERATE} HTTP/1.1", *WITH_KEY, f"Content-Length: {len(content)}", "", ""]
+    connection.sendall("\r\n".join(head).encode() + content)
+    while not server.calls:
+        time.sleep(0.01)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()  # by a reset
+    gone.set()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    assert ask(server, REQUEST)[0] == 200
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_connections_that_are_opened_at_once_wait_for_a_thread(policy, monkeypatch):
+    monkeypatch.setattr(hf_server.ThreadingHTTPServer, "serve_forever", lambda self: None)  # as when none is free
+    port = free_port()
+    server = hf_server.listen(hf_server.Engine(policy, batch_sequences=8), port=port, key=KEY)
+    connections = [socket.create_connection((LOOPBACK, port), timeout=5) for _ in range(64)]
+    for connection in connections:
+        connection.close()
+    server.server_close()
+
+
+def test_thirty_two_clients_at_once_lose_no_request(serve):
+    server, rounds = serve(), 10
+    together = threading.Barrier(32)
+
+    def client(number):
+        statuses = []
+        for _ in range(rounds):
+            together.wait(ENOUGH_S)
+            statuses.append(ask(server, {}, "/health")[0])
+        return statuses
+
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(client, range(32)))
+    assert answers == [[200] * rounds] * 32
+
+
+@pytest.mark.parametrize("key", ["", "k", "fifteen-letters"])
+def test_a_server_is_not_started_with_a_short_key(key):
+    with pytest.raises(UserError, match="KL_COMEDY_SERVER_KEY must hold a key of at least 16 characters") as raised:
+        hf_server.serve({}, key)
+    assert not key or key not in str(raised.value).split()
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.evaluation.likelihood import ChoiceScorer, tokenize_choices
 from kl_comedy.evaluation.scores import EvalResult, canonical
-from kl_comedy.io import atomic_write, decode_json, encode_json, file_lock, set_aside
+from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, file_lock, set_aside
 from kl_comedy.records import Problem, Prompt, Scored
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rewards.base import failed
@@ -149,7 +149,9 @@ class SuiteRecords:
         return self.path / "items.jsonl"
 
     def create(self) -> None:
-        """Make the folder and its manifest. Raises :class:`UserError` where it cannot be written."""
+        """Make the folder and its manifest. Raises :class:`UserError` where it cannot be written, and for a link in it
+        that leads out."""
+        check_tree(self.path, (".lock", "items.jsonl", "spool.jsonl", "tracking.json", "tracking.lock"), (".",))
         try:
             (self.path / "chunks").mkdir(parents=True, exist_ok=True)
             atomic_write(self.path / "manifest.json", _json(self.plan.identity(), indent=1))

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config.validate import option, parse_record
-from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.io import atomic_write, decode_json, encode_json
+from kl_comedy.errors import RunFailed, UserError, bad_value, error_prefix
+from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, open_file
 from kl_comedy.models import LoadedModel
 from kl_comedy.records import (
     FOREIGN_VERSION,
@@ -243,6 +243,8 @@ def _files(path: Path) -> list[Path]:
             raise UserError(f"{KEY}: {path} holds no batch-*.jsonl or batch-*.parquet {written}")
         if len({file.suffix for file in files}) > 1:
             raise UserError(f"{KEY}: {path} holds both JSONL and Parquet parts; keep one kind")
+        with error_prefix(KEY):
+            check_tree(path, [file.name for file in files])
         return files
     if not path.is_file():
         raise UserError(f"{KEY}: no such file or folder: {path}")
@@ -259,7 +261,7 @@ def _rows(file: Path, start: int) -> Iterator[tuple[int, str, dict[str, Any]]]:
                 row["parts"] = dict(row["parts"])
             yield number, f"{KEY}: {file}, row {number + 1}", row
         return
-    with file.open("rb") as lines:
+    with open(open_file(file), "rb") as lines:
         lines.seek(start)
         suffix = f" after byte {start}" if start else ""
         for number, line in enumerate(lines, 1):

@@ -29,7 +29,7 @@ import kl_comedy
 from kl_comedy.config import Config, config_hash, config_reader, plugins_of, standalone_text
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
-from kl_comedy.io import atomic_write, decode_json, encode_json, read_json
+from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, open_file, read_json
 from kl_comedy.redaction import redact_source
 from kl_comedy.registry import PACKAGES, PLUGIN_FILES, PluginPackage, PluginSet, changed_names
 from kl_comedy.slurm.grid import RESERVED, Grid, expand, override
@@ -283,7 +283,8 @@ class Sweep:
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    with open(open_file(path, flags, link=False), "ab", buffering=0) as file:
         file.write(encode_json(row))
 
 
@@ -328,6 +329,10 @@ def read_sweep(path: Path) -> Sweep:
         near = nearest(path.name, others)
         hint = f"; did you mean {near!r}?" if near else (f"; there are: {', '.join(others)}" if others else "")
         raise UserError(f"no sweep at {path}{hint}")
+    # not runs/: it may be a link to another disk, and each run's folder is checked by who reads it
+    check_tree(
+        folder, (FILE, SUBMISSIONS, "base.yaml", ".submit.lock"), ("cells", "logs", "evaluations", "plugins", "report")
+    )
     file = folder / FILE
     try:
         data = read_json(file, "manifest", {"version": int})

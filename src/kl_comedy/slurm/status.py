@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
-from kl_comedy.io import atomic_write, read_json
+from kl_comedy.io import atomic_write, open_file, read_file, read_json
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.manifest import Attempt, Cell, Submission, Sweep
 from kl_comedy.slurm.submit import JobState, Work
@@ -209,10 +209,12 @@ def newest_runs(sweep: Sweep) -> dict[str, Path]:
 def _progress(run: Path) -> tuple[int, float | None, int]:
     """The last update in the spool, its reward, and the number of lines after it that cannot be read."""
     try:
-        with (run / "spool.jsonl").open("rb") as file:
+        with open(open_file(run / "spool.jsonl", root=run), "rb") as file:
             start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
             file.seek(start)
             lines = file.read().split(b"\n")
+    except UserError:
+        return 0, None, 1
     except OSError:
         return 0, None, 0
     unreadable = 0
@@ -227,7 +229,7 @@ def _progress(run: Path) -> tuple[int, float | None, int]:
 def read_summary(run: Path) -> dict[str, Any]:
     """A run's summary; empty before it has one. Raises :class:`UserError` for a damaged file."""
     file = run / "summary.json"
-    return read_json(file, "summary of a run", {"status": str}) if file.is_file() else {}
+    return read_json(file, "summary of a run", {"status": str}, root=run) if file.is_file() else {}
 
 
 def read_scores(sweep: Sweep, index: int) -> list[dict[str, Any]] | None:
@@ -236,7 +238,7 @@ def read_scores(sweep: Sweep, index: int) -> list[dict[str, Any]] | None:
     if not file.exists():
         return None
     try:
-        rows = json.loads(file.read_bytes())
+        rows = json.loads(read_file(file, root=sweep.path))
         if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
             return rows
         reason = "it holds no list of rows"

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 import kl_comedy
+from kl_comedy.io import atomic_write
 from kl_comedy.redaction import redact_command, redact_source
 from kl_comedy.registry import PLUGIN_FILES, PluginSet
 
@@ -144,9 +145,8 @@ def provenance_files(folder: Path, repo: Path | None = None) -> list[Path]:
     if change := _local_change(repo or _package_checkout()):
         cut = "" if len(change) <= MAX_DIFF_CHARACTERS else f"\n(cut; {len(change)} characters)\n"
         files[folder / "code.diff"] = redact_source(change[:MAX_DIFF_CHARACTERS]) + cut
-    folder.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
-        file.write_text(text, encoding="utf-8", errors="replace")
+        atomic_write(file, text.encode("utf-8", "replace"))
     return list(files)
 
 

@@ -19,7 +19,19 @@ from typing import Any, NamedTuple
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError
-from kl_comedy.io import atomic_write, decode_json, encode_json, file_lock, read_json, sha256_file, write_json
+from kl_comedy.io import (
+    atomic_write,
+    decode_json,
+    encode_json,
+    file_lock,
+    inside,
+    is_file_name,
+    open_file,
+    read_file,
+    read_json,
+    sha256_file,
+    write_json,
+)
 from kl_comedy.redaction import HIDDEN
 from kl_comedy.tracking import store
 from kl_comedy.tracking.provenance import mark_dead_runs
@@ -63,11 +75,12 @@ class Spool:
         self._lines = 0
 
     def append(self, kind: str, data: Mapping[str, Any], step: int | None = None) -> None:
-        """Write one event as one line. Raises OSError when the disk refuses it."""
+        """Write one event as one line. Raises OSError when the disk refuses it, and :class:`UserError` where the spool
+        is a link out of the run's folder, or no file."""
         if self._fd is None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.ftruncate(self._fd, self.path.read_bytes().rfind(b"\n") + 1)
+            self._fd = open_file(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600, root=self.run_dir)
+            os.ftruncate(self._fd, self._content().rfind(b"\n") + 1)
             events = self.read()
             self._lines = len(events) + lost_lines(events) - [event.kind for event in events].count(UNREADABLE)
         line = _encode(kind, time.time_ns() // 1_000_000, step, data, self._lines)
@@ -87,9 +100,12 @@ class Spool:
             self._fd = None
 
     def read(self, start: int = 0) -> list[Event]:
-        """The events of the complete lines from byte ``start`` on, in the order they were written."""
+        """The events of the complete lines from byte ``start`` on, in the order they were written.
+
+        Raises :class:`UserError` where the file is a link out of the run's folder, or no file.
+        """
         events: list[Event] = []
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), open(open_file(self.path, root=self.run_dir), "rb") as file:
             file.seek(start)
             for line in file:
                 end = start + len(line)
@@ -97,6 +113,9 @@ class Spool:
                     events.append(decode_event(line, start, end))
                 start = end
         return events
+
+    def _content(self) -> bytes:
+        return read_file(self.path, root=self.run_dir)
 
     def ended(self) -> bool:
         """Whether its last event says how the run ended."""
@@ -111,7 +130,7 @@ class Spool:
         events = self.read()
         later = [event for event in events if event.is_after(step)]
         if later:
-            content, lines, dropped = self.path.read_bytes(), list[bytes](), 0
+            content, lines, dropped = self._content(), list[bytes](), 0
             for event in events:
                 if event.is_after(step):
                     dropped += 1
@@ -128,12 +147,25 @@ class Spool:
     def refused(self, event: Event) -> str | None:
         """Why the file of a table or artifact is neither uploaded nor removed; None where it is as it was logged."""
         file = self.run_dir / event.data["path"]
+        names = [*event.data["path"].split("/"), *event.data["folder"].split("/")]
+        if not all(is_file_name(name) for name in names if name not in ("", ".", "..")):
+            return "has a name that no file can have"
+        try:
+            real = inside(file, self.run_dir)
+        except UserError:
+            return "lies outside the folder of the run"
+        if real != inside(self.run_dir, self.run_dir) / os.path.normpath(event.data["path"]):
+            return "is a link"
         if not file.exists():
             return "is gone"
-        if not file.resolve().is_relative_to(self.run_dir.resolve()):
-            return "lies outside the folder of the run"
+        if file.is_dir():
+            content = file.rglob("*")
+            linked = any(path.is_symlink() or not (path.is_dir() or path.is_file()) for path in content)
+            return "holds links, or what is no file" if linked else None
+        if not file.is_file():
+            return "is no file"
         digest = event.data.get("sha256")
-        return "was changed after it was logged" if digest and file.is_file() and sha256_file(file) != digest else None
+        return "was changed after it was logged" if digest and sha256_file(file) != digest else None
 
 
 def json_safe(value: Any) -> Any:
@@ -206,7 +238,7 @@ class SyncState:
         if not path.is_file():
             return None
         try:
-            row = read_json(path, "record of uploads")
+            row = read_json(path, "record of uploads", root=run_dir)
             known = {field.name: row[field.name] for field in fields(SyncState) if field.name in row}
             return parse_record(SyncState, known, origin=str(path))
         except UserError as error:

@@ -1,29 +1,42 @@
 """The MLflow store: which addresses are allowed, how a client is made, names and values that MLflow accepts.
 
-A new SQLite store is created under a file lock, because MLflow's migrations are not safe against several processes
-that open the same empty file. Artifacts of a store that is a database lie beside it.
+A new SQLite store is made under another name, in MLflow's sixty migrations, and appears under its own name whole: a
+process killed while it migrates would leave a file that MLflow can neither use nor migrate. That happens under a file
+lock, because the migrations are not safe against several processes that open the same empty file. Artifacts of a store
+that is a database lie beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import logging
 import os
 import re
+import sqlite3
+import time
+import urllib.parse
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kl_comedy.errors import UserError
-from kl_comedy.io import file_lock
+from kl_comedy.io import file_lock, fsync_path
 from kl_comedy.redaction import redact, refuse_secrets
+
+log = logging.getLogger("kl_comedy.tracking")
 
 PARAM_VALUE_LIMIT, TAG_VALUE_LIMIT, KEY_LIMIT = 6000, 8000, 250
 """Limits of MLflow 3: mlflow/utils/validation.py."""
 
 NO_STORE = "none"
 """The address that means: track to files in the run folder only."""
+
+QUIET_S = 5.0
+"""A half-made store that nobody has written to for this long is left by a process that was killed; a migration that
+goes on writes several times a second."""
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 
@@ -113,7 +126,9 @@ def sqlite_file(uri: str) -> Path | None:
 def connect(uri: str) -> Any:
     """An ``MlflowClient`` whose store answers; a SQLite store is created first where it does not exist.
 
-    Raises ImportError without mlflow, and whatever MLflow or the database raises when it cannot be reached.
+    A half-made store of an earlier version that holds nothing is renamed, with a warning, and made anew. Raises
+    :class:`UserError` for one that holds something, ImportError without mlflow, and whatever MLflow or the database
+    raises when it cannot be reached.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -123,10 +138,109 @@ def connect(uri: str) -> Any:
     levels = {"alembic": logging.WARNING, "mlflow.tracking": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
     for name, level in {**levels, "mlflow.store.db.utils": logging.CRITICAL, "sqlalchemy": logging.CRITICAL}.items():
         logging.getLogger(name).setLevel(level)
+    file = sqlite_file(uri)
     with _creation_lock(uri):  # making the client already runs the migrations
+        if file is not None:
+            _set_half_made_aside(file)
+            if not file.exists():
+                _create(file)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     return client
+
+
+def _create(file: Path) -> None:
+    """Make an empty store at ``file``, which appears whole; one that another process puts there meanwhile stays."""
+    from mlflow.tracking import MlflowClient
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for path in file.parent.glob(f".{glob.escape(file.name)}.*.new*"):
+        path.unlink()  # of a process that was killed; a live one would have the lock
+    # a name of its own each time: MLflow keeps the databases open that this process has used
+    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.new")
+    uri = f"sqlite:///{draft}"
+    MlflowClient(tracking_uri=uri, registry_uri=uri).search_experiments(max_results=1)
+    fsync_path(draft)
+    try:
+        os.link(draft, file)  # a rename would replace a store that appeared meanwhile
+    except FileExistsError:
+        log.info("%s was created by another process meanwhile", file)
+    except OSError:  # no hard links in this file system; the lock is all there is then
+        draft.rename(file)
+    draft.unlink(missing_ok=True)
+    fsync_path(file.parent)
+
+
+def _set_half_made_aside(file: Path) -> None:
+    """Rename a store whose creation was killed, where it holds nothing. Raises :class:`UserError` where it does."""
+    problem = half_made(file)
+    while problem is not None and time.time() - file.stat().st_mtime < QUIET_S:
+        time.sleep(0.5)  # perhaps another program is making it now
+        problem = half_made(file)
+    if problem is None:
+        return
+    _refuse_rows(file, problem)
+    number = 1
+    while file.with_name(f"{file.name}.half-made-{number}").exists():
+        number += 1
+    aside = f"{file.name}.half-made-{number}"
+    for suffix in ("", "-journal", "-wal", "-shm"):  # SQLite keeps journals beside a database
+        with contextlib.suppress(FileNotFoundError):
+            file.with_name(file.name + suffix).rename(file.with_name(aside + suffix))
+    log.warning("%s was left half made (%s) and holds no runs; it is now %s", file, problem, aside)
+
+
+def half_made(file: Path) -> str | None:
+    """What shows that the creation of the SQLite store ``file`` was killed; None for any other file, or none."""
+    if not file.is_file():
+        return None
+    if file.stat().st_size == 0:
+        return "an empty file"
+    try:
+        with contextlib.closing(_open_database(file)) as database:
+            tables = _tables(database)
+            temporary = [name for name in tables if name.startswith("_alembic_tmp_")]
+            if temporary:
+                return f"table {temporary[0]} of a migration"
+            if tables == ["alembic_version"]:
+                return "no tables but alembic_version"
+            if "experiments" not in tables:
+                return None  # a database of something else: MLflow adds its tables, or says why not
+            if "alembic_version" not in tables:
+                return "no table alembic_version"
+            for table in ("alembic_version", "experiments"):  # a new store is given an experiment last
+                if database.execute(f"SELECT 1 FROM {table}").fetchone() is None:
+                    return f"table {table} is empty"
+    except sqlite3.Error:  # no database, a damaged or a locked one: MLflow says so
+        return None
+    return None
+
+
+def _refuse_rows(file: Path, problem: str) -> None:
+    """Raise :class:`UserError` where any table of the half-made store holds what a new one does not."""
+    rows_of = {}
+    with contextlib.closing(_open_database(file)) as database:
+        for table in _tables(database):
+            where = "WHERE name != 'Default'" if table in ("experiments", "_alembic_tmp_experiments") else ""
+            rows = database.execute(f'SELECT COUNT(*) FROM "{table}" {where}').fetchone()[0]
+            if rows and table not in ("alembic_version", "workspaces"):
+                rows_of[table] = rows
+    if rows_of:
+        names = ", ".join(f"{rows} rows of {table}" for table, rows in sorted(rows_of.items())[:3])
+        raise UserError(
+            f"{file} was left by a migration that was killed ({problem}), and holds {names}; put a copy in its place, "
+            "or rename it and upload the runs again with `kl-comedy results sync RUN_DIR`; nothing was changed"
+        )
+
+
+def _open_database(file: Path) -> sqlite3.Connection:
+    """An existing database. SQLite rolls its last transaction back where a killed process left it open."""
+    return sqlite3.connect(f"file:{urllib.parse.quote(str(file))}?mode=rw", uri=True, timeout=QUIET_S)
+
+
+def _tables(database: sqlite3.Connection) -> list[str]:
+    query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    return [name for (name,) in database.execute(query)]
 
 
 def open_existing(uri: str) -> Any:
@@ -138,7 +252,13 @@ def open_existing(uri: str) -> Any:
     if file is not None and not file.is_file():
         raise UserError(f"--uri: no results store at {file}; `kl-comedy train` creates one, or name another with --uri")
     try:
+        problem = None if file is None else half_made(file)
+        if problem is not None:
+            why = f"is half made ({problem}): its creation was killed, or goes on"
+            raise UserError(f"--uri: {uri} {why}; the next `kl-comedy train` makes it anew")
         return connect(uri)
+    except UserError:
+        raise
     except ImportError as error:
         raise UserError(f"reading results needs mlflow: {error}") from error
     except Exception as error:

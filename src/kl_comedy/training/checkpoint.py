@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.io import read_json, sha256_file, write_json
+from kl_comedy.io import fsync_path, is_file_name, read_json, sha256_file, write_json
 from kl_comedy.models.weights import named_weights
 from kl_comedy.training.distributed import SINGLE_PROCESS, RankFailed, Ranks
 from kl_comedy.training.run_folder import saved, step_of
@@ -39,6 +39,8 @@ from kl_comedy.training.run_folder import saved, step_of
 log = logging.getLogger("kl_comedy")
 
 FORMAT = 1
+MAX_ERROR_CHARACTERS = 500
+"""An index may name a file of thousands of characters."""
 MANIFEST, STATE, INDEX, UNFINISHED, DAMAGED = "manifest.json", "state.pt", ".metadata", ".tmp", ".damaged"
 Write = Callable[[Path], None]
 _WRITE_ERRORS = (OSError, RuntimeError, RankFailed, CheckpointException)
@@ -322,6 +324,9 @@ def damage(path: Path, *, ranks: Ranks = SINGLE_PROCESS) -> str | None:
         return f"no {MANIFEST} of format {FORMAT}"
     if content["step"] != step_of(path):
         return f"its {MANIFEST} is of update {content['step']}"
+    for name in content["files"]:
+        if not is_file_name(name):
+            return f"its {MANIFEST} names what is no file of it: {name[:100]!r}"
     for name in filter(None, ranks.split(sorted(content["files"]))):
         file, entry = path / name, content["files"][name]
         if not file.is_file():
@@ -338,11 +343,11 @@ def _message(error: BaseException) -> str:
     causes: list[BaseException] = [error]
     for cause in causes:  # grows meanwhile
         if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror + (f": {cause.filename}" if cause.filename else "")
+            return (cause.strerror + (f": {cause.filename}" if cause.filename else ""))[:MAX_ERROR_CHARACTERS]
         failures = cause.failures.values() if isinstance(cause, CheckpointException) else ()
         inner = (*(failure[0] for failure in failures), cause.__cause__, cause.__context__)
         causes += [each for each in inner if each is not None and each not in causes]
-    text = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    text = (str(error).strip().splitlines() or [type(error).__name__])[-1][:MAX_ERROR_CHARACTERS]
     # what torch's writer says of a short file, where the system's error is lost with another process
     return f"a file was cut short; no space left? ({text})" if "unexpected pos" in text else text
 
@@ -354,9 +359,5 @@ def _replace(folder: Path, target: Path) -> None:
     if target.exists():
         target.rename(old)
     folder.rename(target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_path(target.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -22,6 +22,7 @@ from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
 from kl_comedy.config.combinations import capabilities_of, sampler_of
 from kl_comedy.cuda import VARIABLES, leave_memory_unfilled, set_variables
 from kl_comedy.errors import RunFailed, RunStopped, UserError
+from kl_comedy.io import atomic_write
 from kl_comedy.models.load import pick_device
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.redaction import redact
@@ -324,7 +325,7 @@ class RunRecord(Callback):
             for row in module.last_batch.rows:
                 tokens = {"completion_ids": row.rollout.completion_ids, "behaviour_logps": row.rollout.logps}
                 rows.append({**sample_rows((row,))[0], **tokens})
-            file.write_text(json.dumps({"reason": redact(reason), "rows": rows}, indent=1))
+            atomic_write(file, json.dumps({"reason": redact(reason), "rows": rows}, indent=1))
             reason += f"; the last batch is kept in {file}"
         self.end("FAILED", reason)
         raise RunFailed(reason) from error

@@ -22,7 +22,9 @@ from kl_comedy.errors import UserError
 from kl_comedy.io import (
     LockHeld,
     atomic_write,
+    check_tree,
     file_lock,
+    inside,
     read_json,
     set_aside,
     write_json,
@@ -50,6 +52,12 @@ PLUGIN_KEYS = {"config_hash": str, "sources": dict}
 REDACTED = "credentials are hidden in the stored source, or it was edited"
 
 CONFIG, SUMMARY = "config.yaml", "summary.json"
+RUN_FILES = (CONFIG, SUMMARY, PLUGINS, "spool.jsonl", "tracking.json", "params.json", ".lock", "tracking.lock")
+RUN_FOLDERS = (
+    *("checkpoints", "policy", "adapter", "plugins", "provenance", "tables", "files", "rollouts", "sampler"),
+    *("csv", "tensorboard"),
+)
+"""What a run writes and reads in its folder. W&B's folder is not here: its own links lead to the user's cache."""
 SUMMARY_KEYS = dict.fromkeys(("status", "name", "kl", "command", "evaluate_command", "mlflow_uri"), str)
 
 
@@ -65,8 +73,18 @@ class RunDir:
         """The newest checkpoint that was renamed to its final name, or None."""
         return next(reversed(saved(self.checkpoints)), None)
 
+    def check_links(self) -> None:
+        """Raise :class:`UserError` for a link out of the folder, and for a pipe or a folder in a file's place.
+
+        Called before anything of a folder that exists already is read or written: it may come from elsewhere.
+        """
+        check_tree(self.path, RUN_FILES, RUN_FOLDERS)
+        inside(self.path / "wandb", self.path)
+
     def config_reader(self) -> Callable[[Sequence[str]], Config]:
-        """Its config under overrides, as :func:`kl_comedy.config.config_reader`. Raises :class:`UserError`."""
+        """Its config under overrides, as :func:`kl_comedy.config.config_reader`. Raises :class:`UserError`, also as
+        :meth:`check_links`."""
+        self.check_links()
         file = self.path / CONFIG
         if file.is_file() and re.search(rb"^name:", file.read_bytes(), re.MULTILINE) is None:
             raise UserError(f"{file} is damaged: it does not hold the config of a run")
@@ -75,7 +93,7 @@ class RunDir:
     def summary(self) -> dict[str, Any] | None:
         """What the run ended with, or None while it has not ended. Raises :class:`UserError` for a damaged file."""
         file = self.path / SUMMARY
-        return read_json(file, "summary of a run", SUMMARY_KEYS) if file.is_file() else None
+        return read_json(file, "summary of a run", SUMMARY_KEYS, root=self.path) if file.is_file() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self.path / SUMMARY, summary, private=True)
@@ -105,9 +123,16 @@ def step_of(checkpoint: Path) -> int:
 
 
 def find_run(config: Config) -> RunDir | None:
-    """With ``resume=auto``, the newest folder of a run of the same config, finished or not; else None."""
+    """With ``resume=auto``, the newest folder of a run of the same config, finished or not; else None.
+
+    Raises :class:`UserError` as :meth:`RunDir.check_links`.
+    """
     earlier = _earlier(config) if config.resume == "auto" else []
-    return RunDir(path=earlier[-1]) if earlier else None
+    if not earlier:
+        return None
+    run = RunDir(path=earlier[-1])
+    run.check_links()
+    return run
 
 
 def create_run(config: Config) -> RunDir:
@@ -183,7 +208,7 @@ def changed_plugins(config: Config) -> str | None:
     for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
         base, sources = path.name.removeprefix(f"{config.name}-").rpartition("-")[0], dict[str, str]()
         with contextlib.suppress(UserError):
-            record = read_json(path / PLUGINS, "record of plugins", PLUGIN_KEYS)
+            record = read_json(path / PLUGINS, "record of plugins", PLUGIN_KEYS, root=path)
             base, sources = record["config_hash"], record["sources"]
         if base != before_plugins:
             continue
@@ -219,7 +244,11 @@ def stored_record(folder: Path) -> PluginRecord | None:
     if not files:
         return None
     try:
-        record = parse_record(PluginRecord, read_json(files[0], "record of plugins", PLUGIN_KEYS), origin=str(files[0]))
+        record = parse_record(
+            PluginRecord,
+            read_json(files[0], "record of plugins", PLUGIN_KEYS, root=files[0].parent),
+            origin=str(files[0]),
+        )
     except UserError as error:
         raise UserError(f"{error}; name the run's plugins with --plugin, and remove {files[0]}") from None
     if record.files is None:

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from kl_comedy.errors import RunFailed
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.load import first_line
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rollouts.base import Sampling
 from kl_comedy.rollouts.decoding import Completion, StopStrings, ending
+from kl_comedy.rollouts.engines.options import KEY_VARIABLE
 from kl_comedy.rollouts.engines.transports import Transport
 from kl_comedy.rollouts.engines.weights import Probe, StagedWeights
 from kl_comedy.rollouts.hf import Converter, end_tokens
@@ -31,6 +32,8 @@ ANOTHER_RUN = 409
 """Status of :class:`Refused` where another run sent the server its weights."""
 CONNECT_TIMEOUT_S = 10.0
 ATTEMPTS = 3
+MIN_KEY_CHARACTERS = 16
+"""Of the key of a server that replaces its weights for whoever has it; the keys that runs make have 43."""
 SEED_BITS = 62
 """vLLM adds the number of the sibling to a seed and stores it in a signed 64-bit integer."""
 
@@ -45,6 +48,17 @@ class Refused(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+def check_key(key: str) -> str:
+    """``key``. Raises :class:`UserError` where it is too short to be one, without showing it."""
+    if len(key) < MIN_KEY_CHARACTERS:
+        given = f"one of {len(key)}" if key else "none"
+        why = "whoever guesses it replaces the weights"
+        raise UserError(
+            f"{KEY_VARIABLE} must hold a key of at least {MIN_KEY_CHARACTERS} characters ({why}); got {given}"
+        )
+    return key
 
 
 def prompt_seed(seed: int, position: int) -> int:

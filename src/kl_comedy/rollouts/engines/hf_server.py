@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,8 +30,9 @@ from urllib.parse import urlsplit
 import torch
 
 from kl_comedy.config.schema import ModelConfig
+from kl_comedy.config.validate import option, parse_record
 from kl_comedy.cuda import leave_memory_unfilled
-from kl_comedy.errors import UserError
+from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.models.load import load_tokenizer, pick_device, place
 from kl_comedy.models.sharding import unsharded_skeleton
@@ -36,12 +41,23 @@ from kl_comedy.processes import LOOPBACK
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts.base import Sampling
 from kl_comedy.rollouts.decoding import Completion, pick
-from kl_comedy.rollouts.engines.client import GENERATE
+from kl_comedy.rollouts.engines.client import GENERATE, check_key
 from kl_comedy.rollouts.engines.options import KEY_VARIABLE
 from kl_comedy.rollouts.engines.transports import TrainerAddress, receive
 from kl_comedy.rollouts.hf import HFRollouts, check_request, uniform_numbers
 
 NO_PROBLEM = Problem(id="", text="", answer="")
+MAX_BODY_BYTES = 128 * 2**20
+"""Of one request: 512 prompts of 32,000 tokens, at eight characters a token."""
+MAX_RANDOM_NUMBERS = 2**30
+"""Of one group, one for each token of its rows and of those before it: 8 GiB while they are drawn."""
+HEAD_SECONDS, BODY_SECONDS, ANSWER_SECONDS = 30.0, 60.0, 60.0
+"""How long a client may take to send its request line and headers, to send the body, and to accept a part of the
+answer. They bound what a client that sends nothing costs: a thread for this long."""
+LISTEN_QUEUE = 1024
+"""Connections that the kernel holds until a thread accepts them. Our client opens one for each request in progress and
+uses none twice, so a batch begins with as many at once as it has requests; those beyond the queue would be reset."""
+MAX_ERROR_CHARACTERS = 1000
 
 
 class Engine:
@@ -120,9 +136,9 @@ class Engine:
             for name, file in given.items():
                 state[name].copy_(file.get_tensor(name))
 
-    def set_trainer(self, address: Mapping[str, Any]) -> None:
+    def set_trainer(self, address: TrainerAddress) -> None:
         """Take note of where the trainer will be met."""
-        self._trainer = TrainerAddress(**address)
+        self._trainer = address
 
     @torch.no_grad()
     def receive(self, info: Mapping[str, Any]) -> None:
@@ -150,12 +166,12 @@ class Engine:
         return checksums.hexdigests()
 
     @torch.no_grad()
-    def probe(self, ids: list[int], fields: Mapping[str, Any]) -> dict[str, Any]:
+    def probe(self, ids: Sequence[int], fields: Mapping[str, Any]) -> dict[str, Any]:
         """Untempered log-probs of a prompt's tokens and of the ``prompt_logprobs`` likeliest in their places, and draws
         of the next one at the temperature."""
         self._check_vocabulary(ids)
         with torch.autocast(self.loaded.device.type, enabled=False):
-            logits = self.loaded.model(input_ids=torch.tensor([ids], device=self.loaded.device), use_cache=False)
+            logits = self.loaded.model(input_ids=torch.tensor([list(ids)], device=self.loaded.device), use_cache=False)
             logits_SV = logits.logits[0].float().cpu()
         prompt_SV, next_V = logits_SV[:-1].log_softmax(-1), (logits_SV[-1] / fields["temperature"]).log_softmax(-1)
         uniform_N = uniform_numbers(fields["seed"], fields["n"], 1)[:, 0]
@@ -172,19 +188,15 @@ class Engine:
     def generate(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """One answer for each group, as vLLM gives it. All groups have the settings and precision of the first."""
         fields = [group["sampling_params"] for group in groups]
-        first, autocast = fields[0], groups[0].get("autocast")
-        names = ("temperature", "top_p", "top_k", "min_p")
-        sampling = Sampling(
-            **{name: first[name] for name in names},
-            max_new_tokens=first["max_tokens"],
-            stop=tuple(first.get("stop", ())),
-        )
+        first, autocast = fields[0], groups[0]["autocast"]
+        names = ("temperature", "top_p", "top_k", "min_p", "stop")
+        sampling = Sampling(**{name: first[name] for name in names}, max_new_tokens=first["max_tokens"])
         prompts = [Prompt(problem=NO_PROBLEM, text="", token_ids=tuple(group["token_ids"])) for group in groups]
         check_request(self.loaded, prompts, sampling)
         for prompt in prompts:
             self._check_vocabulary(prompt.token_ids)
         uniform = [
-            uniform_numbers(each["seed"], each.get("first_row", 0) + each["n"], each["max_tokens"])[-each["n"] :]
+            uniform_numbers(each["seed"], each["first_row"] + each["n"], each["max_tokens"])[-each["n"] :]
             for each in fields
         ]
         kind, precision = self.loaded.device.type, None if autocast is None else getattr(torch, autocast)
@@ -223,42 +235,259 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
+# --- what a request may hold ------------------------------------------------------------------------------------------
+
+
+def _token_ids(value: Any, key: str) -> tuple[int, ...]:
+    """A list of token ids. Not by the validator of configs, which takes a microsecond for each."""
+    if not isinstance(value, list):
+        raise bad_value(key, value, "a list of token ids")
+    for position, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise bad_value(f"{key}.{position}", token, "a token id")
+    return tuple(value)
+
+
+def _prompt_ids(value: Any, key: str) -> tuple[int, ...]:
+    ids = _token_ids(value, key)
+    if not ids:
+        raise bad_value(key, value, "at least one token id")
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFields:
+    """Those of vLLM's ``SamplingParams`` that this server obeys, with vLLM's defaults; then those that change nothing
+    here. A field of another name is refused: ignored, it would give completions that were not asked for."""
+
+    temperature: float = option(..., minimum=0)
+    max_tokens: int = option(..., minimum=1, maximum=MAX_RANDOM_NUMBERS)
+    seed: int = option(..., minimum=0, maximum=2**63 - 1)
+    n: int = option(1, minimum=1)
+    first_row: int = option(0, "rows of random numbers that earlier groups of the call took", minimum=0)
+    top_p: float = option(1.0, above=0, maximum=1)
+    top_k: int = option(0, minimum=0)
+    min_p: float = option(0.0, minimum=0, maximum=1)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = option((), parse=_token_ids)
+    prompt_logprobs: int | None = option(None, minimum=0)
+    logprobs: int | None = None
+    ignore_eos: bool = True
+    detokenize: bool = True
+    include_stop_str_in_output: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        most_rows = MAX_RANDOM_NUMBERS // self.max_tokens
+        if self.first_row + self.n > most_rows:
+            why = f"{self.max_tokens} tokens each, after {self.first_row} rows of earlier groups"
+            raise bad_value("n", self.n, f"at most {max(most_rows - self.first_row, 0)}", why)
+        if self.prompt_logprobs is not None and self.temperature == 0:
+            raise bad_value("temperature", self.temperature, "above 0 where prompt_logprobs are asked for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A prompt to complete."""
+
+    token_ids: tuple[int, ...] = option(..., parse=_prompt_ids)
+    sampling_params: SamplingFields
+    autocast: str | None = option(None, "precision; null: the weights'", choices=("bfloat16", "float16"))
+    model: str | None = option(None, "of vLLM; this server has one model")
+
+    def fields(self) -> dict[str, Any]:
+        return {**vars(self), "sampling_params": vars(self.sampling_params)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Several prompts, drawn as one batch, with one precision and one sampling but for seeds and sizes."""
+
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise bad_value("groups", [], "at least one")
+        first = self.groups[0]
+        for number, group in enumerate(self.groups):
+            if group.autocast != first.autocast:
+                raise bad_value(f"groups.{number}.autocast", group.autocast, "that of the first group")
+            for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p", "stop", "stop_token_ids"):
+                value, expected = getattr(group.sampling_params, name), getattr(first.sampling_params, name)
+                if value != expected:
+                    allowed = f"that of the first group, {expected!r}"
+                    raise bad_value(f"groups.{number}.sampling_params.{name}", value, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReloadArguments:
+    weights_path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reload:
+    method: str = option(..., choices=("reload_weights",))
+    kwargs: ReloadArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    new_version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    init_info: TrainerAddress
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateInfo:
+    """What comes, in order. ``aliases``: further names of a tied weight."""
+
+    names: tuple[str, ...]
+    dtype_names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    aliases: dict[str, str] = option(dict)
+
+    def __post_init__(self) -> None:
+        for name in ("dtype_names", "shapes"):
+            if len(getattr(self, name)) != len(self.names):
+                raise bad_value(name, len(getattr(self, name)), f"one for each of the {len(self.names)} names")
+        for alias, name in self.aliases.items():
+            if name not in self.names:
+                raise bad_value(f"aliases.{alias}", name, "one of names")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    update_info: UpdateInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    action: str = option("checksum", choices=("checksum",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing:
+    """A body without fields, or none."""
+
+
+SUCCESS = {"success": True}
+
+
+def _change(engine: Engine, change: Callable[[], Any]) -> dict[str, Any]:
+    engine.call(change, urgent=True)
+    return SUCCESS
+
+
+def _complete(engine: Engine, group: Group) -> Any:
+    fields = group.fields()
+    if group.sampling_params.prompt_logprobs is not None:
+        return engine.call(lambda: engine.probe(group.token_ids, fields["sampling_params"]), urgent=True)
+    return engine.call(lambda: engine.generate([fields]), urgent=False)[0]
+
+
+def _complete_all(engine: Engine, body: Groups) -> Any:
+    groups = [group.fields() for group in body.groups]
+    return {"groups": engine.call(lambda: engine.generate(groups), urgent=False)}
+
+
+Answer = Callable[[Engine, Any], Any]
+ROUTES: Mapping[str, tuple[type, Answer]] = {
+    "/pause": (Nothing, lambda engine, body: _change(engine, lambda: engine.pause(True))),
+    "/resume": (Nothing, lambda engine, body: _change(engine, lambda: engine.pause(False))),
+    "/collective_rpc": (
+        Reload,
+        lambda engine, body: _change(engine, lambda: engine.reload(Path(body.kwargs.weights_path))),
+    ),
+    "/init_weight_transfer_engine": (
+        Address,
+        lambda engine, body: _change(engine, lambda: engine.set_trainer(body.init_info)),
+    ),
+    "/start_weight_update": (Nothing, lambda engine, body: SUCCESS),
+    "/update_weights": (
+        Update,
+        lambda engine, body: _change(engine, lambda: engine.receive(vars(body.update_info))),
+    ),
+    "/finish_weight_update": (Nothing, lambda engine, body: SUCCESS),
+    "/update_weight_version": (
+        Label,
+        lambda engine, body: _change(engine, lambda: engine.set_label(body.new_version)),
+    ),
+    "/reset_prefix_cache": (Nothing, lambda engine, body: SUCCESS),
+    "/health": (Nothing, lambda engine, body: {}),
+    "/v1/models": (Nothing, lambda engine, body: engine.identity()),
+    "/version": (Nothing, lambda engine, body: {"version": "kl_comedy hf_server"}),
+    "/get_world_size": (Nothing, lambda engine, body: {"world_size": 1}),
+    "/weight_info": (Nothing, lambda engine, body: {"weight_version": engine.label}),
+    "/weight_checker": (
+        Check,
+        lambda engine, body: {"checksums": engine.call(engine.checksums, urgent=True)},
+    ),
+    GENERATE: (Group, _complete),
+}
+"""By path: the schema of the body, and what answers it. Errors of a body name the field."""
+
+
 def answer(engine: Engine, path: str, body: Any) -> Any:
-    """The content of the answer to a request; None where there is no such route."""
-    changes: dict[str, Callable[[], Any]] = {
-        "/pause": lambda: engine.pause(True),
-        "/resume": lambda: engine.pause(False),
-        "/collective_rpc": lambda: engine.reload(Path(body["kwargs"]["weights_path"])),
-        "/init_weight_transfer_engine": lambda: engine.set_trainer(body["init_info"]),
-        "/start_weight_update": lambda: None,
-        "/update_weights": lambda: engine.receive(body["update_info"]),
-        "/finish_weight_update": lambda: None,
-        "/update_weight_version": lambda: engine.set_label(body["new_version"]),
-        "/reset_prefix_cache": lambda: None,
-    }
-    if path in changes:
-        engine.call(changes[path], urgent=True)
-        return {"success": True}
-    if path == GENERATE:
-        groups = body.get("groups") or [body]
-        fields, ids = groups[0]["sampling_params"], groups[0]["token_ids"]
-        if fields.get("prompt_logprobs") is not None:
-            return engine.call(lambda: engine.probe(ids, fields), urgent=True)
-        answers = engine.call(lambda: engine.generate(groups), urgent=False)
-        return {"groups": answers} if "groups" in body else answers[0]
-    information: dict[str, Callable[[], Any]] = {
-        "/health": dict,
-        "/v1/models": engine.identity,
-        "/version": lambda: {"version": "kl_comedy hf_server"},
-        "/get_world_size": lambda: {"world_size": 1},
-        "/weight_info": lambda: {"weight_version": engine.label},
-        "/weight_checker": lambda: {"checksums": engine.call(engine.checksums, urgent=True)},
-    }
-    return information[path]() if path in information else None
+    """The content of the answer to a request. Raises :class:`UserError` for a body that its route does not take."""
+    schema, respond = ROUTES[path]
+    if path == GENERATE and isinstance(body, dict) and "groups" in body:
+        schema, respond = Groups, _complete_all
+    return respond(engine, parse_record(schema, body, key="body"))
+
+
+def decode_body(data: bytes) -> Any:
+    """The JSON of a body; an empty one is an object without fields. Raises ValueError for anything else."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"the body holds {name}, which is no JSON")
+
+    try:
+        return json.loads(data or b"{}", parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+class Refusal(Exception):
+    """A request that is answered without reading its body; the connection is then closed."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class TimedReader(io.RawIOBase):
+    """What a connection receives until a deadline, after which reading raises TimeoutError.
+
+    The socket's own limit is for each packet: a client that sends a byte now and then would hold its thread for ever.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.allow(HEAD_SECONDS)
+
+    def allow(self, seconds: float) -> None:
+        """Set the deadline, from now."""
+        self._deadline = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the client sends too slowly")
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Requests with the key, to :func:`answer`."""
+    """Requests with the key, to :func:`answer`. One without it is refused before its body is read."""
 
     protocol_version = "HTTP/1.1"
 
@@ -266,17 +495,33 @@ class Handler(BaseHTTPRequestHandler):
         self.engine, self._expected = engine, f"Bearer {key}"
         super().__init__(*arguments)
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._reader = TimedReader(self.connection)
+        self.rfile = io.BufferedReader(self._reader)
+
+    def handle_one_request(self) -> None:
+        self._reader.allow(HEAD_SECONDS)
+        super().handle_one_request()
+
+    def handle_expect_100(self) -> bool:
+        """Not yet: :meth:`_body` asks for the body, once the request is one that is answered."""
+        return True
+
     def do_GET(self) -> None:
-        data = self.rfile.read(int(self.headers.get("content-length") or 0))
-        if not hmac.compare_digest(self.headers.get("authorization", "").encode(), self._expected.encode()):
-            self.send(401, {"error": "Unauthorized"})
-            return
-        path, content = urlsplit(self.path).path, None
         try:
-            content = answer(self.engine, path, json.loads(data or b"{}"))
-            status, content = (404, {"error": f"no such route: {path}"}) if content is None else (200, content)
+            path = self._checked_path()
+            data = self._body()
+        except Refusal as refusal:
+            self.close_connection = True
+            self.send(refusal.status, {"error": str(refusal)})
+            return
+        content: Any
+        try:
+            status, content = 200, answer(self.engine, path, decode_body(data))
         except ValueError as error:  # UserError too
-            status, content = 400, {"error": str(error)}
+            status, content = 400, {"error": str(error)[:MAX_ERROR_CHARACTERS]}
         except Exception as error:
             traceback.print_exception(error)
             status, content = 500, {"error": f"{type(error).__name__}: {error}"}
@@ -284,11 +529,52 @@ class Handler(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
+    def _checked_path(self) -> str:
+        """The route that is asked for. Raises :class:`Refusal` without the key, and where there is no such route."""
+        given = self.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), self._expected.encode()):
+            raise Refusal(401, "Unauthorized")
+        try:
+            path = urlsplit(self.path).path
+        except ValueError as error:
+            raise Refusal(400, f"no address: {error}") from None
+        if path not in ROUTES:
+            raise Refusal(404, f"no such route: {path[:MAX_ERROR_CHARACTERS]}")
+        return path
+
+    def _body(self) -> bytes:
+        """Raises :class:`Refusal` where its length is not said, too large, or does not come."""
+        lengths = self.headers.get_all("content-length", [])
+        if "transfer-encoding" in self.headers or (not lengths and self.command == "POST"):
+            raise Refusal(411, "a body needs a Content-Length")
+        if not lengths:
+            return b""
+        text = lengths[0]
+        if len(lengths) > 1 or not (text.isascii() and text.isdigit()):
+            raise Refusal(400, "Content-Length is no number")
+        # by its digits first: Python refuses to convert thousands of them
+        if len(text.lstrip("0")) > len(str(MAX_BODY_BYTES)) or int(text) > MAX_BODY_BYTES:
+            raise Refusal(413, f"Content-Length is above {MAX_BODY_BYTES}")
+        if self.headers.get("expect", "").lower() == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
+        self._reader.allow(BODY_SECONDS)
+        try:
+            data = self.rfile.read(int(text))
+        except TimeoutError:
+            raise Refusal(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+        if len(data) < int(text):
+            raise Refusal(400, "the body is shorter than its Content-Length")
+        return data
+
     def send(self, status: int, content: Any) -> None:
         data = json.dumps(content).encode()
+        self.connection.settimeout(ANSWER_SECONDS)
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
+        if self.close_connection:
+            self.send_header("connection", "close")
         self.end_headers()
         self.wfile.write(data)
 
@@ -296,10 +582,21 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    """A thread for each connection."""
+
+    daemon_threads = True
+    request_queue_size = LISTEN_QUEUE
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone before its answer is no error of this server; everything else is printed."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
 def listen(engine: Engine, *, port: int, key: str, host: str = LOOPBACK) -> ThreadingHTTPServer:
     """Answer requests to ``host`` from threads, until the returned server is shut down."""
-    server = ThreadingHTTPServer((host, port), lambda *arguments: Handler(engine, key, *arguments))
-    server.daemon_threads = True
+    server = Server((host, port), lambda *arguments: Handler(engine, key, *arguments))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
@@ -315,7 +612,8 @@ def load_folder(config: ModelConfig) -> LoadedModel:
 
 def serve(settings: Mapping[str, Any], key: str) -> None:
     """Serve a checkpoint folder for ever. ``settings`` as :class:`~kl_comedy.rollouts.engines.servers.HFServers`
-    writes them."""
+    writes them. Raises :class:`UserError` for a key that is too short."""
+    check_key(key)
     torch.set_num_threads(settings["threads"])
     torch.use_deterministic_algorithms(settings["deterministic"])
     leave_memory_unfilled()

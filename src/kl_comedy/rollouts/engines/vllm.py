@@ -29,7 +29,7 @@ from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import RolloutBackend, Sampling
 from kl_comedy.rollouts.decoding import Completion
-from kl_comedy.rollouts.engines.client import EngineOutput, prompt_seed, sampling_fields
+from kl_comedy.rollouts.engines.client import EngineOutput, check_key, prompt_seed, sampling_fields
 from kl_comedy.rollouts.engines.options import (
     GPU_SHARE,
     KEY_VARIABLE,
@@ -355,17 +355,15 @@ class RequireKey:
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
-        key = os.environ.get(KEY_VARIABLE)
-        if not key:
-            raise ValueError(f"{KEY_VARIABLE} must hold the key that clients send")
-        self._expected = f"Bearer {key}".encode()
+        self._expected = f"Bearer {check_key(os.environ.get(KEY_VARIABLE, ''))}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = b"".join(value for name, value in scope.get("headers", []) if name == b"authorization")
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            headers = [(b"content-type", b"application/json")]
+            # without it the server would read, and throw away, the body of whoever has no key
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
         else:
