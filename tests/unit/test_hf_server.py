@@ -268,7 +268,7 @@ WRONG_BODIES = [
     ("/collective_rpc", {"method": "exec", "kwargs": {"weights_path": "x"}}, "method"),
     ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}}, "another model"),
     ("/init_weight_transfer_engine", {}, "init_info"),
-    ("/init_weight_transfer_engine", {"init_info": {"master_address": "x"}}, "master_port"),
+    ("/init_weight_transfer_engine", {"init_info": {"host": "x"}}, "port"),
     ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [[1]]}}, "dtype_names"),
     ("/update_weight_version", {}, "new_version"),
     ("/weight_checker", {"action": "reset"}, "action"),
