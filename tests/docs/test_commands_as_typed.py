@@ -26,6 +26,8 @@ from tests.docs.typed_commands import (
     options_of,
 )
 
+from kl_comedy.models.pocket import pocket_folder, recipe_from_options
+
 NOT_RUN = {
     "kl-comedy train configs/qwen2.5_0.5b_gsm8k.yaml resume=auto": "the model comes from a hub",
     "kl-comedy train configs/paper/on_policy_math_qwen.yaml resume=auto": "the model comes from a hub; needs 8 GPUs",
@@ -64,11 +66,20 @@ SMALL = {
     "eval": {"samples": 1},
     "optimizer": {"lr": 1.0e-3},
 }
-SMALL_MODEL = {"source": "pocket", "options": {"preset": "tiny"}}
+SMALL_MODEL = {"source": "models/tiny"}
 SMALL_DATA = {
     "train": {"dataset": "pocket", "split": "train", "limit": 256, "options": {"digits": 1}},
     "eval": {"heldout": {"dataset": "pocket", "split": "heldout", "limit": 8, "options": {"digits": 1}}},
     "prompt": {"template": "plain"},
+}
+SUITE = {
+    "name": "sums",
+    "data": {"dataset": "hub", "name": "nobody/sums", "split": "test", "fields": {"text": "sum", "answer": "total"}},
+    "file": {"path": "sums.jsonl", "fields": {"text": "sum", "answer": "total"}},
+    "template": "plain",
+    "reward": {"name": "exact_answer"},
+    "answer": "number",
+    "max_new_tokens": 24,
 }
 POCKET_CONFIGS = ("quickstart", "record_pocket", "replay_pocket", "dpo_pocket", "async_pocket")
 GRIDS = {
@@ -184,8 +195,10 @@ def checkout(tmp_path_factory):
     first_blocks = [re.search(r"^```python\n(.*?)^```$", guide, flags=re.MULTILINE | re.DOTALL) for guide in guides]
     (folder / "my_parts.py").write_text("\n".join(block.group(1) for block in first_blocks if block))
     (folder / "run_grpo.sh").write_text(LAUNCH_SCRIPT)
+    shutil.copytree(pocket_folder(recipe_from_options({"preset": "tiny"})), folder / "models" / "tiny")
+    (folder / "sums.yaml").write_text(yaml.safe_dump(SUITE))
     (folder / "data").mkdir()
-    shutil.copy(ROOT / "tests" / "fixtures" / "gsm8k_32.jsonl", folder / "data" / "gsm8k_test.jsonl")
+    (folder / "data" / "sums.jsonl").write_text('{"sum": "1+2=", "total": "3"}\n{"sum": "2+2=", "total": "4"}\n')
     (folder / "bin").mkdir()
     for name, line in FAKE_SLURM.items():
         program = folder / "bin" / name
@@ -216,6 +229,9 @@ def make_small(config: Path) -> None:
 def run_typed(text: str, folder: Path) -> None:
     """Run a command in ``folder``, as typed. Raises :class:`AssertionError` where it fails or prints a traceback."""
     words = [WRITTEN_FOR.get(word, word) for word in Typed("", text).words[1:]]
+    if "NAME_OF_A_RUN" in words:
+        (name,) = [run.name for run in (folder / "runs").glob("quickstart-*")]
+        words[words.index("NAME_OF_A_RUN")] = name
     if words[0] == "train":
         words = [FEWER_PROCESSES.get(word, word) for word in words]
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "COLUMNS": "100"}

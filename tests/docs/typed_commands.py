@@ -1,5 +1,6 @@
 """The commands that a reader finds on the pages and in ``--help``, as a shell would take them."""
 
+import functools
 import re
 import shlex
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ def mentions_of(page: Path) -> list[Typed]:
     return [Typed(place, re.sub(r"\s+", " ", text)) for text in INLINE.findall("\n".join(lines))]
 
 
+@functools.cache
 def click_commands() -> dict[str, typer.core.TyperCommand]:
     """Every command by its words, as ``results table``."""
     from kl_comedy.cli.main import app

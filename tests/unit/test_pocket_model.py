@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
 import random
 import threading
 import time
@@ -17,7 +16,7 @@ from kl_comedy.config.schema import ModelConfig
 from kl_comedy.data.pocket import is_held_out, steps
 from kl_comedy.errors import UserError
 from kl_comedy.io import CHECKSUMS, find_damage
-from kl_comedy.models import pocket, weights_hash
+from kl_comedy.models import cache, pocket, weights_hash
 from kl_comedy.models.cache import cached_folder
 from kl_comedy.models.pocket import (
     ALPHABET,
@@ -176,7 +175,7 @@ def test_a_folder_is_built_once_and_read_without_a_lock(root, capsys, monkeypatc
     build = Builder()
     assert cached_folder("pocket", "key", build) == root / "key"
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", lambda *args, **kwargs: pytest.fail("a lock was opened"))
+        patch.setattr(cache, "file_lock", lambda *args, **kwargs: pytest.fail("a lock was opened"))
         assert cached_folder("pocket", "key", build) == root / "key" and build.calls == 1
     assert sorted(json.loads((root / "key" / CHECKSUMS).read_text())["files"]) == ["a.bin", "b.json"]
     assert sorted(path.name for path in root.iterdir()) == ["key", "key.lock"]
