@@ -132,8 +132,8 @@ def test_every_metric_in_the_code_is_documented_and_the_reverse():
     levels = [name.replace("<level>", level) for name in DOCUMENTED for level in ("token", "sequence")]
     patterns, documented = logged_patterns(), [re.sub(r"<\w+>", "x", name) for name in levels]
     assert len(patterns) > 25
-    rows = {p: re.sub(r"<\w+>", "x", documented_as(p)) for p in patterns}  # of a status, the row of all of them
-    assert [p for p in patterns if not any(fnmatch(name, rows[p]) for name in documented)] == []
+    patterns = {re.sub(r"^train/verifier_\w+$", "train/verifier_x", p) for p in patterns}  # one row for every status
+    assert [p for p in patterns if not any(fnmatch(name, p) for name in documented)] == []
     assert [name for name in documented if not any(fnmatch(name, p) for p in patterns)] == []
     assert len(DOCUMENTED) == len(set(DOCUMENTED))
 
