@@ -130,8 +130,8 @@ def compare_families(
     reward of the column ``start`` if given. At equal beta, the baseline ``no KL`` is compared with every beta.
     ``p_holm`` is adjusted for all contrasts of the table (Holm), ``p_equivalent`` is of a difference within ``margin``.
     Collapsed runs are in the means and counted. ``runs`` and ``collapsed`` count each run of the family once, with
-    ``at_kl`` also those without KL of its seeds, which are points of its frontier. Raises :class:`UserError` where runs lack a seed, and for an unknown
-    baseline.
+    ``at_kl`` also those without KL, which are points of its frontier. Raises :class:`UserError` where runs lack a
+    seed, and for an unknown baseline.
     """
     import pandas as pd
 
