@@ -27,10 +27,12 @@ from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import PassOptions, Reference, ReferencePass
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+from kl_comedy.training.distributed import Ranks
 from kl_comedy.training.loss import Preparation, micro_loss, prepare
 from kl_comedy.training.packing import Packer, model_inputs
 
 V, TEMPERATURE, BETA = 31, 0.8, 0.7
+ALONE = Ranks()
 ALGORITHM = AlgorithmConfig(advantage="grpo", policy_loss="ppo_clip")
 
 TERMS = {
@@ -257,7 +259,9 @@ def fast_pass(policy, path):
     return run
 
 
-def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, algorithm=ALGORITHM, teacher=None):
+def learn(
+    models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, algorithm=ALGORITHM, teacher=None, ranks=ALONE
+):
     """The update's loss and its gradient in one vector; ``path`` None is the slow one, which takes no ``teacher``.
 
     ``spoil`` may change each micro-batch before it is learned from.
@@ -268,13 +272,13 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, al
         options = PassOptions(temperature=TEMPERATURE, chunk_elements=path.chunk, share_prompt=path.share)
         policy_pass, reference, budget = fast_pass(policy, path), Reference(start, options), path.budget
     references = {"initial": reference} | ({} if teacher is None else {"teacher": Reference(teacher, options)})
-    packer = Packer(budget=budget, pad_id=0, device=torch.device("cpu"))
+    packer = Packer(budget=budget, pad_id=0, device=torch.device("cpu"), ranks=ranks)
     plan = Preparation(terms=terms, algorithm=algorithm, packer=packer)
     betas, total = [beta] * len(terms), 0.0
     context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         micros = prepare(rows(), plan, betas=betas, references=references, policy_pass=policy_pass)
-        if path is TRAINED:
+        if path is TRAINED and ranks is ALONE:
             assert len(micros) > 1, "the update was cut"
         for micro in micros:
             micro = micro if spoil is None else spoil(micro)
@@ -284,7 +288,7 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, al
             loss.backward()
             total += float(loss.detach())
     gradient = torch.cat([p.grad.flatten().double() for p in policy.parameters() if p.grad is not None])
-    return SimpleNamespace(loss=total, gradient=gradient)
+    return SimpleNamespace(loss=total, gradient=gradient, micros=micros)
 
 
 @cache
@@ -359,6 +363,32 @@ def test_the_micro_batches_add_up_to_the_update(kind, baseline):
     )
     assert cut.loss == pytest.approx(whole.loss, rel=1e-11, abs=1e-12)
     assert far(cut, whole) < 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart(Ranks):
+    """One of several ranks without the others: nothing is summed over them."""
+
+    def sum(self, tensor):
+        return tensor
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10**6])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_gradients_of_the_ranks_add_up_to_the_update_and_none_is_left_behind(size, budget):
+    """Nine rows in nine, a few or one micro-batch: some ranks have less to do, and must not count a row twice."""
+    terms = [KLTerm("k1"), KLTerm("exact", placement="loss")]
+    path = Path(share=False, budget=budget, chunk=10**6)
+    whole = learn(pair(gpt2, torch.float64), terms, path)
+    apart = [learn(pair(gpt2, torch.float64), terms, path, ranks=Apart(rank=n, size=size)) for n in range(size)]
+    assert len({len(one.micros) for one in apart}) == 1, "collectives stay in step"
+    micros = [micro for one in apart for micro in one.micros]
+    empty = [micro for micro in micros if micro.empty]
+    assert len(micros) - len(empty) == len(whole.micros) and (len(whole.micros) % size == 0) == (not empty)
+    assert all(not micro.experience.weight_B.any() for micro in empty)
+    assert sum(one.loss for one in apart) == pytest.approx(whole.loss, rel=1e-11)
+    added = SimpleNamespace(gradient=sum(one.gradient for one in apart))
+    assert far(added, whole) < 1e-12
 
 
 def test_beta_enters_once():
