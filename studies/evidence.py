@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.errors import UserError
+from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import read_yaml
 from kl_comedy.slurm.grid import expand, read_grid
 from kl_comedy.statistics import holm, parse_rule
@@ -108,6 +108,11 @@ class Contrast:
     at_kl: list[float] = field(default_factory=list)
     label: str = ""
     ranked_as: str = ""
+
+    def __post_init__(self) -> None:
+        if self.at_kl and "collapsed" in self.signs:
+            why = "the runs without KL are points of both frontiers, and Fisher's test needs two sets of runs"
+            raise bad_value("signs", "collapsed", "an outcome other than collapsed beside at_kl", why)
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import io
+import json
 import multiprocessing
 import os
 import runpy
@@ -27,7 +28,11 @@ FORKS.set_forkserver_preload(
 )
 DEADLINE_S = 400
 WAITS = ("--plugin", str(Path(__file__).with_name("waits.py")))
-"""Words of a command that waits as :func:`waits` says."""
+"""Words of a command that waits as :func:`waits` says.
+
+A plugin is part of the hash by which ``resume=auto`` finds a run: the command that resumes it needs these words too.
+Where that is ``train()`` in this process, the command that waits is ``Command(..., modules=["waits"])``.
+"""
 
 
 def waits(at, file="a file that never comes"):
@@ -50,6 +55,49 @@ def cpu_limit(seconds):
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+def kill_after(update, *words, folder, pattern):
+    """Run ``kl-comedy *words`` in ``folder`` and kill -9 it when it has saved ``update``: it waits there.
+
+    ``pattern`` finds the run's folder. The config that resumes it is that of ``words``, without a plugin.
+    """
+    folder.mkdir(exist_ok=True)
+    process = Command(*words, cwd=folder, env=waits(update), modules=["waits"])
+    process.wait_for(folder, f"{pattern}/checkpoints/step-{update:08d}.ckpt")
+    process.kill()
+    assert not list(folder.glob(f"{pattern}/summary.json")), "it was not killed in time"
+
+
+def resumed_at(run):
+    """The updates from which the run in the folder ``run`` was resumed, by what it recorded.
+
+    Fails where it never was, where one of them is 0, and where the update after a resume is not the next one.
+    """
+    updates, expected = [], None
+    for line in (Path(run) / "spool.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event.get("kind") == "tags" and "resume.count" in event["data"]:
+            assert int(event["data"]["resume.count"]) == len(updates) + 1
+            step = event["data"]["resume.step"]  # "None" where no checkpoint could be read
+            updates.append(int(step) if step.isdigit() else 0)
+            expected = updates[-1] + 1
+        elif event.get("kind") == "metrics" and expected is not None and "train/loss" in event["data"]:
+            assert event["step"] == expected, f"resumed from update {updates[-1]}, then logged {event['step']}"
+            expected = None
+    assert updates and min(updates) > 0, f"{run} was resumed from updates {updates}"
+    return updates
+
+
+def assert_resumed(folder, *, at=None):
+    """Fails where the one run in ``folder`` was not resumed after an update, or not from update ``at``.
+
+    A test whose "resumed" run is a new one passes whatever a checkpoint leaves out: it ends in the same bits.
+    """
+    runs = [config.parent for config in Path(folder).glob("*/config.yaml")]
+    assert len(runs) == 1, f"a run was resumed as another one: {sorted(run.name for run in runs)}"
+    updates = resumed_at(runs[0])
+    assert at is None or updates[-1] == at, f"{runs[0]} was resumed from updates {updates}, not {at}"
 
 
 def run_here(*words, cwd=".", env=None):

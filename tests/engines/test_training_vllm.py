@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from commands import assert_resumed
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed
 from kl_comedy.training.callbacks import CheckpointCallback
@@ -63,6 +64,7 @@ def test_a_run_is_on_policy_and_goes_on_where_it_was_stopped(tmp_path, backend, 
             run(tmp_path, backend)
     outcome = run(tmp_path, backend, "resume=auto")
     assert outcome.summary["status"] == "FINISHED"
+    assert_resumed(tmp_path, at=2)
     metrics = updates(outcome.run.path)
     assert sorted(metrics) == [1, 2, 3]
     assert metrics[1]["kl/exact_reverse_token"] == 0.0

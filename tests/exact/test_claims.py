@@ -4,6 +4,7 @@
 the visits fixed, ``FKL`` the same of the forward KL. A test goes through all its rows and reports every row that fails.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,8 @@ from functools import cache, cached_property
 import pytest
 import torch
 
-from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, kl_parts, kl_surrogate
+from kl_comedy.errors import UserError
+from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, kl_parts, kl_surrogate, term_warnings
 from kl_comedy.kl.claims import all_terms, own_targets
 from kl_comedy.kl.estimators import TopTokens, jensen_shannon, k1, k3, k_lambda
 from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, log_probs, target_gradient
@@ -61,6 +63,59 @@ def test_every_term_hits_exactly_the_target_it_claims():
                 if hit != [name for name in (claimed_target(term, regime),) if name]:
                     wrong.append(f"{term.label()} {regime}: hits {hit}, claims {claimed_target(term, regime)}")
     assert not wrong, "\n".join(wrong)
+
+
+OPTIONS = (
+    {"discount": 0.5},
+    {"window": 1},
+    {"window": 2},
+    {"cap": 1.2},
+    {"cap": 0.9},
+    {"cap": 1.2, "cap_mode": "mask"},
+    {"cap": 1.2, "cap_mode": "each"},
+    {"cap": 1.2, "cap_mode": "clip"},
+    {"input_clamp": 0.1},
+    {"output_clamp": 0.05},
+)
+
+
+def with_option(option):
+    """Every term of three estimators that an option of the term changes, current log-probs."""
+    for term in all_terms(["k1", "k3", "exact"]):
+        if term.anchor == "current":
+            with contextlib.suppress(UserError):
+                yield replace(term, **option)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: " ".join(f"{k}={v}" for k, v in option.items()))
+def test_every_option_of_a_term_is_in_what_it_claims(option):
+    """No claim that an option breaks. A bound claims too little: where it cannot act, a target may be hit unclaimed."""
+    terms, wrong = list(with_option(option)), []
+    assert terms
+    for regime in REGIMES:
+        where = setting(regime, 11, 5)
+        targets = {target: target_gradient(where, target) for target in TARGETS}
+        for term in terms:
+            claimed, gradient = claimed_target(term, regime), expected_gradient(where, [term])
+            hit = [name for name, target_D in targets.items() if gradient.relative_bias(target_D) < TOLERANCE]
+            expected = [name for name in (claimed,) if name]
+            if hit != expected and (expected or "discount" in option):
+                wrong.append(f"{term.label()} {regime}: hits {hit}, claims {claimed}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, {"anchor": "behaviour"}], ids=str)
+def test_a_user_is_warned_of_an_option_that_takes_the_target_away(option):
+    """The start of a run says so of k1 to go on stale samples with the ratio of the prefix, which it optimizes."""
+    plain = KLTerm("k1", correction="prefix")
+    if option.get("cap_mode") == "clip":
+        plain = KLTerm("k1", correction="token", credit="own")
+    changed = replace(plain, **option)
+    assert term_warnings(plain, off_policy=True) == []
+    (warning,) = term_warnings(changed, off_policy=True)
+    assert changed.label() in warning and "a biased gradient that equals no target" in warning
+    discounted = term_warnings(changed, off_policy=False)
+    assert bool(discounted) == (claimed_target(changed, "on_policy") is None)
 
 
 def test_every_estimator_claims_exactly_the_facts_that_hold():

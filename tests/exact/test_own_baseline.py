@@ -75,7 +75,9 @@ def test_a_completion_never_sees_itself():
         cost_BT = torch.rand(4, 3, generator=generator.manual_seed(1))
         cost_BT[0] = first_cost
         ones = torch.ones(4, 3)
-        parts = TermParts(cost_BT=cost_BT, weight_BT=ones, baseline_weight_BT=ones, pathwise_BT=ones)
+        parts = TermParts(
+            cost_BT=cost_BT, weight_BT=ones, baseline_weight_BT=ones, pathwise_BT=ones, cost_after_B=ones[:, 0]
+        )
         return own_baseline(parts, mask_BT, group_B)
 
     one, other = baseline(0.0), baseline(100.0)

@@ -179,6 +179,84 @@ LOSSES = {
 }
 """Flags -> the loss they make (detached parts detached), and its coefficient. Clamps are the system's own."""
 
+BY_ADVANTAGE = {
+    "verl:use_kl_in_reward=true,adv_estimator={}": (
+        0.001,
+        "gae reinforce_plus_plus",
+        "grpo grpo_vectorized grpo_passk rloo rloo_vectorized reinforce_plus_plus_baseline opo gpg",
+    ),
+    "skyrl:use_kl_loss=false,use_kl_in_reward=true,kl_estimator_type=k1,advantage_estimator={}": (
+        0.001,
+        "gae reinforce++",
+        "grpo rloo maxrl",
+    ),
+    "roll:add_token_level_kl=true,lambd=1,adv_estimator={}": (0.2, "gae reinforce grpo gigpo step_reinforce", ""),
+    "slime:kl_coef=0.01,advantage_estimator={}": (0.01, "ppo reinforce_plus_plus", ""),
+    "oat:beta=0,kl_penalty_coef=0.1,critic_type={}": (0.1, "ppo", "drgrpo"),
+    "trinity:kl_loss_fn=none,kl_penalty_fn=k1,algorithm_type={}": (0.001, "", "rloo grpo_verl"),
+    "ms-swift:kl_in_reward=true,advantage_estimator={}": (0.04, "", "grpo rloo reinforce_plus_plus"),
+}
+"""k1 in the reward, with {} one of the system's advantage estimators: the coefficient, the estimators under which a
+token's cost is that to go, and those under which it is that of the whole completion."""
+for _text, (_beta, _to_go, _whole) in BY_ADVANTAGE.items():
+    for _names, _credit in ((_to_go, to_go), (_whole, whole)):
+        LOSSES |= {_text.format(name): (in_old_reward(lambda d: d, _credit), _beta) for name in _names.split()}
+LOSSES |= {
+    f"openrlhf:advantage_estimator={name}": (in_old_reward(lambda d: d.clamp(-10, 10)), 0.01)
+    for name in ("reinforce", "rloo", "reinforce_baseline", "dr_grpo", "flash_reinforce")
+}
+
+
+def of_k2(estimate):
+    """verl's names with ``+``: the value of an estimate, the gradient of k2."""
+    return lambda r: (half := delta(r).square() / 2) - half.detach() + estimate(delta(r)).detach()
+
+
+def clamped_k3(d):
+    return k3(d.clamp(-20, 20)).clamp(-10, 10)
+
+
+VERL = {
+    "kl": lambda d: d,
+    "k1": lambda d: d,
+    "abs": torch.abs,
+    "mse": lambda d: d.square() / 2,
+    "k2": lambda d: d.square() / 2,
+    "low_var_kl": clamped_k3,
+    "k3": clamped_k3,
+}
+"""verl's estimates, in loss, in reward and of a teacher."""
+for _name, _estimate in VERL.items():
+    LOSSES |= {
+        f"verl:use_kl_loss=true,kl_loss_type={_name}": (lambda r, f=_estimate: f(delta(r)), 0.001),
+        f"verl:use_kl_loss=true,kl_loss_type={_name}+": (of_k2(_estimate), 0.001),
+    }
+    if _name != "k1":  # which verl refuses in loss; kl is the same estimate
+        LOSSES[f"verl:distillation=true,distillation_loss_mode={_name}"] = (lambda r, f=_estimate: f(delta(r)), 1.0)
+    LOSSES |= {
+        f"verl:use_kl_in_reward=true,adv_estimator=rloo,kl_penalty={name}": (in_old_reward(_estimate, whole), 0.001)
+        for name in (_name, f"{_name}+")
+    }
+TRINITY = {
+    "k1": lambda d: d,
+    "k2": VERL["k2"],
+    "k3": k3,
+    "low_var_kl": clamped_k3,
+    "abs": torch.abs,
+    "corrected_k3": k3,
+}
+LOSSES |= {
+    f"trinity:kl_loss_fn=none,kl_penalty_fn={name}": (in_old_reward(estimate), 0.001)
+    for name, estimate in TRINITY.items()
+}
+LOSSES |= {
+    "open-instruct:kl_estimator=0": (lambda r: delta(r).clamp(-40, 40), 0.05),
+    "open-instruct:kl_estimator=1": (lambda r: delta(r).clamp(-40, 40).square() / 2, 0.05),
+    "slime:kl_coef=0.01,advantage_estimator=ppo,kl_loss_type=k3": (in_old_reward(k3), 0.01),
+    "roll:add_token_level_kl=true,lambd=1,kl_penalty=abs": (in_old_reward(torch.abs), 0.2),
+    "roll:add_token_level_kl=true,lambd=1,kl_penalty=mse": (in_old_reward(VERL["mse"]), 0.2),
+}
+
 WITHIN_CLAMPS = {
     "nemo-rl:": (self_weighted("k3"), 0.01),
     "nemo-rl:reference_policy_kl_type=k1": (self_weighted("k1"), 0.01),
@@ -198,10 +276,14 @@ WITHIN_CLAMPS = {
 
 def agree(text, formula, coefficient, at):
     terms = read(text).certified_terms()
-    ours = exact_moments(at, terms_loss(terms)).gradient_D
-    theirs = coefficient * exact_moments(at, formula).gradient_D
-    scale = max(float(theirs.norm()), 1e-3 * coefficient)
-    assert float((ours - theirs).norm()) <= 1e-8 * scale, text
+    ours = exact_moments(at, terms_loss(terms))
+    theirs = exact_moments(at, formula)
+    target_D = coefficient * theirs.gradient_D
+    scale = max(float(target_D.norm()), 1e-3 * coefficient)
+    assert float((ours.gradient_D - target_D).norm()) <= 1e-8 * scale, text
+    # A token's score has mean zero whatever came before, so the cost to go and the whole cost differ in noise alone.
+    noise = coefficient**2 * theirs.variance
+    assert abs(ours.variance - noise) <= 1e-8 * max(noise, (1e-3 * coefficient) ** 2), f"{text}: another variance"
 
 
 def check_all(rows, check):
@@ -226,6 +308,43 @@ def test_terms_have_the_gradient_of_the_systems_formula(regime, distance):
 
 def test_every_system_has_a_formula_here():
     assert {text.split(":")[0] for text in (*LOSSES, *WITHIN_CLAMPS)} == set(SYSTEMS)
+
+
+WITHOUT_FORMULA = {
+    ("trl", "sync_ref_model", "true"),  # another reference, the same terms
+    ("verl", "distillation_loss_mode", "forward_kl_topk"),  # no term
+    ("verl", "adv_estimator", "gdpo"),  # takes the cost out of the reward
+    ("nemo-rl", "adv_estimator", "gae"),  # with clamps that leave no formula
+    ("prime-rl", "loss_type", "ipo"),  # another coefficient of the policy loss's own term
+    ("prime-rl", "algo", "opsd"),  # as opd, with another teacher
+    ("ms-swift", "kl_in_reward", "false"),  # the default of another estimator
+    ("ms-swift", "scale_rewards", "gdpo"),  # takes the cost out of the reward
+}
+
+
+def test_every_value_of_every_flag_that_changes_the_terms_has_a_formula_here():
+    """A formula reads it, or WITHOUT_FORMULA says why none does. Each flag is set beside every setting of a formula."""
+    missing = set()
+    for name, system in SYSTEMS.items():
+        texts = [text for text in (*LOSSES, *WITHIN_CLAMPS, *MEASURED.values()) if text.split(":")[0] == name]
+        readings = [read(text) for text in texts]
+        for flag in system.flags:
+            choices = flag.choices or (("true", "false") if isinstance(flag.default, bool) else ())
+            for value in {flag.parse(choice, flag.name) for choice in choices} - {flag.default}:
+                if any(reading.flags.get(flag.name) == value for reading in readings):
+                    continue
+                if any(changes(system, reading, flag, value) for reading in readings):
+                    missing.add((name, flag.name, str(value).lower()))
+    assert missing <= WITHOUT_FORMULA, missing - WITHOUT_FORMULA
+
+
+def changes(system, reading, flag, value):
+    """Whether a value of a flag beside a reading's others makes other terms than its default."""
+    try:
+        one, other = (read(render(system, {**reading.given, flag.name: each})) for each in (value, flag.default))
+    except UserError:  # the two do not go together
+        return False
+    return bool(one.terms) and one.terms != other.terms
 
 
 def test_the_comparison_can_fail():

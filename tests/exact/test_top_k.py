@@ -120,6 +120,32 @@ def test_float32_neither_overflows_nor_loses_small_ratios():
             assert float(slope) == pytest.approx(float(p * (a.detach() - b)), rel=1e-3, abs=1e-7)
 
 
+@pytest.mark.parametrize("form", TOP_K_FORMS)
+@pytest.mark.parametrize("tail", [1e-2, 1e-5, 2.5e-7, 1.2e-7])
+def test_every_form_in_float32_is_what_the_same_numbers_are_in_float64(form, tail):
+    """Also where little is outside the top tokens: a tail that is 1 less a sum in float32 is off by half of itself."""
+    rest = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    logp_K, ref_K = ((1 - mass) * rest.roll(shift) for mass, shift in ((tail, 0), (3 * tail, 1)))
+    inside = torch.tensor([[False]])
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        logp_BTK, ref_BTK = (values.log().float().to(dtype)[None, None] for values in (logp_K, ref_K))
+        drawn_BT = torch.tensor([[tail]]).log().to(dtype)
+        leaves = [logp_BTK.clone().requires_grad_(True), drawn_BT.clone().requires_grad_(True)]
+        at = TopK(
+            top=TopTokens(leaves[0], ref_BTK, inside),
+            logp_BT=leaves[1],
+            ref_logp_BT=drawn_BT + 0.5,
+            behaviour_logp_BT=drawn_BT - 0.2,
+        )
+        value = ESTIMATORS.get("top_k").fn(at, k=3, form=form)
+        assert value.dtype == dtype
+        gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+        results.append([value.detach(), *(grad for grad in gradients if grad is not None)])
+    for wide, narrow in zip(*results, strict=True):
+        torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=1e-6 * float(wide.abs().max()))
+
+
 def test_impossible_and_misspelled_top_k_terms_name_the_reason():
     for correction in ("token", "token_detached", "prefix", "sequence"):
         with pytest.raises(UserError, match="has the ratio of its own token in its tail; use none or prefix_previous"):

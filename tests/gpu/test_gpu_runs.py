@@ -6,7 +6,7 @@ import pytest
 import torch
 from machine_runs import DEVICE, KERNELS, Training, digest_of, metrics_of, shorn, together, weights_of
 
-from commands import WAITS, waits
+from commands import WAITS, assert_resumed, waits
 
 TWO = ["train.steps=2", "train.checkpoint_every=0"]
 MIXED = (
@@ -98,9 +98,9 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, of_qwen, strategy):
     finally:
         killed.kill()
     assert not list((tmp_path / "killed").glob("*/summary.json"))
-    resumed = Training(tmp_path / "killed", *words)
+    resumed = Training(tmp_path / "killed", *words, *WAITS)
     whole_run, resumed_run = together([whole, resumed])
-    assert "resuming at update" in resumed.output
+    assert_resumed(tmp_path / "killed", at=3)
     assert metrics_of(resumed_run) == metrics_of(whole_run) and digest_of(resumed_run) == digest_of(whole_run)
 
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_one_device_resumes_on_the_other(tmp_path, of_qwen):
         shorn(run, tmp_path / f"to {other}")
         trainings.append(Training(tmp_path / f"to {other}", *words, device=other))
     for run, resumed, training in zip(written, together(trainings), trainings, strict=True):
-        assert "resuming at update 3" in training.output
+        assert_resumed(training.folder, at=3)
         ours, theirs = weights_of(resumed), weights_of(run)
         assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 5e-4
         kl = "kl/exact_reverse_token"

@@ -14,7 +14,7 @@ import torch
 from memory_engines import MemoryEngines
 from test_training import TINY, go, metrics_of, weights_of
 
-from commands import Command, waits
+from commands import Command, assert_resumed, waits
 from forked_servers import ForkedServer
 from kl_comedy.config import config_hash, load_config
 from kl_comedy.data import PromptOrder
@@ -163,6 +163,7 @@ def test_a_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, watched, m
     stopped_in_the_middle(tmp_path, watched, monkeypatch, *settings, after=5)
     assert len(watched["used"]) == 5
     go(tmp_path, *settings)
+    assert_resumed(tmp_path, at=5)
     assert len(watched["used"]) == 12 and accounted(watched) and max(watched["ages"]) <= 2
     if policy == "wait":
         assert watched["used"] == [ORDER.indices(n) for n in range(12)]
@@ -257,6 +258,7 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, wat
     watched["used"].append(list((in_order - left).elements()))
     assert len(watched["used"][0]) == 4 * begun, "what was requested and is not left was used"
     go(tmp_path, *SERVERS, "lag.max_steps=2", *overrides)
+    assert_resumed(tmp_path, at=begun)
     assert len(watched["ages"]) == 24 - begun and accounted(watched) and max(watched["ages"]) <= 2
 
 

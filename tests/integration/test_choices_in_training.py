@@ -8,6 +8,7 @@ import pytest
 from choice_suite import problem, write_suite
 from test_training import TINY, go, metrics_of, weights_of
 
+from commands import assert_resumed
 from kl_comedy.config import load_config
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.io import decode_json
@@ -81,6 +82,7 @@ def test_it_changes_nothing_in_the_run_and_a_resumed_run_has_its_accuracies(tmp_
     (newest / "state.pt").unlink()  # damaged: the run resumes from update 1
     again = go(tmp_path / "with", *words, "resume=auto")
     assert again.run.path == with_suite.path
+    assert_resumed(tmp_path / "with", at=1)
     assert again.summary["accuracies"] == first.summary["accuracies"]
     assert set(again.summary["accuracies"]["pick"]) == {0, 1, 2}
 

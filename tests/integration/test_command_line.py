@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.commands import WAITS, Command, run_here, waits
+from tests.commands import WAITS, Command, assert_resumed, run_here, waits
 
 from kl_comedy.registry import ESTIMATORS
 
@@ -105,6 +105,7 @@ def test_tensorboard_and_wandb_have_the_metrics_of_a_resumed_run(tmp_path, name)
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait() == 1, stopped.output
     Command(*words, *WAITS, cwd=tmp_path).finish()
+    assert_resumed(tmp_path / "runs", at=1)
     (folder,) = (tmp_path / "runs").glob(f"tiny-*/{name}")
     if name == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -22,7 +22,7 @@ from test_teacher import SERVED_TERMS, save_teacher
 from test_training import TINY, go, metrics_of
 from transformers import AutoModelForCausalLM
 
-from commands import WAITS, Command, ranks_environment, waits
+from commands import WAITS, Command, assert_resumed, ranks_environment, waits
 from kl_comedy.config import config_hash, load_config
 from kl_comedy.errors import UserError
 from kl_comedy.processes import free_port
@@ -205,6 +205,7 @@ def test_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in weights_of(run).items())
     resumed = go(shorn(tmp_path / "run", tmp_path / "in one"), *COMMON, *ADAPTED, "resume=auto").run
+    assert_resumed(tmp_path / "in one", at=3)
     assert_same(resumed, alone, atol=1e-5)
     assert writers(resumed) == {3: 2, 4: 1}
 
@@ -220,6 +221,7 @@ def test_fsdp_resumes_with_its_teacher_and_refuses_another(tmp_path):
     earlier = shorn(tmp_path / "run", tmp_path / "more")
     shutil.copytree(earlier, tmp_path / "other")
     assert_same(over(earlier, "fsdp", *settings, "resume=auto"), alone, atol=1e-5)
+    assert_resumed(earlier, at=2)
     save_teacher(folder, factor=1.01)
     ranks = start_ranks(tmp_path / "other", "fsdp", *settings, "resume=auto")
     codes = [rank.wait(DEADLINE_S) for rank in ranks]
@@ -257,6 +259,7 @@ def test_a_checkpoint_goes_on_under_another_strategy_in_more_processes(tmp_path,
         over(tmp_path / "run", written, *ADAPTED)
     earlier = shorn(tmp_path / ("alone" if written == "single" else "run"), tmp_path / "more")
     run = over(earlier, "fsdp", *ADAPTED, "resume=auto", devices=devices)
+    assert_resumed(earlier, at=3)
     assert_same(run, alone, atol=1e-5)
     assert writers(run) == {3: 1 if written == "single" else 2, 4: devices}
 
@@ -299,8 +302,10 @@ def test_killed_over_two_processes_and_resumed_by_one(tmp_path):
         rf"^failed: rank 1 \(process {child}\) was killed by SIGKILL at update 2 of 6; resume with: ", output, re.M
     )
     assert step_of(saved(run_in(folder).checkpoints)[-1]) == 2 and damage(run_in(folder).checkpoint) is None
-    resumed = go(folder, *COMMON, *MIXED, "train.steps=6", "resume=auto").run
-    assert_same(resumed, whole, atol=1e-5)
+    words = [f"output={folder}", *COMMON, *MIXED, "train.steps=6", "resume=auto"]
+    Command("train", TINY, *words, *WAITS, cwd=tmp_path).finish()
+    assert_resumed(folder, at=2)
+    assert_same(run_in(folder), whole, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -387,6 +392,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_update(tmp_path, strat
     ranks[0].wait_for(folder, f"tiny-*/checkpoints/step-{step + 2:08d}.ckpt")
     ranks[0].send_signal(signal.SIGTERM)
     assert [rank.wait() for rank in ranks] == [1, 1], [rank.output for rank in ranks]
+    assert_resumed(folder, at=step)
 
 
 @pytest.mark.slow
@@ -487,6 +493,7 @@ def test_a_damaged_checkpoint_falls_back_and_goes_on_to_the_same_end(tmp_path, c
     shard.write_bytes(shard.read_bytes()[:1000])
     resumed = go(tmp_path, "train.steps=4", "resume=auto").run
     assert "step-00000004.ckpt is damaged (__0_0.distcp has 1000 bytes" in caplog.text
+    assert_resumed(tmp_path, at=3)
     assert resumed.path == run.path and metrics_of(resumed) == metrics
     assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(resumed).items())
 

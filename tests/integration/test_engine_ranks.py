@@ -14,6 +14,8 @@ import pytest
 from test_distributed import over, run_in, start_ranks
 from test_training import go, metrics_of
 
+from commands import assert_resumed
+
 pytestmark = pytest.mark.slow
 
 STEPS, MAX_STEPS = 10, 2
@@ -114,6 +116,7 @@ def test_killed_ranks_resume_without_losing_or_repeating_a_prompt(tmp_path, orde
     assert all(codes), [rank.output[-3000:] for rank in ranks]
     assert_gone(servers)
     assert_nothing_lost(finished(started(tmp_path, *ASYNC), tmp_path), order)
+    assert_resumed(tmp_path)
 
 
 def test_a_killed_engine_is_replaced_while_the_ranks_go_on(tmp_path, order):
@@ -135,6 +138,7 @@ def test_rank_zero_killed_in_a_weight_transfer(tmp_path, order, moment):
     assert codes[0] == -signal.SIGKILL and codes[1] != 0
     assert not (run_in(tmp_path).path / "summary.json").exists(), "it was killed in the middle"
     assert_nothing_lost(finished(started(tmp_path, *settings), tmp_path), order)
+    assert_resumed(tmp_path)
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])

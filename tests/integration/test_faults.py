@@ -19,6 +19,7 @@ import test_training
 from test_training import metrics_of
 from tests.commands import Command
 
+from commands import assert_resumed
 from kl_comedy.errors import RunFailed
 from kl_comedy.processes import free_port
 from kl_comedy.training.callbacks import CheckpointCallback
@@ -73,6 +74,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_when_there_is_room(
     monkeypatch.undo()
     (small_disk / "somebody_elses").unlink()
     done = go(small_disk)
+    assert_resumed(small_disk, at=4)
     assert (bits(done), metrics_of(done.run)) == undisturbed
 
 

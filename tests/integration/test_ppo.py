@@ -73,7 +73,6 @@ def test_a_critic_learns_the_values_of_repeated_prompts(tmp_path):
 def test_a_killed_run_resumes_bit_for_bit_in_the_middle_of_a_batch(tmp_path, overrides):
     """Update 3 is inside a batch: the old policy and the value head are in the checkpoint, as in ``all_state``."""
     whole = go(tmp_path / "whole", *overrides)
-    (tmp_path / "killed").mkdir()
     resumed = killed_then_resumed(tmp_path / "killed", overrides, at=3)
     assert weights_of(resumed.run) == weights_of(whole.run)
     assert metrics_of(resumed.run) == metrics_of(whole.run)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from test_training import killed_then_resumed
 
-from commands import WAITS, Command, waits
+from commands import assert_resumed
 from kl_comedy.cli.evaluation_runs import resolve_target
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
@@ -190,20 +191,11 @@ def test_options_that_cannot_be_are_refused(options, said, tmp_path):
         go(tmp_path, "rollout.backend=replay", f"rollout.options={options}")
 
 
-def killed_at(tmp_path, overrides, at):
-    words = ["train", TINY, f"output={tmp_path}", "resume=auto", *overrides, *WAITS]
-    process = Command(*words, cwd=tmp_path, env=waits(at))
-    process.wait_for(tmp_path, f"tiny-*/checkpoints/step-{at:08d}.ckpt")
-    process.kill()
-
-
 @pytest.mark.slow
 def test_a_killed_run_that_records_resumes_to_the_same_bits(tmp_path):
     overrides = ["algorithm.updates_per_batch=2", "train.steps=16", "train.eval_every=0", "train.record_rollouts=jsonl"]
     whole = go(tmp_path / "whole", *overrides).run
-    (tmp_path / "killed").mkdir()
-    killed_at(tmp_path / "killed", overrides, at=5)
-    resumed = go(tmp_path / "killed", "resume=auto", *overrides).run
+    resumed = killed_then_resumed(tmp_path / "killed", overrides, at=5).run
     assert weights_of(resumed) == weights_of(whole)
     files = [{f.name: f.read_text() for f in (run.path / "rollouts").iterdir()} for run in (whole, resumed)]
     assert files[0] == files[1] and len(files[0]) == 8
@@ -228,6 +220,7 @@ def test_a_replay_that_is_interrupted_within_a_batch_resumes_to_the_same_bits(
         with pytest.raises(RunFailed, match="interrupted at update 3"):
             go(tmp_path / "stopped", *overrides)
     resumed = go(tmp_path / "stopped", "resume=auto", *overrides).run
+    assert_resumed(tmp_path / "stopped", at=3)
     assert weights_of(resumed) == weights_of(whole)
 
 
@@ -241,6 +234,7 @@ def test_what_a_dead_run_drew_after_its_checkpoint_is_removed(recorded, tmp_path
     stray = run.path / "rollouts" / "batch-00000099.jsonl"
     stray.write_text("{}")
     go(tmp_path, *overrides, "resume=auto")
+    assert_resumed(tmp_path, at=4)
     assert len(list((run.path / "rollouts").iterdir())) == 8 and not stray.exists()
 
 

@@ -14,6 +14,7 @@ import pytest
 import test_training
 from test_training import TINY
 
+from commands import assert_resumed
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.training import callbacks, distributed, experience, module
 from kl_comedy.training.run_folder import RunDir
@@ -94,6 +95,7 @@ def test_asked_to_make_room(tmp_path, monkeypatch, go, undisturbed, phase):
     assert first["status"] == "KILLED"
     monkeypatch.undo()
     done = go(tmp_path, *saving)
+    assert_resumed(tmp_path / "runs", at=step)
     assert done.summary["status"] == "FINISHED" and done.run.path == folder
     assert done.summary["run_id"] == first["run_id"], "the same MLflow run"
     assert bits(done) == undisturbed[0]

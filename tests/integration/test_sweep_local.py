@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from commands import WAITS, Command, waits
+from commands import WAITS, Command, assert_resumed, waits
 from kl_comedy.cli.sweep_job import write_html_reports
 from kl_comedy.config import load_config
 from kl_comedy.slurm import local as local_runs
@@ -216,6 +216,7 @@ def test_a_preempted_cell_saves_resumes_and_ends_with_the_same_bits(tmp_path):
     assert process.wait(timeout=180) == 0 and len(spools) == 1
     codes = [json.loads(line).get("code") for line in cell.read_text().splitlines() if "code" in line]
     assert codes == [75, 0]
+    assert_resumed(tmp_path / "sweeps/grid/runs")
     sweep = read_sweep(tmp_path / "sweeps/grid")
     config = load_config(sweep.base, [*sweep.overrides(sweep.cell(0)), f"output={tmp_path / 'alone'}"])
     alone = train(config, console=Console(quiet=True), command="alone").run.path

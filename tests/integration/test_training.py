@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from commands import WAITS, Command, waits
+from commands import Command, assert_resumed, kill_after
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.io import sha256_file
+from kl_comedy.io import read_json, sha256_file, write_json
 from kl_comedy.models import weights_hash
 from kl_comedy.registry import load_plugin_file
 from kl_comedy.training import distributed
@@ -94,12 +94,11 @@ def weights_of(run):
 
 def killed_then_resumed(tmp_path, overrides, *, at):
     """Train in a process of its own, kill -9 it once the checkpoint of update ``at`` is there, and resume."""
-    words = ["train", TINY, f"output={tmp_path}", "resume=auto", *overrides, *WAITS]
-    process = Command(*words, cwd=tmp_path, env=waits(at))
-    process.wait_for(tmp_path, f"tiny-*/checkpoints/step-{at:08d}.ckpt")
-    process.kill()
-    assert not list(tmp_path.glob("tiny-*/summary.json"))
-    return go(tmp_path, "resume=auto", *overrides)
+    words = ["resume=auto", *overrides]
+    kill_after(at, "train", TINY, f"output={tmp_path}", *words, folder=tmp_path, pattern="tiny-*")
+    resumed = go(tmp_path, *words)
+    assert_resumed(tmp_path, at=at)
+    return resumed
 
 
 @pytest.mark.slow
@@ -120,7 +119,6 @@ def test_ctrl_c_prints_the_resume_command(tmp_path):
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, setup):
     overrides = SETUPS[setup]
     whole = go(tmp_path / "whole", *overrides)
-    (tmp_path / "killed").mkdir()
     resumed = killed_then_resumed(tmp_path / "killed", overrides, at=3)
     assert resumed.summary["status"] == "FINISHED"
     assert weights_of(resumed.run) == weights_of(whole.run)
@@ -422,14 +420,15 @@ def test_a_checkpoint_of_version_0_1_0_is_resumed(tmp_path):
     state = torch.load(before / "state.pt", weights_only=True)  # it loads without pickle
     state["kl_comedy"]["stream"] = state.pop("ExperienceModule")
     torch.save(state, before / "state.pt")
-    manifest = json.loads((before / "manifest.json").read_text())
+    manifest = read_json(before / "manifest.json", "manifest")
     manifest["files"]["state.pt"] = {
         "bytes": (before / "state.pt").stat().st_size,
         "sha256": sha256_file(before / "state.pt"),
     }
-    (before / "manifest.json").write_text(json.dumps(manifest))
+    write_json(before / "manifest.json", manifest)
     policy = weights_of(run)
     assert go(tmp_path, *settings, "resume=auto").run.path == run.path
+    assert_resumed(tmp_path, at=2)
     assert weights_of(run) == policy
 
 

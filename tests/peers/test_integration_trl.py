@@ -205,6 +205,39 @@ def test_trls_own_kl_is_the_recipe_trl_default_for_every_loss_type(folder, loss_
     assert distance(*gradients) < TOLERANCE
 
 
+def test_a_correction_is_to_the_samplers_log_probs_where_vllm_recorded_them(folder):
+    """Not to the trainer's own: the engine's differ. NaN where it recorded none, as TRL pads them."""
+    corrected = [KLTerm("k3", placement="loss", correction="token_detached", beta=0.5)]
+
+    def part_of_kl(spoil):
+        """The gradient of the terms alone."""
+        gradients = []
+        for kl in (corrected, "none"):
+            trainer = build(folder, kl=kl)
+            batch = batch_of(trainer)
+            spoil(batch)
+            gradients.append(gradient(trainer.model, trainer.compute_loss(trainer.model, batch)))
+        return gradients[0] - gradients[1]
+
+    def stale(batch):
+        generator = torch.Generator().manual_seed(3)
+        reference_BT = batch["ref_per_token_logps"]
+        batch["old_per_token_logps"] = reference_BT + 0.1 * torch.randn(reference_BT.shape, generator=generator)
+        sampler_BT = reference_BT + 0.4 * torch.randn(reference_BT.shape, generator=generator)
+        return torch.where(torch.rand(reference_BT.shape, generator=generator) < 0.2, torch.nan, sampler_BT)
+
+    def recorded(batch):
+        batch["sampling_per_token_logps"] = stale(batch)
+
+    def as_trainers(batch):
+        sampler_BT = stale(batch)
+        batch["old_per_token_logps"] = torch.where(sampler_BT.isnan(), batch["old_per_token_logps"], sampler_BT)
+
+    ours = part_of_kl(recorded)
+    assert distance(part_of_kl(as_trainers), ours) < 10 * TOLERANCE
+    assert distance(part_of_kl(stale), ours) > 0.01, "the sampler's log-probs matter"
+
+
 def test_rloos_own_kl_is_the_recipe_trl_rloo(folder):
     plain, own = (step(build(folder, algorithm="rloo", beta=0.05, kl=kl)) for kl in (None, "trl/rloo"))
     assert plain[0] == pytest.approx(own[0], rel=1e-5)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sites import Site
 
-from commands import WAITS, waits
+from commands import WAITS, assert_resumed, waits
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
@@ -112,6 +112,7 @@ def journal(site):
 
 def test_the_preempted_cell_finishes_and_uses_every_prompt_once(site, cell):
     run, log = cell
+    assert_resumed(run.parent)
     (row,) = site.status("engines")
     assert (row["state"], row["step"]) == ("FINISHED", STEPS), (row, log)
     lines = [json.loads(line) for line in journal(site)]

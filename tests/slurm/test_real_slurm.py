@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sites import Site, undisturbed, weights
 
-from commands import WAITS, waits
+from commands import WAITS, resumed_at, waits
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
@@ -150,6 +150,7 @@ def test_the_signalled_cell_saved_at_once_and_resumed(site, disturbed, cell):
     assert [line["code"] for line in lines if "code" in line] == [75, 0]
     assert "stopped by SIGUSR1 at update" in next(line["reason"] for line in lines if "code" in line)
     assert [line["restart"] for line in lines if "started" in line] == [0, 1]
+    assert len(resumed_at(rows[cell]["run"])) == 1
 
 
 def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, disturbed):
@@ -162,6 +163,7 @@ def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, 
     rows = site.status("grid")
     assert {row["state"] for row in rows} == {"FINISHED"}
     assert {row["cell"] for row in rows if row["attempts"] > before[row["cell"]]} == {KILLED, LATE}
+    assert len(resumed_at(rows[KILLED]["run"])) == 1
     assert f"{CELLS} finished" in (site.folder / "sweeps/grid/report/report.md").read_text()
 
     runs = json.loads(site.kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--format", "json").stdout)

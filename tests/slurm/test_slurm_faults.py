@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sites import Site, undisturbed, weights
 
-from commands import WAITS, run_here, waits
+from commands import WAITS, resumed_at, run_here, waits
 from kl_comedy.slurm.scripts import LAST_TASKS_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -136,6 +136,7 @@ def test_a_preempted_cell_saves_within_its_grace_and_goes_on(site, faulty, alone
     assert [line["restart"] for line in lines(site, PREEMPTED) if "started" in line] == [0, 1]
     assert "COMPLETED" in site.run("squeue", "--noheader", "--states=all", f"--jobs={faulty}", "--format=%T").stdout
     assert_ends_as_undisturbed(site, alone, PREEMPTED)
+    assert len(resumed_at(site.status("faulty")[PREEMPTED]["run"])) == 1
 
 
 def test_a_signal_before_the_process_listens_requeues_the_job(site, faulty, alone):
@@ -150,6 +151,7 @@ def test_a_lost_node_costs_what_came_after_the_last_checkpoint(site, faulty, alo
     begun = [line for line in lines(site, LOST) if "started" in line]
     assert [line["restart"] for line in begun] == [0, 1] and begun[1]["node"] != begun[0]["node"]
     assert_ends_as_undisturbed(site, alone, LOST)
+    assert len(resumed_at(site.status("faulty")[LOST]["run"])) == 1
 
 
 def test_a_task_that_saved_first_does_not_take_the_others_with_it(site):

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from test_models_load import write_gguf
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from commands import resumed_at
 from kl_comedy.cli import results
 from kl_comedy.cli.evaluation_runs import resolve_target
 from kl_comedy.config import load_config
@@ -335,6 +336,7 @@ def test_a_run_resumes_over_damaged_files_to_the_same_bits(case, caplog):
     with case.patched():
         outcome = train(case.config, console=Console(file=io.StringIO()), command="kl-comedy train x.yaml")
     assert outcome.run.path == case.run.path and not outcome.already_finished
+    assert resumed_at(case.run.path)[-1] == 1
     assert outcome.run.summary()["status"] == "FINISHED"
     assert weights_hash(load_file(case.run.policy / "model.safetensors")) == before
     for text in ("summary.json.damaged", "config.yaml.damaged", "state.pt has", "going on from the one before"):

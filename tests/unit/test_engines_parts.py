@@ -22,6 +22,7 @@ from kl_comedy.rollouts.engines import options as options_module
 from kl_comedy.rollouts.engines import weights
 from kl_comedy.rollouts.engines.client import SEED_BITS, EngineOutput, prompt_seed, sampling_fields
 from kl_comedy.rollouts.engines.options import InProcessOptions, VLLMServerOptions, engine_options
+from kl_comedy.rollouts.engines.transports import _host_copies
 from kl_comedy.rollouts.engines.vllm import check_temperature
 from kl_comedy.rollouts.engines.weights import ProbeLimit, make_probe
 
@@ -47,6 +48,22 @@ def llama(*, tied, layers=2):
 
 def loaded(model):
     return LoadedModel(model=model, tokenizer=build_tokenizer(), device=torch.device("cpu"), source="test")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_staged_weights_are_copies_that_the_next_update_does_not_change(tied, dtype):
+    """The learner goes on while engines load: on a CPU too, where moving to host memory alone copies nothing."""
+    model = llama(tied=tied).to(dtype)
+    before = {name: tensor.clone() for name, tensor in full_weights(model)}
+    staged = dict(_host_copies(full_weights(model)))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1.0)
+    assert set(staged) == set(before)
+    for name, tensor in before.items():
+        assert torch.equal(staged[name], tensor) and staged[name].is_contiguous(), name
+    assert len({id(tensor) for tensor in staged.values()}) == len(list(model.parameters())), "a tied weight once"
 
 
 WRONG_OPTIONS = [

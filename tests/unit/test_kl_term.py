@@ -1,5 +1,10 @@
 """KLTerm and kl_surrogate: input checks and their messages, bounds and windows; schedules and the controller."""
 
+import contextlib
+import dataclasses
+import itertools
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,9 +12,20 @@ from hypothesis import strategies as st
 
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError
-from kl_comedy.kl import BetaSchedule, BetaState, BetaTarget, KLTerm, kl_diagnostics, kl_surrogate, resolve_terms
+from kl_comedy.kl import (
+    BetaSchedule,
+    BetaState,
+    BetaTarget,
+    KLTerm,
+    kl_diagnostics,
+    kl_parts,
+    kl_surrogate,
+    recipe,
+    resolve_terms,
+)
 from kl_comedy.kl.corrections import weights_of
-from kl_comedy.registry import RECIPES
+from kl_comedy.kl.term import CAP_MODES, CREDITS
+from kl_comedy.registry import CORRECTIONS, RECIPES
 
 GOOD = {
     "logp_BT": torch.full((2, 3), -1.0),
@@ -134,6 +150,58 @@ def test_the_controller_moves_toward_the_target(target, measured):
     assert state.value == 0.1, "it does not move when nothing was measured"
 
 
+@given(st.floats(1e-7, 2e3), st.floats(0.0, 50.0), st.floats(0.0, 5.0), st.floats(0.0, 1.0), st.floats(0.0, 3.0))
+def test_the_controller_moves_by_its_formula_within_its_bounds(beta, measured, gain, minimum, width):
+    maximum = minimum + width + 1e-3
+    spec = BetaTarget(target=2.0, gain=gain, minimum=minimum, maximum=maximum)
+    error = (measured - 2.0) / 2.0
+    moved = beta * (1.0 + gain * max(-0.2, min(0.2, error)))
+    expected = minimum if moved < minimum else maximum if moved > maximum else moved
+    assert spec.next(beta, measured) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("measured", "bound"), [(100.0, 0.101), (0.0, 0.0995)])
+def test_the_controller_stops_at_its_bounds_and_leaves_them_again(measured, bound):
+    state = BetaState(BetaTarget(target=1.0, init=0.1, minimum=0.0995, maximum=0.101))
+    for step in range(3):
+        state.advance(step, measured)
+    assert state.value == bound
+    state.advance(3, 1.0 if measured else 1.1)
+    state.advance(4, 0.0 if measured else 100.0)
+    assert 0.0995 <= state.value <= 0.101 and state.value != bound
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+@pytest.mark.parametrize(("start", "end"), [(0.4, 0.1), (0.0, 0.3)])
+def test_a_schedule_goes_from_its_start_to_its_end_and_stays(shape, start, end):
+    state = BetaState(BetaSchedule(start=start, end=end, steps=8, shape=shape))
+    values = [state.value]
+    for step in range(1, 12):
+        state.advance(step, float("nan"))
+        values.append(state.value)
+    shares = [min(step, 8) / 8 for step in range(12)]
+    if shape == "cosine":
+        shares = [(1 - math.cos(math.pi * share)) / 2 for share in shares]
+    assert values == pytest.approx([start + (end - start) * share for share in shares])
+
+
+@pytest.mark.parametrize("name", RECIPES.names())
+def test_a_beta_given_with_a_recipe_is_that_of_each_of_its_terms(name):
+    """Or it is refused, where the terms have betas of their own."""
+    terms = recipe(name)
+    if len({term.beta for term in terms}) > 1:
+        with pytest.raises(UserError, match="its terms have betas of their own"):
+            recipe(name, beta=0.3)
+        return
+    for changed in (recipe(name, beta=0.3), resolve_terms({"recipe": name, "beta": 0.3})):
+        assert [term.beta for term in changed] == [0.3] * len(terms)
+        assert [dataclasses.replace(term, beta=0.0) for term in changed] == [
+            dataclasses.replace(term, beta=0.0) for term in terms
+        ]
+    beside = resolve_terms([{"estimator": "k1", "beta": 0.7}, {"recipe": name, "beta": 0.3}])
+    assert [term.beta for term in beside] == [0.7] + [0.3] * len(terms)
+
+
 def diagnosed(term, logp, behaviour=(0.0, 0.0)):
     tensors = {"logp_BT": logp, "ref_logp_BT": (0.0, 0.0), "behaviour_logp_BT": behaviour}
     mask_BT = torch.tensor([[True, True]])
@@ -164,6 +232,88 @@ def test_a_cap_truncates_or_masks_ratios_beyond_it_or_bounds_each_of_a_product()
     delta_BT = torch.tensor([[1.0, -1.0, 2.0]])
     capped = weights_of("prefix", delta_BT, cap=1.0, cap_mode="each")
     assert capped.log()[0].tolist() == pytest.approx([0.0, -1.0, -1.0])
+
+
+def ratios_by_hand(term, deltas):
+    """The ratio at each token of a completion, and that of the tokens up to it, bounded as the term says."""
+    if term.cap_mode == "each" and term.cap is not None:
+        deltas = [min(delta, math.log(term.cap)) for delta in deltas]
+
+    def product(first, end):
+        ratio = math.exp(sum(deltas[max(first, 0) : end]))
+        if term.cap is None or term.cap_mode in ("each", "clip") or ratio <= term.cap:
+            return ratio
+        return term.cap if term.cap_mode == "truncate" else 0.0
+
+    def prefix(t, own):
+        """The product of the last ``window`` ratios, with or without that of token t itself."""
+        end = t + 1 if own else t
+        return product(0 if term.window is None else end - term.window, end)
+
+    size = len(deltas)
+    ratios = {
+        "none": lambda t: 1.0,
+        "token": lambda t: product(t, t + 1),
+        "token_detached": lambda t: product(t, t + 1),
+        "prefix": lambda t: prefix(t, True),
+        "prefix_previous": lambda t: prefix(t, False),
+        "sequence": lambda t: product(0, size),
+    }
+    return [ratios[term.correction](t) for t in range(size)], [prefix(t, True) for t in range(size)]
+
+
+def parts_by_hand(term, deltas, values):
+    """Cost, weight and weight of a baseline at each token of a completion; ``values`` are the estimates."""
+    ratios, prefixes = ratios_by_hand(term, deltas)
+    per_decision = CORRECTIONS.get(term.correction).facts["weights"] == "cost"
+    steps = [ratio * value if per_decision else value for ratio, value in zip(ratios, values, strict=True)]
+    costs = []
+    for t in range(len(steps)):
+        to_go = sum(term.discount ** (u - t) * steps[u] for u in range(t, len(steps)))
+        cost = {"total": sum(steps), "to_go": to_go, "own": steps[t]}[term.credit]
+        costs.append(cost - (steps[t] if term.needs != "log_ratio" else 0.0))
+    if term.cap_mode == "clip":
+        low, high = 2 - term.cap, term.cap
+        outside = [r < low if value > 0 else r > high for r, value in zip(ratios, values, strict=True)]
+        ratios = [0.0 if out else ratio for ratio, out in zip(ratios, outside, strict=True)]
+    ones = [1.0] * len(ratios)
+    return costs, (ones if per_decision else ratios), (prefixes if per_decision else ratios)
+
+
+def every_bound():
+    """Every correction with every bound of its ratio, window, credit and discount that is possible."""
+    caps = [{}, *({"cap": 1.3, "cap_mode": mode} for mode in CAP_MODES)]
+    fields = itertools.product(("k1", "exact"), CORRECTIONS.names(), caps, (None, 1, 2), CREDITS, (1.0, 0.6))
+    for estimator, correction, cap, window, credit, discount in fields:
+        with contextlib.suppress(UserError):
+            yield KLTerm(estimator, correction=correction, **cap, window=window, credit=credit, discount=discount)
+
+
+def test_costs_and_their_weights_are_those_of_the_formula_under_every_bound():
+    generator = torch.Generator().manual_seed(0)
+    sizes = (6, 1, 4, 2, 6)
+    mask_BT = torch.arange(6)[None] < torch.tensor(sizes)[:, None]
+    logp_BT, ref_logp_BT, behaviour_logp_BT, exact_BT = torch.rand(4, 5, 6, generator=generator, dtype=torch.float64)
+    tensors = {"logp_BT": logp_BT, "ref_logp_BT": ref_logp_BT, "behaviour_logp_BT": behaviour_logp_BT}
+    terms, acted = list(every_bound()), set()
+    for term in terms:
+        exact = {"exact_kl_BT": exact_BT} if term.estimator == "exact" else {}
+        parts = kl_parts(term, **tensors, **exact, mask_BT=mask_BT)
+        values_BT = exact_BT if exact else logp_BT - ref_logp_BT
+        for row, size in enumerate(sizes):
+            deltas = (logp_BT - behaviour_logp_BT)[row, :size].tolist()
+            expected = parts_by_hand(term, deltas, values_BT[row, :size].tolist())
+            for name, values in zip(("cost_BT", "weight_BT", "baseline_weight_BT"), expected, strict=True):
+                assert getattr(parts, name)[row, :size].tolist() == pytest.approx(values, rel=1e-10, abs=1e-12), (
+                    term.label(),
+                    name,
+                    row,
+                )
+            free = dataclasses.replace(term, cap=None, cap_mode="truncate")
+            if parts_by_hand(free, deltas, values_BT[row, :size].tolist()) != expected:
+                acted.add((term.correction, term.cap_mode))
+    bounded = {(term.correction, term.cap_mode) for term in terms if term.cap is not None}
+    assert acted == bounded and len(bounded) > 12, "every bound acted somewhere"
 
 
 @given(st.lists(st.integers(-1000, 1000).map(lambda thousandths: thousandths / 1000), min_size=6, max_size=6))

@@ -8,6 +8,7 @@ after and of the term's own are part of what is compared.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from functools import cache
 from types import SimpleNamespace
@@ -17,16 +18,21 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kl_comedy.config import AlgorithmConfig
+from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.estimators import TopTokens
+from kl_comedy.kl.term import BASELINES, CREDITS
 from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import TokenPass, token_pass
 from kl_comedy.models.reference import PassOptions, Reference, ReferencePass
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+from kl_comedy.training.distributed import Ranks
 from kl_comedy.training.loss import Preparation, micro_loss, prepare
 from kl_comedy.training.packing import Packer, model_inputs
 
 V, TEMPERATURE, BETA = 31, 0.8, 0.7
+ALONE = Ranks()
 ALGORITHM = AlgorithmConfig(advantage="grpo", policy_loss="ppo_clip")
 
 TERMS = {
@@ -34,6 +40,8 @@ TERMS = {
     "k1_reward_to_go": [KLTerm("k1")],
     "k1_reward_total_before": [KLTerm("k1", credit="total", baseline="before")],
     "k1_reward_own": [KLTerm("k1", credit="own")],
+    "k1_reward_exact_baseline": [KLTerm("k1", baseline="exact")],
+    "k1_reward_discounted_anchored": [KLTerm("k1", discount=0.6, anchor="behaviour", input_clamp=0.5)],
     "k1_reward_prefix_own_baseline": [KLTerm("k1", correction="prefix", cap=1.5, baseline="own")],
     "k1_reward_sequence": [KLTerm("k1", level="sequence", correction="sequence")],
     "k3_reward_sampler": [KLTerm("k3", reference="sampler")],
@@ -232,7 +240,7 @@ def slow_pass(policy, reference):
 
 def fast_pass(policy, path):
     def run(inputs, reference, terms):
-        needs = {term.needs for term in terms}
+        needs = {quantity for term in terms for quantity in term.reads}
         return token_pass(
             policy,
             **inputs,
@@ -251,7 +259,9 @@ def fast_pass(policy, path):
     return run
 
 
-def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, algorithm=ALGORITHM, teacher=None):
+def learn(
+    models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, algorithm=ALGORITHM, teacher=None, ranks=ALONE
+):
     """The update's loss and its gradient in one vector; ``path`` None is the slow one, which takes no ``teacher``.
 
     ``spoil`` may change each micro-batch before it is learned from.
@@ -262,13 +272,13 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, al
         options = PassOptions(temperature=TEMPERATURE, chunk_elements=path.chunk, share_prompt=path.share)
         policy_pass, reference, budget = fast_pass(policy, path), Reference(start, options), path.budget
     references = {"initial": reference} | ({} if teacher is None else {"teacher": Reference(teacher, options)})
-    packer = Packer(budget=budget, pad_id=0, device=torch.device("cpu"))
+    packer = Packer(budget=budget, pad_id=0, device=torch.device("cpu"), ranks=ranks)
     plan = Preparation(terms=terms, algorithm=algorithm, packer=packer)
     betas, total = [beta] * len(terms), 0.0
     context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         micros = prepare(rows(), plan, betas=betas, references=references, policy_pass=policy_pass)
-        if path is TRAINED:
+        if path is TRAINED and ranks is ALONE:
             assert len(micros) > 1, "the update was cut"
         for micro in micros:
             micro = micro if spoil is None else spoil(micro)
@@ -278,7 +288,7 @@ def learn(models, terms, path=None, *, autocast=False, spoil=None, beta=BETA, al
             loss.backward()
             total += float(loss.detach())
     gradient = torch.cat([p.grad.flatten().double() for p in policy.parameters() if p.grad is not None])
-    return SimpleNamespace(loss=total, gradient=gradient)
+    return SimpleNamespace(loss=total, gradient=gradient, micros=micros)
 
 
 @cache
@@ -314,6 +324,71 @@ def test_the_trained_path_in_bfloat16_is_no_further_from_the_truth_than_the_slow
     fast = learn(pair(llama, dtype), TERMS[name], TRAINED, autocast=autocast)
     truth = learn(pair(llama, dtype, widened=True), TERMS[name])
     assert 0.0 < far(fast, truth) < 1.5 * far(slow(llama, dtype, name, autocast), truth) + 0.01
+
+
+KINDS = {
+    "log_ratio": {"estimator": "k3"},
+    "exact_reverse": {"estimator": "exact"},
+    "exact_forward": {"estimator": "exact_forward"},
+    "exact_mixture": {"estimator": "exact_jsd"},
+    "top_k": {"estimator": "top_k", "options": {"k": 3}},
+}
+"""An estimator for each thing that an estimator reads (:attr:`KLTerm.needs`)."""
+
+
+def all_in_reward(kind, baseline):
+    """Every credit and correction in reward that is possible with a baseline, and a discount and a token weight."""
+    for credit, correction in itertools.product(CREDITS, CORRECTIONS.names()):
+        bounds = {} if correction == "none" else {"cap": 1.1}
+        with contextlib.suppress(UserError):
+            yield KLTerm(**KINDS[kind], credit=credit, correction=correction, baseline=baseline, **bounds)
+    for more in ({"weight": "policy"}, {"credit": "to_go", "discount": 0.7}):
+        with contextlib.suppress(UserError):
+            yield KLTerm(**KINDS[kind], baseline=baseline, **more)
+
+
+def test_every_thing_that_an_estimator_reads_is_cut_into_micro_batches():
+    assert set(KINDS) == {entry.facts.get("needs", "log_ratio") for entry in ESTIMATORS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "baseline"),
+    [each for each in itertools.product(KINDS, BASELINES) if next(all_in_reward(*each), None) is not None],
+)
+def test_the_micro_batches_add_up_to_the_update(kind, baseline):
+    """Whatever their size; most rows are shorter than the longest of the update, and longest in their micro-batch."""
+    terms = list(all_in_reward(kind, baseline))
+    whole, cut = (
+        learn(pair(gpt2, torch.float64), terms, Path(share=False, budget=budget, chunk=10**6)) for budget in (10**6, 25)
+    )
+    assert cut.loss == pytest.approx(whole.loss, rel=1e-11, abs=1e-12)
+    assert far(cut, whole) < 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart(Ranks):
+    """One of several ranks without the others: nothing is summed over them."""
+
+    def sum(self, tensor):
+        return tensor
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10**6])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_gradients_of_the_ranks_add_up_to_the_update_and_none_is_left_behind(size, budget):
+    """Nine rows in nine, a few or one micro-batch: some ranks have less to do, and must not count a row twice."""
+    terms = [KLTerm("k1"), KLTerm("exact", placement="loss")]
+    path = Path(share=False, budget=budget, chunk=10**6)
+    whole = learn(pair(gpt2, torch.float64), terms, path)
+    apart = [learn(pair(gpt2, torch.float64), terms, path, ranks=Apart(rank=n, size=size)) for n in range(size)]
+    assert len({len(one.micros) for one in apart}) == 1, "collectives stay in step"
+    micros = [micro for one in apart for micro in one.micros]
+    empty = [micro for micro in micros if micro.empty]
+    assert len(micros) - len(empty) == len(whole.micros) and (len(whole.micros) % size == 0) == (not empty)
+    assert all(not micro.experience.weight_B.any() for micro in empty)
+    assert sum(one.loss for one in apart) == pytest.approx(whole.loss, rel=1e-11)
+    added = SimpleNamespace(gradient=sum(one.gradient for one in apart))
+    assert far(added, whole) < 1e-12
 
 
 def test_beta_enters_once():

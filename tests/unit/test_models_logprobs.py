@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 from kl_comedy.config.schema import LoraConfig
 from kl_comedy.models.head import QUANTITIES, head_columns
@@ -34,6 +34,16 @@ def gpt2(dtype=torch.float64):
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=4, n_positions=64, initializer_range=0.4)
     return GPT2LMHeadModel(config).to(dtype).eval()
+
+
+def phi(dtype=torch.float64, seed=0):
+    """Its head has a bias, as GPT-J's."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    config = PhiConfig(vocab_size=V, **sizes, num_attention_heads=4, initializer_range=0.4)
+    model = PhiForCausalLM(config).to(dtype).eval()
+    torch.nn.init.normal_(model.lm_head.bias)
+    return model
 
 
 def batch(prompts=PROMPTS, completions=COMPLETIONS, seed=0, pad=0, extra=0):
@@ -87,8 +97,8 @@ def reference_pass(model, inputs, temperature=0.7, chunk=7 * V):
 
 @pytest.mark.parametrize(
     ("make", "temperature"),
-    [(llama, 1.0), (llama, 0.7), (gpt2, 0.7), (lambda: llama(tied=True), 1.0)],
-    ids=["llama 1", "llama 0.7", "gpt2 0.7", "tied 1"],
+    [(llama, 1.0), (llama, 0.7), (gpt2, 0.7), (lambda: llama(tied=True), 1.0), (phi, 0.7)],
+    ids=["llama 1", "llama 0.7", "gpt2 0.7", "tied 1", "phi 0.7"],
 )
 def test_logps_are_those_of_the_unpadded_unbatched_model(make, temperature):
     model, (inputs, rows) = make(), batch()
@@ -98,9 +108,10 @@ def test_logps_are_those_of_the_unpadded_unbatched_model(make, temperature):
 
 
 @pytest.mark.parametrize("chunk", [1, V, 3 * V + 5, 10**9])
-def test_values_and_gradients_do_not_depend_on_chunks(chunk):
-    model, (inputs, _) = llama(), batch()
-    reference = reference_pass(llama(seed=3), inputs)
+@pytest.mark.parametrize("make", [llama, phi], ids=["llama", "phi, a head with a bias"])
+def test_values_and_gradients_do_not_depend_on_chunks(make, chunk):
+    model, (inputs, _) = make(), batch()
+    reference = reference_pass(make(seed=3), inputs)
     wanted = {"reference": reference, **EXACT}
     results = []
     for size in (10**9, chunk):

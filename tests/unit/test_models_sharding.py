@@ -195,6 +195,25 @@ def test_merging_an_adapter_gives_the_same_policy(tmp_path):
     assert float((before - apart).abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factors", ["narrow", "float32"])
+def test_an_adapter_is_merged_in_float32_and_rounded_once(narrow, factors):
+    """In the dtype of the weight the product would be rounded first, and the sum again."""
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randn(shape, generator=generator) for shape in ((24, 16), (4, 16), (24, 4)))
+    weight, (a, b) = weight.to(narrow), (a.to(narrow), b.to(narrow)) if factors == "narrow" else (a, b)
+    parts = {"base_layer": weight, "lora_A.default": a, "lora_B.default": b}
+    for order in (parts, dict(reversed(parts.items()))):
+        named = [(f"base_model.model.layer.{part}.weight", tensor) for part, tensor in order.items()]
+        ((name, merged),) = merge_adapter(named, scaling=0.75)
+        exact = weight.double() + 0.75 * (b.double() @ a.double())
+        assert name == "layer.weight" and merged.dtype == narrow
+        once = exact.to(narrow)
+        assert int((merged != once).sum()) <= 1, "but for a tie of float32"
+        twice = weight + (0.75 * (b.double() @ a.double())).to(narrow)
+        assert int((twice != once).sum()) > 20, "rounding twice shows"
+
+
 def test_copying_reports_missing_and_unknown_weights():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="did not come: bias"):

@@ -1,5 +1,6 @@
 """The policy term: each correction against its formula, special cases as identities, impossible combinations."""
 
+import inspect
 import math
 
 import pytest
@@ -45,7 +46,29 @@ def binary_kl(p, q):
     return sum(a * math.log(a / b) for a, b in ((p, q), (1 - p, 1 - q)))
 
 
-def by_hand(name, row, advantage, mu):
+OPTIONS = {
+    "tis": {"cap": 1.4},
+    "icepop": {"low": 0.7, "high": 1.6},
+    "sequence_tis": {"cap": 1.4},
+    "sequence_mis": {"low": 0.3, "high": 3.0},
+    "geometric_tis": {"cap": 1.2},
+    "geometric_mask": {"low": 0.6, "high": 1.5},
+    "opsm": {"threshold": 0.2},
+    "dppo_tv": {"threshold": 0.05},
+    "dppo_kl": {"threshold": 0.2},
+    "cppo": {"threshold": 0.2, "budget": 0.05, "floor": 0.3},
+    "trm": {"threshold": 0.6},
+    "prefix_budget": {"budget": 0.3},
+}
+"""Other values than the defaults, of every option of every correction."""
+
+
+def defaults_of(name):
+    parameters = inspect.signature(POLICY_CORRECTIONS.get(name).fn).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+
+
+def by_hand(name, row, advantage, mu, *, cap=None, low=None, high=None, threshold=None, budget=None, floor=None):
     """Weights of one completion, token by token, from its log-ratios and the sampler's probabilities."""
     whole, mean = math.exp(sum(row)), math.exp(sum(row) / len(row))
     each = [math.exp(x) for x in row]
@@ -54,39 +77,55 @@ def by_hand(name, row, advantage, mu):
     away = [advantage * d > 0 for d in shift]
     kl = [binary_kl(m, m + d) for m, d in zip(mu, shift, strict=True)]
     last = max(len(row) - 1, 1)
-    position = [1 - 0.2 * t / last for t in range(len(row))]
-    saved = [sum(w * (0.015 - abs(d)) for w, d in zip(position[:t], shift[:t], strict=True)) for t in range(len(row))]
-    return {
-        "dppo_tv": [float(not (out and abs(d) > 0.15)) for out, d in zip(away, shift, strict=True)],
-        "dppo_kl": [float(not (out and d > 0.05)) for out, d in zip(away, kl, strict=True)],
-        "cppo": [
-            float(not (out and w * abs(d) > min(0.15, 0.15 + s)))
-            for out, w, d, s in zip(away, position, shift, saved, strict=True)
-        ],
-        "trm": [float(max(k3) <= 0.05)] * len(row),
-        "prefix_budget": [float(sum(k3[:t]) <= 1.0) for t in range(len(row))],
-        "none": [1.0] * len(row),
-        "token": each,
-        "tis": [min(x, 2.0) for x in each],
-        "icepop": [x if 0.5 <= x <= 5.0 else 0.0 for x in each],
-        "sequence": [whole] * len(row),
-        "sequence_tis": [min(whole, 2.0)] * len(row),
-        "sequence_mis": [whole if whole <= 2.0 else 0.0] * len(row),
-        "geometric_tis": [min(mean, 2.0)] * len(row),
-        "geometric_mask": [float(0.99 <= mean <= 1.01)] * len(row),
-        "opsm": [float(not (advantage < 0 and -sum(row) / len(row) > 0.5))] * len(row),
-    }[name]
+
+    def beyond_budget(t):
+        """CPPO: whether the token's shift is beyond the threshold, or what its prefix has left of the budget."""
+        weights = [1 - (1 - floor) * u / last for u in range(len(row))]
+        saved = sum(w * (budget - abs(d)) for w, d in zip(weights[:t], shift[:t], strict=True))
+        return weights[t] * abs(shift[t]) > min(threshold, threshold + saved)
+
+    formulas = {
+        "dppo_tv": lambda t: float(not (away[t] and abs(shift[t]) > threshold)),
+        "dppo_kl": lambda t: float(not (away[t] and kl[t] > threshold)),
+        "cppo": lambda t: float(not (away[t] and beyond_budget(t))),
+        "trm": lambda t: float(max(k3) <= threshold),
+        "prefix_budget": lambda t: float(sum(k3[:t]) <= budget),
+        "none": lambda t: 1.0,
+        "token": lambda t: each[t],
+        "tis": lambda t: min(each[t], cap),
+        "icepop": lambda t: each[t] if low <= each[t] <= high else 0.0,
+        "sequence": lambda t: whole,
+        "sequence_tis": lambda t: min(whole, cap),
+        "sequence_mis": lambda t: whole if low <= whole <= high else 0.0,
+        "geometric_tis": lambda t: min(mean, cap),
+        "geometric_mask": lambda t: float(low <= mean <= high),
+        "opsm": lambda t: float(not (advantage < 0 and -sum(row) / len(row) > threshold)),
+    }
+    return [formulas[name](t) for t in range(len(row))]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in POLICY_CORRECTIONS if entry.origin.startswith("kl_comedy.")])
+BUILT_IN = [entry.name for entry in POLICY_CORRECTIONS if entry.origin.startswith("kl_comedy.")]
+
+
+def test_every_option_of_every_correction_has_another_value_here():
+    assert {name: set(defaults_of(name)) for name in BUILT_IN if defaults_of(name)} == {
+        name: set(options) for name, options in OPTIONS.items()
+    }
+    assert not any(defaults_of(name).get(key) == value for name in OPTIONS for key, value in OPTIONS[name].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in BUILT_IN), *OPTIONS.items()], ids=lambda value: str(value)[:20]
+)
 @settings(max_examples=40, deadline=None)
 @given(deltas=DELTAS)
-def test_a_correction_weights_the_score_by_its_formula(name, deltas):
+def test_a_correction_weights_the_score_by_its_formula(name, options, deltas):
     logp_BT, mu_BT = log_probs(deltas)
-    gradient_BT, _ = gradient(PolicyTerm(corrections={name: {}}), logp_BT, mu_BT)
+    gradient_BT, _ = gradient(PolicyTerm(corrections={name: options}), logp_BT, mu_BT)
     delta_BT = (logp_BT - mu_BT).detach()
     for row, (size, advantage) in enumerate(zip(SIZES.tolist(), advantages()[:, 0].tolist(), strict=True)):
-        weights = by_hand(name, delta_BT[row, :size].tolist(), advantage, mu_BT.exp()[row, :size].tolist())
+        bounds = defaults_of(name) | options
+        weights = by_hand(name, delta_BT[row, :size].tolist(), advantage, mu_BT.exp()[row, :size].tolist(), **bounds)
         assert gradient_BT[row, :size].tolist() == pytest.approx([-advantage * w for w in weights], rel=1e-9, abs=1e-12)
         assert not gradient_BT[row, size:].any(), "a token outside the mask has a gradient"
 

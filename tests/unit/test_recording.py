@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.records import FOREIGN_VERSION, STATUSES, STOP_REASONS, Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.rollouts.recording import FORMATS, Recording, RecordingWriter, from_row, to_row
+from kl_comedy.training.callbacks import RecordRollouts
+from kl_comedy.training.distributed import SINGLE_PROCESS
 
 
 @st.composite
@@ -46,6 +49,20 @@ def write(folder, batches, format):
     for number, rows in enumerate(batches):
         writer.write(number, rows)
     return writer
+
+
+def test_a_resumed_run_keeps_the_recording_of_the_batch_that_it_is_in(tmp_path):
+    """Update 3 of two a batch is within the second batch, whose rows are not drawn again."""
+    algorithm = SimpleNamespace(updates_per_batch=2, epochs_per_batch=1)
+    config = SimpleNamespace(algorithm=algorithm, rollout=SimpleNamespace(temperature=0.7))
+    for version, kept in ((0, []), (1, [0]), (2, [0]), (3, [0, 1]), (4, [0, 1]), (6, [0, 1, 2]), (7, [0, 1, 2, 3])):
+        for number in range(4):
+            (tmp_path / "rollouts").mkdir(exist_ok=True)
+            (tmp_path / "rollouts" / f"batch-{number:08d}.jsonl").touch()
+        module = SimpleNamespace(config=config, run_folder=tmp_path, version=version, ranks=SINGLE_PROCESS)
+        RecordRollouts().on_train_start(None, module)
+        names = sorted(part.name for part in (tmp_path / "rollouts").iterdir())
+        assert names == [f"batch-{number:08d}.jsonl" for number in kept], version
 
 
 def opened(path, check=lambda batch: None):

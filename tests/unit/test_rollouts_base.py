@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kl_comedy.config.schema import RolloutConfig
@@ -102,6 +102,33 @@ class Letters:
     def decode(self, ids, *, skip_special_tokens, clean_up_tokenization_spaces):
         assert not skip_special_tokens and not clean_up_tokenization_spaces
         return "".join(self.pieces[n] for n in ids)
+
+
+class Bytes:
+    """A tokenizer whose token is a byte: a character may take four, and the first of a window be cut."""
+
+    def decode(self, ids, *, skip_special_tokens, clean_up_tokenization_spaces):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+@given(
+    parts=st.lists(st.sampled_from(["a", "é", "完", "了", "🎭", "\n"]), min_size=1, max_size=8),
+    stop=st.lists(st.sampled_from(["完了", "完了完了完了", "🎭", "é完", "\n\n", "了a"]), min_size=1, max_size=2),
+)
+@example(parts=["a", "完", "了", "a"], stop=["完了"])
+@example(parts=["a", "完", "了", "完", "了", "完", "了"], stop=["完了完了完了"])
+def test_a_stop_string_of_several_bytes_a_character_is_found_at_its_last_byte(parts, stop):
+    ids = list("".join(parts).encode())
+    stops = StopStrings(Bytes(), tuple(stop))
+    found = next((n for n in range(1, len(ids) + 1) if stops.completed_by(ids[:n])), None)
+    ends = [ids_before(ids, each.encode()) for each in stop]
+    assert found == min((end for end in ends if end is not None), default=None)
+
+
+def ids_before(ids, text):
+    """How many ids there are up to the end of the first ``text``; None without it."""
+    at = bytes(ids).find(text)
+    return None if at < 0 else at + len(text)
 
 
 @given(

@@ -10,6 +10,7 @@ from studies.evidence import (
     OTHER_FAMILIES,
     REAL_MODEL,
     REWARD,
+    Contrast,
     compare,
     evaluate,
     measured_runs,
@@ -148,6 +149,13 @@ def test_at_equal_kl_a_frontier_runs_from_the_start_to_no_kl(runs):
         for _, group in here.groupby("seed")
     ]
     assert row["at"].endswith("0.5 nats") and row["a"] == pytest.approx(sum(by_seed) / 5) and row["pairs"] == 5
+
+
+def test_collapsed_runs_are_not_compared_where_the_two_sides_share_runs():
+    fields = {"a": "k1-reward", "b": "k1-loss", "blocks": ["core"], "signs": {"collapsed": 1}}
+    assert Contrast(**fields).at_kl == []
+    with pytest.raises(UserError, match=r"signs: got 'collapsed'; .*points of both frontiers"):
+        Contrast(**fields, at_kl=[0.5])
 
 
 @pytest.mark.parametrize(("difference", "deviation", "level"), [(0.04, 0.04, 0.05), (-0.3, 0.4, 0.005)])

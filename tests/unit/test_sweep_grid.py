@@ -79,6 +79,33 @@ def test_the_product_the_seeds_the_exclusions_and_the_rows(tmp_path):
     assert [point.label for point in points] == ["verl-k3", "verl-k3-2", "verl-k3-3"], "labels differ"
 
 
+EXCLUSIONS = {
+    "null is a value": ("kl.0.window: [null, 4]", "kl.0.window: null", ["None/0.3"]),
+    "a value beside null": ("kl.0.window: [null, 4]", "kl.0.window: 4", ["4/0.3"]),
+    "null in a list": ("kl.0.window: [null, 4, 8]", "kl.0.window: [null, 8]", ["None/0.3", "8/0.3"]),
+    "null by its name": ("kl.0.window: {whole: null, four: 4}", "kl.0.window: whole", ["None/0.3"]),
+    "null that has a name": ("kl.0.window: {whole: null, four: 4}", "kl.0.window: null", ["None/0.3"]),
+    "text beside null": ("kl.0.credit: [null, own]", "kl.0.credit: own", ["own/0.3"]),
+    "false and 0": ("trainer.x: [false, 0, 0.0]", "trainer.x: false", ["False/0.3"]),
+    "1 and true": ("trainer.x: [true, 1]", "trainer.x: 1", ["1/0.3"]),
+    "a list as a value": ("trainer.x: {a: [1, 2], b: [2, 1]}", "trainer.x: [1, 2]", ["[1, 2]/0.3"]),
+}
+"""By kind of value: the axis beside a learning rate of 0.1 and 0.3, a rule for 0.3, the cells that it drops."""
+
+
+@pytest.mark.parametrize("case", EXCLUSIONS)
+def test_a_rule_drops_the_cells_that_it_names_and_no_others(tmp_path, case):
+    axis, rule, dropped = EXCLUSIONS[case]
+    text = f"grid: {{{axis}, optimizer.lr: [0.1, 0.3]}}\n"
+
+    def cells(text):
+        return ["/".join(str(value) for value in point.settings.values()) for point in expand(grid(tmp_path, text))]
+
+    whole = cells(text)
+    left = cells(text + f"exclude: [{{{rule}, optimizer.lr: 0.3}}]\n")
+    assert [cell for cell in whole if cell not in left] == dropped and len(left) == len(whole) - len(dropped)
+
+
 def test_cells_are_checked_configs_with_names_seeds_and_hashes(tmp_path):
     from kl_comedy.config import config_hash, load_config
 

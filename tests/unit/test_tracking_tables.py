@@ -12,7 +12,7 @@ import pytest
 
 from kl_comedy.errors import UserError
 from kl_comedy.statistics import interval
-from kl_comedy.tracking.compare import band, summarize
+from kl_comedy.tracking.compare import band, compare_families, summarize
 from kl_comedy.tracking.runs import resolve
 from kl_comedy.tracking.tables import FORMATS, markdown, readable, render
 from kl_comedy.tracking.values import drop_repeats, mixed_code, separating_keys
@@ -35,6 +35,25 @@ def summary():
     ]
     frame = pd.DataFrame(rows, columns=[*GROUP, "status", *METRICS])
     return summarize(frame, GROUP, METRICS)
+
+
+@pytest.mark.parametrize("start", [None, "start"])
+def test_a_run_counts_once_on_a_frontier_whatever_points_it_has(start):
+    """Two families of three seeds and two betas, a run without KL a seed; two runs of the first family collapsed."""
+    rows = [
+        {"tags.kl.family": family, "tags.kl.beta": beta, "params.seed": seed, "kl": nats + 0.1 * seed}
+        for family, betas in (("k1", {"0.1": 4.0, "0.2": 2.0}), ("k3", {"0.1": 5.0, "0.2": 3.0}), ("no KL", {"0": 9.0}))
+        for beta, nats in betas.items()
+        for seed in range(3)
+    ]
+    frame = pd.DataFrame(rows).assign(reward=0.5, start=0.4)
+    frame["collapsed"] = (frame["tags.kl.family"] == "k1") & (frame["kl"] > 4.05)
+    table = compare_families(frame, [], "reward", "k3", "t", at_kl=("kl", [2.5, 3.5]), start=start)
+    counted = table.set_index(["kl.family", "at"])[["runs", "collapsed"]]
+    for at in ("KL 2.5", "KL 3.5"):
+        assert counted.loc[("k1", at)].tolist() == [9, 2], "six of its own, three without KL"
+        assert counted.loc[("k3", at)].tolist() == [9, 0]
+        assert counted.loc[("no KL", at)].tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("format", SUFFIX)

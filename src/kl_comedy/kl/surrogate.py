@@ -30,13 +30,15 @@ class TermParts:
 
     ``cost_BT`` and the weights are detached; ``pathwise_BT`` is differentiable. A cost that enters
     before the baseline is taken from here into the return, and only ``pathwise_BT`` stays a loss.
-    ``baseline_weight_BT`` is what a baseline of the cost is weighted by: the ratio up to the token.
+    ``baseline_weight_BT`` is what a baseline of the cost is weighted by: the ratio up to the token. ``cost_after_B`` is
+    the cost of a token after the end of its completion: with credit ``total`` the total, else 0.
     """
 
     cost_BT: Tensor
     weight_BT: Tensor
     baseline_weight_BT: Tensor
     pathwise_BT: Tensor
+    cost_after_B: Tensor
 
 
 def own_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor) -> Tensor:
@@ -119,6 +121,9 @@ def in_reward(
     value_BT, ratio_BT = value_BT.detach(), ratio_BT.detach()
     step_BT = ratio_BT * value_BT if per_decision else value_BT
     cost_BT = credit_costs(step_BT, credit, discount)
+    # Not the last column of the cost: a token after the end has no step of its own to be left out of the total.
+    total_B = step_BT.sum(-1)
+    cost_after_B = total_B if credit == "total" else torch.zeros_like(total_B)
     if pathwise_BT is not None:
         cost_BT = cost_BT - step_BT
     return TermParts(
@@ -126,13 +131,20 @@ def in_reward(
         weight_BT=torch.ones_like(ratio_BT) if per_decision else ratio_BT,
         baseline_weight_BT=up_to_BT.detach() if per_decision else ratio_BT,
         pathwise_BT=torch.zeros_like(value_BT) if pathwise_BT is None else pathwise_BT,
+        cost_after_B=cost_after_B,
     )
 
 
 def in_loss(value_BT: Tensor, ratio_BT: Tensor) -> TermParts:
     """A differentiated estimate, times its (differentiable or detached) ratio."""
     zeros_BT = torch.zeros_like(value_BT)
-    return TermParts(cost_BT=zeros_BT, weight_BT=zeros_BT, baseline_weight_BT=zeros_BT, pathwise_BT=ratio_BT * value_BT)
+    return TermParts(
+        cost_BT=zeros_BT,
+        weight_BT=zeros_BT,
+        baseline_weight_BT=zeros_BT,
+        pathwise_BT=ratio_BT * value_BT,
+        cost_after_B=zeros_BT.new_zeros(len(zeros_BT)),
+    )
 
 
 def kl_surrogate(

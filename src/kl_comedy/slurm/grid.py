@@ -284,12 +284,21 @@ def expand(grid: Grid) -> list[Point]:
 
 
 def _matches(rule: Mapping[str, Any], combination: Mapping[str, Value], seed: int | None) -> bool:
+    """Whether a combination has, for each key of the rule, the value or one of the values that the rule names."""
     for key, wanted in rule.items():
         value = combination.get(key, Value(raw=seed))
         allowed = wanted if isinstance(wanted, list) else [wanted]
-        if value.raw != wanted and value.label not in allowed and value.raw not in allowed:
+        by_value = any(_same_value(value.raw, each) for each in [wanted, *allowed])
+        # The label of a value without one is None, and null in a rule is the value null, not "no label".
+        by_label = value.label is not None and value.label in allowed
+        if not by_value and not by_label:
             return False
     return True
+
+
+def _same_value(raw: Any, wanted: Any) -> bool:
+    """Equal, and both or neither of them true or false: Python's ``True == 1`` would drop what a rule does not name."""
+    return bool(raw == wanted) and isinstance(raw, bool) == isinstance(wanted, bool)
 
 
 def _label_points(grid: Grid, chosen: Sequence[tuple[dict[str, Value], int | None]]) -> list[Point]:

@@ -129,8 +129,9 @@ def compare_families(
     is read off each seed's frontier (:func:`kl_comedy.statistics.reward_at_kl`), which begins at 0 nats with the
     reward of the column ``start`` if given. At equal beta, the baseline ``no KL`` is compared with every beta.
     ``p_holm`` is adjusted for all contrasts of the table (Holm), ``p_equivalent`` is of a difference within ``margin``.
-    Collapsed runs are in the means and counted. Raises :class:`UserError` where runs lack a seed, and for an unknown
-    baseline.
+    Collapsed runs are in the means and counted. ``runs`` and ``collapsed`` count each run of the family once, with
+    ``at_kl`` also those without KL, which are points of its frontier. Raises :class:`UserError` where runs lack a
+    seed, and for an unknown baseline.
     """
     import pandas as pd
 
@@ -173,22 +174,30 @@ def _at_beta(members: pd.DataFrame, metric: str) -> Cells:
 
 
 def _at_kl(members: pd.DataFrame, metric: str, kl: str, at_kl: Sequence[float], start: str | None) -> Cells:
-    families: dict[str, dict[Any, list[Point]]] = {}
+    # By family and seed. A run has one end, which counts as the run, and one start, which is a point and no run.
+    ends: dict[str, dict[Any, list[Point]]] = {}
+    starts: dict[str, dict[Any, list[Point]]] = {}
     for row in members.fillna({FAMILY: ""}).to_dict("records"):
         end = Point(kl=float(row[kl]), reward=float(row[metric]), collapsed=row.get("collapsed") is True)
-        points = families.setdefault(row[FAMILY], {}).setdefault(row[SEED], [])
-        points += [end] if start is None else [end, Point(kl=0.0, reward=float(row[start]))]
-    without_kl = families.get(NO_KL, {})
+        ends.setdefault(row[FAMILY], {}).setdefault(row[SEED], []).append(end)
+        if start is not None:
+            begin = Point(kl=0.0, reward=float(row[start]))
+            starts.setdefault(row[FAMILY], {}).setdefault(row[SEED], []).append(begin)
     cells: Cells = {}
-    for family, seeds in families.items():
-        if family != NO_KL:
-            seeds = {seed: [*points, *without_kl.get(seed, [])] for seed, points in seeds.items()}
-        collapsed = [point.collapsed for points in seeds.values() for point in points]
+    for family, seeds in ends.items():
+        on_frontier = [family] if family == NO_KL else [family, NO_KL]
+        runs: list[Point] = []
+        points: dict[Any, list[Point]] = {}
+        for seed in seeds:
+            of_seed = [point for name in on_frontier for point in ends.get(name, {}).get(seed, [])]
+            runs += of_seed
+            points[seed] = of_seed + [point for name in on_frontier for point in starts.get(name, {}).get(seed, [])]
+        collapsed = sum(run.collapsed for run in runs)
         for nats in at_kl:
-            read = {seed: reward_at_kl(points, nats) for seed, points in seeds.items()}
+            read = {seed: reward_at_kl(line, nats) for seed, line in points.items()}
             values = {seed: value for seed, value in read.items() if not isinstance(value, str)}
             counts: dict[str, Any] = {reason: list(read.values()).count(reason) for reason in ("outside", "gap")}
-            cells[family, f"KL {nats:g}"] = values, {"runs": len(collapsed), "collapsed": sum(collapsed), **counts}
+            cells[family, f"KL {nats:g}"] = values, {"runs": len(runs), "collapsed": collapsed, **counts}
     return cells
 
 

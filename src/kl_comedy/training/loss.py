@@ -179,8 +179,10 @@ def _update_parts(
     """
     early = (n for n, term in enumerate(plan.terms) if term.needs_update and betas[n] != 0)
     terms = {position: plan.terms[position] for position in early}
-    names, zeros_BT = ("cost_BT", "weight_BT", "baseline_weight_BT"), torch.zeros_like(mask_BT, dtype=torch.float64)
-    update = {n: TermParts(pathwise_BT=zeros_BT, **{name: zeros_BT.clone() for name in names}) for n in terms}
+    names = ("cost_BT", "weight_BT", "baseline_weight_BT")
+    zeros_BT = torch.zeros_like(mask_BT, dtype=torch.float64)
+    empty = {"pathwise_BT": zeros_BT, "cost_after_B": zeros_BT.new_zeros(len(zeros_BT))}
+    update = {n: TermParts(**empty, **{name: zeros_BT.clone() for name in names}) for n in terms}
     for packed, reference_passes in passed:
         for name in sorted({term.reference for term in terms.values()}):
             alike = {position: term for position, term in terms.items() if term.reference == name}
@@ -193,8 +195,7 @@ def _update_parts(
                 width = packed.ids_BT.shape[1]
                 for part in names:
                     getattr(update[position], part)[packed.positions, :width] = getattr(parts, part).double()
-                if term.credit == "total":
-                    update[position].cost_BT[packed.positions, width:] = parts.cost_BT[:, -1:].double()
+                update[position].cost_BT[packed.positions, width:] = parts.cost_after_B[:, None].double()
     for parts in update.values():
         for part in names:
             plan.packer.ranks.sum(getattr(parts, part))
