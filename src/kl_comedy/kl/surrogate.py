@@ -138,13 +138,9 @@ def in_reward(
 def in_loss(value_BT: Tensor, ratio_BT: Tensor) -> TermParts:
     """A differentiated estimate, times its (differentiable or detached) ratio."""
     zeros_BT = torch.zeros_like(value_BT)
-    return TermParts(
-        cost_BT=zeros_BT,
-        weight_BT=zeros_BT,
-        baseline_weight_BT=zeros_BT,
-        pathwise_BT=ratio_BT * value_BT,
-        cost_after_B=zeros_BT.new_zeros(len(zeros_BT)),
-    )
+    no_cost = {name: zeros_BT for name in ("cost_BT", "weight_BT", "baseline_weight_BT")}
+    no_cost["cost_after_B"] = zeros_BT[:, 0]
+    return TermParts(**no_cost, pathwise_BT=ratio_BT * value_BT)
 
 
 def kl_surrogate(
