@@ -1,0 +1,673 @@
+"""The bugs that ``tests/mutation.py`` plants: rules of :mod:`mutation_rules`, each planted at the one place it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug: what it does, the pattern it replaces, and what by.
+
+    ``inside``: text of the function or class it belongs to, where the pattern alone fits elsewhere too. ``tests``:
+    words for pytest; without any, the tests of the package that it is planted in.
+    """
+
+    name: str
+    old: str
+    new: str
+    inside: str | None = None
+    tests: str = ""
+
+
+EARLIER = (
+    Mutant(
+        "k2 without the half",
+        "0.5 * $log_ratio.square()",
+        "$log_ratio.square()",
+        inside="Half the squared log-ratio, ``l^2 / 2``: bias",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "k3 with the wrong sign",
+        "torch.expm1(-$log_ratio) + $log_ratio",
+        "torch.expm1($log_ratio) - $log_ratio",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "k_lambda with 1 - lam",
+        "$lam * torch.expm1(-$log_ratio)",
+        "(1 - $lam) * torch.expm1(-$log_ratio)",
+        inside="k_lambda",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "abs of nothing",
+        "return $log_ratio.abs()",
+        "return $log_ratio",
+        inside="The absolute log-ratio, ``|l|``: neither its ",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "to_go from the wrong end",
+        "$running_sum($cost_BT.flip(-1)).flip(-1)",
+        "$running_sum($cost_BT)",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "own credit takes all",
+        "$cost_BT = $cost_BT - $step_BT",
+        "pass",
+        inside="An estimate as a cost. ``ratio_BT`` weights t",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "reward cost not detached",
+        "$value_BT, $ratio_BT = $value_BT.detach(), $ratio_BT.detach()",
+        "$ratio_BT = $ratio_BT.detach()",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "loss without its ratio",
+        "keyword: pathwise_BT=$ratio_BT * $value_BT",
+        "keyword: pathwise_BT=$value_BT",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "surrogate outside the mask",
+        "return torch.where($batch.mask_BT, $surrogate_BT, 0.0)",
+        "return $surrogate_BT",
+        tests="tests/unit/test_loss_paths.py tests/unit/test_kl_term.py",
+    ),
+    Mutant(
+        "prefix shifted by one",
+        "return $_running_sum($_shifted($delta_BT, 1), $window).exp()",
+        "return $_running_sum($delta_BT, $window).exp()",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "window ignored",
+        "return $total_BT if $window is None else $total_BT - $_shifted($total_BT, $window)",
+        "return $total_BT",
+        tests="tests/unit/test_kl_term.py",
+    ),
+    Mutant(
+        "mask keeps what exceeds the cap",
+        "torch.where($ratio <= $cap, $ratio, torch.zeros_like($ratio))",
+        "torch.where($ratio > $cap, $ratio, torch.zeros_like($ratio))",
+        tests="tests/unit/test_kl_term.py",
+    ),
+    Mutant(
+        "sequence ratio without one token",
+        "$delta_BT.sum(-1, keepdim=True).exp()",
+        "$delta_BT[..., 1:].sum(-1, keepdim=True).exp()",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "Jensen-Shannon with the shares swapped",
+        "($share * $ref_V + (1 - $share) * $logp_V.exp() * $from_mixture_V)",
+        "((1 - $share) * $ref_V + $share * $logp_V.exp() * $from_mixture_V)",
+        tests="tests/unit/test_models_logprobs.py",
+    ),
+    Mutant(
+        "gradient of Jensen-Shannon with the shares swapped",
+        "$p.mul_($above).mul_((1 - $share) * $grad[:, None])",
+        "$p.mul_($above).mul_($share * $grad[:, None])",
+        tests="tests/unit/test_models_logprobs.py",
+    ),
+    Mutant(
+        "sampled tail without its weight",
+        "(torch.where($inside, 0.0, $logp - $drawn) for $logp in $pair)",
+        "(torch.where($inside, 0.0, $logp) for $logp in $pair)",
+        inside="Proof for ``sampled_tail``",
+        tests="tests/exact/test_top_k.py",
+    ),
+    Mutant(
+        "certainty in nats",
+        "($logp_V.exp() * $logp_V).sum(-1) / math.log($logp_V.shape[-1])",
+        "($logp_V.exp() * $logp_V).sum(-1)",
+        tests="tests/exact/test_weights_and_centring.py",
+    ),
+    Mutant(
+        "certainty is differentiated",
+        "$_wide(self.certainty_BT).detach()",
+        "$_wide(self.certainty_BT)",
+        tests="tests/exact/test_weights_and_centring.py",
+    ),
+    Mutant(
+        "the batch's mean counts a token too many",
+        "($sums[:, :1] / $sums[:, 1:])[$index]",
+        "($sums[:, :1] / ($sums[:, 1:] + 1))[$index]",
+        tests="tests/exact/test_weights_and_centring.py",
+    ),
+    Mutant(
+        "a term reads the initial policy for the teacher",
+        'self.references["initial" if $term.reference == "sampler" else $term.reference]',
+        'self.references["initial"]',
+        tests="tests/unit/test_loss_paths.py -k own_reference",
+    ),
+    Mutant(
+        "a baseline reads the initial policy for the teacher",
+        '$reference_passes["initial" if $name == "sampler" else $name]',
+        '$reference_passes["initial"]',
+        inside="By position, the parts over the whole update,",
+        tests="tests/unit/test_loss_paths.py -k own_reference",
+    ),
+    Mutant(
+        "the reference is never replaced by its KL",
+        "($s.$period is None or $step % $s.$period) and not $kl > $s.$most",
+        "$s.$period is None or $step % $s.$period",
+        tests="tests/unit/test_models_reference.py",
+    ),
+    Mutant(
+        "a target of the KL to the initial policy",
+        '$measured_kl($measured, $term.reference, "sequence")',
+        '$measured_kl($measured, "initial", "sequence")',
+        tests="tests/integration/test_trust_regions.py -k beta_aims",
+    ),
+    Mutant(
+        "a cost with a beta below 0 is lost",
+        "$term.needs_update and $betas[$n] != 0",
+        "$term.needs_update and $betas[$n] > 0",
+        tests="tests/unit/test_loss_paths.py -k enters_once",
+    ),
+    Mutant(
+        "schedule one update late",
+        "self.value = self.spec.at($step)",
+        "self.value = self.spec.at($step - 1)",
+        tests="tests/integration/test_training.py -k beta_of_its_step",
+    ),
+    Mutant(
+        "beta advances one update late",
+        "$state.advance($step + 1, $kl)",
+        "$state.advance($step, $kl)",
+        tests="tests/integration/test_training.py -k beta_of_its_step",
+    ),
+    Mutant(
+        "controller goes the wrong way",
+        "$measured_kl / self.target - 1.0",
+        "1.0 - $measured_kl / self.target",
+        tests="tests/unit/test_kl_term.py",
+    ),
+    Mutant(
+        "leave-one-out with itself",
+        "($sums_BT - $returns_BT) / ($size_B1 - 1)",
+        "$sums_BT / $size_B1",
+        tests="tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "population standard deviation",
+        "($squares_BT / ($size_B1 - 1)).sqrt()",
+        "($squares_BT / $size_B1).sqrt()",
+        tests="tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "gae forgets lambda",
+        "$running_B = $delta_BT[:, $t] + $gamma * $lam * $running_B",
+        "$running_B = $delta_BT[:, $t] + $gamma * $running_B",
+        tests="tests/unit/test_gae.py",
+    ),
+    Mutant(
+        "own baseline from its own completion",
+        "return $sums_GT[$index_B] - $values_BT",
+        "return $sums_GT[$index_B]",
+        tests="tests/exact/test_own_baseline.py",
+    ),
+    Mutant(
+        "clip bounds swapped",
+        "$bounded_BT = $ratio_BT.clamp(1.0 - $clip_low, 1.0 + $clip_high)",
+        "$bounded_BT = $ratio_BT.clamp(1.0 - $clip_high, 1.0 + $clip_low)",
+        tests="tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "maximum instead of minimum",
+        "-torch.minimum($ratio * $advantage, $bounded * $advantage)",
+        "-torch.maximum($ratio * $advantage, $bounded * $advantage)",
+        tests="tests/unit/test_policy_term.py tests/exact/test_policy_certificates.py tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "truncation ignored",
+        "torch.where($beyond_BT, torch.full_like($log_BT, $cap), $log_BT.exp())",
+        "$log_BT.exp()",
+        tests="tests/unit/test_policy_term.py tests/exact/test_policy_certificates.py tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "opsm masks the good ones",
+        "($sequence_mean($advantage_BT, $mask_BT) < 0)",
+        "($sequence_mean($advantage_BT, $mask_BT) > 0)",
+        tests="tests/unit/test_policy_term.py tests/exact/test_policy_certificates.py tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "trust regions mask what comes back",
+        "return $advantage_BT * $delta_BT > 0",
+        "return $advantage_BT * $delta_BT < 0",
+        tests="tests/unit/test_policy_term.py tests/exact/test_policy_certificates.py tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "prefix_budget counts what follows",
+        "$dropped($before($kl($delta)) > $budget, $delta)",
+        "$dropped($before($kl($delta).flip(-1)).flip(-1) > $budget, $delta)",
+        tests="tests/unit/test_policy_term.py tests/exact/test_policy_certificates.py tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "truncated rows stay in the denominator",
+        "$counts_B / ($counts_B * $tokens_B).sum().clamp(min=1.0)",
+        "$counts_B / $tokens_B.sum().clamp(min=1.0)",
+        tests="tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "sequence mean over the batch's tokens",
+        "$counts_B / $tokens_B.clamp(min=1.0) / $counts_B.sum().clamp(min=1.0)",
+        "$counts_B / $tokens_B.sum() / $counts_B.sum().clamp(min=1.0)",
+        tests="tests/unit/test_objective.py",
+    ),
+    Mutant(
+        "a step divided by the effective sample size",
+        '{"none": 1.0, "linear": $share, "sqrt": math.sqrt($share)}',
+        '{"none": 1.0, "linear": $share, "sqrt": 1 / math.sqrt($share)}',
+        tests="tests/integration/test_trust_regions.py -k effective_sample_size",
+    ),
+    Mutant(
+        "learning rate one update late",
+        "lambda $step: $lr_factor($settings, $step, $steps)",
+        "lambda $step: $lr_factor($settings, max($step - 1, 0), $steps)",
+        tests="tests/integration/test_training.py -k beta_of_its_step",
+    ),
+    Mutant(
+        "clip_norm ignored",
+        '$bound = self.config.optimizer.clip_norm or float("inf")',
+        '$bound = float("inf")',
+        tests="tests/integration/test_training.py -k clipped_gradient",
+    ),
+    Mutant(
+        "beta twice",
+        "$betas[$n] * $parts[$n].cost_BT",
+        "$betas[$n] ** 2 * $parts[$n].cost_BT",
+        tests="tests/unit/test_loss_paths.py tests/exact/test_oracle_in_training.py",
+    ),
+    Mutant(
+        "beta missing in the loss",
+        "$parts[$name] = $beta * $sum($surrogate, $micro.experience)",
+        "$parts[$name] = $sum($surrogate, $micro.experience)",
+        tests="tests/unit/test_loss_paths.py tests/exact/test_oracle_in_training.py",
+    ),
+    Mutant(
+        "cost added to the reward",
+        "$returns_BT - $cost_BT",
+        "$returns_BT + $cost_BT",
+        inside="``R - cost`` for each token, ``[B, T]``: ``co",
+        tests="tests/unit/test_objective.py tests/exact/test_oracle_in_training.py",
+    ),
+    Mutant(
+        "temperature missing in the head's backward",
+        "return $grad_nV if $plan.temperature == 1 else $grad_nV.div_($plan.temperature)",
+        "return $grad_nV",
+        tests="tests/unit/test_models_logprobs.py",
+    ),
+    Mutant(
+        "head backward skips the exact KL's mean",
+        "$share_n = $share_n - $kl_grad_n * $kl_n",
+        "$share_n = $share_n",
+        inside="The gradient ``[n, V]`` of the logits; ``grad",
+        tests="tests/unit/test_models_logprobs.py",
+    ),
+    Mutant(
+        "forward KL with the wrong sign",
+        "$grad_nV -= $logq_nV.exp().mul_($forward_grad_n[:, None])",
+        "$grad_nV += $logq_nV.exp().mul_($forward_grad_n[:, None])",
+        tests="tests/unit/test_models_logprobs.py",
+    ),
+    Mutant(
+        "temperature missing in the logits",
+        "($logits_nV if $temperature == 1 else $logits_nV.div_($temperature)).log_softmax(-1)",
+        "$logits_nV.log_softmax(-1)",
+        tests="tests/unit/test_models_logprobs.py",
+    ),
+    Mutant(
+        "the running sum of a GPU is a step short",
+        "$step < $values.shape[-1]",
+        "2 * $step < $values.shape[-1]",
+        tests="tests/unit/test_cuda.py",
+    ),
+    Mutant(
+        "completions forget their prompt's keys",
+        "torch.cat([$prompts.index_BT[$prompt], $own], 1)",
+        "torch.cat([$prompts.index_BT[$prompt] * 0, $own], 1)",
+        tests="tests/unit/test_models_shared_prefix.py",
+    ),
+    Mutant(
+        "paired by order",
+        "[$left[$key] - $right[$key] for $key in $left if $key in $right]",
+        "[x - y for x, y in zip($left.values(), $right.values())]",
+        tests="tests/unit/test_statistics.py",
+    ),
+    Mutant(
+        "array boundary off by one",
+        "$cell.index // $profile.max_array * $profile.max_array",
+        "($cell.index - 1) // $profile.max_array * $profile.max_array",
+        tests="tests/unit/test_sweep_status.py",
+    ),
+    Mutant(
+        "the first answer counts",
+        '$text.rpartition("<answer>")',
+        '$text.partition("<answer>")',
+        tests="tests/unit/test_rewards_battery.py tests/unit/test_rewards_text.py",
+    ),
+    Mutant(
+        "a minimum is not allowed",
+        '$value < $rules["minimum"]',
+        '$value <= $rules["minimum"]',
+        tests="tests/unit/test_config.py",
+    ),
+    Mutant(
+        "exclusion by any key",
+        "if not $by_value and not $by_label:\n    return False",
+        "pass",
+        tests="tests/unit/test_sweep_grid.py",
+    ),
+    Mutant(
+        "logarithmic range made linear",
+        "$first ** (1 - $share) * $last**$share",
+        "$first * (1 - $share) + $last * $share",
+        tests="tests/unit/test_sweep_grid.py",
+    ),
+    Mutant(
+        "--finished-in takes any run for the cell's",
+        "$cell.config_hash in $hashes",
+        "$hashes",
+        tests="tests/integration/test_sweep_local.py -k finished_in",
+    ),
+    Mutant(
+        "--append drops the rows of other runs",
+        '$each[~$each["run_id"].isin($ids)]',
+        '$each[$each["run_id"].isin($ids)]',
+        tests="tests/integration/test_results_export.py -k in_parts",
+    ),
+    Mutant(
+        "a group too old by one update is taken",
+        "$version - $group.oldest <= $s.limits.max_steps",
+        "$version - $group.oldest <= $s.limits.max_steps + 1",
+        tests="tests/unit/test_async_buffer.py",
+    ),
+    Mutant(
+        "a batch is drawn one update too early",
+        "self._next_number * $limits.updates - $limits.max_steps",
+        "self._next_number * $limits.updates - $limits.max_steps - 1",
+        tests="tests/unit/test_async_buffer.py",
+    ),
+    Mutant(
+        "engines never load newer weights",
+        "self.loaded = self.engines.load()",
+        "self.loaded = self.version if self.loaded >= 0 else self.engines.load()",
+        tests="tests/integration/test_asynchronous.py -k to_the_bit",
+    ),
+    Mutant(
+        "the value head's gradient of one rank",
+        "$sum($s.value_head.parameters(), $s.ranks, divisor=$factor)",
+        "None",
+        tests="tests/integration/test_matrix.py",
+    ),
+)
+"""Planted since the first review of the tests."""
+
+SURVIVED = (
+    Mutant(
+        "own baseline: ended completions are in the denominator",
+        "torch.where($mask, $parts.baseline_weight_BT, 0.0)",
+        "$parts.baseline_weight_BT",
+        tests="tests/unit/test_padding.py",
+    ),
+    Mutant(
+        "own baseline weighted without the cap",
+        '$weights("prefix", $delta, cap=$cap, cap_mode=$mode, window=$window)',
+        '$weights("prefix", $delta, window=$window)',
+        tests="tests/unit/test_kl_term.py",
+    ),
+    Mutant(
+        "a recipe's beta is that of its first term",
+        "tuple(dataclasses.replace($term, beta=$parse($beta, $key)) for $term in $terms)",
+        "(dataclasses.replace($terms[0], beta=$parse($beta, $key)), *$terms[1:])",
+        tests="tests/unit/test_kl_term.py",
+    ),
+    Mutant(
+        "a controlled beta ignores its maximum",
+        "min(max($beta * (1.0 + $s.gain * $error), $s.minimum), $s.maximum)",
+        "max($beta * (1.0 + $s.gain * $error), $s.minimum)",
+        tests="tests/unit/test_kl_term.py",
+    ),
+    Mutant(
+        "a discounted term claims the undiscounted target",
+        "$term.cap is not None and $term.cap < 1 or $term.discount != 1",
+        "$term.cap is not None and $term.cap < 1",
+        tests="tests/exact/test_claims.py",
+    ),
+    Mutant(
+        "the tail's mass in float32",
+        "1.0 - $logs.double().exp().sum(-1)",
+        "1.0 - $logs.exp().sum(-1)",
+        tests="tests/exact/test_top_k.py",
+    ),
+    Mutant(
+        "cppo weights by the padded length",
+        "($inside.sum(-1, keepdim=True) - 1).clamp(min=1)",
+        "$inside[:, :1] * 0 + $inside.shape[-1] - 1",
+        tests="tests/unit/test_padding.py",
+    ),
+    Mutant(
+        "betas are not restored on resume",
+        'for $beta, $value in zip($s.betas, $state["betas"], strict=True):\n    $beta.value = float($value)',
+        "pass",
+        tests="tests/integration/test_training.py -k killed_run",
+    ),
+    Mutant(
+        "the producer draws without its turn",
+        "$s._sampler.turn()",
+        "contextlib.nullcontext()",
+        tests="tests/unit/test_async_producer.py",
+    ),
+    Mutant(
+        "a recording drops the batch in use on resume",
+        "-(-$module.version // $updates($config))",
+        "$module.version // $updates($config)",
+        tests="tests/unit/test_recording.py",
+    ),
+    Mutant(
+        "an empty micro-batch has weight",
+        "$weight[$packed.positions].float() * (not $packed.empty)",
+        "$weight[$packed.positions].float()",
+        tests="tests/unit/test_loss_paths.py",
+    ),
+    Mutant(
+        "asynchronous groups keep their request's numbers",
+        "replace($row, rollout=replace($row.rollout, group_id=$position))",
+        "$row",
+        tests="tests/unit/test_async_producer.py",
+    ),
+    Mutant(
+        "the head's bias gets the gradient of the last chunk",
+        "$bias += $gradient.sum(0)",
+        "$bias = $gradient.sum(0)",
+        tests="tests/unit/test_models_logprobs.py",
+    ),
+    Mutant(
+        "staged weights share the learner's memory",
+        '$tensor.to("cpu", copy=True).contiguous()',
+        '$tensor.to("cpu").contiguous()',
+        tests="tests/unit/test_engines_parts.py",
+    ),
+    Mutant(
+        "AWS's temporary keys are not hidden",
+        "text: (AKIA|ASIA)",
+        "text: (AKIA)",
+        tests="tests/unit/test_secrets.py",
+    ),
+    Mutant(
+        "an adopted array loses its offset",
+        "[int($task) + int($offset)]",
+        "[int($task)]",
+        tests="tests/unit/test_sweep_status.py",
+    ),
+    Mutant(
+        "explain: SkyRL's reinforce++ is total",
+        "text: {of: advantage_estimator, gae: to_go, reinforce++: to_go, else: total}",
+        "text: {of: advantage_estimator, gae: to_go, else: total}",
+        tests="tests/exact/test_peers_readings.py",
+    ),
+    Mutant(
+        "TRL: the ratio is to the trainer's log-probs",
+        "torch.where(torch.isnan($sampler), $old, $sampler)",
+        "$old",
+        inside="NaN where vLLM recorded none",
+        tests="tests/peers/test_integration_trl.py",
+    ),
+)
+"""Planted by an outsider in November 2026, with the tests of that time passing. Two more of them are rules of BLIND."""
+
+BLIND = (
+    Mutant(
+        "a cosine schedule goes a quarter of the way round",
+        "0.5 * (1.0 - math.cos(math.pi * $done))",
+        "1.0 - math.cos(0.5 * math.pi * $done)",
+    ),
+    Mutant(
+        "a term with a batch baseline does not wait for the update's costs",
+        '$baseline in ("before", "own", "batch")',
+        '$baseline in ("before", "own")',
+    ),
+    Mutant(
+        "cap_mode each bounds the log-ratio by the cap itself",
+        "$delta.clamp(max=math.log($cap))",
+        "$delta.clamp(max=$cap)",
+    ),
+    Mutant(
+        "gae does not discount the next value",
+        "$reward($returns, $mask) + $gamma * $next - $value",
+        "$reward($returns, $mask) + $next - $value",
+    ),
+    Mutant(
+        "dropped sequences stay in the denominator of sequence_sum",
+        "$counts / ($counts.sum().clamp(min=1.0) * $constant)",
+        "$counts / (len($counts) * $constant)",
+    ),
+    Mutant(
+        "a pair counts whose worse completion has no verdict",
+        "$pairs & $judged[:, None] & $judged[None]",
+        "$pairs & $judged[:, None]",
+    ),
+    Mutant(
+        "a prefix sum of policy corrections counts the token itself",
+        "torch.nn.functional.pad($sum($cost)[:, :-1], (1, 0))",
+        "$sum($cost)",
+    ),
+    Mutant(
+        "an adapter is merged in the weights' own dtype",
+        "$weight.float() + $scaling * ($b.float() @ $a.float())",
+        "$weight + $scaling * ($b @ $a)",
+    ),
+    Mutant(
+        "a moving average is stored in the model's dtype",
+        "$weight.to(torch.promote_types($weight.dtype, torch.float32), copy=True)",
+        "$weight.clone()",
+    ),
+    Mutant(
+        "a last batch that is not used up is never requested",
+        "keyword: iterations=-(-$steps // $updates)",
+        "keyword: iterations=$steps // $updates",
+    ),
+    Mutant(
+        "a resumed run forgets which dropped prompts were to be drawn again",
+        '$buffer.$returned = deque($state["returned"])',
+        "$buffer.$returned = deque()",
+    ),
+    Mutant(
+        "a micro-batch takes one group more than its budget",
+        "$tokens($rows, $group) * (len($batch) + 1) > $budget",
+        "$tokens($rows, $group) * len($batch) > $budget",
+    ),
+    Mutant(
+        "the sampler's idle share is of its busy time",
+        "$idle / ($idle + $busy)",
+        "$idle / $busy",
+        inside="time/sampler_idle_share",
+    ),
+    Mutant("resubmit leaves out cells that were never submitted", "$missing = $states[3:]", "$missing = $states[4:]"),
+    Mutant(
+        "a sweep's report shows the first evaluation of a run",
+        "float($history[str($row.steps)])",
+        "float(list($history.values())[0])",
+    ),
+    Mutant(
+        "a range by step loses its end to rounding",
+        "math.floor($steps + 1e-9) + 1",
+        "math.floor($steps) + 1",
+    ),
+    Mutant(
+        "of more points than one upload takes the first are sent again",
+        "{$kind: $items[$start : $start + $size]}",
+        "{$kind: $items[:$size]}",
+    ),
+    Mutant(
+        "a spool with damaged lines hides as many lost ones",
+        "max($numbers, default=-1) + 1 - (len($events) - $damaged)",
+        "max($numbers, default=-1) + 1 - len($events)",
+    ),
+    Mutant("the column n is that of a group's first metric", '$lines["n"].max()', '$lines["n"].iloc[0]'),
+    Mutant(
+        "stop strings are measured in characters",
+        "len($text.encode())",
+        "len($text)",
+        inside="A string of n bytes spans at most n tokens",
+    ),
+    Mutant(
+        "a server's failures count over the whole run",
+        "$server.$failures, $server.$failure = 0, None",
+        "$server.$failure = None",
+    ),
+    Mutant(
+        "a sum of rewards has the status of its first part",
+        "max(($reward.status for $reward in $row), key=$statuses.index)",
+        "$row[0].status",
+    ),
+    Mutant(
+        "the length reward divides by full",
+        "(len($completion) - $free) / ($full - $free)",
+        "(len($completion) - $free) / $full",
+    ),
+    Mutant(
+        "a p-value adjusted by Holm exceeds 1", "min(1.0, $p * (len($order) - $rank))", "$p * (len($order) - $rank)"
+    ),
+    Mutant(
+        "maj@k votes over a last block that is too short",
+        "range(0, len($answers) - $k + 1, $k)",
+        "range(0, len($answers), $k)",
+    ),
+    Mutant(
+        "policy drop refuses the smallest lag that works",
+        '$lag.policy == "drop" and $lag.max_steps < $updates',
+        '$lag.policy == "drop" and $lag.max_steps <= $updates',
+    ),
+    Mutant(
+        "optimizer.betas may be 1",
+        "all(0 <= $beta < 1 for $beta in $betas)",
+        "all(0 <= $beta <= 1 for $beta in $betas)",
+    ),
+    Mutant(
+        "a batch over two epochs may hold one prompt twice",
+        "set($before[$items - $shared :])",
+        "set($before[$items - $shared + 1 :])",
+    ),
+    Mutant(
+        "a task's question is not compared with evaluation sets",
+        "{$normalize($text) for $text in ($problem.text, $question) if isinstance($text, str)}",
+        "{$normalize($problem.text)}",
+    ),
+    Mutant(
+        "records of later chunks are numbered from 0",
+        "keyword: start=$first",
+        "keyword: start=0",
+        inside="The likeliest choice is picked",
+    ),
+)
+"""Written from the code alone, before their author read a test or the rules above."""
+
+MUTANTS = EARLIER + SURVIVED + BLIND
