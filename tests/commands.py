@@ -211,7 +211,8 @@ def _main(words, cwd, env, modules, log):
     os.chdir(cwd)
     os.environ.clear()  # the server of forks may have been started within a run
     os.environ.update(env)
-    sys.argv = ["kl-comedy", *words]
+    program = Path(sys.executable).with_name("kl-comedy")  # which starts the further processes of a run
+    sys.argv = [str(program), *words]
     for module in modules:
         __import__(module)
     if words[0].endswith(".py"):

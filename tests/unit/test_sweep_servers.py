@@ -240,8 +240,8 @@ def test_a_cell_that_uses_no_server_fails_in_one_line(tmp_path, job, monkeypatch
 @pytest.mark.slow
 def test_a_cells_servers_come_from_its_config_and_are_started_again_when_killed(tmp_path, job, monkeypatch):
     folder, start = job
-    monkeypatch.setenv("VLLM_API_KEY", "of this job")
-    monkeypatch.setenv("KL_COMEDY_SERVER_KEY", "of this job")
+    monkeypatch.setenv("VLLM_API_KEY", "the key of this job")
+    monkeypatch.setenv("KL_COMEDY_SERVER_KEY", "the key of this job")
     settings = "rollout.backend: hf_server, train.threads: 1, rollout.options: {request_timeout_s: 20}"
     sweep = plan_sweep(tmp_path, f"overrides: {{{settings}}}\nseeds: 1\n")
     tasks = [start(index, (sweep.path, "0"), wait=120) for index in range(2)]
