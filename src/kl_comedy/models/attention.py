@@ -63,8 +63,8 @@ def use_layout_attention(model: nn.Module) -> bool:
 def attends_to_all(config: Any) -> bool:
     """Whether every layer attends to all tokens before it.
 
-    Configurations with ``layer_types`` say it of each layer, whatever their ``sliding_window``, which full layers do not
-    read. Those without (Mistral, Phi3) give all layers the window, if there is one.
+    Configurations with ``layer_types`` say it of each layer, whatever their ``sliding_window``, which full layers do
+    not read. Those without (Mistral, Phi3) give all layers the window, if there is one.
     """
     layer_types = getattr(config, "layer_types", None)
     if layer_types:

@@ -138,7 +138,6 @@ class _Plan:
         return self.log_softmax(hidden_NH[part], *head)
 
 
-
 def never_drawn(bias_V: Tensor | None) -> Tensor | None:
     """Where the head's bias is -inf; None where it is nowhere."""
     if bias_V is None:

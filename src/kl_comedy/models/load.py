@@ -1,8 +1,8 @@
 """Load a policy and its tokenizer from a :class:`ModelConfig`, ready to sample from and to train.
 
 Sources: ``pocket`` (built here), a local folder or a hub id, the last two also with a GGUF file; a folder with a PEFT
-adapter alone is merged with its base model once. Loading ends with a check that the chunked log-probs equal those of the
-model's own logits.
+adapter alone is merged with its base model once. Loading ends with a check that the chunked log-probs equal those of
+the model's own logits.
 """
 
 from __future__ import annotations
@@ -419,7 +419,10 @@ def _merged_key(config: ModelConfig, base: ModelConfig) -> str:
 
 
 def _write_merged(config: ModelConfig, base: ModelConfig, folder: Path) -> None:
-    """Write base and adapter as one model to ``folder``. Merged in float32: in 16 bits the sum would be rounded twice."""
+    """Write base and adapter as one model to ``folder``.
+
+    Merged in float32: in 16 bits the sum would be rounded twice.
+    """
     from peft import PeftModel
 
     model = load_base(replace(base, dtype="float32", lora=None, options={}))

@@ -40,8 +40,8 @@ from kl_comedy.models.load import (
     load_tokenizer,
     pick_device,
     source_folder,
-    whole_model,
     use_fast_linears,
+    whole_model,
 )
 from kl_comedy.models.lora import add_lora, base_name, initial_factor, is_lora_factor
 
