@@ -518,7 +518,7 @@ SURVIVED = (
         "torch.where(torch.isnan($sampler), $old, $sampler)",
         "$old",
         inside="NaN where vLLM recorded none",
-        tests="tests/peers/test_integration_trl.py",
+        tests="tests/peers/test_integration_trl.py::test_a_correction_is_to_the_samplers_log_probs_where_vllm_recorded_them",
     ),
 )
 """Planted by an outsider in November 2026, with the tests of that time passing. Two more of them are rules of BLIND."""
