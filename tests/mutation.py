@@ -100,6 +100,8 @@ def update_table(file: Path, name: str, row: str) -> None:
     table = [rows[mutant.name] for mutant in MUTANTS if mutant.name in rows]
     killed = sum(SURVIVED not in line for line in table)
     count = f"{killed} of {len(table)} found, each in its last run."
+    if len(table) < len(MUTANTS):
+        count += f" {len(MUTANTS) - len(table)} more rules of tests/mutants.py have no row: they have not been run."
     head = f"`python tests/mutation.py --markdown results/mutation/README.md`: {count}"
     title = ["# Planted bugs and the tests that find them", "", head, "", "<!-- unchecked: rerun -->", ""]
     file.write_text("\n".join([*title, "| bug | file | first test that fails |", "|---|---|---|", *table]) + "\n")
