@@ -668,7 +668,7 @@ BLIND = (
         inside="The likeliest choice is picked",
     ),
 )
-"""Written from the code alone, before their author read a test or the rules above; committed only after that. Two are of
-kinds that SURVIVED left out: an adapter merged in the weights' dtype, and stop strings in characters."""
+"""Written from the code alone, before their author read a test or the rules above; committed only after that. Two are
+of kinds that SURVIVED left out: an adapter merged in the weights' dtype, and stop strings in characters."""
 
 MUTANTS = EARLIER + SURVIVED + BLIND
