@@ -59,8 +59,13 @@ class ChoiceSet:
         return tuple(self.prompts[self.rows[row][0]].token_ids)
 
     def padded_length(self, batch: Sequence[int]) -> int:
-        """Tokens of a forward pass over the rows ``batch``."""
-        return len(batch) * max(len(self.prompt_ids(row)) + len(self.rows[row][1]) for row in batch)
+        """Tokens of a forward pass over the rows ``batch``, padding included.
+
+        Prompts and choices are padded apart: the longest of each may be of different rows.
+        """
+        longest_prompt = max(len(self.prompt_ids(row)) for row in batch)
+        longest_choice = max(len(self.rows[row][1]) for row in batch)
+        return len(batch) * (longest_prompt + longest_choice)
 
     def batches(self, budget: int, chunk: int | None = None) -> list[list[int]]:
         """Rows in batches of at most ``budget`` padded tokens (or one row), longest prompts first.

@@ -71,12 +71,16 @@ class SingleProcess(_FolderCheckpoints, SingleDeviceStrategy):
 
 
 class RankLauncher(_SubprocessScriptLauncher):
-    """Lightning's, which starts the other ranks of this node; ``on_start`` gets them in the place of its observer."""
+    """Lightning's launcher of the other ranks of this node, which hands them to ``on_start`` (a :class:`RankWatch`)."""
 
     on_start: Callable[[Sequence[Any]], None] | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """As Lightning's, which would kill this process too, without a word, where another ends."""
+        """Start the other ranks of this node, unless SLURM or torchrun has, and call ``function`` in this process.
+
+        The steps are those of Lightning's launcher, without its observer of the started ranks: when one of them ends,
+        the observer kills this process too, before it can say which rank was lost.
+        """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
