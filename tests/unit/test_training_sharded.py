@@ -141,14 +141,15 @@ def test_a_rank_that_computes_while_another_is_lost_is_interrupted_and_then_ende
     code = """
 import subprocess, sys, time, threading
 from kl_comedy.training import distributed
-distributed.POLL_S, distributed.INTERRUPT_AFTER_S, distributed.END_AFTER_S = 0.1, 0.3, 1.0
+distributed.POLL_S, distributed.INTERRUPT_AFTER_S, distributed.END_AFTER_S = 0.1, 0.3, 300.0
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 distributed.RankWatch(lambda: "; resume with: a command").watch_children([child])
-child.kill()
 try:
+    child.kill()
     time.sleep(60)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
+    distributed.END_AFTER_S = 1.0  # from here on, so that a slow machine has printed before it is ended
 threading.Event().wait(60)
 print("not reached")
 """
