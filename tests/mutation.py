@@ -16,6 +16,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -119,6 +120,8 @@ def main() -> int:
         for mutant in chosen:
             replaced(place_of(mutant), mutant.new)
         return 0
+    # A command in the background of a script ignores interrupts, and so would the tests, some of which interrupt a run.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     survivors = 0
     for mutant, (file, failure) in zip(
         chosen, ThreadPoolExecutor(options.jobs).map(first_failure, chosen), strict=True

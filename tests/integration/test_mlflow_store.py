@@ -203,6 +203,28 @@ def test_a_resume_from_before_what_mlflow_holds_replaces_the_run(start, uri, cap
     assert third.run_id not in (first.run_id, second.run_id) and steps(uri, third.run_id) == list(range(1, 7))
 
 
+def test_more_than_a_request_holds_is_uploaded_in_parts_each_once(start, uri, monkeypatch):
+    """More parameters, tags and points than MLflow takes in one request."""
+    many = {f"p{n:03}": str(n) for n in range(205)}
+    logger = start(flush_every=10**6, params=many, tags=many)
+    log_steps(logger, 1, 600)
+    sent = {"params": [], "tags": [], "metrics": []}
+    log_batch = logger._client.log_batch
+
+    def record(run_id, **items):
+        for kind, entries in items.items():
+            sent[kind] += [(entry.key, getattr(entry, "step", None)) for entry in entries]
+        return log_batch(run_id, **items)
+
+    monkeypatch.setattr(logger._client, "log_batch", record)
+    logger.finish()
+    for kind, entries in sent.items():
+        assert len(entries) == len(set(entries)), f"{kind} are sent again"
+    run = connect(uri).get_run(logger.run_id)
+    assert run.data.params.items() >= many.items() and run.data.tags.items() >= many.items()
+    assert steps(uri, logger.run_id) == list(range(1, 601))
+
+
 def test_an_interrupted_upload_is_repeated_without_duplicates(start, uri, monkeypatch):
     logger = start(flush_every=100)
     log_steps(logger, 1, 600)

@@ -151,6 +151,23 @@ def test_dropping_returns_prompts_and_bounds_the_buffer(simulation, moves):
         assert len(simulation.buffer.ready) <= simulation.terms.ready_groups
 
 
+def test_a_restored_buffer_has_all_that_the_old_one_had():
+    """With a prompt in each of the four places, and each of the counters above zero."""
+    limits = BufferLimits(prompts_per_batch=2, updates=1, iterations=9, max_steps=1, drop=True)
+    order = PromptOrder(20, 2, 0)
+    buffer = RolloutBuffer(limits, order.indices)
+    for version in (0, 4, 4):
+        drawn(buffer, version)
+    assert buffer.take(4) is not None, "the first batch is too old, the second is taken, the third is ready"
+    buffer.next_request(4)  # asks for the first batch's prompts again
+    buffer.returned.append(19)  # a prompt that is dropped while they are drawn
+    state = buffer.snapshot(plain)
+    assert all(state.values()), f"a place is empty: {state}"
+    restored = RolloutBuffer(limits, order.indices)
+    restored.restore(state, rich)
+    assert restored.snapshot(plain) == state
+
+
 def drawn(buffer, version):
     """The next request, answered at ``version``; its prompts, or None where there is none."""
     request = buffer.next_request(version)

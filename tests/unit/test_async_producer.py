@@ -99,6 +99,22 @@ def test_a_batch_and_an_evaluation_take_turns_in_the_engines(producer_of, policy
     assert {row.versions for row in rows} == {(1,)}, "an evaluation is of the newest weights"
 
 
+@pytest.mark.parametrize(("steps", "batches"), [(4, 2), (5, 3), (1, 1)])
+def test_the_last_batch_is_drawn_also_where_not_all_its_updates_are_made(producer_of, steps, batches):
+    two_updates = "algorithm.updates_per_batch=2"
+    producer, _ = producer_of(WatchedEngines(), two_updates, "lag.max_steps=2", f"train.steps={steps}")
+    assert producer.buffer.limits.iterations == batches
+
+
+def test_the_idle_share_is_of_the_whole_time(producer_of):
+    producer, sampler = producer_of(WatchedEngines(), "lag.max_steps=2")
+    sampler.publish(0)
+    rows = [Scored(rollout=rollout_of(PROMPTS[0], 0, 0), reward=Reward(value=0.0)) for _ in range(2)]
+    producer.buffer.ready.extend([Group(0, 0, tuple(rows)), Group(1, 0, tuple(rows))])
+    producer._seconds.update(idle=3e6, generate=0.75e6, score=0.25e6)  # so long that the threads' own seconds vanish
+    assert producer.take(0).metrics["time/sampler_idle_share"] == pytest.approx(0.75, rel=1e-3)
+
+
 def test_groups_of_several_requests_are_groups_of_their_own(producer_of):
     """One group is left of each of two requests, both the first of its request; one baseline must not be over both."""
     producer, sampler = producer_of(WatchedEngines(), "lag.max_steps=2", "lag.policy=drop")

@@ -116,6 +116,9 @@ WRONG_FILES = {
     "- 1": ["mapping of keys"],
     "seed: ${nowhere}": ["seed", "nowhere"],
     "optimizer: {betas: [0.9]}": ["optimizer.betas", "two numbers"],
+    "optimizer: {betas: [0.9, 1.0]}": ["optimizer.betas", "[0, 1)"],
+    "optimizer: {betas: [1.0, 0.9]}": ["optimizer.betas", "[0, 1)"],
+    "optimizer: {betas: [-0.1, 0.9]}": ["optimizer.betas", "[0, 1)"],
     "train: {eval_every: 5}": ["eval_every", "data.eval"],
 }
 WRONG_OVERRIDES = {
@@ -134,6 +137,14 @@ def test_a_mistake_is_one_clear_error(tmp_path, text):
     assert "\n" not in message
     for words in (WRONG_FILES | WRONG_OVERRIDES)[text]:
         assert words in message, message
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_drop_needs_a_lag_of_a_batch_s_updates_and_no_more(updates):
+    settings = ["lag.mode=async", "lag.policy=drop", f"algorithm.updates_per_batch={updates}"]
+    assert load_config(None, [*settings, f"lag.max_steps={updates}"]).lag.max_steps == updates
+    with pytest.raises(UserError, match=rf"lag\.max_steps.*at least {updates}"):
+        load_config(None, [*settings, f"lag.max_steps={updates - 1}"])
 
 
 def test_a_file_nested_too_deeply_is_one_line(tmp_path):

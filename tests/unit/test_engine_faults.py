@@ -77,6 +77,17 @@ def test_the_prompts_of_a_dead_server_are_asked_elsewhere(serve, connect):
     assert well.engine.label.endswith("/2")
 
 
+def test_a_server_may_fail_again_in_each_batch(serve, connect):
+    """``retries`` is of a batch: a run of many batches outlives a server that fails once in each."""
+    server = serve()
+    backend = connect(server, backend="vllm_server", retries=1)
+    before = draw(backend)
+    for _ in range(3):
+        server.faults = ["500"]
+        assert draw(backend) == before
+    assert backend.restarts == 3
+
+
 def test_when_no_server_is_left_the_run_fails_and_says_why(serve, connect):
     server = serve()
     backend = connect(server, retries=1, start_timeout_s=1)

@@ -404,6 +404,16 @@ def test_beta_enters_once():
         assert torch.allclose(below - without, -0.5 * (full - without), atol=1e-6), name
 
 
+@pytest.mark.parametrize("baseline", [baseline for baseline in BASELINES if baseline != "after"])
+def test_a_baseline_reaches_the_gradient(baseline):
+    """A baseline that is asked for and not computed leaves the gradient of a term without one."""
+    of_baseline, without = (
+        learn(pair(gpt2, torch.float64), [KLTerm("k1", credit="own", baseline=name)], TRAINED)
+        for name in (baseline, "after")
+    )
+    assert far(of_baseline, without) > 1e-3
+
+
 @pytest.mark.parametrize("baseline", ["after", "before", "own", "batch"])
 def test_a_term_is_against_its_own_reference(baseline):
     """To the teacher beside the initial policy as where the teacher is the initial policy."""

@@ -53,6 +53,15 @@ def test_weighted_sum_with_parts_and_worst_status(pool: RewardPool) -> None:
     ]
 
 
+@pytest.mark.parametrize("names", [("length", "math_verify"), ("math_verify", "length")])
+def test_the_status_is_the_worst_of_the_parts_in_any_order(pool: RewardPool, names: tuple[str, str]) -> None:
+    options = {"length": {"full": 100}, "math_verify": {}}
+    configs = [RewardConfig(name=name, options=options[name]) for name in names]
+    with RewardSum(configs, pool=pool) as rewards:
+        scored = rewards.score([rollout(text, "7") for text in ("\\boxed{7}", "none")])
+    assert [item.reward.status for item in scored] == ["ok", "unparseable"]
+
+
 @settings(max_examples=40, deadline=None)
 @given(weights=st.lists(st.floats(-10, 10), min_size=1, max_size=5), text=st.text(max_size=50))
 def test_the_value_is_the_weighted_sum_of_the_parts(weights: list[float], text: str) -> None:

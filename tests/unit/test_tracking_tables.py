@@ -56,6 +56,17 @@ def test_a_run_counts_once_on_a_frontier_whatever_points_it_has(start):
         assert counted.loc[("no KL", at)].tolist() == [3, 0]
 
 
+@pytest.mark.parametrize("missing", METRICS)
+def test_the_column_n_counts_the_runs_of_the_most_complete_metric(missing):
+    rows = [("grpo", "k3", "FINISHED", 0.50, 0.61), ("grpo", "k3", "FINISHED", 0.54, 0.66)]
+    frame = pd.DataFrame(rows, columns=[*GROUP, "status", *METRICS])
+    frame.loc[0, missing] = math.nan
+    (row,) = readable(summarize(frame, GROUP, METRICS), GROUP).to_dict("records")
+    assert row["n"] == 2
+    noted = [name for name, cell in row.items() if "(n=1)" in str(cell)]
+    assert noted == [missing.removeprefix("metrics.")]
+
+
 @pytest.mark.parametrize("format", SUFFIX)
 def test_golden(summary, format):
     shown = summary if format in ("csv", "json") else readable(summary, GROUP)

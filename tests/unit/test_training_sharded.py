@@ -136,12 +136,19 @@ def test_a_rank_that_failed_and_said_so_is_waited_for(watched):
     assert watch.lost(RuntimeError(GLOO)) == f"rank 1 (process {rank.pid}) was killed by SIGTERM"
 
 
-def test_a_rank_that_computes_while_another_is_lost_is_interrupted_and_then_ended():
-    """In a process of its own: the first wait can be interrupted, the second, as in a call to a library, cannot."""
+@pytest.mark.parametrize(
+    ("handler", "end_after_s", "printed"), [("default_int_handler", 300.0, "interrupted\n"), ("SIG_IGN", 1.0, "")]
+)
+def test_a_rank_that_computes_while_another_is_lost_is_interrupted_and_then_ended(handler, end_after_s, printed):
+    """In a process of its own: the first wait can be interrupted, the second, as in a call to a library, cannot.
+
+    A command in the background of a script ignores interrupts; it is ended all the same.
+    """
     code = """
-import subprocess, sys, time, threading
+import signal, subprocess, sys, time, threading
 from kl_comedy.training import distributed
-distributed.POLL_S, distributed.INTERRUPT_AFTER_S, distributed.END_AFTER_S = 0.1, 0.3, 300.0
+signal.signal(signal.SIGINT, getattr(signal, sys.argv[1]))
+distributed.POLL_S, distributed.INTERRUPT_AFTER_S, distributed.END_AFTER_S = 0.1, 0.3, float(sys.argv[2])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 distributed.RankWatch(lambda: "; resume with: a command").watch_children([child])
 try:
@@ -153,7 +160,8 @@ except KeyboardInterrupt:
 threading.Event().wait(60)
 print("not reached")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (1, "interrupted\n"), done.stderr
+    command = [sys.executable, "-c", code, handler, str(end_after_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (1, printed), done.stderr
     (line,) = done.stderr.splitlines()
     assert re.fullmatch(r"failed: rank 1 \(process \d+\) was killed by SIGKILL; resume with: a command", line)

@@ -1,0 +1,37 @@
+"""Micro-batches by a budget of padded tokens: every row once, none over the budget that could be smaller."""
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kl_comedy.training.packing import by_token_budget
+
+LENGTHS = st.integers(1, 9)
+PROMPTS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=4)), min_size=1, max_size=6)
+
+
+def rows_of(prompts):
+    """Rows of ``(tokens of the prompt, tokens of each completion)``; the n-th prompt is of the token n."""
+    return [
+        SimpleNamespace(
+            rollout=SimpleNamespace(prompt=SimpleNamespace(token_ids=(n,) * size), completion_ids=(1,) * length)
+        )
+        for n, (size, lengths) in enumerate(prompts)
+        for length in lengths
+    ]
+
+
+@given(PROMPTS, st.integers(1, 60))
+def test_every_row_is_in_one_micro_batch_within_the_budget(prompts, budget):
+    rows = rows_of(prompts)
+    batches = by_token_budget(rows, budget)
+    assert sorted(position for batch in batches for position in batch) == list(range(len(rows)))
+    for batch in batches:
+        tokens_of_prompts = {}
+        for position in batch:
+            rollout = rows[position].rollout
+            counted = tokens_of_prompts.get(rollout.prompt.token_ids, len(rollout.prompt.token_ids))
+            tokens_of_prompts[rollout.prompt.token_ids] = counted + len(rollout.completion_ids)
+        padded = max(tokens_of_prompts.values()) * len(tokens_of_prompts)
+        assert padded <= budget or len(batch) == 1, "only a row that is over the budget by itself may exceed it"
