@@ -669,6 +669,7 @@ BLIND = (
     ),
 )
 """Written from the code alone, before their author read a test or the rules above; committed only after that. Two are
-of kinds that SURVIVED left out: an adapter merged in the weights' dtype, and stop strings in characters."""
+of kinds that SURVIVED left out: an adapter merged in the weights' dtype, and stop strings in characters. In a first run
+by their author, over a part of the tests, 15 of the 30 were found (docs/findings.md)."""
 
 MUTANTS = EARLIER + SURVIVED + BLIND
