@@ -11,6 +11,7 @@ import typer
 from kl_comedy.cli.common import (
     Overrides,
     Plugins,
+    check_config,
     choice_option,
     command_line,
     load_plugins,
@@ -48,6 +49,7 @@ def audit(
     """
     load_plugins(plugin)
     load_run_plugins(config, given=plugin)
+    check_config(config, overrides)  # before the trainer's packages are imported, which takes seconds
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -68,12 +68,14 @@ def reproduce(
     from kl_comedy.tracking import provenance_tags, verify
     from kl_comedy.tracking.runs import open_runs
     from kl_comedy.tracking.store import clean_path
-    from kl_comedy.training.run import train as run_training
-    from kl_comedy.training.run_folder import PLUGIN_FOLDER, PluginRecord, load_stored_plugins, stored_record
 
     console = Console(stderr=True)
     allowed = verify.parse_tolerance(tolerance)
     row = verify.find_run(uri, run)
+    # After the store has the run: these imports take seconds.
+    from kl_comedy.training.run import train as run_training
+    from kl_comedy.training.run_folder import PLUGIN_FOLDER, PluginRecord, load_stored_plugins, stored_record
+
     tags = {str(name).removeprefix("tags."): str(tag) for name, tag in row.items() if str(name).startswith("tags.")}
     run_id, status = str(row["run_id"]), str(row["status"]).lower()
     if status != "finished":

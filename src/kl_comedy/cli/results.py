@@ -25,7 +25,7 @@ import typer
 
 from kl_comedy.cli.common import check_choice, choice_option, command_line, message, print_rows
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.io import atomic_write
+from kl_comedy.io import atomic_write, existing_file
 from kl_comedy.redaction import redact_command
 
 if TYPE_CHECKING:
@@ -639,6 +639,7 @@ def verify(
         if bad := [row for row in verdicts if row["verdict"] in ("changed", "failed")]:
             raise RunFailed(f"{len(bad)} tables of {table} differ from their exports")
         return
+    existing_file(table, "TABLE")  # before the store is read, which takes seconds
     runs = Source(uri=uri).runs()
     verdicts = checks.verify(uri, runs, table)
     bad = [row for row in verdicts if row["verdict"] != "same"]
