@@ -25,6 +25,7 @@ from kl_comedy.kl import (
 )
 from kl_comedy.kl.corrections import weights_of
 from kl_comedy.kl.term import CAP_MODES, CREDITS
+from kl_comedy.kl.term_rules import RULES
 from kl_comedy.registry import CORRECTIONS, RECIPES
 
 GOOD = {
@@ -74,30 +75,52 @@ def test_low_precision_is_promoted():
     assert kl_surrogate(KLTerm("k3", placement="loss"), **low).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"estimator": "exact", "level": "sequence"}, "level sequence has none"),
-        ({"estimator": "k1", "placement": "loss", "credit": "own"}, "credit"),
-        ({"estimator": "k1", "placement": "loss", "baseline": "after"}, "baseline"),
-        ({"estimator": "k1", "placement": "loss", "anchor": "behaviour"}, "no gradient"),
-        ({"estimator": "k1", "gradient": "k2"}, "gradient"),
-        ({"estimator": "k1", "cap": 2.0}, "correction is none"),
-        ({"estimator": "k1", "level": "sequence", "credit": "to_go"}, "one cost"),
-        ({"estimator": "k1", "level": "sequence", "correction": "prefix"}, "per-token costs"),
-        ({"estimator": "k1", "baseline": "before", "correction": "token"}, "weight it twice"),
-        ({"estimator": "exact", "reference": "sampler"}, "full distribution"),
-        ({"estimator": "k1", "anchor": "behaviour", "reference": "sampler"}, "zero everywhere"),
-        ({"estimator": "k1", "window": 2}, "has no prefix"),
-        ({"estimator": "exact", "input_clamp": 1.0}, "reads none"),
-        ({"estimator": "k1", "correction": "token", "cap": 1.2, "cap_mode": "clip"}, "credit: own"),
-        ({"estimator": "k1", "credit": "own", "correction": "token", "cap": 2.5, "cap_mode": "clip"}, "[2 - cap, cap]"),
-    ],
-)
-def test_impossible_terms_give_their_reason(fields, reason):
+SAMPLER = {"reference": "sampler"}
+BREAKS = {
+    "cap_without_ratio": {"cap": 2.0},
+    "clip_of_more_than_a_token": {"correction": "token", "cap": 1.2, "cap_mode": "clip"},
+    "clip_outside_its_range": {"credit": "own", "correction": "token", "cap": 2.5, "cap_mode": "clip"},
+    "input_clamp_without_log_ratio": {"estimator": "exact", "input_clamp": 1.0},
+    "window_without_prefix": {"window": 2},
+    "tail_weighted_twice": {"estimator": "top_k", "correction": "prefix"},
+    "whole_vocabulary_of_a_sequence": {"estimator": "exact", "level": "sequence"},
+    "discount_without_later_costs": {"credit": "own", "discount": 0.5},
+    "exact_baseline_of_an_exact_cost": {"estimator": "exact", "baseline": "exact"},
+    "exact_baseline_without_distribution": {"baseline": "exact", **SAMPLER},
+    "batch_baseline_of_another_cost": {"baseline": "batch"},
+    "weight_power_without_weight": {"weight_power": 2.0},
+    "weight_of_a_sequence": {"level": "sequence", "weight": "policy"},
+    "weight_without_distribution": {"weight": "policy", **SAMPLER},
+    "recorded_whole_vocabulary": {"estimator": "exact", "anchor": "behaviour"},
+    "samplers_whole_vocabulary": {"estimator": "exact", **SAMPLER},
+    "k2_gradient_of_an_exact_value": {"estimator": "exact", "placement": "loss", "gradient": "k2"},
+    "correction_by_token_of_a_sequence": {"level": "sequence", "correction": "prefix"},
+    "sampler_to_itself": {"anchor": "behaviour", **SAMPLER},
+    "credit_in_loss": {"placement": "loss", "credit": "own"},
+    "baseline_in_loss": {"placement": "loss", "baseline": "after"},
+    "recorded_in_loss": {"placement": "loss", "anchor": "behaviour"},
+    "token_ratio_of_a_sequence_in_loss": {"placement": "loss", "level": "sequence", "correction": "token"},
+    "gradient_in_reward": {"gradient": "k2"},
+    "partial_credit_of_a_sequence": {"level": "sequence", "credit": "to_go"},
+    "corrected_twice": {"baseline": "before", "correction": "token"},
+}
+"""By the name of each rule, the fields of a term (of k1 where they name no estimator) that breaks it first."""
+
+
+def test_every_rule_has_a_term_that_breaks_it():
+    assert list(BREAKS) == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_rule_is_an_error_with_its_message(name):
+    fields = {"estimator": "k1", **BREAKS[name]}
+    (rule,) = [rule for rule in RULES if rule.name == name]
     with pytest.raises(UserError, match="impossible KL term") as error:
         parse_record(KLTerm, fields, key="kl.0")
-    assert reason in str(error.value) and str(error.value).startswith("kl.0")
+    message = str(error.value)
+    assert message.startswith("kl.0")
+    fixed_words = rule.message.split("{")[0] or rule.message.split("}")[-1]
+    assert fixed_words in message
 
 
 @pytest.mark.parametrize(

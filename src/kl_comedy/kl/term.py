@@ -18,7 +18,8 @@ from kl_comedy.errors import UserError, unknown_key
 from kl_comedy.kl import corrections as _corrections  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl import estimators as _estimators  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl.beta import Beta, BetaSchedule, BetaTarget, parse_beta
-from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
+from kl_comedy.kl.term_rules import broken_rule
+from kl_comedy.registry import ESTIMATORS, Entry
 
 LEVELS = ("token", "sequence")
 PLACEMENTS = ("reward", "loss")
@@ -136,8 +137,9 @@ class KLTerm:
                 object.__setattr__(self, "credit", "to_go" if self.level == "token" else "total")
             if self.baseline is None:
                 object.__setattr__(self, "baseline", "after")
-        reason = _why_impossible(self)
-        if reason:
+        rule = broken_rule(self)
+        if rule is not None:
+            reason = rule.message.format(term=self)
             raise UserError(f"impossible KL term {self.label()}: {reason}")
 
     @property
@@ -225,67 +227,3 @@ def estimator_defaults(estimator: Entry[Any]) -> dict[str, Any]:
 
 def _short(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
-
-
-def _why_impossible(term: KLTerm) -> str | None:
-    """The reason why a combination has no meaning, or None."""
-    exact = term.needs != "log_ratio"
-    correction = CORRECTIONS.get(term.correction).facts
-    if term.cap is not None and term.correction == "none":
-        return "cap bounds the ratio of a correction, and correction is none"
-    if term.cap_mode == "clip" and (term.credit != "own" or exact or correction.get("scope") != "token"):
-        return "cap_mode: clip drops a token by its own ratio and cost; use credit: own, correction: token, a sampled k"
-    if term.cap_mode == "clip" and not 1 < (term.cap or 0) < 2:
-        return "cap_mode: clip bounds the ratio to [2 - cap, cap]; cap must be between 1 and 2"
-    if term.input_clamp is not None and exact:
-        return f"input_clamp bounds a log-ratio, and {term.estimator} reads none"
-    if term.window is not None and correction.get("scope") != "prefix":
-        return f"window limits the ratios of a prefix, and correction {term.correction} has no prefix"
-    if term.needs == "top_k" and correction.get("scope") != "none" and correction.get("own", True):
-        return f"{term.estimator} has the ratio of its own token in its tail; use none or prefix_previous"
-    if exact and term.level == "sequence":
-        return f"{term.estimator} sums over the vocabulary at each prefix, and level sequence has none"
-    if term.discount != 1 and term.credit != "to_go":
-        return f"discount fades the costs of later tokens, and credit is {term.credit}; use credit: to_go"
-    if term.baseline == "exact" and exact:
-        return f"{term.estimator} has no noise that the exact KL of the prefix could take away; leave baseline out"
-    if term.baseline == "exact" and term.reference == "sampler":
-        return "baseline: exact needs the sampler's full distribution, which rollouts do not carry"
-    if term.baseline == "batch" and (exact or term.credit != "own"):
-        return "baseline: batch centres the token's own sampled estimate; use credit: own and a sampled estimator"
-    if term.weight == "none" and term.weight_power != 1:
-        return "weight_power is the exponent of weight, and weight is none"
-    if term.weight != "none" and term.level == "sequence":
-        return "weight is of a token, and level sequence has one estimate for the whole completion"
-    if term.weight != "none" and term.reference == "sampler":
-        return "weight needs a full distribution beside the policy's pass, and reference: sampler has none"
-    if exact and term.anchor == "behaviour":
-        return f"{term.estimator} needs the full distribution, and rollouts record sampled log-probs only"
-    if exact and term.reference == "sampler":
-        return f"{term.estimator} needs the sampler's full distribution, which rollouts do not carry"
-    if exact and term.gradient == "k2":
-        return f"{term.estimator} already has the gradient of its own KL; gradient: k2 is for sampled estimates"
-    if term.level == "sequence" and term.correction not in ("none", "sequence", "token", "token_detached"):
-        return f"correction {term.correction} weights per-token costs, and level sequence has one cost"
-    if term.anchor == "behaviour" and term.reference == "sampler":
-        return "the log-ratio of the sampler to itself is zero everywhere"
-    if term.placement == "loss":
-        if term.credit is not None:
-            return "credit says which costs weight a score, and a term in loss has no score; leave credit out"
-        if term.baseline is not None:
-            return "baseline is about costs in the reward; leave baseline out"
-        if term.anchor == "behaviour":
-            return "log-probs frozen at rollout carry no gradient, so a term in loss would do nothing"
-        if term.level == "sequence" and term.correction in ("token", "token_detached"):
-            return f"correction {term.correction} is per token, and level sequence has one ratio; use sequence"
-        return None
-    if term.gradient != "natural":
-        return "gradient is for terms in loss; in reward the estimate is a detached cost"
-    if term.level == "sequence" and term.credit != "total":
-        return f"level sequence has one cost for the whole completion, so credit must be total, not {term.credit}"
-    if term.baseline == "before" and term.correction != "none" and correction.get("weights") != "cost":
-        return (
-            f"before the baseline the cost is part of the reward, and the policy loss weights its score; "
-            f"correction {term.correction} would weight it twice (use baseline: after)"
-        )
-    return None
