@@ -1,6 +1,7 @@
 """The commands a user types, one after the other: train, table, plot, export, evaluate."""
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -174,3 +175,13 @@ def test_the_trained_policy_evaluates_to_what_the_run_measured(trained):
     }
     assert len(logged) == 6 + 6 + 1 + 12 + 2 and logged["kl/exact_reverse_token"] > 0
     assert {name: row[name] for name in logged} == pytest.approx(logged, rel=1e-3, abs=1e-7)
+
+
+def test_the_help_shows_at_most_twenty_commands_in_four_panels(kl_comedy):
+    code, out, _ = kl_comedy("--help")
+    assert code == 0
+    panels = re.findall(r"╭─ (\w+) ─", out)
+    assert panels == ["Options", "Ask", "Train", "Sweep", "Results"]
+    shown = re.findall(r"^│ ([a-z-]+) ", out[out.index("Ask") :], flags=re.MULTILINE)
+    assert {"certify", "train", "sweep", "results"} <= set(shown) and len(shown) <= 20
+    assert not {"cell", "sweep-report"} & set(shown), "jobs run these; nobody types them"

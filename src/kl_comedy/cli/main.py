@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -39,27 +40,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="The reference laboratory for KL regularization in RL of language models.",
 )
-app.command("list")(catalog.list_parts)
-for command in (
-    audit.audit,
-    catalog.doctor,
-    certify.certify,
-    check.check,
-    evaluate.evaluate,
-    explain.explain,
-    export.export,
-    export.reproduce,
-    init.init,
-    plan.plan,
-    sweep.sweep,
-    sweep.status,
-    sweep.resubmit,
-    sweep.cancel,
-    sweep_job.cell,
-    sweep_job.sweep_report,
-):
-    app.command()(command)
-app.add_typer(results.app, name="results")
 
 
 def _print_version(wanted: bool) -> None:
@@ -77,7 +57,6 @@ def main(
     """Options before the command."""
 
 
-@app.command()
 def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins = None) -> None:
     """Train a policy under the KL configuration of CONFIG.
 
@@ -87,6 +66,42 @@ def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins =
     from kl_comedy.cli.summary import train_and_show
 
     train_and_show(loaded, stderr_console(), command_line())
+
+
+# The help shows commands by what a user wants to do, and in each panel in the order in which they are used.
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    "Ask": {
+        "certify": certify.certify,
+        "explain": explain.explain,
+        "check": check.check,
+        "plan": plan.plan,
+        "audit": audit.audit,
+        "list": catalog.list_parts,
+        "doctor": catalog.doctor,
+    },
+    "Train": {
+        "init": init.init,
+        "train": train,
+        "evaluate": evaluate.evaluate,
+        "export": export.export,
+    },
+    "Sweep": {
+        "sweep": sweep.sweep,
+        "status": sweep.status,
+        "resubmit": sweep.resubmit,
+        "cancel": sweep.cancel,
+    },
+    "Results": {
+        "reproduce": export.reproduce,
+    },
+}
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel)(command)
+app.add_typer(results.app, name="results", rich_help_panel="Results")
+# What a sweep's jobs run; not for typing.
+app.command("cell", hidden=True)(sweep_job.cell)
+app.command("sweep-report", hidden=True)(sweep_job.sweep_report)
 
 
 def _quiet_libraries() -> None:
