@@ -88,6 +88,11 @@ class UnfinishedCell:
         return self.submission is not None and self.cancelled_at > self.submission.time
 
     @property
+    def cancelled_by_slurm(self) -> bool:
+        """Whether SLURM says so, for example because an administrator did it."""
+        return self.job is not None and self.job.state == "CANCELLED"
+
+    @property
     def waits_for_first_attempt(self) -> bool:
         """Whether it was submitted, and no attempt of that submission has been recorded."""
         if self.submission is None:
@@ -339,6 +344,7 @@ def unfinished_state(cell: UnfinishedCell) -> tuple[str, str]:
 
 
 def _state_before_first_attempt(cell: UnfinishedCell, submission: Submission) -> tuple[str, str]:
+    """The state and the reason of a cell that was submitted, and of which nothing more is recorded."""
     if cell.cancelled:
         return "CANCELLED", "cancelled before it began"
     if submission.local:
@@ -347,19 +353,18 @@ def _state_before_first_attempt(cell: UnfinishedCell, submission: Submission) ->
         return "PENDING", ""
     if cell.job is None:
         return "DIED", f"job {submission.job} left the queue before it began"
-    reason = cell.job.why or cell.job.state
-    if cell.job.state == "CANCELLED":
-        return "CANCELLED", reason
-    return "DIED", reason
+    if cell.cancelled_by_slurm:
+        return "CANCELLED", cell.job.reason
+    return "DIED", cell.job.reason
 
 
 def _state_after_attempt(cell: UnfinishedCell, attempt: Attempt) -> tuple[str, str]:
+    """The state and the reason of a cell with an attempt, of which SLURM does not say that it is alive."""
     submitted_here = cell.submission is not None and cell.submission.local
     if submitted_here and cell.has_open_attempt and not is_dead(attempt.process):
         return "RUNNING", ""
 
-    cancelled_by_slurm = cell.job is not None and cell.job.state == "CANCELLED"
-    if cell.cancelled or cancelled_by_slurm:
+    if cell.cancelled or cell.cancelled_by_slurm:
         return "CANCELLED", attempt.reason or "cancelled"
 
     if attempt.code == REQUEUE_EXIT_CODE:
@@ -370,10 +375,9 @@ def _state_after_attempt(cell: UnfinishedCell, attempt: Attempt) -> tuple[str, s
         return "DIED", attempt.reason
 
     # Killed by a signal, or the node is gone: nobody was left to write a message.
-    if cell.job is None:
-        reason = f"the process is gone from {attempt.node}"
-    else:
-        reason = cell.job.why or cell.job.state
+    reason = f"the process is gone from {attempt.node}"
+    if cell.job is not None:
+        reason = cell.job.reason
     return "DIED", f"ended without a message: {reason}"
 
 

@@ -41,6 +41,11 @@ class JobState:
     def active(self) -> bool:
         return self.state in ACTIVE
 
+    @property
+    def reason(self) -> str:
+        """Why it is in this state; the state itself where SLURM gives no reason."""
+        return self.why or self.state
+
 
 KEYS_OF_REFUSALS = {
     "job array specification": "max_array",
