@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kl_comedy.errors import UserError
 from kl_comedy.slurm.local import by_seed
 from kl_comedy.slurm.manifest import Sweep, read_sweep, write_sweep
-from kl_comedy.slurm.scripts import Container, Profile, Servers, array_ranges, read_profile, render, share_out
+from kl_comedy.slurm.profile import Container, Profile, Servers, read_profile
+from kl_comedy.slurm.scripts import array_ranges, render, share_out
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"

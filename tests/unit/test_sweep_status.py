@@ -11,7 +11,8 @@ from fake_slurm import FakeSlurm, plan_sweep
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.slurm import local, submit
 from kl_comedy.slurm.manifest import Submission, read_sweep
-from kl_comedy.slurm.scripts import Profile, read_profile, scripts
+from kl_comedy.slurm.profile import Profile, read_profile
+from kl_comedy.slurm.scripts import scripts
 from kl_comedy.slurm.status import cell_metrics, missing_work, read_status
 from kl_comedy.tracking.provenance import process_tags
 

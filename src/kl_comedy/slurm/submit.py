@@ -16,7 +16,8 @@ from pathlib import Path
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.slurm.manifest import Manifest, Submission, Sweep
-from kl_comedy.slurm.scripts import Array, Profile, array_ranges, arrays, scripts
+from kl_comedy.slurm.profile import Profile
+from kl_comedy.slurm.scripts import Array, array_ranges, arrays, scripts
 
 TIMEOUT_S = 60
 ACTIVE = frozenset(
