@@ -503,8 +503,8 @@ SURVIVED = (
     ),
     Mutant(
         "an adopted array loses its offset",
-        "[int($task) + int($offset)]",
-        "[int($task)]",
+        "$cells.append(int($task) + int($offset))",
+        "$cells.append(int($task))",
         tests="tests/unit/test_sweep_status.py",
     ),
     Mutant(

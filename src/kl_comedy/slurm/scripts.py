@@ -78,6 +78,7 @@ def share_out(limit: int | None, lengths: Sequence[int]) -> list[int | None]:
     >>> share_out(9, [2, 1])
     [2, 1]
     """
+    # SLURM limits the tasks of one array and not those of several, so that the limit is divided among them.
     if limit is None or len(lengths) == 1:
         return [limit] * len(lengths)
     shares = [1] * len(lengths)
@@ -229,7 +230,7 @@ def launcher(shape: JobShape, *, gpus: int, folders: Sequence[str]) -> str:
 
 
 def _pyxis_options(container: Container, folder: str, mounts: Sequence[str]) -> list[str]:
-    """Options of srun. Pyxis mounts nothing by itself, and needs both sides of each mount."""
+    """Options of srun. A mount of one path stands for the same path on both sides."""
     pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
     return [
         f"--container-image={container.image}",
