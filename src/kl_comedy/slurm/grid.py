@@ -139,7 +139,9 @@ def read_grid(path: Path, name: str | None = None) -> Grid:
     """Read a grid file; ``name`` replaces its name. Raises :class:`UserError` naming the key at fault."""
     if name is not None and slug(name) != name:
         raise bad_value("--name", name, f"{NAME}, since it names a folder")
+    # A key without a value is as good as absent: its default counts.
     raw = {key: item for key, item in read_yaml(path, "grid").items() if item is not None}
+    # Its settings are copied into the manifest.
     refuse_secrets(raw)
     raw.setdefault("name", path.stem)
     if name:

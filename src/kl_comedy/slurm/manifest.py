@@ -346,6 +346,7 @@ def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
         for name, content in plugins.archive.items():
             source = content.decode("utf-8", "replace")
             atomic_write(sweep.path / "plugins" / name, redact_source(source))
+        # Written last: a folder without a manifest is not yet a sweep, and planning again writes all of it.
         text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
         atomic_write(sweep.path / FILE, text + "\n", private=True)
     except OSError as error:
@@ -473,6 +474,7 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         name=grid.name,
         directory=str(directory.resolve()),
         base=grid.base,
+        # The text with the files that the base extends, because they may change too.
         base_sha256=hashlib.sha256(standalone_text(Path(grid.base)).encode()).hexdigest(),
         plugins=tuple(str(file.resolve()) for file in plugins),
         evaluate=evaluate,

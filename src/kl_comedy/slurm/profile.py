@@ -227,12 +227,14 @@ class Profile(JobShape):
 
 
 SHAPE_KEYS = {item.name for item in dataclasses.fields(JobShape)}
+"""The keys that shapes take over from their profile. The others belong to the whole site."""
 
 
 def read_profile(name_or_path: str) -> Profile:
     """The profile in a file, or of a name in slurm/profiles. Raises :class:`UserError` with the nearest name."""
     path = profile_file(name_or_path)
     raw = read_yaml(path, "profile")
+    # Its values are copied into scripts.
     with error_prefix(str(path)):
         refuse_secrets(raw)
     raw_shapes = raw.pop("shapes", None) or []

@@ -23,6 +23,7 @@ from kl_comedy.slurm.submit import JobState, Work
 from kl_comedy.tracking.provenance import is_dead
 from kl_comedy.tracking.spool import UNREADABLE, decode_event
 
+# What is not missing comes first: MISSING is the rest, from PLANNED on.
 STATES = ("FINISHED", "RUNNING", "PENDING", "PLANNED", "STOPPED", "FAILED", "DIED", "CANCELLED")
 MISSING = STATES[3:]
 """The states that ``resubmit`` runs again."""
@@ -136,6 +137,7 @@ def read_status(sweep: Sweep) -> SweepStatus:
     submissions = sweep.submissions()
     training = _newest_submissions(submissions, "train")
     evaluation = _newest_submissions(submissions, "evaluate")
+    # SLURM is asked once for all cells: a sweep may have thousands.
     jobs, notes = _ask_slurm(sweep, _slurm_tasks(training) | _slurm_tasks(evaluation))
 
     cancelled_at = sweep.cancelled_at()
@@ -224,6 +226,7 @@ def _ask_slurm(sweep: Sweep, tasks: set[str]) -> tuple[dict[str, JobState], tupl
     try:
         ended_jobs = submit.accounting(sorted(tasks - jobs.keys()))
     except (UserError, RunFailed) as error:
+        # A site may have no accounting database; squeue's answer counts all the same.
         return jobs, (f"jobs that left the queue cannot be looked up: {error}",)
     return {**ended_jobs, **jobs}, ()
 
@@ -360,8 +363,8 @@ def _state_before_first_attempt(cell: UnfinishedCell, submission: Submission) ->
 
 def _state_after_attempt(cell: UnfinishedCell, attempt: Attempt) -> tuple[str, str]:
     """The state and the reason of a cell with an attempt, of which SLURM does not say that it is alive."""
-    submitted_here = cell.submission is not None and cell.submission.local
-    if submitted_here and cell.has_open_attempt and not is_dead(attempt.process):
+    is_local = cell.submission is not None and cell.submission.local
+    if is_local and cell.has_open_attempt and not is_dead(attempt.process):
         return "RUNNING", ""
 
     if cell.cancelled or cell.cancelled_by_slurm:

@@ -20,6 +20,7 @@ from kl_comedy.slurm.profile import Profile
 from kl_comedy.slurm.scripts import Array, array_ranges, arrays, scripts
 
 TIMEOUT_S = 60
+"""How long a command of SLURM may take to answer."""
 ACTIVE = frozenset(
     {
         "PENDING",
@@ -177,6 +178,7 @@ def create_stores(manifest: Manifest) -> None:
         try:
             store.ensure_experiment(store.connect(uri), uri, experiment)
         except Exception as error:
+            # MLflow passes on what a database or a server raises.
             raise RunFailed(f"the results store cannot be created: {store.first_line(error)}") from error
 
 
@@ -304,7 +306,9 @@ def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, dependency: str
 
 def cancel(sweep: Sweep, jobs: Sequence[str]) -> None:
     """Cancel ``jobs`` of the sweep, running or not, and record it."""
+    # Recorded first: a cell that ends at once must count as cancelled, not as failed.
     sweep.record_cancel()
+    # Arrays, and not each of their tasks.
     scancel(sorted({job.split("_")[0] for job in jobs}))
 
 
