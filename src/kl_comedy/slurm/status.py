@@ -70,18 +70,25 @@ class SweepStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnfinishedCell:
-    """Everything that is known about a cell whose run has not finished."""
+class CellHistory:
+    """What submissions, attempts and SLURM say about a cell. Whether its run has finished is in the run's folder."""
 
     index: int
-    attempt: Attempt | None
-    """The newest attempt, of whichever submission."""
+    attempts: Sequence[Attempt]
+    """Oldest first, of whichever submission."""
     submission: Submission | None
     """The newest submission that contains the cell."""
     job: JobState | None
     """SLURM's answer about the submission's task; None if SLURM does not know it (any more)."""
     cancelled_at: float
     """When the sweep was last cancelled, in seconds since the epoch; 0 if never."""
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest attempt."""
+        if not self.attempts:
+            return None
+        return self.attempts[-1]
 
     @property
     def cancelled(self) -> bool:
@@ -152,15 +159,14 @@ def read_status(sweep: Sweep) -> SweepStatus:
         job = None
         if submission is not None:
             job = jobs.get(submission.task(cell.index))
-        attempts = sweep.attempts(cell.index)
-        unfinished = UnfinishedCell(
+        history = CellHistory(
             index=cell.index,
-            attempt=attempts[-1] if attempts else None,
+            attempts=sweep.attempts(cell.index),
             submission=submission,
             job=job,
             cancelled_at=cancelled_at,
         )
-        rows.append(_cell_status(sweep, cell, run, files, unfinished, len(attempts)))
+        rows.append(_cell_status(sweep, cell, run, files, history))
 
     evaluating = set()
     for index, submission in evaluation.items():
@@ -258,10 +264,8 @@ def _read_cell_files(sweep: Sweep, cell: Cell, run: Path | None) -> _CellFiles:
     )
 
 
-def _cell_status(
-    sweep: Sweep, cell: Cell, run: Path | None, files: _CellFiles, unfinished: UnfinishedCell, attempts: int
-) -> CellStatus:
-    """The row of a cell. ``unfinished`` describes it in case its run has not finished."""
+def _cell_status(sweep: Sweep, cell: Cell, run: Path | None, files: _CellFiles, history: CellHistory) -> CellStatus:
+    """The row of a cell in ``kl-comedy status``."""
     step = files.step
     reward = files.reward
     if files.summary.get("status") == "FINISHED":
@@ -271,8 +275,8 @@ def _cell_status(
         state = "FINISHED"
         why = _why_not_evaluated(sweep, cell, files)
     else:
-        state, why = unfinished_state(unfinished)
-    if state == "PENDING" and unfinished.attempt is not None:
+        state, why = unfinished_state(history)
+    if state == "PENDING" and history.attempt is not None:
         started_again = f"started again at update {step}"
         why = f"{started_again} ({why})" if why else started_again
 
@@ -285,9 +289,9 @@ def _cell_status(
         steps=cell.steps,
         reward=reward,
         evaluated=files.evaluated,
-        node=_node_of(unfinished),
-        job=_job_of(unfinished),
-        attempts=attempts,
+        node=_node_of(history),
+        job=_job_of(history),
+        attempts=len(history.attempts),
         why=why,
         run=None if run is None else str(run),
     )
@@ -303,7 +307,7 @@ def _why_not_evaluated(sweep: Sweep, cell: Cell, files: _CellFiles) -> str:
     return f"evaluation: {attempts[-1].reason}"
 
 
-def _node_of(cell: UnfinishedCell) -> str:
+def _node_of(cell: CellHistory) -> str:
     """Where the cell runs, else where its newest attempt ran; empty before the first."""
     if cell.job is not None and cell.job.state == "RUNNING" and cell.job.node:
         return cell.job.node
@@ -312,7 +316,7 @@ def _node_of(cell: UnfinishedCell) -> str:
     return ""
 
 
-def _job_of(cell: UnfinishedCell) -> str:
+def _job_of(cell: CellHistory) -> str:
     """The task that SLURM has for the cell, else that of its newest attempt; empty for a cell of a local manager."""
     if cell.submission is not None and not cell.submission.local:
         return cell.submission.task(cell.index)
@@ -321,7 +325,7 @@ def _job_of(cell: UnfinishedCell) -> str:
     return ""
 
 
-def unfinished_state(cell: UnfinishedCell) -> tuple[str, str]:
+def unfinished_state(cell: CellHistory) -> tuple[str, str]:
     """The state of a cell whose run has not finished, and why.
 
     The order is the order of trust. SLURM's word about a live job comes first: the files of a killed node are out of
@@ -346,7 +350,7 @@ def unfinished_state(cell: UnfinishedCell) -> tuple[str, str]:
     return _state_after_attempt(cell, cell.attempt)
 
 
-def _state_before_first_attempt(cell: UnfinishedCell, submission: Submission) -> tuple[str, str]:
+def _state_before_first_attempt(cell: CellHistory, submission: Submission) -> tuple[str, str]:
     """The state and the reason of a cell that was submitted, and of which nothing more is recorded."""
     if cell.cancelled:
         return "CANCELLED", "cancelled before it began"
@@ -361,7 +365,7 @@ def _state_before_first_attempt(cell: UnfinishedCell, submission: Submission) ->
     return "DIED", cell.job.reason
 
 
-def _state_after_attempt(cell: UnfinishedCell, attempt: Attempt) -> tuple[str, str]:
+def _state_after_attempt(cell: CellHistory, attempt: Attempt) -> tuple[str, str]:
     """The state and the reason of a cell with an attempt, of which SLURM does not say that it is alive."""
     is_local = cell.submission is not None and cell.submission.local
     if is_local and cell.has_open_attempt and not is_dead(attempt.process):
