@@ -37,7 +37,7 @@ RANGE_KEYS = ("from", "to", *SPACINGS)
 MAX_VALUES = 100_000
 """A range with more values than this is a typing mistake."""
 MAX_CELLS = 100_000
-"""Also the most seeds."""
+"""The most cells of a grid, and the most seeds."""
 MAX_COMPARISONS = 1_000_000
 """Cells times exclusions; a million take about two seconds."""
 MAX_AXES = 200
@@ -47,16 +47,17 @@ MAX_NAMESAKES = 100
 MAX_NUMBER = 1e100
 """The largest number of a range. Differences and powers of larger ones are beyond what a float holds."""
 RESERVED = ("name", "output", "resume")
-"""Keys that a sweep sets itself."""
-NAME = "letters, digits, '.', '_' and '-'"
+"""Keys of a config that a sweep sets itself."""
+NAME_CHARACTERS = "letters, digits, '.', '_' and '-'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """One value of a key. ``label`` is the name that the user gave it; None where he gave none."""
+    """One value of a key."""
 
     raw: Any
     label: str | None = None
+    """The name that the user gave it, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +107,14 @@ class Grid:
 
         excludable = [*self.grid, "seed"]
         for position, rule in enumerate(self.exclude):
-            for key in set(rule).difference(excludable):
-                raise bad_value(f"exclude.{position}", key, excludable, "an exclusion names keys of the grid")
+            for key in rule:
+                if key not in excludable:
+                    raise bad_value(f"exclude.{position}", key, excludable, "an exclusion names keys of the grid")
 
 
 def _check_folder_name(key: str, name: str) -> None:
     if slug(name) != name:
-        raise bad_value(key, name, f"{NAME}, since it names a folder")
+        raise bad_value(key, name, f"{NAME_CHARACTERS}, since it names a folder")
     if len(name) > MAX_NAME:
         raise bad_value(key, name, f"at most {MAX_NAME} characters, since it names a folder")
 
@@ -136,9 +138,9 @@ def _parse_seeds(seeds: Any) -> list[int]:
 
 
 def read_grid(path: Path, name: str | None = None) -> Grid:
-    """Read a grid file; ``name`` replaces its name. Raises :class:`UserError` naming the key at fault."""
+    """Read a grid file; ``name`` replaces its name. Raises :class:`UserError` that names the key at fault."""
     if name is not None and slug(name) != name:
-        raise bad_value("--name", name, f"{NAME}, since it names a folder")
+        raise bad_value("--name", name, f"{NAME_CHARACTERS}, since it names a folder")
     # A key without a value is as good as absent: its default counts.
     raw = {key: item for key, item in read_yaml(path, "grid").items() if item is not None}
     # Its settings are copied into the manifest.
@@ -184,7 +186,7 @@ def _read_values(key: str, item: Any) -> list[Value]:
         return [Value(raw=number) for number in _parse_range(f"grid.{key}", item)]
     for name in item:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)):
-            raise bad_value(f"grid.{key}", name, f"names of {NAME}")
+            raise bad_value(f"grid.{key}", name, f"names of {NAME_CHARACTERS}")
     return [Value(raw=raw, label=str(name)) for name, raw in item.items()]
 
 

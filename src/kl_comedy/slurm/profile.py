@@ -76,7 +76,7 @@ def _check_server_command(command: str) -> None:
     starts_vllm = any("vllm" in word for word in words)
     has_guard = any(GUARD in word for word in words)
     if starts_vllm and not has_guard:
-        why = "every route must want the key, those that replace weights too, which vLLM's own check leaves open"
+        why = "every route must require the key, also those that replace weights, which vLLM's own check leaves open"
         raise bad_value("command", command, f"a vLLM server started with --middleware {GUARD}", why)
     if any(word.startswith(("--api-key", "--api_key")) for word in words):
         why = "everyone on the node can list a process's arguments"
@@ -195,7 +195,7 @@ class JobShape:
 
 @dataclass(kw_only=True)
 class Profile(JobShape):
-    """A site. Every field is a key of the profile's file; ``name`` is by default the file's."""
+    """A site. Every field is a key of the profile's file; ``name`` is by default the name of that file."""
 
     name: str
     max_parallel: int | None = option(None, minimum=1)
@@ -204,11 +204,11 @@ class Profile(JobShape):
 
     @property
     def all_shapes(self) -> list[JobShape]:
-        """The profile itself, then its shapes: each with every key of the profile it does not change."""
+        """The profile itself, then its shapes, each with the keys of the profile that it does not change."""
         return [self, *self.shapes]
 
     def shape_for(self, cell: Cell) -> JobShape:
-        """The shape whose nodes and tasks are those of the cell's config; a :class:`UserError` without."""
+        """The shape whose nodes and tasks are those of the cell's config. Raises :class:`UserError` without one."""
         for shape in self.all_shapes:
             if shape.size == cell.size:
                 return shape

@@ -109,9 +109,9 @@ def scripts(sweep: Sweep, profile: Profile, cells: Sequence[Cell]) -> dict[str, 
 def render(sweep: Sweep, shape: JobShape, stage: str) -> str:
     """The batch script of ``stage``: an array over cells for train and evaluate, a single job for report.
 
-    Training takes what the shape asks for; evaluation one task with one GPU where there are any; the report none.
-    Servers come with whatever samples, on nodes of their own or beside the worker on its one node. Raises
-    :class:`UserError` for a path that a script cannot hold.
+    Training takes what the shape asks for; evaluation takes one task, with one GPU where there are any; the report
+    takes no GPU. Training and evaluation sample, so that both have the shape's servers: on nodes of their own, or
+    beside the worker on its one node. Raises :class:`UserError` for a path that a script cannot hold.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -206,7 +206,7 @@ def _server_words(sweep: Sweep, servers: Servers) -> str:
 
 
 def stage_command(sweep: Sweep, stage: str, index: int | None = None) -> list[str]:
-    """The words after ``python``; an array's index is appended by whoever runs it."""
+    """The words after ``python``. Without ``index`` the caller, as the batch script, appends the cell's."""
     words = ["-m", "kl_comedy.cli", *STAGE_WORDS[stage], str(sweep.path)]
     if index is not None:
         words.append(str(index))
@@ -214,7 +214,7 @@ def stage_command(sweep: Sweep, stage: str, index: int | None = None) -> list[st
 
 
 def launcher(shape: JobShape, *, gpus: int, folders: Sequence[str]) -> str:
-    """What stands between srun and our words: a container where there is one, and python."""
+    """The words between srun and the arguments of python: how the container starts, where there is one, and python."""
     container = shape.container
     if container is None:
         return shlex.quote(shape.python)
