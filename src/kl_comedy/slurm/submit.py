@@ -261,10 +261,11 @@ def _submit_jobs(
     """Call ``submit_job`` for one job after another; yield stage, array (None: the report) and id of each."""
     limits = [limit for limit in (sweep.manifest.max_parallel, profile.max_parallel) if limit is not None]
     limit = min(limits, default=None)
-    train_cells = [sweep.cell(index) for index in work.train]
-    trained_cells = [sweep.cell(index) for index in work.evaluate]
+    # Both before the first job: they raise an error for a cell that the profile has no shape for.
+    training = arrays([sweep.cell(index) for index in work.train], profile, limit)
+    evaluation = arrays([sweep.cell(index) for index in work.evaluate], profile, limit)
     jobs: list[str] = []
-    for array in arrays(train_cells, profile, limit):
+    for array in training:
         train_job = submit_job(_sbatch_words(sweep, "train", array, ""))
         jobs.append(train_job)
         yield "train", array, train_job
@@ -273,7 +274,7 @@ def _submit_jobs(
             job = submit_job(_sbatch_words(sweep, "evaluate", array, f"aftercorr:{train_job}"))
             jobs.append(job)
             yield "evaluate", array, job
-    for array in arrays(trained_cells, profile, limit):
+    for array in evaluation:
         job = submit_job(_sbatch_words(sweep, "evaluate", array, ""))
         jobs.append(job)
         yield "evaluate", array, job
