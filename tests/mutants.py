@@ -503,8 +503,8 @@ SURVIVED = (
     ),
     Mutant(
         "an adopted array loses its offset",
-        "[int($task) + int($offset)]",
-        "[int($task)]",
+        "$cells.append(int($task) + int($offset))",
+        "$cells.append(int($task))",
         tests="tests/unit/test_sweep_status.py",
     ),
     Mutant(
@@ -593,7 +593,7 @@ BLIND = (
     Mutant("resubmit leaves out cells that were never submitted", "$missing = $states[3:]", "$missing = $states[4:]"),
     Mutant(
         "a sweep's report shows the first evaluation of a run",
-        "float($history[str($row.steps)])",
+        "float($history[str($steps)])",
         "float(list($history.values())[0])",
     ),
     Mutant(

@@ -24,13 +24,15 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments"
 
 PROBABILITY_STEPS = 2.0**52
-"""A probability is summed as a whole multiple of 1 / this: exact in float64, and finer than a float32."""
+"""Probabilities are summed as whole multiples of 1 / this number: exact in float64, and finer than a float32."""
 
 
 def set_variables() -> None:
     """Set :data:`VARIABLES` where the user has not. Call before torch is imported."""
     for name, value in VARIABLES.items():
-        if name != "PYTORCH_CUDA_ALLOC_CONF" or "PYTORCH_ALLOC_CONF" not in os.environ:
+        # torch has two names for the allocator's settings; the user may have used the other.
+        has_other_name = name == "PYTORCH_CUDA_ALLOC_CONF" and "PYTORCH_ALLOC_CONF" in os.environ
+        if not has_other_name:
             os.environ.setdefault(name, value)
 
 
@@ -40,7 +42,10 @@ def allocator_settings(environment: Mapping[str, str]) -> str:
     >>> allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     'expandable_segments:True'
     """
-    return next((environment[name] for name in ALLOCATOR_VARIABLES if environment.get(name)), "")
+    for name in ALLOCATOR_VARIABLES:
+        if environment.get(name):
+            return environment[name]
+    return ""
 
 
 def shareable_settings(settings: str) -> str | None:
@@ -53,13 +58,19 @@ def shareable_settings(settings: str) -> str | None:
     >>> shareable_settings("max_split_size_mb:512") is None
     True
     """
-    fields = [field.strip() for field in settings.split(",") if field.strip()]
-    changed = []
-    for field in fields:
+    changed = False
+    fields = []
+    for text in settings.split(","):
+        field = text.strip()
         name, _, value = field.partition(":")
-        is_on = name.strip() == EXPANDABLE and value.strip().lower() in ("true", "1")
-        changed.append(f"{EXPANDABLE}:False" if is_on else field)
-    return None if changed == fields else ",".join(changed)
+        if name.strip() == EXPANDABLE and value.strip().lower() in ("true", "1"):
+            field = f"{EXPANDABLE}:False"
+            changed = True
+        if field:
+            fields.append(field)
+    if not changed:
+        return None
+    return ",".join(fields)
 
 
 _sharing = threading.Lock()
@@ -67,11 +78,11 @@ _sharing = threading.Lock()
 
 @contextlib.contextmanager
 def shareable_memory() -> Iterator[None]:
-    """GPU memory allocated inside can be opened by another process.
+    """GPU memory that is allocated in this context can be opened by another process.
 
     Memory of expandable segments is passed as a file descriptor of this process, which containers without privileges
     and Ubuntu's default protection of processes refuse to another one (pytorch#165685), and which opens slowly. With
-    the setting off torch's allocator takes none of its expandable blocks, cached ones neither. The setting belongs to
+    the setting off torch's allocator uses none of its expandable blocks, not even cached ones. The setting belongs to
     the whole process: one thread at a time changes it.
     """
     settings = allocator_settings(os.environ)
@@ -81,7 +92,7 @@ def shareable_memory() -> Iterator[None]:
         return
     import torch
 
-    set_allocator: Any = torch._C._accelerator_setAllocatorSettings  # type: ignore[attr-defined]
+    set_allocator: Any = torch._C._accelerator_setAllocatorSettings
     with _sharing:
         set_allocator(shareable)
         try:
@@ -91,11 +102,16 @@ def shareable_memory() -> Iterator[None]:
 
 
 def leave_memory_unfilled() -> None:
-    """Do not fill new memory with NaN, as torch does under determinism: everything is written before it is read. FSDP
-    takes new memory for every layer; torch's profiler gave the filling 7 % of an update of two ranks on a CPU."""
-    from torch.utils import deterministic
+    """Do not fill new memory with NaN, as torch does under determinism: everything is written before it is read.
 
-    deterministic.fill_uninitialized_memory = False
+    FSDP takes new memory for every layer: with two ranks on a CPU, the filling took 7 % of an update (torch's
+    profiler).
+    """
+    import torch.utils.deterministic
+
+    # Any: torch makes the setting a property of the module's class, which types do not show.
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -104,10 +120,11 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def running_sum(values: Tensor) -> Tensor:
-    """``values.cumsum(-1)``, differentiable; torch refuses that on a GPU under determinism, for want of a fixed order.
+    """``values.cumsum(-1)``, differentiable.
 
-    On a GPU each element adds the one that stands 1, 2, 4, ... places before it, in log2 of the width steps. Neither
-    autocast nor TF32 changes an addition, as they would a triangular product.
+    Under determinism torch refuses a cumsum on a GPU, because its order is not fixed. There each element adds the one
+    that stands 1, 2, 4, ... places before it: as many steps as the base-2 logarithm of the width. A product with a
+    triangular matrix would be shorter, but autocast and TF32 change products; they do not change additions.
     """
     if not on_gpu(values):
         return values.cumsum(-1)
@@ -123,18 +140,19 @@ def running_sum(values: Tensor) -> Tensor:
 def running_probability(probability: Tensor) -> Tensor:
     """The running sum of probabilities along the last axis in float64, never decreasing, equal where one is zero.
 
-    On a GPU as whole numbers: these have the same sum in any order, so torch's is deterministic. Overwrites a float64
-    ``probability``.
+    On a GPU the sum is over whole numbers, which have the same sum in any order, so torch's is deterministic.
+    Overwrites a float64 ``probability``.
     """
     if not on_gpu(probability):
         return probability.double().cumsum_(-1)
-    return (probability.double() * PROBABILITY_STEPS).long().cumsum(-1).double() / PROBABILITY_STEPS
+    whole = (probability.double() * PROBABILITY_STEPS).long()
+    return whole.cumsum(-1).double() / PROBABILITY_STEPS
 
 
 def wide_product(rows_MK: Tensor, columns_KN: Tensor) -> Tensor:
-    """``rows @ columns`` of two 16-bit matrices, summed in float32, which the result ``[M, N]`` keeps.
+    """``rows @ columns`` of two 16-bit matrices ``[M, K]`` and ``[K, N]``, summed in float32; the result is float32.
 
-    A product of two bfloat16 numbers is exact in float32, so CPU and GPU differ in the order of the sums alone.
+    A product of two bfloat16 numbers is exact in float32, so CPU and GPU differ only in the order of the sums.
     """
     import torch
 

@@ -45,25 +45,40 @@ class ChildProcess:
         cwd: str | Path | None = None,
     ) -> None:
         self.log = log
-        supervisor = [sys.executable, "-P", __file__] if ends_with_parent else []
+        if ends_with_parent:
+            # -P keeps this file's folder off the module path: its io.py and statistics.py are not Python's.
+            command = [sys.executable, "-P", __file__, *command]
+        stdin = subprocess.DEVNULL
+        if pipes or ends_with_parent:
+            # The supervisor reads it until it closes, which the kernel does when this process ends.
+            stdin = subprocess.PIPE
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         with open(log or os.devnull, "ab") as output:
+            # None: inherited.
+            stdout: BinaryIO | int | None = None
+            stderr = None
+            if log is not None:
+                stdout = output
+                stderr = subprocess.STDOUT
+            if pipes:
+                stdout = subprocess.PIPE
             self._process = subprocess.Popen(
-                [*supervisor, *command],
-                stdin=subprocess.PIPE if pipes or ends_with_parent else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if pipes else (output if log is not None else None),
-                stderr=subprocess.STDOUT if log is not None else None,
+                command,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
                 bufsize=0,
                 env=None if env is None else dict(env),
                 cwd=cwd,
                 start_new_session=True,
             )
-        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+        self.stdin = self._process.stdin
+        self.stdout = self._process.stdout
 
     @property
     def pid(self) -> int:
-        """Of the command (of its supervisor with ``ends_with_parent``); also the number of the process group."""
+        """The id of the command, or of its supervisor (``ends_with_parent``). It is also that of the process group."""
         return self._process.pid
 
     @property
@@ -92,6 +107,7 @@ class ChildProcess:
 
         Waits until the group is gone (at most :data:`GROUP_END_S`), and closes the pipes.
         """
+        # Listed before the kill: the children of a process that is gone cannot be found.
         descendants = self._family()[1:]
         self._signal(signal.SIGKILL)
         for process in descendants:
@@ -107,7 +123,8 @@ class ChildProcess:
     def abandon(self) -> None:
         """In a forked child: close the inherited pipe ends; the process itself belongs to the parent."""
         self._close_pipes()
-        self._process.returncode = 0  # else Popen warns that the process still runs
+        # Without it Popen warns that the process still runs.
+        self._process.returncode = 0
 
     def cpu_seconds(self) -> float:
         """CPU seconds, user and system, of the process and of those that it started, also of those that have ended."""
@@ -128,7 +145,8 @@ class ChildProcess:
         """The process and its descendants, as psutil has them; empty where it is gone."""
         import psutil
 
-        if not self.alive:  # its number may be another's by now
+        if not self.alive:
+            # Its number may be another's by now.
             return []
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.pid)
@@ -136,7 +154,8 @@ class ChildProcess:
         return []
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError where all are zombies
+        # PermissionError: what macOS says where all are zombies.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def _close_pipes(self) -> None:
@@ -154,8 +173,12 @@ def last_error_line(lines: Sequence[str]) -> str:
     """
     texts = [line.strip() for line in lines if line.strip()]
     errors = [line for line in texts if "Error:" in line and "Traceback" not in line]
+    # vLLM ends with an error that refers to the cause, which stands above it.
     causes = [line for line in errors if "See root cause above" not in line and "initialization failed" not in line]
-    return (causes or errors or texts or ["(its log is empty)"])[-1][-LINE_LIMIT:]
+    for candidates in (causes, errors, texts):
+        if candidates:
+            return candidates[-1][-LINE_LIMIT:]
+    return "(its log is empty)"
 
 
 def free_port(host: str = LOOPBACK) -> int:
@@ -192,7 +215,9 @@ class FrameChannel:
     """Frames to and from another process. No call blocks, so a stopped process cannot stop this one."""
 
     def __init__(self, read_fd: int, write_fd: int, *, max_bytes: int) -> None:
-        self.read_fd, self.write_fd, self._max_bytes = read_fd, write_fd, max_bytes
+        self.read_fd = read_fd
+        self.write_fd = write_fd
+        self._max_bytes = max_bytes
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
         self._outgoing = memoryview(b"")
@@ -212,29 +237,22 @@ class FrameChannel:
         """Write what the pipe takes. Raises :class:`BrokenChannel`."""
         try:
             while self._outgoing:
-                self._outgoing = self._outgoing[os.write(self.write_fd, self._outgoing[:_CHUNK_BYTES]) :]
+                written = os.write(self.write_fd, self._outgoing[:_CHUNK_BYTES])
+                self._outgoing = self._outgoing[written:]
         except BlockingIOError:
+            # The pipe is full; the rest leaves at the next call.
             pass
         except OSError as error:
             raise BrokenChannel(str(error)) from error
 
     def receive(self) -> bytes | None:
         """The next whole frame, or None while it has not all arrived. Raises :class:`BrokenChannel`."""
-        try:
-            while data := os.read(self.read_fd, _CHUNK_BYTES):
-                self._incoming += data
-                if len(data) < _CHUNK_BYTES:
-                    break
-            else:
-                raise BrokenChannel("end of file")
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise BrokenChannel(str(error)) from error
+        self._read_available()
         if len(self._incoming) < FRAME_HEADER.size:
             return None
         (size,) = FRAME_HEADER.unpack_from(self._incoming)
         if size > self._max_bytes:
+            # A process that writes anything else to the pipe would seem to announce a huge frame.
             raise BrokenChannel(f"a frame of {size} bytes")
         end = FRAME_HEADER.size + size
         if len(self._incoming) < end:
@@ -242,6 +260,22 @@ class FrameChannel:
         body = bytes(self._incoming[FRAME_HEADER.size : end])
         del self._incoming[:end]
         return body
+
+    def _read_available(self) -> None:
+        """Take what the pipe holds now. Raises :class:`BrokenChannel` at its end."""
+        try:
+            while True:
+                data = os.read(self.read_fd, _CHUNK_BYTES)
+                if not data:
+                    raise BrokenChannel("end of file")
+                self._incoming += data
+                if len(data) < _CHUNK_BYTES:
+                    return
+        except BlockingIOError:
+            # The pipe is empty, and the other end still open.
+            return
+        except OSError as error:
+            raise BrokenChannel(str(error)) from error
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
@@ -251,7 +285,10 @@ def read_frame(stream: BinaryIO) -> bytes | None:
         return None
     (size,) = FRAME_HEADER.unpack(header)
     body = stream.read(size)
-    return body if len(body) == size else None
+    if len(body) < size:
+        # The writer was killed within the frame.
+        return None
+    return body
 
 
 def write_frame(stream: BinaryIO, body: bytes) -> None:
@@ -261,7 +298,8 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 
 def _supervise(command: Sequence[str]) -> None:
     """Run ``command`` in this process's group; kill the group when it ends or when standard input closes."""
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # the command decides; exec resets its handler
+    # The command decides what SIGTERM does. A handler and not SIG_IGN, which the command would inherit.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
 
     def kill_when_input_closes() -> None:
         while sys.stdin.buffer.read(1):
@@ -271,7 +309,8 @@ def _supervise(command: Sequence[str]) -> None:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     threading.Thread(target=kill_when_input_closes, daemon=True).start()
     child.wait()
-    os.killpg(0, signal.SIGKILL)  # processes the command left behind, and this one
+    # Processes that the command left behind, and this one.
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from kl_comedy.lab.planning.sizes import KNOWN, device_named, known_config
 from kl_comedy.rollouts.engines.jobs import check_job_servers
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.manifest import Sweep, plan
-from kl_comedy.slurm.scripts import read_profile, scripts
+from kl_comedy.slurm.profile import read_profile
+from kl_comedy.slurm.scripts import scripts
 from kl_comedy.training.build import check_parts
 from kl_comedy.training.run import train
 

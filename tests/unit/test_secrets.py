@@ -17,7 +17,7 @@ from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.redaction import is_secret_key, printable, redact, redact_command, redact_source
 from kl_comedy.slurm.grid import read_grid
-from kl_comedy.slurm.scripts import read_profile
+from kl_comedy.slurm.profile import read_profile
 
 SECRETS = {  # name: (text, what must not be seen); in two halves, so that scanners of source code pass it by
     "address": ("http://alice:S3cr3tPw1@host:5000", "S3cr3tPw1"),

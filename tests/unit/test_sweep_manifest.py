@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kl_comedy.errors import UserError
 from kl_comedy.slurm.local import by_seed
 from kl_comedy.slurm.manifest import Sweep, read_sweep, write_sweep
-from kl_comedy.slurm.scripts import Container, Profile, Servers, array_ranges, read_profile, render, share_out
+from kl_comedy.slurm.profile import Container, Profile, Servers, read_profile
+from kl_comedy.slurm.scripts import array_ranges, render, share_out
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
@@ -142,7 +143,7 @@ PROFILE_MISTAKES = {
     "time: '10'\nservers: {command: 'x {port}', gpu: 1}": "did you mean 'gpus'",
     "time: '10'\nservers: {command: 'x {port}', count: 0}": "servers.count: got 0",
     "time: '10'\nservers: {command: vllm serve}": "with {port} in it",
-    "time: '10'\nservers: {command: 'vllm serve x --port {port}'}": "RequireKey .every route must want the key",
+    "time: '10'\nservers: {command: 'vllm serve x --port {port}'}": "RequireKey .every route must require the key",
     "time: '10'\nservers: {command: 'x --api-key abc1 {port}'}": "servers.command: holds what looks like a secret",
     "time: '10'\nservers: {command: 'x --api-key=$VLLM_API_KEY {port}'}": "its key from the variable VLLM_API_KEY",
     "time: '10'\npartition: 'gpu --wrap=x'": "partition: got .* without spaces",

@@ -139,10 +139,10 @@ def test_a_server_whose_trainer_never_starts_gives_its_place_and_says_why(job, m
     monkeypatch.setattr(servers, "STEP_START_S", -60.0)  # the trainer is late as soon as the server answers
     monkeypatch.setenv("KL_COMEDY_JOB_LOG", str(folder / "train-7_0.out"))
     words = [sys.executable, "-c", SERVER]
-    place = {"folder": folder, "index": 0, "host": "127.0.0.1", "ready": "/health", "wait_s": 60.0}
+    task = servers.ServerTask(folder=folder, index=0, host="127.0.0.1", ready="/health", wait_s=60.0)
     before = [(number, signal.getsignal(number)) for number in (signal.SIGUSR1, signal.SIGTERM)]
     try:
-        code = servers.serve(lambda port: ([*words, str(port), "a"], None), **place)
+        code = servers.serve(lambda port: ([*words, str(port), "a"], None), task)
     finally:
         for number, handler in before:
             signal.signal(number, handler)

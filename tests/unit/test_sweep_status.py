@@ -10,9 +10,10 @@ from fake_slurm import FakeSlurm, plan_sweep
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.slurm import local, submit
-from kl_comedy.slurm.manifest import Submission, read_sweep
-from kl_comedy.slurm.scripts import Profile, read_profile, scripts
-from kl_comedy.slurm.status import cell_metrics, missing_work, read_status
+from kl_comedy.slurm.manifest import Attempt, Submission, read_sweep
+from kl_comedy.slurm.profile import Profile, read_profile
+from kl_comedy.slurm.scripts import scripts
+from kl_comedy.slurm.status import UNKNOWN, CellHistory, cell_metrics, missing_work, read_status, unfinished_state
 from kl_comedy.tracking.provenance import process_tags
 
 SITE = Profile(name="p", time="10")
@@ -167,6 +168,54 @@ def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
     assert cell_metrics(sweep, status.rows[7]) == {"eval/a/reward": 0.7}
     assert "accounting storage is disabled" in status.notes[0]
     assert missing_work(sweep, status) == submit.Work(train=(2, 3, 4, 5, 8, 9), evaluate=(7,))
+
+
+SUBMITTED = Submission(stage="train", indices=(3,), time=100.0, job="1")
+
+
+def attempt(code=None, reason=None, job="1_3"):
+    return Attempt(stage="train", started=101.0, process={}, node="n1", job=job, code=code, reason=reason)
+
+
+def job(state, why=""):
+    return submit.JobState(state=state, why=why)
+
+
+HISTORIES = {
+    "never submitted": ({"submission": None}, ("PLANNED", "")),
+    "waits": ({"job": job("PENDING", "Priority")}, ("PENDING", "Priority")),
+    "runs, whatever an earlier attempt says": (
+        {"job": job("COMPLETING"), "attempts": [attempt(2, "no such file")]},
+        ("RUNNING", ""),
+    ),
+    "SLURM is silent before the start": ({"job": UNKNOWN}, ("PENDING", UNKNOWN.why)),
+    "SLURM is silent after the start": ({"job": UNKNOWN, "attempts": [attempt()]}, ("RUNNING", UNKNOWN.why)),
+    "SLURM is silent after the end": ({"job": UNKNOWN, "attempts": [attempt(2, "typo")]}, ("FAILED", "typo")),
+    "cancelled in the queue": ({"cancelled_at": 200.0}, ("CANCELLED", "cancelled before it began")),
+    "submitted again after a cancel": ({"job": job("PENDING"), "cancelled_at": 50.0}, ("PENDING", "")),
+    "cancelled at work": ({"attempts": [attempt()], "cancelled_at": 200.0}, ("CANCELLED", "cancelled")),
+    "cancelled by others": ({"job": job("CANCELLED"), "attempts": [attempt(75, "saved")]}, ("CANCELLED", "saved")),
+    "saved": ({"attempts": [attempt(75, "saved")]}, ("STOPPED", "saved")),
+    "failed without a word": ({"attempts": [attempt(2)]}, ("FAILED", "exit code 2")),
+    "killed": ({"attempts": [attempt(-9, "killed by SIGKILL")]}, ("DIED", "killed by SIGKILL")),
+    "a node is lost": ({"attempts": [attempt()]}, ("DIED", "ended without a message: the process is gone from n1")),
+    "a node is lost, and SLURM knows": (
+        {"job": job("NODE_FAIL"), "attempts": [attempt()]},
+        ("DIED", "ended without a message: NODE_FAIL"),
+    ),
+    "lost before a new attempt": (
+        {"attempts": [attempt(2, "typo", job="0_3")]},
+        ("DIED", "job 1 left the queue before it began"),
+    ),
+}
+"""By what happened to cell 3: what is known, beside its submission at second 100, and its state with the reason."""
+
+
+@pytest.mark.parametrize("case", HISTORIES)
+def test_the_state_of_a_cell_that_has_not_finished(case):
+    known, expected = HISTORIES[case]
+    nothing = {"index": 3, "attempts": (), "submission": SUBMITTED, "job": None, "cancelled_at": 0.0}
+    assert unfinished_state(CellHistory(**(nothing | known))) == expected
 
 
 def test_an_attempt_belongs_to_its_job_whatever_the_clocks_say(sweep, slurm, monkeypatch):

@@ -24,7 +24,8 @@ from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.manifest import FILE, Cell, Manifest, Sweep, plan, read_sweep, write_sweep
-from kl_comedy.slurm.scripts import Profile, array_ranges, profile_file, read_profile, scripts
+from kl_comedy.slurm.profile import Profile, profile_file, read_profile
+from kl_comedy.slurm.scripts import array_ranges, scripts
 from kl_comedy.slurm.status import SweepStatus, missing_work, read_status
 
 PIPE_WIDTH = 200

@@ -31,40 +31,46 @@ from kl_comedy.errors import UserError, bad_value, shown, unknown_key
 from kl_comedy.io import MAX_KEY_PARTS, MAX_NAME, read_yaml
 from kl_comedy.redaction import refuse_secrets
 
-RANGE_KEYS = ("from", "to", "step", "num", "log")
+SPACINGS = ("step", "num", "log")
+"""How a range says which values are between its ends: by their distance, or by their number."""
+RANGE_KEYS = ("from", "to", *SPACINGS)
 MAX_VALUES = 100_000
 """A range with more values than this is a typing mistake."""
 MAX_CELLS = 100_000
-"""Also the most seeds."""
+"""The most cells of a grid, and the most seeds."""
 MAX_COMPARISONS = 1_000_000
 """Cells times exclusions; a million take about two seconds."""
 MAX_AXES = 200
-"""Keys of a grid. Those with several values are at most 16, by the number of cells."""
+"""The most keys of a grid. Those with several values are at most 16, because of :data:`MAX_CELLS`."""
 MAX_NAMESAKES = 100
-"""Cells whose values differ and whose names do not."""
+"""The most cells whose values differ and whose names do not; they are numbered."""
 MAX_NUMBER = 1e100
-"""Of a range: differences and powers of larger numbers are beyond what a float holds."""
+"""The largest number of a range. Differences and powers of larger ones are beyond what a float holds."""
 RESERVED = ("name", "output", "resume")
-"""Keys that a sweep sets itself."""
-NAME = "letters, digits, '.', '_' and '-'"
+"""Keys of a config that a sweep sets itself."""
+NAME_CHARACTERS = "letters, digits, '.', '_' and '-'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """One value of a key. ``label`` is its name where the user gave one, else None."""
+    """One value of a key."""
 
     raw: Any
     label: str | None = None
+    """The name that the user gave it, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """One configuration to run with one seed (None: the base's). ``values``: key to the value's label."""
+class GridPoint:
+    """One configuration to run with one seed."""
 
     label: str
+    """The name of the configuration, which its seeds share."""
     seed: int | None
+    """None: the seed of the base."""
     settings: Mapping[str, Any]
     values: Mapping[str, str]
+    """For each key, the label of its value, as tables show it."""
 
 
 @dataclass(kw_only=True)
@@ -83,44 +89,70 @@ class Grid:
     axes: dict[str, list[Value]] = field(init=False)
 
     def __post_init__(self) -> None:
-        for key, name in (("name", self.name), *(("rows", name) for name in self.rows)):
-            if slug(name) != name:
-                raise bad_value(key, name, f"{NAME}, since it names a folder")
-            if len(name) > MAX_NAME:
-                raise bad_value(key, name, f"at most {MAX_NAME} characters, since it names a folder")
+        _check_folder_name("name", self.name)
+        for row_name in self.rows:
+            _check_folder_name("rows", row_name)
         if len(self.grid) > MAX_AXES:
             raise UserError(f"grid: has {len(self.grid):,} keys; allowed: at most {MAX_AXES}")
-        for key in [*self.overrides, *self.grid, *(key for row in self.rows.values() for key in row or ())]:
-            if key.count(".") >= MAX_KEY_PARTS:
-                raise UserError(f"{shown(key)}: no such key; a key has at most {MAX_KEY_PARTS} parts")
-            if key in RESERVED:
-                raise UserError(f"{key}: cannot be set in a sweep, which sets {', '.join(RESERVED)} itself")
+
+        for settings in (self.overrides, self.grid, *self.rows.values()):
+            for key in settings or {}:
+                _check_key(key)
         self.axes = {key: parse_values(key, item) for key, item in self.grid.items()}
-        self.seeds = None if self.seeds is None else _parse_seeds(self.seeds)
-        if self.seeds is not None and ("seed" in self.grid or "seed" in self.overrides):
-            raise UserError("seed: is set twice, by seeds and as a key; keep one")
+
+        if self.seeds is not None:
+            self.seeds = _parse_seeds(self.seeds)
+            if "seed" in self.grid or "seed" in self.overrides:
+                raise UserError("seed: is set twice, by seeds and as a key; keep one")
+
+        excludable = [*self.grid, "seed"]
         for position, rule in enumerate(self.exclude):
-            for key in set(rule) - {*self.grid, "seed"}:
-                raise bad_value(f"exclude.{position}", key, [*self.grid, "seed"], "an exclusion names keys of the grid")
+            for key in rule:
+                if key not in excludable:
+                    raise bad_value(f"exclude.{position}", key, excludable, "an exclusion names keys of the grid")
+
+
+def _check_folder_name(key: str, name: str) -> None:
+    if slug(name) != name:
+        raise bad_value(key, name, f"{NAME_CHARACTERS}, since it names a folder")
+    if len(name) > MAX_NAME:
+        raise bad_value(key, name, f"at most {MAX_NAME} characters, since it names a folder")
+
+
+def _check_key(key: str) -> None:
+    if key.count(".") >= MAX_KEY_PARTS:
+        raise UserError(f"{shown(key)}: no such key; a key has at most {MAX_KEY_PARTS} parts")
+    if key in RESERVED:
+        raise UserError(f"{key}: cannot be set in a sweep, which sets {', '.join(RESERVED)} itself")
 
 
 def _parse_seeds(seeds: Any) -> list[int]:
+    """The seeds of a number of seeds (0, 1, ...), or of a list. A bool is refused, though it is Python's int."""
     if type(seeds) is int and 1 <= seeds <= MAX_CELLS:
         return list(range(seeds))
-    if isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds) and len(set(seeds)) == len(seeds):
-        return seeds
+    if isinstance(seeds, list) and seeds:
+        whole_numbers = all(type(seed) is int for seed in seeds)
+        if whole_numbers and len(set(seeds)) == len(seeds):
+            return seeds
     raise bad_value("seeds", seeds, f"how many (1 to {MAX_CELLS}), or a list of different whole numbers")
 
 
 def read_grid(path: Path, name: str | None = None) -> Grid:
-    """Read a grid file; ``name`` replaces its name. Raises :class:`UserError` naming the key at fault."""
+    """Read a grid file; ``name`` replaces its name. Raises :class:`UserError` that names the key at fault."""
     if name is not None and slug(name) != name:
-        raise bad_value("--name", name, f"{NAME}, since it names a folder")
+        raise bad_value("--name", name, f"{NAME_CHARACTERS}, since it names a folder")
+    # A key without a value is as good as absent: its default counts.
     raw = {key: item for key, item in read_yaml(path, "grid").items() if item is not None}
+    # Its settings are copied into the manifest.
     refuse_secrets(raw)
-    grid = parse_record(Grid, {"name": path.stem, **raw, **({"name": name} if name else {})}, origin=str(path))
+    raw.setdefault("name", path.stem)
+    if name:
+        raw["name"] = name
+    grid = parse_record(Grid, raw, origin=str(path))
+
     base = (path.parent / grid.base).resolve()
     if base.is_file():
+        # Its own mistakes are reported now; that it is missing is reported when the sweep is planned.
         read_named_config(base)
     grid.base = str(base)
     return grid
@@ -134,19 +166,10 @@ def parse_values(key: str, item: Any) -> list[Value]:
     >>> [value.raw for value in parse_values("lr", {"from": 0.01, "to": 1, "log": 3})]
     [0.01, 0.1, 1.0]
     """
-    if isinstance(item, Mapping) and ("from" in item or "to" in item):
-        values = [Value(raw=number) for number in _parse_range(f"grid.{key}", item)]
-    elif isinstance(item, Mapping):
-        for name in item:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)):
-                raise bad_value(f"grid.{key}", name, f"names of {NAME}")
-        values = [Value(raw=raw, label=str(name)) for name, raw in item.items()]
-    elif isinstance(item, list):
-        values = [Value(raw=raw) for raw in item]
-    else:
-        raise bad_value(f"grid.{key}", item, "a list, a range {from, to, step|num|log}, or {name: value, ...}")
+    values = _read_values(key, item)
     if not values:
         raise UserError(f"grid.{key}: is empty; give it at least one value, or leave the key out")
+    # Compared as text: values may be lists and mappings, and Python's 1, 1.0 and True are equal.
     texts = [json.dumps(value.raw, sort_keys=True, default=str) for value in values]
     for text, count in Counter(texts).items():
         if count > 1:
@@ -154,37 +177,68 @@ def parse_values(key: str, item: Any) -> list[Value]:
     return values
 
 
+def _read_values(key: str, item: Any) -> list[Value]:
+    if isinstance(item, list):
+        return [Value(raw=raw) for raw in item]
+    if not isinstance(item, Mapping):
+        raise bad_value(f"grid.{key}", item, "a list, a range {from, to, step|num|log}, or {name: value, ...}")
+    if "from" in item or "to" in item:
+        return [Value(raw=number) for number in _parse_range(f"grid.{key}", item)]
+    for name in item:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)):
+            raise bad_value(f"grid.{key}", name, f"names of {NAME_CHARACTERS}")
+    return [Value(raw=raw, label=str(name)) for name, raw in item.items()]
+
+
 def _parse_range(key: str, item: Mapping[str, Any]) -> list[float | int]:
+    """The numbers of a range. Raises :class:`UserError` for one that is not bounded, or whose end is not reached."""
     for name, number in item.items():
         if name not in RANGE_KEYS:
             raise unknown_key(f"{key}.{name}", number, RANGE_KEYS)
-        if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= MAX_NUMBER:
+        # Written so that NaN, which compares with nothing, is refused too.
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not abs(number) <= MAX_NUMBER:
             raise bad_value(f"{key}.{name}", number, f"a finite number, at most {MAX_NUMBER:g} in size")
-    kinds = [name for name in ("step", "num", "log") if name in item]
-    if "from" not in item or "to" not in item or len(kinds) != 1:
+    spacings = [name for name in SPACINGS if name in item]
+    if "from" not in item or "to" not in item or len(spacings) != 1:
         raise bad_value(key, dict(item), "from, to and one of step, num (points) or log (points)")
-    first, last, amount = item["from"], item["to"], item[kinds[0]]
-    if kinds == ["step"]:
-        if amount == 0 or (last - first) * amount < 0:
-            raise UserError(f"{key}: the range from {first:g} to {last:g} by {amount:g} is empty")
-        steps = (last - first) / amount
-        if steps >= MAX_VALUES:  # infinity too
-            raise bad_value(f"{key}.step", amount, f"a step that makes at most {MAX_VALUES} values, not {steps:g}")
-        count = math.floor(steps + 1e-9) + 1
-        numbers = [first + position * amount for position in range(count)]
+
+    first = item["from"]
+    last = item["to"]
+    spacing = spacings[0]
+    if spacing == "step":
+        numbers = _numbers_by_step(key, first, last, item["step"])
         if all(isinstance(number, int) for number in item.values()):
             return numbers
     else:
-        if not isinstance(amount, int) or not (2 if first != last else 1) <= amount <= MAX_VALUES:
-            allowed = f"a whole number of points, 1 (2 if they differ) to {MAX_VALUES}"
-            raise bad_value(f"{key}.{kinds[0]}", amount, allowed)
-        shares = [position / max(amount - 1, 1) for position in range(amount)]
-        numbers = [first * (1 - share) + last * share for share in shares]
-        if kinds == ["log"]:
+        shares = _shares(f"{key}.{spacing}", item[spacing], may_be_one=first == last)
+        if spacing == "num":
+            numbers = [first * (1 - share) + last * share for share in shares]
+        else:
             if first <= 0 or last <= 0:
                 raise bad_value(key, dict(item), "from and to above 0, since the points are spaced by logarithm")
             numbers = [first ** (1 - share) * last**share for share in shares]
-    return [float(f"{number:.12g}") for number in numbers]  # 0.1 + 2 * 0.1 is written 0.3
+    # 12 digits, or 0.1 + 2 * 0.1 would name its cell 0.30000000000000004.
+    return [float(f"{number:.12g}") for number in numbers]
+
+
+def _numbers_by_step(key: str, first: float, last: float, step: float) -> list[float]:
+    if step == 0 or (last - first) * step < 0:
+        raise UserError(f"{key}: the range from {first:g} to {last:g} by {step:g} is empty")
+    steps = (last - first) / step
+    if steps >= MAX_VALUES:  # infinity too
+        raise bad_value(f"{key}.step", step, f"a step that makes at most {MAX_VALUES} values, not {steps:g}")
+    # The addend keeps the last value: (0.3 - 0.1) / 0.1 is 1.9999999999999998.
+    count = math.floor(steps + 1e-9) + 1
+    return [first + position * step for position in range(count)]
+
+
+def _shares(key: str, points: float, *, may_be_one: bool) -> list[float]:
+    """The shares of the way, 0 to 1, at which that many points stand. A range of one number may have one point."""
+    fewest = 1 if may_be_one else 2
+    if not isinstance(points, int) or not fewest <= points <= MAX_VALUES:
+        raise bad_value(key, points, f"a whole number of points, 1 (2 if they differ) to {MAX_VALUES}")
+    return [position / max(points - 1, 1) for position in range(points)]
 
 
 def value_label(key: str, value: Value, short_key: str) -> str:
@@ -197,17 +251,22 @@ def value_label(key: str, value: Value, short_key: str) -> str:
         return value.label
     if isinstance(raw, str):
         return slug(raw)
-    items = raw if isinstance(raw, list) and raw else [raw]
+    items = [raw]
+    if isinstance(raw, list) and raw:
+        items = raw
     if any(isinstance(item, list | Mapping) for item in items):
         raise bad_value(f"grid.{key}", raw, f"a name for it, as in grid: {{{key}: {{my-name: ...}}}}")
-    return slug(short_key + "_".join(map(value_text, items)))
+    number = "_".join(value_text(item) for item in items)
+    return slug(short_key + number)
 
 
 def value_text(raw: Any) -> str:
     """A value as a table shows it."""
     if isinstance(raw, bool) or raw is None:
         return str(raw).lower()
-    return f"{raw:g}" if isinstance(raw, float) else str(raw)
+    if isinstance(raw, float):
+        return f"{raw:g}"
+    return str(raw)
 
 
 def slug(text: str) -> str:
@@ -225,13 +284,18 @@ def shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     >>> shorten_keys(["kl.0.beta", "kl.1.beta", "optimizer.lr"])
     {'kl.0.beta': '0.beta', 'kl.1.beta': '1.beta', 'optimizer.lr': 'lr'}
     """
+    return {key: _shortest_tail(key, keys) for key in keys}
 
-    def shorten(key: str) -> str:
-        parts = key.split(".")
-        tails = (".".join(parts[-length:]) for length in range(1, len(parts)))
-        return next((tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in keys) == 1), key)
 
-    return {key: shorten(key) for key in keys}
+def _shortest_tail(key: str, keys: Sequence[str]) -> str:
+    parts = key.split(".")
+    for length in range(1, len(parts)):
+        tail = ".".join(parts[-length:])
+        # The dot in front keeps "lr" from fitting "kl.clr".
+        keys_with_tail = [other for other in keys if f".{other}".endswith(f".{tail}")]
+        if len(keys_with_tail) == 1:
+            return tail
+    return key
 
 
 def override(key: str, raw: Any) -> str:
@@ -242,55 +306,82 @@ def override(key: str, raw: Any) -> str:
     """
     from omegaconf import OmegaConf
 
+    # Text without quotes is easier to read, but "1e-4" or "null" would be read back as something else.
     plain = isinstance(raw, str) and re.fullmatch(r"[A-Za-z_/.][\w./:@+-]*", raw) is not None
     if plain and OmegaConf.from_dotlist([f"value={raw}"]).value == raw:
         return f"{key}={raw}"
     return f"{key}={json.dumps(raw, ensure_ascii=False)}"
 
 
-def expand(grid: Grid) -> list[Point]:
+def expand(grid: Grid) -> list[GridPoint]:
     """Every point, in the order of the file: the product without what is excluded, then the rows.
 
     Raises :class:`UserError` for an exclusion that excludes nothing and for a grid without points.
     """
-    seeds = grid.seeds or (None,)
-    count = len(seeds)
-    for values in grid.axes.values():
-        count *= len(values)
-        if count > MAX_CELLS:
-            raise UserError(f"grid: has more than {MAX_CELLS} cells")
-    if count * len(grid.exclude) > MAX_COMPARISONS:
-        raise UserError(f"exclude: {count} cells times {len(grid.exclude)} exclusions are more than {MAX_COMPARISONS}")
-    combinations = [dict(zip(grid.axes, values, strict=True)) for values in itertools.product(*grid.axes.values())]
-    if not grid.axes and grid.rows:
-        combinations = []
-    unused, chosen = list(grid.exclude), []
-    for combination, seed in itertools.product(combinations, seeds):
-        matching = [rule for rule in grid.exclude if _matches(rule, combination, seed)]
-        unused = [rule for rule in unused if rule not in matching]
-        if not matching:
-            chosen.append((combination, seed))
-    if unused:
-        raise UserError(f"exclude: {unused[0]} matches no cell of the grid")
-    points = _label_points(grid, chosen)
-    for name, settings in grid.rows.items():
-        if any(point.label == name and "row" not in point.values for point in points):
+    seeds: Sequence[int | None] = grid.seeds or (None,)
+    _check_size(grid, len(seeds))
+    points = _label_points(grid, _combinations(grid, seeds))
+    labels = {point.label for point in points}
+    for name, row in grid.rows.items():
+        if name in labels:
             raise UserError(f"rows.{name}: a cell of the grid is called {name} too; choose another name")
-        for seed in (None,) if "seed" in (settings or {}) else seeds:
-            points.append(Point(label=name, seed=seed, settings=settings or {}, values={"row": name}))
+        settings = row or {}
+        row_seeds = seeds
+        if "seed" in settings:
+            row_seeds = (None,)
+        for seed in row_seeds:
+            points.append(GridPoint(label=name, seed=seed, settings=settings, values={"row": name}))
     if not points:
         raise UserError("the grid has no cells: everything is excluded")
     return points
+
+
+def _check_size(grid: Grid, seeds: int) -> None:
+    """Refuse a grid that is too large, before its product is built: 200 keys of two values would fill the memory."""
+    cells = seeds
+    for values in grid.axes.values():
+        cells *= len(values)
+        if cells > MAX_CELLS:
+            raise UserError(f"grid: has more than {MAX_CELLS} cells")
+    if cells * len(grid.exclude) > MAX_COMPARISONS:
+        raise UserError(f"exclude: {cells} cells times {len(grid.exclude)} exclusions are more than {MAX_COMPARISONS}")
+
+
+def _combinations(grid: Grid, seeds: Sequence[int | None]) -> list[tuple[dict[str, Value], int | None]]:
+    """The product of the axes, each combination with each seed, without what is excluded.
+
+    Raises :class:`UserError` for an exclusion that matches nothing: it is a typing mistake.
+    """
+    combinations = [dict(zip(grid.axes, values, strict=True)) for values in itertools.product(*grid.axes.values())]
+    if not grid.axes and grid.rows:
+        # The product of no axes is one cell, the base itself. A grid of rows alone does not ask for it.
+        combinations = []
+    used = [False] * len(grid.exclude)
+    chosen = []
+    for combination in combinations:
+        for seed in seeds:
+            excluded = False
+            for position, rule in enumerate(grid.exclude):
+                if _matches(rule, combination, seed):
+                    used[position] = True
+                    excluded = True
+            if not excluded:
+                chosen.append((combination, seed))
+    for rule, is_used in zip(grid.exclude, used, strict=True):
+        if not is_used:
+            raise UserError(f"exclude: {rule} matches no cell of the grid")
+    return chosen
 
 
 def _matches(rule: Mapping[str, Any], combination: Mapping[str, Value], seed: int | None) -> bool:
     """Whether a combination has, for each key of the rule, the value or one of the values that the rule names."""
     for key, wanted in rule.items():
         value = combination.get(key, Value(raw=seed))
-        allowed = wanted if isinstance(wanted, list) else [wanted]
-        by_value = any(_same_value(value.raw, each) for each in [wanted, *allowed])
+        alternatives = wanted if isinstance(wanted, list) else [wanted]
+        # A list may also be the value itself.
+        by_value = any(_same_value(value.raw, candidate) for candidate in (wanted, *alternatives))
         # The label of a value without one is None, and null in a rule is the value null, not "no label".
-        by_label = value.label is not None and value.label in allowed
+        by_label = value.label is not None and value.label in alternatives
         if not by_value and not by_label:
             return False
     return True
@@ -301,23 +392,40 @@ def _same_value(raw: Any, wanted: Any) -> bool:
     return bool(raw == wanted) and isinstance(raw, bool) == isinstance(wanted, bool)
 
 
-def _label_points(grid: Grid, chosen: Sequence[tuple[dict[str, Value], int | None]]) -> list[Point]:
+def _label_points(grid: Grid, chosen: Sequence[tuple[dict[str, Value], int | None]]) -> list[GridPoint]:
     """Points with labels: equal settings share one, different settings never do."""
-    short = shorten_keys(list(grid.axes))
-    taken: dict[str, dict[str, Value]] = {}
+    short_keys = shorten_keys(list(grid.axes))
+    # The combination that each label belongs to.
+    labelled: dict[str, dict[str, Value]] = {}
     points = []
     for combination, seed in chosen:
-        parts = [value_label(key, value, short[key]) for key, value in combination.items() if len(grid.axes[key]) > 1]
-        base = "-".join(parts) or grid.name
-        if len(base) > MAX_NAME:
-            allowed = f"names of at most {MAX_NAME} characters, since they name folders; name values, as in"
-            raise bad_value("grid", base, f"{allowed} grid: {{key: {{my-name: ...}}}}")
-        labels = [base, *(f"{base}-{number}" for number in range(2, MAX_NAMESAKES + 1))]
-        label = next((label for label in labels if taken.setdefault(label, combination) == combination), None)
-        if label is None:
-            allowed = f"at most {MAX_NAMESAKES} cells of one name"
-            raise bad_value("grid", base, f"{allowed}; name values, as in grid: {{key: {{my-name: ...}}}}")
-        settings = {key: value.raw for key, value in combination.items()}
-        values = {key: value.label or value_text(value.raw) for key, value in combination.items()}
-        points.append(Point(label=label, seed=seed, settings=settings, values=values))
+        base_label = _base_label(grid, combination, short_keys)
+        label = base_label
+        number = 1
+        # Two values may have one text: the slugs of "verl/k3" and "verl-k3" are equal.
+        while labelled.setdefault(label, combination) != combination:
+            number += 1
+            if number > MAX_NAMESAKES:
+                allowed = f"at most {MAX_NAMESAKES} cells of one name"
+                raise bad_value("grid", base_label, f"{allowed}; name values, as in grid: {{key: {{my-name: ...}}}}")
+            label = f"{base_label}-{number}"
+        settings = {}
+        values = {}
+        for key, value in combination.items():
+            settings[key] = value.raw
+            values[key] = value.label or value_text(value.raw)
+        points.append(GridPoint(label=label, seed=seed, settings=settings, values=values))
     return points
+
+
+def _base_label(grid: Grid, combination: Mapping[str, Value], short_keys: Mapping[str, str]) -> str:
+    """The values of the axes that have several, joined; the grid's name where no axis has."""
+    parts = []
+    for key, value in combination.items():
+        if len(grid.axes[key]) > 1:
+            parts.append(value_label(key, value, short_keys[key]))
+    label = "-".join(parts) or grid.name
+    if len(label) > MAX_NAME:
+        allowed = f"names of at most {MAX_NAME} characters, since they name folders; name values, as in"
+        raise bad_value("grid", label, f"{allowed} grid: {{key: {{my-name: ...}}}}")
+    return label

@@ -27,12 +27,16 @@ Report = Callable[[str], None]
 
 def record_local_submission(sweep: Sweep, work: Work, workers: int) -> None:
     """Record that this process is about to run ``work``, so that no other process does."""
-    stages = {"train": work.train, "evaluate": None if sweep.manifest.evaluate is None else work.train + work.evaluate}
-    for stage, indices in stages.items():
+    evaluate: tuple[int, ...] = ()
+    if sweep.manifest.evaluate is not None:
+        # Every cell is evaluated after its training.
+        evaluate = work.train + work.evaluate
+    for stage, indices in (("train", work.train), ("evaluate", evaluate)):
         if indices:
-            process = process_tags()
-            entry = Submission(stage=stage, indices=indices, time=time.time(), process=process, workers=workers)
-            sweep.record_submission(entry)
+            submission = Submission(
+                stage=stage, indices=indices, time=time.time(), process=process_tags(), workers=workers
+            )
+            sweep.record_submission(submission)
 
 
 def run_local(sweep: Sweep, work: Work, workers: int, report: Report) -> None:
@@ -41,7 +45,8 @@ def run_local(sweep: Sweep, work: Work, workers: int, report: Report) -> None:
     A cell that fails is recorded and reported, and does not stop the others. SIGTERM and Ctrl-C stop the workers and
     raise KeyboardInterrupt.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM then raises KeyboardInterrupt, as Ctrl-C does, and the workers are stopped on the way out.
+    handler_before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         trained = _run_stage(sweep, "train", work.train, workers, report)
         if sweep.manifest.evaluate is not None:
@@ -52,7 +57,7 @@ def run_local(sweep: Sweep, work: Work, workers: int, report: Report) -> None:
         finally:
             writer.kill()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler_before)
 
 
 def local_managers(sweep: Sweep) -> list[int]:
@@ -60,8 +65,12 @@ def local_managers(sweep: Sweep) -> list[int]:
 
     At SIGTERM they stop their workers, which finish their update and save.
     """
-    managers = [item.process for item in sweep.submissions() if item.local]
-    return sorted({int(process["process.pid"]) for process in managers if is_dead(process) is False})
+    pids = set()
+    for submission in sweep.submissions():
+        # None, which is not False: a manager of another host, which cannot be signalled from here.
+        if submission.local and is_dead(submission.process) is False:
+            pids.add(int(submission.process["process.pid"]))
+    return sorted(pids)
 
 
 def by_seed(sweep: Sweep, indices: tuple[int, ...]) -> list[int]:
@@ -74,15 +83,19 @@ def by_seed(sweep: Sweep, indices: tuple[int, ...]) -> list[int]:
 
 def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, report: Report) -> list[int]:
     """Run a stage over ``indices``; return those that succeeded, in order."""
-    waiting, running, succeeded = deque(by_seed(sweep, indices)), dict[int, ChildProcess](), []
+    waiting = deque(by_seed(sweep, indices))
+    running: dict[int, ChildProcess] = {}
+    succeeded = []
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 index = waiting.popleft()
                 running[index] = _start(sweep, stage, index, workers)
             time.sleep(POLL_S)
-            for index in [index for index, worker in running.items() if not worker.alive]:
+            ended = [index for index, worker in running.items() if not worker.alive]
+            for index in ended:
                 worker = running.pop(index)
+                # It has ended; this ends what it left behind, and returns its exit code.
                 code = worker.kill()
                 if code in RESUMABLE_EXIT_CODES:
                     waiting.append(index)
@@ -90,6 +103,7 @@ def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int,
                     succeeded.append(index)
                 report(_outcome(sweep, stage, index, worker.pid, code))
     except BaseException:
+        # KeyboardInterrupt too: workers are in sessions of their own, and a Ctrl-C does not reach them.
         _stop(running.values())
         raise
     return sorted(succeeded)
@@ -97,10 +111,15 @@ def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int,
 
 def _start(sweep: Sweep, stage: str, index: int | None = None, workers: int = 1) -> ChildProcess:
     """Start a worker on a cell, or the process that writes the report."""
+    name = f"{stage}-local"
+    if index is not None:
+        name = f"{name}_{index}"
+    # Workers share the cores. A number that the user has set wins.
+    threads = max(1, (os.cpu_count() or 1) // workers)
     return ChildProcess(
         [sys.executable, *stage_command(sweep, stage, index)],
-        log=sweep.logs / f"{stage}-local{'' if index is None else f'_{index}'}.out",
-        env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)), **os.environ},
+        log=sweep.logs / f"{name}.out",
+        env={"OMP_NUM_THREADS": str(threads), **os.environ},
         cwd=sweep.manifest.directory,
     )
 
@@ -109,14 +128,22 @@ def _outcome(sweep: Sweep, stage: str, index: int, pid: int, code: int) -> str:
     """One line about a worker that ended; its death by a signal is recorded, which it could not do itself."""
     if code < 0:
         sweep.record_end(index, str(pid), code, None)
-    reasons = [item.reason for item in sweep.attempts(index, stage) if item.process["process.pid"] == str(pid)]
-    outcome = f"failed: {(reasons and reasons[-1]) or f'exit code {code}'}"
     if code == 0:
         outcome = "done"
     elif code in RESUMABLE_EXIT_CODES:
         outcome = "stopped, resumes later"
+    else:
+        outcome = f"failed: {_reason_of(sweep, stage, index, pid) or f'exit code {code}'}"
     cell = sweep.cell(index)
     return f"{stage} cell {index} {cell.name} seed {cell.seed}: {outcome}"
+
+
+def _reason_of(sweep: Sweep, stage: str, index: int, pid: int) -> str | None:
+    """What the newest attempt of process ``pid`` recorded as the reason of its end."""
+    for attempt in reversed(sweep.attempts(index, stage)):
+        if attempt.process["process.pid"] == str(pid):
+            return attempt.reason
+    return None
 
 
 def _stop(workers: Collection[ChildProcess]) -> None:

@@ -3,16 +3,15 @@
     sweeps/NAME/  manifest.json  base.yaml  plugins/  *.sbatch  submissions.jsonl  cells/  logs/  runs/  evaluations/
                   report/
 
-Every cell is the base file plus overrides, and its config hash. Every config is loaded and checked when the sweep is
-planned, so that no job dies of a typo. The manifest is written once: planning the same grid again leaves it unchanged,
-planning another one under its name is refused. A line of the journal is one ``write``, so concurrent writers do not
-tear each other's; a line cut by a kill is skipped.
+A cell is the base file plus overrides, and has the hash of that config. Every config is loaded and checked when the
+sweep is planned, so that no job dies of a typo. The manifest is written once: planning the same grid again leaves it
+unchanged, planning another one under its name is refused. A line of the journal is one ``write``, so that concurrent
+writers do not tear each other's; a line cut by a kill is skipped and counted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -32,7 +31,7 @@ from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
 from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, open_file, read_json
 from kl_comedy.redaction import redact_source
 from kl_comedy.registry import PACKAGES, PLUGIN_FILES, PluginPackage, PluginSet, changed_names
-from kl_comedy.slurm.grid import RESERVED, Grid, expand, override
+from kl_comedy.slurm.grid import RESERVED, Grid, GridPoint, expand, override
 
 T = TypeVar("T")
 VERSION = 1
@@ -71,24 +70,26 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A planned sweep. Paths in configs are relative to ``directory``; ``stores``: (MLflow uri, experiment) pairs.
-
-    ``packages``: names of the packages from outside whose parts its configs use. ``plugin_hashes``: of the source of
-    ``plugins``, of the local modules they import, and of ``packages``, by name.
-    """
+    """A planned sweep. Its fields are the keys of manifest.json, so a new one needs a default: old files lack it."""
 
     name: str
     directory: str
+    """Paths in configs are relative to it."""
     base: str
     base_sha256: str
     plugins: tuple[str, ...]
+    """The files of ``--plugin``."""
     evaluate: tuple[str, ...] | None
+    """Overrides of the evaluation of a cell; None: cells are not evaluated."""
     max_parallel: int | None
     stores: tuple[tuple[str, ...], ...]
+    """Pairs of an MLflow uri and an experiment."""
     package_version: str
     cells: tuple[Cell, ...]
     plugin_hashes: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the source of ``plugins``, of the local modules they import, and of ``packages``, by name."""
     packages: tuple[str, ...] = ()
+    """Names of the packages from outside whose parts the configs use."""
 
     @cached_property
     def digest(self) -> str:
@@ -98,26 +99,33 @@ class Manifest:
     def data(self) -> dict[str, Any]:
         """As written to the file. Sizes of 1 and no plugins are left out, as in manifests from before these keys."""
         data = asdict(self)
+        # The digest is made of this: older sweeps, as tests/golden/sweep_manifest.json, must keep theirs.
         for key in ("plugin_hashes", "packages"):
             if not data[key]:
                 del data[key]
         for cell in data["cells"]:
-            for key in [key for key in ("nodes", "devices") if cell[key] == 1]:
-                del cell[key]
+            for key in ("nodes", "devices"):
+                if cell[key] == 1:
+                    del cell[key]
         return data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """Cells given to SLURM (``job``, indices minus ``offset`` being its array) or to a local manager (``process``)."""
+    """Cells that were given to SLURM, or to a manager process on one machine (``kl-comedy sweep --local``)."""
 
     stage: str
     indices: tuple[int, ...]
+    """The cells; empty for the report."""
     time: float
+    """When, in seconds since the epoch."""
     job: str | None = None
+    """SLURM's id of the array; None for a local manager."""
     offset: int = 0
+    """The array's own index of a cell is the cell's index minus this."""
     profile: str | None = None
     process: Mapping[str, str] = field(default_factory=dict)
+    """The tags of the local manager."""
     workers: int | None = None
 
     @property
@@ -131,10 +139,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One process that worked on a cell. ``code``: its exit code, minus the signal's number, None while unknown.
-
-    ``parent``: the process id of the process that started it, which is a local manager's.
-    """
+    """One process that worked on a cell."""
 
     stage: str
     started: float
@@ -143,8 +148,10 @@ class Attempt:
     job: str | None = None
     restart: int = 0
     parent: str | None = None
+    """The id of the process that started it, which is a local manager's."""
     ended: float | None = None
     code: int | None = None
+    """Its exit code, or minus the number of the signal that killed it; None while unknown."""
     reason: str | None = None
 
     def is_of(self, submission: Submission, index: int) -> bool:
@@ -201,11 +208,13 @@ class Sweep:
 
     def command(self, cell: Cell) -> str:
         """The command that trains this cell alone."""
-        plugins = [word for file in self.manifest.plugins for word in ("--plugin", file)]
-        return shlex.join(["kl-comedy", "train", str(self.base), *self.overrides(cell), *plugins])
+        words = ["kl-comedy", "train", str(self.base), *self.overrides(cell)]
+        for file in self.manifest.plugins:
+            words += ["--plugin", file]
+        return shlex.join(words)
 
     def changed_plugins(self, now: Mapping[str, str]) -> str | None:
-        """Which of the hashes ``now`` are not those it was planned with, in words; None where all are."""
+        """A message that names the plugins whose hashes ``now`` are not those of the plan; None if all are equal."""
         before = self.manifest.plugin_hashes
         if before == now:
             return None
@@ -218,57 +227,84 @@ class Sweep:
         _append(self.path / SUBMISSIONS, asdict(submission))
 
     def submissions(self) -> list[Submission]:
-        rows = [row for row in self._read(self.path / SUBMISSIONS) if "stage" in row]
-        return self._records(Submission, rows, self.path / SUBMISSIONS)
+        """Every submission, oldest first."""
+        journal = self.path / SUBMISSIONS
+        rows = [row for row in self._read(journal) if "stage" in row]
+        return self._records(Submission, rows, journal)
 
     def record_cancel(self) -> None:
         _append(self.path / SUBMISSIONS, {"cancel": time.time()})
 
     def cancelled_at(self) -> float:
-        """When the sweep was last cancelled (Unix seconds), 0 for never."""
-        times = [row.get("cancel") for row in self._read(self.path / SUBMISSIONS)]
-        return max((time for time in times if isinstance(time, float)), default=0.0)
+        """When the sweep was last cancelled (seconds since the epoch), 0 for never."""
+        newest = 0.0
+        for row in self._read(self.path / SUBMISSIONS):
+            cancelled = row.get("cancel")
+            if isinstance(cancelled, float):
+                newest = max(newest, cancelled)
+        return newest
 
     def record_start(self, index: int, stage: str, process: Mapping[str, str]) -> None:
         """Record that this process starts on a cell; SLURM's ids are taken from the environment."""
-        get = os.environ.get
-        array, task = get("SLURM_ARRAY_JOB_ID"), get("SLURM_ARRAY_TASK_ID")
-        job = f"{array}_{task}" if array and task else get("SLURM_JOB_ID")
-        place = {"node": get("SLURMD_NODENAME") or os.uname().nodename, "restart": int(get("SLURM_RESTART_COUNT") or 0)}
-        start = {"stage": stage, "started": time.time(), "process": dict(process), "parent": str(os.getppid()), **place}
-        _append(self._journal(index), start if job is None else {**start, "job": job})
+        start = {
+            "stage": stage,
+            "started": time.time(),
+            "process": dict(process),
+            "parent": str(os.getppid()),
+            "node": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
+            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        }
+        job = os.environ.get("SLURM_JOB_ID")
+        array = os.environ.get("SLURM_ARRAY_JOB_ID")
+        task = os.environ.get("SLURM_ARRAY_TASK_ID")
+        if array and task:
+            # SLURM_JOB_ID is another number for each task of an array, and squeue is asked for array and task.
+            job = f"{array}_{task}"
+        if job is not None:
+            start["job"] = job
+        _append(self._journal(index), start)
 
     def record_end(self, index: int, pid: str, code: int, reason: str | None) -> None:
-        """Record how the attempt of process ``pid`` ended; the last record counts. ``code`` below 0: minus a signal."""
+        """Record how the attempt of process ``pid`` ended; the last record counts. ``code``: see :class:`Attempt`."""
         if code < 0 and reason is None:
             reason = f"killed by {signal.Signals(-code).name}"
         _append(self._journal(index), {"pid": pid, "ended": time.time(), "code": code, "reason": reason})
 
     def attempts(self, index: int, stage: str = "train") -> list[Attempt]:
         """The attempts at a cell, oldest first, each with its end where there is one."""
+        journal = self._journal(index)
         starts: list[dict[str, Any]] = []
-        for row in self._read(self._journal(index)):
+        for row in self._read(journal):
             if "started" in row and isinstance(row.get("process"), dict):
                 starts.append(row)
                 continue
             pid = row.pop("pid", None)
-            of_process = [each for each in starts if each["process"].get("process.pid") == pid]
-            if not of_process:  # its start is gone
-                self.unreadable[str(self._journal(index))] += 1
-            for start in of_process[-1:]:
-                start |= row
-        return [each for each in self._records(Attempt, starts, self._journal(index)) if each.stage == stage]
+            starts_of_process = [start for start in starts if start["process"].get("process.pid") == pid]
+            if starts_of_process:
+                # Process ids are used again: an end belongs to the newest start.
+                starts_of_process[-1].update(row)
+            else:
+                # The line of its start is damaged.
+                self.unreadable[str(journal)] += 1
+        # Parsed whatever their stage, so that the count of damaged records does not depend on the question.
+        return [attempt for attempt in self._records(Attempt, starts, journal) if attempt.stage == stage]
 
     def _journal(self, index: int) -> Path:
         return self.path / "cells" / f"{index:05d}.jsonl"
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         """The rows of a journal; lines that cannot be read are counted."""
-        rows, lines = [], (path.read_bytes().splitlines() or [b""]) if path.is_file() else []
+        if not path.is_file():
+            self.unreadable[str(path)] = 0
+            return []
+        # A journal is created for its first line: an empty one has lost it.
+        lines = path.read_bytes().splitlines() or [b""]
+        rows = []
         for line in lines:
             with contextlib.suppress(ValueError):
                 row = decode_json(line)
-                rows += [row] if row.keys() & {"stage", "cancel", "pid"} else []
+                if row.keys() & {"stage", "cancel", "pid"}:
+                    rows.append(row)
         self.unreadable[str(path)] = len(lines) - len(rows)
         return rows
 
@@ -284,6 +320,7 @@ class Sweep:
 def _append(path: Path, row: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    # Unbuffered: the line is one write, which O_APPEND does not let another process interrupt.
     with open(open_file(path, flags, link=False), "ab", buffering=0) as file:
         file.write(encode_json(row))
 
@@ -307,7 +344,9 @@ def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
             (sweep.path / name).mkdir(parents=True, exist_ok=True)
         atomic_write(sweep.base, base_text, private=True)
         for name, content in plugins.archive.items():
-            atomic_write(sweep.path / "plugins" / name, redact_source(content.decode("utf-8", "replace")))
+            source = content.decode("utf-8", "replace")
+            atomic_write(sweep.path / "plugins" / name, redact_source(source))
+        # Written last: a folder without a manifest is not yet a sweep, and planning again writes all of it.
         text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
         atomic_write(sweep.path / FILE, text + "\n", private=True)
     except OSError as error:
@@ -317,19 +356,17 @@ def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
 
 def planned_plugins(manifest: Manifest) -> PluginSet:
     """The plugins of a sweep as this process has loaded them: its files, and the packages whose parts it uses."""
-    packages = tuple(PACKAGES.get(name) or PluginPackage.read(name) for name in manifest.packages)
-    return PluginSet(files=PLUGIN_FILES if manifest.plugins else {}, packages=packages)
+    packages = []
+    for name in manifest.packages:
+        packages.append(PACKAGES.get(name) or PluginPackage.read(name))
+    files = PLUGIN_FILES if manifest.plugins else {}
+    return PluginSet(files=files, packages=tuple(packages))
 
 
 def read_sweep(path: Path) -> Sweep:
     """A sweep's folder, or its name under sweeps/. Raises :class:`UserError` where it cannot be read."""
-    folder = next((place for place in (path, Path("sweeps") / path) if (place / FILE).is_file()), None)
-    if folder is None:
-        others = [file.parent.name for file in sorted(Path("sweeps").glob(f"*/{FILE}"))]
-        near = nearest(path.name, others)
-        hint = f"; did you mean {near!r}?" if near else (f"; there are: {', '.join(others)}" if others else "")
-        raise UserError(f"no sweep at {path}{hint}")
-    # not runs/: it may be a link to another disk, and each run's folder is checked by who reads it
+    folder = _find_sweep(path)
+    # Not runs/: it may be a link to another disk, and each run's folder is checked by who reads it.
     check_tree(
         folder, (FILE, SUBMISSIONS, "base.yaml", ".submit.lock"), ("cells", "logs", "evaluations", "plugins", "report")
     )
@@ -338,7 +375,8 @@ def read_sweep(path: Path) -> Sweep:
         data = read_json(file, "manifest", {"version": int})
     except UserError as error:
         raise UserError(f"{error}; plan the sweep again in another folder") from None
-    version, digest = data.pop("version"), data.pop("digest", None)
+    version = data.pop("version")
+    digest = data.pop("digest", None)
     if version != VERSION:
         raise bad_value(f"{file}: version", version, str(VERSION), "it was written by another version of kl_comedy")
     manifest = parse_record(Manifest, data, origin=str(file))
@@ -347,85 +385,141 @@ def read_sweep(path: Path) -> Sweep:
     return Sweep(path=folder.resolve(), manifest=manifest)
 
 
+def _find_sweep(path: Path) -> Path:
+    """The folder ``path``, or sweeps/``path``. Raises :class:`UserError` that names the sweeps that there are."""
+    for folder in (path, Path("sweeps") / path):
+        if (folder / FILE).is_file():
+            return folder
+    names = [file.parent.name for file in sorted(Path("sweeps").glob(f"*/{FILE}"))]
+    near = nearest(path.name, names)
+    hint = ""
+    if near:
+        hint = f"; did you mean {near!r}?"
+    elif names:
+        hint = f"; there are: {', '.join(names)}"
+    raise UserError(f"no sweep at {path}{hint}")
+
+
 def _difference(old: Manifest, new: Manifest) -> str:
+    """What distinguishes two manifests: the first cell that differs, else the names of the fields."""
     if len(old.cells) != len(new.cells):
         return f"{len(old.cells)} cells there, {len(new.cells)} planned now"
     for before, now in zip(old.cells, new.cells, strict=True):
         if before != now:
             return f"cell {now.index} is {before.name} there and {now.name} now, with other settings or another seed"
-    return f"another {', '.join(key for key in asdict(old) if getattr(old, key) != getattr(new, key))}"
+    names = [key for key in asdict(old) if getattr(old, key) != getattr(new, key)]
+    return f"another {', '.join(names)}"
+
+
+# --- planning --------------------------------------------------------------------------------------------------------
+
+
+class _CheckedConfigs:
+    """The configs of a sweep: the base file with overrides, each loaded and checked once."""
+
+    def __init__(self, base: Path) -> None:
+        self.packages: set[str] = set()
+        """The packages from outside whose parts the configs use that have been loaded so far."""
+        self._read = config_reader(base)
+        self._configs: dict[tuple[str, ...], Config] = {}
+
+    def load(self, overrides: tuple[str, ...]) -> Config:
+        """The config of ``overrides``. Raises :class:`UserError` for any mistake in it."""
+        from kl_comedy.kl import resolve_terms
+        from kl_comedy.objective import PolicyTerm, check_policy_term
+
+        if overrides not in self._configs:
+            config = self._read(overrides)
+            resolve_terms(config.kl)
+            check_policy_term(PolicyTerm.of(config.algorithm))
+            self.packages.update(package.name for package in plugins_of(config).packages)
+            self._configs[overrides] = config
+        return self._configs[overrides]
 
 
 def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Sequence[str] = ()) -> Manifest:
     """Check every cell and write them down. ``extra``: ``key=value`` for every cell, from the command line.
 
-    PluginSet must have been loaded. Raises :class:`UserError` naming the cell for any mistake, and for two cells that
-    are the same run.
+    The plugins must have been loaded. Raises :class:`UserError` naming the cell for any mistake, and for two cells
+    that are the same run.
     """
-    from kl_comedy.kl import resolve_terms
-    from kl_comedy.objective import PolicyTerm, check_policy_term
     from kl_comedy.tracking.store import check_uri
 
-    for text in extra:
-        if (key := text.partition("=")[0]) in {*grid.axes, *RESERVED, *(["seed"] if grid.seeds else [])}:
-            raise UserError(f"{text}: {key} is set by the sweep, cell by cell")
-    read = config_reader(Path(grid.base))
-    packages: set[str] = set()
-
-    @functools.cache  # cells that differ in the seed alone are loaded once
-    def load(overrides: tuple[str, ...]) -> Config:
-        config = read(overrides)
-        resolve_terms(config.kl)
-        check_policy_term(PolicyTerm.of(config.algorithm))
-        packages.update(package.name for package in plugins_of(config).packages)
-        return config
-
-    common = [*_overrides(grid.overrides), *extra]
-    cells: dict[str, Cell] = {}  # by the hash of the config without its name
+    _check_extra(grid, extra)
+    configs = _CheckedConfigs(Path(grid.base))
+    common = (*_overrides(grid.overrides), *extra)
+    cells: list[Cell] = []
+    cells_by_run: dict[str, Cell] = {}
+    # A dict and not a set: the order of the stores is part of the digest.
     stores: dict[tuple[str, str], None] = {}
     for index, point in enumerate(expand(grid)):
-        settings = dict(sorted(point.settings.items(), key=lambda item: item[0].count(".")))
-        overrides = (*common, override("name", point.label), *_overrides(settings))
-        with error_prefix(f"cell {index} ({point.label})"):
-            config = load(overrides)
-        if point.seed is not None:
-            overrides = (*overrides, override("seed", point.seed))
-            config = replace(config, seed=point.seed)
-        train, tracking = config.train, config.tracking
-        cell = Cell(
-            index=index,
-            name=config.name,
-            seed=config.seed,
-            steps=train.steps,
-            config_hash=config_hash(config),
-            values=dict(point.values),
-            overrides=overrides,
-            nodes=train.nodes,
-            devices=train.devices,
-        )
-        same = cells.setdefault(config_hash(replace(config, name="")), cell)
-        if same is not cell:
-            names = f"{same.index} ({same.name}) and {cell.index} ({cell.name})"
+        cell, config = _plan_cell(index, point, common, configs)
+        # Without its name, a config is what the run does: two names for one run would train it twice.
+        run = config_hash(replace(config, name=""))
+        if run in cells_by_run:
+            twin = cells_by_run[run]
+            names = f"{twin.index} ({twin.name}) and {cell.index} ({cell.name})"
             raise UserError(f"cells {names} are the same run, seed {cell.seed}")
-        stores[check_uri(tracking.uri), tracking.experiment] = None
-    evaluate = None if grid.evaluate is None else tuple(_overrides(grid.evaluate))
-    if evaluate is not None:
+        cells_by_run[run] = cell
+        cells.append(cell)
+        stores[check_uri(config.tracking.uri), config.tracking.experiment] = None
+
+    evaluate = None
+    if grid.evaluate is not None:
+        evaluate = tuple(_overrides(grid.evaluate))
+        # A mistake in them is the same in every cell.
         with error_prefix("evaluate"):
-            load((*next(iter(cells.values())).overrides, *evaluate))
+            configs.load((*cells[0].overrides, *evaluate))
     manifest = Manifest(
         name=grid.name,
         directory=str(directory.resolve()),
         base=grid.base,
+        # The text with the files that the base extends, because they may change too.
         base_sha256=hashlib.sha256(standalone_text(Path(grid.base)).encode()).hexdigest(),
         plugins=tuple(str(file.resolve()) for file in plugins),
         evaluate=evaluate,
         max_parallel=grid.max_parallel,
         stores=tuple(stores),
         package_version=kl_comedy.__version__,
-        cells=tuple(cells.values()),
-        packages=tuple(sorted(packages)),
+        cells=tuple(cells),
+        packages=tuple(sorted(configs.packages)),
     )
     return replace(manifest, plugin_hashes=planned_plugins(manifest).hashes)
+
+
+def _check_extra(grid: Grid, extra: Sequence[str]) -> None:
+    set_by_sweep = {*grid.axes, *RESERVED}
+    if grid.seeds:
+        set_by_sweep.add("seed")
+    for text in extra:
+        key = text.partition("=")[0]
+        if key in set_by_sweep:
+            raise UserError(f"{text}: {key} is set by the sweep, cell by cell")
+
+
+def _plan_cell(index: int, point: GridPoint, common: tuple[str, ...], configs: _CheckedConfigs) -> tuple[Cell, Config]:
+    """A point as a cell, and its config. ``common`` are the overrides of every cell."""
+    # Short keys first: kl.0.beta changes a list that kl sets.
+    settings = dict(sorted(point.settings.items(), key=lambda item: item[0].count(".")))
+    overrides = (*common, override("name", point.label), *_overrides(settings))
+    with error_prefix(f"cell {index} ({point.label})"):
+        config = configs.load(overrides)
+    if point.seed is not None:
+        # After the config was loaded: cells that differ in their seed alone are loaded once.
+        overrides = (*overrides, override("seed", point.seed))
+        config = replace(config, seed=point.seed)
+    cell = Cell(
+        index=index,
+        name=config.name,
+        seed=config.seed,
+        steps=config.train.steps,
+        config_hash=config_hash(config),
+        values=dict(point.values),
+        overrides=overrides,
+        nodes=config.train.nodes,
+        devices=config.train.devices,
+    )
+    return cell, config
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
     servers' step:  python -m kl_comedy.slurm.servers --cell SWEEP 3    ->  DIR/0.url, DIR/1.url
     trainer's step: kl-comedy cell SWEEP 3                              <-  KL_COMEDY_SERVER_URLS
 
-Each writes its output to a file beside the job's log.
+Each server writes its output to a file beside the job's log.
 
 DIR is KL_COMEDY_SERVERS_DIR, on a shared file system. When the trainer ends, the file DIR/done ends the servers. With
 ``--cell`` the command comes from the cell's config; ``-- COMMAND --port {port}`` starts a command of your own.
@@ -20,15 +20,19 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import atomic_write
 from kl_comedy.processes import LOOPBACK, ChildProcess, free_port, last_error_line
 
-DIRECTORY, COUNT, URLS = "KL_COMEDY_SERVERS_DIR", "KL_COMEDY_SERVERS_COUNT", "KL_COMEDY_SERVER_URLS"
+DIRECTORY = "KL_COMEDY_SERVERS_DIR"
+"""The folder in which the two steps of a job see each other's files."""
+COUNT = "KL_COMEDY_SERVERS_COUNT"
+URLS = "KL_COMEDY_SERVER_URLS"
+"""The addresses of the servers, with commas; the rollout backend reads it."""
 WAIT_S = "KL_COMEDY_SERVERS_WAIT_S"
 """Seconds that a server may take to answer (the profile's ``servers.wait_seconds``)."""
 JOB_LOG = "KL_COMEDY_JOB_LOG"
@@ -39,6 +43,8 @@ STEP_START_S = 120.0
 file system. Without a limit a job of which one step never starts would hold its GPUs idle until its time is up."""
 TRAINER = "trainer"
 """The file that says that the trainer's step has started."""
+DONE = "done"
+"""The file that says that it has ended; the batch script writes it."""
 KEY = "VLLM_API_KEY"
 """Holds the servers' key, in their environment and in the trainer's."""
 POLL_S = 0.25
@@ -47,7 +53,46 @@ GRACE_S = 5.0
 
 Environment = Mapping[str, str] | None
 Command = Callable[[int], tuple[Sequence[str], Environment]]
-"""The words and the environment (None: this one) of a server on a port."""
+"""Given a port, the words and the environment (None: this one) of a server on it. May raise :class:`UserError`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTask:
+    """One task of the servers' step: which server it runs, and where and how soon that must answer."""
+
+    folder: Path
+    """The folder of :data:`DIRECTORY`."""
+    index: int
+    host: str
+    ready: str
+    """The path that answers when the server is up."""
+    wait_s: float
+    """Seconds that the server may take until then."""
+
+    @property
+    def log(self) -> Path:
+        return log_file(self.folder, self.index)
+
+    @property
+    def trainer_has_started(self) -> bool:
+        return (self.folder / TRAINER).exists()
+
+    @property
+    def trainer_has_ended(self) -> bool:
+        return (self.folder / DONE).exists()
+
+    def publish(self, url: str) -> None:
+        """Tell the trainer the address."""
+        # Whole or not at all: the trainer reads the file as soon as it exists.
+        atomic_write(_url_file(self.folder, self.index), url + "\n", private=True)
+
+    def fail(self, reason: str) -> None:
+        """Tell the trainer why there is no server; its run ends with this message."""
+        atomic_write(self.folder / f"{self.index}.failed", f"{reason}\n")
+
+
+def _url_file(folder: Path, index: int) -> Path:
+    return folder / f"{index}.url"
 
 
 def await_servers() -> list[str]:
@@ -59,11 +104,15 @@ def await_servers() -> list[str]:
     if DIRECTORY not in os.environ:
         return []
     folder = Path(os.environ[DIRECTORY])
+    # The servers' step may hold what the trainer's step needs to start, and gives up when it does not see this file.
     (folder / TRAINER).touch()
-    files = [folder / f"{index}.url" for index in range(int(os.environ[COUNT]))]
+    files = [_url_file(folder, index) for index in range(int(os.environ[COUNT]))]
     limit_s = float(os.environ.get(WAIT_S, DEFAULT_WAIT_S)) + STEP_START_S
     deadline = time.monotonic() + limit_s
-    while missing := [index for index, file in enumerate(files) if not file.exists()]:
+    while True:
+        missing = [index for index, file in enumerate(files) if not file.exists()]
+        if not missing:
+            break
         for file in sorted(folder.glob("*.failed")):
             raise RunFailed(f"server {file.stem} of this job {file.read_text().strip()}")
         if time.monotonic() > deadline:
@@ -75,7 +124,7 @@ def await_servers() -> list[str]:
 
 
 def _why_missing(folder: Path, index: int, limit_s: float) -> str:
-    """Of a server that neither published its address nor failed by itself."""
+    """What is known about a server that neither published its address nor reported a failure."""
     log = log_file(folder, index)
     if log.exists():
         return f"did not answer within {limit_s:g} s: {_log_says(log)}"
@@ -94,8 +143,10 @@ def log_file(folder: Path, index: int) -> Path:
     if JOB_LOG not in os.environ:
         return folder / f"{index}.log"
     job_log = Path(os.environ[JOB_LOG])
+    number = str(index)
     restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    number = f"{index}.restart-{restart}" if restart else str(index)
+    if restart > 0:
+        number = f"{index}.restart-{restart}"
     return job_log.with_name(f"{job_log.stem}.server-{number}.log")
 
 
@@ -103,67 +154,73 @@ def _log_says(log: Path) -> str:
     return f"{last_error_line(log.read_text(errors='replace').splitlines())} (log: {log})"
 
 
-def serve(
-    command: Command,
-    *,
-    folder: Path,
-    index: int,
-    host: str,
-    ready: str,
-    wait_s: float,
-    prepare: Callable[[str], None] = lambda url: None,
-) -> int:
-    """Run one server until the trainer is done; its address is in ``folder`` once ``ready`` answers.
+def serve(command: Command, task: ServerTask, prepare: Callable[[str], None] | None = None) -> int:
+    """Run one server until the trainer is done; publish its address once it answers and ``prepare(url)`` has returned.
 
-    ``prepare(url)`` is called before that. A server that ends afterwards is started again on the same port; the trainer
-    waits for it and sends its weights. SIGUSR1 and SIGTERM, which SLURM sends to every process of a job before its time
-    limit or its preemption, are ignored here and by a server without a handler of its own (vLLM ends at SIGTERM): the
-    trainer still needs it for the current update. Returns 0 when the trainer ended first, else the server's code.
+    A server that ends afterwards is started again on the same port; the trainer waits for it and sends its weights.
+    SIGUSR1 and SIGTERM, which SLURM sends to every process of a job before its time limit or its preemption, are
+    ignored here and by a server without a handler of its own (vLLM ends at SIGTERM): the trainer still needs it for
+    the current update. Returns 0 when the trainer ended first, else the server's code, or 1 or 2 for what is reported
+    in the task's folder.
     """
+    # The server inherits it.
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # and in the server, which inherits it
-    port = free_port(host)
-    url = f"http://{host}:{port}"
-
-    def fail(why: str) -> None:
-        atomic_write(folder / f"{index}.failed", f"{why}\n")
-
+        signal.signal(number, signal.SIG_IGN)
+    port = free_port(task.host)
+    url = f"http://{task.host}:{port}"
     try:
         words, environment = command(port)
     except UserError as error:
-        fail(f"cannot be started: {error}")
+        task.fail(f"cannot be started: {error}")
         return 2
-    published = False
-    deadline = time.monotonic() + wait_s
-    log = log_file(folder, index)
+
+    deadline = time.monotonic() + task.wait_s
+    log = task.log
     server = ChildProcess(words, env=environment, log=log)
     try:
-        while not (folder / "done").exists():
-            if not server.alive and not published:
-                fail(f"ended with code {server.status}: {_log_says(log)}")
-                return server.status or 1
+        code = _publish_when_ready(server, url, task, deadline, prepare)
+        if code is not None:
+            return code
+        while not task.trainer_has_ended:
             if not server.alive:
-                print(f"server {index} ended with code {server.kill()}; starting it again", file=sys.stderr, flush=True)
+                code = server.kill()
+                print(f"server {task.index} ended with code {code}; starting it again", file=sys.stderr, flush=True)
                 server = ChildProcess(words, env=environment, log=log)
-            if not published and _answers(url + ready):
-                try:
-                    prepare(url)
-                except Exception as error:  # a server that answers, and not as ours do
-                    fail(f"answers, and takes no weights: {error} (log: {log})")
-                    return 1
-                atomic_write(folder / f"{index}.url", url + "\n", private=True)
-                published = True
-            if not published and time.monotonic() > deadline:
-                fail(f"did not answer {ready} within {wait_s:g} s: {_log_says(log)}")
-                return 1
-            if published and time.monotonic() > deadline + STEP_START_S and not (folder / TRAINER).exists():
+            trainer_is_late = time.monotonic() > deadline + STEP_START_S
+            if trainer_is_late and not task.trainer_has_started:
                 # The trainer's srun may wait for what this step holds. When this step has ended it starts, and reports.
-                fail(f"was ended, because the trainer did not start; {_srun_says()}")
+                task.fail(f"was ended, because the trainer did not start; {_srun_says()}")
                 return 1
             time.sleep(POLL_S)
         return 0
     finally:
         server.terminate(GRACE_S)
+
+
+def _publish_when_ready(
+    server: ChildProcess, url: str, task: ServerTask, deadline: float, prepare: Callable[[str], None] | None
+) -> int | None:
+    """Wait until the server answers, then publish its address. The exit code of the task where that cannot be."""
+    while not task.trainer_has_ended:
+        if not server.alive:
+            task.fail(f"ended with code {server.status}: {_log_says(task.log)}")
+            # A server that ends before it answers has failed, whatever code it ends with.
+            return server.status or 1
+        if _answers(url + task.ready):
+            try:
+                if prepare is not None:
+                    prepare(url)
+            except Exception as error:
+                # It answers, and is not one of our servers.
+                task.fail(f"answers, and takes no weights: {error} (log: {task.log})")
+                return 1
+            task.publish(url)
+            return None
+        if time.monotonic() > deadline:
+            task.fail(f"did not answer {task.ready} within {task.wait_s:g} s: {_log_says(task.log)}")
+            return 1
+        time.sleep(POLL_S)
+    return 0
 
 
 def _answers(url: str) -> bool:
@@ -182,8 +239,8 @@ def filled_in(words: Sequence[str], host: str, index: int, port: int) -> tuple[S
     ['vllm', 'serve', '--port', '8000']
     """
     values = {"{port}": str(port), "{host}": host, "{index}": str(index)}
-    for place, value in values.items():
-        words = [word.replace(place, value) for word in words]
+    for placeholder, value in values.items():
+        words = [word.replace(placeholder, value) for word in words]
     return words, None
 
 
@@ -217,15 +274,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cell", nargs=2, metavar=("SWEEP", "INDEX"), help="start what this cell's config asks for")
     parser.add_argument("words", nargs="*", help="the server's command, without --cell")
     given = parser.parse_args(arguments)
-    host = socket.gethostname() if given.reachable else LOOPBACK
+    host = LOOPBACK
+    if given.reachable:
+        host = socket.gethostname()
     index = int(os.environ.get("SLURM_PROCID", "0"))
     folder = Path(os.environ[DIRECTORY])
-    place: dict[str, Any] = {"folder": folder, "index": index, "host": host, "ready": given.ready, "wait_s": given.wait}
+    task = ServerTask(folder=folder, index=index, host=host, ready=given.ready, wait_s=given.wait)
     if given.cell is None:
-        return serve(partial(filled_in, given.words, host, index), **place)
+        return serve(partial(filled_in, given.words, host, index), task)
     sweep, cell = given.cell
     command = partial(cell_command, Path(sweep), int(cell), folder / f"{index}.model", host)
-    return serve(command, prepare=_expect_weights, **place)
+    return serve(command, task, prepare=_expect_weights)
 
 
 if __name__ == "__main__":

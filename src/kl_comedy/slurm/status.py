@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,19 @@ from kl_comedy.slurm.submit import JobState, Work
 from kl_comedy.tracking.provenance import is_dead
 from kl_comedy.tracking.spool import UNREADABLE, decode_event
 
+# What is not missing comes first: MISSING is the rest, from PLANNED on.
 STATES = ("FINISHED", "RUNNING", "PENDING", "PLANNED", "STOPPED", "FAILED", "DIED", "CANCELLED")
 MISSING = STATES[3:]
 """The states that ``resubmit`` runs again."""
 TAIL_BYTES = 1 << 16
 """Enough of a spool's end to hold its last metrics."""
 UNKNOWN = JobState(state="UNKNOWN", why="SLURM cannot be asked")
-"""Of a job while SLURM does not answer: it may be running, so it does not count as lost."""
+"""The state of a job while SLURM does not answer. It may be running, so it does not count as lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellStatus:
-    """A row of ``kl-comedy status``. ``reward`` is that of the last logged update; ``run`` the run's folder."""
+    """A row of ``kl-comedy status``. ``reward`` is that of the last logged update; ``run`` is the run's folder."""
 
     cell: int
     name: str
@@ -67,36 +69,155 @@ class SweepStatus:
         return ", ".join(f"{number} {state.lower()}" for state, number in self.counts().items())
 
 
+@dataclass(frozen=True, kw_only=True)
+class CellHistory:
+    """What submissions, attempts and SLURM say about a cell. Whether its run has finished is in the run's folder."""
+
+    index: int
+    attempts: Sequence[Attempt]
+    """Oldest first, of whichever submission."""
+    submission: Submission | None
+    """The newest submission that contains the cell."""
+    job: JobState | None
+    """SLURM's answer about the submission's task; None if SLURM does not know it (any more)."""
+    cancelled_at: float
+    """When the sweep was last cancelled, in seconds since the epoch; 0 if never."""
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest attempt."""
+        if not self.attempts:
+            return None
+        return self.attempts[-1]
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the sweep was cancelled after this submission."""
+        return self.submission is not None and self.cancelled_at > self.submission.time
+
+    @property
+    def cancelled_by_slurm(self) -> bool:
+        """Whether SLURM says so, for example because an administrator did it."""
+        return self.job is not None and self.job.state == "CANCELLED"
+
+    @property
+    def waits_for_first_attempt(self) -> bool:
+        """Whether it was submitted, and no attempt of that submission has been recorded."""
+        if self.submission is None:
+            return False
+        if self.attempt is None:
+            return True
+        return not self.attempt.is_of(self.submission, self.index)
+
+    @property
+    def has_open_attempt(self) -> bool:
+        """Whether the newest attempt has not recorded how it ended. A killed node records nothing."""
+        return self.attempt is not None and self.attempt.code is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CellFiles:
+    """What the files of a cell's run and evaluation say."""
+
+    step: int = 0
+    """The last update in the spool; 0 before the first."""
+    reward: float | None = None
+    """The reward of that update."""
+    summary: dict[str, Any]
+    """The run's summary; empty before it has one."""
+    evaluated: bool
+    damage: tuple[str, ...]
+    """A message for each file that cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SpoolEnd:
+    """The last update in a spool, its reward, and the number of lines after it that cannot be read."""
+
+    step: int = 0
+    reward: float | None = None
+    unreadable_lines: int = 0
+
+
 def read_status(sweep: Sweep) -> SweepStatus:
     """The state of every cell now."""
-    train, evaluate = (
-        {index: item for item in sweep.submissions() if item.stage == stage for index in item.indices}
-        for stage in ("train", "evaluate")
-    )
-    jobs, notes = _ask_slurm(
-        sweep, {item.task(n) for stage in (train, evaluate) for n, item in stage.items() if item.job}
-    )
-    cancelled, runs = sweep.cancelled_at(), newest_runs(sweep)
-    rows, damaged = [], list[str]()
+    submissions = sweep.submissions()
+    training = _newest_submissions(submissions, "train")
+    evaluation = _newest_submissions(submissions, "evaluate")
+    # SLURM is asked once for all cells: a sweep may have thousands.
+    jobs, notes = _ask_slurm(sweep, _slurm_tasks(training) | _slurm_tasks(evaluation))
+
+    cancelled_at = sweep.cancelled_at()
+    runs = newest_runs(sweep)
+    rows = []
+    damage: list[str] = []
     for cell in sweep.manifest.cells:
-        submission, run = train.get(cell.index), runs.get(cell.run_stem)
-        job = jobs.get(submission.task(cell.index)) if submission else None
-        rows.append(_cell_status(sweep, cell, run, submission, job, cancelled, damaged))
+        run = runs.get(cell.run_stem)
+        files = _read_cell_files(sweep, cell, run)
+        damage.extend(files.damage)
+        submission = training.get(cell.index)
+        job = None
+        if submission is not None:
+            job = jobs.get(submission.task(cell.index))
+        history = CellHistory(
+            index=cell.index,
+            attempts=sweep.attempts(cell.index),
+            submission=submission,
+            job=job,
+            cancelled_at=cancelled_at,
+        )
+        rows.append(_cell_status(sweep, cell, run, files, history))
+
     evaluating = set()
-    for index, submission in evaluate.items():
-        job = jobs.get(submission.task(index))
-        active = not is_dead(submission.process) if submission.local else job and (job.active or job is UNKNOWN)
-        if active and not sweep.evaluation(index).exists():
+    for index, submission in evaluation.items():
+        under_way = _is_under_way(submission, jobs.get(submission.task(index)))
+        if under_way and not sweep.evaluation(index).exists():
             evaluating.add(index)
-    damaged += [f"{count} lines of {file} cannot be read" for file, count in sweep.unreadable.items() if count]
-    return SweepStatus(rows=tuple(rows), evaluating=frozenset(evaluating), notes=(*notes, *damaged))
+
+    # The journals were read above, and each reading counts its own damaged lines.
+    for file, count in sweep.unreadable.items():
+        if count:
+            damage.append(f"{count} lines of {file} cannot be read")
+    return SweepStatus(rows=tuple(rows), evaluating=frozenset(evaluating), notes=(*notes, *damage))
+
+
+def _newest_submissions(submissions: Sequence[Submission], stage: str) -> dict[int, Submission]:
+    """The newest submission of ``stage`` for each cell that has one, by the cell's index."""
+    newest = {}
+    for submission in submissions:
+        if submission.stage != stage:
+            continue
+        for index in submission.indices:
+            newest[index] = submission
+    return newest
+
+
+def _slurm_tasks(submissions: Mapping[int, Submission]) -> set[str]:
+    """SLURM's names of the tasks of these cells, without the cells of local managers."""
+    return {submission.task(index) for index, submission in submissions.items() if submission.job}
+
+
+def _is_under_way(submission: Submission, job: JobState | None) -> bool:
+    """Whether a submission's task may be waiting or running. What cannot be asked counts, or it would start twice."""
+    if submission.local:
+        return not is_dead(submission.process)
+    if job is None:
+        return False
+    return job.active or job is UNKNOWN
 
 
 def missing_work(sweep: Sweep, status: SweepStatus) -> Work:
     """What is missing or failed. Cells that run, wait or are finished are left alone."""
-    trained = [row.cell for row in status.rows if row.state == "FINISHED" and not row.evaluated]
-    evaluate = [] if sweep.manifest.evaluate is None else [cell for cell in trained if cell not in status.evaluating]
-    return Work(train=tuple(row.cell for row in status.rows if row.state in MISSING), evaluate=tuple(evaluate))
+    train = []
+    evaluate = []
+    for row in status.rows:
+        if row.state in MISSING:
+            train.append(row.cell)
+        elif row.state == "FINISHED" and not row.evaluated and row.cell not in status.evaluating:
+            evaluate.append(row.cell)
+    if sweep.manifest.evaluate is None:
+        evaluate = []
+    return Work(train=tuple(train), evaluate=tuple(evaluate))
 
 
 def _ask_slurm(sweep: Sweep, tasks: set[str]) -> tuple[dict[str, JobState], tuple[str, ...]]:
@@ -109,45 +230,56 @@ def _ask_slurm(sweep: Sweep, tasks: set[str]) -> tuple[dict[str, JobState], tupl
         note = f"the queue cannot be asked, states are from the run folders alone: {error}"
         return dict.fromkeys(tasks, UNKNOWN), (note,)
     try:
-        return {**submit.accounting(sorted(tasks - jobs.keys())), **jobs}, ()
+        ended_jobs = submit.accounting(sorted(tasks - jobs.keys()))
     except (UserError, RunFailed) as error:
+        # A site may have no accounting database; squeue's answer counts all the same.
         return jobs, (f"jobs that left the queue cannot be looked up: {error}",)
+    return {**ended_jobs, **jobs}, ()
 
 
-def _cell_status(
-    sweep: Sweep,
-    cell: Cell,
-    run: Path | None,
-    submission: Submission | None,
-    job: JobState | None,
-    cancelled: float,
-    damaged: list[str],
-) -> CellStatus:
-    """A row; what cannot be read is added to ``damaged``."""
-    attempts = sweep.attempts(cell.index)
-    last = attempts[-1] if attempts else None
-    step, reward, summary, evaluated = 0, None, dict[str, Any](), False
+def _read_cell_files(sweep: Sweep, cell: Cell, run: Path | None) -> _CellFiles:
+    """Read the end of the spool, the summary and the scores. A damaged file is a message, and not an error."""
+    damage = []
+    spool = _SpoolEnd()
+    summary: dict[str, Any] = {}
     if run is not None:
-        step, reward, unreadable = _progress(run)
-        if unreadable:
-            damaged.append(f"{unreadable} of the last lines of {run}/spool.jsonl cannot be read")
+        spool = _read_spool_end(run)
+        if spool.unreadable_lines:
+            damage.append(f"{spool.unreadable_lines} of the last lines of {run}/spool.jsonl cannot be read")
         try:
             summary = read_summary(run)
         except UserError as error:
-            damaged.append(f"{error}; resubmit finishes its cell from the checkpoint")
+            damage.append(f"{error}; resubmit finishes its cell from the checkpoint")
+    evaluated = False
     try:
         evaluated = read_scores(sweep, cell.index) is not None
     except UserError as error:
-        damaged.append(f"{error}; resubmit evaluates its cell again")
-    if summary.get("status") == "FINISHED":
-        step, reward = summary.get("steps", step), summary.get("metrics", {}).get("train/reward", reward)
-        failed = [] if evaluated else sweep.attempts(cell.index, "evaluate")
-        state, why = "FINISHED", f"evaluation: {failed[-1].reason}" if failed and failed[-1].reason else ""
+        damage.append(f"{error}; resubmit evaluates its cell again")
+    return _CellFiles(
+        step=spool.step,
+        reward=spool.reward,
+        summary=summary,
+        evaluated=evaluated,
+        damage=tuple(damage),
+    )
+
+
+def _cell_status(sweep: Sweep, cell: Cell, run: Path | None, files: _CellFiles, history: CellHistory) -> CellStatus:
+    """The row of a cell in ``kl-comedy status``."""
+    step = files.step
+    reward = files.reward
+    if files.summary.get("status") == "FINISHED":
+        # Only the last TAIL_BYTES of the spool were read, and they need not hold the last update.
+        step = files.summary.get("steps", step)
+        reward = files.summary.get("metrics", {}).get("train/reward", reward)
+        state = "FINISHED"
+        why = _why_not_evaluated(sweep, cell, files)
     else:
-        state, why = _unfinished_state(cell.index, last, submission, job, cancelled)
-    if state == "PENDING" and last:
-        why = f"started again at update {step}" + (f" ({why})" if why else "")
-    submitted = submission is not None and not submission.local
+        state, why = unfinished_state(history)
+    if state == "PENDING" and history.attempt is not None:
+        started_again = f"started again at update {step}"
+        why = f"{started_again} ({why})" if why else started_again
+
     return CellStatus(
         cell=cell.index,
         name=cell.name,
@@ -156,80 +288,151 @@ def _cell_status(
         step=step,
         steps=cell.steps,
         reward=reward,
-        evaluated=evaluated,
-        node=(job.node if job and job.state == "RUNNING" else "") or (last.node if last else ""),
-        job=submission.task(cell.index) if submission and submitted else (last and last.job) or "",
-        attempts=len(attempts),
+        evaluated=files.evaluated,
+        node=_node_of(history),
+        job=_job_of(history),
+        attempts=len(history.attempts),
         why=why,
         run=None if run is None else str(run),
     )
 
 
-def _unfinished_state(
-    index: int, last: Attempt | None, submission: Submission | None, job: JobState | None, cancelled: float
-) -> tuple[str, str]:
-    """The state of a cell whose run is not finished, and why."""
-    if job is not None and job.active:
-        return ("PENDING", job.why) if job.state == "PENDING" else ("RUNNING", "")
-    if job is UNKNOWN and (last is None or last.code is None):
-        return "PENDING" if last is None else "RUNNING", UNKNOWN.why
-    was_cancelled = submission is not None and cancelled > submission.time
-    if submission is not None and (last is None or not last.is_of(submission, index)):
-        if was_cancelled:
-            return "CANCELLED", "cancelled before it began"
-        if submission.local:
-            return ("PLANNED", "its manager ended") if is_dead(submission.process) else ("PENDING", "")
-        if job is None:
-            return "DIED", f"job {submission.job} left the queue before it began"
-        return "CANCELLED" if job.state == "CANCELLED" else "DIED", job.why or job.state
-    if last is None:
-        return "PLANNED", ""
-    if last.code is None and submission is not None and submission.local and not is_dead(last.process):
+def _why_not_evaluated(sweep: Sweep, cell: Cell, files: _CellFiles) -> str:
+    """Why the newest evaluation of a finished cell has no scores; empty where it has, or was not tried."""
+    if files.evaluated:
+        return ""
+    attempts = sweep.attempts(cell.index, "evaluate")
+    if not attempts or not attempts[-1].reason:
+        return ""
+    return f"evaluation: {attempts[-1].reason}"
+
+
+def _node_of(cell: CellHistory) -> str:
+    """Where the cell runs, else where its newest attempt ran; empty before the first."""
+    if cell.job is not None and cell.job.state == "RUNNING" and cell.job.node:
+        return cell.job.node
+    if cell.attempt is not None:
+        return cell.attempt.node
+    return ""
+
+
+def _job_of(cell: CellHistory) -> str:
+    """The task that SLURM has for the cell, else that of its newest attempt; empty for a cell of a local manager."""
+    if cell.submission is not None and not cell.submission.local:
+        return cell.submission.task(cell.index)
+    if cell.attempt is not None and cell.attempt.job:
+        return cell.attempt.job
+    return ""
+
+
+def unfinished_state(cell: CellHistory) -> tuple[str, str]:
+    """The state of a cell whose run has not finished, and why.
+
+    The order is the order of trust. SLURM's word about a live job comes first: the files of a killed node are out of
+    date. An attempt's own exit code comes before SLURM's word about a dead job: it knows the reason.
+    """
+    if cell.job is not None and cell.job.active:
+        if cell.job.state == "PENDING":
+            return "PENDING", cell.job.why
         return "RUNNING", ""
-    if was_cancelled or (job is not None and job.state == "CANCELLED"):
-        return "CANCELLED", last.reason or "cancelled"
-    if last.code == REQUEUE_EXIT_CODE:
-        return "STOPPED", last.reason or ""
-    if last.code is not None and (last.code > 0 or last.reason):
-        return "FAILED" if last.code > 0 else "DIED", last.reason or f"exit code {last.code}"
-    reason = job.why or job.state if job else f"the process is gone from {last.node}"
+
+    if cell.job is UNKNOWN:
+        # SLURM does not answer. What may still be running does not count as lost, or resubmit would start it twice.
+        if cell.attempt is None:
+            return "PENDING", UNKNOWN.why
+        if cell.has_open_attempt:
+            return "RUNNING", UNKNOWN.why
+
+    if cell.submission is not None and cell.waits_for_first_attempt:
+        return _state_before_first_attempt(cell, cell.submission)
+    if cell.attempt is None:
+        return "PLANNED", ""
+    return _state_after_attempt(cell, cell.attempt)
+
+
+def _state_before_first_attempt(cell: CellHistory, submission: Submission) -> tuple[str, str]:
+    """The state and the reason of a cell that was submitted, and of which nothing more is recorded."""
+    if cell.cancelled:
+        return "CANCELLED", "cancelled before it began"
+    if submission.local:
+        if is_dead(submission.process):
+            return "PLANNED", "its manager ended"
+        return "PENDING", ""
+    if cell.job is None:
+        return "DIED", f"job {submission.job} left the queue before it began"
+    if cell.cancelled_by_slurm:
+        return "CANCELLED", cell.job.reason
+    return "DIED", cell.job.reason
+
+
+def _state_after_attempt(cell: CellHistory, attempt: Attempt) -> tuple[str, str]:
+    """The state and the reason of a cell with an attempt, of which SLURM does not say that it is alive."""
+    is_local = cell.submission is not None and cell.submission.local
+    if is_local and cell.has_open_attempt and not is_dead(attempt.process):
+        return "RUNNING", ""
+
+    if cell.cancelled or cell.cancelled_by_slurm:
+        return "CANCELLED", attempt.reason or "cancelled"
+
+    if attempt.code == REQUEUE_EXIT_CODE:
+        return "STOPPED", attempt.reason or ""
+    if attempt.code is not None and attempt.code > 0:
+        return "FAILED", attempt.reason or f"exit code {attempt.code}"
+    if attempt.code is not None and attempt.reason:
+        return "DIED", attempt.reason
+
+    # Killed by a signal, or the node is gone: nobody was left to write a message.
+    reason = f"the process is gone from {attempt.node}"
+    if cell.job is not None:
+        reason = cell.job.reason
     return "DIED", f"ended without a message: {reason}"
 
 
 def newest_runs(sweep: Sweep) -> dict[str, Path]:
     """The newest run folder of each cell that began, by the cell's ``run_stem``."""
-    numbers: dict[str, int] = {}
-    for name in os.listdir(sweep.runs) if sweep.runs.is_dir() else ():
+    if not sweep.runs.is_dir():
+        return {}
+    newest: dict[str, int] = {}
+    for name in os.listdir(sweep.runs):
         stem, _, number = name.rpartition("-")
         if number.isdigit():
-            numbers[stem] = max(int(number), numbers.get(stem, 0))
-    return {stem: sweep.runs / f"{stem}-{number}" for stem, number in numbers.items()}
+            newest[stem] = max(int(number), newest.get(stem, 0))
+    return {stem: sweep.runs / f"{stem}-{number}" for stem, number in newest.items()}
 
 
-def _progress(run: Path) -> tuple[int, float | None, int]:
-    """The last update in the spool, its reward, and the number of lines after it that cannot be read."""
+def _read_spool_end(run: Path) -> _SpoolEnd:
+    """The last update in a run's spool. A spool that does not exist yet has none."""
     try:
         with open(open_file(run / "spool.jsonl", root=run), "rb") as file:
             start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
             file.seek(start)
             lines = file.read().split(b"\n")
     except UserError:
-        return 0, None, 1
+        return _SpoolEnd(unreadable_lines=1)
     except OSError:
-        return 0, None, 0
+        return _SpoolEnd()
+
+    # What follows the last line break is empty, or a line that the run is writing now.
+    lines = lines[:-1]
+    if start > 0:
+        # The window begins within a line.
+        lines = lines[1:]
     unreadable = 0
-    for line in reversed(lines[1 if start else 0 : -1]):  # whole ones
+    for line in reversed(lines):
         event = decode_event(line)
-        unreadable += event.kind == UNREADABLE
+        if event.kind == UNREADABLE:
+            unreadable += 1
         if event.kind == "metrics" and "train/reward" in event.data:
-            return event.step or 0, event.data["train/reward"], unreadable
-    return 0, None, unreadable
+            return _SpoolEnd(step=event.step or 0, reward=event.data["train/reward"], unreadable_lines=unreadable)
+    return _SpoolEnd(unreadable_lines=unreadable)
 
 
 def read_summary(run: Path) -> dict[str, Any]:
     """A run's summary; empty before it has one. Raises :class:`UserError` for a damaged file."""
     file = run / "summary.json"
-    return read_json(file, "summary of a run", {"status": str}, root=run) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    return read_json(file, "summary of a run", {"status": str}, root=run)
 
 
 def read_scores(sweep: Sweep, index: int) -> list[dict[str, Any]] | None:
@@ -239,18 +442,20 @@ def read_scores(sweep: Sweep, index: int) -> list[dict[str, Any]] | None:
         return None
     try:
         rows = json.loads(read_file(file, root=sweep.path))
-        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-            return rows
-        reason = "it holds no list of rows"
     except (OSError, ValueError, RecursionError) as error:
-        reason = str(error)
-    raise UserError(f"{file} is no readable list of scores ({reason})")
+        # RecursionError: a damaged file may consist of thousands of brackets.
+        raise UserError(f"{file} is not a readable list of scores ({error})") from None
+    if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+        return rows
+    raise UserError(f"{file} is not a readable list of scores (it holds no list of rows)")
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
 
 LAST_METRICS = ("train/reward", "kl/exact_reverse_sequence", "policy/entropy")
-"""Of a run's last update, where it was measured."""
+"""Metrics of a run's last update that the report shows, where the run measured them."""
+RUN_SCORES = {"evaluations": "reward", "accuracies": "accuracy"}
+"""What a run's own evaluations measured, by their key in its summary."""
 
 
 def write_report(sweep: Sweep, status: SweepStatus) -> Path:
@@ -263,11 +468,18 @@ def write_report(sweep: Sweep, status: SweepStatus) -> Path:
     cells = [{**asdict(row), **cell_metrics(sweep, row)} for row in status.rows]
     frame = pd.DataFrame(cells)
     metrics = [name for name in frame.columns if "/" in name]
-    counted = frame.assign(status=frame["state"].replace({"DIED": "FAILED", "CANCELLED": "KILLED"}))
-    summary = summarize(counted, ["name"], metrics)
+
+    # summarize counts runs by MLflow's statuses, which know neither DIED nor CANCELLED.
+    by_run_status = frame.assign(status=frame["state"].replace({"DIED": "FAILED", "CANCELLED": "KILLED"}))
+    summary = summarize(by_run_status, ["name"], metrics)
+    seeds_table = "No cell has finished."
+    if metrics:
+        seeds_table = render(readable(summary, ["name"]), "markdown")
+
     rounded = frame[["cell", "name", "seed", "state", "step", "why", *metrics]]
     for name in rounded.select_dtypes("float").columns:
         rounded = rounded.assign(**{str(name): rounded[name].map("{:.4g}".format)})
+
     page = f"""# Sweep {sweep.manifest.name}
 
 {len(status.rows)} cells: {status.summary()}.
@@ -277,7 +489,7 @@ Manifest {sweep.manifest.digest}, kl_comedy {sweep.manifest.package_version}.
 
 Mean and 95% interval (Student) of finished cells.
 
-{render(readable(summary, ["name"]), "markdown") if metrics else "No cell has finished."}
+{seeds_table}
 
 ## Cells
 
@@ -292,19 +504,42 @@ Mean and 95% interval (Student) of finished cells.
 
 
 def cell_metrics(sweep: Sweep, row: CellStatus) -> dict[str, float]:
-    """The last update's metrics, the run's own evaluations after it, and those of the evaluation job."""
+    """The last update's metrics, the run's own evaluations after it, and those of the evaluation job.
+
+    Values that are not finite are left out.
+    """
     metrics: dict[str, float] = {}
     if row.run and row.state == "FINISHED":
-        summary = read_summary(Path(row.run))  # FINISHED, so it is readable
-        last = summary.get("metrics", {})
-        metrics |= {name: float(last[name]) for name in LAST_METRICS if name in last}
-        for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
-            for name, history in summary.get(key, {}).items():
-                if str(row.steps) in history:  # an earlier evaluation is not of the trained policy
-                    metrics[f"eval/{name}/{score}"] = float(history[str(row.steps)])
-    for item in (read_scores(sweep, row.cell) or ()) if row.evaluated else ():
-        # of a suite every score that has an interval
-        scores = ["reward"] if "set" in item else [name for name in item if f"{name}_low" in item]
-        for name in scores:
-            metrics[f"evaluate/{item.get('set', item.get('suite'))}/{name}"] = float(item[name])
+        # A cell counts as FINISHED only after its summary was read.
+        metrics |= _run_metrics(read_summary(Path(row.run)), row.steps)
+    if row.evaluated:
+        metrics |= _evaluation_metrics(read_scores(sweep, row.cell) or [])
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _run_metrics(summary: Mapping[str, Any], steps: int) -> dict[str, float]:
+    metrics = {}
+    last_update = summary.get("metrics", {})
+    for name in LAST_METRICS:
+        if name in last_update:
+            metrics[name] = float(last_update[name])
+    for key, score in RUN_SCORES.items():
+        for name, value_by_step in summary.get(key, {}).items():
+            # An earlier evaluation is not one of the trained policy.
+            if str(steps) in value_by_step:
+                metrics[f"eval/{name}/{score}"] = float(value_by_step[str(steps)])
+    return metrics
+
+
+def _evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The reward of each prompt set, and each score of a suite that has an interval."""
+    metrics = {}
+    for row in rows:
+        if "set" in row:
+            scores = ["reward"]
+        else:
+            scores = [name for name in row if f"{name}_low" in row]
+        source = row.get("set", row.get("suite"))
+        for name in scores:
+            metrics[f"evaluate/{source}/{name}"] = float(row[name])
+    return metrics

@@ -16,13 +16,26 @@ from pathlib import Path
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.slurm.manifest import Manifest, Submission, Sweep
-from kl_comedy.slurm.scripts import Array, Profile, array_ranges, arrays, scripts
+from kl_comedy.slurm.profile import Profile
+from kl_comedy.slurm.scripts import Array, array_ranges, arrays, scripts
 
 TIMEOUT_S = 60
+"""How long a command of SLURM may take to answer."""
 ACTIVE = frozenset(
     {
-        *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING"),
-        *("SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "SPECIAL_EXIT"),
+        "PENDING",
+        "RUNNING",
+        "COMPLETING",
+        "CONFIGURING",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "RESIZING",
+        "SIGNALING",
+        "STAGE_OUT",
+        "STOPPED",
+        "SUSPENDED",
+        "SPECIAL_EXIT",
     }
 )
 """States of a job that is not over (squeue's long names)."""
@@ -30,16 +43,22 @@ ACTIVE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """SLURM's state of one job or array task. ``node`` and ``why`` may be empty; ``comment`` is sbatch's."""
+    """SLURM's state of one job or array task. Where SLURM says nothing, a field is empty."""
 
     state: str
     node: str = ""
     why: str = ""
     comment: str = ""
+    """What sbatch was given as ``--comment``."""
 
     @property
     def active(self) -> bool:
         return self.state in ACTIVE
+
+    @property
+    def reason(self) -> str:
+        """Why it is in this state; the state itself where SLURM gives no reason."""
+        return self.why or self.state
 
 
 KEYS_OF_REFUSALS = {
@@ -59,19 +78,23 @@ KEYS_OF_REFUSALS = {
     "node count": "nodes",
     "cpu count": "cpus_per_task",
 }
-"""Keys of a profile by words in sbatch's refusals (SLURM 22.05, without regard to case)."""
+"""Keys of a profile by words in sbatch's refusals, in small letters (SLURM 22.05)."""
 
 
 def sbatch(words: Sequence[str]) -> str:
     """Submit and return the job's id. Raises :class:`RunFailed` with sbatch's message and the profile's keys in it."""
     try:
-        return _call(list(words)).strip().split(";")[0]
+        answer = _call(list(words))
     except RunFailed as error:
         refusal = str(error).lower()
         keys = [key for text, key in KEYS_OF_REFUSALS.items() if text in refusal]
         if not keys:
             raise
-        raise RunFailed(f"{error} (in the profile: {', '.join(dict.fromkeys(keys))})") from None
+        # A key once, though two words of the refusal may lead to it.
+        named = ", ".join(dict.fromkeys(keys))
+        raise RunFailed(f"{error} (in the profile: {named})") from None
+    # --parsable prints JOB, or JOB;CLUSTER.
+    return answer.strip().split(";")[0]
 
 
 def queue(job_names: Sequence[str]) -> dict[str, JobState]:
@@ -79,10 +102,16 @@ def queue(job_names: Sequence[str]) -> dict[str, JobState]:
     words = ["squeue", "--noheader", "--array", "--states=all", f"--name={','.join(job_names)}"]
     jobs = {}
     for line in _call([*words, "--format=%F|%K|%T|%N|%k|%r"]).splitlines():
-        job, task, state, node, comment, reason = (part.strip() for part in line.split("|", 5))
-        key = f"{job}_{task}" if task and task != "N/A" else job
-        why = "" if reason == "None" else reason
-        jobs[key] = JobState(state=state, node=node, why=why, comment="" if comment == "(null)" else comment)
+        # The reason comes last: a | within it does not split it.
+        job, task, state, node, comment, why = (part.strip() for part in line.split("|", 5))
+        name = job
+        if task and task != "N/A":
+            name = f"{job}_{task}"
+        if comment == "(null)":
+            comment = ""
+        if why == "None":
+            why = ""
+        jobs[name] = JobState(state=state, node=node, why=why, comment=comment)
     return jobs
 
 
@@ -94,8 +123,13 @@ def accounting(jobs: Sequence[str]) -> dict[str, JobState]:
     states = {}
     for line in _call([*words, "--format=JobID,State,ExitCode,NodeList"]).splitlines():
         job, state, code, node = line.split("|")[:4]
-        why = state if code in ("0:0", "") else f"{state}, exit code {code}"
-        states[job] = JobState(state=state.split()[0], node="" if node == "None assigned" else node, why=why)
+        why = state
+        if code not in ("0:0", ""):
+            why = f"{state}, exit code {code}"
+        if node == "None assigned":
+            node = ""
+        # The first word: a cancelled job's state is "CANCELLED by UID".
+        states[job] = JobState(state=state.split()[0], node=node, why=why)
     return states
 
 
@@ -115,8 +149,8 @@ def _call(words: list[str]) -> str:
     except subprocess.TimeoutExpired:
         raise RunFailed(f"{words[0]} did not answer within {TIMEOUT_S} s; ask again when SLURM is less busy") from None
     if done.returncode:
-        message = " ".join((done.stderr or done.stdout).split())
-        raise RunFailed(f"{words[0]}: {message or f'exit code {done.returncode}'}")
+        message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise RunFailed(f"{words[0]}: {message}")
     return done.stdout
 
 
@@ -144,6 +178,7 @@ def create_stores(manifest: Manifest) -> None:
         try:
             store.ensure_experiment(store.connect(uri), uri, experiment)
         except Exception as error:
+            # MLflow passes on what a database or a server raises.
             raise RunFailed(f"the results store cannot be created: {store.first_line(error)}") from error
 
 
@@ -155,20 +190,26 @@ def adopt_unrecorded_jobs(sweep: Sweep) -> list[Submission]:
     """
     if shutil.which("squeue") is None:
         return []
+    mark = _comment_mark(sweep)
     recorded = {item.job for item in sweep.submissions()}
+    # By job, stage and offset.
     indices: dict[tuple[str, str, int], list[int]] = {}
     for name, state in queue(sweep.job_names).items():
         job, _, task = name.partition("_")
-        mark, _, rest = state.comment.partition(":")
-        if mark == _comment_mark(sweep) and job not in recorded:
-            stage, _, offset = rest.partition(":")
-            indices.setdefault((job, stage, int(offset)), []).extend([int(task) + int(offset)] if task else [])
-    adopted = [
-        Submission(stage=stage, indices=tuple(sorted(numbers)), time=time.time(), job=job, offset=offset)
-        for (job, stage, offset), numbers in indices.items()
-    ]
-    for submission in adopted:
+        job_mark, _, rest = state.comment.partition(":")
+        if job_mark != mark or job in recorded:
+            continue
+        stage, _, offset = rest.partition(":")
+        cells = indices.setdefault((job, stage, int(offset)), [])
+        # The report is no array, and has no task.
+        if task:
+            cells.append(int(task) + int(offset))
+
+    adopted = []
+    for (job, stage, first), cells in indices.items():
+        submission = Submission(stage=stage, indices=tuple(sorted(cells)), time=time.time(), job=job, offset=first)
         sweep.record_submission(submission)
+        adopted.append(submission)
     return adopted
 
 
@@ -182,8 +223,8 @@ def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Work) -> li
 
     Raises :class:`UserError`, before anything is submitted, for a cell that the profile has no shape for.
     """
-    texts = scripts(sweep, profile, [sweep.cell(index) for index in (*work.train, *work.evaluate)])
-    for name, text in texts.items():
+    cells = [sweep.cell(index) for index in (*work.train, *work.evaluate)]
+    for name, text in scripts(sweep, profile, cells).items():
         (sweep.path / f"{name}.sbatch").write_text(text)
     submissions = []
     for stage, array, job in _submit_jobs(sweep, profile, work, sbatch):
@@ -195,6 +236,7 @@ def submit(sweep: Sweep, profile: Profile, profile_file: Path, work: Work) -> li
             offset=0 if array is None else array.offset,
             profile=str(profile_file),
         )
+        # Before the next job is submitted: what a killed submitter did not record must be adopted later.
         sweep.record_submission(submission)
         submissions.append(submission)
     return submissions
@@ -208,7 +250,8 @@ def planned_commands(sweep: Sweep, profile: Profile) -> list[str]:
         lines.append(shlex.join(words))
         return f"JOB_{len(lines)}"
 
-    list(_submit_jobs(sweep, profile, Work(train=tuple(range(len(sweep.manifest.cells))), evaluate=()), note))
+    work = Work(train=tuple(range(len(sweep.manifest.cells))), evaluate=())
+    list(_submit_jobs(sweep, profile, work, note))
     return lines
 
 
@@ -217,41 +260,67 @@ def _submit_jobs(
 ) -> Iterator[tuple[str, Array | None, str]]:
     """Call ``submit_job`` for one job after another; yield stage, array (None: the report) and id of each."""
     limits = [limit for limit in (sweep.manifest.max_parallel, profile.max_parallel) if limit is not None]
-    training, evaluating = (
-        arrays([sweep.cell(index) for index in indices], profile, min(limits, default=None))
-        for indices in (work.train, work.evaluate)
-    )
-    stages = ("train",) if sweep.manifest.evaluate is None else ("train", "evaluate")
-    chain = [(stage, array) for array in training for stage in stages] + [("evaluate", array) for array in evaluating]
+    limit = min(limits, default=None)
+    # Both before the first job: they raise an error for a cell that the profile has no shape for.
+    training = arrays([sweep.cell(index) for index in work.train], profile, limit)
+    evaluation = arrays([sweep.cell(index) for index in work.evaluate], profile, limit)
     jobs: list[str] = []
-    for stage, array in chain:
-        dependency = f"aftercorr:{jobs[-1]}" if stage == "evaluate" and array in training else ""
-        jobs.append(submit_job(_sbatch_words(sweep, stage, array, dependency)))
-        yield stage, array, jobs[-1]
+    for array in training:
+        train_job = submit_job(_sbatch_words(sweep, "train", array, ""))
+        jobs.append(train_job)
+        yield "train", array, train_job
+        if sweep.manifest.evaluate is not None:
+            # aftercorr: each cell is evaluated as soon as it is trained, and not when all cells of its array are.
+            job = submit_job(_sbatch_words(sweep, "evaluate", array, f"aftercorr:{train_job}"))
+            jobs.append(job)
+            yield "evaluate", array, job
+    for array in evaluation:
+        job = submit_job(_sbatch_words(sweep, "evaluate", array, ""))
+        jobs.append(job)
+        yield "evaluate", array, job
+    # afterany: the report shows failed cells too.
     yield "report", None, submit_job(_sbatch_words(sweep, "report", None, f"afterany:{':'.join(jobs)}"))
 
 
 def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, dependency: str) -> list[str]:
     """sbatch's command line for a stage of an array; without an array, for the report."""
-    offset = 0 if array is None else array.offset
+    offset = 0
+    suffix = ""
+    if array is not None:
+        offset = array.offset
+        suffix = array.suffix
     words = ["sbatch", "--parsable", f"--comment={_comment_mark(sweep)}:{stage}:{offset}"]
     if array is not None:
-        ranges = array_ranges(index - offset for index in array.indices)
-        words.append(f"--array={ranges}" + (f"%{array.share}" if array.share else ""))
+        option = f"--array={array_ranges(index - offset for index in array.indices)}"
+        if array.share:
+            option += f"%{array.share}"
+        words.append(option)
     if dependency:
+        # Without the second a job whose dependency cannot come true would stay in the queue for ever.
         words += [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
-    script = f"{sweep.path}/{stage}{'' if array is None else array.suffix}.sbatch"
-    return [*words, script, *([] if array is None else [str(offset)])]
+    words.append(f"{sweep.path}/{stage}{suffix}.sbatch")
+    if array is not None:
+        # The script adds it to the array's own index.
+        words.append(str(offset))
+    return words
 
 
 def cancel(sweep: Sweep, jobs: Sequence[str]) -> None:
     """Cancel ``jobs`` of the sweep, running or not, and record it."""
+    # Recorded first: a cell that ends at once must count as cancelled, not as failed.
     sweep.record_cancel()
+    # Arrays, and not each of their tasks.
     scancel(sorted({job.split("_")[0] for job in jobs}))
 
 
 def active_jobs(sweep: Sweep) -> list[str]:
     """The jobs of the sweep that are not over, as SLURM says."""
     submitted = {item.job for item in sweep.submissions() if item.job is not None}
-    jobs = queue(sweep.job_names) if submitted else {}
-    return [job for job, state in jobs.items() if job.split("_")[0] in submitted and state.active]
+    if not submitted:
+        return []
+    active = []
+    for job, state in queue(sweep.job_names).items():
+        # Another sweep may have the same name: by the id of the array.
+        if state.active and job.split("_")[0] in submitted:
+            active.append(job)
+    return active
