@@ -23,7 +23,13 @@ from kl_comedy.models.weights import Checksums, adapter_weights, full_weights
 from kl_comedy.rollouts import build_hf, build_hf_server, build_vllm_server
 from kl_comedy.rollouts.engines import servers as servers_module
 from kl_comedy.rollouts.engines import transports
-from kl_comedy.rollouts.engines.options import HFServerOptions, VLLMServerOptions, server_gpus, transport_of
+from kl_comedy.rollouts.engines.options import (
+    TRANSPORT_RULES,
+    HFServerOptions,
+    VLLMServerOptions,
+    server_gpus,
+    transport_of,
+)
 from kl_comedy.rollouts.engines.transports import TRANSPORTS, AdapterTransport, stage
 from kl_comedy.rollouts.engines.weights import checksum_complaint
 
@@ -97,6 +103,24 @@ def test_what_cannot_work_is_refused_in_one_line(monkeypatch, options, gpus, mes
     with pytest.raises(UserError, match=message) as caught:
         transport_of(options, lora=False, gpus=gpus)
     assert "\n" not in str(caught.value)
+
+
+RULES = {
+    "adapter_cannot_be_sent": (VLLMServerOptions(transport="adapter"), []),
+    "policy_is_on_cpu": (VLLMServerOptions(transport="ipc"), []),
+    "server_is_not_vllm": (HFServerOptions(transport="nccl"), ["0"]),
+    "server_shares_gpu_of_rank_0": (VLLMServerOptions(transport="nccl"), ["0"]),
+    "server_is_not_on_gpu_of_rank_0": (VLLMServerOptions(transport="ipc", urls=URLS), ["0"]),
+}
+
+
+@pytest.mark.parametrize("rule", TRANSPORT_RULES, ids=lambda rule: rule.name)
+def test_each_rule_against_a_transport_is_met_by_its_example(rule):
+    options, gpus = RULES[rule.name]
+    assert options.transport in rule.transports
+    with pytest.raises(UserError) as caught:
+        transport_of(options, lora=False, gpus=gpus)
+    assert rule.message.partition("{")[0] in str(caught.value)
 
 
 def test_every_server_has_gpus_of_its_own():

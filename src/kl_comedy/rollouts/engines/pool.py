@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.processes import ChildProcess
@@ -17,7 +17,8 @@ from kl_comedy.rollouts.engines.options import ServerOptions
 from kl_comedy.rollouts.engines.transports import Transport
 from kl_comedy.rollouts.engines.weights import ProbeLimit, StagedWeights, checksum_complaint
 
-FIRST_POLL_S, LONGEST_POLL_S = 0.2, 1.0
+FIRST_POLL_S = 0.2
+LONGEST_POLL_S = 1.0
 T = TypeVar("T")
 
 log = logging.getLogger("kl_comedy")
@@ -26,8 +27,9 @@ log = logging.getLogger("kl_comedy")
 class Server:
     """A server and its state. ``failure`` says why it was given up.
 
-    ``restarts`` tells a request that failed before the last restart from one that failed since. ``start`` starts a
-    process on a folder and returns it with its client; None for a server that is not ours, which is waited for instead.
+    ``restarts`` distinguishes requests that failed before the last restart from later failures. ``start`` starts a
+    process on a folder and returns it with its client. It is None for a server that is not ours: that one cannot be
+    restarted, so the run waits until it answers again.
     """
 
     def __init__(
@@ -40,13 +42,22 @@ class Server:
         client: Client | None = None,
         start: Callable[[Path], tuple[ChildProcess, Client]] | None = None,
     ) -> None:
-        self.name, self.restarts = name, 0
+        self.name = name
+        self.restarts = 0
         self.process: ChildProcess | None = None
         self.failure: str | None = None
-        self._options, self._transport, self._limit = options, transport, limit
-        self._client, self._start = client, start
+        self._options = options
+        self._transport = transport
+        self._limit = limit
+        self._client = client
+        self._start = start
         self._weights: StagedWeights | None = None
-        self._failures, self._answered, self._closed = 0, False, False
+        self._failures = 0
+        self._answered = False
+        self._closed = False
+        # Held while the process or its weights are replaced: an update and the threads of a batch do both. An RLock,
+        # because load and recover launch the process with it held. close does not take it, since a load may hold it
+        # for minutes: it sets _closed, which the waits below read.
         self._lock = threading.RLock()
 
     @property
@@ -64,7 +75,8 @@ class Server:
 
     def allow_restarts(self) -> None:
         """Call when a batch or an update begins: the server may fail ``retries`` times again, also if given up."""
-        self._failures, self.failure = 0, None
+        self._failures = 0
+        self.failure = None
 
     def load(self, weights: StagedWeights) -> bool:
         """Make the server sample from ``weights``, restarting it where needed; False when it was given up."""
@@ -86,6 +98,7 @@ class Server:
         or what :meth:`refused` makes of a refusal.
         """
         with self._lock:
+            # Requests that met the same failure wait here for the lock, then find that ``restarts`` has grown.
             while restarts == self.restarts and self.failure is None and not self._closed:
                 self._failures += 1
                 if self._failures > self._options.retries:
@@ -109,7 +122,10 @@ class Server:
         if self._start is None:
             allowed = "a server of the model that is trained, for this run alone"
             return bad_value("rollout.options.urls", self.client.url, allowed, f"it {what}: {refusal}")
-        return (UserError if refusal.status == ANOTHER_RUN else RunFailed)(f"{self.name} {what}: {refusal}")
+        message = f"{self.name} {what}: {refusal}"
+        if refusal.status == ANOTHER_RUN:
+            return UserError(message)
+        return RunFailed(message)
 
     def close(self) -> None:
         """Kill the process where it is ours."""
@@ -131,7 +147,8 @@ class Server:
             if complaint is None and weights.probe is not None:
                 complaint = self._limit.complaint(self.client.probe_gap(weights.probe))
         except BaseException as error:
-            if self._start is None:  # one of ours is killed
+            if self._start is None:
+                # It was paused for the transfer, and would answer nobody. One of ours is killed instead.
                 self.client.abandon_transfer()
             if not isinstance(error, Refused):
                 raise
@@ -141,9 +158,13 @@ class Server:
             raise RunFailed(f"{self.name} {what}: {complaint}")
 
     def _wait(self) -> None:
-        loads = self._start is None or not self._answered  # a process of ours that has answered before hangs
-        limit_s = self._options.start_timeout_s if loads else self._options.request_timeout_s
-        deadline, poll_s = time.monotonic() + limit_s, FIRST_POLL_S
+        # A process of ours that has answered before does not load a model any more: it hangs.
+        if self._start is not None and self._answered:
+            limit_s = self._options.request_timeout_s
+        else:
+            limit_s = self._options.start_timeout_s
+        deadline = time.monotonic() + limit_s
+        poll_s = FIRST_POLL_S
         while not self.client.ready():
             if self._closed:
                 raise ServerTrouble("it was closed")
@@ -170,49 +191,86 @@ def dispatch(
     be restarting. Raises :class:`RunFailed` when the last server is given up, else what the first thread that failed
     raised.
     """
-    pending: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    events: queue.SimpleQueue[tuple[int, T] | BaseException | None] = queue.SimpleQueue()
-    """An answer with the number of its task, what a thread raised, or None where a thread ended."""
-
-    def work(server: Server) -> None:
-        server_is_left = True
-        try:
-            while server_is_left and (task := pending.get()) is not None:
-                restarts = server.restarts
-                try:
-                    events.put((task, ask(server, tasks[task])))
-                except ServerTrouble as trouble:
-                    pending.put(task)
-                    server_is_left = server.recover(restarts, trouble)
-                except Refused as refusal:
-                    raise server.refused("refuses to sample", refusal) from None
-        except BaseException as error:  # raised again by the thread that waits below
-            events.put(error)
-        events.put(None)
-
     for server in servers:
         server.allow_restarts()
-    for number in range(len(tasks)):
-        pending.put(number)
-    running = 0
-    for slot in range(min(slots, len(tasks))):
-        for server in servers:
-            threading.Thread(target=work, args=(server,), daemon=True, name=f"{server.name} {slot}").start()
-            running += 1
-    answers: dict[int, T] = {}
-    threads = running
+    batch = _Batch(tasks, ask)
+    threads = 0
     try:
-        while len(answers) < len(tasks):
-            if not running:
+        for slot in range(min(slots, len(tasks))):
+            for server in servers:
+                name = f"{server.name} {slot}"
+                # A daemon: a request to a server that hangs must not keep the process from ending.
+                threading.Thread(target=batch.work, args=(server,), daemon=True, name=name).start()
+                threads += 1
+        return batch.collect(threads, servers)
+    finally:
+        batch.dismiss(threads)
+
+
+class _Batch(Generic[T]):
+    """The tasks of one :func:`dispatch`, and what its threads report.
+
+    Two queues are all that the threads share, so no lock is needed: a task is in ``_pending`` or with one thread.
+    """
+
+    def __init__(self, tasks: Sequence[Sequence[int]], ask: Callable[[Server, Sequence[int]], T]) -> None:
+        self._tasks = tasks
+        self._ask = ask
+        self._pending: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """Numbers of tasks; None sends one thread home."""
+        self._events: queue.SimpleQueue[tuple[int, T] | BaseException | None] = queue.SimpleQueue()
+        """An answer with the number of its task, what a thread raised, or None where a thread ended."""
+        for number in range(len(tasks)):
+            self._pending.put(number)
+
+    def work(self, server: Server) -> None:
+        """Answer tasks by ``server`` until :meth:`dismiss`, or until the server is given up. Runs in a thread."""
+        try:
+            self._answer_tasks(server)
+        except BaseException as error:
+            # An exception would end this thread unseen, and collect would wait for ever; collect raises it again.
+            self._events.put(error)
+        self._events.put(None)
+
+    def _answer_tasks(self, server: Server) -> None:
+        while True:
+            # Waits also while no task is left: a task comes back when the server that has it fails.
+            number = self._pending.get()
+            if number is None:
+                return
+            # Before the request: recover restarts a server once for all the requests that one failure ends.
+            restarts = server.restarts
+            try:
+                answer = self._ask(server, self._tasks[number])
+            except ServerTrouble as trouble:
+                # Before the restart, so that another server can answer it meanwhile.
+                self._pending.put(number)
+                if not server.recover(restarts, trouble):
+                    return
+            except Refused as refusal:
+                raise server.refused("refuses to sample", refusal) from None
+            else:
+                self._events.put((number, answer))
+
+    def collect(self, threads: int, servers: Sequence[Server]) -> list[T]:
+        """Wait for the answers of ``threads`` threads. Raises as :func:`dispatch`."""
+        answers: dict[int, T] = {}
+        running = threads
+        while len(answers) < len(self._tasks):
+            # Each thread puts None when it ends, so that this wait ends too when no thread is left to answer.
+            if running == 0:
                 raise RunFailed(f"no inference server is left to sample from. {failures(servers)}")
-            event = events.get()
+            event = self._events.get()
             if isinstance(event, BaseException):
                 raise event
             if event is None:
                 running -= 1
-            else:
-                answers[event[0]] = event[1]
-    finally:
+                continue
+            number, answer = event
+            answers[number] = answer
+        return [answers[number] for number in range(len(self._tasks))]
+
+    def dismiss(self, threads: int) -> None:
+        """Let ``threads`` threads end, which would wait for tasks for ever."""
         for _ in range(threads):
-            pending.put(None)
-    return [answers[number] for number in range(len(tasks))]
+            self._pending.put(None)

@@ -8,15 +8,17 @@ generate: groups of prompts -> a server with a free slot -> token ids, log-probs
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -99,14 +101,20 @@ class HFServers:
     They are sorted by length, as the ``hf`` backend sorts them: one server draws the same batches, to the last bit.
     """
 
-    name, context = "transformers", None
+    name = "transformers"
+    context = None
 
     def __init__(self, config: RolloutConfig, options: HFServerOptions, loaded: LoadedModel) -> None:
-        self.options, self.loaded, self._batch_sequences = options, loaded, config.batch_sequences
+        self.options = options
+        self.loaded = loaded
+        self._batch_sequences = config.batch_sequences
 
     def command(self, folder: Path, port: int, transport: Transport, host: str = LOOPBACK) -> list[str]:
-        """The words that follow ``python`` to serve the checkpoint ``folder``."""
-        attention, dtype = self.loaded.causal.config._attn_implementation, head_dtype(self.loaded.model)
+        """The arguments that follow ``python`` to serve the checkpoint ``folder``."""
+        attention = self.loaded.causal.config._attn_implementation
+        if attention not in ("eager", "flash_attention_2"):
+            attention = "sdpa"
+        dtype = head_dtype(self.loaded.model)
         settings = {
             "folder": str(folder),
             "host": host,
@@ -116,7 +124,7 @@ class HFServers:
             "dtype": self.options.dtype or dtype_of(self.loaded),
             "device": self.loaded.device.type,
             "head_dtype": dtype and str(dtype).removeprefix("torch."),
-            "attention": attention if attention in ("eager", "flash_attention_2") else "sdpa",
+            "attention": attention,
             "use_library": self.options.loop == "library",
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
@@ -132,12 +140,15 @@ class HFServers:
         return max(1, min(self._batch_sequences // group_size, share))
 
     def request(self, prompt: Prompt, fields: dict[str, Any], group: int) -> dict[str, Any]:
-        kind = self.loaded.device.type  # the caller's precision: the sampler computes as the learner does
-        autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        # The caller's precision, so that the sampler computes as the learner does.
+        device_type = self.loaded.device.type
+        autocast = None
+        if torch.is_autocast_enabled(device_type):
+            autocast = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
         return {
             "token_ids": prompt.token_ids,
             "sampling_params": {**fields, "first_row": group * fields["n"]},
-            "autocast": autocast if torch.is_autocast_enabled(kind) else None,
+            "autocast": autocast,
         }
 
 
@@ -151,40 +162,65 @@ class EngineRollouts:
 
     def __init__(self, kind: VLLMServers | HFServers, temperature: float, leader: bool) -> None:
         self.version = 0
-        self._kind, self._temperature, self._leader = kind, temperature, leader
+        self._kind = kind
+        self._temperature = temperature
+        self._leader = leader
         self._options: ServerOptions = kind.options
-        self._loaded, self._context = kind.loaded, kind.context
+        self._loaded = kind.loaded
+        self._context = kind.context
         self._dtype = self._options.dtype or dtype_of(self._loaded)
         self._output = EngineOutput(self._loaded)
-        lora = is_peft(self._loaded.model)
+
         gpus = visible_gpus(self._loaded.device.type)
-        name = "adapter" if sends_adapter(self._options, lora) else "folder"  # ranks that send nothing walk the same
-        if leader:
-            name = transport_of(self._options, lora=lora, gpus=gpus)
-        self._transport_name, self._transport = name, TRANSPORTS[name](self._loaded.device)
-        self._model = ADAPTER if name == "adapter" else None
-        self._gpus = server_gpus(self._options, gpus) if leader and gpus and not self._options.urls else []
+        self._transport_name = self._choose_transport(gpus)
+        self._transport = TRANSPORTS[self._transport_name](self._loaded.device)
+        self._gpus: list[Sequence[str]] = []
+        if leader and gpus and not self._options.urls:
+            self._gpus = server_gpus(self._options, gpus)
+
         self._run = secrets.token_hex(4)
-        self._key = _read_key(self._options) if self._options.urls else secrets.token_urlsafe(32)
+        if self._options.urls:
+            self._key = _read_key(self._options)
+        else:
+            self._key = secrets.token_urlsafe(32)
+
         self._folder: Path | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        # One load at a time: an update and the first generate may both ask for it.
         self._load_lock = threading.Lock()
         self._staged: StagedWeights | None = None
         self._confirmed: StagedWeights | None = None
         self._weight_folders: set[Path] = set()
-        self._servers: list[Server] = []
-        if self._options.urls:
-            probe = make_probe(self._loaded, temperature=temperature)  # on every rank: the policy may be in shards
-            self._servers = [self._connect(url, probe) for url in self._options.urls] if leader else []
-        elif leader:
+        self._servers = self._make_servers()
+
+    def _choose_transport(self, gpus: Sequence[str]) -> str:
+        lora = is_peft(self._loaded.model)
+        if self._leader:
+            return transport_of(self._options, lora=lora, gpus=gpus)
+        # The other ranks send nothing. They must walk the same weights as the leader, or its gathering would hang.
+        if sends_adapter(self._options, lora):
+            return "adapter"
+        return "folder"
+
+    def _make_servers(self) -> list[Server]:
+        """The servers that the leader talks to; none on other ranks. All ranks call."""
+        if not self._options.urls:
+            if not self._leader:
+                return []
             numbers = range(self._options.servers)
-            self._servers = [self._server(str(number), start=partial(self._start, number)) for number in numbers]
+            return [self._server(str(number), start=partial(self._start, number)) for number in numbers]
+        # On every rank, also where nobody connects: the policy may be in shards, and its forward pass is collective.
+        probe = make_probe(self._loaded, temperature=self._temperature)
+        if not self._leader:
+            return []
+        return [self._connect(url, probe) for url in self._options.urls]
 
     def work_in(self, folder: Path) -> None:
         """Write logs and weights under ``folder``, and remove weights that a killed run left there."""
         self._folder = folder / "sampler"
-        for left in (*self._folder.glob("weights-*"), *self._folder.glob(".weights-*")):
-            shutil.rmtree(left, ignore_errors=True)
+        for pattern in ("weights-*", ".weights-*"):
+            for old_weights in self._folder.glob(pattern):
+                shutil.rmtree(old_weights, ignore_errors=True)
 
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
         """See :class:`RolloutBackend`; the leader calls, in the precision (autocast) that the servers should use.
@@ -198,37 +234,55 @@ class EngineRollouts:
             self.publish(self.version)
         if self._confirmed is None:
             self.load()
-        oldest, kind = self.version, self._kind
+        # Of the weights at the start of the call: load may replace them while it samples.
+        oldest_version = self.version
         fields = sampling_fields(sampling, ends=self._output.ends, n=group_size, seed=seed)
-        requests = [kind.request(prompt, fields, group) for group, prompt in enumerate(prompts)]
+        requests = [self._kind.request(prompt, fields, group) for group, prompt in enumerate(prompts)]
+        # By length, as the hf backend sorts them: batches of the same rows have the same bits.
         order = sorted(range(len(prompts)), key=lambda group: len(prompts[group].token_ids))
-        size = kind.groups_per_request(group_size, -(-len(order) // len(self._servers)))
+        groups_per_server = math.ceil(len(order) / len(self._servers))
+        size = self._kind.groups_per_request(group_size, groups_per_server)
         tasks = [order[start : start + size] for start in range(0, len(order), size)]
 
         def ask(server: Server, task: Sequence[int]) -> list[list[Completion]]:
             answers = server.client.generate([requests[group] for group in task])
-            if any(version < oldest for answer in answers for row in answer for version in row.versions):
-                raise ServerTrouble(f"it draws from weights older than version {oldest}")
+            for completion in itertools.chain.from_iterable(answers):
+                if any(version < oldest_version for version in completion.versions):
+                    # As after a restart that this run did not make: the server has weights of its own.
+                    raise ServerTrouble(f"it draws from weights older than version {oldest_version}")
             return answers
 
-        answered = dispatch(tasks, ask, self._servers, slots=kind.slots(group_size))
-        rows = dict(zip(order, (rows for answers in answered for rows in answers), strict=True))
-        convert = partial(self._output.rollouts, group_size=group_size, stop=sampling.stop)
-        return [rollout for group, prompt in enumerate(prompts) for rollout in convert(prompt, group, rows[group])]
+        answers_by_task = dispatch(tasks, ask, self._servers, slots=self._kind.slots(group_size))
+        completions: dict[int, list[Completion]] = {}
+        for task, answers in zip(tasks, answers_by_task, strict=True):
+            completions.update(zip(task, answers, strict=True))
+
+        rollouts: list[Rollout] = []
+        for group, prompt in enumerate(prompts):
+            rows = completions[group]
+            rollouts += self._output.rollouts(prompt, group, rows, group_size=group_size, stop=sampling.stop)
+        return rollouts
 
     def publish(self, version: int) -> None:
         """Stage the learner's weights as ``version`` (all ranks call, in step), and start servers of ours.
 
         Where the leader fails to write, it still takes part in the gathering, then raises.
         """
-        probe = make_probe(self._loaded, temperature=self._temperature) if self._options.probe else None
+        probe = None
+        if self._options.probe:
+            probe = make_probe(self._loaded, temperature=self._temperature)
         weights = self._transport.weights(self._loaded.model, getattr(torch, self._dtype))
         staged = None
         try:
             if self._leader:
-                folder, known = self._weights_folder(version), self._staged.checksums if self._staged else {}
+                folder = self._weights_folder(version)
+                # The adapter transport stages the base once: its checksums come from the first staging.
+                known: Mapping[str, str] = {}
+                if self._staged is not None:
+                    known = self._staged.checksums
                 staged = stage(self._transport, self._loaded, weights, folder, version, probe, known)
         finally:
+            # Each step of a sharded policy's walk is a collective: the other ranks hang where the leader stops early.
             for _ in weights:
                 pass
         if staged is None:
@@ -249,26 +303,40 @@ class EngineRollouts:
             staged = self._staged
             if staged is None:
                 raise RuntimeError("no weights were published")
-            if staged is not self._confirmed:
-                try:
-                    with ThreadPoolExecutor(len(self._servers), thread_name_prefix="update") as pool:
-                        loaded = list(pool.map(lambda server: server.load(staged), self._servers))
-                    if not any(loaded):
-                        why = failures(self._servers)
-                        raise RunFailed(f"no inference server took the weights of version {staged.version}. {why}")
-                except RunFailed as error:
-                    if self._confirmed is not None or not self._options.urls:
-                        raise
-                    allowed = f"servers of the model that is trained, which take its weights by {self._transport_name}"
-                    raise bad_value("rollout.options.urls", list(self._options.urls), allowed, str(error)) from None
-                if self._confirmed is None:
-                    names = ", ".join(server.name for server in self._servers)
-                    log.info(f"{names}: weights of version {staged.version} confirmed")
-                self._confirmed, self.version = staged, staged.version
-                for folder in self._weight_folders - {staged.folder, (self._staged or staged).folder}:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    self._weight_folders.discard(folder)
+            if staged is self._confirmed:
+                return self.version
+            try:
+                self._send_to_all(staged)
+            except RunFailed as error:
+                if self._confirmed is not None or not self._options.urls:
+                    raise
+                # They never took any: the user named servers that do not fit.
+                allowed = f"servers of the model that is trained, which take its weights by {self._transport_name}"
+                raise bad_value("rollout.options.urls", list(self._options.urls), allowed, str(error)) from None
+            if self._confirmed is None:
+                names = ", ".join(server.name for server in self._servers)
+                log.info(f"{names}: weights of version {staged.version} confirmed")
+            self._confirmed = staged
+            self.version = staged.version
+            self._remove_old_folders(staged)
             return self.version
+
+    def _send_to_all(self, staged: StagedWeights) -> None:
+        """Raises :class:`RunFailed` when no server took the weights; a part of them is enough to go on."""
+        with ThreadPoolExecutor(len(self._servers), thread_name_prefix="update") as pool:
+            loaded = list(pool.map(lambda server: server.load(staged), self._servers))
+        if not any(loaded):
+            reason = failures(self._servers)
+            raise RunFailed(f"no inference server took the weights of version {staged.version}. {reason}")
+
+    def _remove_old_folders(self, confirmed: StagedWeights) -> None:
+        # publish may have staged newer weights during the load; a server that fails is restarted on the confirmed ones.
+        needed = {confirmed.folder}
+        if self._staged is not None:
+            needed.add(self._staged.folder)
+        for folder in self._weight_folders - needed:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._weight_folders.discard(folder)
 
     def update_weights(self, version: int) -> None:
         """:meth:`publish`, then :meth:`load`; all ranks call. Errors of the leader are raised there alone."""
@@ -312,8 +380,11 @@ class EngineRollouts:
         return self._folder.absolute() / f"weights-{version:08d}"
 
     def _server(self, name: str, **who: Any) -> Server:
-        limit = ProbeLimit(probe_dtype(self._loaded, self._dtype), self._options.probe_tolerance)
-        return Server(f"{self._kind.name} server {name}", self._options, self._transport, limit, **who)
+        return Server(f"{self._kind.name} server {name}", self._options, self._transport, self._probe_limit(), **who)
+
+    def _probe_limit(self) -> ProbeLimit:
+        """A new one for each server: it learns its tolerance from the first gap that it sees."""
+        return ProbeLimit(probe_dtype(self._loaded, self._dtype), self._options.probe_tolerance)
 
     def _start(self, number: int, folder: Path) -> tuple[ChildProcess, Client]:
         """Start a server on the checkpoint ``folder``, without waiting for it.
@@ -336,37 +407,49 @@ class EngineRollouts:
 
     def _client(self, url: str) -> Client:
         limit_s = self._options.request_timeout_s
-        return Client(url, key=self._key, timeout_s=limit_s, run=self._run, model=self._model)
+        model = ADAPTER if self._transport_name == "adapter" else None
+        return Client(url, key=self._key, timeout_s=limit_s, run=self._run, model=model)
 
     def _connect(self, url: str, probe: Probe) -> Server:
         """A server named by address; one that still has its own weights must have the trainer's."""
         client = self._client(url)
         try:
-            has_our_weights, context = client.identify()
-            if context is not None:
-                self._context = min(context, self._context or context)
-            complaint = None
-            if not has_our_weights:
-                limit = ProbeLimit(probe_dtype(self._loaded, self._dtype), self._options.probe_tolerance)
-                complaint = limit.complaint(client.probe_gap(probe))
-            if complaint is None:
-                return self._server(url, client=client)
-            allowed = "a server of the model that is trained"
-            why = f"{complaint}; serve model.source, with --logprobs-mode processed_logprobs"
+            complaint = self._meet(client, probe)
         except ServerTrouble as trouble:
-            allowed, why = f"a running {self._kind.name} server", str(trouble)
+            allowed = f"a running {self._kind.name} server"
+            raise bad_value("rollout.options.urls", client.url, allowed, str(trouble)) from None
         except Refused as refusal:
-            allowed, why = f"a {self._kind.name} server", f"this is not one: {refusal}"
-            if refusal.status == 401:
-                source = self._options.api_key_file or f"the environment variable {self._options.api_key_env}"
-                key = "the API key in" if self._key else "an empty API key: there is none in"
-                allowed, why = "a server that takes our API key", f"it refuses {key} {source}"
-            elif refusal.status == 400:
-                allowed, why = "a server of the model that is trained", f"it refuses the probe's tokens: {refusal}"
-            elif "/weight_info" in str(refusal) or "/inference/" in str(refusal):
-                allowed = "a vLLM server of 0.32 or later that takes weights"
-                why = f"{refusal}; start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
-        raise bad_value("rollout.options.urls", client.url, allowed, why)
+            allowed, reason = self._explain_refusal(refusal)
+            raise bad_value("rollout.options.urls", client.url, allowed, reason) from None
+        if complaint is not None:
+            allowed = "a server of the model that is trained"
+            reason = f"{complaint}; serve model.source, with --logprobs-mode processed_logprobs"
+            raise bad_value("rollout.options.urls", client.url, allowed, reason)
+        return self._server(url, client=client)
+
+    def _meet(self, client: Client, probe: Probe) -> str | None:
+        """Take note of the server's context; what is wrong with its log-probs, None where nothing is."""
+        has_our_weights, context = client.identify()
+        if context is not None:
+            self._context = min(context, self._context or context)
+        if has_our_weights:
+            # Weights of an update differ from those that a run starts with; the first load replaces and checks them.
+            return None
+        return self._probe_limit().complaint(client.probe_gap(probe))
+
+    def _explain_refusal(self, refusal: Refused) -> tuple[str, str]:
+        """What is allowed instead of a server that refuses us, and why it does not fit."""
+        if refusal.status == 401:
+            source = self._options.api_key_file or f"the environment variable {self._options.api_key_env}"
+            key = "the API key in" if self._key else "an empty API key: there is none in"
+            return "a server that takes our API key", f"it refuses {key} {source}"
+        if refusal.status == 400:
+            return "a server of the model that is trained", f"it refuses the probe's tokens: {refusal}"
+        if "/weight_info" in str(refusal) or "/inference/" in str(refusal):
+            # vLLM has these routes only where it was started with both.
+            reason = f"{refusal}; start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+            return "a vLLM server of 0.32 or later that takes weights", reason
+        return f"a {self._kind.name} server", f"this is not one: {refusal}"
 
 
 def _read_key(options: ServerOptions) -> str | None:
