@@ -46,7 +46,9 @@ def capabilities_of(backend: str) -> Capabilities:
 def sampler_of(config: Config) -> str:
     """The backend that draws: ``rollout.backend``, or the engine of its kind beside the trainer."""
     backend = config.rollout.backend
-    return ENGINE_BESIDE.get(backend, backend) if config.lag.mode == "async" else backend
+    if config.lag.mode == "async":
+        return ENGINE_BESIDE.get(backend, backend)
+    return backend
 
 
 def updates_from_a_batch(config: Config) -> int:
@@ -69,7 +71,9 @@ def _names(config: Config) -> Iterator[Conflict]:
 
 
 def _batches(config: Config) -> Iterator[Conflict]:
-    prompts, group_size, algorithm = config.rollout.prompts_per_batch, config.rollout.group_size, config.algorithm
+    prompts = config.rollout.prompts_per_batch
+    group_size = config.rollout.group_size
+    algorithm = config.algorithm
     if prompts % algorithm.updates_per_batch:
         allowed = f"a divisor of rollout.prompts_per_batch ({prompts})"
         why = "groups stay whole, and every update takes the same number of them"
@@ -84,21 +88,26 @@ def _batches(config: Config) -> Iterator[Conflict]:
 
 
 def _lag(config: Config) -> Iterator[Conflict]:
-    lag, neutral, per_batch = config.lag, LagConfig(), updates_from_a_batch(config)
+    lag = config.lag
+    per_batch = updates_from_a_batch(config)
     if lag.mode == "on_policy" and lag.steps:
         yield "lag.steps", lag.steps, "0", "lag.mode is on_policy; did you mean lag.mode=replayed?"
     if lag.mode == "async" and lag.steps:
         yield "lag.steps", lag.steps, "0 with lag.mode async", "did you mean lag.max_steps?"
-    for name in ("max_steps", "policy", "in_flight") if lag.mode != "async" else ():
-        value, off = getattr(lag, name), getattr(neutral, name)
-        if value != off:
-            yield f"lag.{name}", value, f"{off} with lag.mode {lag.mode}", "it belongs to lag.mode=async"
+    if lag.mode != "async":
+        for name in ("max_steps", "policy", "in_flight"):
+            value = getattr(lag, name)
+            default = getattr(LagConfig(), name)
+            if value != default:
+                yield f"lag.{name}", value, f"{default} with lag.mode {lag.mode}", "it belongs to lag.mode=async"
     if lag.mode == "replayed" and lag.steps % per_batch:
         allowed = f"a multiple of the {per_batch} updates made from one batch"
         yield "lag.steps", lag.steps, allowed, "otherwise a batch cannot be exactly that many updates old"
     if lag.policy == "drop" and lag.max_steps < per_batch:
-        why = f"{per_batch} updates are made from one batch, so all that is drawn meanwhile would be dropped; "
-        why += "lag.policy=wait takes any bound"
+        why = (
+            f"{per_batch} updates are made from one batch, so all that is drawn meanwhile would be dropped; "
+            "lag.policy=wait takes any bound"
+        )
         yield "lag.max_steps", lag.max_steps, f"at least {per_batch} with lag.policy drop", why
     if lag.in_flight and lag.max_steps == 0:
         yield "lag.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change"
@@ -106,16 +115,19 @@ def _lag(config: Config) -> Iterator[Conflict]:
 
 def _backend(config: Config) -> Iterator[Conflict]:
     """Strategy, rollout backend and lag."""
-    backend, lag, can = config.rollout.backend, config.lag, capabilities_of(sampler_of(config))
+    backend = config.rollout.backend
+    lag = config.lag
+    can = capabilities_of(sampler_of(config))
     if can.recorded and lag.mode != "on_policy":
-        why = "recorded rollouts are as old as they are; nothing is sampled"
+        why = "`lag` has no effect on replayed rollouts; their age is fixed"
         yield "lag.mode", lag.mode, f"on_policy with rollout.backend {backend}", why
     if lag.mode == "async" and can.in_trainer_ranks:
         why = "the trainer's processes learn meanwhile; an engine beside them has to draw"
         yield "rollout.backend", backend, _backends(lambda can: not can.in_trainer_ranks), why
     if lag.in_flight and (not can.updates_between_tokens or config.rollout.options.get("loop") == "library"):
         why = "it takes new weights between batches only"
-        why += ", with loop: library" if can.updates_between_tokens else ""
+        if can.updates_between_tokens:
+            why = f"{why}, with loop: library"
         yield "lag.in_flight", True, f"false with rollout.backend {backend}", why
     if config.train.strategy != "single" and can.in_trainer_ranks and not can.draws_parts:
         why = "with several processes each draws a part of a batch, and this backend draws it whole"
@@ -127,7 +139,8 @@ def _backends(able: Callable[[Capabilities], bool]) -> list[str]:
 
 
 def _processes(config: Config) -> Iterator[Conflict]:
-    train, prompts = config.train, config.rollout.prompts_per_batch
+    train = config.train
+    prompts = config.rollout.prompts_per_batch
     processes = train.devices * train.nodes
     if train.strategy == "single":
         for name in ("devices", "nodes"):
@@ -142,7 +155,8 @@ def _processes(config: Config) -> Iterator[Conflict]:
 
 def _precision(config: Config) -> Iterator[Conflict]:
     """Attention and shards."""
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     wide = model.dtype == "float32" and train.precision == "fp32"
     if model.attention == "varlen" and (wide or not model.share_prompt):
         why = "its kernel takes packed rows (model.share_prompt) in 16 bits (train.precision=bf16)"
@@ -152,7 +166,9 @@ def _precision(config: Config) -> Iterator[Conflict]:
 
 
 def _optimizer(config: Config) -> Iterator[Conflict]:
-    betas, warmup, steps = config.optimizer.betas, config.optimizer.warmup_steps, config.train.steps
+    betas = config.optimizer.betas
+    warmup = config.optimizer.warmup_steps
+    steps = config.train.steps
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield "optimizer.betas", list(betas), "two numbers in [0, 1)", ""
     if warmup > steps:

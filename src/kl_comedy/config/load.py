@@ -37,6 +37,8 @@ EXTENDS = "extends"
 REQUIRED = ("model", "data", "rewards", "kl", "optimizer.lr", "train.steps")
 """What a run is; an empty file, which would train by defaults, is refused."""
 
+# The constants from here to NOT_IDENTITY_AT_DEFAULT decide which bytes config_hash sees. Stored runs resume, and sweeps
+# find their cells, by that hash: a change here strands them (tests/unit/test_config_hashes.py holds 77 hashes).
 REMOVED = {("lag", "silence_limit_s"): 60.0, ("lag", "answer_limit_s"): 3600.0}
 """Keys of earlier versions and their defaults: read and ignored, with a warning where another value was set. They stay
 in the config hash, so that runs of earlier versions resume."""
@@ -80,18 +82,25 @@ def config_reader(path: str | Path | None) -> Callable[[Sequence[str]], Config]:
     files: list[tuple[Path, dict[str, Any]]] = [] if path is None else _read_files(Path(path))
     for _, content in files:
         _merge_all(base, content)
-    origins = {key: file for file, content in files for key in flatten(content)} if len(files) > 1 else {}
+    origins: dict[str, Path] = {}
+    if len(files) > 1:
+        for file, content in files:
+            for key in flatten(content):
+                origins[key] = file  # the last file that sets a key is the one whose value is used
 
     def read(overrides: Sequence[str]) -> Config:
         try:
             return _finish(copy.deepcopy(base), overrides)
         except UserError as error:
             key = str(error).partition(":")[0]
-            overridden = any(_overlap(key, text.partition("=")[0].strip()) for text in overrides)
-            file = next((file for name, file in reversed(origins.items()) if _overlap(key, name)), None)
-            if overridden or file is None:
-                raise
-            raise UserError(f"{file}: {error}") from error.__cause__
+            for text in overrides:
+                overridden_key = text.partition("=")[0].strip()
+                if _overlap(key, overridden_key):
+                    raise
+            for file_key, file in reversed(origins.items()):
+                if _overlap(key, file_key):
+                    raise UserError(f"{file}: {error}") from error.__cause__
+            raise
 
     return read
 
@@ -101,10 +110,12 @@ def standalone_text(path: Path) -> str:
     from omegaconf import OmegaConf
 
     files = _read_files(path)
+    if len(files) == 1:
+        return path.read_text()  # verbatim, with the comments of its author
     merged: dict[str, Any] = {}
     for _, content in files:
         _merge_all(merged, content)
-    return path.read_text() if len(files) == 1 else OmegaConf.to_yaml(OmegaConf.create(merged))
+    return OmegaConf.to_yaml(OmegaConf.create(merged))
 
 
 def _read_files(path: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -112,17 +123,19 @@ def _read_files(path: Path) -> list[tuple[Path, dict[str, Any]]]:
 
     Raises :class:`UserError` for a missing file, a file that extends itself, and an empty one.
     """
-    files, chain = [(path, read_yaml(path))], [path]
+    files = [(path, read_yaml(path))]
     while EXTENDS in files[0][1]:
         file, content = files[0]
-        above = content.pop(EXTENDS)
+        base_name = content.pop(EXTENDS)
         with error_prefix(f"{file}: {EXTENDS}"):
-            if not isinstance(above, str) or not above:
-                raise UserError(f"got {shown(above)}; allowed: the path of a config, from the folder of this file")
-            base = Path(os.path.normpath(file.parent / above))
-            chain.insert(0, base)
-            if base.resolve() in [each.resolve() for each in chain[1:]]:
-                raise UserError(f"{' <- '.join(map(str, chain))}: a config cannot extend itself")
+            if not isinstance(base_name, str) or not base_name:
+                raise UserError(f"got {shown(base_name)}; allowed: the path of a config, from the folder of this file")
+            base = Path(os.path.normpath(file.parent / base_name))
+            chain = [earlier for earlier, _ in files]
+            # Resolved, because a link can give one file two names, and the loop would not end.
+            if base.resolve() in [earlier.resolve() for earlier in chain]:
+                names = " <- ".join(str(link) for link in [base, *chain])
+                raise UserError(f"{names}: a config cannot extend itself")
             files.insert(0, (base, read_named_config(base)))
     if not any(content for _, content in files):
         raise UserError(f"{path}: is empty; a run needs {', '.join(REQUIRED)} (`kl-comedy init run` writes one)")
@@ -138,7 +151,7 @@ def read_named_config(path: Path) -> dict[str, Any]:
     content = read_yaml(path)
     known = [EXTENDS, *field_types(Config)]
     if content and not set(content) & set(known):
-        raise UserError(f"{path}: is no config: it has none of the keys {', '.join(known)}")
+        raise UserError(f"{path}: is not a config: it has none of the keys {', '.join(known)}")
     return content
 
 
@@ -153,31 +166,57 @@ def _merge_all(base: dict[str, Any], content: Mapping[str, Any]) -> None:
 
 
 def _finish(plain: dict[str, Any], overrides: Sequence[str]) -> Config:
+    """Apply the overrides to ``plain`` (which is changed), resolve interpolations and check the result."""
+    override_values = []
+    for text in overrides:
+        override_values.append(_override(plain, text))
+    _refuse_lost(plain, override_values)
+    resolved = _resolve(plain)
+    # After the interpolations, which may put a secret together from parts.
+    refuse_secrets(resolved)
+    _read_old_names(resolved)
+    config = parse_record(Config, resolved)
+    check_combinations(config)
+    return config
+
+
+def _resolve(plain: dict[str, Any]) -> dict[str, Any]:
+    """``plain`` with its interpolations written out. Raises :class:`UserError`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    values = [_override(plain, text) for text in overrides]
-    _refuse_lost(plain, values)
     for key, value in flatten(plain).items():
         if isinstance(value, str) and _calls_resolver(value):
-            why = "${a.key} takes another key's value; resolvers such as oc.env are off: write the value itself"
-            raise UserError(f"{key}: got {shown(redact(value))}; {why}, or let your code read a secret's variable")
+            raise UserError(
+                f"{key}: got {shown(redact(value))}; ${{a.key}} takes another key's value; resolvers such as oc.env "
+                "are off: write the value itself, or let your code read a secret's variable"
+            )
+    # Before OmegaConf, which would write out a text that doubles with every line until memory is full.
     _Expansions(plain).check()
     try:
-        plain = typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(plain), resolve=True))
+        resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key or 'config'}: {str(error).strip().splitlines()[0]}") from None
-    refuse_secrets(plain)
+        key = error.full_key or "config"
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(f"{key}: {first_line}") from None
+    return typing.cast(dict[str, Any], resolved)
+
+
+def _read_old_names(plain: dict[str, Any]) -> None:
+    """Replace names of earlier versions and drop keys that left, in place, with a warning.
+
+    Sections are not checked yet: one that is not a mapping is left to :func:`parse_record`, which names the error.
+    """
     train = plain["train"]
     if isinstance(train, dict) and train.get("strategy") == "fsdp1":
         log.warning("train.strategy: fsdp1 is now called fsdp")
         train["strategy"] = "fsdp"
     for (section, name), default in REMOVED.items():
-        if isinstance(plain[section], dict) and plain[section].pop(name, default) != default:
+        if not isinstance(plain[section], dict):
+            continue
+        value = plain[section].pop(name, default)
+        if value != default:
             log.warning("%s.%s is not used any more; see rollout.options.request_timeout_s", section, name)
-    config = parse_record(Config, plain)
-    check_combinations(config)
-    return config
 
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
@@ -220,16 +259,23 @@ class _Expansions:
             leaves = [path]
         else:
             section = _value_at(self._plain, path)
-            leaves = list(flatten(section, path)) if isinstance(section, dict | list) and section else []
+            leaves = []
+            if isinstance(section, dict | list) and section:
+                leaves = list(flatten(section, path))
         text = ""
+        # A name that leads nowhere counts as one value; OmegaConf reports it later, with its own message.
         for leaf in leaves or [path]:
             self._values += 1
-            text = self._text(leaf, start, chain + 1) if leaf in self._leaves else ""
+            text = ""
+            if leaf in self._leaves:
+                text = self._text(leaf, start, chain + 1)
             self._characters += len(text)
             if self._values > MAX_EXPANSIONS or self._characters > MAX_FILE_BYTES:
                 limits = f"{MAX_EXPANSIONS:,} values and {MAX_FILE_BYTES:,} characters"
                 raise UserError(f"{start}: the config's interpolations stand for more than {limits}")
-        return text if leaves == [path] else ""
+        if leaves == [path]:
+            return text
+        return ""
 
 
 def _calls_resolver(text: str) -> bool:
@@ -242,7 +288,10 @@ def _calls_resolver(text: str) -> bool:
     for part in re.findall(r"\$\{|[}:]", text):
         if part == ":" and depth:
             return True
-        depth = depth + 1 if part == "${" else max(depth - 1, 0) if part == "}" else depth
+        if part == "${":
+            depth += 1
+        elif part == "}":
+            depth = max(depth - 1, 0)
     return False
 
 
@@ -272,7 +321,10 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: value}
     flat: dict[str, Any] = {}
     for name, item in items:
-        flat |= flatten(item, f"{prefix}.{name}" if prefix else name)
+        key = name
+        if prefix:
+            key = f"{prefix}.{name}"
+        flat |= flatten(item, key)
     return flat
 
 
@@ -281,7 +333,10 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
 
     The source of its plugins (:func:`plugins_of`) is a key of it, ``plugins``.
     """
-    plain = to_plain(config) | {"plugins": plugins_of(config).hashes}
+    # Every line of this function is frozen by the hashes of stored runs: a new config key changes all of them, unless
+    # it enters NOT_IDENTITY_AT_DEFAULT (nested) or NOT_IDENTITY_WHERE_EMPTY (top level).
+    plain = to_plain(config)
+    plain["plugins"] = plugins_of(config).hashes
     for name in (*NOT_IDENTITY, *without):
         del plain[name]
     for name in NOT_IDENTITY_WHERE_EMPTY:
@@ -291,7 +346,7 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
         if plain[section][name] == default:
             del plain[section][name]
     for (section, name), default in REMOVED.items():
-        plain[section][name] = default
+        plain[section][name] = default  # at its default even where a file set it: the key has no effect any more
     for section, names in NOT_IDENTITY_WITHIN.items():
         plain[section] = {name: item for name, item in plain[section].items() if name not in names}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
@@ -318,13 +373,14 @@ def _named_parts(config: Config) -> Iterator[tuple[str, str]]:
         yield "policy_corrections", name
     if config.kl:
         yield from _names_in_terms(config.kl)
-    for terms in config.audit.terms if config.audit.every else ():
-        yield from _names_in_terms(terms)
+    if config.audit.every:
+        for terms in config.audit.terms:
+            yield from _names_in_terms(terms)
     for name in config.eval.suites:
         yield "suites", name
         is_file = name.endswith((".yaml", ".yml"))
         if is_file or (name in KINDS["suites"] and KINDS["suites"].get(name).modules):
-            with contextlib.suppress(UserError):  # a file that is not there is said where it is needed
+            with contextlib.suppress(UserError):  # a missing file is reported where the suite is loaded
                 suites = importlib.import_module("kl_comedy.evaluation.suites")
                 yield from _names_in_fields(suites.get_suite(name))
 
@@ -347,28 +403,38 @@ def _names_in_fields(record: Any) -> Iterator[tuple[str, str]]:
 
 def _names_in_terms(value: Any) -> Iterator[tuple[str, str]]:
     """Kind and name of the recipes and parts in KL terms as a config writes them."""
-    for item in value if isinstance(value, list) else [value]:
-        recipe = item.get("recipe") if isinstance(item, Mapping) else item
+    items = [value]
+    if isinstance(value, list):
+        items = value
+    for item in items:
+        recipe = item
+        if isinstance(item, Mapping):
+            recipe = item.get("recipe")
         if isinstance(recipe, str):
             yield "recipes", recipe
-    with contextlib.suppress(UserError):  # `own` and `panel` of an audit are no recipes
+    with contextlib.suppress(UserError):  # `own` and `panel` of an audit are not recipes
         yield from _names_in_fields(importlib.import_module("kl_comedy.kl.recipes").resolve_terms(value))
 
 
 def _refuse_lost(plain: Mapping[str, Any], values: Sequence[tuple[str, Any]]) -> None:
     """Raise :class:`UserError` where an override sets a part of what a later one replaces, as ``kl.beta=1 kl=grpo``."""
-    for at, (key, value) in enumerate(values):
-        for later, whole in values[at + 1 :]:
-            if key.startswith(f"{later}.") and _value_at(plain, key) != value:
-                why = f"the later {later}={redact(str(whole))} replaces it; set it after that, or within it"
-                raise UserError(f"{key}: got {redact(str(value))}, but {why}")
+    for position, (key, value) in enumerate(values):
+        for later_key, later_value in values[position + 1 :]:
+            if key.startswith(f"{later_key}.") and _value_at(plain, key) != value:
+                raise UserError(
+                    f"{key}: got {redact(str(value))}, but the later {later_key}={redact(str(later_value))} "
+                    "replaces it; set it after that, or within it"
+                )
 
 
 def _value_at(node: Any, key: str) -> Any:
     """What a dotted key leads to; None where there is nothing."""
     for part in key.split("."):
-        items = {str(position): item for position, item in enumerate(node)} if isinstance(node, list) else node
-        node = items.get(part) if isinstance(items, Mapping) else None
+        if isinstance(node, list):
+            node = {str(position): item for position, item in enumerate(node)}
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(part)
     return node
 
 
@@ -394,35 +460,45 @@ def _set(node: Any, schema: Any, parts: Sequence[str], item: Any, key: str) -> N
     name: Any = parts[0]
     if isinstance(node, list):
         if not name.isdigit() or int(name) >= len(node):
-            there = f"a position in the list, which has {len(node)} item(s)"
-            raise bad_value(key, item, there, f"{name!r} is none")
+            allowed = f"a position in the list, which has {len(node)} item(s)"
+            raise bad_value(key, item, allowed, f"{name!r} is not a valid position")
         name = int(name)
     part_schema = _schema_within(schema, parts[0])
     if len(parts) == 1:
         _merge(node, name, item, part_schema)
         return
-    child = node[name] if isinstance(node, list) else node.get(name)
+    child = _item(node, name)
     if isinstance(child, str) and key.startswith("kl."):
         child = {"recipe": child}
-    node[name] = child = child if isinstance(child, dict | list) else {}
+    if not isinstance(child, dict | list):
+        child = {}
+    node[name] = child
     _set(child, part_schema, parts[1:], item, key)
+
+
+def _item(node: Any, name: Any) -> Any:
+    """``node[name]`` of a list (where the position exists) or a mapping (None without the key)."""
+    if isinstance(node, list):
+        return node[name]
+    return node.get(name)
 
 
 def _merge(node: Any, name: Any, item: Any, schema: Any) -> None:
     """Set ``node[name]``. A mapping with a schema is merged; a list or a free-form mapping replaces what was there.
 
-    Of a mapping of names to records (``data.eval``), null removes one.
+    In a mapping of names to records (``data.eval``), null removes a name.
     """
-    current = node[name] if isinstance(node, list) else node.get(name)
-    of_records = typing.get_origin(schema) is dict and dataclasses.is_dataclass(typing.get_args(schema)[1])
-    if isinstance(item, dict) and isinstance(current, dict) and (dataclasses.is_dataclass(schema) or of_records):
-        for part, value in item.items():
-            if of_records and value is None:
-                current.pop(part, None)
-            else:
-                _merge(current, part, value, _schema_within(schema, part))
-    else:
+    current = _item(node, name)
+    maps_names_to_records = typing.get_origin(schema) is dict and dataclasses.is_dataclass(typing.get_args(schema)[1])
+    has_schema = dataclasses.is_dataclass(schema) or maps_names_to_records
+    if not (has_schema and isinstance(item, dict) and isinstance(current, dict)):
         node[name] = item
+        return
+    for part, value in item.items():
+        if maps_names_to_records and value is None:
+            current.pop(part, None)
+        else:
+            _merge(current, part, value, _schema_within(schema, part))
 
 
 def _schema_within(schema: Any, name: str) -> Any:
@@ -430,4 +506,6 @@ def _schema_within(schema: Any, name: str) -> Any:
     if dataclasses.is_dataclass(schema):
         return without_none(field_types(typing.cast(type, schema)).get(name, Any))[0]
     args = typing.get_args(schema)
-    return args[-1] if args and typing.get_origin(schema) in (dict, list) else Any
+    if args and typing.get_origin(schema) in (dict, list):
+        return args[-1]
+    return Any

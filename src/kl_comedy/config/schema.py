@@ -125,7 +125,7 @@ class RolloutConfig:
     prompts_per_batch: int = option(8, "Prompts per batch, over all processes.", minimum=1)
     group_size: int = option(8, "Completions per prompt.", minimum=1)
     max_new_tokens: int = option(64, "Longest completion, in tokens.", minimum=1)
-    temperature: float = option(1.0, "Of sampling and of every log-prob and KL.", above=0)
+    temperature: float = option(1.0, "Temperature for sampling and for all log-probs and KLs.", above=0)
     top_p: float = option(1.0, "Training takes 1 (off) only: else the sampler is not the policy.")
     top_k: int = option(0, "Training takes 0 (off) only.")
     min_p: float = option(0.0, "Training takes 0 (off) only.")
@@ -151,7 +151,7 @@ class ValueConfig:
 
     gamma: float = option(1.0, "Discount per token.", minimum=0, maximum=1)
     lam: float = option(0.95, "1: return to go less value; 0: one-step TD.", minimum=0, maximum=1)
-    coefficient: float = option(0.5, "Of the value loss `(V - lambda return)^2 / 2`.", above=0)
+    coefficient: float = option(0.5, "Factor of the value loss `(V - lambda return)^2 / 2`.", above=0)
     lr: float | None = option(None, "Learning rate of the head, scheduled; `null`: `optimizer.lr`.", above=0)
     clip: float | None = option(None, "Largest distance of values from the first update's.", above=0)
     trunk: bool = option(False, "The value loss also trains the policy's body, not the head only.")
@@ -206,7 +206,9 @@ class TeacherConfig:
     source: str = option("pocket", "`pocket`, a local folder, or a hub id.")
     gguf_file: str | None = option(None, "The GGUF file within `source`.")
     revision: str | None = option(None, "The hub revision of the weights.")
-    tokenizer: str | None = option(None, "Folder or hub id; `null`: that of `source`. Its tokens must be the policy's.")
+    tokenizer: str | None = option(
+        None, "Folder or hub id; default: the tokenizer of `source`. Its tokens must be the policy's."
+    )
     dtype: str | None = option(
         None, "Type of the weights; `null`: `model.dtype`.", choices=("float32", "bfloat16", "float16")
     )
@@ -241,10 +243,10 @@ class ReferenceConfig:
 
     ema_decay: float = option(0.99, "Decay per update of `reference: ema`.", minimum=0, maximum=1)
     period: int | None = option(
-        100, "Updates between copies of `reference: periodic`; `null`: only by `max_kl`.", minimum=1
+        100, "Updates between copies of `reference: periodic`; `null`: `max_kl` alone decides.", minimum=1
     )
     max_kl: float | None = option(
-        None, "`reference: periodic` is copied too after an update with more KL to it, in nats a token.", above=0
+        None, "`reference: periodic` is copied too after an update with more KL to it, in nats per token.", above=0
     )
     teacher: TeacherConfig | None = option(None, "The model of `reference: teacher` ([distillation](distillation.md)).")
 
@@ -271,9 +273,9 @@ class OptimizerConfig:
     """AdamW, its schedule, and gradient clipping."""
 
     lr: float = option(1e-6, "Learning rate of AdamW.", above=0)
-    betas: list[float] = option(lambda: [0.9, 0.999], "Of AdamW, in [0, 1).")
-    eps: float = option(1e-8, "Of AdamW.", above=0)
-    weight_decay: float = option(0.0, "Of AdamW.", minimum=0)
+    betas: list[float] = option(lambda: [0.9, 0.999], "Two AdamW betas, each in [0, 1).")
+    eps: float = option(1e-8, "Epsilon of AdamW.", above=0)
+    weight_decay: float = option(0.0, "Weight decay of AdamW.", minimum=0)
     clip_norm: float | None = option(1.0, "Largest L2 norm of the gradient; `null`: no clipping.", above=0)
     schedule: str = option(
         "constant", "After the warm-up; all but `constant` end at 0.", choices=("constant", "linear", "cosine")
@@ -424,17 +426,19 @@ class SuiteConfig:
     """An evaluation suite (a YAML file): which problems, how they are asked, how an answer is judged."""
 
     name: str = option("", "Name of the suite.")
-    summary: str = option("", "What it tests.")
-    source: str = option("", "Where it is published.")
-    licence: str = option("", "Its licence.")
-    group: str = option("own", "Which table it belongs to.", choices=GROUPS)
+    summary: str = option("", "What the suite tests.")
+    source: str = option("", "Where the suite is published.")
+    licence: str = option("", "Licence of the problems.")
+    group: str = option("own", "Table of results that the suite belongs to.", choices=GROUPS)
     kind: str = option(
-        "generate", "By `reward` on completions, or by the choice with the highest log-prob.", choices=KINDS
+        "generate",
+        "`generate`: `reward` judges completions; `likelihood`: the choice with the highest log-prob is the answer.",
+        choices=KINDS,
     )
     data: DatasetConfig | None = option(None, "Where the problems are published, or the task that generates them.")
     file: SuiteFile | None = option(None, "The same problems in a local file.")
-    where: dict[str, list[str]] = option(dict, "Only problems whose meta field has one of these values.")
-    items: int | None = option(None, "How many problems there must be.", minimum=1)
+    where: dict[str, list[str]] = option(dict, "Keep only problems whose meta field has one of these values.")
+    items: int | None = option(None, "Number of problems that the suite must have.", minimum=1)
     text: str = option(
         "{text}",
         "The question, of `{text}` (the problem), `{options}` (its choices) and fields of its meta "

@@ -101,17 +101,31 @@ def _record(schema: type[T], raw: Any, key: str) -> T:
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
-            rules = field.metadata
-            allowed = KINDS[rules["registry"]].names() if "registry" in rules else rules.get("choices", ())
-            hint = f"; allowed: {', '.join(allowed)}" if allowed else ""
-            hint += f" ({OWN_PART})" if "registry" in rules else ""
-            raise UserError(f"{key or 'config'}: needs {name}{hint}")
+            raise _missing_key(key, name, field.metadata)
     try:
         return schema(**values)
-    except UserError as error:  # of __post_init__, which knows the field and not where the record stands
+    except UserError as error:
+        # Raised by __post_init__, which knows the field's name but not where the record stands in the config.
         text = str(error)
-        about_a_field = text.split(":")[0].split(".")[0] in fields
-        raise UserError(_joined(key, text) if about_a_field else f"{key}: {text}" if key else text) from None
+        first_name = text.split(":")[0].split(".")[0]
+        if first_name in fields:
+            text = _joined(key, text)
+        elif key:
+            text = f"{key}: {text}"
+        raise UserError(text) from None
+
+
+def _missing_key(key: str, name: str, rules: Mapping[str, Any]) -> UserError:
+    """The error for a required field ``name`` that the record at ``key`` does not set."""
+    allowed = rules.get("choices", ())
+    if "registry" in rules:
+        allowed = KINDS[rules["registry"]].names()
+    hint = ""
+    if allowed:
+        hint = f"; allowed: {', '.join(allowed)}"
+    if "registry" in rules:
+        hint = f"{hint} ({OWN_PART})"
+    return UserError(f"{key or 'config'}: needs {name}{hint}")
 
 
 def _value(value: Any, hint: Any, key: str, rules: Mapping[str, Any]) -> Any:
@@ -127,7 +141,8 @@ def _value(value: Any, hint: Any, key: str, rules: Mapping[str, Any]) -> Any:
 
 def _typed(value: Any, hint: Any, key: str) -> Any:
     """``value`` as ``hint``, which excludes None."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is Any or (isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint)):
         return value
     if dataclasses.is_dataclass(hint):
@@ -155,11 +170,14 @@ def scalar(value: Any, hint: Any, key: str) -> Any:
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     accepted = {float: int | float, str: str | int | float}.get(hint, hint)
+    # Python's bool is an int, so `steps: true` would be read as 1.
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
         raise bad_value(key, value, _SCALARS.get(hint, str(hint)))
     if hint is float and not math.isfinite(value):
         raise bad_value(key, value, "a finite number")
-    return value if hint is bool else hint(value)
+    if hint is bool:
+        return value
+    return hint(value)
 
 
 def check_rules(value: Any, rules: Mapping[str, Any], key: str) -> None:
