@@ -620,8 +620,9 @@ BLIND = (
     ),
     Mutant(
         "a server's failures count over the whole run",
-        "$server.$failures, $server.$failure = 0, None",
-        "$server.$failure = None",
+        "$server.$failures = 0",
+        "pass",
+        inside="Call when a batch or an update begins",
     ),
     Mutant(
         "a sum of rewards has the status of its first part",
