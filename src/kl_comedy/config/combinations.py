@@ -119,7 +119,7 @@ def _backend(config: Config) -> Iterator[Conflict]:
     lag = config.lag
     can = capabilities_of(sampler_of(config))
     if can.recorded and lag.mode != "on_policy":
-        why = "`lag` has no effect on replayed rollouts; their age is fixed"
+        why = "`lag` has no effect on recorded rollouts; their age is fixed"
         yield "lag.mode", lag.mode, f"on_policy with rollout.backend {backend}", why
     if lag.mode == "async" and can.in_trainer_ranks:
         why = "the trainer's processes learn meanwhile; an engine beside them has to draw"
