@@ -6,7 +6,7 @@
 #   docker run --gpus all -v $PWD:/work kl_comedy train /opt/kl_comedy/configs/quickstart.yaml
 FROM python:3.11-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=
+ARG EXTRAS=[train]
 ARG CONSTRAINTS="-c constraints.txt"
 WORKDIR /opt/kl_comedy
 COPY . .

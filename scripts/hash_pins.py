@@ -25,7 +25,7 @@ HEADER = """\
 def lock() -> str:
     """The text of requirements.txt, from PyPI alone."""
     words = ["--dry-run", "--ignore-installed", "--quiet", "--report", "-", "--index-url", "https://pypi.org/simple"]
-    words += ["-c", "constraints.txt", "."]
+    words += ["-c", "constraints.txt", ".[train]"]
     environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
     command = [sys.executable, "-m", "pip", "install", *words]
     report = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout

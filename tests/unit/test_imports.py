@@ -9,10 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "src" / "kl_comedy"
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
-    ["errors", "redaction", "registry", "records", "io", "processes", "cuda", "config"],
+    ["errors", "redaction", "registry", "records", "io", "processes", "cuda", "config", "extras"],
     ["kl", "objective", "statistics"],
     ["models", "rewards", "data", "rollouts", "tracking"],
     ["evaluation", "training", "slurm", "lab", "integrations", "conformance"],
+    ["api"],
     ["cli"],
 ]
 WITHIN_A_LAYER = {
@@ -20,6 +21,7 @@ WITHIN_A_LAYER = {
     ("io", "errors"),
     ("redaction", "errors"),
     ("processes", "errors"),
+    ("extras", "errors"),
     ("processes", "io"),
     ("config", "errors"),
     ("config", "registry"),
@@ -35,6 +37,7 @@ WITHIN_A_LAYER = {
 }
 LIGHT = [  # one process each, in this order: a package is light if nothing before it is heavier
     {
+        "kl_comedy": ["torch", "omegaconf", "typer", "rich", "numpy", "pandas", "kl_comedy.kl"],
         "kl_comedy.statistics": ["mlflow", "pandas", "scipy", "numpy", "torch"],
         "kl_comedy.cuda": ["torch"],
         "kl_comedy.tracking": ["mlflow", "pandas", "matplotlib", "torch"],
@@ -45,6 +48,8 @@ LIGHT = [  # one process each, in this order: a package is light if nothing befo
         "kl_comedy.kl": ["omegaconf", "transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"],
         "kl_comedy.objective": ["omegaconf", "transformers", "lightning", "mlflow", "vllm"],
         "kl_comedy.lab.peers": ["transformers", "lightning", "mlflow", "vllm", "pandas", "omegaconf"],
+        "kl_comedy.api": ["transformers", "lightning", "mlflow", "datasets", "pandas", "typer"],
+        "kl_comedy.conformance": ["transformers", "lightning", "mlflow", "datasets", "pandas"],
         "kl_comedy.data": ["datasets", "reasoning_gym", "transformers"],
         "kl_comedy.rewards": ["math_verify", "reasoning_gym", "transformers"],
     },

@@ -30,6 +30,7 @@ from kl_comedy.cli import (
 from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, command_line, load, process_rank, stderr_console
 from kl_comedy.cuda import set_variables
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
+from kl_comedy.extras import named_extras, require
 from kl_comedy.redaction import printable, redact_source
 from kl_comedy.registry import plugin_line
 
@@ -50,11 +51,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
     ] = False,
 ) -> None:
     """Options before the command."""
+    if "--help" not in sys.argv:
+        require(context.invoked_subcommand)
 
 
 def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins = None) -> None:
@@ -133,7 +137,8 @@ def run() -> None:
     launched = "KL_COMEDY_LAUNCHED" in os.environ  # kl_comedy.training.distributed.LAUNCHED
     rank = process_rank()
     try:
-        app()
+        with named_extras():
+            app()
     except SystemExit as end:
         code = end.code
     except UserError as error:

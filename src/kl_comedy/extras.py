@@ -1,0 +1,97 @@
+"""Optional packages: which extra of this package brings one, and a message of one line where it is missing.
+
+``pip install kl_comedy`` brings what the KL terms, the oracle, ``certify``, ``explain`` and ``conformance`` need. A
+command or function that trains, or reads runs, imports its packages when it is called, inside :func:`named_extras`.
+Those that could not begin without a package ask for it first, by :func:`require`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kl_comedy.errors import UserError
+
+TRAIN = (
+    "accelerate",
+    "datasets",
+    "gguf",
+    "huggingface_hub",
+    "jinja2",
+    "lightning",
+    "math_verify",
+    "matplotlib",
+    "mlflow",
+    "peft",
+    "pyarrow",
+    "safetensors",
+    "scipy",
+    "sympy",
+    "tokenizers",
+    "transformers",
+)
+"""Modules of the extra ``train``: those that pyproject.toml names, and those that come with them and that we import."""
+
+EXTRA_OF = {**dict.fromkeys(TRAIN, "train"), "reasoning_gym": "gym"}
+"""The extra that brings a module, by the module's top-level name."""
+
+
+NEEDED_BY = {
+    "audit": ("lightning", "transformers"),
+    "cell": ("lightning", "transformers"),
+    "evaluate": ("transformers", "scipy"),
+    "export": ("transformers", "safetensors"),
+    "reproduce": ("lightning", "transformers", "mlflow"),
+    "results": ("mlflow", "pyarrow", "scipy"),
+    "sweep": ("lightning", "mlflow", "jinja2"),
+    "sweep-report": ("mlflow", "scipy"),
+    "train": ("lightning", "transformers"),
+}
+"""By command, the modules without which nothing of it works. ``train`` works without MLflow: it then writes files."""
+
+
+class MissingExtra(UserError):
+    """A package is not installed, and an extra of this package brings it."""
+
+
+def require(command: str | None) -> None:
+    """Raise :class:`MissingExtra` where a module of :data:`NEEDED_BY` is not installed. Nothing is imported.
+
+    Asked before the command begins: later its own errors, as "the store cannot be created", would hide the reason.
+    """
+    for module in NEEDED_BY.get(command or "", ()):
+        if not _is_installed(module):
+            raise _missing(module, f"{command} needs")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _missing(module: str, who_needs: str) -> MissingExtra:
+    extra = EXTRA_OF[module]
+    return MissingExtra(f"{who_needs} {module}, which the extra {extra} brings: pip install -e '.[{extra}]'")
+
+
+@contextmanager
+def named_extras() -> Iterator[None]:
+    """Turn a failed import of an optional package into :class:`MissingExtra`, which names the extra.
+
+    A missing module that no extra brings is a bug of ours or of a plugin, and its error is raised as it is.
+
+    >>> with named_extras():
+    ...     raise ModuleNotFoundError("No module named 'mlflow'", name="mlflow.tracking")
+    Traceback (most recent call last):
+    kl_comedy.extras.MissingExtra: this needs mlflow, which the extra train brings: pip install -e '.[train]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = str(error.name).partition(".")[0]
+        if module not in EXTRA_OF:
+            raise
+        raise _missing(module, "this needs") from error
