@@ -43,12 +43,15 @@ NEEDED_BY = {
     "evaluate": ("transformers", "scipy"),
     "export": ("transformers", "safetensors"),
     "reproduce": ("lightning", "transformers", "mlflow"),
-    "results": ("mlflow", "pyarrow", "scipy"),
+    "results": ("pyarrow", "scipy"),
     "sweep": ("lightning", "mlflow", "jinja2"),
     "sweep-report": ("mlflow", "scipy"),
     "train": ("lightning", "transformers"),
 }
-"""By command, the modules without which nothing of it works. ``train`` works without MLflow: it then writes files."""
+"""By command, the modules without which nothing of it works.
+
+MLflow is not among those of ``train``, which then writes files, and of ``results``, which reads exports without it.
+"""
 
 
 class MissingExtra(UserError):

@@ -50,6 +50,16 @@ def test_mini_begins_at_the_reference_and_leaves_it_where_there_is_a_reward(mini
     assert abs(moved["kl_first"]) < 1e-6 < 1e-5 < moved["kl_last"]
 
 
+def test_the_loop_of_ones_own_proves_its_loss_and_learns(tmp_path):
+    """Few updates: the reward, the share of wanted tokens, rises, and the policy has left the reference."""
+    lines = Command(EXAMPLES / "own_trainer.py", "--steps", 60, cwd=tmp_path).finish().splitlines()
+    assert any("per-prefix" in line or "of each visited prefix" in line for line in lines), lines
+    updates = [line for line in lines if line.startswith("update")]
+    rewards = [float(re.search(r"reward ([\d.]+)", line)[1]) for line in updates]
+    kls = [float(re.search(r"exact KL ([\d.]+)", line)[1]) for line in updates]
+    assert rewards[-1] > rewards[0] + 0.05 and kls[0] < kls[-1]
+
+
 SHARED = [
     {"estimator": estimator, "placement": placement, "credit": credit}
     for estimator, (placement, credit) in itertools.product(

@@ -38,6 +38,41 @@ def test_snippets_run(tmp_path):
     Command("all.py", cwd=tmp_path).finish()
 
 
+NAMES_OF_A_READER = """
+from types import SimpleNamespace
+
+import torch
+
+weight = torch.nn.Parameter(torch.zeros(4, 7))
+batches = [
+    SimpleNamespace(
+        ids=None,
+        ref_logp=torch.full((4, 7), -1.5),
+        sampler_logp=torch.full((4, 7), -2.0),
+        mask=torch.ones(4, 7, dtype=torch.bool),
+    )
+] * 2
+policy = SimpleNamespace(token_logp=lambda ids: weight - 2.0)
+optimizer = torch.optim.Adam([weight], lr=0.1)
+
+
+def policy_loss(logp, batch):
+    return torch.zeros_like(logp)
+
+
+"""
+"""What the page on one's own trainer takes as given."""
+
+
+def test_the_page_on_ones_own_trainer_runs_from_top_to_bottom(tmp_path):
+    page = (ROOT / "docs" / "in_your_own_trainer.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 5
+    moved = 'assert (weight > 0).all(), "the KL pulls the policy toward the reference"\n'
+    (tmp_path / "page.py").write_text(NAMES_OF_A_READER + "\n".join(blocks) + moved)
+    Command("page.py", cwd=tmp_path).finish()
+
+
 def test_a_run_trains_with_all_that_the_guides_and_the_example_register(tmp_path):
     (tmp_path / "my_parts.py").write_text("\n".join(blocks[0] for blocks in GUIDES.values()))
     terms = "[{estimator: log_cosh, placement: loss, beta: 0.01}, {estimator: k2_shift, placement: loss, beta: 0.01}]"

@@ -177,6 +177,15 @@ print(f"| a | b | b |\\n|---|---|---|\\n| 1 | {sys.argv[1]} | 3 |\\n\\ntext\\n\\
 """
 
 
+def test_a_command_of_a_page_that_cannot_be_read_is_a_failed_table(kl_comedy, exported, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- kl-comedy results table --nope 3 -->\n\n| a |\n|---|\n| 1 |\n")
+    exported.rename(tmp_path / "export.parquet")
+    code, out, err = kl_comedy("results", "verify", page, "--format", "json")
+    (row,) = json.loads(out)
+    assert (code, row["verdict"]) == (1, "failed") and "--nope" in row["why"], (row, err)
+
+
 def test_a_page_names_the_script_that_prints_its_tables(kl_comedy, tmp_path):
     def verdicts(text):
         page.write_text(text)

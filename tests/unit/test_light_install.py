@@ -125,7 +125,7 @@ for call in (lambda: train("r.yaml"), lambda: results_table("export.csv")):
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     brings = "which the extra train brings: pip install -e '.[train]'"
-    assert done.stdout.splitlines() == [f"train needs lightning, {brings}", f"results needs mlflow, {brings}"]
+    assert done.stdout.splitlines() == [f"train needs lightning, {brings}", f"results needs pyarrow, {brings}"]
 
 
 def test_a_missing_module_that_no_extra_brings_keeps_its_error():

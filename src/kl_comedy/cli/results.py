@@ -20,7 +20,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import click
 import typer
 
 from kl_comedy.cli.common import check_choice, choice_option, command_line, message, print_rows
@@ -663,6 +662,6 @@ def recompute(words: Sequence[str], export: Path) -> str:
         options = [*words, "--uri", str(export), "--format", "markdown"]
         try:
             typer.main.get_command(app).main(args=options, standalone_mode=False)
-        except click.ClickException as error:
+        except typer.TyperException as error:
             raise UserError(error.format_message()) from None
     return out.getvalue()
