@@ -14,7 +14,7 @@ from kl_comedy.lab.planning.sizes import GIB, GPUS, Device, Shape, shape_of
 from kl_comedy.lab.planning.timing import (
     IPC,
     NCCL,
-    TRANSPORTS,
+    TRANSPORT_COSTS,
     Assumed,
     Drawing,
     Learning,
@@ -103,7 +103,7 @@ def prime_tokens_per_s(device: Device, *, lora: bool = False) -> float:
         ranks=8,
         sharded=True,
     )
-    written = 0.0 if lora else 2 * model.parameters * TRANSPORTS["folder"].publish
+    written = 0.0 if lora else 2 * model.parameters * TRANSPORT_COSTS["folder"].publish
     return 8 * tokens / (sum(learning_parts(model, bf16_rates(device), learning).values()) + written)
 
 

@@ -24,7 +24,7 @@ from kl_comedy.kl import resolve_terms
 from kl_comedy.lab.planning.sizes import ELEMENT_BYTES, GIB, Device, Shape, shape_of, workload
 from kl_comedy.lab.planning.timing import (
     HASH,
-    TRANSPORTS,
+    TRANSPORT_COSTS,
     Assumed,
     Drawing,
     Learning,
@@ -381,7 +381,7 @@ class Plan:
     @property
     def _possible_transports(self) -> Sequence[str]:
         lora = self.config.model.lora is not None
-        return [name for name in TRANSPORTS if lora or name != "adapter"] if self.beside else []
+        return [name for name in TRANSPORT_COSTS if lora or name != "adapter"] if self.beside else []
 
     @property
     def _overlap(self) -> float:
@@ -486,7 +486,7 @@ class Plan:
             publish = gather if self.sampler == "hf" else 0.0
             copied = self._weight_bytes / self._rates.memory if self.sampler == "vllm" else 0.0
             return {"publish weights": publish, "load weights": copied}
-        by, size = TRANSPORTS[transport], self._weight_bytes
+        by, size = TRANSPORT_COSTS[transport], self._weight_bytes
         narrow = size / (self.shape.parameters * self.element_bytes)  # weights are cast before they are gathered
         if transport == "adapter":
             size *= self.shape.trainable / self.shape.parameters

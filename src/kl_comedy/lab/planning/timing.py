@@ -85,7 +85,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transport:
+class TransportCost:
     """Seconds for each byte of the weights, on the trainer's side and on an engine's.
 
     Engines load at the same time; ``in_turn``: one after the other.
@@ -102,20 +102,20 @@ HASH = 1 / 1.5e9
 TO_HOST = 1 / 3.4e9
 """Between a GPU and host memory, either way."""
 NCCL, IPC = 1 / 8.25e9, 1 / 40e9
-TRANSPORTS: Mapping[str, Transport] = {
-    "folder": Transport(
+TRANSPORT_COSTS: Mapping[str, TransportCost] = {
+    "folder": TransportCost(
         publish=1 / 1.6e9,
         load=1 / 1.5e9,
         source="prime-rl gathers and writes 1.2 GB of Qwen3-0.6B in 0.75 s; servers read 15 GB in 5 to 20 s (estimate)",
     ),
-    "adapter": Transport(publish=1 / 1.6e9, load=1 / 1.5e9, source="as folder, of the adapter alone"),
-    "gloo": Transport(
+    "adapter": TransportCost(publish=1 / 1.6e9, load=1 / 1.5e9, source="as folder, of the adapter alone"),
+    "gloo": TransportCost(
         publish=TO_HOST, load=1 / 1.5e9, source="15 GB to host memory in 3 to 6 s; one TCP connection (estimates)"
     ),
-    "nccl": Transport(
+    "nccl": TransportCost(
         publish=TO_HOST, load=TO_HOST + NCCL, source="verl's measured 8.25 GB/s over InfiniBand", in_turn=True
     ),
-    "ipc": Transport(publish=TO_HOST, load=TO_HOST + IPC, source="15 GB over NVLink in 0.2 to 0.5 s (estimate)"),
+    "ipc": TransportCost(publish=TO_HOST, load=TO_HOST + IPC, source="15 GB over NVLink in 0.2 to 0.5 s (estimate)"),
 }
 """Weights wait in host memory for every engine that is sent to; this trainer hashes them there."""
 
