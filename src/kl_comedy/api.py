@@ -19,7 +19,6 @@ from kl_comedy.extras import named_extras, require
 from kl_comedy.kl import REGIMES, KLTerm, recipe
 from kl_comedy.kl.oracle.certificate import Certificate
 from kl_comedy.kl.oracle.certificate import certify as certify_terms
-from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 from kl_comedy.kl.oracle.part_claims import check_parts
 from kl_comedy.lab.launch_files import read_launch_file
 from kl_comedy.lab.peers import Advice, Reading, advise, find_system, is_peer, read
@@ -103,18 +102,10 @@ def certify(
     false_claims, _ = check_parts(estimator_options, corrections, seed=seed)
 
     certificates = {each.regime: each for each in certify_terms(name, chosen, regimes=regimes, seed=seed)}
-    false_claims += [_false_claim(each) for each in certificates.values() if not each.claim_holds]
+    for certificate in certificates.values():
+        if certificate.false_claim is not None:
+            false_claims.append(certificate.false_claim)
     return Certification(name=name, terms=chosen, certificates=certificates, false_claims=tuple(false_claims))
-
-
-def _false_claim(certificate: Certificate) -> str:
-    """How far the enumerated gradient is from the claimed one."""
-    claimed = str(certificate.claimed)
-    if certificate.near_target == claimed and certificate.worst_error > DRAWN_TOLERANCE:
-        error = f"{certificate.worst_error:.2g} of what it sums up in a drawn setting ({certificate.worst_setting})"
-    else:
-        error = f"{certificate.relative_bias[claimed]:.3g} (relative)"
-    return f"{certificate.name}, {certificate.regime}: claims {claimed}, and its gradient is off it by {error}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +146,7 @@ def explain(what: str | Path, *, system: str | None = None, overrides: Sequence[
         overrides: ``key=value`` for what a file leaves open.
 
     Raises:
-        UserError: what is none of the three; an unknown flag or value; a file that cannot be read.
+        UserError: neither a recipe, flags nor a file; an unknown flag or value; a file that cannot be read.
 
     >>> explain("verl:use_kl_loss=true,kl_loss_type=low_var_kl").terms[0].estimator
     'k3'
@@ -167,7 +158,7 @@ def explain(what: str | Path, *, system: str | None = None, overrides: Sequence[
         reading = read_launch_file(Path(text), system=system, overrides=overrides).reading()
         return _explain_reading(reading)
     if system is not None or overrides:
-        raise UserError(f"system and overrides are for a file, and {text!r} is none")
+        raise UserError(f"system and overrides need a file; {text!r} is not one")
     if is_peer(text):
         return _explain_reading(read(text))
     terms = recipe(text, key="what")
@@ -268,17 +259,9 @@ def train(config: str | Path, *overrides: str, plugins: Iterable[str | Path] = (
 
         from rich.console import Console
 
-        from kl_comedy.training.build import check_before_loading
-        from kl_comedy.training.run_folder import finished_run
+        from kl_comedy.training.start import train_unless_finished
 
-        outcome = finished_run(loaded)
-        if outcome is None:
-            # The problems are checked before Lightning is imported, which takes seconds.
-            problems = check_before_loading(loaded)
-            from kl_comedy.training.run import train as train_run
-
-            console = Console(stderr=True)
-            outcome = train_run(loaded, console=console, command=redact_command(words), problems=problems)
+        outcome = train_unless_finished(loaded, Console(stderr=True), redact_command(words))
     return _row(outcome)
 
 
@@ -353,24 +336,15 @@ def results_table(
             raise RunFailed(f"no run in {uri} matches")
         groups = [runs.resolve(frame, key, "group") for key in group]
         pooled = [runs.resolve(frame, key, "pool") for key in pool]
-        columns = _metric_columns(frame, metrics)
+        columns: list[str] = []
+        for name in metrics:
+            matching = runs.matching_metrics(frame, name)
+            if not matching:
+                matching = [runs.resolve(frame.filter(regex=r"^metrics\."), name, "--metric")]
+            columns += matching
+        columns = list(dict.fromkeys(columns))  # two patterns may name one metric
         frame = values.drop_repeats(frame, counted, groups)
         groups += values.separating_keys(frame, groups, pooled)
         frame = values.with_values(str(uri), runs.sort_by_groups(frame, groups), columns, of)
         table = summarize(frame, groups, columns, interval, counted)
     return table.assign(metric=table["metric"].map(runs.short)).rename(columns=runs.short)
-
-
-def _metric_columns(frame: pd.DataFrame, metrics: Sequence[str]) -> list[str]:
-    """The columns of the metrics, where ``*`` matches anything."""
-    from fnmatch import fnmatch
-
-    from kl_comedy.tracking.runs import resolve
-
-    present = frame.filter(regex=r"^metrics\.")
-    names = sorted(map(str, present.columns))
-    columns: list[str] = []
-    for name in metrics:
-        matching = [column for column in names if fnmatch(column, f"metrics.{name}")]
-        columns += matching or [resolve(present, name, "--metric")]
-    return list(dict.fromkeys(columns))

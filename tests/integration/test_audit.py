@@ -15,7 +15,8 @@ from kl_comedy.cli.audit import audit
 from kl_comedy.cli.main import app
 from kl_comedy.config import config_hash, load_config
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.lab.audit.run import AuditSource, run_audit
+from kl_comedy.lab.audit.run import run_audit
+from kl_comedy.lab.audit.source import AuditSource
 from kl_comedy.models import weights_hash
 from kl_comedy.training.run import train
 

@@ -26,6 +26,7 @@ MISTAKES = {
     f"evaluate {CONFIG} --suite gsm8k --shard 3": "--shard",
     f"evaluate {CONFIG} --suite gsm8k --data nothing": "--data",
     f"evaluate {CONFIG} train.stepss=3": "train.stepss",
+    "evaluate nobody/nothing train.stepss=3": "train.stepss",
     "results verify nowhere.csv": "TABLE",
     "reproduce nothing --uri nowhere.parquet": "nowhere.parquet",
     f"train {CONFIG} kl.0.estimator=k33": "did you mean 'k3'",

@@ -94,7 +94,7 @@ def test_explain_reads_recipes_flags_and_files(tmp_path):
     assert "no KL" in str(explain("none"))
     with pytest.raises(UserError, match="did you mean 'grpo'"):
         explain("grpoo")
-    with pytest.raises(UserError, match="is none"):
+    with pytest.raises(UserError, match="is not one"):
         explain("grpo", system="verl")
 
 

@@ -11,7 +11,6 @@ import typer
 from kl_comedy.cli.common import (
     Overrides,
     Plugins,
-    check_config,
     choice_option,
     command_line,
     load_plugins,
@@ -22,7 +21,7 @@ from kl_comedy.errors import RunFailed
 
 if TYPE_CHECKING:
     from kl_comedy.lab.audit.report import AuditReport
-    from kl_comedy.lab.audit.run import AuditSource
+    from kl_comedy.lab.audit.source import AuditSource
 
 
 def audit(
@@ -49,13 +48,14 @@ def audit(
     """
     load_plugins(plugin)
     load_run_plugins(config, given=plugin)
-    check_config(config, overrides)  # before the trainer's packages are imported, which takes seconds
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from kl_comedy.lab.audit.run import AuditSource, run_audit
+    from kl_comedy.lab.audit.source import AuditSource
 
     source = AuditSource.read(config, overrides or [])
+    from kl_comedy.lab.audit.run import run_audit  # imports Lightning, so that a mistake is told before it
+
     console = Console(stderr=True)
     names = [name.strip() for name in terms.split(",") if name.strip()]
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())

@@ -166,7 +166,6 @@ def _certify_terms(request: _Request, regimes: Sequence[str], output: _Output, s
     from kl_comedy.kl.oracle.algorithm_context import effects
     from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.certificate import certify as certify_terms
-    from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 
     false_claims, parts = _check_parts(request, seed)
     share = search / max(1, len(request.lists) * len(regimes))
@@ -207,16 +206,10 @@ def _certify_terms(request: _Request, regimes: Sequence[str], output: _Output, s
 
         plot_certificates(certificates, output.plot)
         message(f"figure: {output.plot}")
-    return false_claims + [
-        f"{c.name}, {c.regime}: claims {c.claimed}, and the enumerated gradient "
-        + (
-            f"is {c.worst_error:.2g} of what it sums up off it in a drawn setting ({c.worst_setting})"
-            if c.near_target == c.claimed and c.worst_error > DRAWN_TOLERANCE
-            else f"is {c.relative_bias[str(c.claimed)]:.3g} off it (relative)"
-        )
-        for c in certificates
-        if not c.claim_holds
-    ]
+    for certificate in certificates:
+        if certificate.false_claim is not None:
+            false_claims.append(certificate.false_claim)
+    return false_claims
 
 
 def _requested_terms(

@@ -84,18 +84,6 @@ def load(config: Path, overrides: Sequence[str] | None = None, plugins: Iterable
     return load_config(config, list(overrides or []))
 
 
-def check_config(target: str | Path, overrides: Sequence[str] | None = None) -> None:
-    """Raise :class:`UserError` for a mistake in a config file or its overrides; any other target is not looked at.
-
-    Cheap: for commands whose own reader of the config comes with imports that take seconds.
-    """
-    from kl_comedy.config import load_config
-
-    path = Path(target)
-    if path.suffix in (".yaml", ".yml"):
-        load_config(path, list(overrides or []))
-
-
 def command_line() -> str:
     """The command that runs, as a shell takes it; without secrets."""
     return redact_command(["kl-comedy", *sys.argv[1:]])

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kl_comedy.cli.common import Plugins, check_config, choice_option, load_plugins, load_run_plugins, stderr_console
+from kl_comedy.cli.common import Plugins, choice_option, load_plugins, load_run_plugins, stderr_console
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import CLUSTER_METHODS
 
@@ -62,18 +62,18 @@ def evaluate(
     Examples: `kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root data eval.samples=8 eval.temperature=0.7`,
     `kl-comedy evaluate configs/quickstart.yaml model.source=runs/RUN/policy eval.samples=8`
     """
+    from kl_comedy.cli.evaluation_runs import EvaluationRequest, evaluate_sets, evaluate_suites, resolve_target
+    from kl_comedy.evaluation.records import parse_shard
+    from kl_comedy.evaluation.suites import get_suite, parse_data_files
+
     load_plugins(plugin)
     load_run_plugins(target, given=plugin)
     ks = _parse_ks(k)
-    # What may be wrong is checked before the trainer's packages are imported, which takes seconds.
-    check_config(target, overrides)
+    part = parse_shard(shard)
+    files = parse_data_files(data or [])
     names = [name for word in suite or [] for name in word.split(",") if name]
-    _check_suites(names, data or [], shard)
-
-    from kl_comedy.cli.evaluation_runs import EvaluationRequest, evaluate_sets, evaluate_suites, resolve_target
-    from kl_comedy.evaluation.records import parse_shard
-    from kl_comedy.evaluation.suites import parse_data_files
-
+    for name in names:
+        get_suite(name)  # a misspelled suite is refused before data.eval is evaluated
     for text in overrides or []:
         key, _, value = text.partition("=")
         if key.strip() == "eval.reference":
@@ -90,7 +90,6 @@ def evaluate(
             show_sets(evaluate_sets(config, console), format)
         if not suites:
             return
-        part = parse_shard(shard)
         root = data_root or (Path(config.eval.data_root) if config.eval.data_root else None)
         request = EvaluationRequest(
             suites=suites,
@@ -100,7 +99,7 @@ def evaluate(
             ks=ks,
             limit=limit,
             root=root,
-            files=parse_data_files(data or []),
+            files=files,
             template=template,
             interval=interval,
             chunk=chunk,
@@ -108,19 +107,6 @@ def evaluate(
         rows = evaluate_suites(resolved, request, console)
     if rows:
         show_suites(rows, format)
-
-
-def _check_suites(names: Sequence[str], data: Sequence[str], shard: str | None) -> None:
-    """Raise :class:`UserError` for a suite that does not exist, or options of suites that cannot be read."""
-    if not names and not data and shard is None:
-        return  # the import alone takes a second
-    from kl_comedy.evaluation.records import parse_shard
-    from kl_comedy.evaluation.suites import get_suite, parse_data_files
-
-    for name in names:
-        get_suite(name)
-    parse_data_files(data)
-    parse_shard(shard)
 
 
 def _refuse_options_of_suites(options: Mapping[str, Any]) -> None:

@@ -247,14 +247,15 @@ def metric_columns(
     frame: pd.DataFrame, names: list[str] | None, option: str = "--metric", default: Iterable[str] = DEFAULT_METRICS
 ) -> list[str]:
     """Columns of the metrics asked for, where ``*`` matches anything; by default those of ``default`` that exist."""
-    from kl_comedy.tracking.runs import resolve
+    from kl_comedy.tracking.runs import matching_metrics, resolve
 
     present = frame.filter(regex=r"^metrics\.")
     hits: list[str] = []
     for name in split(names) if names else default:
-        name = name.removeprefix("metrics.")
-        matching = sorted(column for column in present if fnmatch(column, f"metrics.{name}"))
-        hits += matching or ([resolve(present, name, option)] if names else [])
+        matching = matching_metrics(frame, name)
+        if names and not matching:
+            matching = [resolve(present, name.removeprefix("metrics."), option)]
+        hits += matching
     if not hits and option == "--metric":
         known = ", ".join(column.removeprefix("metrics.") for column in [*present][:40]) or "(no metrics)"
         raise RunFailed(f"these runs have none of {', '.join(default)}; choose with --metric from: {known}")

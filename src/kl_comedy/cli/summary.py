@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kl_comedy.config import Config
-from kl_comedy.training.build import check_before_loading
-from kl_comedy.training.run_folder import Outcome, finished_run
+from kl_comedy.training.run_folder import Outcome
+from kl_comedy.training.start import train_unless_finished
 
 METRICS = {
     "train/reward": "train reward",
@@ -20,13 +20,7 @@ METRICS = {
 
 def train_and_show(config: Config, console: Console, command: str) -> None:
     """Check everything that needs no model, train unless the run is finished, and print how it ended."""
-    outcome = finished_run(config)
-    if outcome is None:
-        problems = check_before_loading(config)
-        from kl_comedy.training.run import train  # imports Lightning: some seconds
-
-        outcome = train(config, console=console, command=command, problems=problems)
-    show_outcome(outcome, console)
+    show_outcome(train_unless_finished(config, console, command), console)
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:

@@ -508,6 +508,17 @@ def _condition(sign: str, given: float | list[str]) -> Callable[[Any], bool]:
     return lambda value: not missing(value) and bool(compare(value, right))
 
 
+def matching_metrics(frame: pd.DataFrame, pattern: str) -> list[str]:
+    """The columns of the metrics that ``pattern`` names, in the order of the alphabet; ``*`` matches anything.
+
+    >>> import pandas as pd
+    >>> matching_metrics(pd.DataFrame({"metrics.eval/a/reward": [1.0], "params.seed": ["0"]}), "eval/*/reward")
+    ['metrics.eval/a/reward']
+    """
+    column_pattern = f"metrics.{pattern.removeprefix('metrics.')}"
+    return sorted(column for column in frame.columns if fnmatch(column, column_pattern))
+
+
 def resolve(frame: pd.DataFrame, key: str, option: str) -> str:
     """The column that ``key`` means. Raises :class:`UserError` naming the nearest where there is none.
 

@@ -9,7 +9,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ from kl_comedy.models.sharding import skeleton
 from kl_comedy.models.weights import stream_weights
 from kl_comedy.training.build import term_tags
 from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors, newest_checkpoint, unreadable
-from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run_folder import RunDir, saved, step_of
+
+if TYPE_CHECKING:
+    from kl_comedy.training.module import PolicyModule  # imports Lightning, which takes seconds
 
 _CHECKPOINT_PREFIX = "model.policy."
 

@@ -97,6 +97,17 @@ class Certificate:
         return self.claimed in (None, self.target) or (is_bounded(self.terms) and self.claimed == self.near_target)
 
     @property
+    def false_claim(self) -> str | None:
+        """How far the enumerated gradient is from the claimed one, as a sentence; None where the claim holds."""
+        if self.claim_holds:
+            return None
+        if self.near_target == self.claimed and self.worst_error > DRAWN_TOLERANCE:
+            error = f"is {self.worst_error:.2g} of what it sums up off it in a drawn setting ({self.worst_setting})"
+        else:
+            error = f"is {self.relative_bias[str(self.claimed)]:.3g} off it (relative)"
+        return f"{self.name}, {self.regime}: claims {self.claimed}, and the enumerated gradient {error}"
+
+    @property
     def verdict(self) -> str:
         """One sentence: the target or the bias, then the noise."""
         if self.not_finite:

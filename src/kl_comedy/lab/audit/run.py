@@ -10,61 +10,28 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning
 from lightning.pytorch.callbacks import Callback
 
-from kl_comedy.config import AuditConfig, Config, load_config
+from kl_comedy.config import AuditConfig, Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.data import PromptOrder
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.lab.audit.measure import MINIMUM_BLOCKS, audit_blocks, equal_blocks, select_terms
 from kl_comedy.lab.audit.report import AuditReport
+from kl_comedy.lab.audit.source import AuditSource
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import sampling_from
 from kl_comedy.training.build import is_off_policy
-from kl_comedy.training.checkpoint import newest_checkpoint
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.experience_module import ExperienceModule
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.run_folder import RunDir, step_of
 
 log = logging.getLogger("kl_comedy")
 Progress = Callable[[str, int, int], None]
 """Called with the stage, what is done of it, and its total."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditSource:
-    """A config, and the newest checkpoint where it is that of a run's folder."""
-
-    config: Config
-    checkpoint: Path | None
-    step: int
-
-    @classmethod
-    def read(cls, path: Path, overrides: list[str]) -> AuditSource:
-        """Read a YAML config or a run's folder. Raises :class:`UserError` for a folder without a checkpoint."""
-        if not path.is_dir():
-            return cls(config=load_config(path, overrides), checkpoint=None, step=0)
-        run = RunDir(path=path)
-        if not (path / "config.yaml").is_file():
-            raise UserError(f"{path} is a folder without config.yaml; give a YAML config, or the folder of a run")
-        checkpoint = newest_checkpoint(run.checkpoints, rename=False)
-        if checkpoint is None:
-            raise UserError(
-                f"{path} holds no checkpoint (train.checkpoint_every, train.keep_checkpoints); audit its config.yaml "
-                "instead, which trains some updates first"
-            )
-        if any(text.startswith(("kl=", "kl.", "model.")) for text in overrides):
-            raise UserError(
-                "audit: kl and model of a run are what its checkpoint was trained with; audit other terms with --terms"
-            )
-        config = run.config_reader()(overrides)
-        return cls(config=config, checkpoint=checkpoint, step=step_of(checkpoint))
 
 
 def staleness(config: Config) -> int:
