@@ -64,6 +64,10 @@ def test_certify_gives_the_certificates_of_the_command(name):
         assert {key: row[key] for key in ours} == ours
 
 
+def test_certify_certifies_the_regimes_that_are_asked_for():
+    assert list(certify("grpo", regimes=["mixed", "on_policy"]).certificates) == ["mixed", "on_policy"]
+
+
 def test_certify_says_which_claim_is_false(monkeypatch):
     ESTIMATORS.load()
     monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))

@@ -169,7 +169,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Rule:
+class TransportRule:
     """Why a transport cannot work. ``message`` is a format string; the :class:`Placement` is at hand as ``{place}``."""
 
     name: str
@@ -201,26 +201,26 @@ def server_is_not_on_gpu_of_rank_0(place: Placement) -> bool:
 
 # In order: the last two read the GPU of rank 0, which a policy on a CPU does not have.
 TRANSPORT_RULES = (
-    Rule(
+    TransportRule(
         "adapter_cannot_be_sent",
         ("adapter",),
         adapter_cannot_be_sent,
         "a LoRA adapter alone is for vLLM servers that the run starts, or its cluster job; others take it merged",
     ),
-    Rule(
+    TransportRule(
         "policy_is_on_cpu",
         BETWEEN_GPUS,
         policy_is_on_cpu,
         "it moves weights between GPUs, and the policy is on a CPU",
     ),
-    Rule("server_is_not_vllm", BETWEEN_GPUS, server_is_not_vllm, "it is vLLM's own"),
-    Rule(
+    TransportRule("server_is_not_vllm", BETWEEN_GPUS, server_is_not_vllm, "it is vLLM's own"),
+    TransportRule(
         "server_shares_gpu_of_rank_0",
         ("nccl",),
         server_shares_gpu_of_rank_0,
         "NCCL cannot group two processes on one GPU, and GPU {place.gpus[0]} has rank 0 and a server",
     ),
-    Rule(
+    TransportRule(
         "server_is_not_on_gpu_of_rank_0",
         ("ipc",),
         server_is_not_on_gpu_of_rank_0,
