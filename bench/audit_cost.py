@@ -101,7 +101,7 @@ def page(command: str, path: str, measurements: dict[str, dict[str, Any]]) -> st
     lines = [
         "# What the online gradient audit costs",
         "",
-        "<!-- python scripts/stored_tables.py audit_cost -->",
+        "<!-- python research/scripts/stored_tables.py audit_cost -->",
         "",
         f"`{path}`, CPU seconds of one thread, medians of one run.",
         "",

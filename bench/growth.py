@@ -178,7 +178,7 @@ def main(out: Path) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow({name: f"{v:.4g}" if isinstance(v, float) else v for name, v in row.items()})
-    text = "# How cost grows\n\n<!-- python scripts/stored_tables.py growth -->\n\n"
+    text = "# How cost grows\n\n<!-- python research/scripts/stored_tables.py growth -->\n\n"
     text += "`OMP_NUM_THREADS=1 python bench/growth.py`: one size at a time, the others as in "
     text += f"{BASE}. Cost at the largest size over cost at the smallest.\n\n{table(rows)}\n"
     (out / "growth.md").write_text(text)

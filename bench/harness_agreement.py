@@ -292,7 +292,7 @@ def page(results: Mapping[str, Any], versions: Mapping[str, str], args: argparse
     lines = [
         "# Agreement with lm-eval",
         "",
-        "<!-- python scripts/stored_tables.py harness -->",
+        "<!-- python research/scripts/stored_tables.py harness -->",
         "",
         f"`python bench/harness_agreement.py --data-root DATA --tokens {args.tokens} {counts}`, "
         f"{Path(args.model).name}, float32, CPU; {names}.",

@@ -159,7 +159,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Planned and measured memory",
         "",
-        "<!-- python scripts/stored_tables.py plan -->",
+        "<!-- python research/scripts/stored_tables.py plan -->",
         "",
         f"{machine['cpu']}, {machine['cores']} cores; 1 thread; {versions}; the commit of each row is in plan.json.",
         "",

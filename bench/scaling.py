@@ -184,7 +184,7 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Planned and measured time over ranks and engines",
         "",
-        "<!-- python scripts/stored_tables.py scaling -->",
+        "<!-- python research/scripts/stored_tables.py scaling -->",
         "",
         f"{machine['cpu']}, {machine['cores']} cores, one thread a process, torch {machine['versions']['torch']}; "
         f"commit {machine['commit']}. `kl-comedy train` with `hf_server` engines and a pocket policy of 11M parameters "

@@ -72,7 +72,7 @@ def markdown(rows: Sequence[Row], skipped: Sequence[Row]) -> str:
     lines = [
         "# Other systems' KL code under the exact oracle",
         "",
-        "<!-- python scripts/stored_tables.py peers -->",
+        "<!-- python research/scripts/stored_tables.py peers -->",
         "",
         LEGEND,
         "",

@@ -15,7 +15,7 @@ def canonical(name):
 
 
 def pins(file="constraints.txt"):
-    lines = [line for line in (ROOT / file).read_text().splitlines() if line and line[0] != "#"]
+    lines = [line for line in (ROOT / "install" / file).read_text().splitlines() if line and line[0] != "#"]
     pairs = [line.split("==") for line in lines]
     assert all(len(pair) == 2 for pair in pairs)
     assert len({canonical(name) for name, _ in pairs}) == len(pairs), "a package is pinned twice"
@@ -35,7 +35,7 @@ def test_every_package_of_pyproject_is_pinned_to_a_release():
 
 
 def test_the_file_of_hashes_has_the_pinned_versions():
-    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line[0] != "#"]
+    lines = [line for line in (ROOT / "install" / "requirements.txt").read_text().splitlines() if line[0] != "#"]
     hashed = dict(re.fullmatch(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}", line).groups() for line in lines)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = [*project["dependencies"], *project["optional-dependencies"]["train"]]

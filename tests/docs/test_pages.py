@@ -19,7 +19,7 @@ from kl_comedy.statistics import Interval
 from kl_comedy.training.metrics import MetricAccumulator, accumulate_behaviour, accumulate_divergence, row_metrics
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "research" / "scripts"))
 import generate_docs  # noqa: E402
 from doc_tables import kl_terms  # noqa: E402
 
@@ -30,13 +30,13 @@ DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", METRICS, flags=re.MULTILINE)
 
 def test_generated_parts_are_current():
     pages = set(generate_docs.PAGES) - set(generate_docs.ENUMERATED)
-    assert generate_docs.stale_pages(sorted(pages)) == [], "run python scripts/generate_docs.py"
+    assert generate_docs.stale_pages(sorted(pages)) == [], "run python research/scripts/generate_docs.py"
 
 
 @pytest.mark.slow
 def test_pages_with_every_term_are_current():
     """test_claims checks the same claims in the fast suite."""
-    assert generate_docs.stale_pages(generate_docs.ENUMERATED) == [], "run python scripts/generate_docs.py"
+    assert generate_docs.stale_pages(generate_docs.ENUMERATED) == [], "run python research/scripts/generate_docs.py"
 
 
 def test_there_is_a_page_for_each_estimator_and_no_other():

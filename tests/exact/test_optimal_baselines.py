@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from studies.baselines import GROUP, candidates, costs, energy
-from studies.bias_variance import DISTANCE, shared_setting
+from research.studies.baselines import GROUP, candidates, costs, energy
+from research.studies.bias_variance import DISTANCE, shared_setting
 
 from kl_comedy.kl.oracle import Tree, exact_moments_by_loss, target_gradient
 

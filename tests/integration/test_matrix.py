@@ -10,7 +10,7 @@ from test_distributed import COMMON, MIXED, assert_same, over
 from test_teacher import TEACHER
 from test_training import ROOT, go, metrics_of
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "research" / "scripts"))
 from doc_tables import matrix
 
 assert memory_engines, "the backend of tests that is registered by its import"

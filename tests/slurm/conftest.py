@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "test_cluster.sh"
+SCRIPT = Path(__file__).parents[2] / "research" / "scripts" / "test_cluster.sh"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol")
 ACCOUNTING = ("slurmdbd", "mariadbd", "sacct")
 
@@ -24,7 +24,7 @@ def need(programs):
     if os.getuid() != 0:
         reason = "a throw-away SLURM needs root (slurmd starts jobs as their users)"
     elif missing(programs):
-        reason = f"no {', '.join(missing(programs))} on this machine; scripts/test_cluster.sh install"
+        reason = f"no {', '.join(missing(programs))} on this machine; research/scripts/test_cluster.sh install"
     else:
         return
     if os.environ.get("KL_COMEDY_NEED_SLURM"):

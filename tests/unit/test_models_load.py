@@ -225,7 +225,7 @@ def byte_level():
 
 
 def test_fetching_smollm2_never_replaces_a_folder_nor_leaves_a_part(tmp_path, capsys):
-    script = Path(__file__).parents[2] / "scripts" / "fetch_smollm2.py"
+    script = Path(__file__).parents[2] / "research" / "scripts" / "fetch_smollm2.py"
     spec = importlib.util.spec_from_file_location("fetch_smollm2", script)
     fetch_smollm2 = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fetch_smollm2)

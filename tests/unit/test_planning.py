@@ -21,7 +21,7 @@ from kl_comedy.models.introspection import activation_values
 from kl_comedy.models.logprobs import token_pass
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "research" / "scripts"))
 from doc_tables.plans import PUBLISHED  # noqa: E402
 
 PAPER = sorted((ROOT / "configs" / "paper").glob("*.yaml"))

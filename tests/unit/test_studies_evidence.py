@@ -1,8 +1,8 @@
 """The claims page from a small export with known differences: verdicts, Holm's adjustment, missing runs."""
 
 import pytest
-from studies import enumerated
-from studies.evidence import (
+from research.studies import enumerated
+from research.studies.evidence import (
     BLOCKS,
     COLLAPSE,
     KL,

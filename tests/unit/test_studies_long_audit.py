@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from studies import long_audit
+from research.studies import long_audit
 
 from kl_comedy.config import load_config
 from kl_comedy.kl import kl_surrogate

@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 import torch
-from studies import open_problem
-from studies.open_problem import doubly_robust_moments, regret_table, write_report
+from research.studies import open_problem
+from research.studies.open_problem import doubly_robust_moments, regret_table, write_report
 
 from kl_comedy.kl.oracle import Instance, Tree, exact_moments, target_gradient, terms_loss
 
@@ -66,7 +66,7 @@ def test_the_best_lambda_is_the_least_of_the_parabola():
 
 def test_the_report_is_written_and_regrets_start_at_one(frame, tmp_path):
     lambdas = open_problem.lambda_study(lengths=(4, 6), staleness=(0.0, 0.8), seeds=2)
-    write_report(frame, lambdas, tmp_path, command="python -m studies open-problem --quick")
+    write_report(frame, lambdas, tmp_path, command="python -m research.studies open-problem --quick")
     assert {path.name for path in tmp_path.iterdir()} == {
         "README.md",
         "open_problem.csv",

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from studies.__main__ import app
-from studies.policy_corrections import CANDIDATES, SAMPLES, study, winners
+from research.studies.__main__ import app
+from research.studies.policy_corrections import CANDIDATES, SAMPLES, study, winners
 from typer.testing import CliRunner
 
 STORED = Path(__file__).parents[2] / "results" / "policy_corrections" / "policy_corrections.csv"
@@ -60,6 +60,6 @@ def test_the_command_writes_data_figure_and_page(tmp_path):
     result = CliRunner().invoke(app, ["policy-corrections", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     page = (tmp_path / "README.md").read_text()
-    assert "python -m studies policy-corrections --quick" in page and "| sequence_tis 8 |" in page
+    assert "python -m research.studies policy-corrections --quick" in page and "| sequence_tis 8 |" in page
     assert (tmp_path / "policy_corrections.svg").stat().st_size > 10_000
     assert len(pd.read_csv(tmp_path / "policy_corrections.csv")) == 2 * 3 * 2 * len(CANDIDATES)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from studies.predictor import (
+from research.studies.predictor import (
     CANDIDATES,
     OUTCOMES,
     _parse_label,

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from studies import bias_variance, optimum
-from studies import synthetic as study
-from studies.bias_variance import CLAMPED, OFF_POLICY, ON_POLICY, OPTIMIZED, sampled_in_rounds, shared_setting
-from studies.optimum import Optimization, logits_of, optimize, policy_figures, random_games
-from studies.pages import update_page
-from studies.synthetic import coverage
+from research.studies import bias_variance, optimum
+from research.studies import synthetic as study
+from research.studies.bias_variance import CLAMPED, OFF_POLICY, ON_POLICY, OPTIMIZED, sampled_in_rounds, shared_setting
+from research.studies.optimum import Optimization, logits_of, optimize, policy_figures, random_games
+from research.studies.pages import update_page
+from research.studies.synthetic import coverage
 from typer.testing import CliRunner
 
 from kl_comedy.errors import UserError
@@ -343,7 +343,7 @@ def test_a_block_of_the_page_is_replaced_and_the_prose_stays(tmp_path):
 
 
 def test_an_unknown_part_is_one_clear_error(tmp_path):
-    from studies.__main__ import app
+    from research.studies.__main__ import app
 
     result = CliRunner().invoke(app, ["synthetic", "lenght", "--out", str(tmp_path)])
     assert isinstance(result.exception, UserError)
@@ -351,12 +351,12 @@ def test_an_unknown_part_is_one_clear_error(tmp_path):
 
 
 def test_the_command_writes_data_figures_and_page(tmp_path):
-    from studies.__main__ import app
+    from research.studies.__main__ import app
 
     result = CliRunner().invoke(app, ["synthetic", "distance", "--quick", "--seeds", "1", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert {path.name for path in tmp_path.iterdir()} == {"distance.csv", "gaps.csv", "distance.svg", "README.md"}
-    assert "python -m studies synthetic distance --quick --seeds 1" in (tmp_path / "README.md").read_text()
+    assert "python -m research.studies synthetic distance --quick --seeds 1" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.slow

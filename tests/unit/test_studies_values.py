@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from studies.values import NAMES, error_table, gaussian_table, moments, token_errors
+from research.studies.values import NAMES, error_table, gaussian_table, moments, token_errors
 
 STORED = Path(__file__).parents[2] / "results" / "values" / "errors.csv"
 

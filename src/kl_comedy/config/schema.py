@@ -1,6 +1,6 @@
 """The schema of a run and of an evaluation suite: dataclasses whose fields carry their documentation and rules.
 
-docs/configuration.md is generated from this module (scripts/generate_docs.py). Imports nothing heavy.
+docs/configuration.md is generated from this module (research/scripts/generate_docs.py). Imports nothing heavy.
 """
 
 from __future__ import annotations

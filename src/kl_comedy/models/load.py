@@ -59,7 +59,7 @@ MAX_SIZE = 2**20
 builds what the config says before it looks at the weights."""
 HUB_SECONDS = 2.0
 SMOLLM2_FOLDER = Path("models/SmolLM2-135M-Instruct")
-"""Where scripts/fetch_smollm2.py (``make smollm2``) puts the converted model."""
+"""Where research/scripts/fetch_smollm2.py (``make smollm2``) puts the converted model."""
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which PEFT recognises the folder of an adapter."""
 

@@ -5,7 +5,7 @@
 above a table: it is made from an export. The path after ``--uri`` is relative to the page; without it the export is
 ``export.parquet`` beside the page.
 
-    <!-- python scripts/stored_tables.py values -->
+    <!-- python research/scripts/stored_tables.py values -->
 
 above one or more tables: the script, a file of the repository that holds the page, is run there without a shell and
 prints these tables in their order, up to the next such comment.

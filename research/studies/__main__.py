@@ -1,0 +1,280 @@
+"""Studies without tracked runs, one command each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kl_comedy.cli.common import check_choice, message, progress_bar
+from kl_comedy.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+Out = Annotated[Path, typer.Option(help="Folder for data, figures and README")]
+Problems = Annotated[int, typer.Option(min=1, help="Random problems per length and staleness")]
+Quick = Annotated[bool, typer.Option("--quick", help="Two lengths, three degrees of staleness, two seeds")]
+FiguresOnly = Annotated[bool, typer.Option("--figures-only", help="Make figures (and page) again from the data")]
+QUICK: dict[str, Any] = {"lengths": (4, 8), "staleness": (0.0, 0.3, 1.0), "seeds": 2}
+
+
+@app.command()
+def synthetic(
+    part: Annotated[str, typer.Argument(help="length, distance, optimum, modes or all")] = "all",
+    out: Out = Path("results/synthetic"),
+    quick: Annotated[bool, typer.Option("--quick", help="Short lengths, a tenth of the updates, two seeds")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Policies or games (default: 5; distance 20)")] = None,
+    figures_only: FiguresOnly = False,
+) -> None:
+    """Regenerate the synthetic study: exact where enumerable, Monte Carlo with intervals beside it.
+
+    About a quarter of an hour on one core, most of it for length and modes; `--quick` under two minutes. Only the
+    generated blocks of the README in the folder are replaced.
+
+    Example: `python -m research.studies synthetic all --out results/synthetic`
+
+    Example: `python -m research.studies synthetic optimum --seeds 3 --out optimum_study`
+    """
+    from research.studies.synthetic import PARTS, Size, draw, run_part
+
+    check_choice("PART", part, (*PARTS, "all"))
+    size = Size(quick=quick, seeds=seeds)
+    options = [*(["--quick"] if quick else []), *([f"--seeds {seeds}"] if seeds is not None else [])]
+    for each in PARTS if part == "all" else (part,):
+        if figures_only:
+            draw(each, out)
+            continue
+        with progress_bar(each, size.steps(each)) as advance:
+            run_part(
+                each,
+                out,
+                size,
+                command=" ".join(["python -m research.studies synthetic", each, *options]),
+                done=advance,
+            )
+        message(f"{each}: {out / f'{each}.csv'}")
+
+
+@app.command()
+def values(
+    out: Out = Path("results/values"),
+    seeds: Annotated[int, typer.Option(min=1, help="Random policies")] = 10,
+    figures_only: FiguresOnly = False,
+) -> None:
+    """Compute the error of an estimated KL by the number of samples (2506.09477, Fig. 1), and two Gaussians' noise.
+
+    A second.
+
+    Example: `python -m research.studies values --out results/values`
+    """
+    from research.studies.values import draw, token_errors, write_report
+
+    if figures_only:
+        return draw(out)
+    write_report(token_errors(seeds), out, command=f"python -m research.studies values --seeds {seeds}")
+    message(f"{out / 'README.md'}")
+
+
+@app.command()
+def open_problem(
+    out: Out = Path("results/open_problem"),
+    seeds: Problems = 5,
+    quick: Quick = False,
+    figures_only: FiguresOnly = False,
+) -> None:
+    """Measure bias, variance and error of every off-policy KL gradient we know, by length and staleness.
+
+    About five minutes on one core; `--quick` about ten seconds.
+
+    Example: `python -m research.studies open-problem --out results/open_problem`
+    """
+    import pandas as pd
+
+    from research.studies.open_problem import BATCH, BATCHES, LENGTHS, STALENESS, lambda_study, study, write_report
+
+    if figures_only:
+        frame, lambdas = (pd.read_csv(out / f"{name}.csv") for name in ("open_problem", "k_lambda"))
+        command = f"python -m research.studies open-problem --seeds {frame.seed.nunique()}"
+        return write_report(frame, lambdas, out, command=command)
+    size = QUICK if quick else {"lengths": LENGTHS, "staleness": STALENESS, "seeds": seeds}
+    batches, batch = (4, 2048) if quick else (BATCHES, BATCH)
+    with progress_bar("random problems", _count(size)) as advance:
+        frame = study(**size, batches=batches, batch=batch, done=advance)
+    command = f"python -m research.studies open-problem {'--quick' if quick else f'--seeds {seeds}'}"
+    write_report(frame, lambda_study(**size), out, command=command)
+    message(f"{out / 'README.md'}")
+
+
+@app.command()
+def policy_corrections(
+    out: Out = Path("results/policy_corrections"),
+    seeds: Problems = 20,
+    quick: Quick = False,
+    figures_only: FiguresOnly = False,
+) -> None:
+    """Measure what every off-policy correction of the policy term leaves of the reward gradient.
+
+    About a minute on one core; `--quick` a second.
+
+    Example: `python -m research.studies policy-corrections --out results/policy_corrections`
+    """
+    from research.studies.policy_corrections import LENGTHS, STALENESS, draw, study, write_report
+
+    if figures_only:
+        return draw(out)
+    size = QUICK if quick else {"lengths": LENGTHS, "staleness": STALENESS, "seeds": seeds}
+    with progress_bar("random problems", _count(size)) as advance:
+        frame = study(**size, done=advance)
+    options = "--quick" if quick else f"--seeds {seeds}"
+    write_report(frame, out, command=f"python -m research.studies policy-corrections {options}")
+    message(f"{out / 'README.md'}")
+
+
+@app.command()
+def topk(
+    out: Out = Path("results/topk"),
+    figures_only: FiguresOnly = False,
+) -> None:
+    """Measure bias, variance and cost of the top-k KL forms; needs SmolLM2 (research/scripts/fetch_smollm2.py).
+
+    About two minutes on one core.
+
+    Example: `python -m research.studies topk --out results/topk`
+    """
+    from research.studies.topk import cost_study, draw, form_study, scaling_study, write_report
+
+    if figures_only:
+        return draw(out)
+    write_report(form_study(), scaling_study(), cost_study(), out, command="python -m research.studies topk")
+    message(f"{out / 'README.md'}")
+
+
+@app.command()
+def discount(
+    out: Out = Path("results/discount"),
+    seeds: Annotated[int, typer.Option(min=1, help="Random policies per length")] = 5,
+) -> None:
+    """Measure bias and variance of discounted KL credit, between `own` and `to_go`, against length.
+
+    Under a minute on one core.
+
+    Example: `python -m research.studies discount --out results/discount`
+    """
+    from research.studies.discount import LENGTHS, study, write_report
+
+    with progress_bar("random policies", len(LENGTHS) * seeds) as advance:
+        frame = study(seeds=seeds, done=advance)
+    write_report(frame, out, command=f"python -m research.studies discount --seeds {seeds}")
+    message(f"{out / 'README.md'}")
+
+
+@app.command()
+def baselines(
+    out: Out = Path("results/baselines"),
+    seeds: Annotated[int, typer.Option(min=1, help="Random policies per length")] = 5,
+) -> None:
+    """Compare baselines of a KL cost at equal samples, optimal token baselines among them.
+
+    Under a minute on one core.
+
+    Example: `python -m research.studies baselines --out results/baselines`
+    """
+    from research.studies.baselines import LENGTHS, study, write_report
+
+    with progress_bar("random policies", len(LENGTHS) * seeds) as advance:
+        frame = study(seeds=seeds, done=advance)
+    write_report(frame, out, command=f"python -m research.studies baselines --seeds {seeds}")
+    message(f"{out / 'README.md'}")
+
+
+@app.command()
+def predictor(
+    sources: Annotated[list[str], typer.Argument(help="Finished runs: a store, an export, the CSV of the first lags")],
+    out: Out = Path("results/predictor"),
+    only: Annotated[str, typer.Option(help="Measure gradients in settings whose name has this only")] = "",
+) -> None:
+    """Ask which number of a KL gradient predicts how training ends.
+
+    Gradients are measured, about a minute of CPU time a setting, where `gradients.csv` lacks the setting. Only the
+    generated block of the README in the folder is replaced.
+
+    Example: `python -m research.studies predictor results/lags/runs.csv results/study/export.parquet`
+    """
+    import pandas as pd
+
+    from research.studies.pages import save_csv
+    from research.studies.predictor import gradient_table, measure, outcomes, report, settings
+
+    file = out / "gradients.csv"
+    gradients = pd.read_csv(file) if file.exists() else pd.DataFrame({"setting": []})
+    missing = [each for each in settings() if each.name not in set(gradients.setting) and only in each.name]
+    with progress_bar("settings", len(missing)) as advance:
+        for each in missing:
+            gradients = pd.concat([gradients, gradient_table(each, measure(each))], ignore_index=True)
+            save_csv(gradients, file)
+            advance()
+    runs = pd.concat([outcomes(source) for source in sources], ignore_index=True)
+    report(gradients, runs, out, command=f"python -m research.studies predictor {' '.join(sources)}")
+    message(f"{out / 'README.md'}: {len(runs)} runs")
+
+
+@app.command()
+def long_audit(
+    out: Out = Path("results/long_audit"),
+    folder: Annotated[Path, typer.Option(help="Folder for completions and passes")] = Path("runs/long_audit"),
+    model: Annotated[str, typer.Option(help="Folder or hub id")] = "models/SmolLM2-135M-Instruct",
+    groups: Annotated[int, typer.Option(help="Prompts, with 4 completions each, for each age of the samples")] = 8,
+    figures_only: FiguresOnly = False,
+) -> None:
+    """Measure the gradient of KL terms on SmolLM2-135M at 256 tokens, from samples up to 10 updates old, by position.
+
+    About twenty minutes on a busy core, a gigabyte of disk in `--folder`; a run that was stopped resumes there.
+
+    Example: `python -m research.studies long-audit --out results/long_audit`
+    """
+    from research.studies.long_audit import AGES, run, write_report
+
+    command = f"python -m research.studies long-audit --groups {groups}"
+    if figures_only:
+        return write_report(out, command=command)
+    with progress_bar("groups of completions", len(AGES) * (groups + 1)) as advance:
+        run(folder, out, model=model, groups=groups, command=command, done=advance)
+
+
+@app.command()
+def evidence(
+    uri: Annotated[str, typer.Option(help="Export or store of the runs")] = "results/evidence/export.parquet",
+    out: Annotated[Path, typer.Option(help="Folder for README and figures")] = Path("results/evidence"),
+    print_only: Annotated[bool, typer.Option("--print", help="Print the page; write nothing")] = False,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Print the table of verdicts for results/README.md; write nothing")
+    ] = False,
+) -> None:
+    """Decide the claims of docs/protocol.md from the runs of its blocks: README.md and a figure a claim.
+
+    Claims whose runs are missing say so.
+
+    Example: `python -m research.studies evidence`
+
+    Example: `python -m research.studies evidence --uri sqlite:///evidence.db --out evidence_so_far`
+    """
+    from research.studies.evidence import page
+
+    text, verdicts = page(uri, "python -m research.studies evidence --print", None if print_only or summary else out)
+    if print_only or summary:
+        return print(verdicts.replace("](#", "](evidence/README.md#") if summary else text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "README.md").write_text(text)
+    message(f"{out / 'README.md'}")
+
+
+def _count(size: dict[str, Any]) -> int:
+    return len(size["lengths"]) * len(size["staleness"]) * int(size["seeds"])
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,434 @@
+"""The open problem of 2512.21852: a sequence-level reverse-KL gradient from off-policy samples, and what it costs.
+
+Every candidate is judged by its error at equal samples, ``sqrt(bias^2 + variance / N)`` over the norm of the true
+gradient. Candidates without a group are enumerated; those that couple the completions of a group (baselines,
+self-normalization) are sampled, with intervals over independent batches; doubly robust forms need a value of every
+next token and are enumerated from tables of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.corrections import weights_of
+from kl_comedy.kl.oracle import (
+    Instance,
+    Loss,
+    Rows,
+    Tree,
+    effective_sample_share,
+    exact_moments,
+    exact_moments_by_loss,
+    sampled_moments,
+    sequence_kl,
+    target_gradient,
+    terms_loss,
+)
+from kl_comedy.kl.oracle.gradients import ScoreTables, score_tables
+from kl_comedy.tracking.figures import legend_below, look, plain_ticks
+from research.studies.bias_variance import debiased_norm, relative_figures
+from research.studies.pages import Looks, by_length_and_staleness, figure, lines_by_length, save_csv, write_page
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+VALUE_ERROR = 0.5
+"""Relative noise of the imperfect value."""
+
+
+def doubly_robust_moments(setting: Instance, target_D: Tensor) -> dict[str, tuple[float, float]]:
+    """By candidate: relative bias and relative trace variance, enumerated.
+
+    With a value ``Q(h, v)`` of the KL still to come after token ``v`` (nats), the future part of the gradient is
+    ``grad sum_v pi(v|h) Q(h, v)`` summed over the vocabulary, plus the ratio-weighted score of the error of ``Q``:
+
+        sum_t W_{t-1} (grad KL_t + grad sum_v pi(v|h_t) Q(h_t, v)) + sum_t W_t s_t (F_t - Q(h_t, y_t)),
+
+    unbiased for any ``Q``. Truncating the ratio of the second sum only (as ACER does, 1611.01224) trades its variance
+    for a bias that vanishes with the error of ``Q``. A language model would need ``Q`` for every next token, so these
+    show what a learned value could bring; they are not estimators one can train with today.
+    """
+    exact_NV = _future_kl(setting)
+    generator = torch.Generator().manual_seed(77)
+    noisy_NV = exact_NV * (1 + VALUE_ERROR * torch.randn(exact_NV.shape, generator=generator, dtype=torch.float64))
+    candidates: dict[str, tuple[Tensor, float | None, float | None]] = {
+        "doubly robust, exact value": (exact_NV, None, None),
+        "doubly robust, value off by 50%": (noisy_NV, None, None),
+        "truncated at 2 then corrected, exact value": (exact_NV, 2.0, 2.0),
+        "truncated at 2 then corrected, value off by 50%": (noisy_NV, 2.0, 2.0),
+        "value only, off by 50%, truncated at 2": (noisy_NV, 2.0, 0.0),
+    }
+    probability_B = setting.probability(setting.tree.all)
+    size = float(target_D.square().sum())
+    moments = {}
+    for name, (value_NV, outer, inner) in candidates.items():
+        gradient_BD = _doubly_robust(setting, value_NV, outer=outer, inner=inner)
+        mean_D = probability_B @ gradient_BD
+        variance = float(probability_B @ gradient_BD.square().sum(-1)) - float(mean_D.square().sum())
+        moments[name] = float((mean_D - target_D).norm()) / size**0.5, variance / size
+    return moments
+
+
+def _future_kl(setting: Instance) -> Tensor:
+    """``Q[h, v]``: expected KL (nats) of the prefixes after token v, by recursion from the leaves."""
+    tree, p_NV, after_N = setting.tree, setting.policy_logp().exp(), setting.kl_N[0].clone()
+    value_NV = torch.zeros_like(p_NV)
+    onward = slice(1, None) if tree.ends else slice(None)
+    for depth in reversed(range(tree.length - 1)):
+        here = slice(tree.first(depth), tree.first(depth + 1))
+        below = slice(tree.first(depth + 1), tree.first(depth + 2))
+        value_NV[here, onward] = after_N[below].reshape(-1, tree.branching)
+        after_N[here] += (p_NV[here] * value_NV[here]).sum(-1)
+    return value_NV
+
+
+def _doubly_robust(setting: Instance, value_NV: Tensor, *, outer: float | None, inner: float | None) -> Tensor:
+    """The gradient of each completion ``[B, D]``; ``outer`` caps the prefix ratio, ``inner`` the correction's."""
+    tables, rows = score_tables(setting), setting.tree.all
+    assert isinstance(tables, ScoreTables)
+    at, token, mask_BT = rows.prefix_BT, rows.token_BT, rows.mask_BT
+    delta_BT = torch.where(mask_BT, (setting.policy_logp() - setting.recorded_logp_NV)[at, token], 0.0)
+    before_BT = weights_of("prefix_previous", delta_BT, cap=outer) * mask_BT
+    all_actions_ND = torch.einsum("nv,nvd->nd", tables.p_NV * value_NV, tables.score_NVD)
+    gradient_BD = torch.einsum("bt,btd->bd", before_BT, (tables.reverse_ND + all_actions_ND)[at])
+    if inner == 0.0:
+        return gradient_BD
+    cost_BT = before_BT * setting.kl_N[0][at] * mask_BT
+    future_BT = cost_BT.flip(-1).cumsum(-1).flip(-1) - cost_BT
+    up_to_BT = weights_of("prefix", delta_BT, cap=inner) * mask_BT
+    missed_BT = (future_BT - up_to_BT * value_NV[at, token]) * mask_BT
+    return gradient_BD + torch.einsum("bt,btd->bd", missed_BT, tables.score_NVD[at, token])
+
+
+LENGTHS = (4, 8, 12, 16)
+STALENESS = (0.0, 0.1, 0.3, 0.6, 1.0)
+"""Standard deviation of the logit noise between the policy and its sampler."""
+SAMPLES = (64, 256, 1024, 4096)
+CAPS = (1.0, 1.5, 2.0, 4.0, 8.0)
+WINDOWS = (1, 2, 4)
+PARAMETERS = 8
+DISTANCE = 0.5
+GROUP = 8
+BATCHES = 12
+BATCH = 8192
+
+
+def exact_candidates() -> dict[str, KLTerm]:
+    """Terms without a group, by the name they have in the tables."""
+
+    def rb(**fields: Any) -> KLTerm:
+        return KLTerm("exact", credit="to_go", correction="prefix_previous", **fields)
+
+    candidates = {
+        "sequence IS, k1 total": KLTerm("k1", credit="total", correction="sequence"),
+        "sequence IS, k3 differentiated": KLTerm("k3", placement="loss", correction="sequence"),
+        "per decision, k1": KLTerm("k1", credit="to_go", correction="prefix"),
+        "per decision, k3 differentiated": KLTerm("k3", placement="loss", correction="prefix"),
+        "RB per decision": rb(),
+        "RB without prefix ratio": KLTerm("exact", credit="to_go"),
+        "token ratio x k3": KLTerm("k3", placement="loss", correction="token"),
+        "bare k3 in loss": KLTerm("k3", placement="loss"),
+        "bare k1 in reward": KLTerm("k1", credit="to_go"),
+    }
+    for cap in CAPS:
+        candidates[f"RB, prefix truncated at {cap:g}"] = rb(cap=cap)
+        candidates[f"RB, each ratio truncated at {cap:g}"] = rb(cap=cap, cap_mode="each")
+        candidates[f"RB, masked above {cap:g}"] = rb(cap=cap, cap_mode="mask")
+    for window in WINDOWS:
+        candidates[f"RB, window of {window}"] = rb(window=window)
+    return candidates
+
+
+def grouped_candidates() -> dict[str, Loss]:
+    """Losses that couple the completions of a group."""
+
+    def rb(**fields: Any) -> Loss:
+        term = KLTerm("exact", credit="to_go", correction="prefix_previous", baseline="own", **fields)
+        return terms_loss([term])
+
+    return {
+        "RB + own baseline": rb(),
+        "RB, prefix truncated at 2 + own baseline": rb(cap=2.0),
+        "RB, prefix truncated at 4 + own baseline": rb(cap=4.0),
+        "RB, prefix truncated at 8 + own baseline": rb(cap=8.0),
+        "RB, each ratio truncated at 4 + own baseline": rb(cap=4.0, cap_mode="each"),
+        "RB without prefix ratio + own baseline": terms_loss([KLTerm("exact", credit="to_go", baseline="own")]),
+        "per decision, k1 + own baseline": terms_loss([KLTerm("k1", correction="prefix", baseline="own")]),
+        "RB, self-normalized over the group": self_normalized(None),
+        "RB, truncated at 4, self-normalized": self_normalized(4.0),
+    }
+
+
+def self_normalized(cap: float | None) -> Loss:
+    """RB per decision with each prefix ratio over its mean in the group (weighted importance sampling)."""
+
+    def loss(rows: Rows, /) -> Tensor:
+        delta_BT = torch.where(rows.mask_BT, rows.logp_BT.detach() - rows.behaviour_logp_BT, 0.0)
+        weight_BT = weights_of("prefix_previous", delta_BT, cap=cap)
+        _, index_B = torch.unique(rows.group_B, return_inverse=True)
+        groups = int(index_B.max()) + 1
+        sums_GT = weight_BT.new_zeros(groups, weight_BT.shape[1]).index_add_(0, index_B, weight_BT)
+        size_G = torch.bincount(index_B, minlength=groups)
+        weight_BT = weight_BT * size_G[index_B, None] / sums_GT[index_B]
+        cost_BT = weight_BT * rows.reverse_kl_BT.detach()
+        future_BT = cost_BT.flip(-1).cumsum(-1).flip(-1) - cost_BT
+        return torch.where(rows.mask_BT, future_BT * rows.logp_BT + weight_BT * rows.reverse_kl_BT, 0.0)
+
+    return loss
+
+
+def errors_at(samples: Sequence[int], bias: float, variance: float) -> dict[str, float]:
+    """``error_N``: the error of a mean over N completions, ``sqrt(bias^2 + variance / N)``."""
+    return {f"error_{n}": math.sqrt(bias**2 + variance / n) for n in samples}
+
+
+def random_settings(
+    lengths: Sequence[int], staleness: Sequence[float], seeds: int
+) -> Iterator[tuple[Instance, dict[str, Any]]]:
+    """Seeded binary settings with what describes them: length, staleness, seed, ESS share, KL in nats."""
+    for length, stale, seed in itertools.product(lengths, staleness, range(seeds)):
+        setting = Instance.random(
+            Tree.build(vocabulary=2, length=length, ends=False),
+            regime="off_policy",
+            seed=seed,
+            parameters=PARAMETERS,
+            distance=DISTANCE,
+            staleness=stale,
+        )
+        facts = {"length": length, "staleness": stale, "seed": seed}
+        yield setting, {**facts, "ess": effective_sample_share(setting), "kl": sequence_kl(setting)}
+
+
+def study(
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    staleness: Sequence[float] = STALENESS,
+    seeds: int = 5,
+    batches: int = BATCHES,
+    batch: int = BATCH,
+    done: Callable[[], None] = lambda: None,
+) -> pd.DataFrame:
+    """One row per candidate and random setting: relative bias, variance, error at each of :data:`SAMPLES`.
+
+    ``bias_low`` and ``bias_high`` bound a sampled bias; for an enumerated one they equal it.
+    """
+    import pandas as pd
+
+    losses = {name: terms_loss([term]) for name, term in exact_candidates().items()}
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, method: str, bias: float, low: float, high: float, variance: float) -> None:
+        figures = {"bias": bias, "bias_low": low, "bias_high": high, "variance": variance}
+        errors = errors_at(SAMPLES, bias, variance)
+        rows.append({**facts, "candidate": name, "method": method, **figures, **errors})
+
+    for setting, facts in random_settings(lengths, staleness, seeds):
+        target_D = target_gradient(setting, "sequence_reverse")
+        for name, moments in exact_moments_by_loss(setting, losses).items():
+            figures = relative_figures(moments, target_D)
+            add(name, "enumerated", figures["bias"], figures["bias"], figures["bias"], figures["variance"])
+        for name, (bias, variance) in doubly_robust_moments(setting, target_D).items():
+            add(name, "enumerated", bias, bias, bias, variance)
+        for name, loss in grouped_candidates().items():
+            generator = torch.Generator().manual_seed(1000 + int(facts["seed"]))
+            sampled = [
+                sampled_moments(setting, loss, samples=batch, group_size=GROUP, generator=generator)
+                for _ in range(batches)
+            ]
+            scale = float(target_D.norm())
+            bias, low, high = debiased_norm(torch.stack([m.gradient_D for m in sampled]) - target_D)
+            variance = sum(m.variance for m in sampled) / batches / scale**2
+            add(name, "sampled", bias / scale, low / scale, high / scale, variance)
+        done()
+    return pd.DataFrame(rows)
+
+
+def lambda_study(
+    *, lengths: Sequence[int] = LENGTHS, staleness: Sequence[float] = STALENESS, seeds: int = 5
+) -> pd.DataFrame:
+    """The variance of per-decision ``k_lambda`` at 0 (k1), 1 (k3) and at the lambda of least variance.
+
+    Unbiased for every lambda, and the variance is a parabola in lambda, so three points give the best.
+    """
+    import pandas as pd
+
+    rows = []
+    for setting, facts in random_settings(lengths, staleness, seeds):
+        size = float(target_gradient(setting, "sequence_reverse").square().sum())
+
+        def variance(lam: float, setting: Instance = setting, size: float = size) -> float:
+            term = KLTerm("k_lambda", placement="loss", correction="prefix", options={"lam": lam})
+            return exact_moments(setting, terms_loss([term])).variance / size
+
+        at_0, at_1, at_2 = variance(0.0), variance(1.0), variance(2.0)
+        curvature = (at_2 - 2 * at_1 + at_0) / 2
+        best = 1 - (at_2 - at_0) / (4 * curvature)
+        rb = exact_moments(setting, terms_loss([KLTerm("exact", correction="prefix_previous")])).variance / size
+        rows.append({**facts, "k1": at_0, "k3": at_1, "lambda": best, "best": variance(best), "rb": rb})
+    return pd.DataFrame(rows)
+
+
+def lognormal_ratios(
+    kls: Sequence[float] = (1e-4, 1e-3), lengths: Sequence[int] = (256, 1000, 4000), cap: float = 8.0
+) -> pd.DataFrame:
+    """Prefix ratios along a completion whose token ratios are independent and lognormal, in closed form.
+
+    With ``k = KL(pi || mu)`` nats a token, ``log W_t`` has mean ``-k t`` and variance ``2 k t`` under ``mu``. So
+    ``E[W]^2 / E[W^2] = exp(-2 k t)``, and ``E[min(W, c)] = N((log c - k t) / s) + c N(-(log c + k t) / s)`` with
+    ``s^2 = 2 k t``. Columns: effective sample share after t tokens, what a cap leaves of the mean of 1 there, and on
+    average over the tokens up to there.
+    """
+    import pandas as pd
+
+    def mean_capped(kl: float, tokens: Tensor) -> Tensor:
+        drift = (kl * tokens).double()
+        spread, bound = (2 * drift).sqrt(), math.log(cap)
+        normal = torch.special.ndtr
+        return normal((bound - drift) / spread) + cap * normal(-(bound + drift) / spread)
+
+    rows = []
+    for kl, length in itertools.product(kls, lengths):
+        mean_T = mean_capped(kl, torch.arange(1, length + 1))
+        row = {"KL a token": f"{kl:g}", "tokens": length, "effective sample share": math.exp(-2 * kl * length)}
+        rows.append({**row, f"mean up to {cap:g}": float(mean_T[-1]), "over the completion": float(mean_T.mean())})
+    return pd.DataFrame(rows)
+
+
+HEADLINE = (
+    "sequence IS, k1 total",
+    "per decision, k1",
+    "per decision, k3 differentiated",
+    "RB per decision",
+    "RB + own baseline",
+    "RB, prefix truncated at 8 + own baseline",
+    "RB, self-normalized over the group",
+    "RB without prefix ratio",
+    "token ratio x k3",
+    "bare k3 in loss",
+)
+"""What the figures and the short table show; the CSV has every candidate."""
+
+YARDSTICKS = ("doubly robust", "truncated at 2 then corrected", "value only")
+"""Prefixes of candidates that need a value of every next token: shown, never recommended."""
+
+
+def error_table(frame: pd.DataFrame, samples: int) -> pd.DataFrame:
+    """Mean error over seeds at ``samples`` completions, of :data:`HEADLINE`."""
+    return by_length_and_staleness(frame, f"error_{samples}", HEADLINE, "mean")
+
+
+def regret_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Per candidate and sample size: error over the least error of any trainable candidate, mean and worst instance."""
+    import pandas as pd
+
+    trainable = frame[~frame.candidate.str.startswith(YARDSTICKS)]
+    keys = ["length", "staleness", "seed"]
+    columns: dict[str, Any] = {}
+    for n in SAMPLES:
+        least = trainable.groupby(keys)[f"error_{n}"].transform("min")
+        regret = (trainable[f"error_{n}"] / least).groupby(trainable.candidate)
+        columns[f"mean, N={n}"] = regret.mean()
+        columns[f"worst, N={n}"] = regret.max()
+    return pd.DataFrame(columns).sort_values("mean, N=1024").reset_index()
+
+
+def draw(out: Path) -> None:
+    """The figures, from the data in ``out``."""
+    import pandas as pd
+
+    frame = pd.read_csv(out / "open_problem.csv")
+    looks = {name: look(at) for at, name in enumerate(HEADLINE)}
+    label = {"error_1024": "error of the gradient\nat N = 1024, relative to |G*|"}
+    lines_by_length(frame, out / "error.svg", looks, label, "mean")
+    plot_variance(frame, looks, out / "variance.svg")
+    plot_knobs(frame, out / "knobs.svg")
+
+
+def plot_variance(frame: pd.DataFrame, looks: Looks, path: Path) -> None:
+    """Left: variance against length at one staleness. Right: variance against the effective sample share."""
+    with figure(path, 1, 2, 2.8, sharey=True) as (drawing, ((left, right),)):
+        middle = sorted(frame.staleness.unique())[-2]
+        for name, style in looks.items():
+            rows = frame[frame.candidate == name]
+            logs = rows[rows.staleness == middle].groupby("length").variance
+            ends = logs.agg(["min", "max"])
+            means = logs.agg(lambda values: math.exp(values.map(math.log).mean()))
+            left.plot(means.index, means, label=name, **style)
+            left.fill_between(ends.index, ends["min"], ends["max"], color=style["color"], alpha=0.08, linewidth=0)
+            right.plot(rows.ess, rows.variance, **style | {"linestyle": "none", "markersize": 2.5, "alpha": 0.7})
+        left.set(title=f"staleness {middle:g}", xlabel="length (tokens)", yscale="log")
+        left.set_ylabel("variance of one completion's gradient\n/ |G*|²")
+        right.set(title="every instance", xscale="log")
+        right.set_xlabel("effective sample size / samples (sequence ratio)")
+        plain_ticks(left.yaxis)
+        plain_ticks(right.xaxis)
+        legend_below(drawing, "left: geometric mean over seeds, from the least to the greatest")
+
+
+def plot_knobs(frame: pd.DataFrame, path: Path) -> None:
+    """The bias-variance knobs: error against the cap, by kind of bound, at the longest length."""
+    longest, error = frame.length.max(), "error_1024"
+    stale = [value for value in sorted(frame.staleness.unique()) if value > 0]
+    with figure(path, 1, len(stale), 2.2, sharey=True) as (drawing, (panels,)):
+        for axes, value in zip(panels, stale, strict=True):
+            here = frame[(frame.length == longest) & (frame.staleness == value)]
+            for at, kind in enumerate(("prefix truncated at", "each ratio truncated at", "masked above")):
+                caps = here.assign(
+                    cap=here.candidate.str.extract(rf"^RB, {kind} ([\d.]+)$", expand=False).astype(float)
+                )
+                mean = caps.groupby("cap")[error].mean()
+                axes.plot(mean.index, mean, label=kind.rsplit(" ", 1)[0], **look(at))
+            for name, dash in (("RB per decision", "--"), ("RB without prefix ratio", ":")):
+                level = here[here.candidate == name][error].mean()
+                axes.axhline(level, color="black", linestyle=dash, linewidth=0.9, label=name)
+            axes.set(title=f"staleness {value:g}", xlabel="cap of the ratio", yscale="log")
+            axes.set_xscale("log", base=2)
+            plain_ticks(axes.xaxis)
+        panels[0].set_ylabel(f"error at N = 1024,\nrelative to |G*|, {longest} tokens")
+        plain_ticks(panels[0].yaxis)
+        legend_below(drawing, "mean over seeds")
+
+
+def write_report(frame: pd.DataFrame, lambdas: pd.DataFrame, out: Path, *, command: str) -> None:
+    """Data, figures and a README with every table into ``out``; ``command`` is what regenerates them."""
+    import pandas as pd
+
+    save_csv(frame, out / "open_problem.csv")
+    save_csv(lambdas, out / "k_lambda.csv")
+    draw(out)
+    stored = (pd.read_csv(out / name) for name in ("open_problem.csv", "k_lambda.csv"))
+    write_page(out, parts(*stored, command=command))
+
+
+def parts(frame: pd.DataFrame, lambdas: pd.DataFrame, *, command: str) -> list[Any]:
+    """Texts and tables of the README, from the frames as they are stored."""
+    keys = ["length", "staleness"]
+    instances = frame.drop_duplicates([*keys, "seed"]).groupby(keys)
+    described = instances.agg(ess=("ess", "mean"), ess_low=("ess", "min"), ess_high=("ess", "max"), kl=("kl", "mean"))
+    best = lambdas.groupby(keys)[["k1", "k3", "lambda", "best", "rb"]].mean().reset_index()
+    longest = frame[frame.length == frame.length.max()].groupby(["staleness", "candidate"])
+    numbers = longest[["bias", "variance", *(f"error_{n}" for n in SAMPLES)]].mean().reset_index()
+    return [
+        "# The open problem: a sequence-level reverse-KL gradient from off-policy samples",
+        "<!-- python research/scripts/stored_tables.py open_problem -->",
+        f"Regenerated by `{command}`. Binary policies with shared parameters, {frame.seed.nunique()} seeds each; the "
+        "error at N is `sqrt(bias^2 + variance / N)` over the norm of the true gradient G*. What it means: "
+        "docs/open_problem.md.",
+        *("![error](error.svg)", "![variance](variance.svg)", "![knobs](knobs.svg)"),
+        *("## The instances", described.reset_index()),
+        *("## Error at N = 1024, mean over seeds (columns: length, staleness)", error_table(frame, 1024)),
+        *("## Error at N = 64", error_table(frame, 64)),
+        *("## Prefix ratios of independent lognormal token ratios, in closed form", lognormal_ratios()),
+        *("## Regret: error over the least error of any trainable candidate", regret_table(frame)),
+        *("## k_lambda per decision: variance at lambda 0 (k1), 1 (k3) and the best, beside RB", best),
+        *("## Every candidate: bias, variance, errors, means over seeds at the longest length", numbers),
+    ]

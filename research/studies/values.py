@@ -1,0 +1,155 @@
+"""How far an average of estimates is from the KL itself, by the number of samples (2506.09477, Fig. 1); Gaussians.
+
+Nothing is sampled. An average of n estimates has the mean squared error bias^2 + variance / n; both are sums over the
+vocabulary, or integrals over a fine grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl.estimators import ESTIMATORS
+from kl_comedy.tracking.figures import legend_below, look
+from research.studies.pages import figure, markdown, save_csv, three_digits
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LOOKS = {"k1": look(0), "k2": look(4), "k3": look(1)}
+NAMES = tuple(LOOKS)
+KLS = (0.001, 0.01, 0.1, 1.0, 5.0)
+"""nats"""
+COUNTS = tuple(4**power for power in range(10))
+VOCABULARY = 2000
+GAUSSIANS = ((0.1, 1.0), (1.0, 1.0), (0.1, 0.8), (0.1, 0.2))
+"""Mean and standard deviation of the policy; the reference is N(0, 1)."""
+
+PAGE = """# The error of an estimated KL
+
+<!-- python research/scripts/stored_tables.py values -->
+
+Root mean squared error of an average of n estimates, relative to the KL, computed without sampling: a softmax policy
+over {vocabulary} tokens whose logits are the reference's plus noise, scaled so that the KL is as stated; geometric
+means over {seeds} policies. The estimates are those of one token (2506.09477, Fig. 1).
+
+    {command}
+
+![relative error against the number of samples, a panel a KL](error.svg)
+
+{table}
+
+k1 is the noisiest near the reference: its error falls below the KL after about 2 / KL samples. k2 is the value of
+another quantity, and its error stops at that bias, which grows with the KL. k3 is unbiased and as quiet as k2 near the
+reference; far from it, rare tokens with a large ratio of reference to policy make it useless: at 5 nats its standard
+deviation is millions of times the KL, where k1's is 0.4 times.
+
+## Gaussians
+
+The policy is N(mean, sd), the reference N(0, 1); standard deviation of one estimate, and bias, over the KL.
+
+{gaussians}
+
+The variance of k3 exists only where the policy is wide enough, sd^2 > 1/2. For N(0.1, 0.2) the figures of 2510.01555
+are standard deviations of 8.8 (k3) and 0.69 (k1). Ours for k1 is 0.68; that of k3 is infinite, so
+any sample's figure grows with the sample.
+"""
+
+
+def moments(logp: Tensor, ref_logp: Tensor, weight: Tensor) -> dict[str, tuple[float, float]]:
+    """Of each of :data:`NAMES`, mean and variance (nats, nats^2) under ``weight``, which sums to one."""
+    values = {name: ESTIMATORS.get(name).fn(logp - ref_logp) for name in NAMES}
+    means = {name: float((weight * value).sum()) for name, value in values.items()}
+    return {name: (means[name], float((weight * (value - means[name]) ** 2).sum())) for name, value in values.items()}
+
+
+def token_errors(seeds: int = 10, counts: Sequence[int] = COUNTS) -> pd.DataFrame:
+    """A row per KL, seed, estimator and number of samples: relative ``bias`` and root mean squared ``error``."""
+    import pandas as pd
+
+    rows = []
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        ref, noise = (2 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64) for _ in range(2))
+        for kl in KLS:
+            logp = _at_kl(ref.log_softmax(0), noise, kl)
+            for name, (mean, variance) in moments(logp, ref.log_softmax(0), logp.exp()).items():
+                bias = mean / kl - 1
+                rows += [(kl, seed, name, n, bias, math.sqrt(bias**2 + variance / kl**2 / n)) for n in counts]
+    return pd.DataFrame(rows, columns=["kl", "seed", "estimator", "samples", "bias", "error"])
+
+
+def _at_kl(ref_logp: Tensor, noise: Tensor, kl: float) -> Tensor:
+    """The log-probs of ``ref + scale * noise`` whose KL to ``ref`` is ``kl``, by bisection: it rises with scale."""
+    low, high = 0.0, 100.0
+    for _ in range(100):
+        scale = (low + high) / 2
+        logp = (ref_logp + scale * noise).log_softmax(0)
+        low, high = (scale, high) if float((logp.exp() * (logp - ref_logp)).sum()) < kl else (low, scale)
+    return logp
+
+
+def gaussian_table() -> pd.DataFrame:
+    """A row per policy of :data:`GAUSSIANS`; a variance that does not exist is ``infinite``."""
+    import pandas as pd
+
+    z = torch.linspace(-30, 30, 300_001, dtype=torch.float64)
+    rows = []
+    for mean, sd in GAUSSIANS:
+        x = mean + sd * z
+        logp, ref_logp = -0.5 * z**2 - math.log(sd), -0.5 * x**2
+        weight = torch.softmax(-0.5 * z**2, 0)
+        kl = math.log(1 / sd) + (sd**2 + mean**2 - 1) / 2
+        row: dict[str, float | str] = {"mean": mean, "sd": sd, "KL": kl}
+        for name, (value, variance) in moments(logp, ref_logp, weight).items():
+            exists = name != "k3" or sd**2 > 0.5
+            row[f"{name}: sd / KL"] = math.sqrt(variance) / kl if exists else "infinite"
+            row[f"{name}: bias / KL"] = value / kl - 1
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def error_table(frame: pd.DataFrame, counts: Sequence[int] = (1, 64, 4096)) -> pd.DataFrame:
+    """A row per KL and estimator: the bias, and the error at some numbers of samples; geometric means over seeds."""
+    import numpy as np
+
+    shown = frame[frame.samples.isin(counts)]
+    errors = shown.groupby(["kl", "estimator", "samples"]).error.agg(lambda values: np.exp(np.log(values).mean()))
+    table = errors.unstack().rename(columns=lambda n: f"error, n = {n}")
+    bias = frame.groupby(["kl", "estimator"]).bias.mean()
+    table.insert(0, "bias / KL", bias.map(three_digits))
+    return table.rename_axis(columns=None).reset_index().rename(columns={"kl": "KL, nats"})
+
+
+def draw(out: Path) -> None:
+    """The figure, from the data in ``out``."""
+    import numpy as np
+    import pandas as pd
+
+    frame = pd.read_csv(out / "errors.csv")
+    with figure(out / "error.svg", 1, len(KLS), 2.0, sharey=True) as (drawing, (panels,)):
+        for axes, kl in zip(panels, KLS, strict=True):
+            for name, style in LOOKS.items():
+                rows = frame[(frame.kl == kl) & (frame.estimator == name)]
+                middle = rows.groupby("samples").error.agg(lambda values: np.exp(np.log(values).mean()))
+                axes.plot(middle.index, middle, label=name, **style)
+            axes.set(xscale="log", yscale="log", title=f"KL {kl:g} nats", xlabel="samples")
+        panels[0].set_ylabel("root mean squared\nerror / KL")
+        legend_below(drawing, "geometric mean over policies")
+
+
+def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:
+    """``errors.csv``, ``error.svg`` and ``README.md`` in ``out``."""
+    import pandas as pd
+
+    save_csv(frame, out / "errors.csv")
+    draw(out)
+    frame = pd.read_csv(out / "errors.csv")  # six digits
+    texts = {"vocabulary": f"{VOCABULARY:,}", "seeds": frame.seed.nunique(), "command": command}
+    page = PAGE.format(**texts, table=markdown(error_table(frame)), gaussians=markdown(gaussian_table()))
+    (out / "README.md").write_text(page)
