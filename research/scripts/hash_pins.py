@@ -1,4 +1,4 @@
-"""Write install/requirements.txt: install/constraints.txt with the SHA-256 of each file, for `pip install --require-hashes`.
+"""Write install/requirements.txt: the pins of install/constraints.txt with the SHA-256 of each file.
 
 pip itself resolves the package under constraints.txt and reports the file that it would install of each requirement,
 with its hash in the index; nothing is installed. The result holds for the platform and Python that run this. What
@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HEADER = """\
-# The files that install/constraints.txt names for Linux on x86-64 and Python 3.11, with the CUDA build of torch. Made by
-# `python research/scripts/hash_pins.py`, checked by `make verify-pins`. To install:
+# The files that install/constraints.txt names for Linux on x86-64 and Python 3.11, with the CUDA build of torch.
+# Made by `python research/scripts/hash_pins.py`, checked by `make verify-pins`. To install:
 #   pip install --require-hashes --no-deps -r install/requirements.txt && pip install --no-deps -e .
 """
 

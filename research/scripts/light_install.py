@@ -3,9 +3,9 @@
     python research/scripts/light_install.py [--python PYTHON ...]
 
 Builds the wheel, makes a virtual environment in a temporary folder for each PYTHON (default: the one that runs this),
-installs the wheel under install/constraints.txt, and runs ``certify``, ``explain``, the example of the Python API and the
-example of docs/conformance.md. Fails where one of them fails, and where a package of the extra ``train`` is installed
-or imported. Prints the wheel's size, the packages that were installed and those that were imported.
+installs the wheel under install/constraints.txt, and runs ``certify``, ``explain``, the example of the
+Python API and the example of docs/conformance.md. Fails where one of them fails, and where a package of the extra
+``train`` is installed or imported. Prints the wheel's size, the installed packages and the imported ones.
 
 The environment of the caller decides where pip finds packages (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). On Linux set
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, or pip takes torch's CUDA build.

@@ -526,8 +526,8 @@ HEADER = """# The claims of the protocol
 
 The hypotheses of [the protocol](../../docs/protocol.md), with its outcomes, statistics and verdicts, at its commit
 {protocol}, and the papers' claims that need no training, which are enumerated (bias and variance of one completion's
-gradient, against the KL of completions) or numbers of a study. `python -m research.studies evidence` computes every number,
-those of runs from [export.parquet](export.parquet).
+gradient, against the KL of completions) or numbers of a study. `python -m research.studies evidence`
+computes every number, those of runs from [export.parquet](export.parquet).
 
 - *Verdict*: confirmed, contradicted, mixed, the same or not resolved; preliminary where runs of the plan are missing.
 - *says*: "for" or "against" the claim where p, adjusted by Holm over all contrasts of the claim, is below {level};
