@@ -30,7 +30,7 @@ test-vllm: setup-vllm
 # Our terms in the released TRL and verl, in folders of their own (bench/peers/.wheels).
 test-integrations: setup
 	$(BIN)/python bench/peers/fetch.py trl verl tensordict pyvers codetiming torchdata
-	$(BIN)/python -m pytest tests/peers/test_integration_trl.py tests/peers/test_integration_verl.py tests/unit/test_integrations.py
+	$(BIN)/python -m pytest tests/peers/test_integration_trl.py tests/peers/test_integration_verl.py tests/integrations/test_terms.py
 
 # torch first: with it installed no later package pulls another build of it.
 $(STAMP): pyproject.toml install/constraints.txt

@@ -7,6 +7,9 @@ import hypothesis
 import pytest
 from tests import skips
 
+pytest_plugins = ["study_fixtures"]
+pytest.register_assert_rewrite("rank_runs", "training_runs")
+
 # A busy machine is no failure, and a commit that passes once passes again; --hypothesis-profile=random draws afresh.
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)

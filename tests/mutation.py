@@ -33,28 +33,14 @@ SRC = ROOT / "src" / "kl_comedy"
 SURVIVED = "**survived**"
 
 
-TESTS_OF = {
-    "kl": "exact/test_*.py unit/test_kl_term.py unit/test_loss_paths.py unit/test_padding.py",
-    "objective": "unit/test_objective.py unit/test_policy_term.py unit/test_gae.py unit/test_preferences.py "
-    "unit/test_padding.py exact/test_policy_certificates.py",
-    "models": "unit/test_models_*.py unit/test_pocket_model.py",
-    "training": "unit/test_training_*.py unit/test_async_*.py unit/test_loss_paths.py integration/test_training.py "
-    "integration/test_asynchronous.py",
-    "rollouts": "unit/test_rollouts_*.py unit/test_engine*.py unit/test_transports.py unit/test_recording.py "
-    "integration/test_hf_rollouts.py",
-    "rewards": "unit/test_rewards_*.py",
-    "slurm": "unit/test_sweep_*.py integration/test_sweep_local.py",
-    "tracking": "unit/test_tracking_*.py integration/test_results*.py integration/test_mlflow_store.py",
-    "config": "unit/test_config*.py",
-    "data": "unit/test_data_*.py unit/test_pocket_data.py",
-    "evaluation": "unit/test_evaluation_*.py integration/test_choices_in_training.py",
-    "lab": "exact/test_peers_readings.py unit/test_planning.py",
-    "integrations": "unit/test_integrations.py",
-    "statistics.py": "unit/test_statistics.py unit/test_evaluation_scores.py unit/test_tracking_tables.py",
-    "redaction.py": "unit/test_secrets.py",
-    "cuda.py": "unit/test_cuda.py",
+ALSO_TESTED_IN = {
+    "kl": "exact training/test_loss.py training/test_padding.py",
+    "objective": "exact/test_policy_certificates.py training/test_padding.py",
+    "lab": "exact/test_peers_readings.py",
+    "statistics": "evaluation/test_scores.py tracking/test_tables.py",
+    "tracking": "cli/test_results.py cli/test_results_export.py",
 }
-"""The tests of a package, or of a file beside the packages, as patterns under tests/."""
+"""Tests below tests/ of a package or module, beside those of its own folder or file."""
 
 
 def place_of(mutant: Mutant) -> Place:
@@ -70,8 +56,12 @@ def tests_of(mutant: Mutant, file: Path) -> list[str]:
     """The words for pytest: the mutant's own, or the tests of the package that ``file`` is in."""
     if mutant.tests:
         return mutant.tests.split()
-    patterns = TESTS_OF[file.relative_to(SRC).parts[0]].split()
-    return [str(test.relative_to(ROOT)) for pattern in patterns for test in sorted((ROOT / "tests").glob(pattern))]
+    name = file.relative_to(SRC).parts[0]
+    own = f"tests/{name}"
+    if name.endswith(".py"):
+        own = f"tests/test_{name}"
+    others = ALSO_TESTED_IN.get(name.removesuffix(".py"), "").split()
+    return [own, *(f"tests/{other}" for other in others)]
 
 
 def first_failure(mutant: Mutant) -> tuple[Path, str | None]:

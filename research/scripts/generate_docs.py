@@ -172,7 +172,7 @@ def names() -> str:
 # --- architecture: packages --------------------------------------------------------------------------------------
 def layers() -> dict[str, int]:
     """Layer of each package, parsed from the import test."""
-    tree = ast.parse((ROOT / "tests/unit/test_imports.py").read_text())
+    tree = ast.parse((ROOT / "tests/test_imports.py").read_text())
     assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     return {
         name: layer

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.commands import Command
-from tests.docs.typed_commands import (
+
+from commands import Command
+from kl_comedy.models.pocket import pocket_folder, recipe_from_options
+from typed_commands import (
     PAGES,
     RESULT_PAGES,
     ROOT,
@@ -26,8 +28,6 @@ from tests.docs.typed_commands import (
     options_of,
 )
 
-from kl_comedy.models.pocket import pocket_folder, recipe_from_options
-
 NOT_RUN = {
     "kl-comedy train configs/qwen2.5_0.5b_gsm8k.yaml resume=auto": "the model comes from a hub",
     "kl-comedy train configs/paper/on_policy_math_qwen.yaml resume=auto": "the model comes from a hub; needs 8 GPUs",
@@ -38,13 +38,13 @@ NOT_RUN = {
         "as above"
     ),
     "kl-comedy evaluate models/MODEL --suite mmlu_college_physics_likelihood --format json": (
-        "needs MMLU; tests/integration/test_choices_in_training.py evaluates by likelihood"
+        "needs MMLU; tests/evaluation/test_choices_in_training.py evaluates by likelihood"
     ),
     "kl-comedy reproduce k3-loss-94e1f8e --uri results/study/export.parquet --tolerance 'eval/heldout/reward=0.1'": (
         "trains for minutes; OTHERS reproduces a small run"
     ),
     "kl-comedy reproduce k3-loss-94e1 --uri results/study/export.parquet --tolerance 'eval/*/reward=0.1'": "as above",
-    "kl-comedy results verify results": "minutes; tests/integration/test_results_verify.py runs it",
+    "kl-comedy results verify results": "minutes; tests/tracking/test_verify.py runs it",
 }
 """Examples that are not run, each with the reason. At most ten."""
 

@@ -21,5 +21,5 @@ def test_rows_are_whole_and_match_the_tests_of_faults():
     assert all(len(row) == 3 and all(row) for row in ROWS)
     named = {tuple(row[2].strip("`").split("::")) for row in ROWS}
     assert [(file, name) for file, name in named if name not in functions(file)] == []
-    for file in ("tests/integration/test_faults.py", "tests/integration/test_stop_phases.py"):
+    for file in ("tests/training/test_faults.py", "tests/training/test_stop_phases.py"):
         assert {(file, name) for name in functions(file) if name.startswith("test_")} <= named

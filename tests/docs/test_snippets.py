@@ -7,7 +7,7 @@ from pathlib import Path
 from commands import Command
 
 ROOT = Path(__file__).parents[2]
-TINY = ROOT / "tests" / "integration" / "tiny.yaml"
+TINY = ROOT / "tests" / "support" / "tiny.yaml"
 
 
 def sections(page: str) -> dict[str, list[str]]:

@@ -2,11 +2,9 @@
 
 import importlib.util
 import os
-import sys
 
 import pytest
 
-sys.path += [os.path.join(os.path.dirname(__file__), "..", name) for name in ("unit", "integration")]
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # else the sampler's first call waits for a C++ compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

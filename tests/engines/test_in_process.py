@@ -6,11 +6,11 @@ import random
 import numpy
 import pytest
 import torch
-from small_policies import POCKET, PROMPTS, largest_gap, perturb, pocket
 
 from kl_comedy.config.schema import RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.rollouts import Sampling, build_hf, build_vllm
+from small_policies import POCKET, PROMPTS, largest_gap, perturb, pocket
 
 TOLERANCE = 5e-5
 """Nats, float32; see docs/rollouts.md for what was measured."""

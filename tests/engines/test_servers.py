@@ -10,7 +10,6 @@ import time
 import httpx2 as httpx
 import pytest
 import torch
-from small_policies import PROMPTS, largest_gap, perturb, pocket
 
 from commands import FORKS
 from kl_comedy.config.schema import RolloutConfig, TeacherConfig
@@ -23,6 +22,7 @@ from kl_comedy.rollouts import Sampling, build_hf, build_vllm_server
 from kl_comedy.rollouts.engines import transports
 from kl_comedy.rollouts.engines.client import Client
 from kl_comedy.rollouts.engines.teacher import TeacherServer
+from small_policies import PROMPTS, largest_gap, perturb, pocket
 
 TOLERANCE = 5e-5
 """Nats, float32; as in process."""

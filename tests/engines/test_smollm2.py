@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_policies import largest_gap, perturb
 
 from kl_comedy.config.schema import ModelConfig, RolloutConfig
 from kl_comedy.errors import RunFailed
 from kl_comedy.models import load_model
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling, build_vllm, build_vllm_server
+from small_policies import largest_gap, perturb
 
 FOLDER = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 TOLERANCE = 5e-4

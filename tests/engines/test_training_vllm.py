@@ -13,7 +13,7 @@ from kl_comedy.errors import RunFailed
 from kl_comedy.training.callbacks import CheckpointCallback
 from kl_comedy.training.run import train
 
-TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
+TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 BACKENDS = ["vllm", pytest.param("vllm_server", marks=pytest.mark.slow)]
 """Servers are started twice here, most of a minute each; without this test test_servers.py has them anyway."""
 GAP = 1e-4

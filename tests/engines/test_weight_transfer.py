@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import spawn
-from small_policies import POCKET, PROMPTS, largest_gap, pocket
 
 from kl_comedy.config.schema import LoraConfig, ModelConfig, RolloutConfig
 from kl_comedy.models.sharding import load_sharded
@@ -22,6 +20,8 @@ from kl_comedy.rollouts.engines import transports
 from kl_comedy.rollouts.engines.client import Client, ServerTrouble
 from kl_comedy.rollouts.engines.transports import TRANSPORTS, stage
 from kl_comedy.rollouts.engines.weights import checksum_complaint
+from ranks import spawn
+from small_policies import POCKET, PROMPTS, largest_gap, pocket
 
 TOLERANCE = 5e-5
 """Nats, float32; as in process."""
@@ -304,10 +304,10 @@ CASES = [
 @pytest.mark.parametrize(("lag", "kind"), CASES)
 def test_two_fsdp_ranks_train_with_a_server(tmp_path, monkeypatch, lag, kind):
     """Four updates; samples of the current weights, by the versions of their tokens, have the trainer's log-probs."""
-    import test_distributed
-    from test_training import metrics_of
+    import rank_runs
+    from training_runs import metrics_of
 
-    monkeypatch.setattr(test_distributed, "MODULES", [])  # real processes for real servers
+    monkeypatch.setattr(rank_runs, "MODULES", [])  # real processes for real servers
     words = [
         "rollout.backend=vllm_server",
         f"rollout.options={{transport: {kind}, kv_cache_gib: 0.1}}",
@@ -323,7 +323,7 @@ def test_two_fsdp_ranks_train_with_a_server(tmp_path, monkeypatch, lag, kind):
         "kl.0.reference=initial",
         *LAGS[lag],
     ]
-    run = test_distributed.over(tmp_path / "run", "fsdp", *words)
+    run = rank_runs.over(tmp_path / "run", "fsdp", *words)
     metrics = metrics_of(run)
     gaps = {step: value for (step, name), value in metrics.items() if name == "policy/behaviour_gap_max"}
     batches = [file.read_text().splitlines() for file in sorted((run.path / "rollouts").glob("batch-*.jsonl"))]

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from test_claims import TREE
 
+from claim_tree import TREE
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, recipe, resolve_terms
 from kl_comedy.kl import surrogate as surrogate_module

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 import pytest
 import torch
 
+from claim_tree import TREE
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, kl_parts, kl_surrogate, term_warnings
 from kl_comedy.kl.claims import all_terms, own_targets
@@ -21,7 +22,6 @@ from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, log_probs, ta
 from kl_comedy.objective import returns_with_costs
 from kl_comedy.registry import ADVANTAGES, CORRECTIONS, ESTIMATORS, RECIPES
 
-TREE = Tree.build(vocabulary=3, length=4)
 TOLERANCE = 1e-10
 INSTANCES = [(seed, parameters) for seed in (0, 1) for parameters in (None, 5)]
 BUILT_IN = [entry for entry in ESTIMATORS if entry.origin.startswith("kl_comedy.")]

@@ -4,10 +4,10 @@ import dataclasses
 import itertools
 import math
 
-import brute
 import pytest
 import torch
 
+import brute
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import (

@@ -2,10 +2,10 @@
 
 import itertools
 
-import brute
 import pytest
 import torch
 
+import brute
 from kl_comedy.config import AlgorithmConfig
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_parts, own_baseline

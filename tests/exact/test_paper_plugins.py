@@ -1,13 +1,13 @@
 """No lie passes and no honest plugin fails, whatever the seed: the plugins of ``paper_plugins`` through certify."""
 
 import pytest
-from paper_plugins import FALSE, HONEST
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl.claims import all_terms
 from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.kl.oracle.part_claims import check_parts
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+from paper_plugins import FALSE, HONEST
 
 SEEDS = range(3)
 MANY_SEEDS = range(20)

@@ -12,6 +12,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first
 import pytest
 import torch
 import torch.distributed as dist
+
 from machine_runs import DEVICE, save_policy
 
 HERE = Path(__file__).parent

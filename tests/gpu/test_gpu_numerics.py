@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from machine_runs import DEVICE, ENDS, KERNELS, TINY
 
 from kl_comedy.config import load_config
 from kl_comedy.config.schema import LoraConfig, ModelConfig, RolloutConfig
@@ -21,6 +20,7 @@ from kl_comedy.registry import CORRECTIONS, RECIPES
 from kl_comedy.rollouts import Sampling, build_hf
 from kl_comedy.rollouts.hf import end_tokens
 from kl_comedy.training.run import make_trainer
+from machine_runs import DEVICE, ENDS, KERNELS, TINY
 
 QUANTITIES = ("kl", "forward_kl", "entropy", "total_variation")
 VOCABULARY = 512

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from machine_runs import DEVICE, KERNELS, Training, digest_of, metrics_of, shorn, together, weights_of
 
 from commands import WAITS, assert_resumed, waits
+from machine_runs import DEVICE, KERNELS, Training, digest_of, metrics_of, shorn, together, weights_of
 
 TWO = ["train.steps=2", "train.checkpoint_every=0"]
 MIXED = (

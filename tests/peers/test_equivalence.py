@@ -16,10 +16,9 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.append(str(BENCH))
 
-from peers.adapters import SYSTEMS, adapter  # noqa: E402
-
 from peers import case as peers_case  # noqa: E402
 from peers import equivalence, run  # noqa: E402
+from peers.adapters import SYSTEMS, adapter  # noqa: E402
 
 pytestmark = (
     pytest.mark.slow

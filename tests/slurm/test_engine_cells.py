@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from sites import Site
 
 from commands import WAITS, assert_resumed, waits
+from sites import Site
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
-TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
+TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 STEPS, MAX_STEPS = 40, 2
 GRID = f"""
 base: {TINY}

@@ -10,13 +10,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sites import Site, undisturbed, weights
 
 from commands import WAITS, resumed_at, waits
+from sites import Site, undisturbed, weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
-TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
+TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 STEPS = 30
 GRID = f"""
 base: base.yaml

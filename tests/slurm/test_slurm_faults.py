@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from sites import Site, undisturbed, weights
 
 from commands import WAITS, resumed_at, run_here, waits
 from kl_comedy.slurm.scripts import LAST_TASKS_S
+from sites import Site, undisturbed, weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
+TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 STEPS = 100
 SETTINGS = f"train.steps: {STEPS}, train.threads: 1, train.eval_every: 0, train.checkpoint_every: 5"
 PROFILE = 'partition: main\ntime: "10"\nsignal_seconds: 60\nenvironment: {OMP_NUM_THREADS: "1"}\n'

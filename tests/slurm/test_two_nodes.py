@@ -7,11 +7,12 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+
 from sites import Site
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
+TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 
 
 def assert_close(run, other):

@@ -38,7 +38,7 @@ REQUIRED = ("model", "data", "rewards", "kl", "optimizer.lr", "train.steps")
 """What a run is; an empty file, which would train by defaults, is refused."""
 
 # The constants from here to NOT_IDENTITY_AT_DEFAULT decide which bytes config_hash sees. Stored runs resume, and sweeps
-# find their cells, by that hash: a change here strands them (tests/unit/test_config_hashes.py holds 77 hashes).
+# find their cells, by that hash: a change here strands them (tests/config/test_hashes.py holds 77 hashes).
 REMOVED = {("lag", "silence_limit_s"): 60.0, ("lag", "answer_limit_s"): 3600.0}
 """Keys of earlier versions and their defaults: read and ignored, with a warning where another value was set. They stay
 in the config hash, so that runs of earlier versions resume."""

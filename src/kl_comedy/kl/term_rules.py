@@ -1,7 +1,7 @@
 """Which combinations of a KL term's fields have a meaning.
 
 Each :class:`Rule` names one contradiction. The rules are checked in order and the first that applies is reported, so a
-rule may rely on those above it. ``tests/unit/test_kl_term.py`` has a term for each rule, by its name.
+rule may rely on those above it. ``tests/kl/test_term.py`` has a term for each rule, by its name.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from kl_comedy.training.sampling import engine_gpus, engine_transport
 PHASES = ("always", "learning", "sampling")
 AUTOCAST_SHARE = 0.7
 """Of a float32 pass's saved values under bf16 autocast: linear layers keep half as much, norms and sums as much
-(measured: ``tests/unit/test_planning.py``)."""
+(measured: ``tests/lab/test_planning.py``)."""
 BACKWARD_LAYERS = 1.0
 """Layers' worth of saved values that gradients on their way back take beside them."""
 FRAGMENTS = 0.05

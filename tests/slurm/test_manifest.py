@@ -1,0 +1,255 @@
+"""The manifest is written once; the scripts are exactly the golden ones; profiles are checked."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fake_slurm import plan_sweep
+from kl_comedy.errors import UserError
+from kl_comedy.slurm.local import by_seed
+from kl_comedy.slurm.manifest import Sweep, read_sweep, write_sweep
+from kl_comedy.slurm.profile import Container, Profile, Servers, read_profile
+from kl_comedy.slurm.scripts import array_ranges, render, share_out
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return plan_sweep(tmp_path, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nevaluate: {}\n")
+
+
+def test_it_is_written_once_and_read_back(sweep, monkeypatch, tmp_path):
+    before = (sweep.path / "manifest.json").stat().st_mtime_ns
+    again = write_sweep(sweep.path, sweep.manifest, "something else")
+    assert (sweep.path / "manifest.json").stat().st_mtime_ns == before
+    assert sweep.base.read_text() == "model: {options: {preset: tiny}}\n"
+    assert read_sweep(sweep.path) == again == sweep
+    with pytest.raises(UserError, match="10 cells there, 3 planned now"):
+        write_sweep(sweep.path, replace(sweep.manifest, cells=sweep.manifest.cells[:3]), "")
+    monkeypatch.chdir(tmp_path)
+    assert read_sweep(Path("grid")) == sweep
+    with pytest.raises(UserError, match="no sweep at gird; did you mean 'grid'"):
+        read_sweep(Path("gird"))
+
+
+def test_another_version_a_hand_edit_and_a_damaged_file_are_refused(sweep):
+    file = sweep.path / "manifest.json"
+    data = json.loads(file.read_text())
+    for change, words in (
+        ({"version": 2}, "another version of kl_comedy"),
+        ({"name": "other"}, "changed by hand"),
+        ({"cells": None}, "manifest.json: cells: got None"),
+    ):
+        file.write_text(json.dumps({**data, **change}))
+        with pytest.raises(UserError, match=words):
+            read_sweep(sweep.path)
+    file.write_text("{")
+    with pytest.raises(UserError, match="is no readable manifest"):
+        read_sweep(sweep.path)
+
+
+def test_a_sweep_from_before_cells_had_sizes_is_read_as_it_was(tmp_path):
+    """Its digest, which was made without them, still holds; and planned again it is the same sweep."""
+    old = GOLDEN / "sweep_manifest.json"
+    (tmp_path / "old").mkdir()
+    shutil.copy(old, tmp_path / "old" / "manifest.json")
+    sweep = read_sweep(tmp_path / "old")
+    assert sweep.cell(0).size == (1, 1)
+    assert sweep.manifest.digest == json.loads(old.read_text())["digest"]
+    assert write_sweep(tmp_path / "old", sweep.manifest, "") == sweep
+
+
+def test_on_this_machine_every_cell_gets_its_first_seed_before_any_gets_its_second(tmp_path):
+    sweep = plan_sweep(tmp_path, "grid: {optimizer.lr: [0.001, 0.01]}\nseeds: [7, 3]\n")
+    cells = [sweep.cell(index) for index in by_seed(sweep, (3, 2, 1, 0))]
+    order = [(cell.seed, cell.values["optimizer.lr"]) for cell in cells]
+    assert order == [(3, "0.001"), (3, "0.01"), (7, "0.001"), (7, "0.01")]
+
+
+PYXIS = Profile(
+    name="pyxis",
+    time="30",
+    nodes=2,
+    tasks_per_node=4,
+    gpus_per_node=4,
+    gpu_type="h100",
+    container=Container(image="nvcr.io#site/kl:1", runtime="pyxis", mounts=["/data", "/a:/b"]),
+    extra=["--exclusive"],
+    qos="high",
+    environment={"A": 'say "hi" `x` $(y) $HOME'},
+)
+
+
+def test_scripts_are_the_golden_ones(sweep):
+    """KL_COMEDY_GOLDEN=write renews them; read the diff."""
+    manifest = replace(sweep.manifest, directory="/home/ada/work", name="beta")
+    golden_sweep = Sweep(path=Path("/home/ada/work/sweeps/beta"), manifest=manifest)
+    for file in sorted(GOLDEN.glob("sweep_*.sbatch")):
+        name, _, stage = file.stem.removeprefix("sweep_").rpartition("_")
+        profile = PYXIS if name == "pyxis" else read_profile(str(PROFILES / f"{name}.yaml"))
+        if profile.python == sys.executable:
+            profile = replace(profile, python="/home/ada/.venv/bin/python")
+        text = render(golden_sweep, profile, stage)
+        if os.environ.get("KL_COMEDY_GOLDEN") == "write":
+            file.write_text(text)
+        assert text == file.read_text()
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+SIZES = {"gpu_1_node": (1, 8, 4, 4), "gpu_2_plus_1_nodes": (3, 8, 16, 8), "gpu_4_plus_2_nodes": (6, 8, 32, 16)}
+"""Nodes and GPUs of each that are asked for; processes of the trainer and servers."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_profiles_with_servers_ask_for_whole_nodes_and_show_no_key(sweep, name):
+    nodes, gpus, processes, servers = SIZES[name]
+    text = render(sweep, read_profile(str(PROFILES / f"{name}.yaml")), "train")
+    assert f"#SBATCH --nodes={nodes}\n" in text and f"#SBATCH --gres=gpu:{gpus}\n" in text
+    steps = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert f"--ntasks={servers} " in steps[0] and "kl_comedy.slurm.servers" in steps[0] and "vllm" not in steps[0]
+    assert steps[0].endswith(f'--cell {sweep.path} "$index" &')
+    assert f"--ntasks={processes} " in steps[1]
+    assert not any("KEY" in step for step in steps)
+    assert text.index("source .venv") < text.index("set -uo pipefail") < text.index("srun ")
+
+
+def test_a_command_of_your_own_stands_in_the_script(sweep):
+    profile = Profile(name="p", time="10", servers=Servers(command="serve 'my model' --port {port}"))
+    assert "-- serve 'my model' --port '{port}' &" in render(sweep, profile, "train")
+
+
+PROFILE_MISTAKES = {
+    "partition: gpu": "needs time",
+    "time: 4:00:00": "quoted text",
+    "time: '10'\npartitoin: gpu": "did you mean 'partition'",
+    "time: '10'\nnodes: 0": "nodes: got 0; allowed: at least 1",
+    "time: '10'\nsetup: source x": "setup: got 'source x'; allowed: a list",
+    "time: '10'\npartition: \"a\\n#SBATCH --uid=0\"": "one line",
+    "time: '10'\nenvironment: {A: \"a\\nb\"}": "environment.A: .*one line",
+    "time: '10'\nenvironment: {'A B': 1}": "names of variables",
+    "time: '10'\ncontainer: {image: x, runtime: docker}": "apptainer, pyxis",
+    "time: '10'\ncontainer: {runtime: pyxis}": "container: needs image",
+    "time: '10'\ntasks_per_node: 4\ngpus_per_node: 2": "gpus_per_node: got 2; allowed: 0, or at least 4",
+    "time: '10'\nservers: {command: 'x {port}', gpu: 1}": "did you mean 'gpus'",
+    "time: '10'\nservers: {command: 'x {port}', count: 0}": "servers.count: got 0",
+    "time: '10'\nservers: {command: vllm serve}": "with {port} in it",
+    "time: '10'\nservers: {command: 'vllm serve x --port {port}'}": "RequireKey .every route must require the key",
+    "time: '10'\nservers: {command: 'x --api-key abc1 {port}'}": "servers.command: holds what looks like a secret",
+    "time: '10'\nservers: {command: 'x --api-key=$VLLM_API_KEY {port}'}": "its key from the variable VLLM_API_KEY",
+    "time: '10'\npartition: 'gpu --wrap=x'": "partition: got .* without spaces",
+    "time: '10'\ncontainer: {image: x, mounts: [\"a\\nb\"]}": "container.mounts.0: .*one line",
+    "time: '10'\nservers: {command: \"x ' {port}\"}": "No closing quotation",
+    "time: '10'\nservers: {command: 'x {port}', ready: health}": "servers.ready: .*a path, as in /health",
+    "time: '10'\nnodes: 2\nservers: {command: 'x {port}'}": "give the servers nodes of their own",
+    "time: '10'\nshapes: {nodes: 2}": r"shapes: got \{'nodes': 2\}; allowed: a list of mappings",
+    "time: '10'\nshapes: [{node: 2}]": r"shapes\.0\.node: no such key .* did you mean 'nodes'\?",
+    "time: '10'\nshapes: [{nodes: 2}, {nodes: 2}]": r"shapes\.1: got '2 nodes with 1 tasks on each'; .* another size",
+    "time: '10'\nshapes: [{memory: 1G}]": r"shapes\.0: got '1 nodes with 1 tasks on each'; allowed: another size",
+    "time: '10'\nshapes: [{nodes: 2, max_parallel: 3}]": r"shapes\.0\.max_parallel: no such key",
+    "time: '10'\nshapes: [{nodes: 0}]": r"shapes\.0\.nodes: got 0; allowed: at least 1",
+    "time: '10'\nsignal_seconds: 900": r"signal_seconds: got 900; allowed: 0, or less than 600 \(time is 10, 600 s: ",
+    "time: '0:30'\nsignal_seconds: 30": "signal_seconds: got 30; allowed: 0, or less than 30",
+    "time: '2'": "signal_seconds: got 120; allowed: 0, or less than 120",
+    "time: '1-0'\nsignal_seconds: 65536": "signal_seconds: got 65536; allowed: .*65535",
+    "time: '1-0'\nshapes: [{nodes: 2, time: '1'}]": r"shapes\.0\.signal_seconds: got 120; allowed: 0, or less than 60",
+    "time: '10'\nservers: {command: 'x {port}'}\nshapes: [{nodes: 2}]": r"shapes\.0\.servers\.nodes: .* of their own",
+}
+
+
+NAMES = "cpu_test, gpu, gpu_1_node, gpu_2_plus_1_nodes, gpu_4_plus_2_nodes, gpu_container; did you mean 'gpu'"
+
+
+def test_a_mistake_in_a_profile_is_one_clear_error(tmp_path, monkeypatch):
+    for text, message in PROFILE_MISTAKES.items():
+        (tmp_path / "p.yaml").write_text(text)
+        with pytest.raises(UserError, match=message) as caught:
+            read_profile(str(tmp_path / "p.yaml"))
+        assert "p.yaml: " in str(caught.value) and "\n" not in str(caught.value)
+    monkeypatch.chdir(PROFILES.parents[1])
+    with pytest.raises(UserError, match=NAMES):
+        read_profile("gpuu")
+    with pytest.raises(UserError, match="no such profile file"):
+        read_profile("nowhere/x.yaml")
+
+
+@pytest.mark.parametrize("settings", ["time: '0'", "time: '1'\nsignal_seconds: 0", "time: '2:01'\nsignal_seconds: 120"])
+def test_a_signal_that_never_comes_or_comes_after_the_start_is_allowed(tmp_path, settings):
+    (tmp_path / "p.yaml").write_text(settings)
+    assert read_profile(str(tmp_path / "p.yaml")).name == "p"
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+@pytest.mark.parametrize("nodes", [0, 1])
+def test_steps_that_share_a_job_claim_none_of_its_memory(sweep, stage, nodes):
+    """By default each claims all of it, and the second waits for the first, which waits for the second."""
+    profile = Profile(name="p", time="10", memory="8G", servers=Servers(nodes=nodes))
+    steps = [line for line in render(sweep, profile, stage).splitlines() if line.startswith("srun ")]
+    assert len(steps) == 2 and all(" --mem=0 " in step for step in steps)
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_a_folder_that_a_container_would_mount_elsewhere_is_refused(sweep, runtime):
+    profile = Profile(name="p", time="10", container=Container(image="x", runtime=runtime))
+    for name in ("/data/a:b", "/data/a,b"):
+        with pytest.raises(UserError, match=r"the folder: got .* without : and ,"):
+            render(replace(sweep, manifest=_in(sweep, name)), profile, "train")
+
+
+def test_a_path_in_a_script_is_quoted_or_refused(sweep, tmp_path):
+    profile = Profile(name="site", time="10", modules=["a b;touch x"], scratch="/s/`touch x`")
+    spaced = Sweep(path=tmp_path / "my sweep #1 50%", manifest=replace(sweep.manifest, directory="/data/my work"))
+    text = render(spaced, profile, "train")
+    assert f'#SBATCH --output="{tmp_path}/my sweep #1 50%%/logs/train-%A_%a.out"\n' in text
+    assert '#SBATCH --chdir="/data/my work"\n' in text and "module load 'a b;touch x'\n" in text
+    assert f"cell '{spaced.path}' \"$index\"" in text and "\\`touch x\\`" in text
+    (script := tmp_path / "script").write_text(text)
+    subprocess.run(["bash", "-n", script], check=True)
+    for name in ("a\nb", "a\rb", "a'b", 'a"b', "a$(x)b", "a`x`b", "a\\b", "a\x1b[2Jb"):
+        for wrong in (replace(spaced, path=tmp_path / name), replace(spaced, manifest=_in(sweep, f"/{name}"))):
+            with pytest.raises(UserError, match=r"^(--output|the working folder): got .* without quotes"):
+                render(wrong, profile, "train")
+
+
+def _in(sweep, directory):
+    return replace(sweep.manifest, directory=directory)
+
+
+def test_a_shape_has_the_keys_of_its_profile_that_it_does_not_change(tmp_path):
+    (tmp_path / "p.yaml").write_text(
+        "time: '10'\nmemory: 8G\nenvironment: {A: true, B: null, C: 7}\ncontainer: {image: x}\n"
+        "shapes: [{nodes: 2, memory: 64G}, {nodes: 3, container: null}]\n"
+    )
+    profile = read_profile(str(tmp_path / "p.yaml"))
+    assert profile.environment == {"A": "true", "B": "", "C": "7"}
+    assert [shape.memory for shape in profile.all_shapes] == ["8G", "64G", "8G"]
+    assert [shape.python == "python" for shape in profile.all_shapes] == [True, True, False]
+    assert {shape.time for shape in profile.all_shapes} == {"10"}
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_ranges_cover_exactly_their_indices(indices):
+    covered = set()
+    for part in filter(None, array_ranges(indices).split(",")):
+        first, _, last = part.partition("-")
+        covered |= set(range(int(first), int(last or first) + 1))
+    assert covered == indices
+
+
+@given(st.one_of(st.none(), st.integers(1, 40)), st.lists(st.integers(1, 30), min_size=2, max_size=6))
+def test_places_are_shared_out_without_waste(limit, lengths):
+    shares = share_out(limit, lengths)
+    if limit is None:
+        assert shares == [None] * len(lengths)
+        return
+    assert all(1 <= share <= length for share, length in zip(shares, lengths, strict=True))
+    assert sum(shares) == max(len(lengths), min(limit, sum(lengths)))

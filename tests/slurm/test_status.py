@@ -1,0 +1,331 @@
+"""What is submitted to SLURM, by whom it is recorded, and the state of every cell afterwards."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from fake_slurm import FakeSlurm, plan_sweep
+from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.slurm import local, submit
+from kl_comedy.slurm.manifest import Attempt, Submission, read_sweep
+from kl_comedy.slurm.profile import Profile, read_profile
+from kl_comedy.slurm.scripts import scripts
+from kl_comedy.slurm.status import UNKNOWN, CellHistory, cell_metrics, missing_work, read_status, unfinished_state
+from kl_comedy.tracking.provenance import process_tags
+
+SITE = Profile(name="p", time="10")
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    return FakeSlurm(monkeypatch)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return plan_sweep(tmp_path, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nevaluate: {}\n")
+
+
+def submit_cells(sweep, *train, profile=SITE, evaluate=()):
+    submit.submit(sweep, profile, Path("p.yaml"), submit.Work(train=train, evaluate=evaluate))
+
+
+def record(sweep, monkeypatch, index, job="1", code=None, reason=None):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", job)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
+    sweep.record_start(index, "train", {"process.pid": str(index), "process.host": "n2"})
+    if code is not None:
+        sweep.record_end(index, str(index), code, reason)
+
+
+def shown(slurm, sweep):
+    return [
+        " ".join(words[3:]).replace(f"{sweep.path}/", "").replace(" --kill-on-invalid-dep=yes", "")
+        for words in slurm.calls
+    ]
+
+
+def test_arrays_are_cut_where_the_site_bounds_indices_and_chained(sweep, slurm):
+    profile = Profile(name="p", time="10", max_array=4, max_parallel=6)
+    submit_cells(sweep, 0, 1, 3, 5, 9, profile=profile, evaluate=(2,))
+    assert shown(slurm, sweep) == [
+        "--array=0-1,3%3 train.sbatch 0",
+        "--array=0-1,3%3 --dependency=aftercorr:1 evaluate.sbatch 0",
+        "--array=1%1 train.sbatch 4",
+        "--array=1%1 --dependency=aftercorr:3 evaluate.sbatch 4",
+        "--array=1%1 train.sbatch 8",
+        "--array=1%1 --dependency=aftercorr:5 evaluate.sbatch 8",
+        "--array=2%6 evaluate.sbatch 0",
+        "--dependency=afterany:1:2:3:4:5:6:7 report.sbatch",
+    ]
+    planned = submit.planned_commands(sweep, SITE)
+    assert [line.split()[3] for line in planned] == ["--array=0-9", "--array=0-9", "--dependency=afterany:JOB_1:JOB_2"]
+    assert "--dependency=aftercorr:JOB_1" in planned[1]
+
+
+SIZES = """
+grid: {optimizer.lr: [0.001, 0.01, 0.1]}
+rows:
+  shards: {seed: 1, train.strategy: fsdp, train.nodes: 2, train.devices: 4}
+  copies: {seed: 2, train.strategy: ddp, train.devices: 2}
+evaluate: {}
+"""
+SHAPES = """
+time: "60"
+memory: 8G
+max_parallel: 4
+python: python
+shapes:
+  - {nodes: 2, tasks_per_node: 4, memory: 64G, partition: wide}
+  - {tasks_per_node: 2}
+"""
+
+
+def test_each_size_is_an_array_of_its_own_and_the_report_waits_for_all(slurm, tmp_path):
+    sweep = plan_sweep(tmp_path, SIZES)
+    assert read_sweep(sweep.path) == sweep and sweep.cell(3).size == (2, 4)
+    (tmp_path / "site.yaml").write_text(SHAPES)
+    profile = read_profile(str(tmp_path / "site.yaml"))
+    narrow = Profile(name="p", time="10", shapes=profile.shapes[:1])
+    words = r"cell 4 \(copies\): .* is 1 x 2, .* 1 x 1, 2 x 4 only; add shapes: \[\{nodes: 1, tasks_per_node: 2"
+    with pytest.raises(UserError, match=words):
+        submit_cells(sweep, 0, 4, profile=narrow)
+    assert slurm.calls == [] and not list(sweep.path.glob("*.sbatch")), "nothing is submitted"
+
+    submit_cells(sweep, 0, 1, 2, 3, 4, profile=profile)
+    assert shown(slurm, sweep) == [
+        "--array=0-2%2 train.sbatch 0",
+        "--array=0-2%2 --dependency=aftercorr:1 evaluate.sbatch 0",
+        "--array=3%1 train-2x4.sbatch 0",
+        "--array=3%1 --dependency=aftercorr:3 evaluate-2x4.sbatch 0",
+        "--array=4%1 train-1x2.sbatch 0",
+        "--array=4%1 --dependency=aftercorr:5 evaluate-1x2.sbatch 0",
+        "--dependency=afterany:1:2:3:4:5:6 report.sbatch",
+    ]
+    for name, lines in {
+        "train-2x4": {"nodes=2", "ntasks-per-node=4", "mem=64G", "partition=wide"},
+        "train-1x2": {"nodes=1", "ntasks-per-node=2", "mem=8G"},
+        "train": {"nodes=1", "ntasks-per-node=1", "mem=8G"},
+        "evaluate-2x4": {"nodes=1", "ntasks-per-node=1", "mem=64G"},
+    }.items():
+        text = (sweep.path / f"{name}.sbatch").read_text()
+        assert {f"#SBATCH --{line}" for line in lines} <= set(text.splitlines())
+    texts = scripts(sweep, profile, sweep.manifest.cells[3:])
+    assert list(texts) == ["train-1x2", "train-2x4", "evaluate-1x2", "evaluate-2x4", "report"]
+    for text in texts.values():
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+    tasks = [(1, 0), (1, 1), (1, 2), (3, 3), (5, 4)]
+    slurm.queue = "".join(f"{job}|{task}|RUNNING|n1||None\n" for job, task in tasks)
+    status = read_status(sweep)
+    assert [row.job for row in status.rows] == submit.active_jobs(sweep) == ["1_0", "1_1", "1_2", "3_3", "5_4"]
+    assert status.counts() == {"RUNNING": 5} and missing_work(sweep, status) == submit.Work(train=(), evaluate=())
+    submit.cancel(sweep, submit.active_jobs(sweep))
+    assert slurm.calls[-1] == ["scancel", "1", "3", "5"]
+    slurm.queue = ""
+    assert read_status(sweep).counts() == {"CANCELLED": 5}
+
+
+def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
+    submit_cells(sweep, *range(9))
+    slurm.queue = """1|0|RUNNING|n1||None
+1|1|PENDING|||Resources
+1|2|FAILED|n2||NonZeroExitCode
+1|3|TIMEOUT|n2||TimeLimit
+1|4|OUT_OF_MEMORY|n2||OutOfMemory
+1|5|CANCELLED|n2||None
+1|6|PENDING|||BeginTime
+1|7|COMPLETED|n2||None
+"""
+    for index, code, reason in ((2, 2, "no such file"), (3, None, ""), (4, None, ""), (6, 75, "saved"), (7, 0, None)):
+        record(sweep, monkeypatch, index, code=code, reason=reason)
+    with (sweep.path / "cells/00003.jsonl").open("a") as file:
+        file.write('{"pid": "3", "en')
+    assert [attempt.code for attempt in sweep.attempts(3)] == [None], "a torn line is skipped"
+    run = sweep.runs / f"{sweep.cell(7).run_stem}-1"
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text(
+        '{"status": "FINISHED", "evaluations": {"a": {"0": 0.5, "100": 0.7}, "early": {"50": 1.0}}}'
+    )
+    (run / "spool.jsonl").write_text('{"kind": "metrics", "step": 5, "data": {"train/reward": 0.5}}\n{"kind": "met')
+    status = read_status(sweep)
+    assert [(row.state, row.why) for row in status.rows] == [
+        ("RUNNING", ""),
+        ("PENDING", "Resources"),
+        ("FAILED", "no such file"),
+        ("DIED", "ended without a message: TimeLimit"),
+        ("DIED", "ended without a message: OutOfMemory"),
+        ("CANCELLED", "CANCELLED"),
+        ("PENDING", "started again at update 0 (BeginTime)"),
+        ("FINISHED", ""),
+        ("DIED", "job 1 left the queue before it began"),
+        ("PLANNED", ""),
+    ]
+    assert (status.rows[7].step, status.rows[7].reward) == (5, 0.5)
+    assert cell_metrics(sweep, status.rows[7]) == {"eval/a/reward": 0.7}
+    assert "accounting storage is disabled" in status.notes[0]
+    assert missing_work(sweep, status) == submit.Work(train=(2, 3, 4, 5, 8, 9), evaluate=(7,))
+
+
+SUBMITTED = Submission(stage="train", indices=(3,), time=100.0, job="1")
+
+
+def attempt(code=None, reason=None, job="1_3"):
+    return Attempt(stage="train", started=101.0, process={}, node="n1", job=job, code=code, reason=reason)
+
+
+def job(state, why=""):
+    return submit.JobState(state=state, why=why)
+
+
+HISTORIES = {
+    "never submitted": ({"submission": None}, ("PLANNED", "")),
+    "waits": ({"job": job("PENDING", "Priority")}, ("PENDING", "Priority")),
+    "runs, whatever an earlier attempt says": (
+        {"job": job("COMPLETING"), "attempts": [attempt(2, "no such file")]},
+        ("RUNNING", ""),
+    ),
+    "SLURM is silent before the start": ({"job": UNKNOWN}, ("PENDING", UNKNOWN.why)),
+    "SLURM is silent after the start": ({"job": UNKNOWN, "attempts": [attempt()]}, ("RUNNING", UNKNOWN.why)),
+    "SLURM is silent after the end": ({"job": UNKNOWN, "attempts": [attempt(2, "typo")]}, ("FAILED", "typo")),
+    "cancelled in the queue": ({"cancelled_at": 200.0}, ("CANCELLED", "cancelled before it began")),
+    "submitted again after a cancel": ({"job": job("PENDING"), "cancelled_at": 50.0}, ("PENDING", "")),
+    "cancelled at work": ({"attempts": [attempt()], "cancelled_at": 200.0}, ("CANCELLED", "cancelled")),
+    "cancelled by others": ({"job": job("CANCELLED"), "attempts": [attempt(75, "saved")]}, ("CANCELLED", "saved")),
+    "saved": ({"attempts": [attempt(75, "saved")]}, ("STOPPED", "saved")),
+    "failed without a word": ({"attempts": [attempt(2)]}, ("FAILED", "exit code 2")),
+    "killed": ({"attempts": [attempt(-9, "killed by SIGKILL")]}, ("DIED", "killed by SIGKILL")),
+    "a node is lost": ({"attempts": [attempt()]}, ("DIED", "ended without a message: the process is gone from n1")),
+    "a node is lost, and SLURM knows": (
+        {"job": job("NODE_FAIL"), "attempts": [attempt()]},
+        ("DIED", "ended without a message: NODE_FAIL"),
+    ),
+    "lost before a new attempt": (
+        {"attempts": [attempt(2, "typo", job="0_3")]},
+        ("DIED", "job 1 left the queue before it began"),
+    ),
+}
+"""By what happened to cell 3: what is known, beside its submission at second 100, and its state with the reason."""
+
+
+@pytest.mark.parametrize("case", HISTORIES)
+def test_the_state_of_a_cell_that_has_not_finished(case):
+    known, expected = HISTORIES[case]
+    nothing = {"index": 3, "attempts": (), "submission": SUBMITTED, "job": None, "cancelled_at": 0.0}
+    assert unfinished_state(CellHistory(**(nothing | known))) == expected
+
+
+def test_an_attempt_belongs_to_its_job_whatever_the_clocks_say(sweep, slurm, monkeypatch):
+    """A node whose clock is an hour behind began its cell before it was submitted, by the numbers alone."""
+    submit_cells(sweep, 0, 1)
+    slurm.queue = "1|0|FAILED|n1||NonZeroExitCode\n1|1|FAILED|n1||NonZeroExitCode\n"
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    record(sweep, monkeypatch, 0, "1", 2, "no such file")
+    record(sweep, monkeypatch, 1, "77", 2, "no such file")
+    states = [(row.state, row.why) for row in read_status(sweep).rows[:2]]
+    assert states == [("FAILED", "no such file"), ("DIED", "NonZeroExitCode")]
+
+
+def test_where_slurm_does_not_answer_nothing_is_taken_for_lost(sweep, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        FakeSlurm(patch)
+        submit_cells(sweep, 0, 1)
+    record(sweep, monkeypatch, 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"sbatch: no such command here; .* --local N"):
+        submit.sbatch(["sbatch", "x"])
+    status = read_status(sweep)
+    assert [row.state for row in status.rows[:3]] == ["RUNNING", "PENDING", "PLANNED"]
+    assert 0 not in missing_work(sweep, status).train and "squeue" in status.notes[0]
+
+
+def test_a_job_that_its_submitter_did_not_record_is_adopted_and_not_submitted_again(sweep, slurm, monkeypatch):
+    """sbatch was accepted, and its caller was killed before it could write down the id."""
+    submit_cells(sweep, 0, 1, 2)
+    (sweep.path / "submissions.jsonl").unlink()
+    assert {row.state for row in read_status(sweep).rows} == {"PLANNED"}
+    comment = next(word for word in slurm.calls[0] if word.startswith("--comment=")).removeprefix("--comment=")
+    other = comment.replace("-", "-0", 1)
+    slurm.queue = "".join(f"1|{n}|PENDING||{comment}|Resources\n9|{n}|PENDING||{other}|Resources\n" for n in range(3))
+    monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
+    (adopted,) = submit.adopt_unrecorded_jobs(sweep)
+    assert (adopted.job, adopted.stage, adopted.indices) == ("1", "train", (0, 1, 2))
+    assert submit.adopt_unrecorded_jobs(sweep) == []
+    assert missing_work(sweep, read_status(sweep)).train == tuple(range(3, 10))
+
+
+def test_an_unrecorded_array_beyond_the_sites_bound_is_adopted_with_its_own_cells(sweep, slurm, monkeypatch):
+    """SLURM numbers the tasks of each array from 0; the job's comment has the number of its first cell."""
+    profile = Profile(name="p", time="10", max_array=4)
+    submit_cells(sweep, *range(10), profile=profile)
+    (sweep.path / "submissions.jsonl").unlink()
+    submitted = [words for words in slurm.calls if words[0] == "sbatch" and "train.sbatch" in words[-2]]
+    assert len(submitted) == 3
+    lines = []
+    for job, (words, tasks) in enumerate(zip(submitted, (4, 4, 2), strict=True), start=1):
+        comment = next(word for word in words if word.startswith("--comment=")).removeprefix("--comment=")
+        lines += [f"{job}|{task}|RUNNING|n1|{comment}|None\n" for task in range(tasks)]
+    slurm.queue = "".join(lines)
+    monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
+    adopted = submit.adopt_unrecorded_jobs(sweep)
+    assert [(each.job, each.offset, each.indices) for each in adopted] == [
+        ("1", 0, (0, 1, 2, 3)),
+        ("2", 4, (4, 5, 6, 7)),
+        ("3", 8, (8, 9)),
+    ]
+    status = read_status(sweep)
+    assert [row.state for row in status.rows] == ["RUNNING"] * 10 and missing_work(sweep, status).train == ()
+    assert [row.job for row in status.rows[4:9]] == ["2_0", "2_1", "2_2", "2_3", "3_0"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "keys"),
+    [
+        ("Batch job submission failed: Invalid job array specification", "max_array"),
+        ("invalid partition specified: gpus", "partition"),
+        ("Batch job submission failed: Invalid feature specification", "constraint"),
+        ("Invalid generic resource (gres) specification", "gpus_per_node, gpu_type"),
+        ("Batch job submission failed: Invalid account or account/partition combination", "partition, account"),
+    ],
+)
+def test_sbatchs_refusal_names_the_keys_of_the_profile(monkeypatch, refusal, keys):
+    def refuse(words):
+        raise RunFailed(f"sbatch: {refusal}")
+
+    monkeypatch.setattr(submit, "_call", refuse)
+    with pytest.raises(RunFailed) as caught:
+        submit.sbatch(["sbatch", "x"])
+    assert str(caught.value) == f"sbatch: {refusal} (in the profile: {keys})"
+
+
+def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, slurm):
+    start = time.process_time()
+    sweep = plan_sweep(tmp_path, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nseeds: 100\n")
+    submit_cells(sweep, *range(1000))
+    slurm.queue = "".join(f"1|{index}|RUNNING|n1||None\n" for index in range(1000))
+    for index in range(1000):
+        sweep.record_start(index, "train", {"process.pid": str(index)})
+    assert read_sweep(sweep.path) == sweep
+    assert read_status(sweep).counts() == {"RUNNING": 1000}
+    assert time.process_time() - start < 60
+    assert slurm.calls[0][3] == "--array=0-999"
+
+
+def test_a_start_that_cannot_be_read_is_counted_whatever_is_read_after_it(sweep):
+    sweep.record_start(0, "train", {"process.pid": "1"})
+    (journal,) = (sweep.path / "cells").iterdir()
+    journal.write_text(journal.read_text().replace("crc32", "cr32"))
+    assert (sweep.attempts(0), sweep.attempts(0, "evaluate")) == ([], [])
+    assert sum(sweep.unreadable.values()) == 1
+
+
+def test_a_local_submission_whose_manager_is_gone_is_planned_again(sweep):
+    gone = {**process_tags(), "process.pid": "999999999"}
+    sweep.record_submission(Submission(stage="train", indices=(0,), time=0.0, process=gone, workers=1))
+    sweep.record_submission(Submission(stage="train", indices=(1,), time=0.0, process=process_tags(), workers=1))
+    assert [row.state for row in read_status(sweep).rows[:3]] == ["PLANNED", "PENDING", "PLANNED"]
+    assert local.local_managers(sweep) == [os.getpid()]

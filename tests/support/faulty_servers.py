@@ -1,0 +1,120 @@
+"""Our inference server in this process, on a tiny policy, with faults on request. No process, no vLLM needed."""
+
+import copy
+import threading
+import time
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from engine_policies import PROMPT, llama, loaded
+from kl_comedy.config.schema import RolloutConfig
+from kl_comedy.processes import free_port
+from kl_comedy.rollouts import Sampling, build_hf_server, build_vllm_server
+from kl_comedy.rollouts.engines import hf_server, pool
+from kl_comedy.rollouts.engines.client import GENERATE
+
+KEY = "key-of-these-tests"
+
+
+class FaultyServer:
+    """``faults``: how the next ``generate`` requests go wrong, in order: ``500``, ``drop``, ``hang``, ``down``.
+
+    ``answers``: what a path answers instead, ``(status, content)``; ``calls``: the paths that were asked for.
+    """
+
+    def __init__(self, policy, *, batch_sequences=8, delay_s=0.0, key=KEY, **options):
+        self.engine = hf_server.Engine(policy, batch_sequences=batch_sequences, **options)
+        if delay_s:
+            between_tokens = self.engine._between_tokens
+            self.engine._sampler.call_before_each_pass(lambda: (time.sleep(delay_s), between_tokens()))
+        self.engine.server = self
+        self.faults, self.calls, self.answers, self.down = [], [], {}, False
+        port = free_port()
+        self._http = hf_server.listen(self.engine, port=port, key=key)
+        self.url = f"http://127.0.0.1:{port}"
+        threading.Thread(target=self.engine.run, daemon=True).start()
+
+    def close(self):
+        self.engine.stop()
+        self._http.shutdown()
+        self._http.server_close()
+
+
+class FaultyHandler(hf_server.Handler):
+    def do_GET(self):
+        server, path = getattr(self.engine, "server", None), urlsplit(self.path).path
+        if server is None:
+            super().do_GET()
+            return
+        server.calls.append(path)
+        fault = server.faults.pop(0) if server.faults and path == GENERATE else None
+        server.down = server.down or fault == "down"
+        if fault == "hang":
+            time.sleep(30)
+        if server.down or fault in ("drop", "hang"):
+            self.close_connection = True
+        elif fault == "500" or path in server.answers or "any" in server.answers:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send(*((500, {}) if fault else server.answers.get(path) or server.answers["any"]))
+        else:
+            super().do_GET()
+
+    do_POST = do_GET
+
+
+@pytest.fixture
+def short_polls(monkeypatch):
+    monkeypatch.setattr(pool, "FIRST_POLL_S", 0.05)
+    monkeypatch.setattr(pool, "LONGEST_POLL_S", 0.2)
+    monkeypatch.setattr(hf_server, "Handler", FaultyHandler)
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+
+
+@pytest.fixture
+def policy():
+    return loaded(llama(tied=True))
+
+
+@pytest.fixture
+def serve(policy, short_polls):
+    started = []
+
+    def start(served=None, **options):
+        started.append(FaultyServer(served or copy.deepcopy(policy), **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture
+def connect(policy, tmp_path):
+    """A backend on servers that run already."""
+    built = []
+
+    def build(*servers, backend="hf_server", batch_sequences=8, temperature=1.3, **options):
+        config = RolloutConfig(backend=backend, batch_sequences=batch_sequences, temperature=temperature)
+        config.options = {"urls": [server.url for server in servers], "start_timeout_s": 2, "request_timeout_s": 2}
+        config.options |= options
+        build_backend = build_hf_server if backend == "hf_server" else build_vllm_server
+        built.append(build_backend(config, loaded=policy))
+        built[-1].work_in(tmp_path)
+        return built[-1]
+
+    yield build
+    for backend in built:
+        backend.close()
+
+
+def draw(backend, prompts=(PROMPT,) * 8, *, group_size=3, seed=0, **changes):
+    settings = Sampling(**{"temperature": 1.3, "max_new_tokens": 12, **changes})
+    return backend.generate(prompts, group_size=group_size, sampling=settings, seed=seed)
+
+
+def move(model, size=0.3):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(size * weight.std() * torch.randn_like(weight))

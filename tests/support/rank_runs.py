@@ -1,0 +1,77 @@
+"""Runs over several processes, started as torchrun starts them."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from commands import Command, ranks_environment
+from kl_comedy.processes import free_port
+from kl_comedy.training.run_folder import RunDir
+from training_runs import TINY, metrics_of
+
+MIXED = [
+    "kl=[{estimator: exact, placement: reward, beta: 0.02, baseline: before}, "
+    "{estimator: k3, placement: loss, beta: 0.02, reference: ema}, {estimator: k1, placement: reward, beta: 0.01, "
+    "level: sequence, baseline: own}]",
+    "algorithm.advantage=reinforce_pp_baseline",
+    "reference.ema_decay=0.5",
+]
+COMMON = [
+    "train.microbatch_tokens=96",
+    "train.threads=1",
+    "rollout.bucket_mib=1",
+    "data.eval.heldout.limit=9",
+]
+MODULES = ["memory_engines", "forked_servers"]
+"""Imported by every rank first."""
+DEADLINE_S = 400
+
+
+def start_ranks(folder, strategy, *overrides, devices=2, nodes=1, env=(), modules=()):
+    """A run whose processes are there already, as torchrun's are, with everything imported."""
+    folder.mkdir(exist_ok=True)
+    words = [f"output={folder}", *COMMON, *overrides, f"train.strategy={strategy}", f"train.devices={devices}"]
+    words += [f"train.nodes={nodes}"]
+    port = free_port()
+    return [
+        Command(
+            "train",
+            TINY,
+            *words,
+            cwd=folder,
+            env={**ranks_environment(rank, devices * nodes, port, nodes=nodes), **dict(env)},
+            modules=[*MODULES, *modules],
+        )
+        for rank in range(devices * nodes)
+    ]
+
+
+def over(folder, strategy, *overrides, devices=2, nodes=1):
+    """Train over processes to the end; the run."""
+    ranks = start_ranks(folder, strategy, *overrides, devices=devices, nodes=nodes)
+    try:
+        codes = [rank.wait(DEADLINE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * len(ranks), [rank.output for rank in ranks]
+    return run_in(folder)
+
+
+def run_in(folder):
+    (path,) = folder.glob("tiny-*")
+    return RunDir(path=path)
+
+
+def weights_of(run):
+    return load_file(run.policy / "model.safetensors")
+
+
+def assert_same(run, expected, *, atol):
+    metrics, wanted = metrics_of(run), metrics_of(expected)
+    assert set(metrics) == set(wanted)
+    for key, value in wanted.items():
+        assert metrics[key] == pytest.approx(value, rel=20 * atol, abs=20 * atol), key
+    theirs = weights_of(expected)
+    for name, tensor in weights_of(run).items():
+        torch.testing.assert_close(tensor, theirs[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")

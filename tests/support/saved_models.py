@@ -1,0 +1,69 @@
+"""Small models written to folders as transformers and llama.cpp write them."""
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from kl_comedy.config.schema import ModelConfig
+from kl_comedy.models import load_model
+
+SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def llama(**settings):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS, **settings)).eval()
+
+
+def tokenizer(eos="<e>"):
+    vocab = {token: n for n, token in enumerate(["<e>", *"abcdefghijklmnopqrstuvwxyz0123456789+= "])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<e>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos)
+
+
+def save(folder, model, **kwargs):
+    model.save_pretrained(folder)
+    tokenizer(**kwargs).save_pretrained(folder)
+    return str(folder)
+
+
+def load(folder, **settings):
+    return load_model(ModelConfig(**{"source": str(folder), "device": "cpu", **settings}))
+
+
+def write_gguf(path, pre):
+    """A two-layer tied Llama of random weights with a byte-level tokenizer, as llama.cpp would write it."""
+    import gguf
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    tokens = ["<e>", "x", "Ġ", "ĠĠ", "7", *"abcdefghijk"]
+    writer = gguf.GGUFWriter(path, "llama")
+    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 2, "feed_forward_length": 32}
+    heads = {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}
+    words = {"token_list": tokens, "token_types": [3] + [1] * (len(tokens) - 1), "token_merges": ["Ġ Ġ"]}
+    kinds = {"tokenizer_model": "gpt2", "tokenizer_pre": pre, "bos_token_id": 0, "eos_token_id": 0}
+    for name, value in {**sizes, **heads, "vocab_size": len(tokens), **kinds, **words}.items():
+        getattr(writer, f"add_{name}")(value)
+    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,)}
+    for n in range(2):
+        shapes |= {f"blk.{n}.{name}": (32,) for name in ("attn_norm", "ffn_norm")}
+        shapes |= {f"blk.{n}.{name}": (32, 32) for name in ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+        shapes |= {f"blk.{n}.{name}": (16, 32) for name in ("attn_k", "attn_v")}
+    for name, shape in shapes.items():
+        weight = rng.normal(size=shape).astype(np.float32)
+        if len(shape) == 2:  # quantized, so that loading has something to unpack
+            packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(f"{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(f"{name}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

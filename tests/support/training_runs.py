@@ -1,0 +1,51 @@
+"""Short runs of the tiny policy and what they left."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from commands import assert_resumed, kill_after
+from kl_comedy.config import load_config
+from kl_comedy.models import weights_hash
+from kl_comedy.training.run import train
+
+TINY = Path(__file__).with_name("tiny.yaml")
+ROOT = Path(__file__).parents[2]
+SHORT = ["train.steps=2", "train.eval_every=0", "eval.at_start=false", "eval.at_end=false"]
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=200)
+
+
+def go(tmp_path, *overrides):
+    config = load_config(TINY, [f"output={tmp_path}", *overrides])
+    return train(config, console=quiet(), command="kl-comedy train tiny.yaml")
+
+
+def metrics_of(run):
+    """``(step, name)`` to value, without times and how full the sampler's queue was, which hangs on time too."""
+    metrics = {}
+    for event in map(json.loads, (run.path / "spool.jsonl").read_text().splitlines()):
+        for name, value in event["data"].items() if event.get("kind") == "metrics" else ():
+            if not name.startswith("time/") and name != "stream/queue_depth":
+                assert (event["step"], name) not in metrics, f"{name} logged twice"
+                metrics[event["step"], name] = value
+    return metrics
+
+
+def weights_of(run):
+    from safetensors.torch import load_file
+
+    return weights_hash(load_file(run.policy / "model.safetensors"))
+
+
+def killed_then_resumed(tmp_path, overrides, *, at):
+    """Train in a process of its own, kill -9 it once the checkpoint of update ``at`` is there, and resume."""
+    words = ["resume=auto", *overrides]
+    kill_after(at, "train", TINY, f"output={tmp_path}", *words, folder=tmp_path, pattern="tiny-*")
+    resumed = go(tmp_path, *words)
+    assert_resumed(tmp_path, at=at)
+    return resumed

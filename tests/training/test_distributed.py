@@ -1,0 +1,495 @@
+"""Several processes train what one trains: equal losses, metrics and weights, whatever the strategy and KL terms."""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from choice_suite import problem, write_suite
+from commands import WAITS, Command, assert_resumed, waits
+from kl_comedy.config import config_hash, load_config
+from kl_comedy.errors import UserError
+from kl_comedy.training.checkpoint import damage, manifest
+from kl_comedy.training.distributed import Ranks, cluster_environment, load_policy
+from kl_comedy.training.run_folder import saved, step_of
+from rank_runs import COMMON, DEADLINE_S, MIXED, assert_same, over, run_in, start_ranks, weights_of
+from teachers import SERVED_TERMS, save_teacher
+from training_runs import TINY, go, metrics_of
+
+PLACEMENTS = {
+    "k1 in reward": ["kl=[{estimator: k1, placement: reward, beta: 0.05}]"],
+    "k1 in reward, before the baseline": ["kl=[{estimator: k1, placement: reward, beta: 0.05, baseline: before}]"],
+    "k1 in reward, own baseline": ["kl=[{estimator: k1, placement: reward, beta: 0.05, baseline: own}]"],
+    "k1 of the sequence in reward": ["kl=[{estimator: k1, placement: reward, beta: 0.05, level: sequence}]"],
+    "k2 in loss": ["kl=[{estimator: k2, placement: loss, beta: 0.05}]"],
+    "k2 of the sequence in loss": ["kl=[{estimator: k2, placement: loss, beta: 0.01, level: sequence}]"],
+    "exact in reward": ["kl=[{estimator: exact, placement: reward, beta: 0.05}]"],
+    "exact in loss": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]"],
+    "exact in loss, adapter": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.lora={rank: 4}"],
+    "mixed": MIXED,
+    "mixed, three layers": [*MIXED, "model.options={preset: tiny, layers: 3}", "model.gradient_checkpointing=true"],
+}
+
+
+def start(folder, strategy, *overrides, devices=2, env=()):
+    """A run whose processes Lightning starts."""
+    words = [f"output={folder}", *COMMON, *overrides, f"train.strategy={strategy}", f"train.devices={devices}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "kl_comedy.cli", "train", str(TINY), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **dict(env)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder.parent,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    """Wait for a run of :func:`start`; its exit code and what it printed."""
+    try:
+        _, output = process.communicate(timeout=DEADLINE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_two_processes_train_what_one_trains(tmp_path, strategy):
+    suite = write_suite(tmp_path, [problem(n) for n in range(1, 13)])  # 3 passes: one has no partner
+    words = [*MIXED, "train.steps=4", f"eval.suites=[{suite}]"]
+    alone = go(tmp_path / "alone", *COMMON, *words).run
+    assert metrics_of(alone)[4, "eval/pick/accuracy_half_width"] > 0
+    (tmp_path / strategy).mkdir()
+    assert_same(over(tmp_path / strategy, strategy, *words), alone, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone_with(tmp_path_factory):
+    """Runs in a single process, each once for all strategies."""
+
+    @functools.cache
+    def run(placement):
+        return go(tmp_path_factory.mktemp("alone"), *COMMON, *TWENTY, *PLACEMENTS[placement]).run
+
+    return run
+
+
+TWENTY = ["train.steps=20", "train.checkpoint_every=0", "optimizer.lr=3.0e-4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_twenty_updates_equal_the_single_process_run(tmp_path, alone_with, strategy, placement):
+    run = over(tmp_path / strategy, strategy, *TWENTY, *PLACEMENTS[placement])
+    assert_same(run, alone_with(placement), atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp"])
+def test_shards_under_autocast_train_what_one_process_trains(tmp_path, strategy):
+    """bf16 passes of the same micro-batches on the same float32 weights; sums over processes are in float32."""
+    settings = ["train.steps=4", "train.precision=bf16", "train.eval_every=0"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    assert_same(over(tmp_path / strategy, strategy, *settings), alone, atol=2e-5)
+
+
+def shorn(folder, copy):
+    """A copy of the run in ``folder`` as if it had been killed before its last checkpoint."""
+    shutil.copytree(folder, copy)
+    run = run_in(copy)
+    (run.path / "summary.json").unlink()
+    shutil.rmtree(saved(run.checkpoints)[-1])
+    return copy
+
+
+def writers(run):
+    """How many processes wrote each checkpoint: those before the resumption stay as they were."""
+    return {step_of(path): manifest(path)["processes"] for path in saved(run.checkpoints)}
+
+
+ADAPTED = [*MIXED, "train.steps=4", "model.lora={rank: 4}", "model.gradient_checkpointing=true"]
+
+
+@pytest.mark.slow
+def test_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
+    """An adapter, activation checkpointing and a moving reference; on from the last checkpoint but one."""
+    from kl_comedy.training.export import export_policy
+
+    alone = go(tmp_path / "alone", *COMMON, *ADAPTED).run
+    run = over(tmp_path / "run", "fsdp", *ADAPTED)
+    assert_same(run, alone, atol=1e-5)
+    export_policy(run, load_config(run.path / "config.yaml"), tmp_path / "out", which="newest")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights_of(run).items())
+    resumed = go(shorn(tmp_path / "run", tmp_path / "in one"), *COMMON, *ADAPTED, "resume=auto").run
+    assert_resumed(tmp_path / "in one", at=3)
+    assert_same(resumed, alone, atol=1e-5)
+    assert writers(resumed) == {3: 2, 4: 1}
+
+
+@pytest.mark.slow
+def test_fsdp_resumes_with_its_teacher_and_refuses_another(tmp_path):
+    folder = tmp_path / "teacher"
+    teacher_hash = save_teacher(folder)
+    settings = [f"reference.teacher.source={folder}", "algorithm.reward_weight=0", "kl=opd/reverse", "train.steps=3"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    run = over(tmp_path / "run", "fsdp", *settings)
+    assert teacher_hash in (run.path / "spool.jsonl").read_text(), "of the whole weights, sharded or not"
+    earlier = shorn(tmp_path / "run", tmp_path / "more")
+    shutil.copytree(earlier, tmp_path / "other")
+    assert_same(over(earlier, "fsdp", *settings, "resume=auto"), alone, atol=1e-5)
+    assert_resumed(earlier, at=2)
+    save_teacher(folder, factor=1.01)
+    ranks = start_ranks(tmp_path / "other", "fsdp", *settings, "resume=auto")
+    codes = [rank.wait(DEADLINE_S) for rank in ranks]
+    assert codes == [1, 1]
+    for rank in ranks:
+        assert rank.output.count("failed: the teacher reference is not the one this run began with") == 1
+        assert "Traceback" not in rank.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatch", [96, 100_000])
+def test_every_rank_asks_the_teacher_behind_a_server(tmp_path, teacher_url, microbatch):
+    """100,000 tokens: one micro-batch, so that the second rank has no row to ask for."""
+    settings = [f"reference.teacher={{source: pocket, url: '{teacher_url}'}}", *SERVED_TERMS, "train.steps=3"]
+    settings += [f"train.microbatch_tokens={microbatch}"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    assert_same(over(tmp_path / "run", "fsdp", *settings), alone, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_fails_one_rank_ends_all_with_its_reason(tmp_path, teacher_url):
+    settings = [f"reference.teacher={{source: pocket, url: '{teacher_url}'}}", *SERVED_TERMS, "train.steps=3"]
+    ranks = start_ranks(tmp_path / "run", "fsdp", *settings, modules=["failing_teacher"])
+    codes = [rank.wait(DEADLINE_S) for rank in ranks]
+    assert codes == [1, 1], [rank.output for rank in ranks]
+    for rank in ranks:
+        assert rank.output.count("reference.teacher.url") == 1 and "Traceback" not in rank.output, rank.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("written", "devices"), [("fsdp", 4), ("ddp", 4), ("single", 2)])
+def test_a_checkpoint_goes_on_under_another_strategy_in_more_processes(tmp_path, written, devices):
+    alone = go(tmp_path / "alone", *COMMON, *ADAPTED).run
+    if written != "single":
+        over(tmp_path / "run", written, *ADAPTED)
+    earlier = shorn(tmp_path / ("alone" if written == "single" else "run"), tmp_path / "more")
+    run = over(earlier, "fsdp", *ADAPTED, "resume=auto", devices=devices)
+    assert_resumed(earlier, at=3)
+    assert_same(run, alone, atol=1e-5)
+    assert writers(run) == {3: 1 if written == "single" else 2, 4: devices}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 3, 4])
+def test_any_number_of_processes(tmp_path, devices):
+    """Three and four ranks for few micro-batches: some have nothing to do, and nobody waits for them."""
+    settings = ["rollout.prompts_per_batch=12", "train.steps=3", "train.microbatch_tokens=100000"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    assert_same(over(tmp_path / "many", "fsdp", *settings, devices=devices), alone, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_copies_on_two_nodes_each_in_two_shards_train_what_one_process_trains(tmp_path):
+    """HSDP, 2 x 2; audits too, whose gradients come from shards of which there are copies."""
+    settings = [*MIXED, "train.steps=3", "audit.every=1", "audit.blocks=3", "audit.terms=[own,grpo]"]
+    alone = go(tmp_path / "alone", *COMMON, *settings).run
+    run = over(tmp_path / "four", "fsdp", *settings, "train.shards=node", nodes=2)
+    assert writers(run)[3] == 4
+    assert_same(run, alone, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_over_two_processes_and_resumed_by_one(tmp_path):
+    """kill -9 of one rank ends the run; its checkpoint, written in shards, goes on in a single process."""
+    whole = go(tmp_path / "whole", *COMMON, *MIXED, "train.steps=6").run
+    folder, go_on = tmp_path / "killed", tmp_path / "go_on"
+    process = start(folder, "fsdp", "resume=auto", *MIXED, "train.steps=6", *WAITS, env=waits(2, go_on))
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(folder.glob("tiny-*/checkpoints/step-00000002.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    (child,) = children(process.pid)
+    os.kill(child, signal.SIGKILL)
+    go_on.touch()
+    code, output = finish(process)
+    assert code == 1 and "Traceback" not in output
+    assert re.search(
+        rf"^failed: rank 1 \(process {child}\) was killed by SIGKILL at update 2 of 6; resume with: ", output, re.M
+    )
+    assert step_of(saved(run_in(folder).checkpoints)[-1]) == 2 and damage(run_in(folder).checkpoint) is None
+    words = [f"output={folder}", *COMMON, *MIXED, "train.steps=6", "resume=auto"]
+    Command("train", TINY, *words, *WAITS, cwd=tmp_path).finish()
+    assert_resumed(folder, at=2)
+    assert_same(run_in(folder), whole, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_by_each_other_one_in_one_line(tmp_path, victim):
+    """Rank 1 dies while rank 0 does not listen to it; rank 0 dies, which started rank 1."""
+    folder = tmp_path / "killed"
+    where = waits(1, tmp_path / "go_on")
+    process = start(folder, "ddp", "resume=auto", "train.steps=3", *WAITS, env=where)
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(folder.glob("tiny-*/checkpoints/step-00000001.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    (child,) = children(process.pid)
+    killed = (process.pid, child)[victim]
+    os.kill(killed, signal.SIGKILL)
+    if victim == 0:
+        (tmp_path / "go_on").touch()
+    code, output = finish(process)
+    ends = ("has ended", "was killed by SIGKILL")
+    line = f"failed: rank {victim} (process {killed}) {ends[victim]} at update 1 of 3; resume with: kl-comedy train "
+    (found,) = [each for each in output.splitlines() if "failed: " in each]
+    assert found.removeprefix("rank 1 ").startswith(line) and " resume=auto " in found, output
+    assert "Traceback" not in output and "Killed" not in output
+    assert code == (-signal.SIGKILL, 1)[victim]
+    if victim == 1:
+        assert json.loads((run_in(folder).path / "summary.json").read_text())["status"] == "FAILED"
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_keeps_the_others_waiting_and_changes_nothing(tmp_path):
+    """One rank is stopped for five seconds in the other's update, as on a node that swaps or shares its cores."""
+    alone = go(tmp_path / "alone", *COMMON, *MIXED, "train.steps=6").run
+    folder, go_on = tmp_path / "slow", tmp_path / "go_on"
+    ranks = start_ranks(folder, "fsdp", *MIXED, "train.steps=6", *WAITS, env=waits(2, go_on))
+    ranks[0].wait_for(folder, "tiny-*/checkpoints/step-00000002.ckpt")
+    ranks[1].send_signal(signal.SIGSTOP)
+    go_on.touch()
+    time.sleep(5)
+    assert ranks[0].poll() is None and not (run_in(folder).path / "summary.json").exists(), "it continued alone"
+    ranks[1].send_signal(signal.SIGCONT)
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    assert_same(run_in(folder), alone, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_processes(tmp_path):
+    alone = go(tmp_path / "alone", *COMMON, "train.steps=3").run
+    words = ["--standalone", "--nproc-per-node=2", "-m", "kl_comedy.cli", "train", str(TINY)]
+    overrides = [f"output={tmp_path / 'run'}", *COMMON, "train.steps=3", "train.strategy=ddp", "train.devices=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, *overrides],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_same(run_in(tmp_path / "run"), alone, atol=1e-5)
+
+
+def children(pid):
+    """Processes started by ``pid`` that are kl-comedy too (not its reward workers)."""
+    children = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += (task / "children").read_text().split()
+    return [int(n) for n in children if b"kl_comedy.cli" in Path(f"/proc/{n}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_signal_to_one_process_stops_all_after_the_same_update(tmp_path, strategy):
+    folder = tmp_path / "run"
+    settings = ["resume=auto", *MIXED, "train.steps=5000", "train.eval_every=0"]
+    ranks = start_ranks(folder, strategy, *settings)
+    ranks[0].wait_for(folder, "tiny-*/checkpoints/step-00000002.ckpt")
+    ranks[1].send_signal(signal.SIGUSR1)
+    assert [rank.wait() for rank in ranks] == [75, 75], [rank.output for rank in ranks]
+    assert sum(rank.output.count("stopped by SIGUSR1") for rank in ranks) == 1
+    step = step_of(run_in(folder).checkpoint)
+    assert json.loads((run_in(folder).path / "summary.json").read_text())["status"] == "KILLED"
+    ranks = start_ranks(folder, strategy, *settings)
+    ranks[0].wait_for(folder, f"tiny-*/checkpoints/step-{step + 2:08d}.ckpt")
+    ranks[0].send_signal(signal.SIGTERM)
+    assert [rank.wait() for rank in ranks] == [1, 1], [rank.output for rank in ranks]
+    assert_resumed(folder, at=step)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once(tmp_path):
+    code, output = finish(start(tmp_path / "run", "fsdp", "rollout.replica_gib=0.00001"))
+    assert code == 2 and output.count("rollout.replica_gib: got") == 1 and "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_one_line_and_no_rank_waits_at_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        process = start(tmp_path / "run", "fsdp", env=address)
+        code, output = finish(process)  # every rank has ended: each has the pipe
+    assert code == 2 and output.count("error: MASTER_ADDR:MASTER_PORT: got '127.0.0.1:") == 1, output
+    assert "Traceback" not in output and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "env", "said"),
+    [
+        ([], {"WORLD_SIZE": "4"}, "train.devices: got 2; allowed: train.devices x train.nodes = 4 (WORLD_SIZE"),
+        (["rollout.prompts_per_batch=3"], {}, "rollout.prompts_per_batch: got 3; allowed: a multiple of 2"),
+        pytest.param(
+            ["model.source=/nowhere"],
+            {},
+            "model.source: got '/nowhere'",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["WORLD_SIZE", "batch", "no policy"],
+)
+def test_a_mistake_over_ranks_is_one_line_and_leaves_nothing(tmp_path, overrides, env, said):
+    ranks = start_ranks(tmp_path, "ddp", *overrides, env=env)
+    codes = [rank.wait() for rank in ranks]
+    output = "".join(rank.output for rank in ranks)
+    assert codes == [2, 2] and output.count("error: ") == 1 and said in output and "Traceback" not in output, output
+    assert {path.name.split("-")[0] for path in tmp_path.iterdir()} == {".output"}
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(rank.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.strategy=fsdp", "train.devices=4"], r"train\.devices: got 4; allowed: at most 2"),
+        (
+            ["rollout.backend=hf_server", "rollout.options={servers: 3}"],
+            r"rollout\.options\.servers: got 3; allowed: at most 1 \(a node has 2 GPUs",
+        ),
+        (
+            ["rollout.backend=hf_server", "train.strategy=fsdp", "train.devices=2"],
+            r"train\.devices: got 2; allowed: at most 1 \(a node has 2 GPUs, 2 of them for train.devices, and a server",
+        ),
+        (
+            ["rollout.backend=vllm_server", "rollout.options={tensor_parallel_size: 2}"],
+            r"rollout\.options\.tensor_parallel_size: got 2; allowed: at most 1",
+        ),
+    ],
+)
+def test_more_processes_or_engines_than_gpus_are_refused_before_anything_starts(tmp_path, monkeypatch, overrides, said):
+    monkeypatch.setattr("kl_comedy.training.run.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match=said):
+        go(tmp_path, *overrides)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_without_gpu_is_refused_on_all_ranks():
+    class OneWithGpu(Ranks):
+        def gather(self, item):
+            return ["cuda", item]
+
+    with pytest.raises(UserError, match=r"model\.device: got 'auto'; allowed: cpu \(torch sees no GPU on rank 1\)"):
+        load_policy(load_config(TINY, []), OneWithGpu(size=2))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ("1", r"train\.devices: got 2; .* = 1 \(SLURM_NTASKS"),
+        ("2", "train.devices, train.nodes: .*--ntasks-per-node=2"),
+    ],
+)
+def test_other_numbers_of_processes_than_srun_started_are_refused(monkeypatch, tasks, said):
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    with pytest.raises(UserError, match=said) as error:
+        cluster_environment(load_config(TINY, ["train.strategy=ddp", "train.devices=2"]))
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_checkpoint_falls_back_and_goes_on_to_the_same_end(tmp_path, caplog):
+    run = go(tmp_path, "train.steps=4").run
+    metrics, weights = metrics_of(run), weights_of(run)
+    (run.path / "summary.json").unlink()
+    shard = saved(run.checkpoints)[-1] / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:1000])
+    resumed = go(tmp_path, "train.steps=4", "resume=auto").run
+    assert "step-00000004.ckpt is damaged (__0_0.distcp has 1000 bytes" in caplog.text
+    assert_resumed(tmp_path, at=3)
+    assert resumed.path == run.path and metrics_of(resumed) == metrics
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(resumed).items())
+
+
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_export_gives_the_policy_that_was_trained(tmp_path, lora):
+    from kl_comedy.training.export import export_policy
+
+    settings = ["train.steps=2", *(["model.lora={rank: 4}"] if lora else [])]
+    run = go(tmp_path / "run", *settings).run
+    config = load_config(run.path / "config.yaml")
+    made = export_policy(run, config, tmp_path / "out", which="newest")
+    assert step_of(made) == 2
+    exported, trained = load_file(tmp_path / "out" / "model.safetensors"), weights_of(run)
+    assert set(exported) == set(trained) and all(torch.equal(exported[name], trained[name]) for name in trained)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
+    for folder in (run.policy, tmp_path / "out"):
+        card = (folder / "README.md").read_text()
+        for words in ("library_name: transformers", "sequence_reverse", config_hash(config), "heldout, reward"):
+            assert words in card
+        assert {line.count("|") for line in card.splitlines() if line.startswith("|")} == {3}
+    with pytest.raises(UserError, match="not an empty folder"):
+        export_policy(run, config, tmp_path / "out", which="newest")
+    with pytest.raises(UserError, match="allowed: newest, best, 1, 2"):
+        export_policy(run, config, tmp_path / "other", which="7")
+    assert step_of(export_policy(run, config, tmp_path / "best", which="best")) == 2
+    if lora:
+        assert (run.adapter / "adapter_model.safetensors").is_file()
+        assert (
+            load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors").keys()
+            == load_file(run.adapter / "adapter_model.safetensors").keys()
+        )
+
+
+@pytest.mark.slow
+def test_the_evaluate_command_of_a_lora_run_works(tmp_path, kl_comedy):
+    summary = go(tmp_path, "train.steps=2", "model.lora={rank: 4}", "data.eval.heldout.limit=4").summary
+    code, stdout, errors = kl_comedy(*shlex.split(summary["evaluate_command"])[1:], "--format", "json")
+    assert code == 0, errors
+    (row,) = json.loads(stdout)
+    metrics = metrics_of(run_in(tmp_path))
+    assert row["reward"] == metrics[2, "eval/heldout/reward"]
+    assert row["kl/exact_reverse_sequence"] == pytest.approx(
+        metrics[2, "eval/heldout/kl/exact_reverse_sequence"], rel=1e-3, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.devices=2"], "train.devices: got 2; allowed: 1 with train.strategy: single"),
+        (["train.strategy=ddp", "train.devices=3"], "rollout.prompts_per_batch: got 4; allowed: a multiple of 3"),
+        (["train.strategy=fdsp"], "did you mean 'fsdp'"),
+    ],
+)
+def test_impossible_numbers_of_processes(overrides, said):
+    with pytest.raises(UserError, match=said):
+        load_config(TINY, overrides)
+
+
+def test_how_many_processes_is_not_what_a_run_is():
+    from kl_comedy.config import config_hash
+
+    other = load_config(TINY, ["train.strategy=fsdp", "train.devices=2", "train.nodes=2", "rollout.replica_gib=1"])
+    assert config_hash(other) == config_hash(load_config(TINY, []))

@@ -1,0 +1,101 @@
+"""Trust regions in training: masks of tokens and completions, the step by effective sample size, triggered resets."""
+
+import math
+
+import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from kl_comedy.config import load_config
+from kl_comedy.errors import UserError
+from kl_comedy.kl import BetaTarget
+from kl_comedy.training.build import check_training
+from kl_comedy.training.metrics import measured_kl
+from training_runs import SHORT, TINY, go, metrics_of, weights_of
+
+MASKS = ("dppo_tv", "dppo_kl", "cppo", "trm", "prefix_budget")
+TIGHT = {name: "budget: 1.0e-6" if name == "prefix_budget" else "threshold: 1.0e-6" for name in MASKS}
+STALE = ["lag.mode=replayed", "lag.steps=1", "train.steps=3", "optimizer.lr=1.0e-2"]
+
+
+def correction(options):
+    return f"algorithm.correction={{{', '.join(f'{name}: {{{text}}}' for name, text in options.items())}}}"
+
+
+def test_on_policy_no_mask_drops_a_token(tmp_path):
+    masked = go(tmp_path / "masked", *SHORT, correction(dict.fromkeys(MASKS, ""))).run
+    plain = go(tmp_path / "plain", *SHORT).run
+    assert weights_of(masked) == weights_of(plain), "two updates, bit for bit"
+    shares = {name: value for (_, name), value in metrics_of(masked).items() if name.endswith("masked_share")}
+    assert len(shares) == len(MASKS) and not any(shares.values())
+
+
+def test_on_stale_samples_each_mask_drops_tokens_and_the_rest_trains(tmp_path):
+    signal = "kl.0.baseline=before"  # advantages that differ, whatever the rewards are
+    logged = metrics_of(go(tmp_path, *SHORT, *STALE, signal, correction(TIGHT)).run)
+    for name in MASKS:
+        assert 0 < logged[3, f"policy/correction/{name}/masked_share"] <= 1, name
+    assert logged[3, "policy/ess"] < 1 and math.isfinite(logged[3, "grad/norm"])
+    one_sided = logged[3, "policy/correction/dppo_tv/masked_share"]
+    assert one_sided < logged[3, "policy/correction/trm/masked_share"], "only tokens that would move further away"
+
+
+def test_the_step_is_scaled_by_the_effective_sample_size(tmp_path):
+    rates = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    settings = ["optimizer.ess_scaling=sqrt", "optimizer.warmup_steps=2"]
+    try:
+        logged = metrics_of(go(tmp_path, *SHORT, *STALE, *settings).run)
+    finally:
+        hook.remove()
+    assert rates == [logged[step, "train/lr"] for step in (1, 2, 3)]
+    scheduled = {1: 5e-3, 2: 1e-2, 3: 1e-2}
+    assert rates == pytest.approx([rate * logged[step, "policy/ess"] ** 0.5 for step, rate in scheduled.items()])
+    assert logged[3, "policy/ess"] < 0.999
+
+
+def test_a_reference_is_replaced_once_the_kl_to_it_exceeds_its_bound_and_beta_aims_at_that_kl(tmp_path):
+    """The copy is taken after the update, so the next one measures zero."""
+    terms = "kl=[{estimator: exact, placement: loss, reference: periodic, beta: {target: 0.01}}]"
+    settings = ["reference.period=null", "reference.max_kl=1.0e-9", "train.steps=4", "optimizer.lr=1.0e-2"]
+    logged = metrics_of(go(tmp_path, *SHORT, terms, *settings).run)
+    steps = (1, 2, 3, 4)
+    per_token = [logged[step, "reference/periodic/exact_reverse_token"] for step in steps]
+    assert [logged[step, "reference/periodic/moved"] for step in steps] == [kl > 1e-9 for kl in per_token]
+    assert [kl > 1e-9 for kl in per_token] == [False, True, False, True]
+    assert logged[3, "kl/exact_reverse_token"] > 1e-6, "the initial policy is left behind"
+    beta, target = logged[1, "beta/0"], BetaTarget(target=0.01)
+    for step in steps:
+        assert logged[step, "beta/0"] == pytest.approx(beta)
+        beta = target.next(beta, logged[step, "reference/periodic/exact_reverse_sequence"])
+
+
+def test_the_measured_kl_is_that_to_the_terms_own_reference():
+    values = {
+        "train/length": 3.0,
+        "kl/exact_reverse_sequence": 1.0,
+        "kl/k1_reverse_sequence": 2.0,
+        "teacher/k1_reverse_sequence": 4.0,
+        "reference/ema/exact_reverse_sequence": 5.0,
+        "reference/ema/k1_reverse_sequence": 6.0,
+        "kl/k3_policy_behaviour_token": 0.5,
+    }
+    expected = {"initial": 1.0, "teacher": 4.0, "ema": 5.0, "sampler": 1.5}
+    assert {name: measured_kl(values, name, "sequence") for name in expected} == expected
+
+
+PERIODIC = "kl.0.reference=periodic"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["reference.max_kl=0.1"], r"^reference\.max_kl: no KL term has reference: periodic"),
+        ([PERIODIC, "reference.period=null"], r"^reference\.period: got None.*never move"),
+        ([PERIODIC, "reference.max_kl=0"], r"^reference\.max_kl: got 0"),
+        (["optimizer.ess_scaling=root"], r"^optimizer\.ess_scaling: got 'root'"),
+        (["algorithm.dpo={}", "kl=[]", "optimizer.ess_scaling=sqrt"], r"^optimizer\.ess_scaling.*importance weights"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(overrides, says):
+    with pytest.raises(UserError, match=says):
+        check_training(load_config(TINY, overrides))
