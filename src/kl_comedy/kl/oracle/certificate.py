@@ -93,15 +93,18 @@ class Certificate:
 
     @property
     def claim_holds(self) -> bool:
-        """Whether the claimed target is hit; of a term with a bound, while no bound acts."""
-        return self.claimed in (None, self.target) or (is_bounded(self.terms) and self.claimed == self.near_target)
+        """Whether the claimed target is hit; for a term with a bound, while no bound acts."""
+        if self.claimed is None or self.claimed == self.target:
+            return True
+        return is_bounded(self.terms) and self.claimed == self.near_target
 
     @property
     def false_claim(self) -> str | None:
         """How far the enumerated gradient is from the claimed one, as a sentence; None where the claim holds."""
         if self.claim_holds:
             return None
-        if self.near_target == self.claimed and self.worst_error > DRAWN_TOLERANCE:
+        missed_when_drawn = self.near_target == self.claimed and self.worst_error > DRAWN_TOLERANCE
+        if missed_when_drawn:
             error = f"is {self.worst_error:.2g} of what it sums up off it in a drawn setting ({self.worst_setting})"
         else:
             error = f"is {self.relative_bias[str(self.claimed)]:.3g} off it (relative)"
@@ -116,51 +119,93 @@ class Certificate:
         if not self.terms:
             return "no KL term: nothing holds the policy to the reference"
         if pulls_to_sampler(self.terms):
-            if self.regime == "on_policy" and self.target is not None:
-                return "a trust region: zero expected gradient, as the policy is the sampler"
-            away = "" if self.target in (None, "zero") else f" ({self.target})"
-            return f"a trust region: pulls towards the sampler{away}, not towards the reference"
-        ratio = self.variance_ratio
-        noise = "" if ratio is None else f"; {ratio:.3g}x the variance of the least noisy unbiased term"
-        if any(term.baseline == "own" for term in self.terms):
-            noise += " (its own baseline, which needs a group, is not counted)"
+            return self._verdict_of_a_trust_region()
         if self.batch_bias:
             sizes = " and ".join(f"{share:.0%} off with {n}" for n, share in self.batch_bias.items())
             limit = self.near_target or "no target"
-            return f"{limit} as the batch grows, {sizes} completions: its mean contains the token's own estimate{noise}"
+            reason = "its mean contains the token's own estimate"
+            return f"{limit} as the batch grows, {sizes} completions: {reason}{self._noise()}"
+        if self.target == "zero":
+            # A multiple of the noise of "the least noisy unbiased term" for zero would divide by nothing.
+            return target_meaning(self.target)
         if self.target is not None:
-            return f"{target_meaning(self.target)}{noise if self.target != 'zero' else ''}"
+            return f"{target_meaning(self.target)}{self._noise()}"
         if self.near_target is not None:
-            return f"{self.near_target} while no bound acts, biased beyond{noise}"
-        bias, along = self.relative_bias, self.cosine["sequence_reverse"]
-        off = bias["sequence_reverse"]
-        nearest = min((t for t in bias if t != "zero"), key=lambda t: bias[t])
-        size = "less than 1%" if off < 0.01 else f"{off:.0%}" if off < 10 else f"{off:.0f}x"
-        words = f"biased: {size} off the sequence-level reverse KL, cosine {along:.2f}"
-        if along < 0:
-            words = f"points away: cosine {along:.2f} with the sequence-level reverse KL, {size} off it"
-        if nearest != "sequence_reverse" and bias[nearest] < 0.9 * off:
-            words += f", nearest to {nearest} ({bias[nearest]:.0%} off)"
-        return words + noise
+            return f"{self.near_target} while no bound acts, biased beyond{self._noise()}"
+        return f"{self._bias()}{self._noise()}"
+
+    def _verdict_of_a_trust_region(self) -> str:
+        if self.regime == "on_policy" and self.target is not None:
+            return "a trust region: zero expected gradient, as the policy is the sampler"
+        hit = ""
+        if self.target not in (None, "zero"):
+            hit = f" ({self.target})"
+        return f"a trust region: pulls towards the sampler{hit}, not towards the reference"
+
+    def _noise(self) -> str:
+        """The end of a verdict: the variance as a multiple of the best; empty where none is known."""
+        noise = ""
+        if self.variance_ratio is not None:
+            noise = f"; {self.variance_ratio:.3g}x the variance of the least noisy unbiased term"
+        if any(term.baseline == "own" for term in self.terms):
+            noise += " (its own baseline, which needs a group, is not counted)"
+        return noise
+
+    def _bias(self) -> str:
+        """How far a gradient that equals no target is from the sequence-level reverse KL, and what it is nearest to."""
+        error = self.relative_bias["sequence_reverse"]
+        cosine = self.cosine["sequence_reverse"]
+        if error < 0.01:
+            size = "less than 1%"
+        elif error < 10:
+            size = f"{error:.0%}"
+        else:
+            size = f"{error:.0f}x"
+        if cosine < 0:
+            text = f"points away: cosine {cosine:.2f} with the sequence-level reverse KL, {size} off it"
+        else:
+            text = f"biased: {size} off the sequence-level reverse KL, cosine {cosine:.2f}"
+        divergences = [target for target in self.relative_bias if target != "zero"]
+        nearest = min(divergences, key=lambda target: self.relative_bias[target])
+        # Nearly as near is not worth a word: the sentence names another target where it is nearer by a tenth.
+        if nearest != "sequence_reverse" and self.relative_bias[nearest] < 0.9 * error:
+            text += f", nearest to {nearest} ({self.relative_bias[nearest]:.0%} off)"
+        return text
 
     def row(self) -> dict[str, Any]:
-        """Plain data for JSON; what is undefined (a cosine with nothing) is None."""
-        return {
+        """Plain data for JSON; undefined values (the cosine with a zero gradient) are None.
+
+        Names and order are those that stored certificates and the pages of results/ have.
+        """
+        row: dict[str, Any] = {
             "name": self.name,
             "terms": [term.to_mapping() for term in self.terms],
             "label": " + ".join(term.label() for term in self.terms) or "no KL",
-            **{name: getattr(self, name) for name in ("regime", "target", "near_target", "claimed")},
+            "regime": self.regime,
+            "target": self.target,
+            "near_target": self.near_target,
+            "claimed": self.claimed,
             "kept": self.claim_holds,
-            "relative_bias": {name: _plain(value) for name, value in self.relative_bias.items()},
-            "cosine": {name: _plain(value) for name, value in self.cosine.items()},
-            **{name: getattr(self, name) for name in ("variance", "variance_ratio", "strength", "verdict")},
-            **({"batch_bias": dict(self.batch_bias)} if self.batch_bias else {}),
+            "relative_bias": {name: _finite_or_none(value) for name, value in self.relative_bias.items()},
+            "cosine": {name: _finite_or_none(value) for name, value in self.cosine.items()},
+            "variance": self.variance,
+            "variance_ratio": self.variance_ratio,
+            "strength": self.strength,
+            "verdict": self.verdict,
         }
+        if self.batch_bias:
+            row["batch_bias"] = dict(self.batch_bias)
+        return row
 
 
 def is_bounded(terms: Sequence[KLTerm]) -> bool:
     """Whether a cap, clamp or window acts far from the reference, or the mean of a batch contains the own sample."""
-    return any(term.baseline == "batch" or getattr(term, name) is not None for term in terms for name in BOUNDS)
+    for term in terms:
+        if term.baseline == "batch":
+            return True
+        if any(getattr(term, name) is not None for name in BOUNDS):
+            return True
+    return False
 
 
 def pulls_to_sampler(terms: Sequence[KLTerm]) -> bool:
@@ -171,7 +216,7 @@ def pulls_to_sampler(terms: Sequence[KLTerm]) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class BatteryInstance:
     """An instance with the gradients of its targets. ``near``: no bound acts; ``shown``: figures average over it.
-    ``setting``: how it was drawn, None of a fixed one."""
+    ``setting``: how it was drawn, None for a fixed one."""
 
     instance: Instance
     targets: dict[str, Tensor]
@@ -181,7 +226,10 @@ class BatteryInstance:
 
     @property
     def tolerance(self) -> float:
-        return TOLERANCE if self.setting is None else DRAWN_TOLERANCE
+        """The relative error up to which a target counts as hit."""
+        if self.setting is None:
+            return TOLERANCE
+        return DRAWN_TOLERANCE
 
 
 @lru_cache(maxsize=16)
@@ -189,24 +237,34 @@ def battery(
     regime: str, *, sampler_is_reference: bool = False, main: Tree = TREE, seed: int | None = None
 ) -> tuple[BatteryInstance, ...]:
     """The instances on which a certificate of ``regime`` rests; with a seed, the drawn settings too."""
-
     near = {"distance": DISTANCE, "staleness": STALENESS}
     far = {"distance": FAR_DISTANCE, "staleness": FAR_STALENESS}
 
     def build(tree: Tree, seed: int, parameters: int | None, noise: dict[str, Any]) -> BatteryInstance:
         is_near = tree is main and noise is near
+        # Tables have a gradient for each prefix by itself; a language model shares its parameters, so only instances
+        # that do are averaged into figures.
+        is_shown = is_near and parameters is not None
         instance = Instance.random(tree, regime=regime, seed=seed, parameters=parameters, **noise)
-        return with_targets(instance, sampler_is_reference, near=is_near, shown=is_near and bool(parameters))
+        return with_targets(instance, sampler_is_reference, near=is_near, shown=is_shown)
 
-    nearby = [build(main, seed, parameters, near) for seed in SEEDS for parameters in (None, SHARED)]
-    fixed = (*nearby, build(main, 0, SHARED, far), build(LONG, 0, SHARED, near))
-    settings = [] if seed is None else drawn_settings(seed)
-    return (*fixed, *(with_targets(each.instance(regime), sampler_is_reference, setting=each) for each in settings))
+    instances = []
+    for instance_seed in SEEDS:
+        for parameters in (None, SHARED):
+            instances.append(build(main, instance_seed, parameters, near))
+    instances.append(build(main, 0, SHARED, far))
+    instances.append(build(LONG, 0, SHARED, near))
+    if seed is not None:
+        for setting in drawn_settings(seed):
+            instances.append(with_targets(setting.instance(regime), sampler_is_reference, setting=setting))
+    return tuple(instances)
 
 
 def with_targets(instance: Instance, sampler_is_reference: bool = False, **facts: Any) -> BatteryInstance:
     """An instance with the gradients of all targets."""
-    measured = against_the_sampler(instance) if sampler_is_reference else instance
+    measured = instance
+    if sampler_is_reference:
+        measured = against_the_sampler(instance)
     targets = {name: target_gradient(measured, name) for name in TARGETS}
     return BatteryInstance(instance=instance, targets=targets, **facts)
 
@@ -224,117 +282,229 @@ def certify(
     With ``seed``, targets must be hit in drawn settings too; ``search_seconds`` per regime go into a search for the
     setting in which the claimed target is missed most.
     """
-    return [_certificate(name, tuple(terms), regime, seed, search_seconds) for regime in regimes]
+    certificates = []
+    for regime in regimes:
+        question = Question.of(tuple(terms), regime)
+        measured = _measure(question, seed, search_seconds)
+        certificates.append(_certificate(name, question, measured, _judge(question, measured)))
+    return certificates
 
 
-def _certificate(
-    name: str, terms: tuple[KLTerm, ...], regime: str, seed: int | None, search_seconds: float
-) -> Certificate:
-    to_sampler = pulls_to_sampler(terms)
-    main = TREE if all(term.top is None for term in terms) else TOP
-    own = terms[0] if len(terms) == 1 else None
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is certified: the terms as a user wrote them, and as they are enumerated.
 
-    def with_own_targets(each: BatteryInstance) -> BatteryInstance:
-        names = own_targets(own) if own else ()
-        if not names:
-            return each
-        targets = {name: target_gradient(each.instance, name, own) for name in names}
-        return dataclasses.replace(each, targets={**targets, **each.targets})
+    ``relative``: the terms with betas relative to the largest, which counts as 1. ``enumerated``: the same with the
+    mean of the batch left out, because an expectation over one completion has no batch; ``_batch_bias`` measures what
+    the mean adds. ``claimed``: the target that the term claims; None for several terms, whose sum claims nothing.
+    """
 
-    instances = [
-        with_own_targets(each) for each in battery(regime, sampler_is_reference=to_sampler, main=main, seed=seed)
-    ]
-    scale = max((initial_beta(term) for term in terms), default=1.0) or 1.0
-    whole = [dataclasses.replace(term, beta=initial_beta(term) / scale) for term in terms]
-    centred = any(term.baseline == "batch" for term in terms)
-    unit = [dataclasses.replace(term, baseline="after") if term.baseline == "batch" else term for term in whole]
-    pairs, not_finite = _pairs(instances, unit)
-    claimed = claimed_target(terms[0], regime) if len(terms) == 1 else None
-    near_target = _target_hit([pair for pair in pairs if pair[0].near], claimed)
-    if claimed is not None and search_seconds and not is_bounded(terms):
+    terms: tuple[KLTerm, ...]
+    regime: str
+    relative: tuple[KLTerm, ...]
+    enumerated: tuple[KLTerm, ...]
+    claimed: str | None
+    tree: Tree
 
-        def error_of(setting: Setting) -> float:
-            each = with_own_targets(with_targets(setting.instance(regime), to_sampler))
-            if not_finite and setting.impossible == "reference":
-                return 0.0
-            return exact_moments(each.instance, terms_loss(unit)).error(each.targets[claimed])
+    @classmethod
+    def of(cls, terms: tuple[KLTerm, ...], regime: str) -> Question:
+        largest = max((initial_beta(term) for term in terms), default=1.0)
+        if largest == 0:
+            largest = 1.0
+        relative = tuple(dataclasses.replace(term, beta=initial_beta(term) / largest) for term in terms)
+        enumerated = []
+        for term in relative:
+            if term.baseline == "batch":
+                enumerated.append(dataclasses.replace(term, baseline="after"))
+            else:
+                enumerated.append(term)
+        claimed = None
+        if len(terms) == 1:
+            claimed = claimed_target(terms[0], regime)
+        tree = TREE
+        if any(term.top is not None for term in terms):
+            tree = TOP
+        return cls(
+            terms=terms, regime=regime, relative=relative, enumerated=tuple(enumerated), claimed=claimed, tree=tree
+        )
 
-        setting, _, _ = worst_case(error_of, seed=seed or 0, seconds=search_seconds)
-        if setting is not None:
-            each = with_own_targets(with_targets(setting.instance(regime), to_sampler, setting=setting))
-            pairs.append((each, exact_moments(each.instance, terms_loss(unit))))
-    target = _target_hit(pairs, near_target)
-    if any(term.window is not None and term.window >= LONG.length - 1 for term in terms):
-        target = None  # no instance is longer than the window, so none shows what it leaves out
-    if centred:
+    @property
+    def to_sampler(self) -> bool:
+        return pulls_to_sampler(self.terms)
+
+    @property
+    def centred(self) -> bool:
+        """Whether a baseline is the mean of the batch, which contains the completion itself."""
+        return any(term.baseline == "batch" for term in self.terms)
+
+    @property
+    def exceeds_every_instance(self) -> bool:
+        """Whether a window is longer than all completions here, so that no instance shows what it leaves out."""
+        return any(term.window is not None and term.window >= LONG.length - 1 for term in self.terms)
+
+    def with_own_targets(self, case: BatteryInstance) -> BatteryInstance:
+        """The instance with the gradients of the term's own divergence too (:func:`own_targets`), before the others."""
+        if len(self.terms) != 1:
+            return case
+        (term,) = self.terms
+        own = {name: target_gradient(case.instance, name, term) for name in own_targets(term)}
+        return dataclasses.replace(case, targets={**own, **case.targets})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The exact moments of a question's gradient on each instance of the battery.
+
+    ``near_target``: the target hit on every near instance. ``not_finite``: whether drawn instances were left out, in
+    which a token that is impossible under the reference has no gradient.
+    """
+
+    moments: tuple[tuple[BatteryInstance, Moments], ...]
+    near_target: str | None
+    not_finite: bool
+
+    @property
+    def shown(self) -> list[tuple[BatteryInstance, Moments]]:
+        """The instances whose figures are averaged into the certificate."""
+        return [(case, moments) for case, moments in self.moments if case.shown]
+
+    def mean(self, target: str, figure: str) -> float:
+        """The mean of a figure of :meth:`Moments.figures` against a target, over the instances that are shown."""
+        values = [moments.figures(case.targets[target])[figure] for case, moments in self.shown]
+        return sum(values) / len(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What the moments say: the target hit everywhere, and how badly the claim is missed in drawn settings."""
+
+    target: str | None
+    worst_error: float
+    worst_setting: str
+
+
+def _measure(question: Question, seed: int | None, search_seconds: float) -> Measured:
+    """Enumerate the terms on the battery, and on the worst setting that a search of ``search_seconds`` finds."""
+    cases = battery(question.regime, sampler_is_reference=question.to_sampler, main=question.tree, seed=seed)
+    loss = terms_loss(question.enumerated)
+    pairs = []
+    not_finite = False
+    for fixed_case in cases:
+        case = question.with_own_targets(fixed_case)
+        try:
+            pairs.append((case, exact_moments(case.instance, loss)))
+        except NotFinite:
+            # ``log(exp(-l))`` is right at any log-ratio of a language model, and has no value at 1e4 nats, which is
+            # what an impossible token has. Anywhere else a gradient that is not finite is an error.
+            if case.setting is None or case.setting.impossible != "reference":
+                raise
+            not_finite = True
+    near = [pair for pair in pairs if pair[0].near]
+    near_target = _target_hit(near, question.claimed)
+    if question.claimed is not None and search_seconds and not is_bounded(question.terms):
+        worst = _search(question, not_finite, seed, search_seconds)
+        if worst is not None:
+            pairs.append((worst, exact_moments(worst.instance, loss)))
+    return Measured(moments=tuple(pairs), near_target=near_target, not_finite=not_finite)
+
+
+def _search(question: Question, not_finite: bool, seed: int | None, seconds: float) -> BatteryInstance | None:
+    """The setting, of those drawn in ``seconds``, in which the claimed target is missed most; None without any."""
+    claimed = question.claimed
+    assert claimed is not None
+
+    def case_of(setting: Setting) -> BatteryInstance:
+        case = with_targets(setting.instance(question.regime), question.to_sampler, setting=setting)
+        return question.with_own_targets(case)
+
+    def error_of(setting: Setting) -> float:
+        case = case_of(setting)
+        if not_finite and setting.impossible == "reference":
+            return 0.0  # known to have no gradient there; the certificate says so already
+        return exact_moments(case.instance, terms_loss(question.enumerated)).error(case.targets[claimed])
+
+    worst, _, _ = worst_case(error_of, seed=seed or 0, seconds=seconds)
+    if worst is None:
+        return None
+    return case_of(worst)
+
+
+def _judge(question: Question, measured: Measured) -> Judged:
+    """Which target is hit on every instance, and the largest error from the claimed one in a drawn setting."""
+    target = _target_hit(measured.moments, measured.near_target)
+    if question.exceeds_every_instance or question.centred:
         target = None
-    shown = [(each.targets, moments) for each, moments in pairs if each.shown]
+    compared = question.claimed or measured.near_target or "sequence_reverse"
+    worst_error = 0.0
+    worst_setting = ""
+    for case, moments in measured.moments:
+        if case.setting is None:
+            continue
+        error = (moments.error(case.targets[compared]), str(case.setting))
+        # Equal errors: the setting that is last in the alphabet, so that the same seed names the same one.
+        worst_error, worst_setting = max((worst_error, worst_setting), error)
+    return Judged(target=target, worst_error=worst_error, worst_setting=worst_setting)
 
-    def mean(target: str, figure: str) -> float:
-        return sum(moments.figures(targets[target])[figure] for targets, moments in shown) / len(shown)
 
-    compared = claimed or near_target or "sequence_reverse"
-    drawn = [(each, moments) for each, moments in pairs if each.setting is not None]
-    errors = [(moments.error(each.targets[compared]), str(each.setting)) for each, moments in drawn]
-    worst_error, worst_setting = max(errors, default=(0.0, ""))
-    variance = mean("sequence_reverse", "variance")
-    compared_with = target or near_target or "sequence_reverse"
-    best = None if target == "zero" or to_sampler else _least_variance(compared_with, regime, main)
+def _certificate(name: str, question: Question, measured: Measured, judged: Judged) -> Certificate:
+    """The certificate: the judgement, and figures that are means over the instances that are shown."""
+    targets = list(measured.moments[0][0].targets)
+    relative_bias = {}
+    cosine = {}
+    for target in targets:
+        relative_bias[target] = measured.mean(target, "relative_bias")
+        if judged.target == "zero":
+            cosine[target] = math.nan  # the direction of rounding errors means nothing
+        else:
+            cosine[target] = measured.mean(target, "cosine")
+    variance = measured.mean("sequence_reverse", "variance")
+    variance_ratio = None
+    if judged.target != "zero" and not question.to_sampler:
+        target_of_best = judged.target or measured.near_target or "sequence_reverse"
+        least = _least_variance(target_of_best, question.regime, question.tree)
+        if least:
+            variance_ratio = variance / least
+    batch_bias = {}
+    if question.centred:
+        for completions in BATCHES:
+            batch_bias[completions] = _batch_bias(question.relative, measured.shown, completions)
     return Certificate(
         name=name,
-        terms=terms,
-        regime=regime,
-        target=target,
-        near_target=near_target,
-        claimed=claimed,
-        relative_bias={t: mean(t, "relative_bias") for t in instances[0].targets},
-        # the cosine of a gradient of rounding errors is no direction
-        cosine={t: math.nan if target == "zero" else mean(t, "cosine") for t in instances[0].targets},
+        terms=question.terms,
+        regime=question.regime,
+        target=judged.target,
+        near_target=measured.near_target,
+        claimed=question.claimed,
+        relative_bias=relative_bias,
+        cosine=cosine,
         variance=variance,
-        variance_ratio=variance / best if best else None,
-        strength=mean("sequence_reverse", "strength"),
-        worst_error=worst_error,
-        worst_setting=worst_setting,
-        not_finite=not_finite,
-        batch_bias={n: _batch_bias(whole, pairs, n) for n in (BATCHES if centred else ())},
+        variance_ratio=variance_ratio,
+        strength=measured.mean("sequence_reverse", "strength"),
+        worst_error=judged.worst_error,
+        worst_setting=judged.worst_setting,
+        not_finite=measured.not_finite,
+        batch_bias=batch_bias,
     )
 
 
-def _pairs(
-    instances: Sequence[BatteryInstance], terms: Sequence[KLTerm]
-) -> tuple[list[tuple[BatteryInstance, Moments]], bool]:
-    """The moments on each instance, and whether some are not finite where a token is impossible under the reference.
-
-    There alone: ``log(exp(-l))`` is right at any log-ratio of a language model, and has no value at 1e4 nats.
-    """
-    pairs, not_finite = [], False
-    for each in instances:
-        try:
-            pairs.append((each, exact_moments(each.instance, terms_loss(terms))))
-        except NotFinite:
-            if each.setting is None or each.setting.impossible != "reference":
-                raise
-            not_finite = True
-    return pairs, not_finite
-
-
-def _batch_bias(terms: Sequence[KLTerm], pairs: Sequence[tuple[BatteryInstance, Moments]], completions: int) -> float:
-    """The mean distance from the expected gradients in ``pairs``, relative, where so many completions are a batch."""
-    return sum(
-        exact_moments(each.instance, terms_loss(terms), group_size=completions).relative_bias(moments.gradient_D)
-        for each, moments in pairs
-        if each.shown
-    ) / sum(each.shown for each, _ in pairs)
+def _batch_bias(terms: Sequence[KLTerm], shown: Sequence[tuple[BatteryInstance, Moments]], completions: int) -> float:
+    """The mean relative distance of the expected gradients from those in ``shown``, in batches of ``completions``."""
+    distances = []
+    for case, moments in shown:
+        in_batches = exact_moments(case.instance, terms_loss(terms), group_size=completions)
+        distances.append(in_batches.relative_bias(moments.gradient_D))
+    return sum(distances) / len(distances)
 
 
 def _target_hit(pairs: Sequence[tuple[BatteryInstance, Moments]], preferred: str | None) -> str | None:
     """The target hit on every instance; where several coincide, the preferred one."""
-    hits = [
-        name
-        for name in pairs[0][0].targets
-        if all(moments.equals(each.targets[name], each.tolerance) for each, moments in pairs)
-    ]
-    return preferred if preferred in hits else next(iter(hits), None)
+    hits = []
+    for name in pairs[0][0].targets:
+        if all(moments.equals(case.targets[name], case.tolerance) for case, moments in pairs):
+            hits.append(name)
+    if preferred in hits:
+        return preferred
+    return next(iter(hits), None)
 
 
 @lru_cache(maxsize=64)
@@ -342,12 +512,14 @@ def _least_variance(target: str, regime: str, main: Tree) -> float | None:
     """The variance of the least noisy yardstick that hits a target in a regime, in the certificate's unit."""
     variances = []
     for term in YARDSTICKS.get(target, ()):
-        pairs = [(each, exact_moments(each.instance, terms_loss((term,)))) for each in battery(regime, main=main)]
+        pairs = [(case, exact_moments(case.instance, terms_loss((term,)))) for case in battery(regime, main=main)]
         if _target_hit(pairs, target) == target:
-            shown = [moments.figures(each.targets["sequence_reverse"]) for each, moments in pairs if each.shown]
+            shown = [moments.figures(case.targets["sequence_reverse"]) for case, moments in pairs if case.shown]
             variances.append(sum(figures["variance"] for figures in shown) / len(shown))
     return min(variances, default=None)
 
 
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite_or_none(value: float) -> float | None:
+    if math.isfinite(value):
+        return value
+    return None
