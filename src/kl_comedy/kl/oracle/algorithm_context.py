@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kl_comedy.objective  # noqa: F401  (registers the built-ins)
-from kl_comedy.kl.oracle.enumeration import Instance, Loss, Rows, Tree
+from kl_comedy.kl.oracle.enumeration import Instance, InstanceSettings, Loss, Rows, Tree
 from kl_comedy.kl.oracle.gradients import (
     Moments,
     exact_moments_by_loss,
@@ -167,7 +167,7 @@ def effects(
     for regime in regimes:
         figures = []
         for seed in SEEDS:
-            instance = Instance.random(TREE, regime=regime, seed=seed, parameters=SHARED)
+            instance = Instance.random(TREE, InstanceSettings(regime=regime, seed=seed, parameters=SHARED))
             figures.append(kl_effect(instance, terms, context).figures(target_gradient(instance, "sequence_reverse")))
         means = {key: sum(each[key] for each in figures) / len(figures) for key in figures[0] if key != "variance"}
         rows.append(Effect(name=name, around=words, regime=regime, **means))

@@ -20,7 +20,7 @@ from torch import Tensor
 from kl_comedy.kl.claims import TARGETS, claimed_target, own_targets, target_meaning
 from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 from kl_comedy.kl.oracle.drawn import Setting, drawn_settings, worst_case
-from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, Tree
+from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, InstanceSettings, Tree
 from kl_comedy.kl.oracle.gradients import (
     TOLERANCE,
     Moments,
@@ -245,7 +245,8 @@ def battery(
         # Tables have a gradient for each prefix by itself; a language model shares its parameters, so only instances
         # that do are averaged into figures.
         is_shown = is_near and parameters is not None
-        instance = Instance.random(tree, regime=regime, seed=seed, parameters=parameters, **noise)
+        settings = InstanceSettings(regime=regime, seed=seed, parameters=parameters, **noise)
+        instance = Instance.random(tree, settings)
         return with_targets(instance, sampler_is_reference, near=is_near, shown=is_shown)
 
     instances = []
