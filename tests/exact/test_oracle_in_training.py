@@ -12,6 +12,7 @@ from kl_comedy.kl import KLTerm, kl_parts, own_baseline
 from kl_comedy.kl.oracle import (
     AlgorithmContext,
     Instance,
+    InstanceSettings,
     Tree,
     exact_moments,
     expected_gradient,
@@ -37,7 +38,10 @@ OWN = KLTerm("exact", correction="prefix_previous", baseline="own")
 
 def setting(regime="off_policy", parameters=None, tree=TREE, **options):
     return Instance.random(
-        tree, regime=regime, seed=2, parameters=parameters, **{"distance": 0.8, "staleness": 0.5, **options}
+        tree,
+        InstanceSettings(
+            regime=regime, seed=2, parameters=parameters, **{"distance": 0.8, "staleness": 0.5, **options}
+        ),
     )
 
 
