@@ -207,6 +207,7 @@ def above_mixture(logp: Tensor, ref_logp: Tensor, share: float) -> Tensor:
 
 def jensen_shannon(logp_V: Tensor, ref_logp_V: Tensor, share: float) -> Tensor:
     """:func:`exact_jsd` of next-token log-probs (nats), summed over the last dimension; differentiable in both."""
+    # log ref - log m = (log ref - log pi) + (log pi - log m)
     from_mixture_V = above_mixture(logp_V, ref_logp_V, share)
     ref_V = ref_logp_V.exp() * (ref_logp_V - logp_V + from_mixture_V)
     return (share * ref_V + (1 - share) * logp_V.exp() * from_mixture_V).sum(-1)
@@ -260,6 +261,7 @@ def top_k(at: TopK, k: float = 16, tokens: str = "policy", form: str = "sampled_
     sum of ``p l - p + q`` over the vocabulary, the KL, as a function of the parameters: the mean of the value is the KL
     and the mean of the gradient, ``sum_S l dp + 1[y not in S] l_y dp_y / mu_y``, is its gradient. No ``g`` is below 0.
     """
+    # ``k`` and ``tokens`` are read by the caller, which chooses S.
     logp_BTK, ref_logp_BTK, inside_BT = at.top
     if form == "renormalized":
         logp_BTK = logp_BTK.log_softmax(-1)

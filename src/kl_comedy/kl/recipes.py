@@ -35,6 +35,8 @@ _rao_blackwell = partial(KLTerm, "exact", placement="reward", correction="prefix
 _teacher = partial(KLTerm, reference="teacher", beta=1.0)
 
 _recipe("none", "no KL term", "beta = 0 in TRL, prime-rl, verl defaults")
+# --- the placements that 2512.21852 compares -------------------------------------------------------------------------
+
 _recipe(
     "comedy/k1_in_reward",
     "k1 as a cost of the whole completion, before the baseline",
@@ -56,6 +58,8 @@ _recipe(
     _before("k3", beta=0.1),
     _loss("k3", beta=0.1),
 )
+# --- what libraries do, and the papers they follow -------------------------------------------------------------------
+
 _recipe("grpo", "k3 differentiated", "2402.03300 Eq. 4", _loss("k3", beta=0.04))
 _recipe(
     "trl/default",
@@ -106,6 +110,9 @@ _recipe(
     "open-instruct e6c3044 kl_estimator=2",
     _loss("k3", input_clamp=40.0, beta=0.05),
 )
+# --- methods of papers
+# --------------------------------------------------------------------------------------------------
+
 _recipe(
     "deepseek_v3_2", "k3 times the differentiable token ratio", "2512.02556", _loss("k3", correction="token", beta=0.01)
 )
@@ -136,6 +143,8 @@ _recipe(
     "per-decision importance sampling (Precup et al. 2000) of the Rao-Blackwellized KL (2504.10637)",
     _loss("exact", correction="prefix_previous", beta=0.01),
 )
+# --- rb/per_decision with less noise: the results of results/open_problem -------------------------------------------
+
 _recipe(
     "rb/baselined",
     "rb/per_decision with the leave-one-out mean of its own returns: unbiased, less noise",
@@ -160,6 +169,8 @@ _recipe(
     "results/open_problem",
     _rao_blackwell(cap=4.0, cap_mode="mask"),
 )
+# --- importance sampling of sampled estimates ------------------------------------------------------------------------
+
 _recipe(
     "is/sequence_total",
     "k1 of the whole completion times its ratio",
@@ -190,6 +201,8 @@ _recipe(
     "per-decision importance sampling",
     _reward("k1", correction="prefix", beta=0.01),
 )
+# --- distillation: the reference is a teacher ------------------------------------------------------------------------
+
 _recipe(
     "opd/sampled",
     "on-policy distillation: k1 to the teacher, each token its own",

@@ -108,6 +108,7 @@ def kl_effect(instance: Instance, terms: Sequence[KLTerm], context: AlgorithmCon
         "without": training_loss(terms, context, scale=0.0),
     }
     moments = exact_moments_by_loss(instance, losses, group_size=context.group_size)
+    # The loss is linear in beta only without a cost before the baseline, so the quotient is taken at the terms' betas.
     whole = moments["with terms"]
     gradient_D = (whole.gradient_D - moments["without"].gradient_D) / beta
     return Moments(gradient_D=gradient_D, variance=whole.variance / beta**2, mean_norm=whole.mean_norm / beta)
@@ -116,6 +117,7 @@ def kl_effect(instance: Instance, terms: Sequence[KLTerm], context: AlgorithmCon
 def _advantage(context: AlgorithmContext, returns_BT: Tensor, rows: Rows) -> Tensor:
     """Advantages; one that normalizes over the batch sees each group as a batch of its own."""
     entry = ADVANTAGES.get(context.advantage)
+    # A group's mean is the same among other groups; the batch's is not, and here each group is a batch of its own.
     if not entry.facts.get("batch"):
         return torch.as_tensor(entry.fn(returns_BT, rows.mask_BT, rows.group_B))
     size = context.group_size
@@ -129,7 +131,7 @@ def _advantage(context: AlgorithmContext, returns_BT: Tensor, rows: Rows) -> Ten
 def _reduced(loss_BT: Tensor, rows: Rows, context: AlgorithmContext) -> Tensor:
     """Each group reduced on its own, as a batch of one group would be; the group's mean is taken later."""
     if context.reduction == "sequence_sum" and not context.drop_truncated:
-        return loss_BT
+        return loss_BT  # every completion counts once, whatever its length
     size = context.group_size
     keep_B = torch.ones_like(rows.truncated_B)
     if context.drop_truncated:

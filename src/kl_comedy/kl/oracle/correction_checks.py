@@ -141,6 +141,7 @@ def _failure_of(case: _Case, generator: torch.Generator) -> str | None:
     given_BT = delta_BT * 1.0  # not a leaf, as in training, where a change in place raises nothing
     ratio_BT = case.ratio(given_BT)
 
+    # A correction sees a whole batch, and may not let one completion change another.
     some = int(torch.randint(1, 100, (1,), generator=generator))
     with torch.no_grad():
         alone_BT = case.ratio(delta_BT[:some].clone())
@@ -157,6 +158,7 @@ def _failure_of(case: _Case, generator: torch.Generator) -> str | None:
     failure = _wrong_product(case, log_BT.detach().double(), delta_BT.detach().double(), jump_at_B)
     if failure is not None:
         return failure
+    # One token per completion is differentiated: all of them would be a matrix [T, T] per completion.
     read_B = torch.randint(case.length, (len(delta_BT),), generator=generator)
     return _wrong_derivative(case, log_BT, delta_BT, read_B)
 
@@ -175,6 +177,7 @@ def _log_ratios(case: _Case, generator: torch.Generator) -> tuple[Tensor, Tensor
         noise = 1 / case.length
     delta_BT = torch.randn(len(jump_B), case.length, generator=generator, dtype=torch.float64) * noise
     jump_at_B = torch.randint(case.length, (len(jump_B),), generator=generator)
+    # One large log-ratio per completion: where it enters, and where it must not, shows at any length.
     delta_BT[torch.arange(len(jump_B)), jump_at_B] += jump_B
     return delta_BT.to(case.dtype).requires_grad_(True), jump_at_B
 
@@ -184,7 +187,7 @@ def _wrong_product(case: _Case, log_BT: Tensor, delta_BT: Tensor, jump_at_B: Ten
     scope_TT = _scope(case.entry.facts, case.length, case.window).to(case.dtype)
     expected_BT = delta_BT @ scope_TT.double().T
     size_B1 = 1.0 + delta_BT.abs().sum(-1, keepdim=True)
-    wrong_BT = ~((log_BT - expected_BT).abs() <= case.tolerance * size_B1)
+    wrong_BT = ~((log_BT - expected_BT).abs() <= case.tolerance * size_B1)  # NaN counts as wrong
     if not bool(wrong_BT.any()):
         return None
     row, t = (int(position) for position in wrong_BT.nonzero()[0])

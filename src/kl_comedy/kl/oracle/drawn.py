@@ -92,6 +92,8 @@ class Setting:
             staleness=self.staleness,
             impossible=self.impossible,
         )
+        # The rewards of a random instance are 0 or 1; here they have a size, with a generator of their own, so that
+        # the tables are those of the same seed elsewhere.
         instance = Instance.random(tree, settings)
         generator = torch.Generator().manual_seed(self.seed)
         reward_N2 = self.reward_scale * torch.randn(tree.prefixes, 2, generator=generator, dtype=torch.float64)
@@ -110,6 +112,7 @@ class Setting:
 
 def drawn_settings(seed: int) -> list[Setting]:
     """One setting for each of :data:`CORNERS`."""
+    # Each corner is laid over another draw, so that the other fields differ too.
     rng = random.Random(seed)
     return [dataclasses.replace(Setting.draw(rng), **corner) for corner in CORNERS]
 

@@ -186,6 +186,7 @@ class Tree:
 
         An ended completion has the number of its last prefix; the truncated ones follow, in the order of their digits.
         """
+        # This order is frozen: sums of floats depend on it in their last bit.
         truncated_B = number_B >= self.ended
         # The number of a truncated completion is no prefix; 0 is looked up instead and not used.
         last_prefix_B = torch.where(truncated_B, 0, number_B)
@@ -219,6 +220,7 @@ class Tree:
     @cached_property
     def all(self) -> Completions:
         """Every completion at once, for small trees."""
+        # As many indices, log-probs and gradients fit in memory at once; a mistyped length would not.
         if self.completions > 2**17:
             raise UserError(f"{self.completions} completions at once are too many; walk them in chunks")
         return self.take(torch.arange(self.completions))
@@ -267,6 +269,7 @@ def log_probs(tree: Tree | Completions, logp_NV: Tensor) -> Tensor:
     completions = tree
     if isinstance(completions, Tree):
         completions = completions.all
+    # Outside the mask both indices are 0, which is a prefix and a token, so that nothing is out of range.
     logp_BT = logp_NV[completions.prefix_BT, completions.token_BT]
     return torch.where(completions.mask_BT, logp_BT, torch.zeros_like(logp_BT))
 
@@ -418,6 +421,7 @@ class Instance:
         proximal_logp_BT = None
         if self.proximal_logp_NV is not None:
             proximal_logp_BT = log_probs(completions, self.proximal_logp_NV)
+        # A reward depends on the last prefix and on how the completion ended there.
         last_prefix_B = prefix_BT.gather(1, mask_BT.sum(-1, keepdim=True) - 1)[:, 0]
         return Rows(
             logp_BT=log_probs(completions, self.policy_logp()).requires_grad_(True),

@@ -183,6 +183,7 @@ def call_estimator(
 
     Raises :class:`UserError` where the estimator raises, changes one of the tensors, or returns another shape.
     """
+    # A change in place is found by comparison: autograd notices it only where a saved tensor is needed again.
     before = [tensor.detach().clone() for tensor in tensors]
     try:
         value = estimate(entry, argument, **options)
@@ -199,7 +200,7 @@ def call_estimator(
 def slope_of(entry: Entry[Any], value: Tensor, leaf: Tensor, options: Mapping[str, Any]) -> Tensor:
     """The derivative of the sum of a value by ``leaf``; zero where it has none."""
     if not value.requires_grad:
-        return torch.zeros_like(leaf)
+        return torch.zeros_like(leaf)  # a detached value, which autograd refuses to differentiate
     try:
         (slope,) = torch.autograd.grad(value.sum(), leaf, allow_unused=True, materialize_grads=True)
     except Exception as error:
@@ -256,6 +257,7 @@ def declaration_hint(entry: Entry[Any], options: Mapping[str, Any]) -> str:
         if name in declared or isinstance(value, str):
             continue
         default = float(defaults[name])
+        # The least that the failure shows: the default works, and this side of it does not.
         if value <= 0 < default:
             missing[name] = {"above": 0}
         elif value < default:

@@ -156,6 +156,7 @@ def _groups(instance: Instance, group_size: int, chunk: int) -> Iterator[tuple[C
     """Every group of completions, flat, with its probability ``[C]``; completions of probability zero are left out."""
     tree = instance.tree
     if group_size == 1:
+        # Groups of one need no list of all completions, so much larger trees can be walked.
         for completions in tree.chunks(chunk):
             weight_C = instance.probability(completions)
             possible = weight_C > 0
@@ -311,6 +312,7 @@ class TabularScores:
         return gradient
 
 
+# Weak, so that tables go with their instance: a search draws thousands.
 _TABLES: WeakKeyDictionary[Instance, ScoreTables | TabularScores] = WeakKeyDictionary()
 
 

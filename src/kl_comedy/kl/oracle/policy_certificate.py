@@ -117,10 +117,12 @@ def claims_exact(term: PolicyTerm, regime: str, update: str = "first") -> bool:
     loss = POLICY_LOSSES.get(term.loss)
     corrections = [POLICY_CORRECTIONS.get(name) for name in term.corrections]
     if regime == "on_policy":
+        # Every ratio is one, whatever its scope.
         return all("on_policy" in part.claims for part in (loss, *corrections))
 
     loss_has_a_ratio = loss.facts.get("scope", "token") != "none" and term.proximal == "behaviour"
     if loss_has_a_ratio:
+        # The loss's own ratio is all that is needed, and a second one would count it twice.
         corrects_nothing = all(correction.facts.get("role") == "none" for correction in corrections)
         return "off_policy" in loss.claims and corrects_nothing
     # A correction that says nothing of its role is taken for a ratio.

@@ -125,6 +125,7 @@ def check_top_k(entry: Entry[Any], options: Iterable[Mapping[str, Any]], generat
     The policy's log-probs reach down to about -100 nats; the sampler is the policy, or another one.
     """
     sets = [*option_sets(entry, generator), *options]
+    # From nearly uniform distributions to nearly deterministic ones, each with a policy, a reference and a sampler.
     spread_P11 = torch.logspace(-1, 1.5, POINTS, dtype=torch.float64)[:, None, None]
     noise_P3V = torch.randn(POINTS, 3, VOCABULARY, generator=generator, dtype=torch.float64)
     logits_PV, ref_PV, stale_PV = (spread_P11 * noise_P3V).unbind(1)
@@ -153,6 +154,7 @@ def _sets_with_a_tail(
     rules = entry.facts.get("options", {}).get("k", {})
     with_a_tail = []
     for options in sets:
+        # Drawn even where it is not used, so that the sets that follow do not depend on the rules.
         k = float(torch.randint(1, VOCABULARY, (1,), generator=generator))
         if allowed(k, rules):
             with_a_tail.append({**options, "k": k})
@@ -185,6 +187,7 @@ def _broken_claims(case: _Case, distributions: _Distributions, value_PV: Tensor)
     """The claims that do not hold in a case, by name."""
     logp_PV = distributions.policy_PV
     ref_PV = distributions.ref_PV
+    # The expectation over the sampled token, which is a column.
     mean_P = (case.sampler(distributions).exp() * value_PV).sum(1)
     exact = {
         "reverse": (logp_PV.exp() * (logp_PV - ref_PV)).sum(1),
