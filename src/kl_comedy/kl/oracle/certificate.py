@@ -110,10 +110,11 @@ class Certificate:
             return None
         missed_when_drawn = self.near_target == self.claimed and self.worst_error > DRAWN_TOLERANCE
         if missed_when_drawn:
-            error = f"is {self.worst_error:.2g} of what it sums up off it in a drawn setting ({self.worst_setting})"
+            distance = f"{self.worst_error:.2g} of what is summed up, in a drawn setting ({self.worst_setting})"
         else:
-            error = f"is {self.relative_bias[str(self.claimed)]:.3g} off it (relative)"
-        return f"{self.name}, {self.regime}: claims {self.claimed}, and the enumerated gradient {error}"
+            distance = f"{self.relative_bias[str(self.claimed)]:.3g} of the target's size"
+        claim = f"{self.name}, {self.regime}: claims {self.claimed}"
+        return f"{claim}, and the enumerated gradient differs from it by {distance}"
 
     @property
     def verdict(self) -> str:
@@ -126,7 +127,7 @@ class Certificate:
         if pulls_to_sampler(self.terms):
             return self._verdict_of_a_trust_region()
         if self.batch_bias:
-            sizes = " and ".join(f"{share:.0%} off with {n}" for n, share in self.batch_bias.items())
+            sizes = " and ".join(f"{bias:.0%} off with {completions}" for completions, bias in self.batch_bias.items())
             limit = self.near_target or "no target"
             reason = "its mean contains the token's own estimate"
             return f"{limit} as the batch grows, {sizes} completions: {reason}{self._noise()}"
@@ -361,21 +362,20 @@ class Question:
         if len(self.terms) != 1:
             return case
         (term,) = self.terms
-        own = {name: target_gradient(case.instance, name, term) for name in own_targets(term)}
-        return dataclasses.replace(case, targets={**own, **case.targets})
+        own_gradients = {name: target_gradient(case.instance, name, term) for name in own_targets(term)}
+        # First, because of several targets that coincide the first one is reported.
+        return dataclasses.replace(case, targets={**own_gradients, **case.targets})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The exact moments of a question's gradient on each instance of the battery.
-
-    ``near_target``: the target hit on every near instance. ``not_finite``: whether drawn instances were left out, in
-    which a token that is impossible under the reference has no gradient.
-    """
+    """The exact moments of a question's gradient on each instance of the battery."""
 
     moments: tuple[tuple[BatteryInstance, Moments], ...]
     near_target: str | None
+    """The target hit on every near instance."""
     not_finite: bool
+    """Whether drawn instances were left out, in which an impossible token of the reference has no gradient."""
 
     @property
     def shown(self) -> list[tuple[BatteryInstance, Moments]]:

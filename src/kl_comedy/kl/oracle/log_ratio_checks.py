@@ -244,7 +244,7 @@ def _expected(figures: _Figures, claim: str) -> tuple[Tensor | None, Tensor]:
             return l_P, slope_P
         return None, slope_P
 
-    at = int((l_P - CONSTANTS_AT).abs().argmin())
+    read_off = int((l_P - CONSTANTS_AT).abs().argmin())
     inverse_P = (-l_P).exp()
     value_P = None
     if kind == "value":
@@ -253,7 +253,7 @@ def _expected(figures: _Figures, claim: str) -> tuple[Tensor | None, Tensor]:
             base_P = l_P
         else:
             base_P = -l_P * inverse_P
-        constant = float((figures.value_P - base_P)[at] / torch.expm1(-l_P[at]))
+        constant = float((figures.value_P - base_P)[read_off] / torch.expm1(-l_P[read_off]))
         if abs(constant) < 1e-12:
             constant = 0.0  # rounding, which exp(100) would multiply
         value_P = base_P + constant * torch.expm1(-l_P)
@@ -269,7 +269,7 @@ def _expected(figures: _Figures, claim: str) -> tuple[Tensor | None, Tensor]:
     else:
         slope_P = 0.0 * l_P
     # E_pi[grad log pi] = 0, so a constant in f' changes no gradient.
-    return value_P, slope_P + (figures.slope_P - slope_P)[at]
+    return value_P, slope_P + (figures.slope_P - slope_P)[read_off]
 
 
 # --- purity -----------------------------------------------------------------------------------------------------------
