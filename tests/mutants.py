@@ -117,8 +117,8 @@ EARLIER = (
     ),
     Mutant(
         "gradient of Jensen-Shannon with the shares swapped",
-        "$p.mul_($above).mul_((1 - $share) * $grad[:, None])",
-        "$p.mul_($above).mul_($share * $grad[:, None])",
+        "$scale = (1 - $share) * $grad",
+        "$scale = $share * $grad",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
@@ -306,15 +306,15 @@ EARLIER = (
     ),
     Mutant(
         "temperature missing in the head's backward",
-        "return $grad_nV if $plan.temperature == 1 else $grad_nV.div_($plan.temperature)",
-        "return $grad_nV",
+        "$grad_nV.div_($plan.settings.temperature)",
+        "$grad_nV",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
         "head backward skips the exact KL's mean",
-        "$share_n = $share_n - $kl_grad_n * $kl_n",
-        "$share_n = $share_n",
-        inside="The gradient ``[n, V]`` of the logits; ``grad",
+        "$factor = $factor - $kl_grad_n * $chunk.kl_n",
+        "$factor = $factor",
+        inside="of the loss by the logits",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
@@ -325,8 +325,8 @@ EARLIER = (
     ),
     Mutant(
         "temperature missing in the logits",
-        "($logits_nV if $temperature == 1 else $logits_nV.div_($temperature)).log_softmax(-1)",
-        "$logits_nV.log_softmax(-1)",
+        "$logits_nV = $logits_nV.div_($temperature)",
+        "$logits_nV = $logits_nV",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(

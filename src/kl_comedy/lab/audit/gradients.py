@@ -37,8 +37,7 @@ from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
 
 if TYPE_CHECKING:
-    from kl_comedy.models.logprobs import TokenPass
-    from kl_comedy.models.reference import ReferencePass
+    from kl_comedy.models.types import ReferencePass, TokenPass
 
 MAX_RUNS_OF_BLOCKS = 6
 """Deep models are audited by at most so many runs of blocks, so that the table stays readable."""
