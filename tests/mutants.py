@@ -93,8 +93,9 @@ EARLIER = (
     ),
     Mutant(
         "window ignored",
-        "return $total_BT if $window is None else $total_BT - $_shifted($total_BT, $window)",
+        "return $total_BT - $_shifted($total_BT, $window)",
         "return $total_BT",
+        inside="The sum up to each token, of the last",
         tests="tests/kl/test_term.py",
     ),
     Mutant(
@@ -123,9 +124,9 @@ EARLIER = (
     ),
     Mutant(
         "sampled tail without its weight",
-        "(torch.where($inside, 0.0, $logp - $drawn) for $logp in $pair)",
-        "(torch.where($inside, 0.0, $logp) for $logp in $pair)",
-        inside="Proof for ``sampled_tail``",
+        "return torch.where($inside, 0.0, $logp - $drawn)",
+        "return torch.where($inside, 0.0, $logp)",
+        inside="of the sampled token y (nats)",
         tests="tests/exact/test_top_k.py",
     ),
     Mutant(
@@ -215,8 +216,9 @@ EARLIER = (
     ),
     Mutant(
         "own baseline from its own completion",
-        "return $sums_GT[$index_B] - $values_BT",
-        "return $sums_GT[$index_B]",
+        "return $sums_BT - $values_BT",
+        "return $sums_BT",
+        inside="The sum over the other rows of the group",
         tests="tests/exact/test_own_baseline.py",
     ),
     Mutant(
@@ -446,7 +448,7 @@ SURVIVED = (
         "$term.discount != 1",
         "False",
         tests="tests/exact/test_claims.py",
-        inside="as if the divergence were the reverse KL",
+        inside="Whether an option keeps the term from every target",
     ),
     Mutant(
         "the tail's mass in float32",
