@@ -32,8 +32,9 @@ from kl_comedy.rewards import RewardPool, RewardSum, check_options
 from kl_comedy.rollouts import Sampling, check_training_sampling
 from kl_comedy.tracking.loggers import check_loggers
 from kl_comedy.tracking.store import check_uri
-from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks, teacher_errors
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.loss import uses_critic
+from kl_comedy.training.models import teacher_errors
 from kl_comedy.training.sampling import ShardedScorer
 
 log = logging.getLogger("kl_comedy")

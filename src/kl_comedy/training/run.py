@@ -208,7 +208,7 @@ class RunRecord(Callback):
         config, data = self._config, trainer.datamodule
         self._ranks = ranks = pl_module.ranks
         self._watch.watch_others(ranks)
-        self._kl_label = kl_label(pl_module.terms)
+        self._kl_label = kl_label(list(pl_module.terms.values()))
         earlier = ranks.broadcast(ranks.on_rank_zero(lambda: find_run(config)))
         run: RunDir = earlier or ranks.broadcast(ranks.on_rank_zero(lambda: create_run(config)))
         ranks.on_rank_zero(lambda: self._lock.enter_context(run.lock()))
@@ -258,7 +258,7 @@ class RunRecord(Callback):
     def _tags(self, run: RunDir, prompts: PromptSets, module: PolicyModule) -> dict[str, str]:
         """What exactly is trained: config, data, certificates."""
         config = self._config
-        self._certificate = term_tags(config, module.terms)
+        self._certificate = term_tags(config, list(module.terms.values()))
         return {
             **provenance_tags(plugins=plugins_of(config)),
             "host.products": linear_library(),

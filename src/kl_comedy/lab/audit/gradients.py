@@ -227,7 +227,7 @@ def loss_of(
             with_BT, without_BT = (policy_parts(each, logp_BT, algorithm).loss_BT for each in (with_term, micro))
             loss_BT = (with_BT - without_BT) / item.unit + kl_parts(term, **arguments).pathwise_BT
         else:
-            baseline_BT = None if with_term is None else with_term.baselines.get(0)
+            baseline_BT = None if with_term is None else with_term.baselines.get(item.key)
             loss_BT = kl_surrogate(term, **arguments, baseline_BT=baseline_BT)
     inside_BT = torch.where(micro.experience.mask_BT, loss_BT, 0.0)
     return (micro.experience.weight_B * inside_BT.sum(-1)).sum()
@@ -298,13 +298,13 @@ def block_gradients(
 
     def prepared(item: AuditedTerm | None) -> list[MicroBatch]:
         """The rows prepared without any KL term, or with one alone."""
-        terms = () if item is None or item.term is None else (item.term,)
+        terms = {} if item is None or item.term is None else {item.key: item.term}
         pass_reference.restart()
         pass_policy.restart()
         return prepare(
             rows,
             dataclasses.replace(module.plan, terms=terms),
-            betas=[item.unit] * len(terms) if item else [],
+            betas={item.key: item.unit} if item else {},
             references=references,
             policy_pass=policy_pass,
             old_policy=module.record(rows),

@@ -39,7 +39,7 @@ from kl_comedy.lab.audit.report import SIGNIFICANT, UNDEFINED, AuditReport, Beta
 from kl_comedy.records import Scored
 from kl_comedy.registry import OWN_PART, RECIPES
 from kl_comedy.training.build import is_off_policy
-from kl_comedy.training.loss import micro_loss, prepare
+from kl_comedy.training.loss import micro_loss, named_terms, prepare
 from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
 
@@ -77,7 +77,7 @@ def equal_blocks(rows: Sequence[Scored], blocks: int) -> list[list[Scored]]:
 
 
 def select_terms(
-    names: Sequence[str], config: Config, *, key: str, betas: Sequence[float] | None = None
+    names: Sequence[str], config: Config, *, key: str, betas: Mapping[str, float] | None = None
 ) -> list[AuditedTerm]:
     """The terms that ``names`` ask for: ``own`` (all of the config), ``panel``, or recipes.
 
@@ -85,17 +85,18 @@ def select_terms(
     no corrections, which are one there. ``betas`` are those in force (default: at the first update). Raises
     :class:`UserError` under ``key`` for another name.
     """
-    terms = resolve_terms(config.kl)
-    betas = [BetaState(term.beta).value for term in terms] if betas is None else betas
+    terms = named_terms(resolve_terms(config.kl))
+    if betas is None:
+        betas = {name: BetaState(term.beta).value for name, term in terms.items()}
     config_terms: list[AuditedTerm] = []
     others: list[AuditedTerm] = []
     for name in names:
         if name == "own":
-            for n, (term, beta) in enumerate(zip(terms, betas, strict=True)):
+            for n, (key, term) in enumerate(terms.items()):
                 label = f"kl.{n}: {term.label()}"
-                config_terms.append(AuditedTerm(key=f"kl_{n}", label=label, term=term, beta=beta, position=n))
+                config_terms.append(AuditedTerm(key=key, label=label, term=term, beta=betas[key], position=n))
         elif name == "panel":
-            beta = betas[0] if betas else PANEL_BETA
+            beta = next(iter(betas.values()), PANEL_BETA)
             shown = [term for term in PANEL if term.correction == "none" or is_off_policy(config)]
             others += [_other(term.label(), term.label(), term, beta) for term in shown]
         elif name in RECIPES:
@@ -106,7 +107,7 @@ def select_terms(
         else:
             raise bad_value(key, name, ["own", "panel", *RECIPES.names()], OWN_PART)
     selected: dict[KLTerm | int, AuditedTerm] = dict(enumerate(config_terms))
-    shapes = {dataclasses.replace(term, beta=1.0) for term in terms} if config_terms else set()
+    shapes = {dataclasses.replace(term, beta=1.0) for term in terms.values()} if config_terms else set()
     for item in others:
         assert item.term is not None
         shape = dataclasses.replace(item.term, beta=1.0)
@@ -230,7 +231,7 @@ the KL part is as large as the policy's, and grows as that share shrinks; bfloat
 
 
 def training_gradient(
-    module: PolicyModule, rows: Sequence[Scored], betas: Sequence[float], sketch: GradientSketch
+    module: PolicyModule, rows: Sequence[Scored], betas: Mapping[str, float], sketch: GradientSketch
 ) -> Tensor:
     """The gradient that the training step would give the optimizer for ``rows``, sketched, in float64."""
     passes = {"references": module.references, "policy_pass": module.policy_pass, "old_policy": module.record(rows)}
@@ -250,12 +251,9 @@ def check_beta(
     ``term_gradient`` is the gradient of the term alone on the same rows, at beta = 1, summed and sketched.
     """
     assert item.term is not None
-    betas = [beta.value for beta in module.betas]
+    betas = module.beta_values
     high = 2.0 * item.beta or 1.0
-    without, doubled = (
-        training_gradient(module, rows, [value if n == item.position else b for n, b in enumerate(betas)], sketch)
-        for value in (0.0, high)
-    )
+    without, doubled = (training_gradient(module, rows, {**betas, item.key: value}, sketch) for value in (0.0, high))
     change = doubled - without
     scale = float(without.norm() + doubled.norm())
     share = float(change.norm()) / scale if scale > 0 else 0.0

@@ -76,7 +76,7 @@ def run_audit(
         if module.version != stop or not sampler.rows:
             raise UserError(f"audit: training stopped at update {module.version}, before update {stop}")
         equal = equal_blocks(sampler.rows, blocks)
-        terms = select_terms(names, config, key="--terms", betas=[beta.value for beta in module.betas])
+        terms = select_terms(names, config, key="--terms", betas=module.beta_values)
         progress("auditing", 0, len(equal))
 
         def show(done: int) -> None:
@@ -183,7 +183,7 @@ class AuditCallback(Callback):
             trainer.logger.log_metrics(self._metrics, step=pl_module.version)
 
     def _audit(self, module: PolicyModule, rows: Sequence[Scored]) -> AuditReport:
-        betas, config = [beta.value for beta in module.betas], self._config
+        betas, config = module.beta_values, self._config
         blocks = equal_blocks(rows[: self._groups * module.config.rollout.group_size], config.blocks)
         terms = select_terms(config.terms, module.config, key="audit.terms", betas=betas)
         check = not self._checked_beta
