@@ -39,7 +39,6 @@ from kl_comedy.tracking import spool as spool_module
 from kl_comedy.tracking import store, verify
 from kl_comedy.tracking.provenance import process_tags
 from kl_comedy.tracking.spool import Spool
-from kl_comedy.training.build import load_problem_sets, render_prompts
 from kl_comedy.training.checkpoint import (
     INDEX,
     MANIFEST,
@@ -52,6 +51,7 @@ from kl_comedy.training.checkpoint import (
 )
 from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.export import export_policy
+from kl_comedy.training.problems import load_problem_sets, render_prompts
 from kl_comedy.training.run import train
 from kl_comedy.training.run_folder import RunDir, find_run, readable_summary, repair_config, saved, step_of
 from saved_models import write_gguf

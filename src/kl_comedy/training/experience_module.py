@@ -18,10 +18,10 @@ from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rewards import RewardSum, Scorer
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.training.asynchronous import Producer
-from kl_comedy.training.build import ProblemSets, PromptSets, load_problem_sets, render_prompts
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.experience import DrawnHere, ExperienceStream, Recorded, TrainingPrompts, UpdateBatch
 from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.problems import ProblemSets, PromptSets, load_problem_sets, render_prompts
 from kl_comedy.training.sampling import ShardedRollouts, ShardedScorer, build_backend, build_engines
 
 

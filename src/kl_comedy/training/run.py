@@ -32,14 +32,7 @@ from kl_comedy.tracking import provenance_files, provenance_tags
 from kl_comedy.tracking.logger import NullLogger, RunLogger
 from kl_comedy.tracking.loggers import build_loggers
 from kl_comedy.tracking.store import param_texts
-from kl_comedy.training.build import (
-    ProblemSets,
-    PromptSets,
-    check_trainer_arguments,
-    kl_label,
-    policy_tags,
-    term_tags,
-)
+from kl_comedy.training.build import check_trainer_arguments
 from kl_comedy.training.callbacks import (
     CheckpointCallback,
     ConsoleProgress,
@@ -61,6 +54,7 @@ from kl_comedy.training.distributed import (
 from kl_comedy.training.experience_module import ExperienceModule
 from kl_comedy.training.export import save_policy, write_card
 from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.problems import ProblemSets, PromptSets
 from kl_comedy.training.run_folder import (
     PLUGIN_FOLDER,
     PLUGINS,
@@ -76,6 +70,7 @@ from kl_comedy.training.run_folder import (
 from kl_comedy.training.sampling import engine_gpus
 from kl_comedy.training.stop_signals import StopRequest, stop_requests
 from kl_comedy.training.strategies import NEWEST, RankLauncher, strategy_for
+from kl_comedy.training.tags import kl_label, policy_tags, term_tags
 
 log = logging.getLogger("kl_comedy")
 
