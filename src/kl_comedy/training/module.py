@@ -13,6 +13,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -109,6 +110,7 @@ class PolicyModule(lightning.LightningModule):
     references: dict[str, Reference]
     plan: Preparation
     backend: RolloutBackend
+    run_folder: Path
 
     def __init__(self, config: Config) -> None:
         super().__init__()
