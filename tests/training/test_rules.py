@@ -1,7 +1,5 @@
 """Each rule of kl_comedy.training.rules, by its name: settings that break it, and no rule before it."""
 
-from pathlib import Path
-
 import pytest
 
 from kl_comedy.config import load_config
@@ -9,8 +7,8 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import resolve_terms
 from kl_comedy.training.build import check_training
 from kl_comedy.training.rules import RULES, TrainingSettings, broken_rule
+from training_runs import TINY
 
-TINY = Path(__file__).parents[1] / "integration" / "tiny.yaml"
 TEACHER = ["reference.teacher.source=pocket", "kl=opd/sampled"]
 SERVED = [*TEACHER, "reference.teacher.url=http://localhost:1"]
 DPO = ["algorithm.dpo={beta: 0.5}", "kl=[]"]

@@ -2,7 +2,7 @@
 
 Each rule is a function of :class:`TrainingSettings` that returns the error to raise, or None; the name of the function
 is the name of the rule. The rules are checked in order and the first broken one is raised, so that a rule may rely on
-those above it. ``tests/unit/test_training_rules.py`` has settings for each rule, by its name.
+those above it. ``tests/training/test_rules.py`` has settings for each rule, by its name.
 
 Contradictions inside one KL term are in :mod:`kl_comedy.kl.term_rules`; those of sampling, batches and processes in
 :mod:`kl_comedy.config.combinations`.
