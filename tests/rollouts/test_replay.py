@@ -84,7 +84,7 @@ def test_the_recorders_own_configuration_replays_to_the_same_bits(recorded, edit
         assert weights_of(again) == weights_of(recorded)
         assert not [key for key in metrics_of(again) if "staleness" in key[1] or key[1] == "policy/mismatch"]
     with resolve_target(str(again.path), []) as target:  # its policy is evaluated, by a sampler that has no recording
-        assert build_backend(target.config, load_model(target.config.model), SINGLE_PROCESS).version == 0
+        assert build_backend(target.config, load_model(target.config.model), SINGLE_PROCESS).own.version == 0
 
 
 def test_two_configurations_see_the_same_rows(recorded, tmp_path, monkeypatch):
