@@ -118,8 +118,8 @@ EARLIER = (
     ),
     Mutant(
         "gradient of Jensen-Shannon with the shares swapped",
-        "$p.mul_($above).mul_((1 - $share) * $grad[:, None])",
-        "$p.mul_($above).mul_($share * $grad[:, None])",
+        "$scale = (1 - $share) * $grad",
+        "$scale = $share * $grad",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
@@ -149,15 +149,15 @@ EARLIER = (
     ),
     Mutant(
         "a term reads the initial policy for the teacher",
-        'self.references["initial" if $term.reference == "sampler" else $term.reference]',
+        "self.references[_pass_name($term.reference)]",
         'self.references["initial"]',
         tests="tests/training/test_loss.py -k own_reference",
     ),
     Mutant(
         "a baseline reads the initial policy for the teacher",
-        '$reference_passes["initial" if $name == "sampler" else $name]',
-        '$reference_passes["initial"]',
-        inside="By position, the parts over the whole update,",
+        "$pack.references[_pass_name($name)]",
+        '$pack.references["initial"]',
+        inside="The parts of each term with",
         tests="tests/training/test_loss.py -k own_reference",
     ),
     Mutant(
@@ -289,8 +289,8 @@ EARLIER = (
     ),
     Mutant(
         "beta twice",
-        "$betas[$n] * $parts[$n].cost_BT",
-        "$betas[$n] ** 2 * $parts[$n].cost_BT",
+        "$betas[$n] * $parts.cost_BT",
+        "$betas[$n] ** 2 * $parts.cost_BT",
         tests="tests/training/test_loss.py tests/exact/test_oracle_in_training.py",
     ),
     Mutant(
@@ -308,15 +308,15 @@ EARLIER = (
     ),
     Mutant(
         "temperature missing in the head's backward",
-        "return $grad_nV if $plan.temperature == 1 else $grad_nV.div_($plan.temperature)",
-        "return $grad_nV",
+        "$grad_nV.div_($plan.settings.temperature)",
+        "$grad_nV",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
         "head backward skips the exact KL's mean",
-        "$share_n = $share_n - $kl_grad_n * $kl_n",
-        "$share_n = $share_n",
-        inside="The gradient ``[n, V]`` of the logits; ``grad",
+        "$factor = $factor - $kl_grad_n * $chunk.kl_n",
+        "$factor = $factor",
+        inside="of the loss by the logits",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
@@ -327,8 +327,8 @@ EARLIER = (
     ),
     Mutant(
         "temperature missing in the logits",
-        "($logits_nV if $temperature == 1 else $logits_nV.div_($temperature)).log_softmax(-1)",
-        "$logits_nV.log_softmax(-1)",
+        "$logits_nV = $logits_nV.div_($temperature)",
+        "$logits_nV = $logits_nV",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
@@ -464,7 +464,7 @@ SURVIVED = (
     ),
     Mutant(
         "betas are not restored on resume",
-        'for $beta, $value in zip($s.betas, $state["betas"], strict=True):\n    $beta.value = float($value)',
+        'for $beta, $value in zip($s.betas.values(), $state["betas"], strict=True):\n    $beta.value = float($value)',
         "pass",
         tests="tests/training/test_run.py -k killed_run",
     ),
