@@ -83,6 +83,7 @@ def prefix_previous(delta_BT: Tensor, window: int | None = None) -> Tensor:
 )
 def sequence(delta_BT: Tensor) -> Tensor:
     """``omega``: the ratio of the whole completion, at every token."""
+    # The log-ratios are zero outside the mask, so a sum over a padded row is one over the completion.
     return delta_BT.sum(-1, keepdim=True).exp().expand_as(delta_BT)
 
 

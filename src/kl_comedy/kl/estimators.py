@@ -91,6 +91,7 @@ def k1(log_ratio: Tensor) -> Tensor:
     >>> k1(torch.tensor([0.5, -0.5]))
     tensor([ 0.5000, -0.5000])
     """
+    # d k1 = grad log pi, whose mean is zero: pathwise:zero.
     return log_ratio
 
 
@@ -108,6 +109,7 @@ def k2(log_ratio: Tensor) -> Tensor:
     >>> k2(torch.tensor([2.0]))
     tensor([2.])
     """
+    # d k2 = l grad log pi, whose mean is the gradient of KL(pi || ref).
     return 0.5 * log_ratio.square()
 
 
@@ -126,6 +128,8 @@ def k3(log_ratio: Tensor) -> Tensor:
     >>> k3(torch.tensor([0.0]))
     tensor([0.])
     """
+    # d k3 = (1 - exp(-l)) grad log pi, whose mean is -E_ref[grad log pi], the gradient of KL(ref || pi).
+    # expm1, because exp(-l) - 1 has no digits left where policy and reference nearly agree.
     return torch.expm1(-log_ratio) + log_ratio
 
 
@@ -153,6 +157,7 @@ def k_lambda(log_ratio: Tensor, lam: float = 0.5) -> Tensor:
     >>> k_lambda(torch.tensor([0.3]), lam=0.0)
     tensor([0.3000])
     """
+    # E[exp(-l) - 1] = 0, so any multiple of it may be added to k1 (a control variate).
     return log_ratio + lam * torch.expm1(-log_ratio)
 
 
@@ -164,6 +169,7 @@ def k_lambda(log_ratio: Tensor, lam: float = 0.5) -> Tensor:
 )
 def exact(exact_kl: Tensor) -> Tensor:
     """``KL(pi(.|h) || ref(.|h))`` summed over the vocabulary at the prefix of the token: no sampling noise."""
+    # The sum over the vocabulary is taken by the model's head, which has the distributions.
     return exact_kl
 
 

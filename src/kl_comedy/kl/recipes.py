@@ -68,6 +68,7 @@ _recipe(
     _loss("k3", correction="token", beta=0.04),
 )
 _recipe("trl/rloo", "k1 of the whole completion inside the reward", "TRL 1.16 RLOO", _before("k1", beta=0.05))
+# verl and SkyRL clamp the log-ratio to 20 nats and the estimate to 10.
 _recipe(
     "verl/low_var_kl",
     "k3 differentiated, without gradient beyond its clamps",
@@ -123,12 +124,14 @@ _recipe(
     "2510.01555 (off-policy correction)",
     _loss("k2", correction="token_detached", beta=0.01),
 )
+# k1 as a cost of its own token weights the score by l, which is the gradient of k2 in loss; a clip needs a cost.
 _recipe(
     "liu/clipped",
     "liu/corrected as a cost of its own token, with PPO's clip at 0.2",
     "2510.01555 (a clipped KL head)",
     _reward("k1", credit="own", correction="token", cap=1.2, cap_mode="clip", beta=0.01),
 )
+# The same term as openrlhf/default, by the name of another source.
 _recipe(
     "frpo",
     "k1 to go, added to the advantage after normalization",
@@ -227,6 +230,8 @@ _recipe(
     "GKD 2306.13649, lambda 1, JSD(0.5); TRL 1.16 DistillationTrainer, beta 0.5",
     _teacher("exact_jsd", placement="loss"),
 )
+# -E[1.25 (log teacher - log initial) - (log pi - log initial)], as two terms: the weights of log pi add up to 1, so the
+# objective has an optimum although a beta is below 0.
 _recipe(
     "g_opd",
     "max E[1.25 log(teacher / initial)] - KL(pi || initial), each token its own",

@@ -158,6 +158,7 @@ def in_reward(
 
 def in_loss(value_BT: Tensor, ratio_BT: Tensor) -> TermParts:
     """A differentiated estimate, times its (differentiable or detached) ratio."""
+    # All zero: a term in loss has no cost, so neither a score nor a baseline is weighted by it.
     zeros_BT = torch.zeros_like(value_BT)
     return TermParts(
         cost_BT=zeros_BT,
@@ -427,6 +428,7 @@ def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tenso
 
 def _evaluate(term: KLTerm, argument_BT: Tensor | TopK) -> Tensor:
     """The estimator's value (nats) between the term's clamps, of the shape of its argument."""
+    # A clamp has no gradient beyond its bounds, as in the libraries whose recipes have one.
     if term.input_clamp is not None and isinstance(argument_BT, Tensor):
         argument_BT = argument_BT.clamp(-term.input_clamp, term.input_clamp)
     value_BT = estimate(ESTIMATORS.get(term.estimator), argument_BT, **term.options)

@@ -71,6 +71,7 @@ def training_loss(terms: Sequence[KLTerm], context: AlgorithmContext, *, scale: 
             else:
                 losses_BT.append(beta * term_surrogate(term, rows))
         returns_BT = returns_with_costs(context.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
+        # Detached as in training: an advantage weights the score and is not differentiated.
         advantage_BT = _advantage(context, returns_BT, rows).detach()
         total_BT = policy_loss(spec, rows, advantage_BT)
         for loss_BT in losses_BT:

@@ -396,6 +396,7 @@ class Instance:
 
     def at_a_later_update(self, share: float) -> Instance:
         """The same batch some updates later; at its first use the policy was ``share`` of the way from the sampler."""
+        # A mixture of the logs, renormalized: between the two policies at every token.
         between_NV = (1 - share) * self.recorded_logp_NV + share * self.policy_logp().detach()
         return dataclasses.replace(self, proximal_logp_NV=prefix_log_probs(between_NV))
 
@@ -404,6 +405,7 @@ class Instance:
         """What the sampler recorded for every completion of a small tree, ``[B, T]``."""
         return log_probs(self.tree, self.recorded_logp_NV)
 
+    # Cached: every loss on every chunk reads them, and the instance is frozen.
     @cached_property
     def kl_N(self) -> tuple[Tensor, Tensor]:
         """Exact ``KL(pi || ref)`` and ``KL(ref || pi)`` of the next token at each prefix (nats)."""

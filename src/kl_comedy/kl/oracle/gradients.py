@@ -330,6 +330,7 @@ def terms_loss(terms: Sequence[KLTerm]) -> Loss:
     """``sum_k beta_k surrogate_k``, per token; a schedule or a target counts with its first value."""
 
     def loss(rows: Rows, /) -> Tensor:
+        # Like the reference's log-probs and not the policy's, so that no term at all is a loss without gradient.
         total_BT = torch.zeros_like(rows.ref_logp_BT)
         for term in terms:
             beta = initial_beta(term)

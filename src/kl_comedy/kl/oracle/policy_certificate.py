@@ -220,6 +220,7 @@ def _certificate(name: str, term: PolicyTerm, regime: str, update: str, seed: in
             if case.setting is not None:
                 missed_in = str(case.setting)
         if case.shown:
+            # A token without gradient was dropped by a mask, a bound or a clip; the score itself is never 0.
             dropped_share = silent_shares(instance, {"": loss})[""]
             figures.append({**moments.figures(target_D), "dropped_share": dropped_share})
     means = {}
