@@ -355,7 +355,12 @@ class Plan:
         generate, learn = sum(drawn.values()) / updates, sum(learned.values())
         rank_s, engine_s = learn + publish, generate + load_s
         update = update_s(rank_s, engine_s, rank_s * self._overlap)
-        waited_for = rank if update == rank_s else engine if update == engine_s else {**rank, **engine}
+        if update == rank_s:
+            waited_for = rank
+        elif update == engine_s:
+            waited_for = engine
+        else:
+            waited_for = {**rank, **engine}
         hours = update * config.train.steps / 3600
         devices = load.processes + (self.engines * self.engine_devices if self.apart else 0)
         rows = config.rollout.prompts_per_batch * config.rollout.group_size
@@ -456,7 +461,11 @@ class Plan:
         ahead = early + (algorithm.proximal == "recomputed" or critic)
         every = config.train.exact_kl_every
         exact = any(term.reads != {"log_ratio"} for term in self.terms)
-        measured = 1.0 if exact else 1 / every if every else 0.0  # share of updates
+        measured = 0.0  # share of updates
+        if exact:
+            measured = 1.0
+        elif every:
+            measured = 1 / every
         lora = config.model.lora is not None
         # forward, again in the backward, gradient of hidden states and weights; the reference's again in both for KL
         head_products = references + ahead + early * exact + 2 + (1 if lora else 2) + 2 * measured
@@ -618,7 +627,12 @@ def splits(config: Config, device: Device, total: int, **tokens: int | None) -> 
 
 def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Changes:
     """Settings of so many ranks and servers; a server shares ``gpus_each`` of the ranks' GPUs, or has its own (0)."""
-    strategy = "single" if ranks == 1 else "ddp" if config.train.strategy == "ddp" else "fsdp"
+    if ranks == 1:
+        strategy = "single"
+    elif config.train.strategy == "ddp":
+        strategy = "ddp"
+    else:
+        strategy = "fsdp"
     changes: list[tuple[str, object]] = [("train.strategy", strategy), *_places(ranks)]
     if strategy not in SHARDED and config.train.shards != "all":
         changes.append(("train.shards", "all"))

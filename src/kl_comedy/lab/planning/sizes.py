@@ -70,7 +70,9 @@ def device_named(name: str, *, measured: bool = True) -> Device:
     """The device that ``--gpu`` names; ``cpu`` is this machine, its speed measured now. Raises :class:`UserError`."""
     if name != "cpu" and name not in GPUS:
         raise bad_value("--gpu", name, [*GPUS, "cpu"])
-    return GPUS[name] if name in GPUS else this_machine(seconds=0.3 if measured else 0.0)
+    if name in GPUS:
+        return GPUS[name]
+    return this_machine(seconds=0.3 if measured else 0.0)
 
 
 def this_machine(*, seconds: float = 0.3) -> Device:
