@@ -43,17 +43,17 @@ from kl_comedy.training.sampling import engine_gpus, engine_transport
 
 PHASES = ("always", "learning", "sampling")
 AUTOCAST_SHARE = 0.7
-"""Of a float32 pass's saved values under bf16 autocast: linear layers keep half as much, norms and sums as much
-(measured: ``tests/lab/test_planning.py``)."""
+"""The share of a float32 pass's saved values that bf16 autocast saves: linear layers keep half as much, norms and sums
+as much (measured: ``tests/lab/test_planning.py``)."""
 BACKWARD_LAYERS = 1.0
 """Layers' worth of saved values that gradients on their way back take beside them."""
 FRAGMENTS = 0.05
-"""Of what comes and goes: what an allocator keeps and cannot use."""
+"""The share of temporary memory that an allocator keeps and cannot use."""
 RUNTIME = {"cuda": 1.0 * GIB, "cpu": 0.6 * GIB}
 """CUDA's context and libraries, or python with its libraries, in every process."""
 NCCL = 0.5 * GIB
 ENGINE_SHARE = {"vllm": GPU_SHARE, "vllm_server": SERVER_GPU_SHARE}
-"""Of a device, what an engine takes by default (``gpu_memory_utilization``)."""
+"""The share of a device that an engine takes by default (``gpu_memory_utilization``)."""
 MAX_PROCESSES, DEVICES_OF_A_NODE = 64, 8
 HF = ("hf", "hf_server")
 """Samplers that start their kernels one by one, in the trainer's precision."""
@@ -329,7 +329,7 @@ class Plan:
 
     @property
     def _weight_bytes(self) -> float:
-        """Of the weights as they travel to an engine and as it holds them; an adapter is merged."""
+        """The bytes of the weights as they travel to an engine and as it holds them; an adapter is merged."""
         return self.shape.parameters * (2 if self._in_bf16 else 4)
 
     @property
@@ -398,7 +398,7 @@ class Plan:
 
     @property
     def _rates(self) -> Rates:
-        """Of a trainer rank."""
+        """The speeds of a trainer rank."""
         bf16, train = self.compute_bytes == 2, self.config.train
         ports = None if train.nodes == 1 or self.copies > 1 else train.devices
         return Rates.of(self.device, self.assumed, bf16=bf16, bf16_head=self._head_in_bf16, ports=ports)
@@ -410,7 +410,7 @@ class Plan:
 
     @property
     def _engine_rates(self) -> Rates:
-        """Of an engine with all its devices; ``hf`` draws in the trainer's precision."""
+        """The speeds of an engine with all its devices; ``hf`` draws in the trainer's precision."""
         as_trainer = self.sampler in HF
         bf16, bf16_head = as_trainer and self.compute_bytes == 2, as_trainer and self._head_in_bf16
         narrow = self._in_bf16

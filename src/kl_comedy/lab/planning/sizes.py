@@ -213,7 +213,7 @@ class _Facts(SimpleNamespace):
 
 
 def _dense_facts(config: ModelConfig) -> _Facts | None:
-    """Of the pocket policy and of :data:`KNOWN` models, which are counted without transformers; None for others."""
+    """The facts of the pocket policy and of :data:`KNOWN` models, counted without transformers; None for others."""
     if config.source == "pocket":
         from kl_comedy.models.pocket import MAX_LENGTH, VOCABULARY, recipe_from_options
 
