@@ -684,7 +684,7 @@ def test_json_with_a_checksum(tmp_path):
                     assert {key: value for key, value in decode_json(changed).items() if key == "a"} == content
     for text in ("[]", "5", "null", "{", "", "[" * 10**5, '{"a": ' * 10**5, '{"crc32": "00000000"}', "\0"):
         (tmp_path / "x.json").write_text(text)
-        with pytest.raises(UserError, match=r"x.json is no readable summary \(") as raised:
+        with pytest.raises(UserError, match=r"x.json is not a readable summary \(") as raised:
             read_json(tmp_path / "x.json", "summary")
         assert "\n" not in str(raised.value)
     (tmp_path / "x.json").write_text('{"a": "text"}')

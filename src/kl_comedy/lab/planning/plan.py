@@ -43,17 +43,17 @@ from kl_comedy.training.sampling import engine_gpus, engine_transport
 
 PHASES = ("always", "learning", "sampling")
 AUTOCAST_SHARE = 0.7
-"""Of a float32 pass's saved values under bf16 autocast: linear layers keep half as much, norms and sums as much
-(measured: ``tests/lab/test_planning.py``)."""
+"""The share of a float32 pass's saved values that bf16 autocast saves: linear layers keep half as much, norms and sums
+as much (measured: ``tests/lab/test_planning.py``)."""
 BACKWARD_LAYERS = 1.0
 """Layers' worth of saved values that gradients on their way back take beside them."""
 FRAGMENTS = 0.05
-"""Of what comes and goes: what an allocator keeps and cannot use."""
+"""The share of temporary memory that an allocator keeps and cannot use."""
 RUNTIME = {"cuda": 1.0 * GIB, "cpu": 0.6 * GIB}
 """CUDA's context and libraries, or python with its libraries, in every process."""
 NCCL = 0.5 * GIB
 ENGINE_SHARE = {"vllm": GPU_SHARE, "vllm_server": SERVER_GPU_SHARE}
-"""Of a device, what an engine takes by default (``gpu_memory_utilization``)."""
+"""The share of a device that an engine takes by default (``gpu_memory_utilization``)."""
 MAX_PROCESSES, DEVICES_OF_A_NODE = 64, 8
 HF = ("hf", "hf_server")
 """Samplers that start their kernels one by one, in the trainer's precision."""
@@ -329,7 +329,7 @@ class Plan:
 
     @property
     def _weight_bytes(self) -> float:
-        """Of the weights as they travel to an engine and as it holds them; an adapter is merged."""
+        """The bytes of the weights as they travel to an engine and as it holds them; an adapter is merged."""
         return self.shape.parameters * (2 if self._in_bf16 else 4)
 
     @property
@@ -355,7 +355,12 @@ class Plan:
         generate, learn = sum(drawn.values()) / updates, sum(learned.values())
         rank_s, engine_s = learn + publish, generate + load_s
         update = update_s(rank_s, engine_s, rank_s * self._overlap)
-        waited_for = rank if update == rank_s else engine if update == engine_s else {**rank, **engine}
+        if update == rank_s:
+            waited_for = rank
+        elif update == engine_s:
+            waited_for = engine
+        else:
+            waited_for = {**rank, **engine}
         hours = update * config.train.steps / 3600
         devices = load.processes + (self.engines * self.engine_devices if self.apart else 0)
         rows = config.rollout.prompts_per_batch * config.rollout.group_size
@@ -393,7 +398,7 @@ class Plan:
 
     @property
     def _rates(self) -> Rates:
-        """Of a trainer rank."""
+        """The speeds of a trainer rank."""
         bf16, train = self.compute_bytes == 2, self.config.train
         ports = None if train.nodes == 1 or self.copies > 1 else train.devices
         return Rates.of(self.device, self.assumed, bf16=bf16, bf16_head=self._head_in_bf16, ports=ports)
@@ -405,7 +410,7 @@ class Plan:
 
     @property
     def _engine_rates(self) -> Rates:
-        """Of an engine with all its devices; ``hf`` draws in the trainer's precision."""
+        """The speeds of an engine with all its devices; ``hf`` draws in the trainer's precision."""
         as_trainer = self.sampler in HF
         bf16, bf16_head = as_trainer and self.compute_bytes == 2, as_trainer and self._head_in_bf16
         narrow = self._in_bf16
@@ -456,7 +461,11 @@ class Plan:
         ahead = early + (algorithm.proximal == "recomputed" or critic)
         every = config.train.exact_kl_every
         exact = any(term.reads != {"log_ratio"} for term in self.terms)
-        measured = 1.0 if exact else 1 / every if every else 0.0  # share of updates
+        measured = 0.0  # share of updates
+        if exact:
+            measured = 1.0
+        elif every:
+            measured = 1 / every
         lora = config.model.lora is not None
         # forward, again in the backward, gradient of hidden states and weights; the reference's again in both for KL
         head_products = references + ahead + early * exact + 2 + (1 if lora else 2) + 2 * measured
@@ -618,7 +627,12 @@ def splits(config: Config, device: Device, total: int, **tokens: int | None) -> 
 
 def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Changes:
     """Settings of so many ranks and servers; a server shares ``gpus_each`` of the ranks' GPUs, or has its own (0)."""
-    strategy = "single" if ranks == 1 else "ddp" if config.train.strategy == "ddp" else "fsdp"
+    if ranks == 1:
+        strategy = "single"
+    elif config.train.strategy == "ddp":
+        strategy = "ddp"
+    else:
+        strategy = "fsdp"
     changes: list[tuple[str, object]] = [("train.strategy", strategy), *_places(ranks)]
     if strategy not in SHARDED and config.train.shards != "all":
         changes.append(("train.shards", "all"))
