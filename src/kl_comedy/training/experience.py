@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,6 +24,9 @@ from kl_comedy.records import Prompt, Reward, Rollout, Scored
 from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import ReplayRollouts, sampling_from
 from kl_comedy.training.distributed import Ranks
+
+if TYPE_CHECKING:
+    from kl_comedy.training.build import Lag
 
 
 def derive_seed(seed: int, purpose: str, index: int) -> int:
@@ -206,10 +209,11 @@ class DrawnHere:
     batch it is exactly ``k u`` updates old at its first use once n >= k (before, no older policy exists).
     """
 
-    def __init__(self, config: Config, prompts: TrainingPrompts, generate: Generate, scorer: Scorer) -> None:
-        per_batch = updates_from_a_batch(config)
-        self._lag = config.lag.steps // per_batch
-        self._iterations = -(-config.train.steps // per_batch)
+    def __init__(self, lag: Lag, updates: int, prompts: TrainingPrompts, generate: Generate, scorer: Scorer) -> None:
+        """``updates``: those of the run."""
+        self._lag = lag.steps // lag.updates_per_batch
+        # Rounded up: the last batch may not be used up.
+        self._iterations = -(-updates // lag.updates_per_batch)
         self._prompts = prompts
         self._generate = generate
         self._scorer = scorer

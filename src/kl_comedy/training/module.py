@@ -30,7 +30,7 @@ from kl_comedy.models.reference import MovingReference, Reference, ReferencePass
 from kl_comedy.objective import value_loss
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
-from kl_comedy.training.build import check_training
+from kl_comedy.training.build import build_run
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.experience import UpdateBatch
 from kl_comedy.training.loss import (
@@ -38,7 +38,6 @@ from kl_comedy.training.loss import (
     OldPolicyRow,
     Preparation,
     micro_loss,
-    named_terms,
     prepare,
     weighted_sum,
 )
@@ -116,7 +115,8 @@ class PolicyModule(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.config = config
-        self.terms = named_terms(check_training(config))
+        self.run = build_run(config)
+        self.terms = self.run.terms
         self.betas = {name: BetaState(term.beta) for name, term in self.terms.items()}
         self.ranks = SINGLE_PROCESS
         self.version = 0

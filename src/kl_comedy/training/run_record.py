@@ -273,8 +273,8 @@ class RunRecord(Callback):
             command=self._command,
             kl_label=self._kl_label,
             run_id=self._logger.run_id,
-            results=results,
         )
+        summary |= results
         try:
             if self._ranks.is_rank_zero:
                 run.write_summary(summary)
