@@ -88,6 +88,7 @@ def build_run(config: Config, *, warn: bool = True) -> Run:
     terms = resolve_terms(config.kl)
     check_training_sampling(config.rollout)
     check_policy_term(PolicyTerm.of(config.algorithm))
+    # The rules come last: they read terms that are valid by themselves.
     broken = broken_rule(TrainingSettings(config=config, terms=terms))
     if broken is not None:
         _, error = broken
@@ -113,6 +114,7 @@ def check_before_loading(config: Config) -> ProblemSets | None:
     check_training(config, warn=False)
     check_parts(config)
     check_trainer_arguments(config)
+    # With `auto` a machine without GPU trains on its CPU; `cuda` asks for one.
     if config.model.device == "cuda":
         pick_device("cuda")
     check_source(config.model)
@@ -121,7 +123,7 @@ def check_before_loading(config: Config) -> ProblemSets | None:
             check_source(config.reference.teacher.model(config.model))
     process_count = config.train.devices * config.train.nodes
     if process_count > 1:
-        return None
+        return None  # each of the processes, which do not exist yet, loads them
     return load_problem_sets(config)
 
 
@@ -153,6 +155,7 @@ def _trainer_parameters() -> set[str]:
 
 def check_parts(config: Config) -> None:
     """Raise :class:`UserError` for options of the sampler and the rewards, and for an address of the store."""
+    # A backend of a plugin may check its options itself, when it is built.
     options_type = ROLLOUTS.get(sampler_of(config)).facts.get("options")
     if options_type is not None:
         parse_record(options_type, config.rollout.options, key="rollout.options")
@@ -180,5 +183,5 @@ def is_off_policy(config: Config) -> bool:
     """Whether any update uses samples of other weights than its own."""
     has_lag = config.lag.steps > 0 or config.lag.max_steps > 0
     reuses_batches = updates_from_a_batch(config) > 1
-    is_recorded = config.rollout.backend == "replay"
+    is_recorded = config.rollout.backend == "replay"  # drawn by another run's policy
     return has_lag or reuses_batches or is_recorded

@@ -152,7 +152,10 @@ class MetricsCallback(Callback):
         version = pl_module.version
         for logger in trainer.loggers:
             logger.log_metrics(pl_module.last_metrics, step=version)
-        if self._every and (version == 1 or version % self._every == 0):
+        if self._every == 0:
+            return
+        if version == 1 or version % self._every == 0:
+            # The first logger is the run's own; Lightning's others have no tables.
             trainer.logger.log_table("samples", sample_rows(pl_module.last_batch.rows), step=version)
 
 
@@ -176,6 +179,7 @@ class EvaluationCallback(Callback):
         self._choice_scorer = choice_scorer(self._config, loaded, ranks)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # A resumed run has its first evaluation in the history already.
         if self._config.eval.at_start and pl_module.version == 0:
             self.run(trainer, pl_module.version)
 
@@ -246,6 +250,7 @@ class CheckpointCallback(Checkpoint):
         self._train = config.train
         self._evaluation = evaluation
         self._request = request
+        # Only a job that is signalled before its end can lose what it has not saved.
         self._warning_s = float(os.environ.get(SIGNAL_SECONDS) or math.inf)
         # The longest so far, in seconds: of an update with its evaluation, and of a save.
         self._update_s = 0.0
@@ -336,6 +341,7 @@ class SignalWarning(Callback):
             self._silent_updates = 0
         if self._silent_updates != SILENT_UPDATES:  # warned once for each silence
             return
+        # A completion is shown, because most often the reward cannot read the answers, and that is seen at a glance.
         first = rows[0]
         log.warning(
             f"no signal for {SILENT_UPDATES} updates: in each group all completions had the same reward (mean "

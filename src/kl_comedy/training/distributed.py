@@ -178,6 +178,7 @@ class RankWatch(threading.Thread):
 
     def watch_others(self, ranks: Ranks) -> None:
         """Know the ranks of this host by their numbers; watch rank 0 where it started this one. All ranks call."""
+        # Numbers of processes mean something on their own host only.
         processes = ranks.gather((socket.gethostname(), os.getpid(), os.getppid()))
         host, _, parent = processes[ranks.rank]
         self._pids = {}
@@ -290,6 +291,7 @@ def _is_running(pid: int) -> bool:
     """Whether a process is there and not only waiting to be reaped."""
     import psutil
 
+    # A process that ends between the two questions is not running either.
     with contextlib.suppress(psutil.Error):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
@@ -307,6 +309,7 @@ def process_state_restored(threads: int | None = None) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch.set_num_threads(threads_before)
+        # A second run in this process must not take itself for a rank of the first.
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -71,6 +71,7 @@ class TrainingPrompts:
                 "prompt": self.positions[row.rollout.prompt.problem.id],
                 "group_id": row.rollout.group_id,
                 "completion_ids": torch.tensor(row.rollout.completion_ids, dtype=torch.long),
+                # float64 holds Python's floats exactly: a resumed run computes with the same bits.
                 "logps": torch.tensor(row.rollout.logps, dtype=torch.float64),
                 "versions": torch.tensor(row.rollout.versions, dtype=torch.long),
                 "stop_reason": row.rollout.stop_reason,
@@ -103,6 +104,7 @@ class TrainingPrompts:
         """The rows of rank 0 on every rank."""
         if self._ranks.size == 1:
             return rows
+        # Packed, because the prompts are on every rank already.
         return self.unpack(self._ranks.broadcast(self.pack(rows)))
 
 
@@ -189,6 +191,7 @@ class ExperienceStream:
 
     def snapshot(self) -> dict[str, Any]:
         """Position, the current batch while it is still needed, and the source's unused batches, as plain data."""
+        # Between two batches the last one is used up, and a checkpoint without it is much smaller.
         is_within_a_batch = self._handed_out % self._per_batch != 0
         current = []
         if is_within_a_batch:
@@ -257,6 +260,7 @@ class Recorded:
     def take(self, iteration: int) -> Batch:
         """Read a batch; judge it anew where the backend's options say so."""
         start = time.perf_counter()
+        # One reader: the recording may be on a disk that the other nodes do not have.
         recorded = self._ranks.on_rank_zero(lambda: self._recording.batch(iteration))
         rows = self._prompts.broadcast(recorded or ())
         read = time.perf_counter()

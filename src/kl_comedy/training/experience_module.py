@@ -64,6 +64,7 @@ class ExperienceModule(lightning.LightningDataModule):
         """
         config = self.config
         problems = ranks.raise_on_all_ranks(self.load_problems)
+        # Rewards before the policy: a verifier that rejects the answers is found before a model is loaded.
         rewards = RewardSum(config.rewards)
         self._to_close.callback(rewards.close)
         for dataset in (problems.train, *problems.evals.values()):

@@ -45,7 +45,7 @@ def save_policy(run: RunDir, module: PolicyModule) -> None:
     for bucket in stream_weights(loaded.model, config.rollout.bucket_mib * 2**20):
         if ranks.is_rank_zero:
             weights |= {name: tensor.cpu() for name, tensor in bucket}
-    if not ranks.is_rank_zero:
+    if not ranks.is_rank_zero:  # these have taken part in gathering the shards
         return
     with _atomic_folder(run.policy) as folder:
         _write_policy(folder, loaded, config, weights)
@@ -169,6 +169,7 @@ def _card_text(name: str, header: Mapping[str, str], facts: Mapping[str, Any]) -
 @contextlib.contextmanager
 def _atomic_folder(target: Path) -> Iterator[Path]:
     """A new folder to write into, renamed to ``target`` in place of an older one where no exception was raised."""
+    # Beside the target, because a rename is atomic within one file system only.
     folder = target.with_name(f".{target.name}.writing")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

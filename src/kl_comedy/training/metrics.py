@@ -179,7 +179,7 @@ def accumulate_reference(
 
 
 def _against(reference: str, divergence: str, level: str) -> str:
-    """The name of the metric of a divergence from a reference."""
+    """The name of the metric of a divergence from a reference. Stored runs and tables have these names."""
     if reference == "initial":
         return f"kl/{divergence}_{level}"
     if reference == "teacher":
@@ -206,6 +206,7 @@ def accumulate_divergence(
 
     The error of a token is its estimate minus the exact KL at its prefix; that of a completion is the sum over tokens.
     """
+    # Each total has two counts: per token, and per completion.
     tokens = float(mask_BT.sum())
     rows = float(mask_BT.shape[0])
     for token_name, sequence_name, value_BT in (
@@ -218,7 +219,7 @@ def accumulate_divergence(
             total = value_BT.double().sum()
             metrics.add(token_name, total, tokens)
             metrics.add(sequence_name, total, rows)
-    if log_ratio_BT is None:
+    if log_ratio_BT is None:  # the tokens are of another policy, about which k1, k2 and k3 would say nothing
         return
     metrics.maximum("kl/log_ratio_max", log_ratio_BT.abs().max())
     for name, estimator in (("k1_reverse", k1), ("k2_reverse", k2), ("k3_reverse", k3)):
@@ -246,6 +247,7 @@ def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, log
     mask_BT = experience.mask_BT
     versions_BT = experience.policy_version_BT
     tokens = float(mask_BT.sum())
+    # 0 outside the mask, where the padded log-probs mean nothing.
     delta_BT = torch.where(mask_BT, logp_BT - experience.behaviour_logp_BT, 0.0)
     delta_N = delta_BT[mask_BT].double()
     ratio_N = delta_N.exp()
@@ -358,7 +360,7 @@ def critic_metrics(micro_batches: Sequence[MicroBatch], ranks: Ranks = SINGLE_PR
     spread = target_N.var(correction=0)
     unexplained = (target_N - value_N).var(correction=0)
     explained = 0.0
-    if float(spread) != 0:
+    if float(spread) != 0:  # equal targets leave nothing to explain
         explained = float(1 - unexplained / spread)
     return {
         "value/mean": float(value_N.mean()),
@@ -383,6 +385,7 @@ def staleness_metrics(
     seconds = {old_version: now - replaced for old_version, replaced in replaced_at.items()}
     seconds[version] = 0.0
     ages = {"policy/staleness_*": [float(version - drawn_by) for drawn_by in versions]}
+    # A resumed run of an earlier version does not know when its old weights were replaced.
     if seconds.keys() >= set(versions):
         ages["time/staleness_*"] = [seconds[drawn_by] for drawn_by in versions]
     metrics = {}

@@ -83,6 +83,7 @@ class Packer:
 
     def pack(self, rows: Sequence[Scored], positions: Sequence[int], *, empty: bool = False) -> Packed:
         """Pad the rows at ``positions``. The masks say which tokens count, so ``pad_id`` may equal the end token."""
+        # Lists first, and one tensor of each kind at the end: a copy to the device per row would be slow.
         rollouts = [rows[position].rollout for position in positions]
         prompts = [rollout.prompt.token_ids for rollout in rollouts]
         completions = [rollout.completion_ids for rollout in rollouts]
@@ -114,6 +115,7 @@ def by_token_budget(rows: Sequence[Scored], budget: int) -> list[list[int]]:
     similar size are combined. A prompt's completions that exceed the budget are split, and a row that exceeds it is a
     micro-batch by itself.
     """
+    # By the ids and not by the group, so that a prompt that is in two groups is computed once too.
     by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for position, row in enumerate(rows):
         by_prompt[tuple(row.rollout.prompt.token_ids)].append(position)

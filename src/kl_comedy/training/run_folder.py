@@ -58,6 +58,7 @@ REDACTED = "credentials are hidden in the stored source, or it was edited"
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 
+# A folder may come from elsewhere, with links in these places that lead out of it.
 RUN_FILES = (CONFIG, SUMMARY, PLUGINS, "spool.jsonl", "tracking.json", "params.json", ".lock", "tracking.lock")
 RUN_FOLDERS = (
     "checkpoints",
@@ -125,6 +126,7 @@ class RunDir:
     def lock(self) -> Iterator[None]:
         """Lock the folder for this process. Raises :class:`UserError` where a live process has locked it."""
         try:
+            # Without waiting: whoever starts a run twice wants to know it, not to train it again afterwards.
             with file_lock(self.path / ".lock", wait_s=0):
                 yield
         except LockHeld as error:
@@ -172,6 +174,7 @@ def create_run(config: Config) -> RunDir:
         raise UserError(f"output: cannot create {run.path}: {error.strerror}") from None
     run.checkpoints.mkdir()
     write_yaml(run.path / CONFIG, to_yaml(config))
+    # The source of the plugins as they were: commands on this run load it, after their files have changed.
     plugins = plugins_of(config)
     for name, content in plugins.archive.items():
         atomic_write(run.path / PLUGIN_FOLDER / name, redact_source(content.decode("utf-8", "replace")))
@@ -240,6 +243,7 @@ def changed_plugins(config: Config) -> str | None:
         return None
     hash_without_plugins = _hash_without_plugins(config)
     folders = Path(config.output).glob(f"{config.name}-*-[0-9]*")
+    # The newest first: it is the run that the user means to resume.
     for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
         stored_hash, stored_sources = _stored_identity(path, config.name)
         if stored_hash != hash_without_plugins:

@@ -113,6 +113,7 @@ class _SeveralProcesses(_FolderCheckpoints):
         try:
             strategy.setup_environment()
         except RuntimeError as error:
+            # The others wait for this address; only the process that started them can end them now.
             if self.launcher is not None:
                 self.launcher.kill(signal.SIGKILL)
             address = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
@@ -166,6 +167,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks, *, divisor: 
 
     A parameter without gradient on some ranks counts as zero there; without one on any it stays without.
     """
+    # Which parameters have a gradient differs between ranks, and all ranks must exchange the same buckets.
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     has_gradient = [parameter.grad is not None for parameter in trained]
     counts = ranks.sum(torch.tensor(has_gradient, dtype=torch.int32)).tolist()
