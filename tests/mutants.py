@@ -93,8 +93,9 @@ EARLIER = (
     ),
     Mutant(
         "window ignored",
-        "return $total_BT if $window is None else $total_BT - $_shifted($total_BT, $window)",
+        "return $total_BT - $_shifted($total_BT, $window)",
         "return $total_BT",
+        inside="The sum up to each token, of the last",
         tests="tests/kl/test_term.py",
     ),
     Mutant(
@@ -117,15 +118,15 @@ EARLIER = (
     ),
     Mutant(
         "gradient of Jensen-Shannon with the shares swapped",
-        "$p.mul_($above).mul_((1 - $share) * $grad[:, None])",
-        "$p.mul_($above).mul_($share * $grad[:, None])",
+        "$scale = (1 - $share) * $grad",
+        "$scale = $share * $grad",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
         "sampled tail without its weight",
-        "(torch.where($inside, 0.0, $logp - $drawn) for $logp in $pair)",
-        "(torch.where($inside, 0.0, $logp) for $logp in $pair)",
-        inside="Proof for ``sampled_tail``",
+        "return torch.where($inside, 0.0, $logp - $drawn)",
+        "return torch.where($inside, 0.0, $logp)",
+        inside="of the sampled token y (nats)",
         tests="tests/exact/test_top_k.py",
     ),
     Mutant(
@@ -215,8 +216,9 @@ EARLIER = (
     ),
     Mutant(
         "own baseline from its own completion",
-        "return $sums_GT[$index_B] - $values_BT",
-        "return $sums_GT[$index_B]",
+        "return $sums_BT - $values_BT",
+        "return $sums_BT",
+        inside="The sum over the other rows of the group",
         tests="tests/exact/test_own_baseline.py",
     ),
     Mutant(
@@ -306,15 +308,15 @@ EARLIER = (
     ),
     Mutant(
         "temperature missing in the head's backward",
-        "return $grad_nV if $plan.temperature == 1 else $grad_nV.div_($plan.temperature)",
-        "return $grad_nV",
+        "$grad_nV.div_($plan.settings.temperature)",
+        "$grad_nV",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
         "head backward skips the exact KL's mean",
-        "$share_n = $share_n - $kl_grad_n * $kl_n",
-        "$share_n = $share_n",
-        inside="The gradient ``[n, V]`` of the logits; ``grad",
+        "$factor = $factor - $kl_grad_n * $chunk.kl_n",
+        "$factor = $factor",
+        inside="of the loss by the logits",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
@@ -325,8 +327,8 @@ EARLIER = (
     ),
     Mutant(
         "temperature missing in the logits",
-        "($logits_nV if $temperature == 1 else $logits_nV.div_($temperature)).log_softmax(-1)",
-        "$logits_nV.log_softmax(-1)",
+        "$logits_nV = $logits_nV.div_($temperature)",
+        "$logits_nV = $logits_nV",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(
@@ -446,7 +448,7 @@ SURVIVED = (
         "$term.discount != 1",
         "False",
         tests="tests/exact/test_claims.py",
-        inside="as if the divergence were the reverse KL",
+        inside="Whether an option keeps the term from every target",
     ),
     Mutant(
         "the tail's mass in float32",

@@ -22,8 +22,7 @@ from kl_comedy.kl.oracle import (
 )
 from kl_comedy.kl.oracle.algorithm_context import effects
 from kl_comedy.kl.oracle.gradients import term_arguments
-from kl_comedy.models.logprobs import TokenPass
-from kl_comedy.models.reference import ReferencePass
+from kl_comedy.models.types import ReferencePass, TokenPass
 from kl_comedy.objective import returns_with_costs, sequence_weights
 from kl_comedy.records import Experience
 from kl_comedy.registry import ADVANTAGES

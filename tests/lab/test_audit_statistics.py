@@ -11,7 +11,7 @@ from torch import nn
 
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
-from kl_comedy.lab.audit import measure as statistics
+from kl_comedy.lab.audit import grams as statistics
 from kl_comedy.lab.audit.gradients import GradientSketch, Sketch, layer_groups
 from kl_comedy.lab.audit.measure import PANEL, equal_blocks, select_terms
 from kl_comedy.lab.audit.report import AuditReport, BetaCheck, Estimate, TermResult

@@ -23,13 +23,14 @@ from kl_comedy.kl import KLTerm
 from kl_comedy.kl.estimators import TopTokens
 from kl_comedy.kl.term import BASELINES, CREDITS
 from kl_comedy.models.introspection import head_weights
-from kl_comedy.models.logprobs import TokenPass, token_pass
-from kl_comedy.models.reference import PassOptions, Reference, ReferencePass
+from kl_comedy.models.reference import Reference
+from kl_comedy.models.types import PassOptions, ReferencePass, TokenPass
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 from kl_comedy.training.distributed import Ranks
 from kl_comedy.training.loss import Preparation, micro_loss, named_terms, prepare
 from kl_comedy.training.packing import Packer, model_inputs
+from passes import head_columns, token_pass
 
 V, TEMPERATURE, BETA = 31, 0.8, 0.7
 ALONE = Ranks()
@@ -513,7 +514,7 @@ def test_a_measured_column_costs_nothing_in_the_backward_pass(monkeypatch):
     counts = []
     for used in ("logp", "kl"):
         calls.clear()
-        columns = head.head_columns(
+        columns = head_columns(
             hidden_NH,
             (weight_VH, None),
             torch.arange(6),

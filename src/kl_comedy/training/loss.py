@@ -33,8 +33,8 @@ from kl_comedy.registry import ADVANTAGES
 from kl_comedy.training.packing import Packed, Packer, model_inputs
 
 if TYPE_CHECKING:
-    from kl_comedy.models.logprobs import TokenPass
-    from kl_comedy.models.reference import Reference, ReferencePass
+    from kl_comedy.models.reference import Reference
+    from kl_comedy.models.types import ReferencePass, TokenPass
 
 WITHOUT_VERDICT = ("timeout", "refused")
 """Statuses of completions that were not judged; these enter no pair of DPO."""

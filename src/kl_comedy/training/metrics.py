@@ -22,7 +22,7 @@ from kl_comedy.config import Config, ModelConfig, load_config
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import kl_diagnostics
 from kl_comedy.kl.estimators import k1, k2, k3
-from kl_comedy.models import LoadedModel, build_reference, load_model
+from kl_comedy.models import LoadedModel, Wanted, build_reference, load_model
 from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import Reference, check_tokens
@@ -35,7 +35,7 @@ from kl_comedy.training.packing import Packer, model_inputs, pass_options
 
 if TYPE_CHECKING:
     from kl_comedy.kl import KLTerm
-    from kl_comedy.models.logprobs import TokenPass
+    from kl_comedy.models.types import TokenPass
 
 RATIO_PERCENTS = (1, 10, 50, 90, 99)
 AGE_PERCENTS = (50, 90)
@@ -414,7 +414,8 @@ def completion_metrics(
         return None
     packer = Packer.of(config, loaded, ranks)
     options = pass_options(config, loaded)
-    wanted = {"entropy": True} | dict.fromkeys(("kl", "forward_kl", "total_variation"), reference is not None)
+    has_reference = reference is not None
+    wanted = Wanted(entropy=True, kl=has_reference, forward_kl=has_reference, total_variation=has_reference)
     samples_this_policy = config.eval.temperature == config.rollout.temperature
 
     @torch.no_grad()
@@ -422,7 +423,7 @@ def completion_metrics(
         metrics = MetricAccumulator()
         for packed in packer.micro_batches(rows):
             other = None if reference is None else reference.forward_pass(**model_inputs(packed))
-            policy = token_pass(loaded.model, **model_inputs(packed), **options, **wanted, reference=other)
+            policy = token_pass(loaded.model, options, wanted, **model_inputs(packed), reference=other)
             if packed.empty:
                 continue
             log_ratio_BT = None

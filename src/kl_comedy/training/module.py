@@ -25,8 +25,9 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.kl import BetaState
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import release_free_memory
-from kl_comedy.models.logprobs import TokenPass, token_pass
-from kl_comedy.models.reference import MovingReference, Reference, ReferencePass
+from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.reference import MovingReference, Reference
+from kl_comedy.models.types import ReferencePass, TokenPass, Wanted
 from kl_comedy.objective import value_loss
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
@@ -402,22 +403,19 @@ class PolicyModule(lightning.LightningModule):
     ) -> TokenPass:
         """The policy pass, with the exact KLs that ``terms`` (or the metrics) need."""
         needs = {name for term in terms for name in term.reads}
-        return token_pass(
-            self.policy,
-            **inputs,
-            **self._pass_options,
-            reference=reference,
+        wanted = Wanted(
             kl=measure or "exact_reverse" in needs,
             forward_kl=measure or "exact_forward" in needs,
             certainty=any(term.weight == "policy" for term in terms),
             reference_certainty=any(term.weight == "reference" for term in terms),
-            mixtures=sorted({term.mixture for term in terms if term.mixture is not None}),
-            top=sorted({term.top for term in terms if term.top is not None}),
+            mixtures=tuple(sorted({term.mixture for term in terms if term.mixture is not None})),
+            top=tuple(sorted({term.top for term in terms if term.top is not None})),
             entropy=measure,
             total_variation=measure,
-            keep_hidden=self.value_head is not None,
-            detach_hidden=not self.config.algorithm.value.trunk,
+            hidden=self.value_head is not None,
+            hidden_gradient=self.config.algorithm.value.trunk,
         )
+        return token_pass(self.policy, self._pass_options, wanted, **inputs, reference=reference)
 
     # --- checkpoints ---
 
