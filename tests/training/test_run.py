@@ -393,7 +393,7 @@ def test_a_job_that_is_signalled_too_late_says_so_once(tmp_path, monkeypatch, ca
     monkeypatch.setenv("KL_COMEDY_SIGNAL_SECONDS", "0.01")
     go(tmp_path / "short", "train.steps=4")
     (line,) = [each.getMessage() for each in caplog.records if "signal_seconds" in each.getMessage()]
-    assert re.search(r"to stop takes up to \d+ s \(an update with evaluation \d+ s, a checkpoint \d+ s\)", line)
+    assert re.search(r"stopping takes up to \d+ s \(an update with evaluation \d+ s, a checkpoint \d+ s\)", line)
     caplog.clear()
     monkeypatch.setenv("KL_COMEDY_SIGNAL_SECONDS", "600")
     go(tmp_path / "long", "train.steps=2")

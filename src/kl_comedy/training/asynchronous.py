@@ -155,6 +155,7 @@ class RolloutBuffer:
             elif self.limits.drop:
                 self._drop(group)
             else:
+                # Impossible by construction. To pass over it would train on samples older than the config says.
                 raise AssertionError("a group older than lag.max_steps, though drawing waited")
         if len(self.ready) < self.limits.prompts_per_batch:
             return None
@@ -230,6 +231,7 @@ class Producer:
 
     def take(self, iteration: int) -> Batch:
         """One batch no older than allowed; waits for it."""
+        # A new run: the engines have no weights before the first batch is drawn.
         if self._sampler.version == NOT_PUBLISHED:
             self._sampler.publish(0)
         start = time.perf_counter()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from kl_comedy.config import Config
@@ -19,6 +21,7 @@ from kl_comedy.rewards import check_options
 from kl_comedy.rollouts import check_training_sampling
 from kl_comedy.tracking.loggers import check_loggers
 from kl_comedy.tracking.store import check_uri
+from kl_comedy.training.loss import named_terms
 from kl_comedy.training.models import teacher_errors
 from kl_comedy.training.problems import ProblemSets, load_problem_sets
 from kl_comedy.training.rules import TrainingSettings, broken_rule
@@ -50,6 +53,58 @@ TRAINER_ARGUMENTS = {
 """Arguments of Lightning's Trainer that ``trainer`` may not name, and the config key that sets each."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lag:
+    """How old samples may be when the policy trains on them, in optimizer updates."""
+
+    mode: str
+    """``on_policy``, ``replayed`` or ``async``."""
+    steps: int
+    """``replayed``: the age of a batch at its first update."""
+    max_steps: int
+    """``async``: the largest age of a batch at its first update."""
+    in_flight: bool
+    """``async``: whether weights change inside completions."""
+    updates_per_batch: int
+    """Updates made from one batch, epochs included: the last of them is so many updates minus one older."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is decided about a run before anything is loaded. Built once, by :func:`build_run`."""
+
+    config: Config
+    terms: Mapping[str, KLTerm]
+    """By name, in the order of the config (:func:`~kl_comedy.training.loss.named_terms`)."""
+    lag: Lag
+
+
+def build_run(config: Config, *, warn: bool = True) -> Run:
+    """The run of ``config``; warns where a KL term optimizes something else than its value suggests.
+
+    Raises :class:`UserError` for settings of terms, sampling and algorithm that cannot train
+    (:data:`kl_comedy.training.rules.RULES`).
+    """
+    terms = resolve_terms(config.kl)
+    check_training_sampling(config.rollout)
+    check_policy_term(PolicyTerm.of(config.algorithm))
+    # The rules come last: they read terms that are valid by themselves.
+    broken = broken_rule(TrainingSettings(config=config, terms=terms))
+    if broken is not None:
+        _, error = broken
+        raise error
+    if warn:
+        _warn_about(config, terms)
+    lag = Lag(
+        mode=config.lag.mode,
+        steps=config.lag.steps,
+        max_steps=config.lag.max_steps,
+        in_flight=config.lag.in_flight,
+        updates_per_batch=updates_from_a_batch(config),
+    )
+    return Run(config=config, terms=named_terms(terms), lag=lag)
+
+
 def check_before_loading(config: Config) -> ProblemSets | None:
     """Raise :class:`UserError` for every mistake that shows without the model, on the machine that would train.
 
@@ -59,6 +114,7 @@ def check_before_loading(config: Config) -> ProblemSets | None:
     check_training(config, warn=False)
     check_parts(config)
     check_trainer_arguments(config)
+    # With `auto` a machine without GPU trains on its CPU; `cuda` asks for one.
     if config.model.device == "cuda":
         pick_device("cuda")
     check_source(config.model)
@@ -67,7 +123,7 @@ def check_before_loading(config: Config) -> ProblemSets | None:
             check_source(config.reference.teacher.model(config.model))
     process_count = config.train.devices * config.train.nodes
     if process_count > 1:
-        return None
+        return None  # each of the processes, which do not exist yet, loads them
     return load_problem_sets(config)
 
 
@@ -99,6 +155,7 @@ def _trainer_parameters() -> set[str]:
 
 def check_parts(config: Config) -> None:
     """Raise :class:`UserError` for options of the sampler and the rewards, and for an address of the store."""
+    # A backend of a plugin may check its options itself, when it is built.
     options_type = ROLLOUTS.get(sampler_of(config)).facts.get("options")
     if options_type is not None:
         parse_record(options_type, config.rollout.options, key="rollout.options")
@@ -109,21 +166,8 @@ def check_parts(config: Config) -> None:
 
 
 def check_training(config: Config, *, warn: bool = True) -> tuple[KLTerm, ...]:
-    """The KL terms; warns where one optimizes something else than its value suggests.
-
-    Raises :class:`UserError` for settings of terms, sampling and algorithm that cannot train
-    (:data:`kl_comedy.training.rules.RULES`).
-    """
-    terms = resolve_terms(config.kl)
-    check_training_sampling(config.rollout)
-    check_policy_term(PolicyTerm.of(config.algorithm))
-    broken = broken_rule(TrainingSettings(config=config, terms=terms))
-    if broken is not None:
-        _, error = broken
-        raise error
-    if warn:
-        _warn_about(config, terms)
-    return terms
+    """The KL terms of a run that can train. Warns and raises as :func:`build_run`."""
+    return tuple(build_run(config, warn=warn).terms.values())
 
 
 def _warn_about(config: Config, terms: tuple[KLTerm, ...]) -> None:
@@ -139,5 +183,5 @@ def is_off_policy(config: Config) -> bool:
     """Whether any update uses samples of other weights than its own."""
     has_lag = config.lag.steps > 0 or config.lag.max_steps > 0
     reuses_batches = updates_from_a_batch(config) > 1
-    is_recorded = config.rollout.backend == "replay"
+    is_recorded = config.rollout.backend == "replay"  # drawn by another run's policy
     return has_lag or reuses_batches or is_recorded

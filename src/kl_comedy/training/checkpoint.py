@@ -289,6 +289,7 @@ def save_checkpoint(
         if ranks.is_rank_zero:
             shutil.rmtree(folder, ignore_errors=True)
         raise SaveFailed(_message(error)) from error
+    # Old ones go once the new one is whole; one that cannot be removed does no harm.
     if ranks.is_rank_zero:
         for path in set(saved(root)[:-keep]) - {best(root)}:
             shutil.rmtree(path, ignore_errors=True)

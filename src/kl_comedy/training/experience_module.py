@@ -10,14 +10,14 @@ import lightning
 import torch
 
 from kl_comedy.config import Config
-from kl_comedy.config.combinations import capabilities_of, sampler_of, updates_from_a_batch
+from kl_comedy.config.combinations import capabilities_of, sampler_of
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation.records import check_golds
-from kl_comedy.models import LoadedModel
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rewards import RewardSum, Scorer
 from kl_comedy.rollouts import ReplayRollouts, RolloutBackend
 from kl_comedy.training.asynchronous import Producer
+from kl_comedy.training.build import Lag
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.experience import (
     DrawnHere,
@@ -64,6 +64,7 @@ class ExperienceModule(lightning.LightningDataModule):
         """
         config = self.config
         problems = ranks.raise_on_all_ranks(self.load_problems)
+        # Rewards before the policy: a verifier that rejects the answers is found before a model is loaded.
         rewards = RewardSum(config.rewards)
         self._to_close.callback(rewards.close)
         for dataset in (problems.train, *problems.evals.values()):
@@ -82,16 +83,18 @@ class ExperienceModule(lightning.LightningDataModule):
         self.scorer = rewards
         if ranks.size > 1:
             self.scorer = ShardedScorer(rewards, ranks)
-        self._build_stream(module.loaded, rewards, ranks)
+        self._build_stream(module, rewards, ranks)
         module.backend = self.backend
 
-    def _build_stream(self, loaded: LoadedModel, rewards: RewardSum, ranks: Ranks) -> None:
+    def _build_stream(self, module: PolicyModule, rewards: RewardSum, ranks: Ranks) -> None:
         """The sampler, and where batches come from, as ``lag`` and ``rollout.backend`` say."""
         config = self.config
+        lag = module.run.lag
+        loaded = module.loaded
         prompts = TrainingPrompts(config, self.prompts.train, ranks)
         capabilities = capabilities_of(sampler_of(config))
         source: Source
-        if config.lag.mode == "async":
+        if lag.mode == "async":
             engines = build_engines(config, loaded, ranks)
             self.backend = engines
             source = Producer(config, engines, prompts, rewards, ranks, self._precision)
@@ -99,19 +102,19 @@ class ExperienceModule(lightning.LightningDataModule):
         elif not capabilities.in_trainer_ranks:
             self.backend = build_engines(config, loaded, ranks)
             self._to_close.callback(self.backend.close)
-            source = DrawnHere(config, prompts, self._generate, self.scorer)
+            source = DrawnHere(lag, config.train.steps, prompts, self._generate, self.scorer)
         else:
             built = build_backend(config, loaded, ranks)
             self.backend = built.shared
             self._to_close.callback(self.backend.close)
             if capabilities.recorded:
-                source = self._recorded_source(built.own, prompts, rewards, ranks)
+                source = self._recorded_source(built.own, lag, prompts, rewards, ranks)
             else:
-                source = DrawnHere(config, prompts, self._generate, self.scorer)
+                source = DrawnHere(lag, config.train.steps, prompts, self._generate, self.scorer)
         self.stream = ExperienceStream(config, prompts, source)
 
     def _recorded_source(
-        self, recording: ReplayRollouts, prompts: TrainingPrompts, rewards: RewardSum, ranks: Ranks
+        self, recording: ReplayRollouts, lag: Lag, prompts: TrainingPrompts, rewards: RewardSum, ranks: Ranks
     ) -> Recorded:
         """Batches of a recording, once it was checked against this run's prompts and rewards."""
         weights = {part.label: part.weight for part in rewards.parts}
@@ -120,7 +123,7 @@ class ExperienceModule(lightning.LightningDataModule):
                 self.prompts.train,
                 weights=weights,
                 updates=self.config.train.steps,
-                per_batch=updates_from_a_batch(self.config),
+                per_batch=lag.updates_per_batch,
             )
         )
         return Recorded(recording, prompts, self.scorer, ranks)

@@ -237,6 +237,7 @@ def update_costs(
 
 
 def _zero_parts(mask_BT: Tensor) -> TermParts:
+    # float64: a baseline is a sum over other rows, and what is left after its subtraction is small.
     zeros_BT = torch.zeros_like(mask_BT, dtype=torch.float64)
     return TermParts(
         cost_BT=zeros_BT.clone(),
@@ -293,6 +294,7 @@ def advantage_signal(
 ) -> LearningSignal:
     """The advantage estimator of the config; ``old_policy`` has the values where it needs a critic."""
     keep_B = None
+    # Dropped from loss and denominator: a completion that was cut has no verdict on its whole.
     if algorithm.mask_truncated:
         is_complete = [row.rollout.stop_reason != "length" for row in rows]
         keep_B = torch.tensor(is_complete, device=update.mask_BT.device)
@@ -458,6 +460,7 @@ def micro_loss(
     values: dict[str, Tensor] = {}
     for name, term in terms.items():
         # A reference has a policy pass of its own only where a term needs an exact KL to it.
+        # The log-probs of the policy are the same in each, and the first is used for all terms.
         policy_pass = passes.get(term.reference, passes["initial"])
         arguments = kl_arguments(term, micro.experience, logp_BT, micro.reference_of(term).logp_BT, policy_pass)
         values[name] = kl_value(term, **arguments)

@@ -60,6 +60,7 @@ def load_models(config: Config, terms: Iterable[KLTerm], ranks: Ranks) -> RunMod
     policy = load_policy(config, ranks)
     value_head = None
     if uses_critic(config.algorithm):
+        # A multimodal model keeps the width of its language model in a part of its config.
         model_config: Any = policy.model.config
         value_head = ValueHead(int(model_config.get_text_config().hidden_size), policy.device)
     # The initial reference is always there, because KL is reported against it; others where a term names them.
@@ -78,6 +79,7 @@ def load_policy(config: Config, ranks: Ranks) -> LoadedModel:
 
     Raises :class:`UserError` on all ranks, also where some of them see a GPU and others do not.
     """
+    # Checked before loading: a policy on CPU and GPU would wait for ever in its first exchange.
     device_types = ranks.gather(pick_device(config.model.device).type)
     if len(set(device_types)) > 1:
         without_gpu = [str(rank) for rank, device_type in enumerate(device_types) if device_type == "cpu"]
@@ -124,6 +126,7 @@ def connect_teacher(config: Config, policy: LoadedModel, terms: Iterable[KLTerm]
             top_tokens = max(top_tokens, term.top[0])
 
     def connect() -> Any:
+        # Only tokenizers are compared, so that the policy's model can stand for the one behind the server.
         tokenizer = load_tokenizer(settings.model(config.model))
         check_tokens(replace(policy, tokenizer=tokenizer), policy, "model.source", settings.source)
         return TeacherServer(settings, policy, top_tokens, ranks.raise_on_all_ranks)
@@ -147,6 +150,7 @@ def _load(model: ModelConfig, config: Config, ranks: Ranks) -> LoadedModel:
     from kl_comedy.models.sharding import load_sharded
 
     train = config.train
+    # Shards within a node need no network in each pass, at the price of a copy per node.
     copies = train.nodes if train.shards == "node" else 1
     return load_sharded(
         model,

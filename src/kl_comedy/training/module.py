@@ -31,7 +31,7 @@ from kl_comedy.models.types import ReferencePass, TokenPass, Wanted
 from kl_comedy.objective import value_loss
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
-from kl_comedy.training.build import check_training
+from kl_comedy.training.build import build_run
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.experience import UpdateBatch
 from kl_comedy.training.loss import (
@@ -39,7 +39,6 @@ from kl_comedy.training.loss import (
     OldPolicyRow,
     Preparation,
     micro_loss,
-    named_terms,
     prepare,
     weighted_sum,
 )
@@ -117,7 +116,8 @@ class PolicyModule(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.config = config
-        self.terms = named_terms(check_training(config))
+        self.run = build_run(config)
+        self.terms = self.run.terms
         self.betas = {name: BetaState(term.beta) for name, term in self.terms.items()}
         self.ranks = SINGLE_PROCESS
         self.version = 0
@@ -196,6 +196,7 @@ class PolicyModule(lightning.LightningModule):
         ages = staleness_metrics(batch.rows, step, self.replaced_at, time.monotonic())
         metrics, losses = self._sum_over_ranks(metrics, losses)
         norms = self._clip_gradients()
+        # Metrics of rows need no exchange: every rank has the rows of all.
         measured = {**row_metrics(batch.rows), **metrics.values()}
         rate = self._optimize(measured, losses, norms)
         moved = self._publish(measured)
@@ -215,6 +216,8 @@ class PolicyModule(lightning.LightningModule):
         }
         if step == 0:
             self._check_kl_at_start()
+        # After the update: the coefficient of one update depends on what earlier ones measured, and a resumed run
+        # continues with the same.
         for name, state in self.betas.items():
             state.advance(step + 1, measured_kl(measured, self.terms[name].reference, "sequence"))
 
@@ -226,6 +229,7 @@ class PolicyModule(lightning.LightningModule):
         if batch.first:
             self.old_policy = self.record(batch.batch)
         old_policy = None
+        # A batch is recorded whole at its first update, and an update reads the part of its own rows.
         if self.old_policy is not None:
             old_policy = self.old_policy[batch.offset : batch.offset + len(batch.rows)]
         micro_batches = prepare(
@@ -422,6 +426,7 @@ class PolicyModule(lightning.LightningModule):
             "version": self.version,
             # A list in the order of the config, as in the checkpoints of every earlier version.
             "betas": list(self.beta_values.values()),
+            # Ages and not times, because a monotonic clock starts anew with the machine.
             "version_ages": {version: now - replaced for version, replaced in self.replaced_at.items()},
             "references": {name: ref.hash for name, ref in self.references.items() if not ref.moving},
             "moving": {name: reference.state_dict() for name, reference in self.moving_references.items()},

@@ -52,6 +52,7 @@ def load_problem_sets(config: Config, *, train: bool = True) -> ProblemSets:
     """
     data = config.data
     evals: dict[str, Sequence[Problem]] = {}
+    # An evaluation set may be a test split; a training set only where the config allows it.
     for name, dataset in data.eval.items():
         evals[name] = load_problems(dataset, key=f"data.eval.{name}", training=False, allow_test_split=True)
     if not train:
@@ -60,6 +61,7 @@ def load_problem_sets(config: Config, *, train: bool = True) -> ProblemSets:
     suites = _load_suites(config, taken_names=set(evals))
     problems = load_problems(data.train, key="data.train", training=True, allow_test_split=data.allow_test_split)
     counts: dict[str, int] = {}
+    # After the suites are loaded, because what they ask is removed from training too.
     if data.decontaminate:
         held_out = dict(evals)
         for suite, asked in suites:
@@ -137,7 +139,7 @@ def _render_counts(name: str, report: RenderReport) -> dict[str, int]:
 def _suite_scorer(suite: SuiteConfig, asked: Sequence[Problem], pool: RewardPool | None, ranks: Ranks) -> Scorer:
     """The suite's verifier, once it has accepted the suite's own answers."""
     verifier = RewardSum([suite.reward], pool=pool)
-    if ranks.is_rank_zero:
+    if ranks.is_rank_zero:  # the answers are the same on every rank
         check_golds(verifier, asked)
     if ranks.size == 1:
         return verifier

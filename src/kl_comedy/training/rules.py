@@ -72,6 +72,7 @@ def broken_rule(settings: TrainingSettings) -> tuple[str, UserError] | None:
 
 def trained_weights_in_16_bit(settings: TrainingSettings) -> UserError | None:
     model = settings.config.model
+    # An adapter is trained in float32 beside its base, which may be in 16 bits.
     if model.dtype == "float32" or model.lora is not None:
         return None
     reason = (
@@ -95,6 +96,7 @@ def value_settings_without_critic(settings: TrainingSettings) -> UserError | Non
 
 
 def max_kl_without_periodic_term(settings: TrainingSettings) -> UserError | None:
+    # A setting without effect is refused: whoever reads the config would think that it acts.
     if settings.config.reference.max_kl is None:
         return None
     if any(term.reference == "periodic" for term in settings.terms):
@@ -145,6 +147,7 @@ def loading_options_of_a_served_teacher(settings: TrainingSettings) -> UserError
 
 
 def temperature_of_a_served_teacher(settings: TrainingSettings) -> UserError | None:
+    # At another temperature the KL would compare the policy with a teacher of another sharpness.
     temperature = settings.config.rollout.temperature
     if settings.served_teacher is None or temperature == 1:
         return None
@@ -196,6 +199,7 @@ def own_credit_before_gae(settings: TrainingSettings) -> UserError | None:
     if not uses_critic(settings.config.algorithm):
         return None
     for position, term in enumerate(settings.terms):
+        # GAE sums later returns itself, so that the cost of a token alone would become a cost to go, discounted.
         if term.baseline == "before" and term.credit == "own":
             reason = "gae itself gives later costs to earlier tokens"
             return bad_value(f"kl.{position}.credit", "own", "to_go or total", reason)
@@ -209,6 +213,7 @@ def setting_unused_by_dpo(settings: TrainingSettings) -> UserError | None:
     algorithm = settings.config.algorithm
     if algorithm.dpo is None:
         return None
+    # Compared with the defaults, because a resolved config does not say which of its values a user wrote.
     for name in UNUSED_BY_DPO:
         if getattr(algorithm, name) != getattr(AlgorithmConfig(), name):
             return UserError(

@@ -90,6 +90,7 @@ def _train(
         # Before Lightning starts the other ranks, so that a mistake in the data ends this process alone.
         data.load_problems()
     console.print(f"loading {config.model.source}", soft_wrap=True, highlight=False)
+    # The ranks that Lightning starts inherit it; process_state_restored removes it from this process.
     os.environ[LAUNCHED] = "1"
     try:
         resume_from = NEWEST if config.resume == "auto" else None
@@ -109,7 +110,7 @@ def _train(
         record.fail(error, module)
         raise
     finally:
-        request.finishing = False
+        request.finishing = False  # what can be saved is saved: a signal may end the process
         data.close()
         record.close()
     assert record.run is not None

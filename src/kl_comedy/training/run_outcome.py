@@ -44,9 +44,8 @@ def run_summary(
     command: str,
     kl_label: str,
     run_id: str | None,
-    results: dict[str, Any],
 ) -> dict[str, Any]:
-    """The content of summary.json. Tables and commands read stored summaries by these keys."""
+    """The content of summary.json but for the results. Tables and commands read stored summaries by these keys."""
     return {
         "status": status,
         "reason": None if reason is None else redact(reason),
@@ -60,7 +59,6 @@ def run_summary(
         "evaluate_command": evaluate_command(run, config),
         "mlflow_uri": config.tracking.uri,
         "run_id": run_id,
-        **results,
     }
 
 

@@ -65,6 +65,7 @@ def open_run(config: Config, ranks: Ranks, lock: contextlib.ExitStack) -> Opened
 
     Raises :class:`UserError` on all ranks where another process trains in the folder.
     """
+    # Rank 0 looks for all: on a shared disk, ranks that look at different times could find different folders.
     earlier = ranks.broadcast(ranks.on_rank_zero(lambda: find_run(config)))
     run = earlier
     if run is None:
@@ -109,6 +110,7 @@ class RunRecord(Callback):
         trainer.strategy.newest_checkpoint = opened.checkpoint
         self._prepare_sampler(trainer.datamodule.backend, opened)
         self._start_loggers(trainer, module, opened)
+        # Set last: from now on an early end writes a summary into the folder.
         self.run = opened.run
         module.run_folder = opened.run.path
         self._announce(opened)
@@ -163,6 +165,7 @@ class RunRecord(Callback):
     def _tags(self, run: RunDir, prompts: PromptSets, module: PolicyModule) -> dict[str, str]:
         """What exactly is trained: config, data, certificates."""
         config = self._config
+        # Kept for the model card at the end: enumerating takes a second.
         self._certificate = term_tags(config, list(module.terms.values()))
         return {
             **provenance_tags(plugins=plugins_of(config)),
@@ -273,8 +276,8 @@ class RunRecord(Callback):
             command=self._command,
             kl_label=self._kl_label,
             run_id=self._logger.run_id,
-            results=results,
         )
+        summary |= results
         try:
             if self._ranks.is_rank_zero:
                 run.write_summary(summary)

@@ -94,6 +94,7 @@ class BroadcastRollouts:
 
     def publish(self, version: int) -> None:
         """Stage the learner's weights; engines that were not started yet start on them."""
+        # Outside the lock: staging takes long, and the producer must be able to end its batch meanwhile.
         self._ranks.raise_on_all_ranks(lambda: self.engines.publish(version))
         with self.changed:
             self.version = version
@@ -321,6 +322,7 @@ def _starts_vllm_on_a_gpu_of_the_trainer(
         return False
     if not server_gpus:
         return True  # the only GPU
+    # A name of a server's GPU may be of the trainer's too, where the config names the GPUs.
     trainer_gpus = set(gpus[: config.train.devices])
     return not trainer_gpus.isdisjoint(",".join(server_gpus).split(","))
 
@@ -385,6 +387,7 @@ def build_backend(config: Config, loaded: LoadedModel, ranks: Ranks) -> RankBack
 
 def _make_replica(config: Config, loaded: LoadedModel) -> LoadedModel:
     """A whole copy of a sharded policy on this rank, without its weights yet."""
+    # Checked before any memory is taken: a process that runs out of it is killed without a word.
     bf16 = layers_in_bf16(loaded.model)
     size = weight_bytes(loaded.model)
     if bf16:

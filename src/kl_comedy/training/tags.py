@@ -33,6 +33,7 @@ def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
     ``kl.*`` is the certificate of the whole list in the run's regime, ``kl.N.*`` that of each term alone; bias, cosine
     and variance are against the sequence-level reverse KL. Warns where a declared claim does not hold.
     """
+    # Imported here, because the oracle is needed where a run starts, and not by what only reads labels.
     from kl_comedy.kl.oracle.certificate import certify
 
     regime = _kl_regime(config)
@@ -72,6 +73,7 @@ def policy_tags(config: Config) -> dict[str, str]:
     """A run's tags for its policy term: a label, and its certificate against the reward gradient in its regime."""
     from kl_comedy.kl.oracle.policy_certificate import certify_policy
 
+    # DPO's pairs are no estimator of the reward's gradient, so there is nothing to certify.
     if config.algorithm.dpo is not None:
         return {"policy.label": f"dpo, beta {config.algorithm.dpo.beta:g}"}
     term = PolicyTerm.of(config.algorithm)
