@@ -163,7 +163,8 @@ class GroupCache:
         for tensors in (self._keys, self._values):
             for layer, tensor in tensors.items():
                 tensors[layer] = tensor[rows_B]
-        prompts, renumbered_B = self._prompt_of_B[rows_B].unique(return_inverse=True)
+        prompt_of_B: Any = self._prompt_of_B[rows_B]
+        prompts, renumbered_B = prompt_of_B.unique(return_inverse=True)
         if len(prompts) < len(self._prompts.real_FP):
             self._prompts.select(prompts)
         self._arrange(renumbered_B)
@@ -366,7 +367,7 @@ def generate(
 
     A logits processor draws the token and leaves only its score finite, so that greedy search must take it.
     """
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 
     device = uniform_BT.device
     ids = [torch.tensor(prompt.token_ids, device=device) for prompt in prompts]
@@ -382,7 +383,8 @@ def generate(
         return torch.tensor(draws.ended, device=device)
 
     def head_forward(hidden_BSH: Tensor) -> Tensor:
-        return _scores(causal, hidden_BSH.flatten(0, 1)).unflatten(0, hidden_BSH.shape[:2])
+        b, s, _ = hidden_BSH.shape
+        return _scores(causal, hidden_BSH.flatten(0, 1)).view(b, s, -1)
 
     head = causal.get_output_embeddings()
     # Set on the instance, where it hides the method of the class until it is deleted.
@@ -391,7 +393,7 @@ def generate(
         causal.generate(
             input_ids=pad_sequence(ids, padding_value=pad_id, **padding),
             attention_mask=pad_sequence([torch.ones_like(row) for row in ids], **padding),
-            generation_config=GenerationConfig(
+            generation_config=generation_config(
                 do_sample=False,
                 max_new_tokens=sampling.max_new_tokens,
                 eos_token_id=list(ends) or None,
@@ -404,6 +406,14 @@ def generate(
     finally:
         del head.forward
     return draws.completions
+
+
+def generation_config(**settings: Any) -> Any:
+    """A transformers ``GenerationConfig``, whose constructor has no types."""
+    import transformers
+
+    make: Any = transformers.GenerationConfig
+    return make(**settings)
 
 
 def pick(logp_BV: Tensor, uniform_B: Tensor, *, greedy: bool = False) -> Tensor:
