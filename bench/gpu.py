@@ -332,8 +332,9 @@ def head(sizes: Sizes) -> dict[str, Any]:
     """The head's log-probs and exact KL, forward and backward, by the type of its product; products alone."""
     import torch
 
-    from kl_comedy.models.head import head_columns
+    from kl_comedy.models.head import HeadSettings, head_columns
     from kl_comedy.models.introspection import head_chunk
+    from kl_comedy.models.types import Wanted
 
     count, width, vocabulary = (64, 64, 512) if sizes.tiny else (8192, 1536, 151_936)
     device = torch.device(sizes.device)
@@ -348,9 +349,8 @@ def head(sizes: Sizes) -> dict[str, Any]:
             leaf_hidden,
             (leaf_weight, None),
             ids,
-            temperature=1.0,
-            chunk_elements=head_chunk(None, device),
-            requested=("kl", "entropy"),
+            HeadSettings(temperature=1.0, chunk_elements=head_chunk(None, device)),
+            Wanted(kl=True, entropy=True),
             reference=(hidden, (leaf_weight.detach(), None)),
         )
         (columns["logp"] + columns["kl"]).sum().backward()

@@ -60,13 +60,13 @@ def batch_of(size: dict[str, int]) -> dict[str, torch.Tensor]:
 
 
 def learner(size: dict[str, int]) -> Callable[[], None]:
-    from kl_comedy.models.logprobs import token_pass
+    from kl_comedy.models import PassOptions, token_pass
 
     model, batch = model_of(size), batch_of(size)
 
     def work() -> None:
         model.zero_grad()
-        token_pass(model, **batch, temperature=1.0, chunk_elements=2**22).logp_BT.mean().backward()
+        token_pass(model, PassOptions(temperature=1.0, chunk_elements=2**22), **batch).logp_BT.mean().backward()
 
     return work
 

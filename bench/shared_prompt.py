@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models import PassOptions, token_pass
 
 PROMPT, COMPLETION, GROUP, REPEATS = 160, 64, 8, 3
 
@@ -34,7 +34,8 @@ def main(folder: str) -> None:
     for repeat in range(REPEATS + 1):
         for share, times in seconds.items():
             start = time.process_time()
-            output = token_pass(model, **batch, temperature=1.0, chunk_elements=2**24, share_prompt=share)
+            options = PassOptions(temperature=1.0, chunk_elements=2**24, share_prompt=share)
+            output = token_pass(model, options, **batch)
             output.logp_BT.mean().backward()
             model.zero_grad()
             if repeat:

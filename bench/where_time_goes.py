@@ -68,8 +68,8 @@ def profile_seconds(work: Callable[[], Any]) -> Counter[str]:
 
 def workloads(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     from kl_comedy.config import load_config
+    from kl_comedy.models import PassOptions, token_pass
     from kl_comedy.models.load import load_model
-    from kl_comedy.models.logprobs import token_pass
     from kl_comedy.records import Problem, Prompt
     from kl_comedy.rollouts import Sampling
     from kl_comedy.rollouts.hf import HFRollouts
@@ -90,7 +90,7 @@ def workloads(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     }
 
     def learn() -> None:
-        output = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**22)
+        output = token_pass(loaded.model, PassOptions(temperature=1.0, chunk_elements=2**22), **batch)
         output.logp_BT.sum().backward()
         loaded.model.zero_grad()
 

@@ -13,10 +13,9 @@ from kl_comedy.config import config_hash, load_config
 from kl_comedy.config.schema import LoraConfig, ModelConfig, RolloutConfig
 from kl_comedy.errors import UserError
 from kl_comedy.models import load_model
-from kl_comedy.models.head import head_columns
-from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.reference import PassOptions, Reference
+from kl_comedy.models.reference import Reference
 from kl_comedy.models.sharding import decoder_layers
+from kl_comedy.models.types import PassOptions
 from kl_comedy.models.weights import full_tensor
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling, build_hf
@@ -25,6 +24,7 @@ from kl_comedy.rollouts.engines.vllm import VLLMRollouts
 from kl_comedy.training.build import check_training
 from kl_comedy.training.run import make_trainer
 from operations import Operations
+from passes import head_columns, token_pass
 from ranks import spawn
 from sharded_models import OPTIONS, batch, config_of
 

@@ -24,8 +24,9 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, KLTerm
 from kl_comedy.kl.estimators import TOP_K_FORMS
 from kl_comedy.kl.oracle.certificate import certify
-from kl_comedy.models.head import head_columns
+from kl_comedy.models.head import HeadSettings, head_columns
 from kl_comedy.models.introspection import decoder_body
+from kl_comedy.models.types import Wanted
 from kl_comedy.tracking.figures import look, plain_ticks
 from research.studies.pages import figure, save_csv, write_page
 
@@ -176,8 +177,8 @@ def cost_study(ks: Sequence[int] = COST_KS, done: Callable[[], None] = lambda: N
     import pandas as pd
 
     torch.set_num_threads(1)
-    requests = {"log-prob": {}, "exact": {"requested": ("kl",)}}
-    requests |= {f"k = {k}": {"top": ((k, "policy"),)} for k in ks}
+    requests = {"log-prob": Wanted(), "exact": Wanted(kl=True)}
+    requests |= {f"k = {k}": Wanted(top=((k, "policy"),)) for k in ks}
     inputs, seconds = _head_inputs(), dict.fromkeys(requests, float("inf"))
     for _ in range(REPEATS):
         for name, request in requests.items():
@@ -208,22 +209,24 @@ def _head_inputs() -> tuple[Tensor, ...]:
     return hidden_NH, weight_VH, ref_weight_VH, torch.randint(vocabulary, (TIMED_ROWS,), generator=generator)
 
 
-def _head_step(inputs: tuple[Tensor, ...], request: dict[str, Any]) -> None:
+def _head_step(inputs: tuple[Tensor, ...], wanted: Wanted) -> None:
     hidden_NH, weight_VH, ref_weight_VH, ids_N = inputs
     hidden_NH = hidden_NH.clone().requires_grad_(True)
+    reference = None
+    if wanted != Wanted():
+        reference = (hidden_NH.detach(), (ref_weight_VH, None))
     columns = head_columns(
         hidden_NH,
         (weight_VH, None),
         ids_N,
-        temperature=1.0,
-        chunk_elements=TIMED_ROWS // 2 * weight_VH.shape[0],
-        reference=(hidden_NH.detach(), (ref_weight_VH, None)) if request else None,
-        **request,
+        HeadSettings(temperature=1.0, chunk_elements=TIMED_ROWS // 2 * weight_VH.shape[0]),
+        wanted,
+        reference=reference,
     )
     sum(columns[name].sum() for name in ("logp", "kl", "top0_logp") if name in columns).backward()
 
 
-def _peak(request: dict[str, Any]) -> float:
+def _peak(request: Wanted) -> float:
     """Peak of the resident memory in a step beyond that before it, in MiB (Linux)."""
     torch.set_num_threads(1)
     inputs = _head_inputs()

@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.models import onednn_linear
-from kl_comedy.models.head import head_columns
-from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.reference import PassOptions, Reference
+from kl_comedy.models.reference import Reference
+from kl_comedy.models.types import PassOptions
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling
 from kl_comedy.rollouts.decoding import StopStrings, decode
+from passes import head_columns, token_pass
 
 V, H, INNER, LAYERS, HEADS, KV = 97, 48, 128, 3, 6, 2
 PROMPT, GROUP, LENGTH = 40, 8, 24

@@ -13,7 +13,7 @@ import torch
 from kl_comedy.config import schema as schema_module
 from kl_comedy.evaluation import EvalResult
 from kl_comedy.evaluation.scores import score_choices, score_completions
-from kl_comedy.models.logprobs import TokenPass
+from kl_comedy.models.types import TokenPass
 from kl_comedy.records import Experience, Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.statistics import Interval
 from kl_comedy.training.metrics import MetricAccumulator, accumulate_behaviour, accumulate_divergence, row_metrics

@@ -15,7 +15,8 @@ from commands import FORKS
 from kl_comedy.config.schema import RolloutConfig, TeacherConfig
 from kl_comedy.errors import UserError
 from kl_comedy.models.head import log_softmax
-from kl_comedy.models.reference import PassOptions, Reference
+from kl_comedy.models.reference import Reference
+from kl_comedy.models.types import PassOptions
 from kl_comedy.models.weights import full_weights
 from kl_comedy.processes import _group_exists
 from kl_comedy.rollouts import Sampling, build_hf, build_vllm_server

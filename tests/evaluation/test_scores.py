@@ -16,8 +16,7 @@ from kl_comedy.evaluation import EvalSet, evaluate, likelihood
 from kl_comedy.evaluation.likelihood import ChoiceScorer, ChoiceSet, tokenize_choices
 from kl_comedy.evaluation.records import Shard, parse_shard
 from kl_comedy.evaluation.scores import canonical, check_ks, default_ks, score_choices, score_completions
-from kl_comedy.models import load_model
-from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models import load_model, token_pass
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling
 from kl_comedy.statistics import clustered_interval

@@ -11,8 +11,6 @@ from kl_comedy.config.schema import LoraConfig, ModelConfig, RolloutConfig
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_parts, kl_surrogate, own_baseline, resolve_terms
 from kl_comedy.models import load_model
-from kl_comedy.models.head import head_columns
-from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.sharding import load_sharded
 from kl_comedy.models.weights import full_tensor
 from kl_comedy.records import Problem, Prompt
@@ -21,6 +19,7 @@ from kl_comedy.rollouts import Sampling, build_hf
 from kl_comedy.rollouts.hf import end_tokens
 from kl_comedy.training.run import make_trainer
 from machine_runs import DEVICE, ENDS, KERNELS, TINY
+from passes import head_columns, token_pass
 
 QUANTITIES = ("kl", "forward_kl", "entropy", "total_variation")
 VOCABULARY = 512

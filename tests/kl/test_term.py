@@ -65,9 +65,20 @@ def test_what_lies_outside_the_mask_never_matters(value, placement):
 def test_shapes_and_masks_are_checked():
     assert "ref_logp_BT has shape (2, 2)" in refused(KLTerm("k1"), ref_logp_BT=torch.zeros(2, 2))
     assert "[B, T]" in refused(KLTerm("k1"), logp_BT=torch.zeros(3))
-    empty = torch.tensor([[True, True, True], [False, False, False]])
-    assert "row(s) [1]" in refused(KLTerm("k1"), mask_BT=empty)
     assert "exact_kl_BT" in refused(KLTerm("exact"))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_a_row_without_tokens_adds_nothing_and_changes_nothing(placement, level):
+    term = KLTerm("k3", placement=placement, level=level)
+    logp_BT = GOOD["logp_BT"].clone().requires_grad_()
+    mask_BT = torch.tensor([[True, True, True], [False, False, False]])
+    surrogate_BT = kl_surrogate(term, **{**GOOD, "logp_BT": logp_BT, "mask_BT": mask_BT})
+    (gradient_BT,) = torch.autograd.grad(surrogate_BT.sum(), logp_BT)
+    assert bool((surrogate_BT[1] == 0).all()) and bool((gradient_BT[1] == 0).all())
+    alone_BT = kl_surrogate(term, **{name: tensor[:1] for name, tensor in {**GOOD, "mask_BT": mask_BT}.items()})
+    assert torch.equal(surrogate_BT[:1], alone_BT)
 
 
 def test_low_precision_is_promoted():

@@ -18,7 +18,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.lab.planning.plan import AUTOCAST_SHARE, Assumed, Plan, changed, splits
 from kl_comedy.lab.planning.sizes import GPUS, KNOWN, _built_shape, device_named, known_config, shape_of
 from kl_comedy.models.introspection import activation_values
-from kl_comedy.models.logprobs import token_pass
+from passes import token_pass
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "research" / "scripts"))

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
 from kl_comedy.config.schema import LoraConfig
-from kl_comedy.models.head import QUANTITIES, head_columns
-from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.lora import add_lora
-from kl_comedy.models.reference import PassOptions, Reference
+from kl_comedy.models.reference import Reference
+from kl_comedy.models.types import PassOptions
+from passes import QUANTITIES, head_columns, token_pass
 from small_llama import V, batch, llama, naive_logits
 
 EXACT = {"kl": True, "forward_kl": True, "entropy": True, "total_variation": True}

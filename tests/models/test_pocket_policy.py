@@ -13,10 +13,11 @@ from kl_comedy.config.schema import DatasetConfig, ModelConfig, RolloutConfig
 from kl_comedy.data.pocket import pocket_problems
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, kl_surrogate
-from kl_comedy.models import LoadedModel, load_model, pocket, token_pass
+from kl_comedy.models import LoadedModel, load_model, pocket
 from kl_comedy.records import Prompt
 from kl_comedy.rewards import score
 from kl_comedy.rollouts import Sampling, build_hf
+from passes import token_pass
 
 TINY = ModelConfig(options={"preset": "tiny"}, device="cpu")
 ONE_DIGIT = {"digits": 1}

@@ -9,8 +9,9 @@ import torch
 
 from kl_comedy.config.schema import Config, LoraConfig, ModelConfig, ReferenceConfig, RolloutConfig
 from kl_comedy.errors import UserError
-from kl_comedy.models import LoadedModel, build_reference, token_pass, weights_hash
+from kl_comedy.models import LoadedModel, build_reference, weights_hash
 from kl_comedy.models.lora import add_lora
+from passes import token_pass
 from small_llama import V, batch, llama
 
 OPTIONS = {"temperature": 0.7, "chunk_elements": 4 * V}

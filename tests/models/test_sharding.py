@@ -9,11 +9,12 @@ from torch.distributed.fsdp import fully_shard
 
 from kl_comedy.config.schema import Config, ModelConfig, ReferenceConfig, RolloutConfig
 from kl_comedy.models import load_model, weights_hash
-from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.lora import merge_adapter
-from kl_comedy.models.reference import PassOptions, Reference, build_reference
+from kl_comedy.models.reference import Reference, build_reference
 from kl_comedy.models.sharding import decoder_layers
+from kl_comedy.models.types import PassOptions
 from kl_comedy.models.weights import copy_into, full_tensor, stream_weights, weight_bytes
+from passes import token_pass
 from ranks import spawn
 from sharded_models import OPTIONS, batch, config_of, save_tied
 from small_llama import batch as padded_batch

@@ -14,8 +14,10 @@ from kl_comedy.models.attention import (
     use_layout_attention,
 )
 from kl_comedy.models.load import check_log_probs
-from kl_comedy.models.logprobs import completion_hidden, token_pass
-from kl_comedy.models.reference import PassOptions, Reference
+from kl_comedy.models.logprobs import completion_hidden
+from kl_comedy.models.reference import Reference
+from kl_comedy.models.types import PassOptions
+from passes import token_pass
 from small_llama import batch as padded_batch
 
 V = 31

@@ -4,7 +4,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from kl_comedy.models.introspection import GIB, activation_values, head_chunk, microbatch_tokens
-from kl_comedy.models.logprobs import token_pass
+from passes import token_pass
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 4}

@@ -9,9 +9,9 @@ from research.studies import long_audit
 from kl_comedy.config import load_config
 from kl_comedy.kl import kl_surrogate
 from kl_comedy.models import load_model
-from kl_comedy.models.head import head_columns
 from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import completion_hidden
+from passes import head_columns
 
 PROMPT, COMPLETIONS = (3, 4, 5), ((5, 6, 7, 8), (6, 2))
 

@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerFast as Fast
 
 from kl_comedy.config.schema import LoraConfig, RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.models import LoadedModel, token_pass
+from kl_comedy.models import LoadedModel
 from kl_comedy.models.lora import add_lora
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling, build_hf
+from passes import token_pass
 
 LETTERS = "abcdefghij"
 VOCAB = {token: n for n, token in enumerate(["<e>", *LETTERS])}

@@ -11,9 +11,10 @@ from kl_comedy.config.schema import TeacherConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.kl import KLTerm, kl_surrogate
 from kl_comedy.kl.estimators import TOP_K_FORMS
-from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.reference import PassOptions, Reference
+from kl_comedy.models.reference import Reference
+from kl_comedy.models.types import PassOptions
 from kl_comedy.rollouts.engines.teacher import TeacherServer
+from passes import token_pass
 
 OPTIONS = {"temperature": 1.0, "chunk_elements": 10**6}
 TERMS = [

@@ -4,10 +4,11 @@ import torch
 from torch import nn
 
 from kl_comedy.models import weights_hash
-from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.reference import MovingReference, PassOptions
+from kl_comedy.models.reference import MovingReference
+from kl_comedy.models.types import PassOptions
 from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
 from kl_comedy.training.strategies import clip_gradients
+from passes import token_pass
 from sharded_models import OPTIONS, batch
 
 

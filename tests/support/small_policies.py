@@ -3,10 +3,11 @@
 import torch
 
 from kl_comedy.config.schema import LoraConfig, ModelConfig
-from kl_comedy.models import load_model, token_pass
-from kl_comedy.models.load import LoadedModel
+from kl_comedy.models import load_model
 from kl_comedy.models.pocket import VOCABULARY
+from kl_comedy.models.types import LoadedModel
 from kl_comedy.records import Problem, Prompt
+from passes import token_pass
 
 POCKET = {"preset": "tiny", "heads": 2}
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kl_comedy.models.logprobs import TokenPass
+from kl_comedy.models.types import TokenPass
 from kl_comedy.records import FOREIGN_VERSION
 from kl_comedy.training.metrics import (
     MetricAccumulator,

@@ -10,10 +10,10 @@ import torch
 from kl_comedy.config import config_hash, load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel, load_model
-from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import match_teacher
 from kl_comedy.training.build import check_training
 from kl_comedy.training.run import train
+from passes import token_pass
 from teachers import OTHER, SERVED_TERMS, TEACHER, TINY, save_teacher
 from training_runs import SHORT, go, metrics_of, quiet
 

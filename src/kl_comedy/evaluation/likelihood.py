@@ -20,6 +20,7 @@ from kl_comedy.data.prompts import continuation_ids
 from kl_comedy.data.rows import LETTERS
 from kl_comedy.models.introspection import head_chunk, microbatch_tokens
 from kl_comedy.models.logprobs import token_pass
+from kl_comedy.models.types import PassOptions
 from kl_comedy.records import Prompt
 from kl_comedy.rollouts import Sampling
 from kl_comedy.rollouts.hf import check_request
@@ -161,13 +162,11 @@ class ChoiceScorer:
 
         scored = token_pass(
             self.loaded.model,
+            PassOptions(temperature=1.0, chunk_elements=self.chunk_elements, share_prompt=self.share_prompt),
             prompt_ids_BP=tensor([[pad] * (p - len(ids)) + ids for ids in prompts]),
             prompt_mask_BP=tensor([[False] * (p - len(ids)) + [True] * len(ids) for ids in prompts]),
             ids_BT=tensor([ids + [pad] * (t - len(ids)) for ids in continuations]),
             mask_BT=tensor([[True] * len(ids) + [False] * (t - len(ids)) for ids in continuations]),
-            temperature=1.0,
-            chunk_elements=self.chunk_elements,
-            share_prompt=self.share_prompt,
         )
         return [float(value) for value in scored.logp_BT.double().sum(-1)]
 

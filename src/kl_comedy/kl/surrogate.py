@@ -9,7 +9,6 @@ in nats; promoted to float32 at least.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl.corrections import clipped, weights_of
 from kl_comedy.kl.estimators import TopK, TopTokens, estimate, k2
 from kl_comedy.kl.term import KLTerm
+from kl_comedy.objective.groups import group_sums
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
 
@@ -28,17 +28,19 @@ from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 class TermParts:
     """A term taken apart: ``surrogate = weight * cost * logp + pathwise``.
 
-    ``cost_BT`` and the weights are detached; ``pathwise_BT`` is differentiable. A cost that enters
-    before the baseline is taken from here into the return, and only ``pathwise_BT`` stays a loss.
-    ``baseline_weight_BT`` is what a baseline of the cost is weighted by: the ratio up to the token. ``cost_after_B`` is
-    the cost of a token after the end of its completion: with credit ``total`` the total, else 0.
+    A cost that enters before the baseline is taken from here into the return, and only ``pathwise_BT`` stays a loss.
     """
 
     cost_BT: Tensor
+    """What weights the score of each token (nats); detached."""
     weight_BT: Tensor
+    """The ratio that the score is weighted by as well; detached."""
     baseline_weight_BT: Tensor
+    """What a baseline of the cost is weighted by: the ratio up to and including the token; detached."""
     pathwise_BT: Tensor
+    """What is differentiated by itself (nats)."""
     cost_after_B: Tensor
+    """The cost of a token after the end of its completion (nats): with credit ``total`` the total, else 0."""
 
 
 def own_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor) -> Tensor:
@@ -52,8 +54,11 @@ def own_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     mask_BT = mask_BT.bool()
     weighted_BT = torch.where(mask_BT, parts.weight_BT * parts.cost_BT, 0.0)
     weight_BT = torch.where(mask_BT, parts.baseline_weight_BT, 0.0)
+    # sum_j W_t^j F_t^j over sum_j W_t^j, both without the completion itself.
     numerator_BT = _sum_of_others(weighted_BT, group_B)
     denominator_BT = _sum_of_others(weight_BT, group_B)
+    # A sum of ratios may be 0 where a completion reaches t, so whether one does is counted by itself (half a row is
+    # room for rounding).
     has_others_BT = _sum_of_others(mask_BT.to(weight_BT.dtype), group_B) > 0.5
     defined_BT = has_others_BT & (denominator_BT > 0) & mask_BT
     safe_BT = torch.where(denominator_BT > 0, denominator_BT, 1.0)
@@ -67,18 +72,18 @@ def batch_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor | None = N
     ``sum_t s_t (l_t - mean)`` is that without it less ``1 / N`` of the gradient of the sequence-level KL.
     """
     cost_BT = torch.where(mask_BT.bool(), parts.weight_BT * parts.cost_BT, 0.0)
-    sums_B2 = torch.stack([cost_BT.sum(-1), mask_BT.sum(-1).to(cost_BT.dtype)], -1)
-    _, index_B = torch.unique(mask_BT.new_zeros(len(mask_BT)) if group_B is None else group_B, return_inverse=True)
-    sums_G2 = sums_B2.new_zeros(int(index_B.max()) + 1, 2).index_add_(0, index_B, sums_B2)
-    return (sums_G2[:, :1] / sums_G2[:, 1:])[index_B].expand_as(cost_BT).detach()
+    if group_B is None:
+        group_B = mask_BT.new_zeros(len(mask_BT))  # all rows are one group
+    cost_and_tokens_B2 = torch.stack([cost_BT.sum(-1), mask_BT.sum(-1).to(cost_BT.dtype)], -1)
+    sums_B2, _ = group_sums(cost_and_tokens_B2, group_B)
+    mean_B1 = sums_B2[:, :1] / sums_B2[:, 1:]
+    return mean_B1.expand_as(cost_BT).detach()
 
 
 def _sum_of_others(values_BT: Tensor, group_B: Tensor) -> Tensor:
-    """The sum over the other rows of the group."""
-    _, index_B = torch.unique(group_B, return_inverse=True)
-    groups = int(index_B.max()) + 1
-    sums_GT = values_BT.new_zeros(groups, values_BT.shape[1]).index_add_(0, index_B, values_BT)
-    return sums_GT[index_B] - values_BT
+    """The sum over the other rows of the group, ``[B, T]``."""
+    sums_BT, _ = group_sums(values_BT, group_B)
+    return sums_BT - values_BT
 
 
 def credit_costs(cost_BT: Tensor, credit: str, discount: float = 1.0) -> Tensor:
@@ -92,14 +97,15 @@ def credit_costs(cost_BT: Tensor, credit: str, discount: float = 1.0) -> Tensor:
     """
     if credit == "total":
         return cost_BT.sum(-1, keepdim=True).expand_as(cost_BT)
-    if credit == "to_go" and discount != 1:
-        costs = list(cost_BT.unbind(-1))
-        for t in reversed(range(len(costs) - 1)):
-            costs[t] = costs[t] + discount * costs[t + 1]
-        return torch.stack(costs, -1)
-    if credit == "to_go":
+    if credit == "own":
+        return cost_BT
+    if discount == 1:
         return running_sum(cost_BT.flip(-1)).flip(-1)
-    return cost_BT
+    # C_t = c_t + discount * C_{t+1}, from the end: a running sum over powers of 1 / discount overflows on long rows.
+    costs = list(cost_BT.unbind(-1))
+    for t in reversed(range(len(costs) - 1)):
+        costs[t] = costs[t] + discount * costs[t + 1]
+    return torch.stack(costs, -1)
 
 
 def in_reward(
@@ -118,19 +124,34 @@ def in_reward(
     KL, which is then left out of the cost: unbiased for the sequence KL on-policy,
     ``sum_t s_t sum_{u>t} KL_u + grad KL_t`` (chain rule, 2506.09477).
     """
-    value_BT, ratio_BT = value_BT.detach(), ratio_BT.detach()
-    step_BT = ratio_BT * value_BT if per_decision else value_BT
+    value_BT = value_BT.detach()
+    ratio_BT = ratio_BT.detach()
+    if per_decision:
+        # W_u k_u: each cost has the ratio of its own prefix, and the score has none.
+        step_BT = ratio_BT * value_BT
+        weight_BT = torch.ones_like(ratio_BT)
+        baseline_weight_BT = up_to_BT.detach()
+    else:
+        # rho_t s_t sum_u k_u: the score has the ratio, and the costs have none.
+        step_BT = value_BT
+        weight_BT = ratio_BT
+        baseline_weight_BT = ratio_BT
     cost_BT = credit_costs(step_BT, credit, discount)
     # Not the last column of the cost: a token after the end has no step of its own to be left out of the total.
     total_B = step_BT.sum(-1)
-    cost_after_B = total_B if credit == "total" else torch.zeros_like(total_B)
-    if pathwise_BT is not None:
+    cost_after_B = torch.zeros_like(total_B)
+    if credit == "total":
+        cost_after_B = total_B
+    if pathwise_BT is None:
+        pathwise_BT = torch.zeros_like(value_BT)
+    else:
+        # The own step is differentiated instead: grad KL_t replaces s_t KL_t.
         cost_BT = cost_BT - step_BT
     return TermParts(
         cost_BT=cost_BT,
-        weight_BT=torch.ones_like(ratio_BT) if per_decision else ratio_BT,
-        baseline_weight_BT=up_to_BT.detach() if per_decision else ratio_BT,
-        pathwise_BT=torch.zeros_like(value_BT) if pathwise_BT is None else pathwise_BT,
+        weight_BT=weight_BT,
+        baseline_weight_BT=baseline_weight_BT,
+        pathwise_BT=pathwise_BT,
         cost_after_B=cost_after_B,
     )
 
@@ -138,9 +159,13 @@ def in_reward(
 def in_loss(value_BT: Tensor, ratio_BT: Tensor) -> TermParts:
     """A differentiated estimate, times its (differentiable or detached) ratio."""
     zeros_BT = torch.zeros_like(value_BT)
-    no_cost = {name: zeros_BT for name in ("cost_BT", "weight_BT", "baseline_weight_BT")}
-    no_cost["cost_after_B"] = zeros_BT[:, 0]
-    return TermParts(**no_cost, pathwise_BT=ratio_BT * value_BT)
+    return TermParts(
+        cost_BT=zeros_BT,
+        weight_BT=zeros_BT,
+        baseline_weight_BT=zeros_BT,
+        pathwise_BT=ratio_BT * value_BT,
+        cost_after_B=zeros_BT[:, 0],
+    )
 
 
 def kl_surrogate(
@@ -167,7 +192,7 @@ def kl_surrogate(
         logp_BT: the policy's log-probs of the sampled tokens, with gradient.
         ref_logp_BT: the reference's.
         behaviour_logp_BT: the sampler's, as recorded when the token was drawn.
-        mask_BT: true on completion tokens; each row has at least one.
+        mask_BT: true on completion tokens. A row without any has a surrogate of 0.
         exact_kl_BT: for ``exact`` (``exact_forward``): the exact reverse (forward) KL of the next-token
             distributions at the prefix of token t, differentiable.
         top: for ``top_k``: the top tokens that its options ask for.
@@ -176,7 +201,7 @@ def kl_surrogate(
             rows; None is no baseline.
 
     Raises:
-        UserError: shapes that differ, a row without tokens, a log-prob that is not finite, an exact
+        UserError: shapes that differ, a log-prob that is not finite, an exact
             estimator without ``exact_kl_BT``, an estimator that returns another shape.
 
     >>> logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
@@ -184,27 +209,37 @@ def kl_surrogate(
     ...     behaviour_logp_BT=logp.detach(), mask_BT=torch.tensor([[True, True]])).detach()
     tensor([[0.5000, 0.0000]])
     """
-    batch = _checked(term, _Batch(logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT, top, certainty_BT))
+    given = _Batch(
+        logp_BT=logp_BT,
+        ref_logp_BT=ref_logp_BT,
+        behaviour_logp_BT=behaviour_logp_BT,
+        mask_BT=mask_BT,
+        exact_kl_BT=exact_kl_BT,
+        top=top,
+        certainty_BT=certainty_BT,
+    )
+    batch = _checked(term, given)
     parts = _parts(term, batch)
     credited_BT = parts.weight_BT * parts.cost_BT
     if term.baseline == "exact" and batch.exact_kl_BT is not None:
         baseline_BT = _weighted(term, batch, batch.exact_kl_BT)
     if baseline_BT is not None and term.baseline in ("own", "exact", "batch"):
         credited_BT = credited_BT - parts.baseline_weight_BT * baseline_BT.detach()
+    # grad (cost * logp) = cost * score, as the cost is detached; what is differentiated by itself is added.
     surrogate_BT = credited_BT * batch.logp_BT + parts.pathwise_BT
     return torch.where(batch.mask_BT, surrogate_BT, 0.0)
 
 
 def kl_parts(term: KLTerm, **tensors_BT: Any) -> TermParts:
-    """The same term taken apart, for a cost that enters before the baseline; takes :func:`kl_surrogate`'s tensors."""
+    """The term taken apart, for a cost that enters before the baseline; the arguments are :func:`kl_surrogate`'s."""
     return _parts(term, _checked(term, _Batch(**tensors_BT)))
 
 
 @torch.no_grad()
 def kl_value(term: KLTerm, **tensors_BT: Any) -> Tensor:
-    """The estimate per token (nats), ``[B, T]``, zero outside the mask; takes :func:`kl_surrogate`'s tensors.
+    """The estimate per token (nats), ``[B, T]``, zero outside the mask; the arguments are :func:`kl_surrogate`'s.
 
-    Nothing is refused: where a log-prob is not finite the estimate is not either.
+    Nothing is checked: where a log-prob is not finite, the estimate is not either.
     """
     return _value(term, _Batch(**tensors_BT).widened())
 
@@ -212,31 +247,40 @@ def kl_value(term: KLTerm, **tensors_BT: Any) -> Tensor:
 def kl_diagnostics(
     term: KLTerm, *, logp_BT: Tensor, ref_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor
 ) -> dict[str, float]:
-    """What the options of a term did to this batch: ``ratio_max``, the share of ratios beyond the cap
-    (``capped_share``) and the share of tokens whose estimate is clamped, so without gradient
-    (``clamped_share``). Empty for a term without correction and clamps, and for a batch without a token: there is no
-    largest ratio and no share of nothing.
+    """What the options of a term did to this batch.
+
+    ``ratio_max``: the largest ratio without a cap; ``capped_share``: the share of ratios beyond the cap;
+    ``clamped_share``: the share of tokens whose estimate is clamped, so without gradient. Empty for a term without
+    correction and clamps, and for a batch without tokens, where neither a maximum nor a share exists.
     """
     diagnostics: dict[str, float] = {}
     mask_BT = mask_BT.bool()
     if not bool(mask_BT.any()):
         return diagnostics
+    batch = _Batch(logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT).widened()
     with torch.no_grad():
         if term.correction != "none":
-            delta_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(behaviour_logp_BT), 0.0)
-            ratio_BT = weights_of(term.correction, delta_BT, window=term.window)
-            if term.cap_mode == "clip" and term.cap is not None:
-                tensors = {"ref_logp_BT": ref_logp_BT, "behaviour_logp_BT": behaviour_logp_BT, "mask_BT": mask_BT}
-                beyond_BT = clipped(ratio_BT, kl_value(term, logp_BT=logp_BT, **tensors), term.cap)
-            else:
-                beyond_BT = (delta_BT.exp() if term.cap_mode == "each" else ratio_BT) > (term.cap or math.inf)
+            ratio_BT, beyond_BT = _ratios_beyond_the_cap(term, batch)
             diagnostics["ratio_max"] = float(ratio_BT[mask_BT].max())
             diagnostics["capped_share"] = float(beyond_BT[mask_BT].double().mean())
         if term.input_clamp is not None or term.output_clamp is not None:
-            against_BT = behaviour_logp_BT if term.reference == "sampler" else ref_logp_BT
-            log_ratio_BT = torch.where(mask_BT, _wide(logp_BT) - _wide(against_BT), 0.0)
+            log_ratio_BT = torch.where(mask_BT, batch.logp_BT - batch.reference_of(term), 0.0)
             diagnostics["clamped_share"] = _clamped_share(term, log_ratio_BT, mask_BT)
     return diagnostics
+
+
+def _ratios_beyond_the_cap(term: KLTerm, batch: _Batch) -> tuple[Tensor, Tensor]:
+    """The ratios without a cap, and where the term's cap changes them."""
+    delta_BT = batch.log_ratio_to_behaviour()
+    ratio_BT = weights_of(term.correction, delta_BT, window=term.window)
+    if term.cap is None:
+        return ratio_BT, torch.zeros_like(batch.mask_BT)
+    if term.cap_mode == "clip":
+        # As PPO clips: only where the ratio exceeds the cap and the estimate would push it further.
+        return ratio_BT, clipped(ratio_BT, _value(term, batch), term.cap)
+    if term.cap_mode == "each":
+        return ratio_BT, delta_BT.exp() > term.cap  # each token's ratio is capped before their product
+    return ratio_BT, ratio_BT > term.cap
 
 
 def _clamped_share(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> float:
@@ -244,10 +288,14 @@ def _clamped_share(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> float
     if term.needs != "log_ratio":
         return 0.0
     if term.level == "sequence":
-        log_ratio_BT, mask_BT = log_ratio_BT.sum(-1, keepdim=True), mask_BT.any(-1, keepdim=True)
-    free = dataclasses.replace(term, input_clamp=None, output_clamp=None)
-    beyond_BT = log_ratio_BT.abs() > (term.input_clamp or math.inf)
-    beyond_BT = beyond_BT | (_evaluate(free, log_ratio_BT).abs() > (term.output_clamp or math.inf))
+        log_ratio_BT = log_ratio_BT.sum(-1, keepdim=True)
+        mask_BT = mask_BT.any(-1, keepdim=True)
+    beyond_BT = torch.zeros_like(mask_BT)
+    if term.input_clamp is not None:
+        beyond_BT = beyond_BT | (log_ratio_BT.abs() > term.input_clamp)
+    if term.output_clamp is not None:
+        unclamped = dataclasses.replace(term, input_clamp=None, output_clamp=None)
+        beyond_BT = beyond_BT | (_evaluate(unclamped, log_ratio_BT).abs() > term.output_clamp)
     return float(beyond_BT[mask_BT].double().mean())
 
 
@@ -264,30 +312,59 @@ class _Batch(NamedTuple):
 
     def widened(self) -> _Batch:
         """At least float32, the mask boolean; what must not be differentiated is detached."""
-        reference_BT, behaviour_BT = _wide(self.ref_logp_BT).detach(), _wide(self.behaviour_logp_BT).detach()
-        exact_BT = None if self.exact_kl_BT is None else _wide(self.exact_kl_BT)
+        exact_kl_BT = self.exact_kl_BT
+        if exact_kl_BT is not None:
+            exact_kl_BT = _wide(exact_kl_BT)
         top = self.top
         if top is not None:
             top = TopTokens(_wide(top.logp_BTK), _wide(top.ref_logp_BTK).detach(), top.inside_BT.bool())
-        certainty_BT = None if self.certainty_BT is None else _wide(self.certainty_BT).detach()
-        return _Batch(_wide(self.logp_BT), reference_BT, behaviour_BT, self.mask_BT.bool(), exact_BT, top, certainty_BT)
+        certainty_BT = self.certainty_BT
+        if certainty_BT is not None:
+            certainty_BT = _wide(certainty_BT).detach()
+        return _Batch(
+            logp_BT=_wide(self.logp_BT),
+            ref_logp_BT=_wide(self.ref_logp_BT).detach(),
+            behaviour_logp_BT=_wide(self.behaviour_logp_BT).detach(),
+            mask_BT=self.mask_BT.bool(),
+            exact_kl_BT=exact_kl_BT,
+            top=top,
+            certainty_BT=certainty_BT,
+        )
+
+    def reference_of(self, term: KLTerm) -> Tensor:
+        """The log-probs that a sampled estimate of ``term`` compares with."""
+        if term.reference == "sampler":
+            return self.behaviour_logp_BT
+        return self.ref_logp_BT
+
+    def log_ratio_to_behaviour(self) -> Tensor:
+        """``log pi - log mu`` per token (nats), 0 outside the mask, where a log-prob may be anything."""
+        return torch.where(self.mask_BT, self.logp_BT - self.behaviour_logp_BT, 0.0)
 
 
 def _parts(term: KLTerm, batch: _Batch) -> TermParts:
-    mask_BT, facts = batch.mask_BT, CORRECTIONS.get(term.correction).facts
-    delta_BT = torch.where(mask_BT, batch.logp_BT - batch.behaviour_logp_BT, 0.0)
+    """The estimate of a checked batch as a cost (reward) or differentiated (loss), with its ratios."""
+    delta_BT = batch.log_ratio_to_behaviour()
     ratio_BT = weights_of(term.correction, delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
-    exact = term.needs != "log_ratio"
     value_BT = _weighted(term, batch, _value(term, batch))
     if term.placement == "loss":
         return in_loss(value_BT, ratio_BT)
     if term.cap_mode == "clip" and term.cap is not None:
         ratio_BT = torch.where(clipped(ratio_BT, value_BT, term.cap), 0.0, ratio_BT)
-    per_decision, up_to_BT, pathwise_BT = facts.get("weights") == "cost", ratio_BT, None
+    facts = CORRECTIONS.get(term.correction).facts
+    per_decision = facts.get("weights") == "cost"
+    up_to_BT = ratio_BT
     if per_decision:
+        # prefix_previous leaves out the token's own ratio, which a baseline of the score at t needs.
         up_to_BT = weights_of("prefix", delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
-    if exact:  # a token ratio has mean one given the prefix, so the own step does without it
-        pathwise_BT = value_BT if facts.get("scope") == "token" else ratio_BT.detach() * value_BT
+    # An exact KL depends on the prefix alone, so its own step is differentiated: grad KL_t, and not s_t KL_t.
+    pathwise_BT = None
+    exact = term.needs != "log_ratio"
+    if exact and facts.get("scope") == "token":
+        # A token's ratio has mean one given the prefix: without it the mean is the same, and the noise less.
+        pathwise_BT = value_BT
+    elif exact:
+        pathwise_BT = ratio_BT.detach() * value_BT
     return in_reward(
         value_BT,
         ratio_BT,
@@ -300,28 +377,32 @@ def _parts(term: KLTerm, batch: _Batch) -> TermParts:
 
 
 def _weighted(term: KLTerm, batch: _Batch, value_BT: Tensor) -> Tensor:
-    """A value per token times the token's weight, which rounding may have put below 0."""
+    """A value per token times the token's weight, ``certainty ** weight_power``."""
     if term.weight == "none" or batch.certainty_BT is None:
         return value_BT
-    return torch.where(batch.mask_BT, batch.certainty_BT, 0.0).clamp(min=0.0) ** term.weight_power * value_BT
+    # Rounding may put 1 - H / log V below 0, where a power is not defined.
+    certainty_BT = torch.where(batch.mask_BT, batch.certainty_BT, 0.0).clamp(min=0.0)
+    return certainty_BT**term.weight_power * value_BT
 
 
 def _value(term: KLTerm, batch: _Batch) -> Tensor:
     """The estimate per token, differentiable, zero outside the mask."""
     mask_BT = batch.mask_BT
     if term.needs == "top_k" and batch.top is not None:
-        at = TopK(
+        top_k = TopK(
             top=batch.top,
             logp_BT=torch.where(mask_BT, batch.logp_BT, 0.0),
             ref_logp_BT=torch.where(mask_BT, batch.ref_logp_BT, 0.0),
             behaviour_logp_BT=torch.where(mask_BT, batch.behaviour_logp_BT, 0.0),
         )
-        return torch.where(mask_BT, _evaluate(term, at), 0.0)
+        return torch.where(mask_BT, _evaluate(term, top_k), 0.0)
     if term.needs != "log_ratio" and batch.exact_kl_BT is not None:
         return _evaluate(term, torch.where(mask_BT, batch.exact_kl_BT, 0.0))
-    at_BT = batch.behaviour_logp_BT if term.anchor == "behaviour" else batch.logp_BT
-    against_BT = batch.behaviour_logp_BT if term.reference == "sampler" else batch.ref_logp_BT
-    return _sampled_value(term, torch.where(mask_BT, at_BT - against_BT, 0.0), mask_BT)
+    evaluated_at_BT = batch.logp_BT
+    if term.anchor == "behaviour":
+        evaluated_at_BT = batch.behaviour_logp_BT
+    log_ratio_BT = torch.where(mask_BT, evaluated_at_BT - batch.reference_of(term), 0.0)
+    return _sampled_value(term, log_ratio_BT, mask_BT)
 
 
 def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -330,14 +411,17 @@ def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tenso
         log_ratio_BT = log_ratio_BT.sum(-1, keepdim=True)
     value_BT = _evaluate(term, log_ratio_BT)
     if term.gradient == "k2":
+        # The value of the estimator, the gradient of k2: what is added and subtracted differs in its gradient alone.
         half_square_BT = k2(log_ratio_BT)
         value_BT = half_square_BT + (value_BT - half_square_BT).detach()
     if term.level == "sequence":
         value_BT = value_BT * mask_BT / mask_BT.sum(-1, keepdim=True)
+    # ``where`` and not a product: the value of a row without tokens is 0 / 0 above, and NaN times 0 is NaN.
     return torch.where(mask_BT, value_BT, 0.0)
 
 
 def _evaluate(term: KLTerm, argument_BT: Tensor | TopK) -> Tensor:
+    """The estimator's value (nats) between the term's clamps, of the shape of its argument."""
     if term.input_clamp is not None and isinstance(argument_BT, Tensor):
         argument_BT = argument_BT.clamp(-term.input_clamp, term.input_clamp)
     value_BT = estimate(ESTIMATORS.get(term.estimator), argument_BT, **term.options)
@@ -347,18 +431,48 @@ def _evaluate(term: KLTerm, argument_BT: Tensor | TopK) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    """At least float32: in 16 bits a log-ratio of 0.01 nats is rounding."""
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.float()
 
 
 def _checked(term: KLTerm, batch: _Batch) -> _Batch:
     """Check ranks, shapes and values; then :meth:`_Batch.widened`. Raises :class:`UserError`."""
-    logp_BT, top, mask_BT = batch.logp_BT, batch.top, batch.mask_BT
-    tensors = {name: getattr(batch, name) for name in ("logp_BT", "ref_logp_BT", "behaviour_logp_BT")}
+    logp_BT = batch.logp_BT
+    tensors = _tensors_read(term, batch)
+    if logp_BT.dim() != 2:
+        raise UserError(f"logp_BT must be [B, T], got shape {tuple(logp_BT.shape)}")
+    for name, tensor in {**tensors, "mask_BT": batch.mask_BT}.items():
+        if tensor.shape != logp_BT.shape:
+            raise UserError(f"{name} has shape {tuple(tensor.shape)}, and logp_BT {tuple(logp_BT.shape)}")
+    mask_BT = batch.mask_BT.bool()
+    for name, tensor in tensors.items():
+        bad_BT = ~torch.isfinite(tensor.detach()) & mask_BT
+        if bool(bad_BT.any()):
+            row, column = (int(position) for position in bad_BT.nonzero()[0])
+            raise UserError(
+                f"{name} is not finite at [{row}, {column}] ({float(tensor[row, column].detach())}), "
+                f"{int(bad_BT.sum())} such value(s) in all"
+            )
+    return batch.widened()
+
+
+def _tensors_read(term: KLTerm, batch: _Batch) -> dict[str, Tensor]:
+    """What the term reads by its name, ``[B, T]`` each. Raises :class:`UserError` where one is not given."""
+    tensors = {
+        "logp_BT": batch.logp_BT,
+        "ref_logp_BT": batch.ref_logp_BT,
+        "behaviour_logp_BT": batch.behaviour_logp_BT,
+    }
     if term.needs == "top_k":
+        top = batch.top
         if top is None:
             raise UserError(f"estimator {term.estimator!r} needs top: the log-probs of the top tokens at each prefix")
-        tensors |= {"top.inside_BT": top.inside_BT}
-        tensors |= {"top.logp_BTK": top.logp_BTK.sum(-1), "top.ref_logp_BTK": top.ref_logp_BTK.sum(-1)}
+        tensors["top.inside_BT"] = top.inside_BT
+        # Summed over the tokens: one that is not finite makes the sum so.
+        tensors["top.logp_BTK"] = top.logp_BTK.sum(-1)
+        tensors["top.ref_logp_BTK"] = top.ref_logp_BTK.sum(-1)
     elif term.reads - {"log_ratio", "certainty"}:
         if batch.exact_kl_BT is None:
             raise UserError(f"{term.label()} needs exact_kl_BT: the {term.direction} KL at each prefix")
@@ -367,21 +481,4 @@ def _checked(term: KLTerm, batch: _Batch) -> _Batch:
         if batch.certainty_BT is None:
             raise UserError(f"{term.label()} needs certainty_BT: 1 - H / log V of the {term.weight} at each prefix")
         tensors["certainty_BT"] = batch.certainty_BT
-    if logp_BT.dim() != 2:
-        raise UserError(f"logp_BT must be [B, T], got shape {tuple(logp_BT.shape)}")
-    for name, tensor in {**tensors, "mask_BT": mask_BT}.items():
-        if tensor.shape != logp_BT.shape:
-            raise UserError(f"{name} has shape {tuple(tensor.shape)}, and logp_BT {tuple(logp_BT.shape)}")
-    mask_BT = mask_BT.bool()
-    empty = (~mask_BT.any(-1)).nonzero().flatten().tolist()
-    if empty:
-        raise UserError(f"mask_BT: no completion token in row(s) {empty[:8]}; drop such rows, or weight them zero")
-    for name, tensor in tensors.items():
-        bad = ~torch.isfinite(tensor.detach()) & mask_BT
-        if bool(bad.any()):
-            row, column = (int(i) for i in bad.nonzero()[0])
-            raise UserError(
-                f"{name} is not finite at [{row}, {column}] ({float(tensor[row, column].detach())}), "
-                f"{int(bad.sum())} such value(s) in all"
-            )
-    return batch.widened()
+    return tensors

@@ -18,8 +18,8 @@ in float32 (``model.head_dtype``); temperature, softmax and sums in float32 or w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,15 +30,10 @@ from kl_comedy.cuda import wide_product
 from kl_comedy.kl.estimators import above_mixture, certainty, jensen_shannon
 from kl_comedy.models.introspection import Head
 from kl_comedy.models.onednn_linear import product
-
-QUANTITIES = ("kl", "forward_kl", "entropy", "total_variation", "certainty", "reference_certainty")
-"""What can be requested beside the log-prob; all but the KLs carry no gradient."""
-AGAINST_REFERENCE = {"kl", "forward_kl", "total_variation", "reference_certainty"}
-
-TopRequest = tuple[int, str]
-"""``k``, and whose likeliest tokens: ``policy`` or ``reference``."""
+from kl_comedy.models.types import Wanted
 
 TOP_COLUMNS = ("logp", "ref_logp", "ids")
+"""What a list of top tokens has: log-probs of the policy, of the reference, and the ids; ``[N, K]`` each."""
 FINITE_NEVER = -1e4
 """Nats; stands for the log-prob -inf in formulas of two policies. Its exponential is 0 in float32 and float64."""
 
@@ -46,89 +41,119 @@ ReferenceHead = tuple[Tensor, Head]
 """The reference policy's hidden states ``[N, H]`` and head."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """How the head is computed.
+
+    At most ``chunk_elements`` logits are held at a time. ``factor_dtype``: the dtype of the factors of the products,
+    whose sums are float32; None is the dtype of the weights.
+    """
+
+    temperature: float
+    chunk_elements: int
+    factor_dtype: torch.dtype | None = None
+
+
 def head_columns(
     hidden_NH: Tensor,
     head: Head,
     ids_N: Tensor,
+    settings: HeadSettings,
+    wanted: Wanted,
     *,
-    temperature: float,
-    chunk_elements: int,
-    requested: Sequence[str] = (),
-    mixtures: Sequence[float] = (),
-    top: Sequence[TopRequest] = (),
     reference: ReferenceHead | None = None,
-    given: tuple[Tensor, Tensor] | None = None,
-    factor_dtype: torch.dtype | None = None,
+    likeliest: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Columns ``[N]``: ``logp`` of ``ids_N`` and the ``requested`` :data:`QUANTITIES`.
+    """Columns ``[N]``: ``logp`` of ``ids_N`` and the quantities that are ``wanted``.
 
-    Of mixture number n (the reference's share), column ``mixture<n>``: the Jensen-Shannon divergence.
-    Of the ``top`` request number n, columns ``[N, K]`` of the top tokens: ``top<n>_logp`` of the policy,
-    ``top<n>_ref_logp`` of the reference, ``top<n>_ids``; K is at most the vocabulary. ``given``: ids and
-    log-probs ``[N, K]`` of the reference's likeliest tokens where nothing else is known of it.
-    At most ``chunk_elements`` logits are held at a time. Log-probs and KLs are differentiable in ``hidden_NH`` and
-    ``head``; a column without a gradient costs nothing in the backward pass. A chunk is whole rows, so every sum over
-    the vocabulary is one reduction whatever the chunk size. Raises :class:`ValueError` for a missing ``reference``.
+    Mixture number n (the reference's share) has the column ``mixture<n>``: the Jensen-Shannon divergence.
+    The ``top`` request number n has the columns ``[N, K]`` ``top<n>_logp`` of the policy, ``top<n>_ref_logp`` of the
+    reference, and ``top<n>_ids``; K is at most the vocabulary. ``likeliest``: ids and log-probs ``[N, K]`` of the
+    reference's likeliest tokens, where nothing else is known of it.
+    Log-probs and KLs are differentiable in ``hidden_NH`` and ``head``; a column without a gradient costs nothing in the
+    backward pass. A chunk is whole rows, so every sum over the vocabulary is one reduction whatever the chunk size.
+    Raises :class:`ValueError` for a missing ``reference``.
     """
-    names = [name for name in QUANTITIES if name in requested]
-    if given is not None:
-        widest = max((min(k, head[0].shape[0]) for k, _ in top), default=0)
-        if widest > given[0].shape[1] or any(tokens != "reference" for _, tokens in top):
-            raise ValueError(f"of this reference only its {given[0].shape[1]} likeliest tokens are known")
-    asked = mixtures or not AGAINST_REFERENCE.isdisjoint(names) or (top and given is None)
-    if asked and reference is None:
+    if likeliest is not None:
+        _check_likeliest(likeliest, wanted, vocabulary=head[0].shape[0])
+    compares = wanted.compares_vocabularies or (bool(wanted.top) and likeliest is None)
+    if compares and reference is None:
         raise ValueError("an exact value needs a reference pass that kept its hidden states")
-    rows = max(1, chunk_elements // head[0].shape[0])
+    reference_never_V = None
+    if reference is not None:
+        reference_NH, (reference_VH, reference_bias_V) = reference
+        reference = (reference_NH, (factor(reference_VH, settings), reference_bias_V))
+        reference_never_V = never_drawn(reference_bias_V)
     plan = _Plan(
         ids_N=ids_N,
-        temperature=temperature,
-        rows=rows,
-        names=names,
-        mixtures=mixtures,
-        top=top,
-        given=given,
-        factor_dtype=factor_dtype,
+        settings=settings,
+        wanted=wanted,
+        chunk_rows=max(1, settings.chunk_elements // head[0].shape[0]),
+        reference=reference,
+        likeliest=likeliest,
         never_V=never_drawn(head[1]),
+        reference_never_V=reference_never_V,
     )
-    if reference is not None:
-        hidden, (weight, bias) = reference
-        plan = replace(plan, reference=(hidden, (plan.factor(weight), bias)), reference_never_V=never_drawn(bias))
     columns: Sequence[Tensor] = _HeadColumns.apply(hidden_NH, *head, plan)  # type: ignore[no-untyped-call]
-    tops = [f"top{n}_{column}" for n in range(len(top)) for column in TOP_COLUMNS]
-    return dict(zip((*plan.columns, *tops), columns, strict=True))
+    return dict(zip(column_names(wanted), columns, strict=True))
+
+
+def column_names(wanted: Wanted) -> list[str]:
+    """The names of the columns of :func:`head_columns`, in order."""
+    tops = [f"top{n}_{column}" for n in range(len(wanted.top)) for column in TOP_COLUMNS]
+    return [*_names_before_tops(wanted), *tops]
+
+
+def _names_before_tops(wanted: Wanted) -> list[str]:
+    mixtures = [f"mixture{n}" for n in range(len(wanted.mixtures))]
+    return ["logp", *wanted.quantities, *mixtures]
+
+
+def _has_gradient(name: str) -> bool:
+    """Whether a column before those of top tokens is differentiable; the others are metrics."""
+    return name in ("logp", "kl", "forward_kl") or name.startswith("mixture")
+
+
+def _check_likeliest(likeliest: tuple[Tensor, Tensor], wanted: Wanted, *, vocabulary: int) -> None:
+    """Raise :class:`ValueError` where a request needs more than the reference's likeliest tokens."""
+    known = likeliest[0].shape[1]
+    for k, tokens in wanted.top:
+        if tokens != "reference" or min(k, vocabulary) > known:
+            raise ValueError(f"of this reference only its {known} likeliest tokens are known")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
+    """What forward and backward pass share; :func:`head_columns` has the meaning of the fields."""
+
     ids_N: Tensor
-    temperature: float
-    rows: int
-    names: list[str]
-    mixtures: Sequence[float]
-    top: Sequence[TopRequest]
-    given: tuple[Tensor, Tensor] | None
-    factor_dtype: torch.dtype | None
-    reference: ReferenceHead | None = None
-    never_V: Tensor | None = None
+    settings: HeadSettings
+    wanted: Wanted
+    chunk_rows: int
+    reference: ReferenceHead | None
+    likeliest: tuple[Tensor, Tensor] | None
+    never_V: Tensor | None
     """Tokens that the policy never draws, because their bias is -inf (a padded vocabulary); None without any."""
-    reference_never_V: Tensor | None = None
+    reference_never_V: Tensor | None
     """The same of the reference."""
 
     @property
     def columns(self) -> list[str]:
         """The columns before those of top tokens."""
-        return ["logp", *self.names, *(f"mixture{n}" for n in range(len(self.mixtures)))]
+        return _names_before_tops(self.wanted)
 
-    def factor(self, weight_VH: Tensor) -> Tensor:
-        """The weight as a factor of products: rounded once, not for every chunk."""
-        return weight_VH if self.factor_dtype is None else weight_VH.to(self.factor_dtype)
-
-    def log_softmax(self, hidden_nH: Tensor, factor_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-        return log_softmax(hidden_nH, factor_VH, bias_V, self.temperature, self.factor_dtype)
+    @property
+    def is_one_chunk(self) -> bool:
+        """Whether the log-probs of all rows are held at once, so that the backward pass need not compute them again."""
+        return len(self.ids_N) <= self.chunk_rows
 
     def chunks(self) -> Iterator[slice]:
-        for start in range(0, max(len(self.ids_N), 1), self.rows):
-            yield slice(start, start + self.rows)
+        """Rows that are computed together; without rows, one empty chunk, so that all columns exist."""
+        for start in range(0, max(len(self.ids_N), 1), self.chunk_rows):
+            yield slice(start, start + self.chunk_rows)
+
+    def log_softmax(self, hidden_nH: Tensor, factor_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        return log_softmax(hidden_nH, factor_VH, bias_V, self.settings.temperature, self.settings.factor_dtype)
 
     def reference_logp(self, part: slice) -> Any:
         """The reference's log-probs ``[n, V]``; None without a reference."""
@@ -138,22 +163,35 @@ class _Plan:
         return self.log_softmax(hidden_NH[part], *head)
 
 
+def factor(weight_VH: Tensor, settings: HeadSettings) -> Tensor:
+    """The weight as a factor of products: rounded once, not for every chunk."""
+    if settings.factor_dtype is None:
+        return weight_VH
+    return weight_VH.to(settings.factor_dtype)
+
+
 def never_drawn(bias_V: Tensor | None) -> Tensor | None:
     """Where the head's bias is -inf; None where it is nowhere."""
     if bias_V is None:
         return None
     never_V = torch.isneginf(bias_V.detach())
-    return never_V if bool(never_V.any()) else None
+    if not bool(never_V.any()):
+        return None
+    return never_V
 
 
 def _zero_where(terms_nV: Tensor, never_V: Tensor | None) -> Tensor:
     """``terms_nV`` with zeros for tokens of probability 0, where 0 * -inf and -inf + inf are no numbers."""
-    return terms_nV if never_V is None else terms_nV.masked_fill_(never_V, 0.0)
+    if never_V is None:
+        return terms_nV
+    return terms_nV.masked_fill_(never_V, 0.0)
 
 
 def _finite_where(logp_nV: Any, never_V: Tensor | None) -> Any:
     """``logp_nV`` with a finite log-prob whose exponential is 0 for tokens of probability 0."""
-    return logp_nV if never_V is None else logp_nV.masked_fill(never_V, FINITE_NEVER)
+    if never_V is None:
+        return logp_nV
+    return logp_nV.masked_fill(never_V, FINITE_NEVER)
 
 
 class _HeadColumns(torch.autograd.Function):
@@ -163,27 +201,39 @@ class _HeadColumns(torch.autograd.Function):
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, plan: _Plan) -> Any:
         pieces: list[list[Tensor]] = []
         logp_nV = logq_nV = None
-        factor_VH = plan.factor(weight_VH)
+        factor_VH = factor(weight_VH, plan.settings)
         for part in plan.chunks():
             logp_nV = plan.log_softmax(hidden_NH[part], factor_VH, bias_V)
             logq_nV = plan.reference_logp(part)
-            given = plan.given and (plan.given[0][part], plan.given[1][part])
-            tops = [column for request in plan.top for column in _top_columns(logp_nV, logq_nV, given, *request)]
-            finite_logp_nV = _finite_where(logp_nV, plan.never_V)
-            finite_logq_nV = _finite_where(logq_nV, plan.reference_never_V)
-            mixtures = [jensen_shannon(finite_logp_nV, finite_logq_nV, share) for share in plan.mixtures]
-            pieces.append([*_columns(logp_nV, logq_nV, part, plan), *mixtures, *tops])
+            pieces.append(
+                [
+                    *_columns(logp_nV, logq_nV, part, plan),
+                    *_mixture_columns(logp_nV, logq_nV, plan),
+                    *_top_columns(logp_nV, logq_nV, part, plan),
+                ]
+            )
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
-        kls = [name for name in plan.names if name in ("kl", "forward_kl")]
-        first = len(plan.columns)
-        reference_columns = [column for n, column in enumerate(columns[first:]) if n % 3]
-        ctx.mark_non_differentiable(*columns[1 + len(kls) : 1 + len(plan.names)], *reference_columns)
+
+        # Top lists follow the named columns, three columns each (TOP_COLUMNS).
+        top_columns = columns[len(plan.columns) :]
+        constant = [column for name, column in zip(plan.columns, columns, strict=False) if not _has_gradient(name)]
+        constant += top_columns[1::3]
+        constant += top_columns[2::3]
+        ctx.mark_non_differentiable(*constant)
+        # Gradients that are not there stay None: a column that no loss reads costs nothing in the backward pass.
         ctx.set_materialize_grads(False)
+
+        kl_N = None
+        if plan.wanted.kl:
+            kl_N = columns[plan.columns.index("kl")]
+        kept_logp_nV = kept_logq_nV = None
+        if plan.is_one_chunk:
+            kept_logp_nV = logp_nV
+            if plan.wanted.kl or plan.wanted.forward_kl or plan.wanted.mixtures:
+                kept_logq_nV = logq_nV
         ctx.plan = plan
-        single = len(plan.ids_N) <= plan.rows
-        chunk_logps = (logp_nV, logq_nV if kls or plan.mixtures else None) if single else (None, None)
-        saved = (columns[1] if "kl" in kls else None, *chunk_logps, *columns[first + 2 :: 3])
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, *saved)
+        top_ids = top_columns[2::3]
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, kl_N, kept_logp_nV, kept_logq_nV, *top_ids)
         return tuple(columns)
 
     @staticmethod
@@ -197,122 +247,239 @@ class _HeadColumns(torch.autograd.Function):
     def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
         hidden_NH, weight_VH, bias_V, kl_N, logp_nV, logq_nV, *top_ids = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        first = len(plan.columns)
-        columns = dict(zip(plan.columns, gradients, strict=False))
-        given = {name: grad for name, grad in columns.items() if grad is not None}
-        tops = [(ids, grad) for ids, grad in zip(top_ids, gradients[first::3], strict=True) if grad is not None]
-        if not given and not tops:
+        column_gradients = {}
+        for name, gradient_N in zip(plan.columns, gradients, strict=False):
+            if gradient_N is not None:
+                column_gradients[name] = gradient_N
+        top_gradients = []
+        for ids_NK, gradient_NK in zip(top_ids, gradients[len(plan.columns) :: 3], strict=True):
+            if gradient_NK is not None:
+                top_gradients.append((ids_NK, gradient_NK))
+        if not column_gradients and not top_gradients:
             return None, None, None, None
-        needs_reference = any(name in ("kl", "forward_kl") or name.startswith("mixture") for name in given)
-        saved_chunk = logp_nV is not None
-        hidden_grad = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
-        wide = torch.promote_types(weight_VH.dtype, torch.float32)
-        weight_grad = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
-        bias_grad = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and ctx.needs_input_grad[2] else None
-        factor_VH = plan.factor(weight_VH)
+        reads_reference = any(name != "logp" for name in column_gradients)
+        chunk_was_kept = logp_nV is not None
+
+        sums = _GradientSums(
+            hidden_NH,
+            weight_VH,
+            bias_V,
+            plan.settings,
+            needed=ctx.needs_input_grad,
+        )
         for part in plan.chunks():
-            if not saved_chunk:
-                logp_nV = plan.log_softmax(hidden_NH[part], factor_VH, bias_V)
-                logq_nV = plan.reference_logp(part) if needs_reference else None
-            kl_n = None if kl_N is None else kl_N[part]
+            if not chunk_was_kept:
+                logp_nV = plan.log_softmax(hidden_NH[part], sums.factor_VH, bias_V)
+                logq_nV = None
+                if reads_reference:
+                    logq_nV = plan.reference_logp(part)
+            kl_n = None
+            if kl_N is not None:
+                kl_n = kl_N[part]
+            chunk = _Chunk(logp_nV=logp_nV, logq_nV=logq_nV, kl_n=kl_n, ids_n=plan.ids_N[part])
             grad_nV = _logits_gradient(
-                logp_nV,
-                logq_nV,
+                chunk,
                 plan,
-                plan.ids_N[part],
-                {name: grad[part] for name, grad in given.items()},
-                kl_n,
-                [(ids_NK[part], grad_NK[part]) for ids_NK, grad_NK in tops],
+                {name: gradient_N[part] for name, gradient_N in column_gradients.items()},
+                [(ids_NK[part], gradient_NK[part]) for ids_NK, gradient_NK in top_gradients],
             )
-            narrow_nV = grad_nV.to(factor_VH.dtype)
-            if hidden_grad is not None:
-                hidden_grad[part] = head_product(narrow_nV, factor_VH.t(), None, plan.factor_dtype)
-            if weight_grad is not None:
-                rows_nH = hidden_NH[part].to(factor_VH.dtype)
-                if wide == factor_VH.dtype:
-                    weight_grad.addmm_(narrow_nV.t(), rows_nH)
-                elif plan.factor_dtype is not None:
-                    weight_grad += wide_product(narrow_nV.t(), rows_nH)
-                else:
-                    weight_grad += narrow_nV.t() @ rows_nH
-            if bias_grad is not None:
-                bias_grad += grad_nV.sum(0)
-        narrow = [None if grad is None else grad.to(weight_VH.dtype) for grad in (weight_grad, bias_grad)]
-        return (hidden_grad, *narrow, None)
+            sums.add(part, grad_nV)
+        return (*sums.narrowed(), None)
+
+
+class _GradientSums:
+    """The gradients of hidden states, weight and bias, added up over the chunks.
+
+    Sums over rows are float32 or wider, whatever the dtype of the weights; a gradient that nobody needs is None.
+    """
+
+    def __init__(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        settings: HeadSettings,
+        *,
+        needed: Sequence[bool],
+    ) -> None:
+        self._settings = settings
+        self._hidden_NH = hidden_NH
+        self._dtype = weight_VH.dtype
+        self._wide = torch.promote_types(weight_VH.dtype, torch.float32)
+        self.factor_VH = factor(weight_VH, settings)
+        self._hidden_gradient: Tensor | None = None
+        self._weight_gradient: Tensor | None = None
+        self._bias_gradient: Tensor | None = None
+        if needed[0]:
+            self._hidden_gradient = torch.empty_like(hidden_NH)
+        if needed[1]:
+            self._weight_gradient = torch.zeros_like(weight_VH, dtype=self._wide)
+        if needed[2] and bias_V is not None:
+            self._bias_gradient = torch.zeros_like(bias_V, dtype=self._wide)
+
+    def add(self, part: slice, grad_nV: Tensor) -> None:
+        """Add a chunk's gradient of the logits."""
+        # d loss / d hidden = g W,  d loss / d W = g^T hidden,  d loss / d bias = sum of g over the rows.
+        narrow_nV = grad_nV.to(self.factor_VH.dtype)
+        if self._hidden_gradient is not None:
+            self._hidden_gradient[part] = head_product(narrow_nV, self.factor_VH.t(), None, self._settings.factor_dtype)
+        if self._weight_gradient is not None:
+            rows_nH = self._hidden_NH[part].to(self.factor_VH.dtype)
+            if self._wide == self.factor_VH.dtype:
+                self._weight_gradient.addmm_(narrow_nV.t(), rows_nH)  # no second tensor [V, H]
+            elif self._settings.factor_dtype is not None:
+                self._weight_gradient += wide_product(narrow_nV.t(), rows_nH)
+            else:
+                self._weight_gradient += narrow_nV.t() @ rows_nH
+        if self._bias_gradient is not None:
+            self._bias_gradient += grad_nV.sum(0)
+
+    def narrowed(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients in the dtypes of what they are gradients of."""
+        weight_gradient = self._weight_gradient
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(self._dtype)
+        bias_gradient = self._bias_gradient
+        if bias_gradient is not None:
+            bias_gradient = bias_gradient.to(self._dtype)
+        return self._hidden_gradient, weight_gradient, bias_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """The distributions of one chunk of rows. ``logq_nV`` and ``kl_n`` are needed where a KL has a gradient."""
+
+    logp_nV: Tensor
+    logq_nV: Any
+    kl_n: Any
+    ids_n: Tensor
 
 
 def _logits_gradient(
-    logp_nV: Tensor,
-    logq_nV: Any,
+    chunk: _Chunk,
     plan: _Plan,
-    ids_n: Tensor,
-    gradients: dict[str, Tensor],
-    kl_n: Any,
+    gradients: Mapping[str, Tensor],
     tops: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """The gradient ``[n, V]`` of the logits; ``gradients`` are those of the columns, ``tops`` ids and gradients."""
-    logp_grad_n, kl_grad_n, forward_grad_n = (gradients.get(name) for name in ("logp", "kl", "forward_kl"))
+    """The gradient ``[n, V]`` of the loss by the logits, before they were divided by the temperature.
+
+    ``gradients``: the loss's gradients ``[n]`` of the columns, by name; ``tops``: ids and gradients ``[n, K]`` of each
+    list of top tokens. With g for the gradient of a column, the formulas at the top of this module are
+
+        log-prob of token k:      g 1_k - g p
+        KL(p || q):               g p (log p - log q) - g KL p
+        KL(q || p):               g p - g q
+        Jensen-Shannon, share b:  g (1 - b) p (log p - log m - KL(p || m))
+
+    Nearly every term is p times one number for each row. These numbers are added up before anything ``[n, V]`` is made:
+    two buffers of that size are enough, where the formulas as they stand need one for each term.
+    """
+    logp_nV = chunk.logp_nV
+    logq_nV = chunk.logq_nV
+    logp_grad_n = gradients.get("logp")
+    kl_grad_n = gradients.get("kl")
+    forward_grad_n = gradients.get("forward_kl")
+
+    # The sampled token is a list of one.
+    token_lists = list(tops)
     if logp_grad_n is not None:
-        tops = [(ids_n[:, None], logp_grad_n[:, None]), *tops]
-    share_n = logp_nV.new_zeros(len(ids_n))
-    for _, top_grad_nK in tops:
-        share_n = share_n - top_grad_nK.sum(1)
+        token_lists.insert(0, (chunk.ids_n[:, None], logp_grad_n[:, None]))
+
+    # The number that multiplies p: - g of each listed token, - g KL of KL(p || q), + g of KL(q || p).
+    p_factor_n = logp_nV.new_zeros(len(chunk.ids_n))
+    for _, grad_nK in token_lists:
+        p_factor_n = p_factor_n - grad_nK.sum(1)
     if kl_grad_n is not None:
-        share_n = share_n - kl_grad_n * kl_n
+        p_factor_n = p_factor_n - kl_grad_n * chunk.kl_n
     if forward_grad_n is not None:
-        share_n = share_n + forward_grad_n
+        p_factor_n = p_factor_n + forward_grad_n
+
+    # p times that number, and with KL(p || q) + g p (log p - log q), which differs from token to token.
     grad_nV = logp_nV.exp()
-    if kl_grad_n is not None:
-        grad_nV *= (logp_nV - logq_nV).mul_(kl_grad_n[:, None]).add_(share_n[:, None])
-        grad_nV = _zero_where(grad_nV, plan.never_V)
+    if kl_grad_n is None:
+        grad_nV *= p_factor_n[:, None]
     else:
-        grad_nV *= share_n[:, None]
+        grad_nV *= (logp_nV - logq_nV).mul_(kl_grad_n[:, None]).add_(p_factor_n[:, None])
+        grad_nV = _zero_where(grad_nV, plan.never_V)
+
+    # - g q of KL(q || p).
     if forward_grad_n is not None:
         grad_nV -= logq_nV.exp().mul_(forward_grad_n[:, None])
-    for n, share in enumerate(plan.mixtures):
-        if (mixture_grad_n := gradients.get(f"mixture{n}")) is not None:
-            finite_logp_nV = _finite_where(logp_nV, plan.never_V)
-            finite_logq_nV = _finite_where(logq_nV, plan.reference_never_V)
-            from_mixture_nV, p_nV = above_mixture(finite_logp_nV, finite_logq_nV, share), logp_nV.exp()
-            from_mixture_nV -= (p_nV * from_mixture_nV).sum(1, keepdim=True)
-            grad_nV += p_nV.mul_(from_mixture_nV).mul_((1 - share) * mixture_grad_n[:, None])
-    for top_ids_nK, top_grad_nK in tops:
-        grad_nV.scatter_add_(1, top_ids_nK, top_grad_nK)
-    return grad_nV if plan.temperature == 1 else grad_nV.div_(plan.temperature)
+
+    # g (1 - b) p (log p - log m - KL(p || m)); KL(p || m) is the mean under p of what stands before it.
+    for position, reference_share in enumerate(plan.wanted.mixtures):
+        mixture_grad_n = gradients.get(f"mixture{position}")
+        if mixture_grad_n is None:
+            continue
+        p_nV = logp_nV.exp()
+        finite_logp_nV = _finite_where(logp_nV, plan.never_V)
+        finite_logq_nV = _finite_where(logq_nV, plan.reference_never_V)
+        above_nV = above_mixture(finite_logp_nV, finite_logq_nV, reference_share)
+        above_nV -= (p_nV * above_nV).sum(1, keepdim=True)
+        scale_n = (1 - reference_share) * mixture_grad_n
+        grad_nV += p_nV.mul_(above_nV).mul_(scale_n[:, None])
+
+    # + g 1_k of the listed tokens.
+    for ids_nK, grad_nK in token_lists:
+        grad_nV.scatter_add_(1, ids_nK, grad_nK)
+
+    # The logits were divided by the temperature before the softmax.
+    if plan.settings.temperature != 1:
+        grad_nV.div_(plan.settings.temperature)
+    return grad_nV
 
 
 def _columns(logp_nV: Tensor, logq_nV: Any, part: slice, plan: _Plan) -> list[Tensor]:
     """Columns ``[n]`` of one chunk. A KL is zero bit by bit where both distributions are the same."""
-    names = plan.names
+    wanted = plan.wanted
     columns = [logp_nV.gather(1, plan.ids_N[part, None])[:, 0]]
-    if "kl" in names:
+    if wanted.kl:
+        # sum of p (log p - log q)
         terms_nV = logp_nV.exp().mul_(logp_nV - logq_nV)
         columns.append(_zero_where(terms_nV, plan.never_V).sum(1))
-    if "forward_kl" in names:
+    if wanted.forward_kl:
+        # sum of q (log q - log p); + 0.0 because minus a sum of zeros is -0.0
         terms_nV = logq_nV.exp().mul_(logp_nV - logq_nV)
         columns.append(-_zero_where(terms_nV, plan.reference_never_V).sum(1) + 0.0)
-    if "entropy" in names:
+    if wanted.entropy:
+        # - sum of p log p
         terms_nV = logp_nV.exp().mul_(logp_nV)
         columns.append(-_zero_where(terms_nV, plan.never_V).sum(1))
-    if "total_variation" in names:
+    if wanted.total_variation:
+        # sum of |p - q| / 2
         columns.append(0.5 * logp_nV.exp().sub_(logq_nV.exp()).abs_().sum(1))
-    if "certainty" in names:
+    if wanted.certainty:
         columns.append(certainty(_finite_where(logp_nV, plan.never_V)))
-    if "reference_certainty" in names:
+    if wanted.reference_certainty:
         columns.append(certainty(_finite_where(logq_nV, plan.reference_never_V)))
     return columns
 
 
-def _top_columns(
-    logp_nV: Tensor, logq_nV: Any, given: tuple[Tensor, Tensor] | None, k: int, tokens: str
-) -> tuple[Tensor, ...]:
-    """:data:`TOP_COLUMNS` ``[n, K]`` of one chunk."""
-    if given is not None:
-        ids_nK, logq_nK = given[0][:, :k], given[1][:, :k]
-        return logp_nV.gather(1, ids_nK), logq_nK.to(logp_nV.dtype), ids_nK
-    chosen_nV = logp_nV if tokens == "policy" else logq_nV
-    ids_nK = chosen_nV.topk(min(k, chosen_nV.shape[1]), dim=1).indices
-    return logp_nV.gather(1, ids_nK), logq_nV.gather(1, ids_nK), ids_nK
+def _mixture_columns(logp_nV: Tensor, logq_nV: Any, plan: _Plan) -> list[Tensor]:
+    """The Jensen-Shannon divergences ``[n]`` of one chunk, one for each share of the reference."""
+    if not plan.wanted.mixtures:
+        return []
+    finite_logp_nV = _finite_where(logp_nV, plan.never_V)
+    finite_logq_nV = _finite_where(logq_nV, plan.reference_never_V)
+    return [jensen_shannon(finite_logp_nV, finite_logq_nV, share) for share in plan.wanted.mixtures]
+
+
+def _top_columns(logp_nV: Tensor, logq_nV: Any, part: slice, plan: _Plan) -> list[Tensor]:
+    """:data:`TOP_COLUMNS` ``[n, K]`` of one chunk, for each request."""
+    columns: list[Tensor] = []
+    for k, tokens in plan.wanted.top:
+        if plan.likeliest is not None:
+            likeliest_ids_NK, likeliest_logq_NK = plan.likeliest
+            ids_nK = likeliest_ids_NK[part, :k]
+            logq_nK = likeliest_logq_NK[part, :k].to(logp_nV.dtype)
+        else:
+            chosen_nV = logq_nV
+            if tokens == "policy":
+                chosen_nV = logp_nV
+            ids_nK = chosen_nV.topk(min(k, chosen_nV.shape[1]), dim=1).indices
+            logq_nK = logq_nV.gather(1, ids_nK)
+        columns += [logp_nV.gather(1, ids_nK), logq_nK, ids_nK]
+    return columns
 
 
 def log_softmax(
@@ -326,7 +493,9 @@ def log_softmax(
     with torch.autocast(device_type=hidden_nH.device.type, enabled=False):
         logits_nV = head_product(hidden_nH, weight_VH, bias_V, factor_dtype)
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
-        return (logits_nV if temperature == 1 else logits_nV.div_(temperature)).log_softmax(-1)
+        if temperature != 1:
+            logits_nV = logits_nV.div_(temperature)
+        return logits_nV.log_softmax(-1)
 
 
 def head_product(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, factor_dtype: torch.dtype | None) -> Tensor:
@@ -334,4 +503,6 @@ def head_product(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, fact
     if factor_dtype is None:
         return product(rows_MK.to(weight_NK.dtype), weight_NK, bias_N)
     out_MN = wide_product(rows_MK.to(factor_dtype), weight_NK.to(factor_dtype).t())
-    return out_MN if bias_N is None else out_MN + bias_N
+    if bias_N is None:
+        return out_MN
+    return out_MN + bias_N

@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +37,12 @@ from kl_comedy.models.introspection import (
     layers_in_bf16,
     refuse_scaled_logits,
     run_inside_fsdp_forward,
-    unwrap,
     uses_varlen,
 )
 from kl_comedy.models.logprobs import completion_hidden, token_pass
 from kl_comedy.models.lora import add_lora
 from kl_comedy.models.onednn_linear import linear_library, use_onednn_linears
+from kl_comedy.models.types import LoadedModel, PassOptions
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import ModelConfig
@@ -62,25 +62,6 @@ SMOLLM2_FOLDER = Path("models/SmolLM2-135M-Instruct")
 """Where research/scripts/fetch_smollm2.py (``make smollm2``) puts the converted model."""
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which PEFT recognises the folder of an adapter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A policy on its device (a causal LM of transformers, or the PEFT model around it) and its tokenizer.
-
-    Dropout is off. The tokenizer pads on the left; its padding token may be the end token, so padding is always
-    given by masks.
-    """
-
-    model: Any
-    tokenizer: Any
-    device: torch.device
-    source: str
-
-    @property
-    def causal(self) -> Any:
-        """The causal LM under its wrappers, adapters included."""
-        return unwrap(self.model)
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
@@ -549,7 +530,7 @@ def check_log_probs(model: Any, *, share_prompt: bool = True) -> None:
     ones = torch.ones_like(ids)
     logits = model(input_ids=ids, attention_mask=ones, use_cache=False).logits.to(torch.float64)
     rows = {"prompt_ids_BP": ids[:, :4], "prompt_mask_BP": ones[:, :4], "ids_BT": ids[:, 4:], "mask_BT": ones[:, 4:]}
-    logp_BT = token_pass(model, **rows, temperature=1.0, chunk_elements=5 * vocabulary).logp_BT
+    logp_BT = token_pass(model, PassOptions(temperature=1.0, chunk_elements=5 * vocabulary), **rows).logp_BT
     if share_prompt and use_layout_attention(model):
         _check_shared_prompt(model, ids, ones, tolerance=2.0**-4 if narrow else 1e-3)
     expected_BT = logits[:, 3:-1].log_softmax(-1).gather(2, ids[:, 4:, None])[..., 0]

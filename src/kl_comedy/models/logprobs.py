@@ -10,128 +10,104 @@ outside the mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kl_comedy.kl.estimators import TopTokens
 from kl_comedy.models.attention import pack_batch, packed_hidden, use_layout_attention
-from kl_comedy.models.head import AGAINST_REFERENCE, TOP_COLUMNS, ReferenceHead, TopRequest, head_columns
+from kl_comedy.models.head import HeadSettings, ReferenceHead, column_names, head_columns
 from kl_comedy.models.introspection import decoder_body, head_dtype, head_weights, run_inside_fsdp_forward
+from kl_comedy.models.types import PassOptions, ReferencePass, TokenPass, Wanted
 from kl_comedy.models.weights import full_tensor
 
-if TYPE_CHECKING:
-    from kl_comedy.models.reference import ReferencePass
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenPass:
-    """Result of one pass of a policy over completions; a quantity that was not requested is None.
-
-    ``logp_BT`` log-prob of each completion token; differentiable.
-    ``kl_BT`` exact ``KL(pi || ref)`` of the next-token distributions at the prefix of each token;
-    ``forward_kl_BT`` exact ``KL(ref || pi)``; both differentiable in the policy only.
-    ``mixture`` by the reference's share: exact Jensen-Shannon divergences, differentiable in the policy only.
-    ``entropy_BT`` entropy of the next-token distribution; detached: it is a metric here.
-    ``total_variation_BT`` total variation ``sum |pi - ref| / 2`` of the next-token distributions, in [0, 1]; detached.
-    ``certainty_BT``, ``reference_certainty_BT``: ``1 - H / log V`` of the next-token distribution; detached.
-    ``hidden_NH`` hidden state before each masked token, row by row; detached unless ``detach_hidden=False``.
-    ``top`` by request (``k``, and whose likeliest tokens): the :class:`TopTokens` of each prefix.
-    """
-
-    logp_BT: Tensor
-    kl_BT: Tensor | None
-    forward_kl_BT: Tensor | None
-    entropy_BT: Tensor | None
-    total_variation_BT: Tensor | None
-    hidden_NH: Tensor | None
-    certainty_BT: Tensor | None = None
-    reference_certainty_BT: Tensor | None = None
-    mixture: Mapping[float, Tensor] = field(default_factory=dict)
-    top: Mapping[TopRequest, TopTokens] = field(default_factory=dict)
+LOGP_ALONE = Wanted()
+"""What a pass computes where nothing but log-probs is needed."""
 
 
 def token_pass(
     model: nn.Module,
+    options: PassOptions,
+    wanted: Wanted = LOGP_ALONE,
     *,
     prompt_ids_BP: Tensor,
     prompt_mask_BP: Tensor,
     ids_BT: Tensor,
     mask_BT: Tensor,
-    temperature: float,
-    chunk_elements: int,
     reference: ReferencePass | None = None,
-    kl: bool = False,
-    forward_kl: bool = False,
-    entropy: bool = False,
-    total_variation: bool = False,
-    certainty: bool = False,
-    reference_certainty: bool = False,
-    mixtures: Sequence[float] = (),
-    top: Sequence[TopRequest] = (),
-    keep_hidden: bool = False,
-    detach_hidden: bool = True,
-    share_prompt: bool = True,
 ) -> TokenPass:
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
-    ``share_prompt`` lets rows with the same prompt share its computation; the reference's pass must agree.
-    ``chunk_elements`` bounds the logits in memory (at least one row). ``kl``, ``forward_kl``, ``total_variation``,
-    ``mixtures`` and ``top`` need a ``reference`` pass of the same batch and temperature. With equal weights all but the
-    last are exactly 0.0, because both sides run the same operations. Raises :class:`ValueError` on shapes, padding
-    sides or a reference that does not fit.
+    What is ``wanted`` against a reference needs its ``reference`` pass over the same batch, at the same temperature and
+    with the same ``share_prompt``. With equal weights every divergence is then exactly 0.0, because both sides run the
+    same operations. Raises :class:`ValueError` on shapes, padding sides or a reference that does not fit.
     """
-    flags = {"kl": kl, "forward_kl": forward_kl, "entropy": entropy, "total_variation": total_variation}
-    flags |= {"certainty": certainty, "reference_certainty": reference_certainty}
-    requested = [name for name, wanted in flags.items() if wanted]
-    mask_BT = check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, temperature=temperature)
-    asked = mixtures or not AGAINST_REFERENCE.isdisjoint(requested)
-    compared = reference if asked or (top and (reference is None or reference.top is None)) else None
+    mask_BT = check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, temperature=options.temperature)
+    likeliest = None
+    if reference is not None:
+        likeliest = reference.top
+    needs_reference_head = wanted.compares_vocabularies or (bool(wanted.top) and likeliest is None)
 
     def run() -> tuple[Tensor, ...]:
-        hidden_NH = completion_hidden(model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, share_prompt=share_prompt)
+        hidden_NH = completion_hidden(
+            model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, share_prompt=options.share_prompt
+        )
+        reference_head = None
+        if needs_reference_head and reference is not None:
+            reference_head = _reference_head(reference, len(hidden_NH), options.temperature)
         columns = head_columns(
             hidden_NH,
             head_weights(model),
             ids_BT[mask_BT],
-            temperature=temperature,
-            chunk_elements=chunk_elements,
-            requested=requested,
-            mixtures=mixtures,
-            top=top,
-            reference=None if compared is None else _reference_head(compared, len(hidden_NH), temperature),
-            given=None if reference is None else reference.top,
-            factor_dtype=head_dtype(model),
+            HeadSettings(
+                temperature=options.temperature,
+                chunk_elements=options.chunk_elements,
+                factor_dtype=head_dtype(model),
+            ),
+            wanted,
+            reference=reference_head,
+            likeliest=likeliest,
         )
-        return (hidden_NH.detach() if detach_hidden else hidden_NH, *columns.values())
+        if not wanted.hidden_gradient:
+            hidden_NH = hidden_NH.detach()
+        return (hidden_NH, *columns.values())
 
+    # Inside the forward of the root FSDP unit, which gathers the head's weights; it takes and returns tensors alone.
     hidden_NH, *columns = run_inside_fsdp_forward(model, run)
-    names = ["logp", *requested, *(f"mixture{n}" for n in range(len(mixtures)))]
-    names += [f"top{n}_{column}" for n in range(len(top)) for column in TOP_COLUMNS]
-    columns_BT = {name: _rows_of(column, mask_BT) for name, column in zip(names, columns, strict=True)}
+    columns_BT = {name: _rows_of(column, mask_BT) for name, column in zip(column_names(wanted), columns, strict=True)}
+
+    mixture = {share: columns_BT[f"mixture{n}"] for n, share in enumerate(wanted.mixtures)}
+    top = {}
+    for n, request in enumerate(wanted.top):
+        is_listed_BT = (columns_BT[f"top{n}_ids"] == ids_BT[..., None]).any(-1)
+        top[request] = TopTokens(
+            logp_BTK=columns_BT[f"top{n}_logp"],
+            ref_logp_BTK=columns_BT[f"top{n}_ref_logp"],
+            inside_BT=is_listed_BT & mask_BT,
+        )
+    kept_hidden_NH = None
+    if wanted.hidden:
+        kept_hidden_NH = hidden_NH
     return TokenPass(
         logp_BT=columns_BT["logp"],
-        **{f"{name}_BT": columns_BT.get(name) for name in flags},
-        hidden_NH=hidden_NH if keep_hidden else None,
-        mixture={share: columns_BT[f"mixture{n}"] for n, share in enumerate(mixtures)},
-        top={
-            request: TopTokens(
-                logp_BTK=columns_BT[f"top{n}_logp"],
-                ref_logp_BTK=columns_BT[f"top{n}_ref_logp"],
-                inside_BT=(columns_BT[f"top{n}_ids"] == ids_BT[..., None]).any(-1) & mask_BT,
-            )
-            for n, request in enumerate(top)
-        },
+        kl_BT=columns_BT.get("kl"),
+        forward_kl_BT=columns_BT.get("forward_kl"),
+        entropy_BT=columns_BT.get("entropy"),
+        total_variation_BT=columns_BT.get("total_variation"),
+        certainty_BT=columns_BT.get("certainty"),
+        reference_certainty_BT=columns_BT.get("reference_certainty"),
+        hidden_NH=kept_hidden_NH,
+        mixture=mixture,
+        top=top,
     )
 
 
 def _rows_of(column: Tensor, mask_BT: Tensor) -> Tensor:
     """A column ``[N, ...]`` at its places ``[B, T, ...]``, zero outside the mask."""
     rows = column.new_zeros(*mask_BT.shape, *column.shape[1:])
-    return rows.masked_scatter(mask_BT.reshape(*mask_BT.shape, *[1] * (column.ndim - 1)), column)
+    further_axes = [1] * (column.ndim - 1)
+    return rows.masked_scatter(mask_BT.reshape(*mask_BT.shape, *further_axes), column)
 
 
 def _reference_head(reference: ReferencePass, rows: int, temperature: float) -> ReferenceHead:
@@ -143,7 +119,9 @@ def _reference_head(reference: ReferencePass, rows: int, temperature: float) -> 
     if len(reference.hidden_NH) != rows:
         raise ValueError(f"the reference pass has {len(reference.hidden_NH)} tokens, the batch {rows}")
     weight, bias = reference.head
-    return reference.hidden_NH, (full_tensor(weight), None if bias is None else full_tensor(bias))
+    if bias is not None:
+        bias = full_tensor(bias)
+    return reference.hidden_NH, (full_tensor(weight), bias)
 
 
 def check_batch(
@@ -156,12 +134,16 @@ def check_batch(
         raise ValueError(f"completion ids {tuple(ids_BT.shape)} and mask {tuple(mask_BT.shape)} do not fit")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive to have log-probs, got {temperature}")
-    mask, prompt = mask_BT.bool(), prompt_mask_BP.bool()
-    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+    mask_BT = mask_BT.bool()
+    prompt_BP = prompt_mask_BP.bool()
+    token_after_padding_BT = mask_BT[:, 1:] & ~mask_BT[:, :-1]
+    if bool(token_after_padding_BT.any()):
         raise ValueError("mask_BT must be right-padded: ones, then zeros")
-    if prompt.shape[1] == 0 or bool((prompt[:, :-1] & ~prompt[:, 1:]).any()) or not bool(prompt[:, -1].all()):
+    has_tokens = prompt_BP.shape[1] > 0 and bool(prompt_BP[:, -1].all())
+    padding_after_token_BP = prompt_BP[:, :-1] & ~prompt_BP[:, 1:]
+    if not has_tokens or bool(padding_after_token_BP.any()):
         raise ValueError("prompt_mask_BP must be left-padded, with at least one token in every prompt")
-    return mask
+    return mask_BT
 
 
 def completion_hidden(
@@ -186,5 +168,5 @@ def completion_hidden(
     body: Any = decoder_body(model)
     out = body(input_ids=ids_BS, attention_mask=real_BS.long(), position_ids=position_BS, use_cache=False)
     hidden_BSH: Tensor = out.last_hidden_state
-    start = prompt_ids_BP.shape[1] - 1
+    start = prompt_ids_BP.shape[1] - 1  # the last token of the prompt predicts the first of the completion
     return hidden_BSH[:, start : start + ids_BT.shape[1]][mask_BT.bool()]

@@ -10,45 +10,20 @@ import contextlib
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.models.introspection import Head, head_chunk, head_weights, is_peft, is_sharded
+from kl_comedy.models.introspection import head_chunk, head_weights, is_peft, is_sharded
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.sharding import clone_sharded
+from kl_comedy.models.types import LoadedModel, PassOptions, ReferencePass, Wanted
 from kl_comedy.models.weights import weights_hash
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import Config
-    from kl_comedy.models.load import LoadedModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferencePass:
-    """A reference over one batch: log-probs, and what exact KL needs to rebuild its distributions; no gradient.
-
-    ``head`` (weight ``[V, H]``, bias) is not copied: it is valid until the reference moves. A teacher behind a server
-    has neither head nor hidden states, but ``top``: ids and log-probs ``[N, K]`` of its likeliest tokens, in order.
-    """
-
-    logp_BT: Tensor
-    temperature: float
-    hidden_NH: Tensor | None = None
-    head: Head | None = None
-    top: tuple[Tensor, Tensor] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassOptions:
-    """Settings of every pass of a reference. They must equal the policy's, or KL compares different things."""
-
-    temperature: float
-    chunk_elements: int
-    share_prompt: bool = True
 
 
 def build_reference(kind: str, loaded: LoadedModel, config: Config, *, teacher: LoadedModel | None = None) -> Reference:
@@ -102,7 +77,7 @@ class Reference:
     def forward_pass(self, **batch: Tensor) -> ReferencePass:
         """Pass over ``prompt_ids_BP``, ``prompt_mask_BP``, ``ids_BT`` and ``mask_BT``, without gradient."""
         with self.model.disable_adapter() if self._adapter_off else contextlib.nullcontext():
-            result = token_pass(self.model, **batch, **vars(self._options), keep_hidden=True)
+            result = token_pass(self.model, self._options, Wanted(hidden=True), **batch)
         assert result.hidden_NH is not None
         weight, bias = head_weights(self.model)
         head = weight.detach(), None if bias is None else bias.detach()

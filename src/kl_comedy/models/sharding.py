@@ -29,7 +29,6 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models.introspection import decoder_body, disable_dropout, refuse_scaled_logits, unwrap
 from kl_comedy.models.load import (
     DTYPES,
-    LoadedModel,
     carry_options,
     check_kernels,
     check_log_probs,
@@ -44,6 +43,7 @@ from kl_comedy.models.load import (
     whole_model,
 )
 from kl_comedy.models.lora import add_lora, base_name, initial_factor, is_lora_factor
+from kl_comedy.models.types import LoadedModel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -22,7 +22,7 @@ from kl_comedy.config import Config, ModelConfig, load_config
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import kl_diagnostics
 from kl_comedy.kl.estimators import k1, k2, k3
-from kl_comedy.models import LoadedModel, build_reference, load_model
+from kl_comedy.models import LoadedModel, Wanted, build_reference, load_model
 from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import Reference, check_tokens
@@ -35,7 +35,7 @@ from kl_comedy.training.packing import Packer, model_inputs, pass_options
 
 if TYPE_CHECKING:
     from kl_comedy.kl import KLTerm
-    from kl_comedy.models.logprobs import TokenPass
+    from kl_comedy.models.types import TokenPass
 
 RATIO_PERCENTS = (1, 10, 50, 90, 99)
 AGE_PERCENTS = (50, 90)
@@ -104,7 +104,13 @@ def _quantiles(values_N: Tensor, percents: Sequence[int]) -> dict[int, float]:
 
 @torch.no_grad()
 def accumulate_micro_batch(
-    metrics: MetricAccumulator, micro: MicroBatch, policy: TokenPass, result: MicroLoss, terms: Terms, *, version: int
+    metrics: MetricAccumulator,
+    micro: MicroBatch,
+    policy: TokenPass,
+    result: MicroLoss,
+    terms: Mapping[str, KLTerm],
+    *,
+    version: int,
 ) -> None:
     """Everything that is measured of a micro-batch with a pass of the policy at ``version``."""
     experience, logp_BT, mask_BT = micro.experience, policy.logp_BT, micro.experience.mask_BT
@@ -113,14 +119,14 @@ def accumulate_micro_batch(
     accumulate_behaviour(metrics, experience, logp_BT, version)
     accumulate_policy(metrics, result.policy, mask_BT)
     log_probs = {"logp_BT": logp_BT, "behaviour_logp_BT": experience.behaviour_logp_BT, "mask_BT": mask_BT}
-    for position, term in enumerate(terms):
-        metrics.add(f"kl_term/{position}/value_token", result.values[position].double().sum(), tokens)
+    for position, (name, term) in enumerate(terms.items()):
+        metrics.add(f"kl_term/{position}/value_token", result.values[name].double().sum(), tokens)
         ref_logp_BT = micro.reference_of(term).logp_BT
-        for name, value in kl_diagnostics(term, ref_logp_BT=ref_logp_BT, **log_probs).items():
-            if name == "ratio_max":
+        for key, value in kl_diagnostics(term, ref_logp_BT=ref_logp_BT, **log_probs).items():
+            if key == "ratio_max":
                 metrics.maximum(f"kl_term/{position}/ratio_max", value)
             else:
-                metrics.add(f"kl_term/{position}/{name}", value * tokens, tokens)
+                metrics.add(f"kl_term/{position}/{key}", value * tokens, tokens)
 
 
 @torch.no_grad()
@@ -340,7 +346,8 @@ def completion_metrics(
     if not config.eval.kl:
         return None
     packer, options = Packer.of(config, loaded, ranks), pass_options(config, loaded)
-    wanted = {"entropy": True} | dict.fromkeys(("kl", "forward_kl", "total_variation"), reference is not None)
+    compared = reference is not None
+    wanted = Wanted(entropy=True, kl=compared, forward_kl=compared, total_variation=compared)
     sampled = config.eval.temperature == config.rollout.temperature
 
     @torch.no_grad()
@@ -348,7 +355,7 @@ def completion_metrics(
         metrics = MetricAccumulator()
         for packed in packer.micro_batches(rows):
             other = None if reference is None else reference.forward_pass(**model_inputs(packed))
-            policy = token_pass(loaded.model, **model_inputs(packed), **options, **wanted, reference=other)
+            policy = token_pass(loaded.model, options, wanted, **model_inputs(packed), reference=other)
             if not packed.empty:
                 log_ratio_BT = None if other is None or not sampled else policy.logp_BT - other.logp_BT
                 accumulate_divergence(metrics, packed.mask_BT, policy, log_ratio_BT)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.config import Config
-from kl_comedy.models import LoadedModel
+from kl_comedy.models import LoadedModel, PassOptions
 from kl_comedy.models.introspection import head_chunk, microbatch_tokens
 from kl_comedy.records import Experience, Scored
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
@@ -42,13 +42,13 @@ def model_inputs(batch: Packed | Experience) -> dict[str, Tensor]:
     return {name: getattr(batch, name) for name in ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")}
 
 
-def pass_options(config: Config, loaded: LoadedModel) -> dict[str, Any]:
-    """The settings of every pass of a policy or a reference; they must be equal, or KL compares different things."""
-    return {
-        "temperature": config.rollout.temperature,
-        "chunk_elements": head_chunk(config.model.head_chunk_elements, loaded.device),
-        "share_prompt": config.model.share_prompt,
-    }
+def pass_options(config: Config, loaded: LoadedModel) -> PassOptions:
+    """The settings of every pass of a policy or a reference."""
+    return PassOptions(
+        temperature=config.rollout.temperature,
+        chunk_elements=head_chunk(config.model.head_chunk_elements, loaded.device),
+        share_prompt=config.model.share_prompt,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from kl_comedy.config.schema import TeacherConfig
 from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import head_weights
-from kl_comedy.models.reference import ReferencePass
+from kl_comedy.models.types import ReferencePass
 from kl_comedy.rollouts.engines.client import ATTEMPTS, Client, Refused, ServerTrouble
 
 AT_ONCE = 32
