@@ -32,17 +32,6 @@ def check_combinations(config: Config) -> None:
         raise bad_value("model.lora.dropout", config.model.lora.dropout, "0", why)
 
 
-def capabilities_of(backend: str) -> Any:
-    """See :func:`kl_comedy.rollouts.sampler.capabilities_of`."""
-    return importlib.import_module("kl_comedy.rollouts.sampler").capabilities_of(backend)
-
-
-def sampler_of(config: Config) -> str:
-    """See :func:`kl_comedy.rollouts.sampler.sampler_name`."""
-    name: str = importlib.import_module("kl_comedy.rollouts.sampler").sampler_name(config)
-    return name
-
-
 def updates_from_a_batch(config: Config) -> int:
     """Optimizer updates made from one batch of rollouts."""
     return config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch

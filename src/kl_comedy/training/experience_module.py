@@ -10,13 +10,13 @@ import lightning
 import torch
 
 from kl_comedy.config import Config
-from kl_comedy.config.combinations import capabilities_of, sampler_of, updates_from_a_batch
+from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation.records import check_golds
 from kl_comedy.models import LoadedModel
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rewards import RewardSum, Scorer
-from kl_comedy.rollouts import ReplayRollouts, RolloutBackend
+from kl_comedy.rollouts import ReplayRollouts, RolloutBackend, Sampler
 from kl_comedy.training.asynchronous import Producer
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.experience import (
@@ -89,14 +89,14 @@ class ExperienceModule(lightning.LightningDataModule):
         """The sampler, and where batches come from, as ``lag`` and ``rollout.backend`` say."""
         config = self.config
         prompts = TrainingPrompts(config, self.prompts.train, ranks)
-        capabilities = capabilities_of(sampler_of(config))
+        sampler = Sampler.of(config)
         source: Source
         if config.lag.mode == "async":
             engines = build_engines(config, loaded, ranks)
             self.backend = engines
             source = Producer(config, engines, prompts, rewards, ranks, self._precision)
             self._to_close.callback(source.close)  # closes the engines too
-        elif not capabilities.in_trainer_ranks:
+        elif sampler.beside:
             self.backend = build_engines(config, loaded, ranks)
             self._to_close.callback(self.backend.close)
             source = DrawnHere(config, prompts, self._generate, self.scorer)
@@ -104,7 +104,7 @@ class ExperienceModule(lightning.LightningDataModule):
             built = build_backend(config, loaded, ranks)
             self.backend = built.shared
             self._to_close.callback(self.backend.close)
-            if capabilities.recorded:
+            if sampler.capabilities.recorded:
                 source = self._recorded_source(built.own, prompts, rewards, ranks)
             else:
                 source = DrawnHere(config, prompts, self._generate, self.scorer)
