@@ -271,6 +271,7 @@ class Draws:
         for warp in self._warpers:
             scores_BV = warp(None, scores_BV)
         logp_BV = scores_BV.log_softmax(-1)
+        # By row and step, not in the order of drawing: a row draws the same whichever other rows have ended.
         chosen_B = pick(logp_BV, self._uniform_BT[rows, self._step], greedy=self._greedy)
         self._step += 1
         logps = logp_BV.gather(1, chosen_B[:, None])[:, 0].tolist()
@@ -333,6 +334,7 @@ def decode(
         # The last token needs no pass of its own: nothing is drawn after it.
         if not unfinished or step + 1 == sampling.max_new_tokens:
             break
+        # Ended rows that stay draw tokens that nobody keeps.
         if len(unfinished) <= COMPACT_BELOW * len(rows):
             rows = [rows[position] for position in unfinished]
             index_B = torch.tensor(unfinished, device=device)
@@ -348,6 +350,7 @@ def decode(
 def _scores(model: Any, hidden_BH: Tensor) -> Tensor:
     """The logits ``[B, V]``, computed in the head's own dtype, as the learner computes them."""
     weight_VH, bias_V = head_weights(model)
+    # Autocast would compute the head in 16 bits: the log-probs of sampler and learner would differ by its rounding.
     with torch.autocast(hidden_BH.device.type, enabled=False):
         return head_product(hidden_BH, weight_VH, bias_V, head_dtype(model))
 
@@ -371,6 +374,7 @@ def generate(
 
     device = uniform_BT.device
     ids = [torch.tensor(prompt.token_ids, device=device) for prompt in prompts]
+    # Left, so that the last position of every row is the end of its prompt.
     padding: Any = {"batch_first": True, "padding_side": "left"}
     draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=stops)
     rows = list(range(len(prompts)))

@@ -108,6 +108,7 @@ class HFRollouts:
         self, prompts: Sequence[Prompt], part: tuple[int, int], *, group_size: int, sampling: Sampling, seed: int
     ) -> list[Rollout]:
         """What :meth:`generate` returns for ``prompts[part[0]:part[1]]``: same random numbers, same group ids."""
+        # Of all prompts, not of the part: every rank must raise, or the others wait for its part.
         check_request(self._loaded, prompts, sampling, group_size)
         first_prompt, end_prompt = part
         first = first_prompt * group_size
@@ -242,6 +243,7 @@ def _ready_to_sample(loaded: LoadedModel) -> Iterator[Any]:
     # By module: a caller may have a part of the model in another mode than the rest.
     modes = [(module, module.training) for module in model.modules()]
     shipped = causal.generation_config
+    # The end tokens stay: `end_tokens` reads them, and they are no change of the distribution.
     causal.generation_config = generation_config(eos_token_id=shipped.eos_token_id)
     model.eval()
     try:

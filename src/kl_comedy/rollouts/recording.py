@@ -181,6 +181,7 @@ class RecordingWriter:
     def remove_from(self, batch: int) -> None:
         """Remove ``batch`` and all later ones: what a run drew after the checkpoint from which it resumes."""
         for part in self._folder.glob(f"batch-*.{self._format}"):
+            # A file of the user's may match the pattern too.
             number = part.stem.removeprefix("batch-")
             if number.isdecimal() and int(number) >= batch:
                 part.unlink()
@@ -415,7 +416,7 @@ class ReplayRollouts:
         self._options = options
         self._loaded = loaded
         self.judges_again = options.rewards == "again"
-        # By problem id; bind sets both.
+        # By problem id. bind sets it and the recording: prompts are known after the model is loaded.
         self._prompts: Mapping[str, Prompt] = {}
         self._recording: Recording | None = None
         self._sampler = HFRollouts(loaded, batch_sequences=config.batch_sequences)
@@ -457,6 +458,7 @@ class ReplayRollouts:
         """The rows of the run's batch ``number`` with their recorded rewards; after the last comes the first again."""
         if self._recording is None:
             raise RuntimeError("bind must be called before batches are read")
+        # By the number of the batch, so that a resumed run reads the batch at which it was interrupted.
         rows = self._recording.read(number % len(self._recording))
         return [from_row(row, self._prompts[row["problem"]]) for row in rows]
 

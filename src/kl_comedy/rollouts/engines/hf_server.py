@@ -488,6 +488,7 @@ ROUTES: Mapping[str, tuple[type, Answer]] = {
         Address,
         lambda engine, body: _change(engine, lambda: engine.set_trainer(body.init_info)),
     ),
+    # Two calls that vLLM needs around an update. Here /update_weights does all of it.
     "/start_weight_update": (Nothing, lambda engine, body: SUCCESS),
     "/update_weights": (
         Update,
@@ -678,6 +679,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
         if self.close_connection:
+            # The unread body of a refused request would be taken for the next request on this connection.
             self.send_header("connection", "close")
         self.end_headers()
         self.wfile.write(data)

@@ -134,6 +134,7 @@ def engine_options(schema: type[T], raw: Mapping[str, Any]) -> T:
 def with_job_servers(options: S) -> S:
     """``options`` with the addresses of the cluster job's servers, if it has any and ``options`` names none."""
     job_urls = os.environ.get(JOB_URLS, "")
+    # What the config names counts more than the job: a user may point a run at other servers.
     if not job_urls or options.urls:
         return options
     # servers and gpus describe servers that the run would start; beside urls they are refused.

@@ -182,6 +182,7 @@ class EngineRollouts:
         if leader and gpus and not self._options.urls:
             self._gpus = server_gpus(self._options, gpus)
 
+        # In the labels of weights: a server that two runs update is found by it (Refused, ANOTHER_RUN).
         self._run = secrets.token_hex(4)
         if self._options.urls:
             self._key = _read_key(self._options)
@@ -403,6 +404,7 @@ class EngineRollouts:
         import kl_comedy
 
         port = free_port()
+        # The server must import the code that runs here, not an installed version.
         roots = [str(Path(kl_comedy.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         variables = {**self._kind.environment(), **self._transport.environment}
         variables |= {"PYTHONPATH": os.pathsep.join(filter(None, roots)), KEY_VARIABLE: self._key or ""}

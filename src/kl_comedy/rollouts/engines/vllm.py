@@ -112,9 +112,11 @@ class VLLMRollouts:
             with _preserved_global_state():
                 self._engine = self._start(max_num_seqs)
             if self._sleeps:
+                # Level 2 drops the weights too: the learner has them.
                 self._engine.sleep(level=2)
             self.update_weights(0)
         except BaseException:
+            # Nobody else could: the object is not built, and the engine holds most of the GPU.
             self.close()
             raise
 

@@ -253,11 +253,13 @@ def make_probe(loaded: LoadedModel, *, temperature: float) -> Probe:
     modes = [(module, module.training) for module in loaded.model.modules()]
     loaded.model.eval()
     try:
+        # As an engine computes: it has no autocast of the trainer's.
         with torch.autocast(loaded.device.type, enabled=False):
             logits_BSV = loaded.model(input_ids=torch.tensor([ids], device=loaded.device), use_cache=False).logits
     finally:
         for module, training in modes:
             module.training = training
+    # float64, so that a difference is that of the two models and not of the softmax.
     logits_SV = logits_BSV[0].to(torch.float64).cpu()
     fixed_S = logits_SV[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     next_V = (logits_SV[-1] / temperature).log_softmax(-1)
