@@ -36,6 +36,8 @@ WITHIN_A_LAYER = {
     ("integrations", "lab"),  # the audit inside other trainers
 }
 BY_STRING = {  # imports of a higher layer that are written as a string, so that importing the file stays light
+    ("config/combinations.py", "kl_comedy.rollouts.sampler"),  # what the sampler cannot serve, the sampler knows
+    ("config/load.py", "kl_comedy.rollouts.sampler"),  # the plugin that draws is part of the hash
     ("config/load.py", "kl_comedy.evaluation.suites"),  # problems of a suite in the user's files are part of the hash
     ("config/load.py", "kl_comedy.kl.recipes"),  # what a recipe stands for is part of the hash
 }

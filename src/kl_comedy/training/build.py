@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kl_comedy.config import Config
-from kl_comedy.config.combinations import sampler_of, updates_from_a_batch
-from kl_comedy.config.validate import parse_record
+from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.errors import UserError, unknown_key
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
 from kl_comedy.models.load import check_source, pick_device
 from kl_comedy.objective import PolicyTerm, check_policy_term
-from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import check_options
-from kl_comedy.rollouts import check_training_sampling
+from kl_comedy.rollouts import Sampler, check_training_sampling
 from kl_comedy.tracking.loggers import check_loggers
 from kl_comedy.tracking.store import check_uri
 from kl_comedy.training.loss import named_terms
@@ -155,10 +153,7 @@ def _trainer_parameters() -> set[str]:
 
 def check_parts(config: Config) -> None:
     """Raise :class:`UserError` for options of the sampler and the rewards, and for an address of the store."""
-    # A backend of a plugin may check its options itself, when it is built.
-    options_type = ROLLOUTS.get(sampler_of(config)).facts.get("options")
-    if options_type is not None:
-        parse_record(options_type, config.rollout.options, key="rollout.options")
+    Sampler.of(config)  # raises for an option that the sampler does not take
     for position, reward in enumerate(config.rewards):
         check_options(reward.name, reward.options, key=f"rewards.{position}")
     check_uri(config.tracking.uri)

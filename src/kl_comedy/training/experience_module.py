@@ -10,12 +10,11 @@ import lightning
 import torch
 
 from kl_comedy.config import Config
-from kl_comedy.config.combinations import capabilities_of, sampler_of
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation.records import check_golds
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rewards import RewardSum, Scorer
-from kl_comedy.rollouts import ReplayRollouts, RolloutBackend
+from kl_comedy.rollouts import ReplayRollouts, RolloutBackend, Sampler
 from kl_comedy.training.asynchronous import Producer
 from kl_comedy.training.build import Lag
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
@@ -92,14 +91,14 @@ class ExperienceModule(lightning.LightningDataModule):
         lag = module.run.lag
         loaded = module.loaded
         prompts = TrainingPrompts(config, self.prompts.train, ranks)
-        capabilities = capabilities_of(sampler_of(config))
+        sampler = Sampler.of(config)
         source: Source
         if lag.mode == "async":
             engines = build_engines(config, loaded, ranks)
             self.backend = engines
             source = Producer(config, engines, prompts, rewards, ranks, self._precision)
             self._to_close.callback(source.close)  # closes the engines too
-        elif not capabilities.in_trainer_ranks:
+        elif sampler.beside:
             self.backend = build_engines(config, loaded, ranks)
             self._to_close.callback(self.backend.close)
             source = DrawnHere(lag, config.train.steps, prompts, self._generate, self.scorer)
@@ -107,7 +106,7 @@ class ExperienceModule(lightning.LightningDataModule):
             built = build_backend(config, loaded, ranks)
             self.backend = built.shared
             self._to_close.callback(self.backend.close)
-            if capabilities.recorded:
+            if sampler.capabilities.recorded:
                 source = self._recorded_source(built.own, lag, prompts, rewards, ranks)
             else:
                 source = DrawnHere(lag, config.train.steps, prompts, self._generate, self.scorer)

@@ -18,6 +18,7 @@ from kl_comedy.config import Config
 from kl_comedy.cuda import VARIABLES, leave_memory_unfilled, set_variables
 from kl_comedy.errors import UserError
 from kl_comedy.models.load import pick_device
+from kl_comedy.rollouts import Sampler
 from kl_comedy.rollouts.engines.options import visible_gpus
 from kl_comedy.training.build import check_trainer_arguments
 from kl_comedy.training.callbacks import (
@@ -34,7 +35,6 @@ from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.problems import ProblemSets
 from kl_comedy.training.run_folder import Outcome, changed_plugins, find_run, finished_run
 from kl_comedy.training.run_record import RunRecord
-from kl_comedy.training.sampling import engine_gpus
 from kl_comedy.training.stop_signals import StopRequest, stop_requests
 from kl_comedy.training.strategies import NEWEST, strategy_for
 
@@ -127,7 +127,7 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
     train = config.train
     on_gpu = pick_device(config.model.device).type == "cuda"
     if on_gpu:
-        engine_gpus(config, visible_gpus("cuda"))
+        Sampler.of(config).server_gpus(visible_gpus("cuda"))  # raises where a rank or a server has no GPU
     # The config keys that stand for these are in kl_comedy.training.build.TRAINER_ARGUMENTS.
     set_by_keys: dict[str, Any] = {
         "accelerator": "gpu" if on_gpu else "cpu",

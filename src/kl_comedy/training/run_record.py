@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
-from kl_comedy.config.combinations import capabilities_of, sampler_of
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.registry import plugin_line
+from kl_comedy.rollouts import Sampler
 from kl_comedy.tracking import provenance_files, provenance_tags
 from kl_comedy.tracking.logger import NullLogger, RunLogger
 from kl_comedy.tracking.loggers import build_loggers
@@ -116,10 +116,10 @@ class RunRecord(Callback):
         self._announce(opened)
 
     def _prepare_sampler(self, backend: Any, opened: OpenedRun) -> None:
-        capabilities = capabilities_of(sampler_of(self._config))
-        if capabilities.needs_folder:
+        sampler = Sampler.of(self._config)
+        if sampler.capabilities.needs_folder:
             backend.work_in(opened.run.path)
-        if not capabilities.in_trainer_ranks and opened.checkpoint is None:
+        if sampler.beside and opened.checkpoint is None:
             # Engines start on the first weights they are given, and take long: they do it while the loggers start.
             # A resumed run publishes when its weights are restored.
             backend.publish(0)
@@ -189,11 +189,11 @@ class RunRecord(Callback):
 
     def _announce(self, opened: OpenedRun) -> None:
         train = self._config.train
-        sampler = sampler_of(self._config)
-        if self._ranks.size > 1 or not capabilities_of(sampler).in_trainer_ranks:
+        sampler = Sampler.of(self._config)
+        if self._ranks.size > 1 or sampler.beside:
             nodes = "1 node" if train.nodes == 1 else f"{train.nodes} nodes"
             processes = f"{train.strategy}, {self._ranks.size} processes on {nodes}"
-            self._console.print(f"{processes}; samples from {sampler}", soft_wrap=True, highlight=False)
+            self._console.print(f"{processes}; samples from {sampler.name}", soft_wrap=True, highlight=False)
         action = "training for"
         if opened.is_resumed:
             action = f"resuming at update {opened.step} of"

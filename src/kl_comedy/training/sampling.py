@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kl_comedy.config import Config
-from kl_comedy.config.combinations import sampler_of
-from kl_comedy.config.schema import RolloutConfig
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import layers_in_bf16
 from kl_comedy.models.load import place
@@ -30,46 +28,13 @@ from kl_comedy.models.weights import copy_into, stream_weights, weight_bytes
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import Scorer
-from kl_comedy.rollouts import RolloutBackend, Sampling
-from kl_comedy.rollouts.engines.options import (
-    GPU_SHARE,
-    ServerOptions,
-    VLLMServerOptions,
-    engine_options,
-    transport_of,
-    visible_gpus,
-)
+from kl_comedy.rollouts import RolloutBackend, Sampler
+from kl_comedy.rollouts.base import EngineBackend
+from kl_comedy.rollouts.engines.options import visible_gpus
 from kl_comedy.training.distributed import Ranks
 
 NOT_PUBLISHED = -1
 """Version of engines that have no weights of this run yet."""
-
-
-class Engines(Protocol):
-    """A sampler beside the trainer (``Capabilities.in_trainer_ranks`` False), built on every rank.
-
-    Rank 0 talks to the engines; the other ranks take part in :meth:`publish` only. Has ``work_in(folder)`` too where
-    its capabilities say ``needs_folder``.
-    """
-
-    restarts: int
-    """How often an engine was restarted so far."""
-
-    def publish(self, version: int) -> None:
-        """Stage the learner's weights under ``version``; all ranks call, in step. Does not wait for engines."""
-
-    def load(self) -> int:
-        """Let every engine take the newest staged weights; their version. On rank 0, from any thread."""
-
-    def generate(self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
-        """See :class:`RolloutBackend`; on rank 0."""
-
-    def work_in(self, folder: Path) -> None: ...
-
-    def cpu_seconds(self) -> float:
-        """CPU seconds of the engines that this run started, since their start."""
-
-    def close(self) -> None: ...
 
 
 class BroadcastRollouts:
@@ -80,7 +45,7 @@ class BroadcastRollouts:
     another thread of rank 0, and new weights are loaded at the next turn.
     """
 
-    def __init__(self, engines: Engines, ranks: Ranks, *, asynchronous: bool = False) -> None:
+    def __init__(self, engines: EngineBackend, ranks: Ranks, *, asynchronous: bool = False) -> None:
         self.version = NOT_PUBLISHED
         self.loaded = NOT_PUBLISHED
         self.engines = engines
@@ -152,7 +117,8 @@ class BroadcastRollouts:
 
     def work_in(self, folder: Path) -> None:
         """Keep logs and weights in ``folder``."""
-        self._ranks.on_rank_zero(lambda: self.engines.work_in(folder))
+        engines: Any = self.engines  # a FolderBackend: the caller has asked its capabilities
+        self._ranks.on_rank_zero(lambda: engines.work_in(folder))
 
     def close(self) -> None:
         self.engines.close()
@@ -216,137 +182,14 @@ class ShardedScorer:
         return [Scored(rollout=rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
 
 
-# --- GPUs of engines ------------------------------------------------------------------------------------------------
-
-
-def _server_schema(config: Config) -> type[ServerOptions] | None:
-    """The options of the run's servers; None where the sampler is no server."""
-    schema = ROLLOUTS.get(sampler_of(config)).facts.get("options")
-    if isinstance(schema, type) and issubclass(schema, ServerOptions):
-        return schema
-    return None
-
-
-def _gpus_per_server(options: ServerOptions) -> int:
-    return int(getattr(options, "tensor_parallel_size", 1))
-
-
-def engine_gpus(config: Config, gpus: Sequence[str]) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each server that the run starts on a node with ``gpus``.
-
-    These are the GPUs that the config names, else those after the processes' own. Empty where the run starts none, and
-    where one server shares the only GPU. Raises :class:`UserError` for a process or a server without a GPU, and for a
-    GPU that is named twice.
-    """
-    devices = config.train.devices
-    count = len(gpus)
-    if devices > count:
-        reason = f"each process has a GPU, and a node has {count}"
-        raise bad_value("train.devices", devices, f"at most {count}", reason)
-    schema = _server_schema(config)
-    if schema is None:
-        return []
-    options = engine_options(schema, config.rollout.options)
-    if options.gpus:
-        _check_named_gpus(options, count)
-        return list(options.gpus)
-    if options.urls:
-        return []
-    per_server = _gpus_per_server(options)
-    shares_the_only_gpu = count == 1 and options.servers == 1 and per_server == 1
-    if shares_the_only_gpu:
-        return []
-    last = devices + options.servers * per_server
-    if last > count:
-        raise _too_few_gpus(devices, options.servers, per_server, count)
-    return [",".join(gpus[first : first + per_server]) for first in range(devices, last, per_server)]
-
-
-def _check_named_gpus(options: ServerOptions, count: int) -> None:
-    names: list[str] = []
-    for entry in options.gpus:
-        names += [name.strip() for name in entry.split(",")]
-    # A name that is not a number is a GPU's UUID, which only the driver can check.
-    out_of_range = [name for name in names if name.isdigit() and int(name) >= count]
-    has_duplicates = len(set(names)) < len(names)
-    if out_of_range or has_duplicates:
-        raise bad_value("rollout.options.gpus", list(options.gpus), f"GPUs 0 to {count - 1}, each once")
-    per_server = _gpus_per_server(options)
-    if len(names) != options.servers * per_server:
-        raise bad_value(
-            "rollout.options.gpus",
-            list(options.gpus),
-            f"{per_server} for each server",
-            "rollout.options.tensor_parallel_size",
-        )
-
-
-def _too_few_gpus(devices: int, servers: int, per_server: int, count: int) -> UserError:
-    """The error that names the one setting which, lowered alone, lets the run fit."""
-    reason = (
-        f"a node has {count} GPUs, {devices} of them for train.devices, and a server computes on {per_server}; "
-        "rollout.options.gpus may name GPUs that are shared"
-    )
-    if 1 < per_server >= count:
-        # Not one server fits beside a process.
-        return bad_value("rollout.options.tensor_parallel_size", per_server, f"at most {max(1, count - 1)}", reason)
-    servers_that_fit = (count - devices) // per_server
-    if servers_that_fit == 0 and count > 1:
-        return bad_value("train.devices", devices, f"at most {count - per_server}", reason)
-    most = max(1, servers_that_fit)  # one server may share a node's only GPU
-    return bad_value("rollout.options.servers", servers, f"at most {most}", reason)
-
-
-def rollout_on(config: Config, gpus: Sequence[str]) -> RolloutConfig:
-    """``config.rollout`` with :func:`engine_gpus` among its options; ``gpus`` are none where the policy is on a CPU.
-
-    A vLLM server on a process's GPU takes as much of its memory as the engine in process, if the config does not say.
-    """
-    if not gpus:
-        return replace(config.rollout, options=dict(config.rollout.options))
-    options: dict[str, Any] = dict(config.rollout.options)
-    server_gpus = engine_gpus(config, gpus)
-    if server_gpus:
-        options["gpus"] = server_gpus
-    if _starts_vllm_on_a_gpu_of_the_trainer(config, options, gpus, server_gpus):
-        options["gpu_memory_utilization"] = options.get("gpu_memory_utilization") or GPU_SHARE
-    return replace(config.rollout, options=options)
-
-
-def _starts_vllm_on_a_gpu_of_the_trainer(
-    config: Config, options: Mapping[str, Any], gpus: Sequence[str], server_gpus: Sequence[str]
-) -> bool:
-    if sampler_of(config) != "vllm_server":
-        return False
-    if engine_options(VLLMServerOptions, options).urls:
-        return False
-    if not server_gpus:
-        return True  # the only GPU
-    # A name of a server's GPU may be of the trainer's too, where the config names the GPUs.
-    trainer_gpus = set(gpus[: config.train.devices])
-    return not trainer_gpus.isdisjoint(",".join(server_gpus).split(","))
-
-
-def engine_transport(config: Config, gpus: Sequence[str]) -> str | None:
-    """How weights reach engines beside a trainer on a node with ``gpus``; None for engines with a way of their own.
-
-    Raises :class:`UserError` for a transport that cannot work there, and for engines that lack GPUs.
-    """
-    schema = _server_schema(config)
-    if schema is None:
-        return None
-    options = engine_options(schema, rollout_on(config, gpus).options)
-    return transport_of(options, lora=config.model.lora is not None, gpus=gpus)
-
-
 # --- building -------------------------------------------------------------------------------------------------------
 
 
 def build_engines(config: Config, loaded: LoadedModel, ranks: Ranks) -> BroadcastRollouts:
     """The run's engines beside the trainer, built on every rank."""
-    build: Callable[..., Engines] = ROLLOUTS.get(sampler_of(config)).fn
-    rollout = rollout_on(config, visible_gpus(loaded.device.type))
-    engines = ranks.raise_on_all_ranks(lambda: build(rollout, loaded=loaded, leader=ranks.is_rank_zero))
+    sampler = Sampler.of(config)
+    rollout = sampler.rollout_on(visible_gpus(loaded.device.type))
+    engines = ranks.raise_on_all_ranks(lambda: sampler.builder(rollout, loaded=loaded, leader=ranks.is_rank_zero))
     return BroadcastRollouts(engines, ranks, asynchronous=config.lag.mode == "async")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kl_comedy.config.combinations import capabilities_of, sampler_of, updates_from_a_batch
+from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.config.schema import SHARDED, Config, LoraConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import resolve_terms
@@ -39,7 +39,7 @@ from kl_comedy.models.introspection import head_chunk
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.rollouts.decoding import INITIAL_CAPACITY
 from kl_comedy.rollouts.engines.vllm import GPU_SHARE, SERVER_GPU_SHARE
-from kl_comedy.training.sampling import engine_gpus, engine_transport
+from kl_comedy.rollouts.sampler import Sampler, capabilities_of, sampler_name
 
 PHASES = ("always", "learning", "sampling")
 AUTOCAST_SHARE = 0.7
@@ -136,7 +136,7 @@ class Plan:
         bf16 = config.train.precision == "bf16"
         self.compute_bytes = 2 if bf16 else self.element_bytes  # of a value as matrix products take it
         self.autocast = bf16 and config.model.dtype == "float32"
-        self.sampler = sampler_of(config)
+        self.sampler = sampler_name(config)
         self.beside = not capabilities_of(self.sampler).in_trainer_ranks
         self.sharded = config.train.strategy in SHARDED and self.load.processes > 1
         self.copies = config.train.nodes if self.sharded and config.train.shards == "node" else 1
@@ -269,14 +269,14 @@ class Plan:
     def transport(self) -> str | None:
         """How weights reach engines beside the trainer, as a run chooses it (an engine's own way counts as gloo); None
         where the ranks draw."""
-        return engine_transport(self.config, self._node_gpus) or "gloo" if self.beside else None
+        return Sampler.of(self.config).transport_on(self._node_gpus) or "gloo" if self.beside else None
 
     @cached_property
     def apart(self) -> bool:
         """Whether engines beside the trainer have GPUs of their own."""
         if not self.beside or self.device.kind != "cuda":
             return False
-        of_engines = ",".join(engine_gpus(self.config, self._node_gpus)).split(",")
+        of_engines = ",".join(Sampler.of(self.config).server_gpus(self._node_gpus)).split(",")
         return set(self._node_gpus[: self.config.train.devices]).isdisjoint(of_engines)
 
     @property
@@ -555,7 +555,7 @@ class Plan:
         """Settings that change no number of the run, one after another; more processes; an adapter."""
         config, steps = self.config, list(self._harmless_changes())
         yield (steps[:count] for count in range(1, len(steps) + 1))
-        can = capabilities_of(sampler_of(config))
+        can = capabilities_of(self.sampler)
         if can.draws_parts or not can.in_trainer_ranks:
             now = 1 if config.train.strategy == "single" else self.load.processes
             counts = [count for count in (now * 2**power for power in range(1, 7)) if count <= MAX_PROCESSES]
@@ -589,7 +589,7 @@ def splits(config: Config, device: Device, total: int, **tokens: int | None) -> 
     the ranks draw, or the config's engines take a share of the same GPUs. ``tokens`` as for :class:`Plan`. Raises
     :class:`UserError` where no division gives every rank as many prompts.
     """
-    shape, sampler, divided = shape_of(config.model), sampler_of(config), list[Split]()
+    shape, sampler, divided = shape_of(config.model), sampler_name(config), list[Split]()
     capabilities = capabilities_of(sampler)
     each = 1 if capabilities.in_trainer_ranks else int(config.rollout.options.get("tensor_parallel_size", 1))
     for ranks in range(1, total + 1):
@@ -639,8 +639,8 @@ def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Ch
     if not servers:
         return changes
     sampler, options = "vllm_server", dict[str, Any]()
-    if not capabilities_of(sampler_of(config)).in_trainer_ranks:
-        sampler = sampler_of(config)
+    if not capabilities_of(sampler_name(config)).in_trainer_ranks:
+        sampler = sampler_name(config)
         options = {name: value for name, value in config.rollout.options.items() if name not in ("gpus", "urls")}
     options["servers"] = servers
     if config.train.precision == "bf16":
