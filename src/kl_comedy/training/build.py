@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kl_comedy.config import Config
@@ -75,13 +75,16 @@ class Run:
     terms: Mapping[str, KLTerm]
     """By name, in the order of the config (:func:`~kl_comedy.training.loss.named_terms`)."""
     lag: Lag
+    sampler: Sampler
+    problems: ProblemSets | None = None
+    """Training and evaluation problems; None where they are not loaded yet, or each of several processes loads them."""
 
 
-def build_run(config: Config, *, warn: bool = True) -> Run:
-    """The run of ``config``; warns where a KL term optimizes something else than its value suggests.
+def build_run(config: Config) -> Run:
+    """The run of ``config``: terms, lag and sampler are resolved here, once, and passed on.
 
     Raises :class:`UserError` for settings of terms, sampling and algorithm that cannot train
-    (:data:`kl_comedy.training.rules.RULES`).
+    (:data:`kl_comedy.training.rules.RULES`), and for an option that the sampler does not take.
     """
     terms = resolve_terms(config.kl)
     check_training_sampling(config.rollout)
@@ -91,8 +94,6 @@ def build_run(config: Config, *, warn: bool = True) -> Run:
     if broken is not None:
         _, error = broken
         raise error
-    if warn:
-        _warn_about(config, terms)
     lag = Lag(
         mode=config.lag.mode,
         steps=config.lag.steps,
@@ -100,16 +101,17 @@ def build_run(config: Config, *, warn: bool = True) -> Run:
         in_flight=config.lag.in_flight,
         updates_per_batch=updates_from_a_batch(config),
     )
-    return Run(config=config, terms=named_terms(terms), lag=lag)
+    return Run(config=config, terms=named_terms(terms), lag=lag, sampler=Sampler.of(config))
 
 
-def check_before_loading(config: Config) -> ProblemSets | None:
-    """Raise :class:`UserError` for every mistake that shows without the model, on the machine that would train.
+def check_before_loading(config: Config) -> Run:
+    """The run of ``config``, with its problems unless several processes train.
 
-    Commands call this before the imports that take seconds. Warnings come with :func:`check_training`. Returns the
-    problems, unless several processes train, each of which loads them.
+    Raises :class:`UserError` for every mistake that shows without the model, on the machine that would train. Commands
+    call this before the imports that take seconds. Warnings come later, with :func:`warn_about`: a mistake is read
+    alone.
     """
-    check_training(config, warn=False)
+    run = build_run(config)
     check_parts(config)
     check_trainer_arguments(config)
     # With `auto` a machine without GPU trains on its CPU; `cuda` asks for one.
@@ -121,8 +123,8 @@ def check_before_loading(config: Config) -> ProblemSets | None:
             check_source(config.reference.teacher.model(config.model))
     process_count = config.train.devices * config.train.nodes
     if process_count > 1:
-        return None  # each of the processes, which do not exist yet, loads them
-    return load_problem_sets(config)
+        return run  # each of the processes, which do not exist yet, loads its problems
+    return replace(run, problems=load_problem_sets(config))
 
 
 def check_trainer_arguments(config: Config) -> None:
@@ -152,25 +154,27 @@ def _trainer_parameters() -> set[str]:
 
 
 def check_parts(config: Config) -> None:
-    """Raise :class:`UserError` for options of the sampler and the rewards, and for an address of the store."""
-    Sampler.of(config)  # raises for an option that the sampler does not take
+    """Raise :class:`UserError` for options of the rewards, and for an address of the store."""
     for position, reward in enumerate(config.rewards):
         check_options(reward.name, reward.options, key=f"rewards.{position}")
     check_uri(config.tracking.uri)
     check_loggers(config.tracking.loggers)
 
 
-def check_training(config: Config, *, warn: bool = True) -> tuple[KLTerm, ...]:
-    """The KL terms of a run that can train. Warns and raises as :func:`build_run`."""
-    return tuple(build_run(config, warn=warn).terms.values())
+def check_training(config: Config) -> tuple[KLTerm, ...]:
+    """The KL terms of a run that can train. Warns as :func:`warn_about` and raises as :func:`build_run`."""
+    run = build_run(config)
+    warn_about(run)
+    return tuple(run.terms.values())
 
 
-def _warn_about(config: Config, terms: tuple[KLTerm, ...]) -> None:
-    off_policy = is_off_policy(config)
-    for term in terms:
+def warn_about(run: Run) -> None:
+    """Warn where a KL term optimizes something else than its value suggests, and of a lag that overlaps nothing."""
+    off_policy = is_off_policy(run.config)
+    for term in run.terms.values():
         for warning in term_warnings(term, off_policy=off_policy):
             log.warning(warning)
-    if config.lag.mode == "async" and config.lag.max_steps == 0:
+    if run.lag.mode == "async" and run.lag.max_steps == 0:
         log.warning("lag.max_steps is 0: with lag.mode=async the sampler waits for every update; 1 or more overlaps")
 
 

@@ -14,7 +14,7 @@ from kl_comedy.errors import bad_value
 from kl_comedy.evaluation.records import check_golds
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rewards import RewardSum, Scorer
-from kl_comedy.rollouts import ReplayRollouts, RolloutBackend, Sampler
+from kl_comedy.rollouts import ReplayRollouts, RolloutBackend
 from kl_comedy.training.asynchronous import Producer
 from kl_comedy.training.build import Lag
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
@@ -91,15 +91,15 @@ class ExperienceModule(lightning.LightningDataModule):
         lag = module.run.lag
         loaded = module.loaded
         prompts = TrainingPrompts(config, self.prompts.train, ranks)
-        sampler = Sampler.of(config)
+        sampler = module.run.sampler
         source: Source
         if lag.mode == "async":
-            engines = build_engines(config, loaded, ranks)
+            engines = build_engines(sampler, loaded, ranks, asynchronous=True)
             self.backend = engines
             source = Producer(config, engines, prompts, rewards, ranks, self._precision)
             self._to_close.callback(source.close)  # closes the engines too
         elif sampler.beside:
-            self.backend = build_engines(config, loaded, ranks)
+            self.backend = build_engines(sampler, loaded, ranks, asynchronous=False)
             self._to_close.callback(self.backend.close)
             source = DrawnHere(lag, config.train.steps, prompts, self._generate, self.scorer)
         else:

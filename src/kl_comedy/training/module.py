@@ -31,7 +31,7 @@ from kl_comedy.models.types import ReferencePass, TokenPass, Wanted
 from kl_comedy.objective import value_loss
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
-from kl_comedy.training.build import build_run
+from kl_comedy.training.build import Run, build_run
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.experience import UpdateBatch
 from kl_comedy.training.loss import (
@@ -112,11 +112,14 @@ class PolicyModule(lightning.LightningModule):
     backend: RolloutBackend
     run_folder: Path
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, run: Run | None = None) -> None:
+        """``run``: what was built of ``config`` already."""
         super().__init__()
         self.automatic_optimization = False
         self.config = config
-        self.run = build_run(config)
+        if run is None:
+            run = build_run(config)
+        self.run = run
         self.terms = self.run.terms
         self.betas = {name: BetaState(term.beta) for name, term in self.terms.items()}
         self.ranks = SINGLE_PROCESS

@@ -20,7 +20,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.models.load import pick_device
 from kl_comedy.rollouts import Sampler
 from kl_comedy.rollouts.engines.options import visible_gpus
-from kl_comedy.training.build import check_trainer_arguments
+from kl_comedy.training.build import Run, build_run, check_trainer_arguments, warn_about
 from kl_comedy.training.callbacks import (
     CheckpointCallback,
     ConsoleProgress,
@@ -32,15 +32,14 @@ from kl_comedy.training.callbacks import (
 from kl_comedy.training.distributed import LAUNCHED, cluster_environment, process_state_restored
 from kl_comedy.training.experience_module import ExperienceModule
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.problems import ProblemSets
 from kl_comedy.training.run_folder import Outcome, changed_plugins, find_run, finished_run
 from kl_comedy.training.run_record import RunRecord
 from kl_comedy.training.stop_signals import StopRequest, stop_requests
 from kl_comedy.training.strategies import NEWEST, strategy_for
 
 
-def train(config: Config, *, console: Console, command: str, problems: ProblemSets | None = None) -> Outcome:
-    """Train as ``config`` says. ``command`` is what reproduces the run; ``problems``: the config's, if loaded already.
+def train(config: Config, *, console: Console, command: str, run: Run | None = None) -> Outcome:
+    """Train as ``config`` says. ``command`` is what reproduces the run; ``run``: what was built of the config already.
 
     Raises :class:`UserError` for a mistake in the config and :class:`RunFailed` for a run that began and could not
     finish; the run is then marked failed with the reason. SIGTERM and SIGUSR1 end it after the current update, saved;
@@ -56,19 +55,16 @@ def train(config: Config, *, console: Console, command: str, problems: ProblemSe
         if reason is not None:
             console.print(reason, markup=False, soft_wrap=True, highlight=False)
     with stop_requests() as request, process_state_restored(config.train.threads):
-        return _train(config, console, command, problems, request, started)
+        if run is None:
+            run = build_run(config)
+        warn_about(run)
+        return _train(run, console, command, request, started)
 
 
-def _train(
-    config: Config,
-    console: Console,
-    command: str,
-    problems: ProblemSets | None,
-    request: StopRequest,
-    started: float,
-) -> Outcome:
-    module = PolicyModule(config)
-    data = ExperienceModule(config, problems)
+def _train(run: Run, console: Console, command: str, request: StopRequest, started: float) -> Outcome:
+    config = run.config
+    module = PolicyModule(config, run)
+    data = ExperienceModule(config, run.problems)
     record = RunRecord(config, console, command, request)
     evaluation = EvaluationCallback(config, console)
     # Lightning calls these in order: the record comes first, because it finds the folder that others write to, and

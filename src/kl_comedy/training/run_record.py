@@ -17,7 +17,6 @@ from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.registry import plugin_line
-from kl_comedy.rollouts import Sampler
 from kl_comedy.tracking import provenance_files, provenance_tags
 from kl_comedy.tracking.logger import NullLogger, RunLogger
 from kl_comedy.tracking.loggers import build_loggers
@@ -106,6 +105,7 @@ class RunRecord(Callback):
         self._ranks = module.ranks
         self._watch.watch_others(self._ranks)
         self._kl_label = kl_label(list(module.terms.values()))
+        self._sampler = module.run.sampler
         opened = open_run(self._config, self._ranks, self._lock)
         trainer.strategy.newest_checkpoint = opened.checkpoint
         self._prepare_sampler(trainer.datamodule.backend, opened)
@@ -116,10 +116,9 @@ class RunRecord(Callback):
         self._announce(opened)
 
     def _prepare_sampler(self, backend: Any, opened: OpenedRun) -> None:
-        sampler = Sampler.of(self._config)
-        if sampler.capabilities.needs_folder:
+        if self._sampler.capabilities.needs_folder:
             backend.work_in(opened.run.path)
-        if sampler.beside and opened.checkpoint is None:
+        if self._sampler.beside and opened.checkpoint is None:
             # Engines start on the first weights they are given, and take long: they do it while the loggers start.
             # A resumed run publishes when its weights are restored.
             backend.publish(0)
@@ -189,11 +188,10 @@ class RunRecord(Callback):
 
     def _announce(self, opened: OpenedRun) -> None:
         train = self._config.train
-        sampler = Sampler.of(self._config)
-        if self._ranks.size > 1 or sampler.beside:
+        if self._ranks.size > 1 or self._sampler.beside:
             nodes = "1 node" if train.nodes == 1 else f"{train.nodes} nodes"
             processes = f"{train.strategy}, {self._ranks.size} processes on {nodes}"
-            self._console.print(f"{processes}; samples from {sampler.name}", soft_wrap=True, highlight=False)
+            self._console.print(f"{processes}; samples from {self._sampler.name}", soft_wrap=True, highlight=False)
         action = "training for"
         if opened.is_resumed:
             action = f"resuming at update {opened.step} of"

@@ -185,12 +185,11 @@ class ShardedScorer:
 # --- building -------------------------------------------------------------------------------------------------------
 
 
-def build_engines(config: Config, loaded: LoadedModel, ranks: Ranks) -> BroadcastRollouts:
+def build_engines(sampler: Sampler, loaded: LoadedModel, ranks: Ranks, *, asynchronous: bool) -> BroadcastRollouts:
     """The run's engines beside the trainer, built on every rank."""
-    sampler = Sampler.of(config)
     rollout = sampler.rollout_on(visible_gpus(loaded.device.type))
     engines = ranks.raise_on_all_ranks(lambda: sampler.builder(rollout, loaded=loaded, leader=ranks.is_rank_zero))
-    return BroadcastRollouts(engines, ranks, asynchronous=config.lag.mode == "async")
+    return BroadcastRollouts(engines, ranks, asynchronous=asynchronous)
 
 
 @dataclass(frozen=True, kw_only=True)

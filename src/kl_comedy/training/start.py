@@ -18,7 +18,7 @@ def train_unless_finished(config: Config, console: Console, command: str) -> Out
     outcome = finished_run(config)
     if outcome is not None:
         return outcome
-    problems = check_before_loading(config)
+    run = check_before_loading(config)
     from kl_comedy.training.run import train  # imports Lightning
 
-    return train(config, console=console, command=command, problems=problems)
+    return train(config, console=console, command=command, run=run)
