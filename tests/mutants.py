@@ -223,6 +223,7 @@ EARLIER = (
         "clip bounds swapped",
         "$bounded_BT = $ratio_BT.clamp(1.0 - $clip_low, 1.0 + $clip_high)",
         "$bounded_BT = $ratio_BT.clamp(1.0 - $clip_high, 1.0 + $clip_low)",
+        inside="-torch.minimum(",
         tests="tests/objective/test_objective.py",
     ),
     Mutant(
