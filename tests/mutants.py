@@ -93,8 +93,9 @@ EARLIER = (
     ),
     Mutant(
         "window ignored",
-        "return $total_BT if $window is None else $total_BT - $_shifted($total_BT, $window)",
+        "return $total_BT - $_shifted($total_BT, $window)",
         "return $total_BT",
+        inside="The sum up to each token, of the last",
         tests="tests/kl/test_term.py",
     ),
     Mutant(
@@ -123,9 +124,9 @@ EARLIER = (
     ),
     Mutant(
         "sampled tail without its weight",
-        "(torch.where($inside, 0.0, $logp - $drawn) for $logp in $pair)",
-        "(torch.where($inside, 0.0, $logp) for $logp in $pair)",
-        inside="Proof for ``sampled_tail``",
+        "return torch.where($inside, 0.0, $logp - $drawn)",
+        "return torch.where($inside, 0.0, $logp)",
+        inside="of the sampled token y (nats)",
         tests="tests/exact/test_top_k.py",
     ),
     Mutant(
@@ -148,15 +149,15 @@ EARLIER = (
     ),
     Mutant(
         "a term reads the initial policy for the teacher",
-        'self.references["initial" if $term.reference == "sampler" else $term.reference]',
+        "self.references[_pass_name($term.reference)]",
         'self.references["initial"]',
         tests="tests/training/test_loss.py -k own_reference",
     ),
     Mutant(
         "a baseline reads the initial policy for the teacher",
-        '$reference_passes["initial" if $name == "sampler" else $name]',
-        '$reference_passes["initial"]',
-        inside="By position, the parts over the whole update,",
+        "$pack.references[_pass_name($name)]",
+        '$pack.references["initial"]',
+        inside="The parts of each term with",
         tests="tests/training/test_loss.py -k own_reference",
     ),
     Mutant(
@@ -215,8 +216,9 @@ EARLIER = (
     ),
     Mutant(
         "own baseline from its own completion",
-        "return $sums_GT[$index_B] - $values_BT",
-        "return $sums_GT[$index_B]",
+        "return $sums_BT - $values_BT",
+        "return $sums_BT",
+        inside="The sum over the other rows of the group",
         tests="tests/exact/test_own_baseline.py",
     ),
     Mutant(
@@ -288,8 +290,8 @@ EARLIER = (
     ),
     Mutant(
         "beta twice",
-        "$betas[$n] * $parts[$n].cost_BT",
-        "$betas[$n] ** 2 * $parts[$n].cost_BT",
+        "$betas[$n] * $parts.cost_BT",
+        "$betas[$n] ** 2 * $parts.cost_BT",
         tests="tests/training/test_loss.py tests/exact/test_oracle_in_training.py",
     ),
     Mutant(
@@ -447,7 +449,7 @@ SURVIVED = (
         "$term.discount != 1",
         "False",
         tests="tests/exact/test_claims.py",
-        inside="as if the divergence were the reverse KL",
+        inside="Whether an option keeps the term from every target",
     ),
     Mutant(
         "the tail's mass in float32",
@@ -463,7 +465,7 @@ SURVIVED = (
     ),
     Mutant(
         "betas are not restored on resume",
-        'for $beta, $value in zip($s.betas, $state["betas"], strict=True):\n    $beta.value = float($value)',
+        'for $beta, $value in zip($s.betas.values(), $state["betas"], strict=True):\n    $beta.value = float($value)',
         "pass",
         tests="tests/training/test_run.py -k killed_run",
     ),

@@ -32,7 +32,7 @@ from kl_comedy.config import Config, load_config
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm, kl_parts, kl_surrogate
 from kl_comedy.kl.surrogate import own_baseline
-from kl_comedy.lab.audit.measure import (
+from kl_comedy.lab.audit.grams import (
     delivered,
     difference_gram,
     estimate,

@@ -35,7 +35,8 @@ from kl_comedy.lab.audit.gradients import (
     layer_groups,
     reference_term,
 )
-from kl_comedy.lab.audit.measure import equal_blocks, kl_projection, mean_product, noise
+from kl_comedy.lab.audit.grams import kl_projection, mean_product, noise
+from kl_comedy.lab.audit.measure import equal_blocks
 from kl_comedy.lab.audit.run import draw_completions
 from kl_comedy.registry import RECIPES
 from kl_comedy.tracking.figures import legend_below, look

@@ -85,12 +85,12 @@ class Entry(Generic[T]):
 class Registry(Generic[T]):
     """The table of one kind. Names are unique; the order is the order of registration.
 
-    ``package`` registers the built-in entries when it is imported, which the first lookup does.
+    ``packages`` register the built-in entries when they are imported, which the first lookup does.
     """
 
-    def __init__(self, kind: str, package: str | None = None) -> None:
+    def __init__(self, kind: str, *packages: str) -> None:
         self.kind = kind
-        self._package = package
+        self._packages = packages
         self._entries: dict[str, Entry[T]] = {}
         self._loaded = False
 
@@ -147,8 +147,8 @@ class Registry(Generic[T]):
             return
         self._loaded = True  # before the imports, which look names up
         try:
-            if self._package is not None:
-                importlib.import_module(self._package)
+            for package in self._packages:
+                importlib.import_module(package)
             for point in importlib.metadata.entry_points(group=f"kl_comedy.{self.kind}"):
                 where = f"entry point {point.name!r} of group kl_comedy.{self.kind} ({point.value})"
                 with _plugin_import(where, "failed to load"):
@@ -190,7 +190,7 @@ POLICY_CORRECTIONS: Registry[Any] = Registry("policy_corrections", "kl_comedy.ob
 REWARDS: Registry[Any] = Registry("rewards", "kl_comedy.rewards")
 ROLLOUTS: Registry[Any] = Registry("rollouts", "kl_comedy.rollouts")
 DATASETS: Registry[Any] = Registry("datasets", "kl_comedy.data")
-CALLBACKS: Registry[Any] = Registry("callbacks", "kl_comedy.training")
+CALLBACKS: Registry[Any] = Registry("callbacks", "kl_comedy.training", "kl_comedy.lab.audit")
 LOGGERS: Registry[Any] = Registry("loggers", "kl_comedy.tracking")
 RECIPES: Registry[Any] = Registry("recipes", "kl_comedy.kl")
 SUITES: Registry[Any] = Registry("suites", "kl_comedy.evaluation.built_in_suites")

@@ -116,7 +116,7 @@ def test_stale_samples_are_compared_off_policy_and_costs_before_the_baseline_thr
 
 
 def test_a_policy_that_is_its_reference_has_nothing_to_audit(tmp_path):
-    with pytest.raises(UserError, match="the policy is its initial reference still, so every KL gradient is zero"):
+    with pytest.raises(UserError, match="still identical to its initial reference, so every KL gradient is zero"):
         audited("optimizer.lr=1e-30", samples=64, updates=1)
     with pytest.raises(UserError, match=r"--updates: got 2; .* 4 updates old, so at least 5"):
         audited("lag.mode=replayed", "lag.steps=4", updates=2)

@@ -175,14 +175,14 @@ def test_the_class_or_command_chooses_the_trainer_of_trl(tmp_path):
 def test_what_is_no_literal_is_reported_and_can_be_given(tmp_path):
     path = write(tmp_path, "run.sh", "python -m verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_coef=$1\n")
     launch = read_launch_file(path)
-    assert launch.given == {} and "kl_loss_coef: '$1' is no literal; its default is taken" in launch.remarks[0]
+    assert launch.given == {} and "kl_loss_coef: '$1' is not a literal; its default is taken" in launch.remarks[0]
     completed = read_launch_file(path, overrides=["kl_loss_coef=0.5"])
     assert completed.given == {"kl_loss_coef": 0.5} and completed.remarks == ()
     twice = "python -m verl.trainer.main_ppo algorithm.use_kl_in_reward=True algorithm.use_kl_in_reward=False\n"
     launch = read_launch_file(write(tmp_path, "run.sh", twice))
     assert launch.given == {"use_kl_in_reward": False} and "given more than once" in launch.remarks[0]
     code = "from trl import GRPOConfig\nGRPOConfig(beta=float('nan') if x else 1, **more)\n"
-    assert "is no literal" in read_launch_file(write(tmp_path, "a.py", code)).remarks[0]
+    assert "is not a literal" in read_launch_file(write(tmp_path, "a.py", code)).remarks[0]
 
 
 @pytest.mark.parametrize(

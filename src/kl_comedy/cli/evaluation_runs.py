@@ -32,11 +32,11 @@ from kl_comedy.registry import ROLLOUTS, PluginSet
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.tracking.store import clean_path
-from kl_comedy.training.build import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.export import export_policy
 from kl_comedy.training.metrics import completion_metrics, load_eval_reference
+from kl_comedy.training.problems import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.run_folder import RunDir, step_of
 
 

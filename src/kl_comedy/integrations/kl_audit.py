@@ -22,7 +22,8 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.integrations.gradient_check import LossCallback
 from kl_comedy.kl import KLTerm, kl_surrogate
 from kl_comedy.lab.audit.gradients import GradientSketch, layer_groups
-from kl_comedy.lab.audit.measure import MINIMUM_BLOCKS, cosine, delivered, estimate, mean_product, noise, p_of_zero_mean
+from kl_comedy.lab.audit.grams import cosine, delivered, estimate, mean_product, noise, p_of_zero_mean
+from kl_comedy.lab.audit.measure import MINIMUM_BLOCKS
 
 TARGETS = {
     "sequence_reverse": KLTerm("exact", placement="reward", credit="to_go"),

@@ -14,6 +14,9 @@ from kl_comedy.config.validate import check_record, option, parse_record
 from kl_comedy.errors import bad_value
 
 NEGATIVE = "below 0 the term pays for leaving the reference, and KL has no upper bound"
+"""Why a negative coefficient is refused."""
+LARGEST_ERROR = 0.2
+"""Bound of the controller's relative error: one update measures a KL with noise, and must not move beta far."""
 SHAPES = ("linear", "cosine")
 
 
@@ -32,34 +35,33 @@ class BetaSchedule:
         >>> BetaSchedule(start=1.0, end=0.0, steps=10).at(5)
         0.5
         """
-        done = min(max(step / self.steps, 0.0), 1.0)
+        progress = min(max(step / self.steps, 0.0), 1.0)
         if self.shape == "cosine":
-            done = 0.5 * (1.0 - math.cos(math.pi * done))
-        return self.start + (self.end - self.start) * done
+            progress = 0.5 * (1.0 - math.cos(math.pi * progress))
+        return self.start + (self.end - self.start) * progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetaTarget:
-    """Keep the measured sequence KL to the term's reference near ``target`` nats by a proportional controller in log
-    space.
+    """Keep the measured sequence KL to the term's reference near ``target`` nats, by a proportional controller.
 
-    After each update ``beta *= 1 + gain * clip(kl / target - 1, -0.2, 0.2)`` (Ziegler et al. 2019,
-    Sec. 2.2), clamped to ``[minimum, maximum]``.
+    After each update ``beta *= 1 + gain * clip(kl / target - 1, -0.2, 0.2)`` (Ziegler et al. 2019, Sec. 2.2), clamped
+    to ``[minimum, maximum]``. A factor and not a step, so that a gain means the same for a beta of 0.001 and of 1.
     """
 
-    target: float = option(..., "Nats of a completion.", above=0)
+    target: float = option(..., "Nats per completion.", above=0)
     init: float = option(0.1, "Coefficient of the first update.", above=0)
     gain: float = option(0.1, "Gain of the controller.", minimum=0)
     minimum: float = option(1e-6, "Smallest coefficient.", minimum=0)
     maximum: float = option(1e3, "Largest coefficient.", above=0)
 
     def next(self, beta: float, measured_kl: float) -> float:
-        """The coefficient after an update that measured ``measured_kl`` (nats a completion).
+        """The coefficient after an update that measured ``measured_kl`` (nats per completion).
 
         >>> BetaTarget(target=1.0).next(0.1, 2.0) > 0.1
         True
         """
-        error = min(max(measured_kl / self.target - 1.0, -0.2), 0.2)
+        error = min(max(measured_kl / self.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
         return min(max(beta * (1.0 + self.gain * error), self.minimum), self.maximum)
 
 
@@ -67,19 +69,21 @@ Beta = float | BetaSchedule | BetaTarget
 
 
 def parse_beta(value: Any, key: str, *, signed: bool = False) -> Beta:
-    """Read ``beta`` from config: a number, ``{start, end, steps, shape}`` or ``{target, ...}``.
+    """Read ``beta`` from a config: a number, ``{start, end, steps, shape}`` or ``{target, ...}``.
 
-    Raises :class:`UserError` that names the key for anything else, and for numbers below 0 (unless ``signed``) or not
-    finite.
+    ``signed`` allows numbers below 0. Raises :class:`UserError`, which names the key, for anything else and for a
+    number that is not finite.
     """
     if isinstance(value, BetaSchedule | BetaTarget):
         check_record(value, key)
         return value
-    if isinstance(value, Mapping) and "target" in value:
-        return parse_record(BetaTarget, value, key=key)
     if isinstance(value, Mapping):
+        if "target" in value:
+            return parse_record(BetaTarget, value, key=key)
         return parse_record(BetaSchedule, value, key=key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    # True is an int in Python, and no coefficient.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number:
         raise bad_value(key, value, "a number, {start, end, steps} or {target: nats}")
     if not math.isfinite(value):
         raise bad_value(key, value, "a finite number")
@@ -88,18 +92,27 @@ def parse_beta(value: Any, key: str, *, signed: bool = False) -> Beta:
     return float(value)
 
 
+def first_value(beta: Beta) -> float:
+    """The coefficient of the first update."""
+    if isinstance(beta, BetaTarget):
+        return beta.init
+    if isinstance(beta, BetaSchedule):
+        return beta.at(0)
+    return beta
+
+
 class BetaState:
     """The current coefficient of one term, advanced once per update."""
 
     def __init__(self, beta: Beta) -> None:
         self.spec = beta
-        if isinstance(beta, BetaTarget):
-            self.value = beta.init
-        else:
-            self.value = beta.at(0) if isinstance(beta, BetaSchedule) else beta
+        self.value = first_value(beta)
 
     def advance(self, step: int, measured_kl: float) -> None:
-        """Move to the coefficient of update ``step``, given the sequence KL (nats) just measured."""
+        """Move to the coefficient of update ``step``, given the sequence KL (nats) just measured.
+
+        A controller does not move on a KL that is not finite: nothing was measured, or the measurement overflowed.
+        """
         if isinstance(self.spec, BetaSchedule):
             self.value = self.spec.at(step)
         elif isinstance(self.spec, BetaTarget) and math.isfinite(measured_kl):

@@ -1,13 +1,17 @@
-"""What a term claims to optimize, composed from the facts its estimator and correction declare.
+"""What a term claims to optimize, composed from the facts that its estimator and its correction declare.
 
-Targets (gradients of): ``sequence_reverse`` KL(pi || ref) over completions; ``token_reverse`` and
-``token_forward`` the KL per prefix summed over the prefixes the behaviour policy visits, their
-distribution held fixed; ``sequence_forward`` KL(ref || pi) over completions; ``zero``. A term whose divergence is
-another one has targets of its own (:func:`own_targets`), as ``token_mixture``, for a Jensen-Shannon divergence the same
-as ``token_reverse``, ``sequence_mixture``, its sum over the policy's completions, and with ``weight`` each of them with
-the name ``_weighted``: the sum of the divergences times their weights, which are not differentiated. tests/exact
-enumerates every possible term and fails both when a claim here does not hold and when a target is hit
-that nothing here claims.
+A target is a gradient:
+
+- ``sequence_reverse``: of KL(pi || ref) over completions;
+- ``sequence_forward``: of KL(ref || pi) over completions;
+- ``token_reverse``, ``token_forward``: of the KL of the next token, summed over the prefixes that the behaviour policy
+  visits, whose distribution is held fixed;
+- ``zero``: none.
+
+A term with another divergence has targets of its own (:func:`own_targets`): ``token_mixture`` and ``sequence_mixture``
+for a Jensen-Shannon divergence, and with ``weight`` names that end in ``_weighted``, for the sum of the divergences
+times their weights, which are not differentiated. tests/exact enumerates every possible term, and fails both when a
+claim here does not hold and when a term hits a target that nothing here claims.
 """
 
 from __future__ import annotations
@@ -33,12 +37,11 @@ _AT_SEQUENCE = {"token_reverse": "sequence_reverse", "token_forward": "sequence_
 def claimed_target(term: KLTerm, regime: str) -> str | None:
     """The target whose gradient the term's expected gradient equals in a regime, or None.
 
-    What holds of the reverse KL of a prefix holds of any divergence of a prefix, so the claims of another one are
-    derived as those of the reverse KL.
-    ``mixed`` (several policy versions within a completion) obeys the off-policy claims: the product of
-    the recorded per-token behaviour log-probs is the behaviour policy. A capped ratio, a moving anchor
-    or another reference than the one compared against claims nothing off-policy.
+    ``mixed`` (several policy versions within a completion) obeys the off-policy claims: the sum of the recorded
+    log-probs per token is that of the behaviour policy. A capped ratio and recorded log-probs (``anchor``) claim
+    nothing off-policy, a term that pulls towards the sampler claims nothing at all.
     """
+    # What holds for the reverse KL of a prefix holds for any divergence of a prefix, so one derivation serves all.
     target = _claimed_as_reverse(term, on_policy=regime == "on_policy")
     if target is None or target == "zero":
         return target
@@ -50,16 +53,16 @@ def claimed_target(term: KLTerm, regime: str) -> str | None:
 
 
 def own_targets(term: KLTerm) -> tuple[str, ...]:
-    """The targets of a term's own divergence, where it is none of those of :data:`TARGETS`."""
+    """The targets of a term's own divergence, where it is not one of :data:`TARGETS`; empty where it is."""
     if term.direction == "mixture":
         names: tuple[str, ...] = ("token_mixture", "sequence_mixture")
     elif term.weight != "none":
         names = ("token_reverse", "sequence_reverse", "token_forward")
     else:
-        names = ()
-    if term.weight == "none":
-        return names
-    return tuple(name + WEIGHTED for name in names)
+        return ()
+    if term.weight != "none":
+        names = tuple(name + WEIGHTED for name in names)
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,29 +115,30 @@ class _Facts:
 
 def _claimed_as_reverse(term: KLTerm, *, on_policy: bool) -> str | None:
     """:func:`claimed_target` as if the divergence were the reverse KL."""
-    if term.reference == "sampler":
-        return None
-    if term.input_clamp is not None or term.output_clamp is not None:
-        return None
-    changes_ratios = term.cap is not None or term.window is not None or term.anchor == "behaviour"
-    if changes_ratios and not on_policy:
-        return None
-    if term.cap is not None and term.cap < 1:
-        return None  # it cuts the ratio of 1 that every token has on-policy
-    if term.discount != 1:
+    if _options_bias_it(term, on_policy=on_policy):
         return None
     facts = _Facts.of(term, on_policy=on_policy)
-    if term.window is not None and term.placement == "loss":
-        # Differentiated, a window of ratios is future credit cut after ``window`` tokens: one token keeps none.
-        keeps_one_token = term.correction == "prefix" and term.window == 1
-        if keeps_one_token and facts.unbiased and term.gradient == "natural":
-            return "token_reverse"
-        return None
     if term.placement == "reward":
         return _in_reward(term, facts)
+    if term.window is not None:
+        return _windowed_in_loss(term, facts)
     if term.level == "sequence":
         return _sequence_in_loss(term, facts)
     return _token_in_loss(term, facts)
+
+
+def _options_bias_it(term: KLTerm, *, on_policy: bool) -> bool:
+    """Whether an option keeps the term from every target, whatever its estimator and its correction are."""
+    if term.reference == "sampler":
+        return True
+    if term.input_clamp is not None or term.output_clamp is not None:
+        return True
+    if term.discount != 1:
+        return True
+    if on_policy:
+        # All ratios are one: a cap below one cuts every one of them, a cap above one and a window cut none.
+        return term.cap is not None and term.cap < 1
+    return term.cap is not None or term.window is not None or term.anchor == "behaviour"
 
 
 def claims_of(term: KLTerm, *, on_policy: bool) -> tuple[str, ...]:
@@ -151,6 +155,17 @@ def claims_of(term: KLTerm, *, on_policy: bool) -> tuple[str, ...]:
     return tuple(claim.replace("mixture", "reverse") for claim in entry.claims)
 
 
+def _windowed_in_loss(term: KLTerm, facts: _Facts) -> str | None:
+    """The target of a differentiated estimate times a window of ratios, on-policy.
+
+    Differentiated, a window of ratios is future credit that is cut after ``window`` tokens: one token keeps none.
+    """
+    has_own_token_alone = term.correction == "prefix" and term.window == 1
+    if has_own_token_alone and facts.unbiased and term.gradient == "natural":
+        return "token_reverse"
+    return None
+
+
 def _sequence_in_loss(term: KLTerm, facts: _Facts) -> str | None:
     """The target of a differentiated estimate of the whole completion's KL."""
     if term.correction == "none":
@@ -165,7 +180,6 @@ def _sequence_in_loss(term: KLTerm, facts: _Facts) -> str | None:
 
 def _token_in_loss(term: KLTerm, facts: _Facts) -> str | None:
     """The target of a differentiated estimate per token, times the ratio of the term's correction."""
-    natural = term.gradient == "natural"
     if facts.scope == "none":
         if facts.on_policy or facts.exact:
             return facts.pathwise
@@ -175,21 +189,36 @@ def _token_in_loss(term: KLTerm, facts: _Facts) -> str | None:
             return facts.pathwise
         return None
     if facts.scope == "token":
-        # The ratio is differentiated: its score term turns an unbiased value into an unbiased gradient.
-        if facts.exact:
-            return facts.pathwise
-        if not natural:
-            return None
-        if facts.unbiased:
-            return "token_reverse"
-        if facts.forward:
-            return "token_forward"
-        return None
+        return _times_its_token_ratio(term, facts)
     if facts.scope == "sequence" or facts.own_ratio:
-        if facts.unbiased and natural:
+        if facts.unbiased and term.gradient == "natural":
             return "sequence_reverse"
         return None
-    # The ratio stops before the token, so the own step must bring the gradient of its KL itself.
+    return _times_the_ratio_before(facts)
+
+
+def _times_its_token_ratio(term: KLTerm, facts: _Facts) -> str | None:
+    """The target of an estimate times the differentiated ratio of its own token.
+
+    The ratio's score term turns an unbiased value into an unbiased gradient of the KL at the visited prefixes.
+    """
+    if facts.exact:
+        # The ratio has mean one at each prefix, and so its score term has mean zero.
+        return facts.pathwise
+    if term.gradient != "natural":
+        return None
+    if facts.unbiased:
+        return "token_reverse"
+    if facts.forward:
+        return "token_forward"
+    return None
+
+
+def _times_the_ratio_before(facts: _Facts) -> str | None:
+    """The target of an estimate times the differentiated ratio of the tokens before its own.
+
+    The ratio brings the credit of earlier tokens; the gradient of the KL of the own step must be the estimate's.
+    """
     if not facts.unbiased:
         return None
     if facts.exact:
@@ -201,17 +230,9 @@ def _token_in_loss(term: KLTerm, facts: _Facts) -> str | None:
 
 def _in_reward(term: KLTerm, facts: _Facts) -> str | None:
     """The target of an estimate that is a cost of the completion, detached."""
-    # A detached cost misses the path-wise part, so a sampled one is right only where that part is zero.
-    complete = facts.unbiased and (facts.exact or facts.pathwise == "zero")
     if term.credit == "own":
-        if facts.exact:
-            if facts.on_policy or facts.scope in ("none", "token"):
-                return facts.pathwise
-            return None
-        if complete and (facts.on_policy or facts.scope == "token"):
-            return "token_reverse"
-        return None
-    if not complete:
+        return _own_credit_in_reward(facts)
+    if not _is_whole_when_detached(facts):
         return None
     if facts.on_policy or facts.scope == "sequence":
         return "sequence_reverse"
@@ -219,6 +240,22 @@ def _in_reward(term: KLTerm, facts: _Facts) -> str | None:
     if per_decision and (facts.exact or facts.own_ratio):
         return "sequence_reverse"
     return None
+
+
+def _own_credit_in_reward(facts: _Facts) -> str | None:
+    """The target of a cost that weights the score of its own token only."""
+    if facts.exact:
+        if facts.on_policy or facts.scope in ("none", "token"):
+            return facts.pathwise
+        return None
+    if _is_whole_when_detached(facts) and (facts.on_policy or facts.scope == "token"):
+        return "token_reverse"
+    return None
+
+
+def _is_whole_when_detached(facts: _Facts) -> bool:
+    """Whether a cost alone is unbiased: it misses the estimate's own derivative, which must then have mean zero."""
+    return facts.unbiased and (facts.exact or facts.pathwise == "zero")
 
 
 TARGET_MEANINGS = {

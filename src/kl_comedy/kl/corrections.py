@@ -3,9 +3,9 @@
 ``delta_BT = logp - behaviour_logp`` (nats, zero outside the mask). Each function returns the
 uncapped, differentiable ratio ``[B, T]``; :func:`weights_of` bounds it where a term asks.
 
-Facts an entry declares: ``weights`` ("score": the ratio weights the score of its own token; "cost": it
-weights each cost at its own position, per decision), ``detached`` (never differentiated, even in loss),
-``scope`` (the tokens whose ratios enter) and, for a prefix, ``own`` (whether the token's own ratio does; default true).
+An entry declares these facts: ``weights`` ("score": the ratio weights the score of its own token; "cost": it weights
+each cost at its own position, per decision), ``detached`` (never differentiated, even in the loss), ``scope`` (the
+tokens whose ratios are multiplied) and, for a prefix, ``own`` (whether the token's own ratio is; true by default).
 """
 
 from __future__ import annotations
@@ -85,14 +85,16 @@ def sequence(delta_BT: Tensor) -> Tensor:
 
 
 def _shifted(delta_BT: Tensor, by: int) -> Tensor:
-    """Each row moved right by ``by`` tokens, zeros first."""
+    """Each row moved right by ``by`` tokens, zeros first: what was the sum up to t is now that before t."""
     return torch.nn.functional.pad(delta_BT, (by, 0))[..., : delta_BT.shape[-1]]
 
 
 def _running_sum(delta_BT: Tensor, window: int | None) -> Tensor:
     """The sum up to each token, of the last ``window`` tokens where it is given."""
     total_BT = running_sum(delta_BT)
-    return total_BT if window is None else total_BT - _shifted(total_BT, window)
+    if window is None:
+        return total_BT
+    return total_BT - _shifted(total_BT, window)
 
 
 def weights_of(
@@ -100,16 +102,25 @@ def weights_of(
 ) -> Tensor:
     """The ratios of a registered correction with its bounds, ``[B, T]``.
 
-    ``truncate`` is ``min(ratio, cap)``, ``mask`` zeroes what exceeds it, ``each`` truncates every token's ratio before
-    the product, ``clip`` needs the cost (:func:`clipped`) and bounds nothing here. All introduce bias, so they are
-    options of a term and are counted in its diagnostics.
+    ``truncate`` is ``min(ratio, cap)``, ``mask`` replaces a ratio above the cap by zero, ``each`` truncates every
+    token's ratio before the product, ``clip`` depends on the cost (:func:`clipped`) and bounds nothing here. All
+    introduce bias, so they are options of a term and its diagnostics count them. ``window`` is for corrections of
+    scope prefix.
 
     >>> weights_of("prefix", torch.tensor([[0.0, 1.0, 2.0]]), window=1).log().round(decimals=3)
     tensor([[0., 1., 2.]])
     """
     if cap is not None and cap_mode == "each":
-        delta_BT, cap = delta_BT.clamp(max=math.log(cap)), None
-    ratio_BT: Tensor = CORRECTIONS.get(name).fn(delta_BT, **({} if window is None else {"window": window}))
+        # A product of ratios is a sum of log-ratios, so the bound of each ratio is one of each log-ratio (V-trace).
+        delta_BT = delta_BT.clamp(max=math.log(cap))
+        cap = None
+    correction = CORRECTIONS.get(name).fn
+    ratio_BT: Tensor
+    if window is None:
+        # Most corrections take no window at all, so the argument is given only where there is one.
+        ratio_BT = correction(delta_BT)
+    else:
+        ratio_BT = correction(delta_BT, window=window)
     if cap is None or cap_mode == "clip":
         return ratio_BT
     if cap_mode == "truncate":
@@ -123,4 +134,6 @@ def clipped(ratio_BT: Tensor, cost_BT: Tensor, cap: float) -> Tensor:
     >>> clipped(torch.tensor([[0.5, 0.5, 1.5, 1.5]]), torch.tensor([[1.0, -1.0, 1.0, -1.0]]), 1.2)
     tensor([[ True, False, False,  True]])
     """
-    return torch.where(cost_BT > 0, ratio_BT < 2 - cap, ratio_BT > cap) & (cost_BT != 0)
+    # A cost pushes the ratio down, a negative one up; the gradient ends where the ratio has left the range that way.
+    beyond_BT = torch.where(cost_BT > 0, ratio_BT < 2 - cap, ratio_BT > cap)
+    return beyond_BT & (cost_BT != 0)

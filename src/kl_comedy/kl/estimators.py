@@ -62,15 +62,18 @@ class TopK:
 
 
 def estimate(entry: Entry[Any], argument: Tensor | TopK, **options: Any) -> Tensor:
-    """The value of a registered estimator. Raises :class:`UserError` where it is not of the argument's shape."""
+    """The value (nats) of a registered estimator. Raises :class:`UserError` if it is not of the argument's shape."""
     value = entry.fn(argument, **options)
-    if not isinstance(value, Tensor) or value.shape != argument.shape:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(
-            f"estimator {entry.name!r} must return a tensor of the shape of its argument "
-            f"{tuple(argument.shape)}, and returned {got}"
-        )
-    return value
+    if isinstance(value, Tensor) and value.shape == argument.shape:
+        return value
+    if isinstance(value, Tensor):
+        returned = str(tuple(value.shape))
+    else:
+        returned = type(value).__name__
+    raise UserError(
+        f"estimator {entry.name!r} must return a tensor of the shape of its argument "
+        f"{tuple(argument.shape)}, and returned {returned}"
+    )
 
 
 @ESTIMATORS.register(
@@ -191,11 +194,15 @@ def exact_jsd(divergence: Tensor, share: float = 0.5) -> Tensor:
 
 def above_mixture(logp: Tensor, ref_logp: Tensor, share: float) -> Tensor:
     """``log pi - log m`` (nats) with ``m = share ref + (1 - share) pi``; zero bit by bit where both are equal."""
+    # With r = log ref - log pi:  log pi - log m  =  -log(1 + share (exp(r) - 1))
+    #                                              =  -r - log(1 + (1 - share) (exp(-r) - 1)).
+    # Each element takes the form whose exponent is not above 0. The other may overflow, and although ``where`` drops
+    # its value, its gradient would be 0 x inf: so its exponent is set to 0 first.
     log_ratio = ref_logp - logp
-    likelier = log_ratio > 0  # the exponential of what is below 0 only
-    below = -torch.log1p(share * torch.expm1(torch.where(likelier, 0.0, log_ratio)))
-    above = -log_ratio - torch.log1p((1 - share) * torch.expm1(torch.where(likelier, -log_ratio, 0.0)))
-    return torch.where(likelier, above, below)
+    ref_is_likelier = log_ratio > 0
+    if_policy_is = -torch.log1p(share * torch.expm1(torch.where(ref_is_likelier, 0.0, log_ratio)))
+    if_ref_is = -log_ratio - torch.log1p((1 - share) * torch.expm1(torch.where(ref_is_likelier, -log_ratio, 0.0)))
+    return torch.where(ref_is_likelier, if_ref_is, if_policy_is)
 
 
 def jensen_shannon(logp_V: Tensor, ref_logp_V: Tensor, share: float) -> Tensor:
@@ -255,30 +262,59 @@ def top_k(at: TopK, k: float = 16, tokens: str = "policy", form: str = "sampled_
     """
     logp_BTK, ref_logp_BTK, inside_BT = at.top
     if form == "renormalized":
-        logp_BTK, ref_logp_BTK = logp_BTK.log_softmax(-1), ref_logp_BTK.log_softmax(-1)
+        logp_BTK = logp_BTK.log_softmax(-1)
+        ref_logp_BTK = ref_logp_BTK.log_softmax(-1)
     if form in ("sampled_tail", "unweighted_tail", "generalized"):
+        # sum_S p l - p + q: without the last two, the sum over a part of the vocabulary may be negative.
         head_BT = _generalized(logp_BTK, ref_logp_BTK).sum(-1)
     else:
+        # sum_S p l
         head_BT = (logp_BTK.exp() * (logp_BTK - ref_logp_BTK)).sum(-1)
+
     if form == "bucket":
-        rest_p_BT, rest_q_BT = (
-            (1.0 - logs_BTK.double().exp().sum(-1)).clamp(min=TAIL_FLOOR) for logs_BTK in (logp_BTK, ref_logp_BTK)
-        )
-        return head_BT + (rest_p_BT * (rest_p_BT / rest_q_BT).log()).to(head_BT.dtype)
-    if not form.endswith("tail"):
-        return head_BT
+        return head_BT + _kl_of_the_rest(logp_BTK, ref_logp_BTK)
     if form == "naive_tail":
         return head_BT + torch.where(inside_BT, 0.0, at.logp_BT - at.ref_logp_BT)
-    drawn_logp_BT = at.behaviour_logp_BT if form == "sampled_tail" else at.logp_BT.detach()
-    # Masked before the exponential: a ratio that overflows inside S would make the gradient 0 x inf.
-    logs = (torch.where(inside_BT, 0.0, logp_BT - drawn_logp_BT) for logp_BT in (at.logp_BT, at.ref_logp_BT))
-    return head_BT + _generalized(*logs)
+    if form == "sampled_tail":
+        return head_BT + _sampled_tail(at, at.behaviour_logp_BT)
+    if form == "unweighted_tail":
+        return head_BT + _sampled_tail(at, at.logp_BT.detach())
+    return head_BT
+
+
+def _kl_of_the_rest(logp_BTK: Tensor, ref_logp_BTK: Tensor) -> Tensor:
+    """``(1 - P) log((1 - P) / (1 - Q))`` (nats): all tokens outside S as one, ``[B, T]``."""
+    rest_p_BT = _mass_outside(logp_BTK)
+    rest_q_BT = _mass_outside(ref_logp_BTK)
+    return (rest_p_BT * (rest_p_BT / rest_q_BT).log()).to(logp_BTK.dtype)
+
+
+def _mass_outside(logp_BTK: Tensor) -> Tensor:
+    """The probability outside S, ``[B, T]``, in float64: it may be a small difference of numbers near 1."""
+    return (1.0 - logp_BTK.double().exp().sum(-1)).clamp(min=TAIL_FLOOR)
+
+
+def _sampled_tail(at: TopK, drawn_logp_BT: Tensor) -> Tensor:
+    """``1[y not in S] g_y / mu_y`` of the sampled token y (nats), ``[B, T]``, with ``log mu_y = drawn_logp_BT``.
+
+    ``g_y = p l - p + q`` is of first degree in ``p`` and ``q``, so dividing both by ``mu_y`` divides it.
+    """
+
+    def log_ratio_to_drawn(logp_BT: Tensor) -> Tensor:
+        # Masked before the exponential: a ratio that overflows inside S would make the gradient 0 x inf.
+        return torch.where(at.top.inside_BT, 0.0, logp_BT - drawn_logp_BT)
+
+    # Inside S both logarithms are 0, and _generalized(0, 0) = 0.
+    return _generalized(log_ratio_to_drawn(at.logp_BT), log_ratio_to_drawn(at.ref_logp_BT))
 
 
 def _generalized(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """``p l - p + q`` of logarithms of any common scale: at least 0, with the derivative ``l`` by p."""
     log_ratio = logp - ref_logp
-    above = log_ratio > 0  # q - p by the larger of the two: neither overflow nor cancellation
-    from_p = logp.exp() * torch.expm1(-torch.where(above, log_ratio, 0.0))
-    from_q = ref_logp.exp() * torch.expm1(torch.where(above, 0.0, log_ratio))
-    return logp.exp() * log_ratio + torch.where(above, from_p, -from_q)
+    policy_is_likelier = log_ratio > 0
+    # q - p = p (exp(-l) - 1) = -q (exp(l) - 1). By the larger of the two, which neither overflows nor cancels. The
+    # exponent that is not used is set to 0, or its gradient would be 0 x inf.
+    by_p = logp.exp() * torch.expm1(-torch.where(policy_is_likelier, log_ratio, 0.0))
+    by_q = ref_logp.exp() * torch.expm1(torch.where(policy_is_likelier, 0.0, log_ratio))
+    difference = torch.where(policy_is_likelier, by_p, -by_q)
+    return logp.exp() * log_ratio + difference

@@ -13,17 +13,23 @@ from typing import Any
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import bad_value
-from kl_comedy.kl.beta import NEGATIVE, Beta, BetaState, parse_beta
+from kl_comedy.kl.beta import NEGATIVE, Beta, first_value, parse_beta
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.registry import RECIPES
 
 
 def _recipe(name: str, summary: str, source: str, *terms: KLTerm) -> None:
-    labels = " + ".join(term.label() for term in terms) or "no KL"
+    """Register a list of terms under ``name``; what is registered is a function without arguments that returns it."""
+    labels = "no KL"
+    if terms:
+        labels = " + ".join(term.label() for term in terms)
     RECIPES.register(name, source=source, summary=summary, terms=labels)(lambda: terms)
 
 
-_reward, _loss = partial(KLTerm, placement="reward"), partial(KLTerm, placement="loss")
+# Beginnings that several recipes share.
+_reward = partial(KLTerm, placement="reward")
+_loss = partial(KLTerm, placement="loss")
+# A cost of the whole completion, inside the reward: the advantage's baseline is taken of reward and cost together.
 _before = partial(KLTerm, placement="reward", credit="total", baseline="before")
 _rao_blackwell = partial(KLTerm, "exact", placement="reward", correction="prefix_previous", beta=0.01)
 _teacher = partial(KLTerm, reference="teacher", beta=1.0)
@@ -218,18 +224,25 @@ _recipe(
 
 
 def _optional_beta(value: Any, key: str) -> Beta | None:
-    return None if value is None else parse_beta(value, key)
+    if value is None:
+        return None
+    return parse_beta(value, key)
 
 
 def recipe(name: str, *, beta: Any = None, key: str = "kl") -> tuple[KLTerm, ...]:
-    """The terms of a recipe, all with ``beta`` where it is given. A miss names the nearest recipe."""
+    """The terms of a recipe, all with ``beta`` where it is given.
+
+    ``key`` is the config key that messages begin with. Raises :class:`UserError` for an unknown name, with the nearest
+    one, and for a ``beta`` beside terms whose betas differ.
+    """
     terms: tuple[KLTerm, ...] = RECIPES.get(name, key=key).fn()
     if beta is None:
         return terms
     if len({term.beta for term in terms}) > 1:
-        listed = ", ".join(f"{term.beta:g}" for term in terms)
-        why = f"its terms have betas of their own ({listed}); write the terms out to change them"
-        raise bad_value(f"{key}.beta", beta, "none with this recipe", why)
+        # The ratio of the betas is what such a recipe is about: one number for all of them would be another method.
+        betas = ", ".join(f"{term.beta:g}" for term in terms)
+        reason = f"its terms have betas of their own ({betas}); write the terms out to change them"
+        raise bad_value(f"{key}.beta", beta, "none with this recipe", reason)
     return tuple(dataclasses.replace(term, beta=parse_beta(beta, f"{key}.beta")) for term in terms)
 
 
@@ -242,33 +255,49 @@ class RecipeUse:
 
 
 def resolve_terms(value: Any, key: str = "kl") -> tuple[KLTerm, ...]:
-    """Config data to terms: a list of mappings, a recipe's name, or ``{recipe: NAME, beta: ...}``.
+    """Config data to terms: a list of mappings, a recipe's name, or ``{recipe: NAME, beta: ...}``; none for None.
 
     Raises :class:`UserError` that names the full key (``kl.0.estimator``).
     """
-    terms = _resolve(value, key)
-    betas = [BetaState(term.beta).value for term in terms]
-    for position, beta in enumerate(betas):
-        if beta < 0 and sum(betas) <= 0:  # the sum weights pi log pi, so above 0 the objective has an optimum
-            allowed = "at least 0, or less than the betas of the other terms in size"
-            raise bad_value(f"{key}.{position}.beta", beta, allowed, NEGATIVE)
+    terms = _parse_terms(value, key)
+    betas = [first_value(term.beta) for term in terms]
+    # The betas' sum is the weight of pi log pi in the objective: while it is above 0, the objective has an optimum, and
+    # a single beta may be below 0 (as in G-OPD).
+    if sum(betas) <= 0:
+        for position, beta in enumerate(betas):
+            if beta < 0:
+                allowed = "at least 0, or less than the betas of the other terms in size"
+                raise bad_value(f"{key}.{position}.beta", beta, allowed, NEGATIVE)
     return terms
 
 
-def _resolve(value: Any, key: str) -> tuple[KLTerm, ...]:
+def _parse_terms(value: Any, key: str) -> tuple[KLTerm, ...]:
+    """The terms of config data, whatever the signs of their betas."""
     if value is None:
         return ()
-    if isinstance(value, str):
-        return recipe(value, key=key)
-    if isinstance(value, Mapping) and "recipe" in value:
-        use = parse_record(RecipeUse, value, key=key)
-        return recipe(use.recipe, beta=use.beta)
+    if _names_a_recipe(value):
+        return _parse_recipe(value, key)
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
         raise bad_value(key, value, "a list of terms, the name of a recipe, or {recipe: NAME, beta: ...}")
     terms: list[KLTerm] = []
     for position, item in enumerate(value):
-        if isinstance(item, str) or (isinstance(item, Mapping) and "recipe" in item):
-            terms += _resolve(item, f"{key}.{position}")
+        item_key = f"{key}.{position}"
+        if _names_a_recipe(item):
+            terms += _parse_recipe(item, item_key)
         else:
-            terms.append(parse_record(KLTerm, item, key=f"{key}.{position}"))
+            terms.append(parse_record(KLTerm, item, key=item_key))
     return tuple(terms)
+
+
+def _names_a_recipe(value: Any) -> bool:
+    """Whether config data is a recipe's name or ``{recipe: NAME, ...}``, and not a term or a list."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, Mapping) and "recipe" in value
+
+
+def _parse_recipe(value: Any, key: str) -> tuple[KLTerm, ...]:
+    if isinstance(value, str):
+        return recipe(value, key=key)
+    use = parse_record(RecipeUse, value, key=key)
+    return recipe(use.recipe, beta=use.beta)

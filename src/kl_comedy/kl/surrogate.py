@@ -20,6 +20,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl.corrections import clipped, weights_of
 from kl_comedy.kl.estimators import TopK, TopTokens, estimate, k2
 from kl_comedy.kl.term import KLTerm
+from kl_comedy.objective.groups import group_sums
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
 
@@ -27,17 +28,19 @@ from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 class TermParts:
     """A term taken apart: ``surrogate = weight * cost * logp + pathwise``.
 
-    ``cost_BT`` and the weights are detached; ``pathwise_BT`` is differentiable. A cost that enters
-    before the baseline is taken from here into the return, and only ``pathwise_BT`` stays a loss.
-    ``baseline_weight_BT`` is what a baseline of the cost is weighted by: the ratio up to the token. ``cost_after_B`` is
-    the cost of a token after the end of its completion: with credit ``total`` the total, else 0.
+    A cost that enters before the baseline is taken from here into the return, and only ``pathwise_BT`` stays a loss.
     """
 
     cost_BT: Tensor
+    """What weights the score of each token (nats); detached."""
     weight_BT: Tensor
+    """The ratio that the score is weighted by as well; detached."""
     baseline_weight_BT: Tensor
+    """What a baseline of the cost is weighted by: the ratio up to and including the token; detached."""
     pathwise_BT: Tensor
+    """What is differentiated by itself (nats)."""
     cost_after_B: Tensor
+    """The cost of a token after the end of its completion (nats): with credit ``total`` the total, else 0."""
 
 
 def own_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor) -> Tensor:
@@ -51,8 +54,11 @@ def own_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     mask_BT = mask_BT.bool()
     weighted_BT = torch.where(mask_BT, parts.weight_BT * parts.cost_BT, 0.0)
     weight_BT = torch.where(mask_BT, parts.baseline_weight_BT, 0.0)
+    # sum_j W_t^j F_t^j over sum_j W_t^j, both without the completion itself.
     numerator_BT = _sum_of_others(weighted_BT, group_B)
     denominator_BT = _sum_of_others(weight_BT, group_B)
+    # A sum of ratios may be 0 where a completion reaches t, so whether one does is counted by itself (half a row is
+    # room for rounding).
     has_others_BT = _sum_of_others(mask_BT.to(weight_BT.dtype), group_B) > 0.5
     defined_BT = has_others_BT & (denominator_BT > 0) & mask_BT
     safe_BT = torch.where(denominator_BT > 0, denominator_BT, 1.0)
@@ -69,19 +75,15 @@ def batch_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor | None = N
     if group_B is None:
         group_B = mask_BT.new_zeros(len(mask_BT))  # all rows are one group
     cost_and_tokens_B2 = torch.stack([cost_BT.sum(-1), mask_BT.sum(-1).to(cost_BT.dtype)], -1)
-    _, index_B = torch.unique(group_B, return_inverse=True)
-    groups = int(index_B.max()) + 1
-    sums_G2 = cost_and_tokens_B2.new_zeros(groups, 2).index_add_(0, index_B, cost_and_tokens_B2)
-    mean_G1 = sums_G2[:, :1] / sums_G2[:, 1:]
-    return mean_G1[index_B].expand_as(cost_BT).detach()
+    sums_B2, _ = group_sums(cost_and_tokens_B2, group_B)
+    mean_B1 = sums_B2[:, :1] / sums_B2[:, 1:]
+    return mean_B1.expand_as(cost_BT).detach()
 
 
 def _sum_of_others(values_BT: Tensor, group_B: Tensor) -> Tensor:
-    """The sum over the other rows of the group."""
-    _, index_B = torch.unique(group_B, return_inverse=True)
-    groups = int(index_B.max()) + 1
-    sums_GT = values_BT.new_zeros(groups, values_BT.shape[1]).index_add_(0, index_B, values_BT)
-    return sums_GT[index_B] - values_BT
+    """The sum over the other rows of the group, ``[B, T]``."""
+    sums_BT, _ = group_sums(values_BT, group_B)
+    return sums_BT - values_BT
 
 
 def credit_costs(cost_BT: Tensor, credit: str, discount: float = 1.0) -> Tensor:
@@ -125,10 +127,12 @@ def in_reward(
     value_BT = value_BT.detach()
     ratio_BT = ratio_BT.detach()
     if per_decision:
-        step_BT = ratio_BT * value_BT  # each cost has the ratio of its own prefix, and the score has none
+        # W_u k_u: each cost has the ratio of its own prefix, and the score has none.
+        step_BT = ratio_BT * value_BT
         weight_BT = torch.ones_like(ratio_BT)
         baseline_weight_BT = up_to_BT.detach()
     else:
+        # rho_t s_t sum_u k_u: the score has the ratio, and the costs have none.
         step_BT = value_BT
         weight_BT = ratio_BT
         baseline_weight_BT = ratio_BT
@@ -141,6 +145,7 @@ def in_reward(
     if pathwise_BT is None:
         pathwise_BT = torch.zeros_like(value_BT)
     else:
+        # The own step is differentiated instead: grad KL_t replaces s_t KL_t.
         cost_BT = cost_BT - step_BT
     return TermParts(
         cost_BT=cost_BT,
@@ -204,27 +209,37 @@ def kl_surrogate(
     ...     behaviour_logp_BT=logp.detach(), mask_BT=torch.tensor([[True, True]])).detach()
     tensor([[0.5000, 0.0000]])
     """
-    batch = _checked(term, _Batch(logp_BT, ref_logp_BT, behaviour_logp_BT, mask_BT, exact_kl_BT, top, certainty_BT))
+    given = _Batch(
+        logp_BT=logp_BT,
+        ref_logp_BT=ref_logp_BT,
+        behaviour_logp_BT=behaviour_logp_BT,
+        mask_BT=mask_BT,
+        exact_kl_BT=exact_kl_BT,
+        top=top,
+        certainty_BT=certainty_BT,
+    )
+    batch = _checked(term, given)
     parts = _parts(term, batch)
     credited_BT = parts.weight_BT * parts.cost_BT
     if term.baseline == "exact" and batch.exact_kl_BT is not None:
         baseline_BT = _weighted(term, batch, batch.exact_kl_BT)
     if baseline_BT is not None and term.baseline in ("own", "exact", "batch"):
         credited_BT = credited_BT - parts.baseline_weight_BT * baseline_BT.detach()
+    # grad (cost * logp) = cost * score, as the cost is detached; what is differentiated by itself is added.
     surrogate_BT = credited_BT * batch.logp_BT + parts.pathwise_BT
     return torch.where(batch.mask_BT, surrogate_BT, 0.0)
 
 
 def kl_parts(term: KLTerm, **tensors_BT: Any) -> TermParts:
-    """The same term taken apart, for a cost that enters before the baseline; takes :func:`kl_surrogate`'s tensors."""
+    """The term taken apart, for a cost that enters before the baseline; the arguments are :func:`kl_surrogate`'s."""
     return _parts(term, _checked(term, _Batch(**tensors_BT)))
 
 
 @torch.no_grad()
 def kl_value(term: KLTerm, **tensors_BT: Any) -> Tensor:
-    """The estimate per token (nats), ``[B, T]``, zero outside the mask; takes :func:`kl_surrogate`'s tensors.
+    """The estimate per token (nats), ``[B, T]``, zero outside the mask; the arguments are :func:`kl_surrogate`'s.
 
-    Nothing is refused: where a log-prob is not finite the estimate is not either.
+    Nothing is checked: where a log-prob is not finite, the estimate is not either.
     """
     return _value(term, _Batch(**tensors_BT).widened())
 
@@ -232,10 +247,11 @@ def kl_value(term: KLTerm, **tensors_BT: Any) -> Tensor:
 def kl_diagnostics(
     term: KLTerm, *, logp_BT: Tensor, ref_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor
 ) -> dict[str, float]:
-    """What the options of a term did to this batch: ``ratio_max``, the share of ratios beyond the cap
-    (``capped_share``) and the share of tokens whose estimate is clamped, so without gradient
-    (``clamped_share``). Empty for a term without correction and clamps, and for a batch without a token: there is no
-    largest ratio and no share of nothing.
+    """What the options of a term did to this batch.
+
+    ``ratio_max``: the largest ratio without a cap; ``capped_share``: the share of ratios beyond the cap;
+    ``clamped_share``: the share of tokens whose estimate is clamped, so without gradient. Empty for a term without
+    correction and clamps, and for a batch without tokens, where neither a maximum nor a share exists.
     """
     diagnostics: dict[str, float] = {}
     mask_BT = mask_BT.bool()
@@ -339,11 +355,14 @@ def _parts(term: KLTerm, batch: _Batch) -> TermParts:
     per_decision = facts.get("weights") == "cost"
     up_to_BT = ratio_BT
     if per_decision:
+        # prefix_previous leaves out the token's own ratio, which a baseline of the score at t needs.
         up_to_BT = weights_of("prefix", delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
+    # An exact KL depends on the prefix alone, so its own step is differentiated: grad KL_t, and not s_t KL_t.
     pathwise_BT = None
     exact = term.needs != "log_ratio"
     if exact and facts.get("scope") == "token":
-        pathwise_BT = value_BT  # a token ratio has mean one given the prefix, so the own step does without it
+        # A token's ratio has mean one given the prefix: without it the mean is the same, and the noise less.
+        pathwise_BT = value_BT
     elif exact:
         pathwise_BT = ratio_BT.detach() * value_BT
     return in_reward(
@@ -397,11 +416,12 @@ def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tenso
         value_BT = half_square_BT + (value_BT - half_square_BT).detach()
     if term.level == "sequence":
         value_BT = value_BT * mask_BT / mask_BT.sum(-1, keepdim=True)
-    # ``where`` and not a product: a row without tokens is 0 / 0 above, and where() passes no gradient to it.
+    # ``where`` and not a product: the value of a row without tokens is 0 / 0 above, and NaN times 0 is NaN.
     return torch.where(mask_BT, value_BT, 0.0)
 
 
 def _evaluate(term: KLTerm, argument_BT: Tensor | TopK) -> Tensor:
+    """The estimator's value (nats) between the term's clamps, of the shape of its argument."""
     if term.input_clamp is not None and isinstance(argument_BT, Tensor):
         argument_BT = argument_BT.clamp(-term.input_clamp, term.input_clamp)
     value_BT = estimate(ESTIMATORS.get(term.estimator), argument_BT, **term.options)

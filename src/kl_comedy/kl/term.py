@@ -18,6 +18,7 @@ from kl_comedy.errors import UserError, unknown_key
 from kl_comedy.kl import corrections as _corrections  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl import estimators as _estimators  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl.beta import Beta, BetaSchedule, BetaTarget, parse_beta
+from kl_comedy.kl.term_label import term_label
 from kl_comedy.kl.term_rules import broken_rule
 from kl_comedy.registry import ESTIMATORS, Entry
 
@@ -31,14 +32,37 @@ BASELINES = ("before", "after", "own", "exact", "batch")
 WEIGHTS = ("none", "reference", "policy")
 CAP_MODES = ("truncate", "mask", "each", "clip")
 
+DEFAULT_CREDIT = {"token": "to_go", "sequence": "total"}
+"""By level: past costs only add noise, and a completion's one cost has no past."""
+ALWAYS_WRITTEN = ("estimator", "beta")
+"""Fields that plain data names at their defaults too, so that a stored term says how strong it was."""
+
 
 @dataclass(frozen=True)
 class KLTerm:
     """One KL penalty; also the schema of an item of ``kl`` in a config.
 
-    ``credit`` defaults to ``to_go`` at level token and ``total`` at level sequence, ``baseline`` to ``after``; both are
-    None for ``placement: loss``. Raises :class:`UserError` for an unknown name, a value out of range, or a combination
-    without a meaning, with the reason.
+    With ``l = log pi - log ref`` the log-ratio in nats of policy and reference, and ``mu`` the sampler:
+
+    - ``estimator``, ``options``: the function from ``l`` (or from the next-token distributions) to nats, by its
+      registered name, and its own options.
+    - ``level``: whether ``l`` is that of a token or of the whole completion.
+    - ``placement``: ``reward``, a detached cost that weights the score function, or ``loss``, differentiated.
+    - ``credit``, ``discount``: in the reward, which costs weight the score of a token, and the factor by which later
+      ones fade per token. ``credit`` defaults to ``to_go`` at level token and to ``total`` at level sequence.
+    - ``baseline``: in the reward, whether the cost enters before the advantage's baseline or after it (the default), or
+      after it less a baseline of its own. Like ``credit`` it is None for ``placement: loss``.
+    - ``correction``, ``cap``, ``cap_mode``, ``window``: the importance ratio pi / mu, the bound of that ratio, how the
+      bound acts, and how many of the last tokens a prefix ratio covers. A bound of None never acts.
+    - ``gradient``: in the loss, the estimate's own gradient or that of k2.
+    - ``anchor``: whether ``l`` is taken at the current log-probs or at those recorded at the rollout.
+    - ``reference``: which policy ``ref`` is.
+    - ``beta``: the coefficient, without unit: the loss gains ``beta`` per nat.
+    - ``input_clamp``, ``output_clamp``: bounds in nats of ``l`` and of the estimate, on both sides; None for no bound.
+    - ``weight``, ``weight_power``: a detached weight of each token, its certainty (0 to 1) to that power.
+
+    Raises :class:`UserError` for an unknown name, a value out of range, or a combination without a meaning, with the
+    reason (:mod:`kl_comedy.kl.term_rules`).
 
     >>> KLTerm("k1", placement="reward", beta=0.1).credit
     'to_go'
@@ -80,9 +104,9 @@ class KLTerm:
     )
     beta: Beta = option(
         1.0,
-        "At least 0 (below, where the other terms outweigh it); a schedule `{start, end, steps, shape: linear or "
-        "cosine}` in updates; or `{target: nats}`, adapted to a completion's KL to `reference`, exact where measured, "
-        "else k1 (`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000).",
+        "At least 0 (negative where the betas of the other terms outweigh it); a schedule `{start, end, steps, "
+        "shape: linear or cosine}` in updates; or `{target: nats}`, adapted to the KL per completion to `reference`, "
+        "exact where measured, else k1 (`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000).",
         parse=partial(parse_beta, signed=True),
     )
     baseline: str | None = option(
@@ -93,19 +117,21 @@ class KLTerm:
         "tokens, own ones included (SkyRL #1262), with credit `own`.",
         choices=BASELINES,
     )
-    cap: float | None = option(None, "Bound of the correction's ratio: biased. Logged.", above=0)
+    cap: float | None = option(None, "Bound of the correction's ratio; biased. Logged.", above=0)
     cap_mode: str = option(
         "truncate",
         "`truncate`: min(ratio, cap). `mask`: 0 beyond it. `each`: truncate every token's ratio before the product "
         "(V-trace). `clip`: PPO's, with credit `own`: 0 where the ratio has left `[2 - cap, cap]` towards less cost.",
         choices=CAP_MODES,
     )
-    window: int | None = option(None, "Prefix ratios: the product of the last so many.", minimum=1)
+    window: int | None = option(
+        None, "How many of the last ratios a prefix ratio multiplies; by default all.", minimum=1
+    )
     input_clamp: float | None = option(
-        None, "Bound of the log-ratio (nats, both sides): no gradient beyond. Logged.", above=0
+        None, "Bound of the log-ratio (nats, both sides); no gradient beyond it. Logged.", above=0
     )
     output_clamp: float | None = option(
-        None, "Bound of the estimate (nats, both sides): no gradient beyond. Logged.", above=0
+        None, "Bound of the estimate (nats, both sides); no gradient beyond it. Logged.", above=0
     )
     weight: str = option(
         "none",
@@ -121,22 +147,16 @@ class KLTerm:
     )
 
     def __post_init__(self) -> None:
+        # The class is frozen: what a field becomes is set past its own guard, here and nowhere else.
         object.__setattr__(self, "beta", parse_beta(self.beta, "beta", signed=True))
         check_record(self)
-        estimator = ESTIMATORS.get(self.estimator)
-        allowed = estimator_defaults(estimator)
-        options = dict(self.options)
-        for name, value in options.items():
-            if name not in allowed:
-                raise unknown_key(f"options.{name}", value, list(allowed), f"{self.estimator} takes no such option")
-            options[name] = scalar(value, str if isinstance(allowed[name], str) else float, f"options.{name}")
-            check_rules(options[name], estimator.facts.get("options", {}).get(name, {}), f"options.{name}")
-        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "options", _checked_options(ESTIMATORS.get(self.estimator), self.options))
         if self.placement == "reward":
             if self.credit is None:
-                object.__setattr__(self, "credit", "to_go" if self.level == "token" else "total")
+                object.__setattr__(self, "credit", DEFAULT_CREDIT[self.level])
             if self.baseline is None:
                 object.__setattr__(self, "baseline", "after")
+        # Last, because a rule may ask for anything that is filled in above.
         rule = broken_rule(self)
         if rule is not None:
             reason = rule.message.format(term=self)
@@ -150,8 +170,12 @@ class KLTerm:
     @property
     def reads(self) -> set[str]:
         """What the term reads: :attr:`needs`, the exact KL where that is its baseline, ``certainty`` for a weight."""
-        extra = {"exact_reverse"} if self.baseline == "exact" else set()
-        return {self.needs} | extra | ({"certainty"} if self.weight != "none" else set())
+        read = {self.needs}
+        if self.baseline == "exact":
+            read.add("exact_reverse")
+        if self.weight != "none":
+            read.add("certainty")
+        return read
 
     @property
     def needs_update(self) -> bool:
@@ -165,19 +189,27 @@ class KLTerm:
 
     @property
     def top(self) -> tuple[int, str] | None:
-        """How many top tokens the estimator reads, and whose (``policy`` or ``reference``); None without any."""
+        """How many top tokens the estimator reads, and whose (``policy`` or ``reference``); None if it reads none."""
+        if self.needs != "top_k":
+            return None
         options = self.estimator_options
-        return (int(options["k"]), str(options["tokens"])) if self.needs == "top_k" else None
+        return int(options["k"]), str(options["tokens"])
 
     @property
     def mixture(self) -> float | None:
-        """The reference's share of the mixture to which a Jensen-Shannon divergence is measured; None without any."""
-        return float(self.estimator_options["share"]) if self.needs == "exact_mixture" else None
+        """The reference's share (0 to 1) of the mixture in a Jensen-Shannon divergence; None for other divergences."""
+        if self.needs != "exact_mixture":
+            return None
+        return float(self.estimator_options["share"])
 
     @property
     def direction(self) -> str:
-        """``reverse`` (pi || ref), ``forward`` or ``mixture`` (Jensen-Shannon): what its value estimates."""
-        return {"exact_forward": "forward", "exact_mixture": "mixture"}.get(self.needs, "reverse")
+        """What the value estimates: ``reverse`` (pi || ref), ``forward`` (ref || pi), ``mixture`` (Jensen-Shannon)."""
+        if self.needs == "exact_forward":
+            return "forward"
+        if self.needs == "exact_mixture":
+            return "mixture"
+        return "reverse"
 
     def label(self) -> str:
         """A short name: estimator, direction and level, then whatever differs from the defaults.
@@ -185,45 +217,48 @@ class KLTerm:
         >>> KLTerm("k3", placement="loss", beta=0.04).label()
         'k3_reverse_token in loss'
         """
-        words = [f"{self.estimator}_{self.direction}_{self.level} in {self.placement}"]
-        if self.placement == "reward" and self.level == "token":
-            words.append(str(self.credit) + (f" x {self.discount:g}^n" if self.discount != 1 else ""))
-        if self.options:
-            words.append(",".join(f"{name}={_short(value)}" for name, value in sorted(self.options.items())))
-        if self.correction != "none":
-            cap = "" if self.cap is None else f"<={self.cap:g} {self.cap_mode}"
-            window = "" if self.window is None else f" last {self.window}"
-            words.append(f"x {self.correction}{window}{cap}")
-        for name, bound in (("input", self.input_clamp), ("output", self.output_clamp)):
-            if bound is not None:
-                words.append(f"{name} clamped at {bound:g}")
-        if self.weight != "none":
-            words.append(f"x {self.weight} certainty" + (f"^{self.weight_power:g}" if self.weight_power != 1 else ""))
-        for name, default in (("gradient", "natural"), ("anchor", "current"), ("reference", "initial")):
-            if getattr(self, name) != default:
-                words.append(f"{name}={getattr(self, name)}")
-        if self.baseline not in (None, "after"):
-            words.append(f"{self.baseline} baseline")
-        return " ".join(words)
+        return term_label(self)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain data that :func:`~kl_comedy.kl.resolve_terms` reads back; fields at their defaults are left out."""
-        plain: dict[str, Any] = {}
+        """Plain data that :func:`~kl_comedy.kl.resolve_terms` reads back; fields at their defaults are left out.
+
+        Hashes of configs and stored certificates depend on which fields are written and in which order: a new field
+        must have the default under which older terms keep their meaning.
+        """
+        mapping: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
+            default = item.default
+            if item.name == "options":
+                default = {}
+            if item.name not in ALWAYS_WRITTEN and value == default:
+                continue
             if isinstance(value, BetaSchedule | BetaTarget):
                 value = dataclasses.asdict(value)
-            default = {} if item.name == "options" else item.default
-            if item.name in ("estimator", "beta") or value != default:
-                plain[item.name] = dict(value) if isinstance(value, Mapping) else value
-        return plain
+            elif isinstance(value, Mapping):
+                value = dict(value)
+            mapping[item.name] = value
+        return mapping
 
 
 def estimator_defaults(estimator: Entry[Any]) -> dict[str, Any]:
-    """The options that an estimator takes, and their defaults."""
-    parameters = list(inspect.signature(estimator.fn).parameters.values())[1:]
-    return {parameter.name: parameter.default for parameter in parameters}
+    """The options that an estimator takes, and their defaults: its parameters after the first, its argument."""
+    options = list(inspect.signature(estimator.fn).parameters.values())[1:]
+    return {option.name: option.default for option in options}
 
 
-def _short(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
+def _checked_options(estimator: Entry[Any], given: Mapping[str, Any]) -> dict[str, float | str]:
+    """The given options, of the type of their defaults. Raises :class:`UserError` for one that is not taken."""
+    defaults = estimator_defaults(estimator)
+    declared = estimator.facts.get("options", {})
+    options: dict[str, float | str] = {}
+    for name, value in given.items():
+        key = f"options.{name}"
+        if name not in defaults:
+            raise unknown_key(key, value, list(defaults), f"{estimator.name} takes no such option")
+        expected_type: type = float
+        if isinstance(defaults[name], str):
+            expected_type = str
+        options[name] = scalar(value, expected_type, key)
+        check_rules(options[name], declared.get(name, {}), key)
+    return options

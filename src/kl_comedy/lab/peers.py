@@ -35,17 +35,56 @@ from kl_comedy.kl.oracle.certificate import Certificate, certify
 
 Value = bool | float | str | None
 Rules = Sequence[Mapping[str, Any]]
+
 EFFECTS = (
-    *("set", "terms", "notes", "no_ops", "switch_on", "policy_ratio", "holds_in", "corrections", "refuse", "rules"),
+    "set",
+    "terms",
+    "notes",
+    "no_ops",
+    "switch_on",
+    "policy_ratio",
+    "holds_in",
+    "corrections",
+    "refuse",
+    "rules",
     "instead",
 )
+"""What a rule may do besides ``when`` and ``stop``, in the order in which it is done."""
+
 NAMES = (
-    *("trl", "verl", "openrlhf", "nemo-rl", "slime", "skyrl", "open-instruct", "prime-rl", "pipelinerl", "areal"),
-    *("roll", "tinker", "trinity", "oat", "torchforge", "ms-swift"),
+    "trl",
+    "verl",
+    "openrlhf",
+    "nemo-rl",
+    "slime",
+    "skyrl",
+    "open-instruct",
+    "prime-rl",
+    "pipelinerl",
+    "areal",
+    "roll",
+    "tinker",
+    "trinity",
+    "oat",
+    "torchforge",
+    "ms-swift",
 )
+"""The systems, in the order of every table. Each has a file in ``peer_systems``."""
+
 MAX_FLAGS = 20_000
-"""Characters of flags on the command line."""
-SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+"""Characters of flags on the command line: they are matched against every flag, and echoed in messages."""
+
+SWITCH = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
+"""How the systems' own parsers (argparse, OmegaConf, YAML 1.1) spell the value of a switch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,28 +115,54 @@ class Flag:
 
     @property
     def allowed(self) -> str:
-        kind = ", ".join(self.choices) or ("true, false" if self.is_switch else "a number, at least 0")
-        return kind + (", none" if self.nullable else "")
+        """The values that :meth:`parse` takes, for a message."""
+        if self.choices:
+            values = ", ".join(self.choices)
+        elif self.is_switch:
+            values = "true, false"
+        else:
+            values = "a number, at least 0"
+        if self.nullable:
+            return f"{values}, none"
+        return values
 
     def matches(self, key: str) -> bool:
         """Whether a normalized key is the name, an alias, or a tail of the path in whole components."""
-        return key in (self.name, *self.aliases) or f".{flag_key(self.where)}".endswith(f".{key}")
+        if key == self.name or key in self.aliases:
+            return True
+        # With the dot before both, so that `coef` is not a tail of `actor.kl_loss_coef`.
+        return f".{flag_key(self.where)}".endswith(f".{key}")
 
     def parse(self, text: str | None, key: str) -> Value:
         """The value of a text, None for a lone ``--key``. Raises :class:`UserError`, which names ``key``."""
         if text is None and not self.is_switch:
             raise bad_value(key, "(nothing)", self.allowed, "only a switch may stand alone")
         plain = "true" if text is None else text.strip("\"'")
-        named: dict[str, Value] = {choice.lower(): choice for choice in reversed(self.choices)}
-        named |= SWITCH if self.is_switch else {}
-        named |= {"none": None, "null": None} if self.nullable else {}
+        named = self._named_values()
         if plain.lower() in named:
             return named[plain.lower()]
-        with contextlib.suppress(ValueError):
-            number = math.nan if self.choices or self.is_switch else float(plain)
-            if 0 <= number < math.inf:
-                return number
-        raise bad_value(key, plain, self.allowed.split(", ") if self.choices else self.allowed)
+        if not self.choices and not self.is_switch:
+            # A text that is not a number is refused below, as a negative or infinite one is.
+            with contextlib.suppress(ValueError):
+                number = float(plain)
+                if 0 <= number < math.inf:
+                    return number
+        # As a list where there are names, for the nearest of them.
+        allowed = self.allowed.split(", ") if self.choices else self.allowed
+        raise bad_value(key, plain, allowed)
+
+    def _named_values(self) -> dict[str, Value]:
+        """The values that have a name, by the name in lower case."""
+        named: dict[str, Value] = {}
+        for choice in self.choices:
+            # The first of several that differ in case only.
+            named.setdefault(choice.lower(), choice)
+        if self.is_switch:
+            named |= SWITCH
+        if self.nullable:
+            named["none"] = None
+            named["null"] = None
+        return named
 
     def row(self) -> dict[str, str]:
         """The flag as one row of ``kl-comedy list peers``."""
@@ -113,16 +178,18 @@ def format_value(value: Value) -> str:
     """
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return value if isinstance(value, str) else f"{value:g}"
+    if isinstance(value, str):
+        return value
+    return f"{value:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
     """A system: its KL flags, and the rules that say what they do.
 
-    ``advice`` holds, per goal of :data:`GOALS`, the flags that reach it, or why none do. ``marks``: keys, modules and
-    programs by which a launch script or config is recognised as one of this system. ``other_runs``: a pattern of the
-    programs and classes that train without these flags.
+    ``advice`` holds, per goal of :data:`GOALS`, the flags that reach it, or why none do. ``marks`` are keys, modules
+    and programs by which a launch script or config is recognised as one of this system. ``other_runs`` is a pattern of
+    the programs and classes that train without these flags; the default matches nothing.
     """
 
     name: str
@@ -137,11 +204,13 @@ class System:
 
     @classmethod
     def load(cls, name: str) -> System:
+        """Read the system's file in ``peer_systems``."""
         data = _load_yaml(name)
-        flags = [
-            Flag(name=flag, **{key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()})
-            for flag, facts in data.pop("flags").items()
-        ]
+        flags = []
+        for flag_name, facts in data.pop("flags").items():
+            for list_name in ("choices", "aliases"):
+                facts[list_name] = tuple(facts.get(list_name, ()))
+            flags.append(Flag(name=flag_name, **facts))
         return cls(name=name, flags=tuple(flags), **data)
 
 
@@ -149,13 +218,16 @@ class System:
 class Reading:
     """What a system does with its flags set.
 
-    ``flags``: all, defaults included; ``given``: those of the text. ``terms``: the equivalent terms; empty where no KL
-    acts; None where none is equivalent (``instead`` says what is done). ``notes``: what a user has to know beside the
-    terms. ``no_ops``: flags that are set and do nothing. ``holds_in``: the regimes in which the terms are what the
-    system does. ``policy_ratio``: the ratio with which the policy loss weights a cost inside the reward (``none``,
-    ``token`` or ``sequence``); certificates include it, and leave its clip out. ``corrections``: the policy corrections
-    of ours, with options, that a policy loss of theirs is with our ``reinforce``; empty where none is stated.
-    ``switch_on``: the flags that turn the KL on, where it is off.
+    - ``flags``: all of them, defaults included; ``given``: those of the text.
+    - ``terms``: the equivalent terms; empty where no KL acts; None where none is equivalent (``instead`` then says
+      what the system does).
+    - ``notes``: what a user has to know beside the terms. ``no_ops``: flags that are set and have no effect.
+    - ``holds_in``: the regimes in which the terms are what the system does.
+    - ``policy_ratio``: the ratio with which the policy loss weights a cost inside the reward (``none``, ``token`` or
+      ``sequence``). Certificates include it, and leave its clip out.
+    - ``corrections``: this project's policy corrections, with options, that make its ``reinforce`` the system's policy
+      loss; empty where none is stated.
+    - ``switch_on``: the flags that turn the KL on, where it is off.
     """
 
     system: str
@@ -175,10 +247,18 @@ class Reading:
 
     def certified_terms(self) -> tuple[KLTerm, ...]:
         """The terms as the policy loss leaves them: a cost inside the reward carries its ratio."""
-        terms, ratio = self.terms or (), {"baseline": "after", "correction": self.policy_ratio}
+        if self.terms is None:
+            return ()
         if self.policy_ratio == "none":
-            return terms
-        return tuple(dataclasses.replace(term, **ratio) if term.baseline == "before" else term for term in terms)
+            return self.terms
+        terms = []
+        for term in self.terms:
+            if term.baseline == "before":
+                # The certificate has no policy loss around the term, so the term must carry the loss's ratio itself.
+                terms.append(dataclasses.replace(term, baseline="after", correction=self.policy_ratio))
+            else:
+                terms.append(term)
+        return tuple(terms)
 
     def certificates(self, regimes: Sequence[str] = REGIMES) -> dict[str, Certificate]:
         """By regime, for those in which the terms hold; empty where there are no terms."""
@@ -190,7 +270,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a user may want: ``target`` hit in ``regime``; ``recipe`` is ours for it."""
+    """What a user may want: an unbiased gradient of ``target`` in ``regime``. ``recipe`` is this project's for it.
+
+    The fields are keys of ``kl-comedy explain --format json``; ``words`` describe the goal.
+    """
 
     name: str
     target: str
@@ -200,18 +283,36 @@ class Goal:
 
 
 GOALS = {
-    name: Goal(name, *facts)
-    for name, *facts in (
-        ("sequence", "sequence_reverse", "on_policy", "rb/full", "the reverse KL of whole completions, on-policy"),
-        ("off_policy", "token_reverse", "off_policy", "rb/token", "a per-token reverse KL, right on stale batches"),
-        ("low_noise", "token_reverse", "on_policy", "rb/token", "little noise, per token, on-policy"),
-    )
+    "sequence": Goal(
+        name="sequence",
+        target="sequence_reverse",
+        regime="on_policy",
+        recipe="rb/full",
+        words="the reverse KL of whole completions, on-policy",
+    ),
+    "off_policy": Goal(
+        name="off_policy",
+        target="token_reverse",
+        regime="off_policy",
+        recipe="rb/token",
+        words="a per-token reverse KL, right on stale batches",
+    ),
+    "low_noise": Goal(
+        name="low_noise",
+        target="token_reverse",
+        regime="on_policy",
+        recipe="rb/token",
+        words="little noise, per token, on-policy",
+    ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """For one goal: the flags (text that :func:`read` reads), or None and why. Tests certify that they reach it."""
+    """How to reach one goal: ``flags`` that :func:`read` reads, or None and ``why_not``.
+
+    A test certifies that the flags reach the goal.
+    """
 
     goal: Goal
     flags: str | None
@@ -250,12 +351,14 @@ def read(text: str) -> Reading:
 
 def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
     """Apply the rules of a system to its flags, defaults included. Raises :class:`UserError` where a rule refuses."""
-    flags = {**{flag.name: flag.default for flag in system.flags}, **given}
-    result = _Rules({**SENTENCES, **dict.fromkeys(variables(system.rules)), **flags}, system.name)
+    flags: dict[str, Value] = {flag.name: flag.default for flag in system.flags}
+    flags.update(given)
+    unset_variables = dict.fromkeys(variables(system.rules))
+    # In this order: a flag is never hidden by a variable or a sentence of the same name.
+    result = _RuleInterpreter({**SENTENCES, **unset_variables, **flags}, system.name)
     result.apply(system.rules)
-    acting = [term for term in result.terms if term.placement == "loss" or term.anchor == "behaviour"]
-    places = {(term.reference, term.placement) for term in acting}
-    both = len(places) > len({reference for reference, _ in places})
+    if _has_kl_twice(result.terms):
+        result.notes.append(SENTENCES["both"])
     return Reading(
         system=system.name,
         version=system.version,
@@ -265,7 +368,7 @@ def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
         given=given,
         terms=None if result.instead else tuple(result.terms),
         instead=result.instead,
-        notes=(*result.notes, *([SENTENCES["both"]] if both else [])),
+        notes=tuple(result.notes),
         no_ops=tuple(result.no_ops),
         holds_in=tuple(result.holds_in),
         policy_ratio=result.policy_ratio,
@@ -274,10 +377,21 @@ def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
     )
 
 
+def _has_kl_twice(terms: Sequence[KLTerm]) -> bool:
+    """Whether one reference's KL is both in the loss and in the reward."""
+    placements: dict[str, set[str]] = {}
+    for term in terms:
+        # A reward with another anchor is part of a loss's own gradient (nemo-rl), or distils (verl): no second penalty.
+        if term.placement == "loss" or term.anchor == "behaviour":
+            placements.setdefault(term.reference, set()).add(term.placement)
+    return any(len(places) > 1 for places in placements.values())
+
+
 def switched_on(reading: Reading) -> Reading | None:
-    """The same flags with the KL turned on, where it is off and a flag turns it on."""
-    given = {**reading.given, **reading.switch_on}
-    return read_flags(SYSTEMS[reading.system], given) if reading.switch_on else None
+    """The same flags with the KL turned on, where it is off and a flag turns it on; else None."""
+    if not reading.switch_on:
+        return None
+    return read_flags(SYSTEMS[reading.system], {**reading.given, **reading.switch_on})
 
 
 def advise(system: System) -> tuple[Advice, ...]:
@@ -285,8 +399,10 @@ def advise(system: System) -> tuple[Advice, ...]:
     advice = []
     for name, goal in GOALS.items():
         answer = system.advice[name]
-        flags, why_not = (None, answer) if isinstance(answer, str) else (render(system, answer), "")
-        advice.append(Advice(goal=goal, flags=flags, why_not=why_not))
+        if isinstance(answer, str):
+            advice.append(Advice(goal=goal, flags=None, why_not=answer))
+        else:
+            advice.append(Advice(goal=goal, flags=render(system, answer), why_not=""))
     return tuple(advice)
 
 
@@ -304,12 +420,19 @@ def split(text: str) -> tuple[str, list[tuple[str, str | None]]]:
     system, _, rest = text.partition(":")
     system = system.strip()
     pairs: list[tuple[str, str | None]] = []
-    for word in re.sub(r"(?<!\s)\s*=\s*", "=", rest).replace(",", " ").split():
+    # Spaces around an equals sign are dropped first, so that `key = value` is one word of the split. The lookbehind
+    # lets a run of spaces match once: without it, the time would grow with the square of the run.
+    words = re.sub(r"(?<!\s)\s*=\s*", "=", rest).replace(",", " ").split()
+    for word in words:
         key, equals, value = word.partition("=")
-        if equals or word.startswith("--"):
-            pairs.append((flag_key(key), value if equals else None))
-        elif pairs and pairs[-1][1] is None:  # the value of the --key before it
-            pairs[-1] = (pairs[-1][0], word)
+        follows_lone_key = bool(pairs) and pairs[-1][1] is None
+        if equals:
+            pairs.append((flag_key(key), value))
+        elif word.startswith("--"):
+            pairs.append((flag_key(key), None))
+        elif follows_lone_key:
+            lone_key, _ = pairs.pop()
+            pairs.append((lone_key, word))
         else:
             raise bad_value(f"{system}:", word, "key=value, --key value or --switch, with commas or spaces between")
     return system, pairs
@@ -329,21 +452,29 @@ def resolve(system: System, pairs: Sequence[tuple[str, str | None]]) -> dict[str
 def render(system: System, given: Mapping[str, Value]) -> str:
     """Values back to the text that :func:`read` reads, with the system's own paths."""
     paths = {flag.name: flag.where for flag in system.flags}
-    return f"{system.name}:" + ",".join(f"{paths[name]}={format_value(value)}" for name, value in given.items())
+    settings = [f"{paths[name]}={format_value(value)}" for name, value in given.items()]
+    return f"{system.name}:{','.join(settings)}"
 
 
 def _find_flag(system: System, key: str, text: str | None) -> Flag:
-    flags, where = system.flags, f"{system.name}.{key}"
-    matching = [flag for flag in flags if key == flag.name] or [flag for flag in flags if flag.matches(key)]
+    """The flag that ``key`` means. Raises :class:`UserError` for none and for several; ``text`` is for the message."""
+    full_key = f"{system.name}.{key}"
+    matching = [flag for flag in system.flags if key == flag.name]
+    if not matching:
+        matching = [flag for flag in system.flags if flag.matches(key)]
     if len(matching) == 1:
         return matching[0]
     if matching:
         paths = ", ".join(flag.where for flag in matching)
-        raise bad_value(where, "the bare key", paths, "several flags end like this")
-    misplaced = [flag.where for flag in flags if "." in key and flag.matches(key.rsplit(".", 1)[-1])]
+        raise bad_value(full_key, "the bare key", paths, "several flags end like this")
+
+    # A known name under another path: the place is wrong and not the spelling.
+    _, dot, last_part = key.rpartition(".")
+    misplaced = [flag.where for flag in system.flags if dot and flag.matches(last_part)]
     if misplaced:
-        raise UserError(f"{where}: no such key (given {shown(text)}); the flag is at {' or '.join(misplaced)}")
-    raise unknown_key(where, text if text is not None else "true", [flag.name for flag in flags])
+        raise UserError(f"{full_key}: no such key (given {shown(text)}); the flag is at {' or '.join(misplaced)}")
+    given = "true" if text is None else text
+    raise unknown_key(full_key, given, [flag.name for flag in system.flags])
 
 
 def flag_key(key: str) -> str:
@@ -357,8 +488,8 @@ def _system_key(name: str) -> str:
 
 # --- rules --------------------------------------------------------------------------------------------------------
 @dataclass
-class _Rules:
-    """The rules of one system at work: values by name, and what was collected so far."""
+class _RuleInterpreter:
+    """Applies the rules of one system. ``values`` are flags, variables and sentences by name; the rest is collected."""
 
     values: dict[str, Any]
     system: str
@@ -374,38 +505,58 @@ class _Rules:
     def apply(self, rules: Rules) -> bool:
         """Apply rules in order. Returns False where one of them ends the reading."""
         for rule in rules:
-            if not all(self._holds(name, wanted) for name, wanted in rule.get("when", {}).items()):
+            if not self._applies(rule):
                 continue
+            # The order is that of EFFECTS: terms and notes read variables that the same rule sets.
             for name, value in rule.get("set", {}).items():
                 self.values[name] = self._value(value)
-            self.terms += [self._term(item) for item in rule.get("terms", ())]
-            self.notes += [self._value(text) for text in rule.get("notes", ())]
-            self.no_ops += [self._value(text) for text in rule.get("no_ops", ())]
-            self.switch_on |= {name: self._value(value) for name, value in rule.get("switch_on", {}).items()}
-            self.policy_ratio = rule.get("policy_ratio", self.policy_ratio)
-            self.holds_in = rule.get("holds_in", self.holds_in)
-            for name, options in rule.get("corrections", {}).items():
-                self.corrections[self._value(name)] = {key: self._value(value) for key, value in options.items()}
+            self._collect(rule)
             if "refuse" in rule:
                 raise UserError(f"{self.system}: {rule['refuse']}")
-            if not self.apply(rule.get("rules", ())):
+            goes_on = self.apply(rule.get("rules", ()))
+            if not goes_on:
                 return False
             self.instead = self._value(rule.get("instead", ""))
             if self.instead or rule.get("stop"):
                 return False
         return True
 
+    def _collect(self, rule: Mapping[str, Any]) -> None:
+        for fields in rule.get("terms", ()):
+            self.terms.append(self._term(fields))
+        for text in rule.get("notes", ()):
+            self.notes.append(self._value(text))
+        for text in rule.get("no_ops", ()):
+            self.no_ops.append(self._value(text))
+        for name, value in rule.get("switch_on", {}).items():
+            self.switch_on[name] = self._value(value)
+        self.policy_ratio = rule.get("policy_ratio", self.policy_ratio)
+        self.holds_in = rule.get("holds_in", self.holds_in)
+        for name, options in rule.get("corrections", {}).items():
+            # A correction's own name may be a variable: several policy losses of a system differ in it only.
+            self.corrections[self._value(name)] = {key: self._value(value) for key, value in options.items()}
+
+    def _applies(self, rule: Mapping[str, Any]) -> bool:
+        return all(self._holds(name, wanted) for name, wanted in rule.get("when", {}).items())
+
     def _holds(self, name: str, wanted: Any) -> bool:
+        """Whether a flag, a variable or ``terms`` is what one condition of a ``when`` wants."""
         value = len(self.terms) if name == "terms" else self.values[name]
         if isinstance(wanted, dict):
-            return bool(value > wanted["above"]) if "above" in wanted else not self._holds(name, wanted["not"])
-        return value in wanted if isinstance(wanted, list) else bool(value == self._value(wanted))
+            if "above" in wanted:
+                return bool(value > wanted["above"])
+            return not self._holds(name, wanted["not"])
+        if isinstance(wanted, list):
+            return value in wanted
+        return bool(value == self._value(wanted))
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, dict) and "twice" in value:
-            return 2 * self.values[value["twice"]]
+        """A value of a rule with everything that stands for something else put in."""
         if isinstance(value, dict):
-            return value.get(self.values[value["of"]], value.get("else"))
+            if "twice" in value:
+                return 2 * self.values[value["twice"]]
+            selector = self.values[value["of"]]
+            return value.get(selector, value.get("else"))
         if not isinstance(value, str):
             return value
         if value.startswith("$"):
@@ -416,7 +567,9 @@ class _Rules:
         fields = {name: self._value(value) for name, value in item.items()}
         if "loss" in fields:
             return KLTerm(fields.pop("loss"), placement="loss", **fields)
-        if "cost" in fields:  # after the baseline a cost stands alone, and carries the token ratio itself
+        if "cost" in fields:
+            # After the baseline a cost stands alone, and carries the token ratio itself. Before it, the cost is part of
+            # the advantage, and `policy_ratio` says with which ratio the policy loss weights that.
             correction = "token" if fields["baseline"] == "after" else "none"
             estimator = fields.pop("cost")
             return KLTerm(estimator, placement="reward", correction=correction, anchor="behaviour", **fields)
@@ -425,13 +578,18 @@ class _Rules:
 
 def variables(rules: Rules) -> set[str]:
     """Every name that a rule sets; it is None until then."""
-    names = {name for rule in rules for name in rule.get("set", {})}
-    return names.union(*(variables(rule.get("rules", ())) for rule in rules))
+    names = set()
+    for rule in rules:
+        names.update(rule.get("set", {}))
+        names |= variables(rule.get("rules", ()))
+    return names
 
 
 def _load_yaml(name: str) -> Any:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is six times as fast, and optional
-    return yaml.load((Path(__file__).parent / "peer_systems" / f"{name}.yaml").read_text("utf-8"), loader)
+    # libyaml is six times as fast, which every command that imports this module feels. It is optional in PyYAML.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    path = Path(__file__).parent / "peer_systems" / f"{name}.yaml"
+    return yaml.load(path.read_text("utf-8"), loader)
 
 
 SENTENCES: dict[str, str] = _load_yaml("sentences")

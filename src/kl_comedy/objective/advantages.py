@@ -8,7 +8,7 @@ no KL cost the columns are equal, and each function is the textbook one.
 Facts an entry declares: ``group`` (it compares the completions of a prompt), ``batch`` (it compares those of the
 batch), ``critic`` (it needs a value head).
 
-Legend: ``B`` sequences, ``T`` completion tokens, ``G`` groups.
+Legend: ``B`` sequences, ``T`` completion tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kl_comedy.errors import UserError
+from kl_comedy.objective.groups import group_sums
 from kl_comedy.registry import ADVANTAGES
 
 EPSILON = 1e-6
@@ -34,19 +35,9 @@ class Advantage(Protocol):
         ...
 
 
-def _group_sums(values_BT: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row, the sum over its group ``[B, T]`` and the size of its group ``[B, 1]``."""
-    # Groups may have any ids, and need not be contiguous or of equal size.
-    _, index_B = torch.unique(group_B, return_inverse=True)
-    groups = int(index_B.max()) + 1
-    sums_GT = values_BT.new_zeros(groups, values_BT.shape[1]).index_add_(0, index_B, values_BT)
-    size_G = torch.bincount(index_B, minlength=groups).to(values_BT.dtype)
-    return sums_GT[index_B], size_G[index_B, None]
-
-
 def _group_mean(values_BT: Tensor, group_B: Tensor) -> Tensor:
     """For each row, the mean over its group, itself included ``[B, T]``."""
-    sums_BT, size_B1 = _group_sums(values_BT, group_B)
+    sums_BT, size_B1 = group_sums(values_BT, group_B)
     return sums_BT / size_B1
 
 
@@ -69,7 +60,7 @@ def rloo(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     >>> rloo(torch.tensor([[1.0], [0.0]]), torch.ones(2, 1), torch.tensor([0, 0])).flatten()
     tensor([ 1., -1.])
     """
-    sums_BT, size_B1 = _group_sums(returns_BT, group_B)
+    sums_BT, size_B1 = group_sums(returns_BT, group_B)
     if bool((size_B1 < 2).any()):
         raise UserError("algorithm.advantage: rloo needs groups of at least 2 completions (rollout.group_size)")
     # R_i - (sum_j R_j - R_i) / (G - 1)
@@ -80,7 +71,7 @@ def rloo(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
 def grpo(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """``(R_i - mean) / (std + eps)`` over the group, with the sample standard deviation."""
     centred_BT = returns_BT - _group_mean(returns_BT, group_B)
-    squares_BT, size_B1 = _group_sums(centred_BT.square(), group_B)
+    squares_BT, size_B1 = group_sums(centred_BT.square(), group_B)
     if bool((size_B1 < 2).any()):
         raise UserError("algorithm.advantage: grpo needs groups of at least 2 completions (rollout.group_size)")
     # (R_i - mean) / (sqrt(sum_j (R_j - mean)^2 / (G - 1)) + eps)

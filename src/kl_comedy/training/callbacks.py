@@ -29,10 +29,10 @@ from kl_comedy.evaluation.likelihood import choice_scorer
 from kl_comedy.records import Scored
 from kl_comedy.registry import CALLBACKS
 from kl_comedy.rollouts.recording import RecordingWriter
-from kl_comedy.training.build import eval_sampling
 from kl_comedy.training.checkpoint import SaveFailed, save_checkpoint
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.metrics import completion_metrics
+from kl_comedy.training.problems import eval_sampling
 from kl_comedy.training.run_folder import RunDir, saved, step_of
 from kl_comedy.training.stop_signals import SIGNAL_SECONDS, StopRequest
 

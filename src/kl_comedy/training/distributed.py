@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,12 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kl_comedy.config import Config, ModelConfig
+from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.kl import KLTerm
-from kl_comedy.models import LoadedModel, load_model
-from kl_comedy.models.load import load_tokenizer, pick_device
-from kl_comedy.models.reference import check_tokens, match_teacher
 
 T = TypeVar("T")
 
@@ -300,70 +296,3 @@ def cluster_environment(config: Config) -> Any:
         why = "start it by srun, by torchrun on each node, or as a sweep's cell"
         raise bad_value("train.nodes", nodes, "1 where nothing starts processes on other nodes", why)
     return environment
-
-
-def load_policy(config: Config, ranks: Ranks) -> LoadedModel:
-    """The policy: whole in every process, or in shards. Raises :class:`UserError` on all ranks, also where some of them
-    see a GPU and others do not."""
-    kinds = ranks.gather(pick_device(config.model.device).type)
-    if len(set(kinds)) > 1:
-        without = ", ".join(str(rank) for rank, kind in enumerate(kinds) if kind == "cpu")
-        raise bad_value("model.device", config.model.device, "cpu", f"torch sees no GPU on rank {without}")
-    return _load(config.model, config, ranks)
-
-
-def load_teacher(config: Config, policy: LoadedModel, ranks: Ranks) -> LoadedModel:
-    """The model of ``reference.teacher``, whole in every process or in shards as the policy is; it never trains.
-
-    Raises :class:`UserError` on all ranks where it cannot be loaded, or where its tokens are not the policy's.
-    """
-    settings = config.reference.teacher
-    assert settings is not None
-    with teacher_errors():
-        loaded = _load(settings.model(config.model), config, ranks)
-        adapter = settings.adapter
-        model = ranks.raise_on_all_ranks(lambda: match_teacher(loaded, policy, adapter))
-    return replace(loaded, model=model)
-
-
-def connect_teacher(config: Config, policy: LoadedModel, terms: Sequence[KLTerm], ranks: Ranks) -> Any:
-    """The teacher behind ``reference.teacher.url``, asked by every process for its own rows.
-
-    Raises :class:`UserError` on all ranks where it cannot be asked, or where its tokens are not the policy's.
-    """
-    from kl_comedy.rollouts.engines.teacher import TeacherServer
-
-    settings = config.reference.teacher
-    assert settings is not None
-    k = max((term.top[0] for term in terms if term.reference == "teacher" and term.top is not None), default=0)
-
-    def connect() -> Any:
-        tokenizer = load_tokenizer(settings.model(config.model))
-        check_tokens(replace(policy, tokenizer=tokenizer), policy, "model.source", settings.source)
-        return TeacherServer(settings, policy, k, ranks.raise_on_all_ranks)
-
-    with teacher_errors():
-        return ranks.raise_on_all_ranks(connect)
-
-
-@contextlib.contextmanager
-def teacher_errors() -> Iterator[None]:
-    """Messages about ``model.*`` are about ``reference.teacher.*`` inside."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(re.sub(r"^model\.", "reference.teacher.", str(error))) from error
-
-
-def _load(model: ModelConfig, config: Config, ranks: Ranks) -> LoadedModel:
-    if not ranks.sharded:
-        return ranks.raise_on_all_ranks(lambda: load_model(model))
-    from kl_comedy.models.sharding import load_sharded
-
-    train = config.train
-    return load_sharded(
-        model,
-        limit_bytes=int(config.rollout.replica_gib * 2**30),
-        copies=train.nodes if train.shards == "node" else 1,
-        bf16=train.precision == "bf16" and model.dtype == "float32",
-    )

@@ -25,9 +25,9 @@ from kl_comedy.models.load import load_base, load_tokenizer, whole_model
 from kl_comedy.models.lora import lora_scaling, merge_adapter, save_adapter
 from kl_comedy.models.sharding import skeleton
 from kl_comedy.models.weights import stream_weights
-from kl_comedy.training.build import term_tags
 from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors, newest_checkpoint, unreadable
 from kl_comedy.training.run_folder import RunDir, saved, step_of
+from kl_comedy.training.tags import term_tags
 
 if TYPE_CHECKING:
     from kl_comedy.training.module import PolicyModule  # imports Lightning, which takes seconds

@@ -104,7 +104,13 @@ def _quantiles(values_N: Tensor, percents: Sequence[int]) -> dict[int, float]:
 
 @torch.no_grad()
 def accumulate_micro_batch(
-    metrics: MetricAccumulator, micro: MicroBatch, policy: TokenPass, result: MicroLoss, terms: Terms, *, version: int
+    metrics: MetricAccumulator,
+    micro: MicroBatch,
+    policy: TokenPass,
+    result: MicroLoss,
+    terms: Mapping[str, KLTerm],
+    *,
+    version: int,
 ) -> None:
     """Everything that is measured of a micro-batch with a pass of the policy at ``version``."""
     experience, logp_BT, mask_BT = micro.experience, policy.logp_BT, micro.experience.mask_BT
@@ -113,14 +119,14 @@ def accumulate_micro_batch(
     accumulate_behaviour(metrics, experience, logp_BT, version)
     accumulate_policy(metrics, result.policy, mask_BT)
     log_probs = {"logp_BT": logp_BT, "behaviour_logp_BT": experience.behaviour_logp_BT, "mask_BT": mask_BT}
-    for position, term in enumerate(terms):
-        metrics.add(f"kl_term/{position}/value_token", result.values[position].double().sum(), tokens)
+    for position, (name, term) in enumerate(terms.items()):
+        metrics.add(f"kl_term/{position}/value_token", result.values[name].double().sum(), tokens)
         ref_logp_BT = micro.reference_of(term).logp_BT
-        for name, value in kl_diagnostics(term, ref_logp_BT=ref_logp_BT, **log_probs).items():
-            if name == "ratio_max":
+        for key, value in kl_diagnostics(term, ref_logp_BT=ref_logp_BT, **log_probs).items():
+            if key == "ratio_max":
                 metrics.maximum(f"kl_term/{position}/ratio_max", value)
             else:
-                metrics.add(f"kl_term/{position}/{name}", value * tokens, tokens)
+                metrics.add(f"kl_term/{position}/{key}", value * tokens, tokens)
 
 
 @torch.no_grad()

@@ -5,9 +5,9 @@
 The losses are written with :func:`kl_surrogate` and the policy loss directly, not through the training step, so that
 the check of beta compares two independent implementations. Nothing is left in ``.grad``, no random number is drawn.
 
-With several processes each passes and differentiates its micro-batches. Sketches are linear, so those of all ranks add
-up to the sketch of the whole gradient: of whole gradients of a rank's micro-batches (DDP), or of a rank's shard of the
-gradient of all (FSDP, one backward pass for each loss).
+With several processes, each passes and differentiates its micro-batches. Sketches are linear, so those of all ranks
+add up to the sketch of the whole gradient: sketches of whole gradients of each rank's micro-batches (DDP), or of each
+rank's shard of the gradient of all (FSDP, one backward pass for each loss).
 
 Legend: ``B`` sequences, ``T`` completion tokens, ``C`` losses, ``w`` the width of a sketch.
 """
@@ -17,12 +17,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +35,15 @@ from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from kl_comedy.models.reference import Reference
     from kl_comedy.models.types import ReferencePass, TokenPass
 
+Value = TypeVar("Value")
+
 MAX_RUNS_OF_BLOCKS = 6
-"""Deep models are audited by at most so many runs of blocks, so that the table stays readable."""
+"""A deep model's blocks are audited in at most so many runs, so that the table stays readable."""
 
 
 class Sketch:
@@ -50,17 +53,22 @@ class Sketch:
     fixed vectors the sketched inner product is unbiased over the signs, with a standard deviation of at most
     ``|x| |y| sqrt(2 / size)``: 0.6% of ``|x| |y|`` at the default. Sums of sketches are the sketch of the sum.
 
-    The identity where ``dimension <= size`` or ``size`` is 0; else blocks of ``size`` coordinates are signed, rotated
-    by a random shift each, and summed. The map depends on ``(dimension, size, generator)`` only.
+    The sketch is the identity where ``dimension <= size`` or ``size`` is 0. Otherwise each block of ``size``
+    coordinates is signed and rotated by a random shift, and the blocks are summed. The map depends on
+    ``(dimension, size, generator)`` only.
     """
 
     def __init__(self, dimension: int, size: int, generator: torch.Generator) -> None:
         self.exact = size == 0 or dimension <= size
-        self.width = dimension if self.exact else size
-        if not self.exact:
-            signs = torch.randint(0, 2, (dimension,), generator=generator, dtype=torch.int8)
-            self._signs = signs * 2 - 1
-            self._shifts = torch.randint(0, size, (-(-dimension // size),), generator=generator).tolist()
+        if self.exact:
+            self.width = dimension
+            return
+        self.width = size
+        # The order of these two draws is part of the map: sketches of one model must be comparable between audits.
+        signs = torch.randint(0, 2, (dimension,), generator=generator, dtype=torch.int8)
+        self._signs = signs * 2 - 1
+        block_count = math.ceil(dimension / size)
+        self._shifts = torch.randint(0, size, (block_count,), generator=generator).tolist()
 
     def add(self, folded: Tensor, part: Tensor, start: int) -> None:
         """Add coordinates ``start`` to ``start + len(part)`` of a vector to its sketch ``folded [width]``, in place."""
@@ -69,14 +77,17 @@ class Sketch:
             return
         self._signs = self._signs.to(part.device)
         signed = part * self._signs[start : start + len(part)]
+        # A part may begin and end anywhere in a block: a parameter, or one rank's shard of it.
         while len(signed):
             block, offset = divmod(start, self.width)
-            of_block, signed = signed[: self.width - offset], signed[self.width - offset :]
+            piece = signed[: self.width - offset]
             place = (offset + self._shifts[block]) % self.width
-            before_end = of_block[: self.width - place]
+            before_end = piece[: self.width - place]
+            after_wrap = piece[len(before_end) :]
             folded[place : place + len(before_end)] += before_end
-            folded[: len(of_block) - len(before_end)] += of_block[len(before_end) :]
-            start += len(of_block)
+            folded[: len(after_wrap)] += after_wrap
+            signed = signed[len(piece) :]
+            start += len(piece)
 
 
 def layer_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -86,36 +97,62 @@ def layer_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     is counted there.
     """
     embedding = unwrap(model).get_input_embeddings().weight
-    tied = embedding is unwrap(model).get_output_embeddings().weight
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    block_of = {name: int(match[1]) for name, _ in trained if (match := re.search(r"\.(\d+)\.", name))}
-    blocks = sorted(set(block_of.values()))
-    size = -(-len(blocks) // MAX_RUNS_OF_BLOCKS) or 1
-    labels: dict[int, str] = {}
-    for start in range(0, len(blocks), size):
-        run = blocks[start : start + size]
-        labels |= dict.fromkeys(run, f"block {run[0]}" if len(run) == 1 else f"blocks {run[0]}-{run[-1]}")
+    if embedding is unwrap(model).get_output_embeddings().weight:
+        embedding_label = "embeddings and head"
+        last_label = "final norm"
+    else:
+        embedding_label = "embeddings"
+        last_label = "head"  # with the final norm, which is too small for a group of its own
+    trained = {}
+    block_of: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        trained[name] = parameter
+        block = re.search(r"\.(\d+)\.", name)
+        if block is not None:
+            block_of[name] = int(block[1])
+
+    block_labels = _block_labels(sorted(set(block_of.values())))
     groups: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in trained:
+    for name, parameter in trained.items():
         if name in block_of:
-            label = labels[block_of[name]]
+            label = block_labels[block_of[name]]
         elif parameter is embedding:
-            label = "embeddings and head" if tied else "embeddings"
+            label = embedding_label
         else:
-            label = "final norm" if tied else "head"
+            label = last_label
         groups.setdefault(label, []).append(parameter)
     return groups
+
+
+def _block_labels(blocks: Sequence[int]) -> dict[int, str]:
+    """The label of the run that each block belongs to; all runs but the last are of equal length."""
+    run_length = max(math.ceil(len(blocks) / MAX_RUNS_OF_BLOCKS), 1)
+    labels = {}
+    for start in range(0, len(blocks), run_length):
+        run = blocks[start : start + run_length]
+        label = f"block {run[0]}" if len(run) == 1 else f"blocks {run[0]}-{run[-1]}"
+        for block in run:
+            labels[block] = label
+    return labels
 
 
 class GradientSketch:
     """A sketch of ``size`` numbers (0: exact) per layer group, the same for the same model every time."""
 
     def __init__(self, groups: Mapping[str, Sequence[nn.Parameter]], size: int) -> None:
+        # Always the same seed: sketches of two audits, or of two ranks, can only be compared under one map.
         generator = torch.Generator().manual_seed(0)
         self.names = list(groups)
-        self.parameters = [parameter for group in groups.values() for parameter in group]
-        self._counts = [len(group) for group in groups.values()]
-        self._sketches = [Sketch(sum(p.numel() for p in group), size, generator) for group in groups.values()]
+        self.parameters: list[nn.Parameter] = []
+        self._counts: list[int] = []
+        self._sketches: list[Sketch] = []
+        for group in groups.values():
+            dimension = sum(parameter.numel() for parameter in group)
+            self.parameters += group
+            self._counts.append(len(group))
+            self._sketches.append(Sketch(dimension, size, generator))
 
     def fold(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Per-parameter gradients (None is zero) to one sketch per group, to be added up over the ranks."""
@@ -133,18 +170,22 @@ class GradientSketch:
         return sketches
 
 
-def _local_part(gradient: Any) -> tuple[Tensor, int]:
-    """This rank's part of a gradient, flat and in float32, and its first coordinate in the whole.
-
-    FSDP2 shards rows in equal chunks. Its reduction takes the mean over all ranks; times the number of shards, the
-    parts of all ranks add up to the sum, also where there are several copies of each shard.
-    """
+def _local_part(gradient: Tensor) -> tuple[Tensor, int]:
+    """This rank's part of a gradient, flat and in float32, and its first coordinate in the whole."""
     if not hasattr(gradient, "to_local"):
         return gradient.detach().float().flatten(), 0
-    mesh, last = gradient.device_mesh, gradient.device_mesh.ndim - 1
-    chunk = -(-gradient.shape[0] // mesh.size(last))
-    first = min(chunk * mesh.get_local_rank(last), gradient.shape[0]) * math.prod(gradient.shape[1:])
-    return gradient.to_local().detach().float().flatten() * mesh.size(last), first
+    sharded = cast("DTensor", gradient)
+    mesh = sharded.device_mesh
+    shard_dim = mesh.ndim - 1
+    shards = mesh.size(shard_dim)
+    rows = sharded.shape[0]
+    # FSDP2 shards rows in equal chunks, so the last ranks may have fewer rows or none.
+    rows_per_shard = math.ceil(rows / shards)
+    first_row = min(rows_per_shard * mesh.get_local_rank(shard_dim), rows)
+    first = first_row * math.prod(sharded.shape[1:])
+    # FSDP2's reduction takes the mean over all ranks. Times the number of shards, the parts of all ranks add up to the
+    # sum, also where there are several copies of each shard.
+    return sharded.to_local().detach().float().flatten() * shards, first
 
 
 def differentiate(
@@ -156,12 +197,12 @@ def differentiate(
 ) -> list[Tensor | None]:
     """Gradients of ``outputs`` in the parameters; under FSDP reduced, in shards, and every rank must call.
 
-    By a backward pass, for ``torch.autograd.grad`` does not run FSDP's reduction.
+    This runs a backward pass, because ``torch.autograd.grad`` does not run FSDP's reduction.
     """
     torch.autograd.backward(outputs, weights, retain_graph=retain_graph)
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
-        parameter.grad = None
+        parameter.grad = None  # or the next update of the run would train on it
     return gradients
 
 
@@ -171,9 +212,11 @@ def reference_term(reference: str, *, on_policy: bool, group_size: int) -> KLTer
     The exact KL of each prefix with future credit (2506.09477), off-policy times the ratio of the tokens before,
     less the leave-one-out mean over the group where there is a group.
     """
-    correction, baseline = "none" if on_policy else "prefix_previous", "own" if group_size > 1 else "after"
-    settings = {"credit": "to_go", "correction": correction, "baseline": baseline, "reference": reference}
-    return KLTerm("exact", placement="reward", **settings)
+    correction = "none" if on_policy else "prefix_previous"
+    baseline = "own" if group_size > 1 else "after"
+    return KLTerm(
+        "exact", placement="reward", credit="to_go", correction=correction, baseline=baseline, reference=reference
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +242,7 @@ class AuditedTerm:
         return self.beta or 1.0
 
 
+# --- losses ---------------------------------------------------------------------------------------------------------
 def loss_of(
     item: AuditedTerm,
     micro: MicroBatch,
@@ -206,63 +250,126 @@ def loss_of(
     passes: Mapping[str, TokenPass],
     algorithm: AlgorithmConfig,
 ) -> Tensor:
-    """The loss over one micro-batch. ``with_term`` is the same micro-batch, prepared with the term alone."""
-    logp_BT, term = passes["initial"].logp_BT, item.term
-    if term is None:
+    """The loss over one micro-batch, a scalar in nats. ``with_term`` is the same micro-batch, prepared with the term
+    alone. Raises :class:`UserError` where the config does not keep the reference of the term."""
+    logp_BT = passes["initial"].logp_BT
+    if item.term is None:
         loss_BT = policy_parts(micro, logp_BT, algorithm).loss_BT
     else:
-        if not _has_reference(micro, term):
-            raise UserError(
-                f"audit: {term.label()} is measured against the {term.reference} reference, which this config does "
-                "not keep; give the config a term that names it"
-            )
-        exact = passes["initial" if term.reference == "sampler" else term.reference]
-        arguments: dict[str, Any] = _log_probs(micro, term, logp_BT)
-        arguments["exact_kl_BT"] = exact_divergence(term, exact)
-        arguments |= {} if term.weight == "none" else {"certainty_BT": certainty_of(term, exact)}
-        arguments |= {} if term.top is None else {"top": exact.top[term.top]}
-        if term.baseline == "before":
+        arguments = _term_arguments(item.term, micro, passes)
+        if item.term.baseline == "before":
             assert with_term is not None
-            with_BT, without_BT = (policy_parts(each, logp_BT, algorithm).loss_BT for each in (with_term, micro))
-            loss_BT = (with_BT - without_BT) / item.unit + kl_parts(term, **arguments).pathwise_BT
+            # d(policy loss) at advantage A(r - beta c), less that at A(r), over beta. The path-wise part is added: the
+            # advantage is a constant of the loss, and holds the cost's value but not its own derivative.
+            policy_with_cost_BT = policy_parts(with_term, logp_BT, algorithm).loss_BT
+            policy_BT = policy_parts(micro, logp_BT, algorithm).loss_BT
+            loss_BT = (policy_with_cost_BT - policy_BT) / item.unit + kl_parts(item.term, **arguments).pathwise_BT
         else:
-            baseline_BT = None if with_term is None else with_term.baselines.get(0)
-            loss_BT = kl_surrogate(term, **arguments, baseline_BT=baseline_BT)
+            baseline_BT = None if with_term is None else with_term.baselines.get(item.key)
+            loss_BT = kl_surrogate(item.term, **arguments, baseline_BT=baseline_BT)
+    # torch.where and not a product: outside the mask a ratio may be infinite, and 0 x inf is NaN.
     inside_BT = torch.where(micro.experience.mask_BT, loss_BT, 0.0)
     return (micro.experience.weight_B * inside_BT.sum(-1)).sum()
 
 
+def _term_arguments(term: KLTerm, micro: MicroBatch, passes: Mapping[str, TokenPass]) -> dict[str, Any]:
+    """The tensors that a term is computed from, ``[B, T]``; those it does not read are left out or None."""
+    if not _has_reference(micro, term):
+        raise UserError(
+            f"audit: {term.label()} is measured against the {term.reference} reference, which this config does "
+            "not keep; give the config a term that names it"
+        )
+    # The sampler is known by its log-probs only. Its terms are sampled ones, which the initial reference's pass serves.
+    pass_name = term.reference if term.reference != "sampler" else "initial"
+    exact = passes[pass_name]
+    arguments: dict[str, Any] = _log_probs(micro, term, passes["initial"].logp_BT)
+    arguments["exact_kl_BT"] = exact_divergence(term, exact)
+    if term.weight != "none":
+        arguments["certainty_BT"] = certainty_of(term, exact)
+    if term.top is not None:
+        arguments["top"] = exact.top[term.top]
+    return arguments
+
+
 def _has_reference(micro: MicroBatch, term: KLTerm) -> bool:
-    return term.reference in ("sampler", *micro.references)
+    return term.reference == "sampler" or term.reference in micro.references
 
 
-def _log_probs(micro: MicroBatch, term: KLTerm, logp_BT: Tensor) -> dict[str, Any]:
-    behaviour_BT, mask_BT = micro.experience.behaviour_logp_BT, micro.experience.mask_BT
-    reference_BT = micro.reference_of(term).logp_BT
-    return {"logp_BT": logp_BT, "ref_logp_BT": reference_BT, "behaviour_logp_BT": behaviour_BT, "mask_BT": mask_BT}
+def _log_probs(micro: MicroBatch, term: KLTerm, logp_BT: Tensor) -> dict[str, Tensor]:
+    return {
+        "logp_BT": logp_BT,
+        "ref_logp_BT": micro.reference_of(term).logp_BT,
+        "behaviour_logp_BT": micro.experience.behaviour_logp_BT,
+        "mask_BT": micro.experience.mask_BT,
+    }
 
 
-class _ComputedOnce:
-    """``compute(name, *arguments)`` of each micro-batch of a fixed order, made once; while no weights move.
+# --- passes that are computed once ----------------------------------------------------------------------------------
+class _Replay(Generic[Value]):
+    """Results for the micro-batches of a fixed order: computed in the first round, repeated in later ones.
 
-    The n-th call of a name since :meth:`restart` is of the n-th micro-batch. Calls are not told apart by their inputs:
-    micro-batches with equal rows on one rank only would leave it out of step with the others.
+    :func:`prepare` is called once without KL terms and once for each term that needs all rows, and every time passes
+    the same micro-batches in the same order. The n-th call since :meth:`restart` is for the n-th micro-batch. Calls are
+    counted and not compared by their inputs: a micro-batch with the rows of an earlier one, on one rank only, would
+    otherwise skip a pass there, and the other ranks would wait for it forever in a collective. No weights may move
+    between rounds.
     """
 
-    def __init__(self, compute: Callable[..., Any]) -> None:
-        self._compute = compute
-        self._results: dict[str, list[Any]] = defaultdict(list)
-        self.restart()
+    def __init__(self) -> None:
+        self._results: list[Value] = []
+        self._position = 0
 
     def restart(self) -> None:
-        self._calls: dict[str, int] = defaultdict(int)
+        self._position = 0
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
-        n, results = self._calls[name], self._results[name]
-        self._calls[name] += 1
-        if n == len(results):
-            results.append(self._compute(name, *arguments))
-        return results[n]
+    def next(self, compute: Callable[[], Value]) -> Value:
+        """The result for the next micro-batch."""
+        if self._position == len(self._results):
+            self._results.append(compute())
+        self._position += 1
+        return self._results[self._position - 1]
+
+
+class _ReplayedReference:
+    """A reference that passes each micro-batch once."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self.replay: _Replay[ReferencePass] = _Replay()
+
+    def forward_pass(self, **inputs: Tensor) -> ReferencePass:
+        return self.replay.next(lambda: self._reference.forward_pass(**inputs))
+
+
+class _ReplayedPolicy:
+    """The policy, which passes each micro-batch once per reference, with what all of ``terms`` need of that."""
+
+    def __init__(self, module: PolicyModule, terms: Sequence[KLTerm]) -> None:
+        self._module = module
+        self._terms = terms
+        self._replays: dict[str, _Replay[TokenPass]] = {}
+
+    def restart(self) -> None:
+        for replay in self._replays.values():
+            replay.restart()
+
+    def policy_pass(
+        self, inputs: Mapping[str, Tensor], reference: ReferencePass | None, terms: Sequence[KLTerm]
+    ) -> TokenPass:
+        """As ``PolicyModule.policy_pass``; ``terms`` have one reference, and are empty for DPO, which needs none."""
+        name = terms[0].reference if terms else ""
+        terms_of_reference = [term for term in self._terms if term.reference == name]
+        replay = self._replays.setdefault(name, _Replay())
+        return replay.next(lambda: self._module.policy_pass(inputs, reference, terms_of_reference))
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+class BlockGradients(NamedTuple):
+    """The gradients of a block as means over completions, and the sum of the sequence weights they were divided by."""
+
+    by_layer: list[Tensor]
+    """Sketched, ``[C, w]`` per layer group."""
+    weight: float
 
 
 def block_gradients(
@@ -271,56 +378,73 @@ def block_gradients(
     audited: Sequence[AuditedTerm],
     sketch: GradientSketch,
     metrics: MetricAccumulator,
-) -> tuple[list[Tensor], float]:
-    """Gradients over ``rows`` (whole groups) as means over completions: ``[C, w]`` per layer group.
+) -> BlockGradients:
+    """The gradients over ``rows`` (whole groups) of the ``C`` losses ``audited``. All ranks must call.
 
-    Also the sum of the sequence weights that they were divided by. ``metrics`` counts the tokens of this rank that each
-    loss leaves without gradient, and the values of exact KL. All ranks must call.
+    ``metrics`` counts this rank's tokens that each loss leaves without gradient, and the values of exact KL.
     """
-    # A cost before the baseline, and a baseline of the term itself, need all rows.
-    alone = {item.key: item for item in audited if item.term is not None and item.term.needs_update}
-    pass_reference = _ComputedOnce(lambda name, inputs: module.references[name].forward_pass(**inputs))
-    references: dict[str, Any] = {
-        name: SimpleNamespace(forward_pass=lambda name=name, **inputs: pass_reference(name, inputs))
-        for name in module.references
-    }
+    # A cost before the baseline, and a baseline of the term itself, are functions of all rows of the block; every
+    # other loss is one of its micro-batch.
+    need_all_rows = [item for item in audited if item.term is not None and item.term.needs_update]
+    micros, with_terms = _prepare_all(module, rows, need_all_rows)
+    # In float64: with thousands of rows, the order of the micro-batches would show in the last digits.
+    weights = torch.stack([micro.experience.weight_B.double().sum() for micro in micros])
+    weight = float(module.ranks.sum(weights.sum()))
 
-    def pass_with_exact_kl(name: str, inputs: Mapping[str, Tensor], reference: ReferencePass | None) -> TokenPass:
-        """The policy's pass with whatever any of the terms against the same reference needs."""
-        alike = [item.term for item in alone.values() if item.term is not None and item.term.reference == name]
-        return module.policy_pass(inputs, reference, alike)
+    totals: list[list[Tensor]] = []
+    for n, micro in enumerate(micros):
+        with_term = {key: term_micros[n] for key, term_micros in with_terms.items()}
+        gradients = _micro_gradients(module, micro, with_term, audited, sketch, metrics)
+        if not totals:
+            totals = gradients
+            continue
+        for total_by_layer, by_layer in zip(totals, gradients, strict=True):
+            for layer, gradient in enumerate(by_layer):
+                total_by_layer[layer] = total_by_layer[layer] + gradient
 
-    pass_policy = _ComputedOnce(pass_with_exact_kl)
+    # The weights of a run's update may sum to anything (`algorithm.reduction_constant`); means can be compared.
+    scale = 1.0 / weight if weight > 0 else 0.0
+    by_layer = []
+    for layer in range(len(sketch.names)):
+        of_all_losses = torch.stack([total_by_layer[layer] for total_by_layer in totals])
+        by_layer.append(module.ranks.sum(of_all_losses) * scale)
+    return BlockGradients(by_layer=by_layer, weight=weight)
 
-    def policy_pass(inputs: Mapping[str, Tensor], reference: ReferencePass | None, terms: Sequence[KLTerm]) -> Any:
-        return pass_policy(terms[0].reference if terms else "", inputs, reference)
 
-    def prepared(item: AuditedTerm | None) -> list[MicroBatch]:
-        """The rows prepared without any KL term, or with one alone."""
-        terms = () if item is None or item.term is None else (item.term,)
-        pass_reference.restart()
-        pass_policy.restart()
+def _prepare_all(
+    module: PolicyModule, rows: Sequence[Scored], items: Sequence[AuditedTerm]
+) -> tuple[list[MicroBatch], dict[str, list[MicroBatch]]]:
+    """The micro-batches prepared without any KL term, and by key of each item with its term alone."""
+    references = {name: _ReplayedReference(reference) for name, reference in module.references.items()}
+    policy = _ReplayedPolicy(module, [item.term for item in items if item.term is not None])
+
+    def prepare_with(terms: Mapping[str, KLTerm], betas: Mapping[str, float]) -> list[MicroBatch]:
+        policy.restart()
+        for reference in references.values():
+            reference.replay.restart()
         return prepare(
             rows,
             dataclasses.replace(module.plan, terms=terms),
-            betas=[item.unit] * len(terms) if item else [],
-            references=references,
-            policy_pass=policy_pass,
+            betas=betas,
+            references=cast("Mapping[str, Reference]", references),
+            policy_pass=policy.policy_pass,
             old_policy=module.record(rows),
         )
 
-    micros = prepared(None)
-    with_terms = {key: prepared(item) for key, item in alone.items()}
-    weight = float(module.ranks.sum(torch.stack([micro.experience.weight_B.double().sum() for micro in micros]).sum()))
-    total: list[list[Tensor]] = []
-    for n, micro in enumerate(micros):
-        with_term = {key: batches[n] for key, batches in with_terms.items()}
-        gradients = _micro_gradients(module, micro, with_term, audited, sketch, metrics)
-        if total:
-            gradients = [[a + b for a, b in zip(t, g, strict=True)] for t, g in zip(total, gradients, strict=True)]
-        total = gradients
-    scale = 1.0 / weight if weight > 0 else 0.0
-    return [module.ranks.sum(torch.stack(of_group)) * scale for of_group in zip(*total, strict=True)], weight
+    without_terms = prepare_with({}, {})
+    with_terms = {}
+    for item in items:
+        assert item.term is not None
+        with_terms[item.key] = prepare_with({item.key: item.term}, {item.key: item.unit})
+    return without_terms, with_terms
+
+
+class _DetachedPasses(NamedTuple):
+    """Passes whose tensors are leaves: ``leaves[n]`` of ``passes`` has the value of ``outputs[n]`` of the model."""
+
+    passes: dict[str, TokenPass]
+    outputs: list[Tensor]
+    leaves: list[Tensor]
 
 
 def _micro_gradients(
@@ -331,48 +455,85 @@ def _micro_gradients(
     sketch: GradientSketch,
     metrics: MetricAccumulator,
 ) -> list[list[Tensor]]:
-    """Per loss, per layer group, this rank's part of the sketch of one micro-batch's gradient."""
-    algorithm, mask_BT = module.config.algorithm, micro.experience.mask_BT
+    """Per loss, per layer group, this rank's part of the sketch of one micro-batch's gradient.
+
+    The chain rule is applied in two steps: each loss is differentiated in leaves that stand for the passes' outputs,
+    then the outputs in the parameters. All losses so share one pass of the model, and the first step tells which
+    tokens have no gradient.
+    """
+    algorithm = module.config.algorithm
+    mask_BT = micro.experience.mask_BT
     passes = module.passes(micro, terms=[item.term for item in audited if item.term is not None])
     if not micro.empty:
         _count_values(metrics, micro, passes["initial"], audited, algorithm)
-    # Each loss is differentiated in leaves that stand for the passes' outputs, then the outputs in the parameters.
+
+    detached = _detach(passes)
+    leaf_gradients: list[Sequence[Tensor | None]] = []
+    for item in audited:
+        loss = loss_of(item, micro, with_term.get(item.key), detached.passes, algorithm)
+        by_leaf: Sequence[Tensor | None] = [None] * len(detached.leaves)
+        if loss.requires_grad:
+            by_leaf = torch.autograd.grad(loss, detached.leaves, allow_unused=True)
+        leaf_gradients.append(by_leaf)
+        if not micro.empty:
+            metrics.add(f"silent/{item.key}", _silent_tokens(by_leaf, mask_BT).sum(), float(mask_BT.sum()))
+
+    sketches = []
+    for n, by_leaf in enumerate(leaf_gradients):
+        outputs = []
+        weights = []
+        for output, weight in zip(detached.outputs, by_leaf, strict=True):
+            if weight is not None:
+                outputs.append(output)
+                weights.append(weight)
+        gradients: Sequence[Tensor | None] = [None] * len(sketch.parameters)
+        # Whether a loss reads an output at all follows from its formula and not from the rows, so that under FSDP
+        # either every rank calls `differentiate` or none does.
+        if outputs:
+            is_last = n + 1 == len(leaf_gradients)
+            gradients = differentiate(outputs, weights, sketch.parameters, retain_graph=not is_last)
+        sketches.append(sketch.fold(gradients))
+    return sketches
+
+
+def _detach(passes: Mapping[str, TokenPass]) -> _DetachedPasses:
     outputs: list[Tensor] = []
     leaves: list[Tensor] = []
-    detached: dict[str, TokenPass] = {}
+
+    def leaf_of(output: Tensor) -> Tensor:
+        leaf = output.detach().requires_grad_()
+        outputs.append(output)
+        leaves.append(leaf)
+        return leaf
+
+    detached = {}
     for name, policy_pass in passes.items():
-        values = {field: getattr(policy_pass, field) for field in ("logp_BT", "kl_BT", "forward_kl_BT")}
-        values = {field: value for field, value in values.items() if value is not None and value.requires_grad}
-        replaced = {field: value.detach().requires_grad_() for field, value in values.items()}
-        tops = {request: top.logp_BTK.detach().requires_grad_() for request, top in policy_pass.top.items()}
-        outputs += [*values.values(), *(top.logp_BTK for top in policy_pass.top.values())]
-        mixture = {share: value.detach().requires_grad_() for share, value in policy_pass.mixture.items()}
-        outputs += policy_pass.mixture.values()
-        leaves += [*replaced.values(), *tops.values(), *mixture.values()]
-        top = {request: policy_pass.top[request]._replace(logp_BTK=leaf) for request, leaf in tops.items()}
-        detached[name] = dataclasses.replace(policy_pass, **replaced, mixture=mixture, top=top)
-    derivatives: list[Sequence[Tensor | None]] = []
-    for item in audited:
-        value = loss_of(item, micro, with_term.get(item.key), detached, algorithm)
-        by_leaf = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else ()
-        derivatives.append(by_leaf or (None,) * len(leaves))
-        # Clamped, capped, clipped, or of no cost: all derivatives of the token's log-prob and exact KLs are zero.
-        silent_BT = mask_BT.clone()
-        for derivative in by_leaf:
-            if derivative is not None:
-                silent_BT &= (derivative == 0).reshape(*mask_BT.shape, -1).all(-1)
-        if not micro.empty:
-            metrics.add(f"silent/{item.key}", silent_BT.sum(), float(mask_BT.sum()))
-    gradients = []
-    for n, by_leaf in enumerate(derivatives):
-        used = [(output, weight) for output, weight in zip(outputs, by_leaf, strict=True) if weight is not None]
-        of_parameters: Sequence[Tensor | None] = [None] * len(sketch.parameters)
-        if used:
-            used_outputs, weights = zip(*used, strict=True)
-            retain_graph = n + 1 < len(derivatives)
-            of_parameters = differentiate(used_outputs, weights, sketch.parameters, retain_graph=retain_graph)
-        gradients.append(sketch.fold(of_parameters))
-    return gradients
+        columns = {}
+        for column_name in ("logp_BT", "kl_BT", "forward_kl_BT"):
+            column_BT = getattr(policy_pass, column_name)
+            # What is only measured (a KL that no term reads, an entropy) is detached already.
+            if column_BT is not None and column_BT.requires_grad:
+                columns[column_name] = leaf_of(column_BT)
+        top = {}
+        for request, tokens in policy_pass.top.items():
+            top[request] = tokens._replace(logp_BTK=leaf_of(tokens.logp_BTK))
+        mixture = {share: leaf_of(divergence_BT) for share, divergence_BT in policy_pass.mixture.items()}
+        detached[name] = dataclasses.replace(policy_pass, **columns, top=top, mixture=mixture)
+    return _DetachedPasses(passes=detached, outputs=outputs, leaves=leaves)
+
+
+def _silent_tokens(by_leaf: Sequence[Tensor | None], mask_BT: Tensor) -> Tensor:
+    """The tokens ``[B, T]`` without gradient: clamped, capped, clipped, or without a cost.
+
+    All derivatives of a loss with respect to such a token's log-prob and exact KLs are zero.
+    """
+    silent_BT = mask_BT.clone()
+    for derivative in by_leaf:
+        if derivative is not None:
+            is_zero = derivative == 0
+            # Top tokens have K log-probs per position, other outputs one.
+            silent_BT &= is_zero.reshape(*mask_BT.shape, -1).all(-1)
+    return silent_BT
 
 
 def _count_values(
@@ -382,20 +543,24 @@ def _count_values(
     audited: Sequence[AuditedTerm],
     algorithm: AlgorithmConfig,
 ) -> None:
-    """Count lengths, exact KL, and the tokens that clamps, caps and the policy loss's clip changed."""
-    mask_BT, logp_BT = micro.experience.mask_BT, policy_pass.logp_BT.detach()
-    tokens, rows = float(mask_BT.sum()), float(len(mask_BT))
+    """Count lengths, exact KL (nats), and the tokens that clamps, caps and the policy loss's clip changed."""
+    mask_BT = micro.experience.mask_BT
+    logp_BT = policy_pass.logp_BT.detach()
+    tokens = float(mask_BT.sum())
+    rows = float(len(mask_BT))
     assert policy_pass.kl_BT is not None
     exact_kl = policy_pass.kl_BT.detach().double().sum()
     metrics.add("exact_kl_token", exact_kl, tokens)
     metrics.add("exact_kl_sequence", exact_kl, rows)
     metrics.add("length", tokens, rows)
     for item in audited:
-        if item.term is not None and _has_reference(micro, item.term):
-            shares = kl_diagnostics(item.term, **_log_probs(micro, item.term, logp_BT))
-            for name in ("clamped", "capped"):
-                if f"{name}_share" in shares:
-                    metrics.add(f"{name}/{item.key}", shares[f"{name}_share"] * tokens, tokens)
+        if item.term is None or not _has_reference(micro, item.term):
+            continue
+        shares = kl_diagnostics(item.term, **_log_probs(micro, item.term, logp_BT))
+        for change in ("clamped", "capped"):
+            share = shares.get(f"{change}_share")
+            if share is not None:
+                metrics.add(f"{change}/{item.key}", share * tokens, tokens)
     clipped_BT = policy_parts(micro, logp_BT, algorithm).clipped_BT
     if clipped_BT is not None:
         metrics.add("clipped", clipped_BT.sum(), tokens)

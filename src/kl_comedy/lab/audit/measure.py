@@ -1,14 +1,12 @@
 """Audit KL terms on blocks of completions: gradients of every loss, their products, and what those say.
 
-``audit_blocks`` measures. ``check_beta`` takes the gradient of the training step at 0 and at twice a term's beta: a
-term can be configured, logged and without effect (a mask that is never open, a clamp that always acts, a cost that the
-baseline removes).
+    select_terms -> audit_blocks: gradients per block -> GradientProducts -> one TermResult per term -> AuditReport
 
-Legend: ``C`` losses, ``K`` disjoint blocks of completions; ``gram_KK[j, k]`` is the inner product of block j's gradient
-of one loss with block k's of another, in float64. Blocks are independent, so products of *different* blocks estimate
-products of expectations without bias, also where both gradients were taken on the same completions. Intervals are
-delete-one jackknife (Tukey 1958) with Student's t of K - 1 degrees of freedom; for a squared norm near zero they are
-wide rather than narrow.
+``check_beta`` takes the gradient of the training step at 0 and at twice a term's beta: a term can be configured,
+logged and without effect (a mask that is never open, a clamp that always acts, a cost that the baseline removes).
+
+Legend: ``C`` losses, ``K`` disjoint blocks of completions, ``w`` the width of a sketch. :mod:`grams` has the
+statistics.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +24,10 @@ from torch import Tensor
 from kl_comedy.config import Config
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import BetaState, KLTerm, resolve_terms
+from kl_comedy.lab.audit import grams
 from kl_comedy.lab.audit.gradients import (
     AuditedTerm,
+    BlockGradients,
     GradientSketch,
     block_gradients,
     differentiate,
@@ -39,7 +38,7 @@ from kl_comedy.lab.audit.report import SIGNIFICANT, UNDEFINED, AuditReport, Beta
 from kl_comedy.records import Scored
 from kl_comedy.registry import OWN_PART, RECIPES
 from kl_comedy.training.build import is_off_policy
-from kl_comedy.training.loss import micro_loss, prepare
+from kl_comedy.training.loss import micro_loss, named_terms, prepare
 from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
 
@@ -64,160 +63,100 @@ PANEL = (
 )
 """The paper's cells, the corrected ones, and the Rao-Blackwellized ones."""
 
+POLICY = "policy"
+"""The key of the policy loss among the losses."""
+
 
 def equal_blocks(rows: Sequence[Scored], blocks: int) -> list[list[Scored]]:
-    """At most ``blocks`` blocks of as many whole groups each; groups that are left over are left out.
+    """At most ``blocks`` blocks, each of the same number of whole groups; groups that are left over are left out.
 
-    Rows of a group stand together. Blocks must be equal, for their gradients are means over completions.
+    Rows of a group must be adjacent. Blocks must be equal, for their gradients are means over completions.
     """
     groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row.rollout.group_id)]
     count = min(blocks, len(groups))
     size = len(groups) // count
-    return [[row for group in groups[n * size : (n + 1) * size] for row in group] for n in range(count)]
+    split = []
+    for start in range(0, count * size, size):
+        groups_of_block = groups[start : start + size]
+        split.append(list(itertools.chain.from_iterable(groups_of_block)))
+    return split
 
 
+# --- which terms ----------------------------------------------------------------------------------------------------
 def select_terms(
-    names: Sequence[str], config: Config, *, key: str, betas: Sequence[float] | None = None
+    names: Sequence[str], config: Config, *, key: str, betas: Mapping[str, float] | None = None
 ) -> list[AuditedTerm]:
     """The terms that ``names`` ask for: ``own`` (all of the config), ``panel``, or recipes.
 
-    The config's come first; others that differ from an earlier one in beta only are left out. On-policy the panel has
-    no corrections, which are one there. ``betas`` are those in force (default: at the first update). Raises
-    :class:`UserError` under ``key`` for another name.
+    The config's terms come first; a term that differs from an earlier one in beta only is left out. On-policy the
+    panel has no corrections: their ratios are 1 there. ``betas`` are those in force (default: at the first update).
+    Raises :class:`UserError` under ``key`` for another name.
     """
-    terms = resolve_terms(config.kl)
-    betas = [BetaState(term.beta).value for term in terms] if betas is None else betas
+    terms = named_terms(resolve_terms(config.kl))
+    if betas is None:
+        betas = {name: BetaState(term.beta).value for name, term in terms.items()}
+
     config_terms: list[AuditedTerm] = []
-    others: list[AuditedTerm] = []
+    other_terms: list[AuditedTerm] = []
     for name in names:
         if name == "own":
-            for n, (term, beta) in enumerate(zip(terms, betas, strict=True)):
-                label = f"kl.{n}: {term.label()}"
-                config_terms.append(AuditedTerm(key=f"kl_{n}", label=label, term=term, beta=beta, position=n))
+            config_terms += _terms_of_config(terms, betas)
         elif name == "panel":
-            beta = betas[0] if betas else PANEL_BETA
-            shown = [term for term in PANEL if term.correction == "none" or is_off_policy(config)]
-            others += [_other(term.label(), term.label(), term, beta) for term in shown]
+            beta = next(iter(betas.values()), PANEL_BETA)
+            other_terms += _terms_of_panel(beta, off_policy=is_off_policy(config))
         elif name in RECIPES:
-            recipe: tuple[KLTerm, ...] = RECIPES.get(name).fn()
-            for n, term in enumerate(recipe):
-                title = name if len(recipe) == 1 else f"{name} {n}"
-                others.append(_other(title, f"{title}: {term.label()}", term, BetaState(term.beta).value))
+            other_terms += _terms_of_recipe(name)
         else:
             raise bad_value(key, name, ["own", "panel", *RECIPES.names()], OWN_PART)
-    selected: dict[KLTerm | int, AuditedTerm] = dict(enumerate(config_terms))
-    shapes = {dataclasses.replace(term, beta=1.0) for term in terms} if config_terms else set()
-    for item in others:
+
+    selected = list(config_terms)
+    selected_shapes: set[KLTerm] = set()
+    if config_terms:
+        selected_shapes.update(_without_beta(term) for term in terms.values())
+    for item in other_terms:
         assert item.term is not None
-        shape = dataclasses.replace(item.term, beta=1.0)
-        if shape not in shapes:
-            selected.setdefault(shape, item)
-    return list(selected.values())
+        shape = _without_beta(item.term)
+        if shape not in selected_shapes:
+            selected_shapes.add(shape)
+            selected.append(item)
+    return selected
 
 
-def _other(title: str, label: str, term: KLTerm, beta: float) -> AuditedTerm:
-    """A term that is not the config's; its key is the title as part of a metric's name."""
+def _terms_of_config(terms: Mapping[str, KLTerm], betas: Mapping[str, float]) -> list[AuditedTerm]:
+    items = []
+    for position, (key, term) in enumerate(terms.items()):
+        label = f"kl.{position}: {term.label()}"
+        items.append(AuditedTerm(key=key, label=label, term=term, beta=betas[key], position=position))
+    return items
+
+
+def _terms_of_panel(beta: float, *, off_policy: bool) -> list[AuditedTerm]:
+    items = []
+    for term in PANEL:
+        if term.correction == "none" or off_policy:
+            items.append(_term_outside_config(term.label(), term.label(), term, beta))
+    return items
+
+
+def _terms_of_recipe(name: str) -> list[AuditedTerm]:
+    terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
+    items = []
+    for n, term in enumerate(terms):
+        title = name if len(terms) == 1 else f"{name} {n}"
+        beta = BetaState(term.beta).value
+        items.append(_term_outside_config(title, f"{title}: {term.label()}", term, beta))
+    return items
+
+
+def _term_outside_config(title: str, label: str, term: KLTerm, beta: float) -> AuditedTerm:
+    """A term that the config does not have; its key is the title as part of a metric's name."""
     key = "".join(c if c.isalnum() or c in "_-." else "_" for c in title)
     return AuditedTerm(key=key, label=label, term=term, beta=beta)
 
 
-# --- statistics of grams ------------------------------------------------------------------------------------------
-def mean_product(gram_KK: Tensor) -> Tensor:
-    """Unbiased ``<E x, E y>``: the mean of the products of different blocks.
-
-    >>> float(mean_product(torch.tensor([[9.0, 1.0], [3.0, 9.0]])))
-    2.0
-    """
-    k = gram_KK.shape[0]
-    return (gram_KK.sum() - gram_KK.diagonal().sum()) / (k * (k - 1))
-
-
-def noise(gram_KK: Tensor) -> Tensor:
-    """Unbiased trace of the covariance of one block's gradient, from its products with itself."""
-    return gram_KK.diagonal().mean() - mean_product(gram_KK)
-
-
-def estimate(statistic: Callable[..., Tensor], *grams_KK: Tensor) -> Estimate:
-    """``statistic(*grams)`` with the interval of leaving out one block at a time. NaN where it is undefined."""
-    from scipy.stats import t
-
-    k, value = grams_KK[0].shape[0], float(statistic(*grams_KK))
-    rests = [torch.tensor([m for m in range(k) if m != n]) for n in range(k)]
-    left_out = [float(statistic(*(gram[rest][:, rest] for gram in grams_KK))) for rest in rests]
-    mean = sum(left_out) / k
-    width = float(t.ppf(0.975, k - 1)) * math.sqrt((k - 1) / k * sum((item - mean) ** 2 for item in left_out))
-    return Estimate(value=value, low=value - width, high=value + width)
-
-
-def delivered(with_reference_KK: Tensor, reference_KK: Tensor) -> Tensor:
-    """``<E g, E r> / |E r|^2``: the share of the reference gradient that a term delivers; 1 is all, 0 nothing."""
-    return mean_product(with_reference_KK) / mean_product(reference_KK)
-
-
-def cosine(term_KK: Tensor, with_reference_KK: Tensor, reference_KK: Tensor) -> Tensor:
-    """Cosine of the expected gradients; NaN where a squared norm is estimated at or below zero."""
-    squares = mean_product(term_KK), mean_product(reference_KK)
-    if min(float(square) for square in squares) <= 0:
-        return torch.tensor(math.nan)
-    return mean_product(with_reference_KK) / (squares[0] * squares[1]).sqrt()
-
-
-def squared_bias(difference_KK: Tensor, reference_KK: Tensor) -> Tensor:
-    """``|E(g - r)|^2 / |E r|^2``. Unbiased above the line, so it may come out below zero."""
-    return mean_product(difference_KK) / mean_product(reference_KK)
-
-
-def difference_gram(term_KK: Tensor, with_reference_KK: Tensor, reference_KK: Tensor) -> Tensor:
-    """Products of ``g_j - r_j`` with ``g_k - r_k``; ``with_reference_KK[j, k]`` is ``<g_j, r_k>``."""
-    return term_KK - with_reference_KK - with_reference_KK.T + reference_KK
-
-
-def kl_projection(
-    update_KK: Tensor,
-    policy_KK: Tensor,
-    update_reference_KK: Tensor,
-    policy_reference_KK: Tensor,
-    reference_KK: Tensor,
-    *,
-    scale: float,
-    bound: float,
-) -> Tensor:
-    """What the KL part adds to a clipped update along the reference gradient, over the clipped policy gradient's norm.
-
-    Products of ``u = p + beta g`` and of the policy gradient ``p`` with themselves and, their blocks in rows, with
-    ``r``. With ``c(x) = x min(1, bound / |x|)``: ``<E c(u) - E c(p), E r> / (|E r| rms |c(p)|)``. ``bound``: the
-    largest norm of an update's gradient. ``scale``: a block over an update; from a smaller block the norm is that of an
-    update with this block's noise. NaN where noise hides the reference gradient.
-    """
-    square = mean_product(reference_KK)
-    if square <= 0:
-        return torch.tensor(math.nan)
-
-    def norms(gram_KK: Tensor) -> Tensor:
-        mean = mean_product(gram_KK).clamp(min=0.0)
-        return (mean * (1.0 - scale) + scale * gram_KK.diagonal()).clamp(min=1e-30).sqrt()
-
-    update_K, policy_K = norms(update_KK), norms(policy_KK)
-    update_clip_K1, policy_clip_K1 = ((bound / each[:, None]).clamp(max=1.0) for each in (update_K, policy_K))
-    added_KK = update_clip_K1 * update_reference_KK - policy_clip_K1 * policy_reference_KK
-    return mean_product(added_KK) / (square.sqrt() * policy_K.clamp(max=bound).square().mean().sqrt())
-
-
-FLIPS = 2000
-"""Sign flips of a test: p-values are resolved to 0.0005."""
-
-
-def p_of_zero_mean(gram_KK: Tensor, generator: torch.Generator) -> float:
-    """How often blocks of mean zero would give a ``|E x|^2`` as large as this, by flipping the signs of whole blocks.
-
-    Exact for blocks whose distribution is symmetric when their mean is zero (Fisher's randomization test), which
-    means over many completions nearly are. Sharper than the jackknife of a squared norm, which is for its size.
-    """
-    k = gram_KK.shape[0]
-    signs_FK = torch.randint(0, 2, (FLIPS, k), generator=generator).to(gram_KK) * 2 - 1
-    apart_KK = gram_KK - gram_KK.diagonal().diag()
-    flipped_F = ((signs_FK @ apart_KK) * signs_FK).sum(-1)
-    return float((1 + (flipped_F >= apart_KK.sum()).sum()) / (1 + FLIPS))
+def _without_beta(term: KLTerm) -> KLTerm:
+    """Terms that differ in beta only have the same gradient up to a factor."""
+    return dataclasses.replace(term, beta=1.0)
 
 
 # --- does beta change the training gradient? ------------------------------------------------------------------------
@@ -230,14 +169,21 @@ the KL part is as large as the policy's, and grows as that share shrinks; bfloat
 
 
 def training_gradient(
-    module: PolicyModule, rows: Sequence[Scored], betas: Sequence[float], sketch: GradientSketch
+    module: PolicyModule, rows: Sequence[Scored], betas: Mapping[str, float], sketch: GradientSketch
 ) -> Tensor:
     """The gradient that the training step would give the optimizer for ``rows``, sketched, in float64."""
-    passes = {"references": module.references, "policy_pass": module.policy_pass, "old_policy": module.record(rows)}
-    settings = {"terms": module.terms, "betas": betas, "algorithm": module.config.algorithm}
+    micro_batches = prepare(
+        rows,
+        module.plan,
+        betas=betas,
+        references=module.references,
+        policy_pass=module.policy_pass,
+        old_policy=module.record(rows),
+    )
     gradients = []
-    for micro in prepare(rows, module.plan, betas=betas, **passes):
-        loss = micro_loss(micro, module.passes(micro), **settings).loss
+    for micro in micro_batches:
+        passes = module.passes(micro)
+        loss = micro_loss(micro, passes, terms=module.terms, betas=betas, algorithm=module.config.algorithm).loss
         gradients.append(torch.cat(sketch.fold(differentiate([loss], None, sketch.parameters))))
     return module.ranks.sum(sum(gradients[1:], gradients[0])).double()
 
@@ -247,31 +193,36 @@ def check_beta(
 ) -> BetaCheck:
     """What the beta of one term of the config does to the training gradient on ``rows``.
 
-    ``term_gradient`` is the gradient of the term alone on the same rows, at beta = 1, summed and sketched.
+    ``term_gradient`` is the gradient of the term alone on the same rows, at beta = 1, summed and sketched. With
+    ``G(beta)`` for the training gradient, ``(G(2 beta) - G(0)) / (2 beta)`` must equal it.
     """
     assert item.term is not None
-    betas = [beta.value for beta in module.betas]
-    high = 2.0 * item.beta or 1.0
-    without, doubled = (
-        training_gradient(module, rows, [value if n == item.position else b for n, b in enumerate(betas)], sketch)
-        for value in (0.0, high)
-    )
+    # A beta of 0 (a warm-up, or a target that is met) is checked at 1: the term's effect is what is asked.
+    high_beta = 2.0 * item.beta or 1.0
+    betas = module.beta_values
+    without = training_gradient(module, rows, {**betas, item.key: 0.0}, sketch)
+    doubled = training_gradient(module, rows, {**betas, item.key: high_beta}, sketch)
+
     change = doubled - without
     scale = float(without.norm() + doubled.norm())
-    share = float(change.norm()) / scale if scale > 0 else 0.0
-    inert = share <= ROUNDING
+    change_share = float(change.norm()) / scale if scale > 0 else 0.0
+    inert = change_share <= ROUNDING
+
     size = float(term_gradient.norm())
-    disagreement = float((change / high - term_gradient).norm()) / size if size > 0 else math.nan
-    tolerance = DISAGREEMENT + ROUNDING * scale / max(high * size, 1e-300)
-    linear = item.term.baseline != "before"  # advantages are not linear in a cost before the baseline
-    wrong = not inert and linear and not disagreement <= tolerance
-    return BetaCheck(change=share, disagreement=disagreement, inert=inert, wrong=wrong)
+    disagreement = math.nan
+    if size > 0:
+        disagreement = float((change / high_beta - term_gradient).norm()) / size
+    # The difference of two gradients of size `scale` is only known to the rounding of both, which counts for more
+    # the smaller the term's own part is.
+    tolerance = DISAGREEMENT + ROUNDING * scale / max(high_beta * size, 1e-300)
+    agrees = disagreement <= tolerance  # False for NaN: a term without a gradient must not change training's
+    # Advantages are not linear in a cost before the baseline, so its difference quotient is another number.
+    is_linear = item.term.baseline != "before"
+    wrong = is_linear and not inert and not agrees
+    return BetaCheck(change=change_share, disagreement=disagreement, inert=inert, wrong=wrong)
 
 
 # --- the audit ------------------------------------------------------------------------------------------------------
-POLICY = "policy"
-
-
 def audit_blocks(
     module: PolicyModule,
     blocks: Sequence[Sequence[Scored]],
@@ -282,176 +233,289 @@ def audit_blocks(
     check: bool = True,
     progress: Callable[[int], None] = lambda done: None,
 ) -> AuditReport:
-    """Audit ``audited`` on blocks of whole groups, each of as many completions.
+    """Audit ``audited`` on blocks of whole groups, each with the same number of completions.
 
     ``check`` adds the check of beta for the terms of the config, on the first block. ``progress`` is called with the
     number of blocks done. Leaves weights, ``.grad`` and random state alone. All ranks call, with the same blocks, and
     have the same report.
 
     Where noise hides the reference gradient nothing is compared with it, and ``reference_noise`` is NaN. Raises
-    :class:`UserError` for too few blocks, or a policy that is its reference still.
+    :class:`UserError` for too few blocks, and for a policy that still equals its reference.
     """
     if len(blocks) < MINIMUM_BLOCKS:
         raise UserError(f"audit: intervals need at least {MINIMUM_BLOCKS} blocks of whole groups, got {len(blocks)}")
-    started, config = time.perf_counter(), module.config
-    on_policy = not is_off_policy(config)
-    group_size = sum(row.rollout.group_id == blocks[0][0].rollout.group_id for row in blocks[0])
-    names = sorted({"initial", *(item.term.reference for item in audited if item.term)} - {"sampler"})
-    references = {name: reference_term(name, on_policy=on_policy, group_size=group_size) for name in names}
-    losses = [
-        AuditedTerm(key=POLICY, term=None),
-        *(AuditedTerm(key=f"reference/{name}", term=term) for name, term in references.items()),
-        *audited,
-    ]
-    sketches, metrics = GradientSketch(layer_groups(module.policy), sketch), MetricAccumulator()
-    gradients: list[tuple[list[Tensor], float]] = []
+    started = time.perf_counter()
+    references = _reference_terms(audited, module.config, blocks[0])
+    losses = _losses(audited, references)
+    sketches = GradientSketch(layer_groups(module.policy), sketch)
+    gradients, values = _differentiate_blocks(module, blocks, losses, sketches, progress)
+
+    scale = len(blocks[0]) / _completions_per_update(module.config, blocks[0])
+    products = GradientProducts([loss.key for loss in losses], sketches.names, gradients, seed, scale)
+    results = []
+    for item in audited:
+        result = products.result(item, values)
+        # A beta of the training step exists only for the config's terms.
+        if check and item.position is not None:
+            term_gradient = _summed_gradient(gradients[0], losses.index(item))
+            beta_check = check_beta(module, blocks[0], item, term_gradient, sketches)
+            result = dataclasses.replace(result, check=beta_check)
+        results.append(result)
+
+    config_terms = [item for item in audited if item.position is not None]
+    bound = _clip_bound(module.config, gradients[0].weight, scale)
+    return AuditReport(
+        name=module.config.name,
+        version=module.version,
+        regime="off_policy" if is_off_policy(module.config) else "on_policy",
+        completions=sum(len(rows) for rows in blocks),
+        blocks=len(blocks),
+        length=values["length"],
+        exact_kl_token=values["exact_kl_token"],
+        exact_kl_sequence=values["exact_kl_sequence"],
+        reference_term=references["initial"].label(),
+        reference_noise=products.reference_noise(_reference_key("initial")),
+        policy_silent_share=values[f"silent/{POLICY}"],
+        clip_share=values.get("clipped"),
+        total_kl_to_policy=products.kl_to_policy(config_terms),
+        kl_projection=products.kl_projection(config_terms, bound),
+        sketch=sketch,
+        seconds=time.perf_counter() - started,
+        terms=results,
+    )
+
+
+def _losses(audited: Sequence[AuditedTerm], references: Mapping[str, KLTerm]) -> list[AuditedTerm]:
+    """Everything that is differentiated: the policy loss, the reference terms by name, and the audited terms."""
+    losses = [AuditedTerm(key=POLICY, term=None)]
+    for name, term in references.items():
+        losses.append(AuditedTerm(key=_reference_key(name), term=term))
+    return [*losses, *audited]
+
+
+def _differentiate_blocks(
+    module: PolicyModule,
+    blocks: Sequence[Sequence[Scored]],
+    losses: Sequence[AuditedTerm],
+    sketches: GradientSketch,
+    progress: Callable[[int], None],
+) -> tuple[list[BlockGradients], dict[str, float]]:
+    """The gradients of each block, and the metrics of all. Raises :class:`UserError` for an untrained policy."""
+    metrics = MetricAccumulator()
+    gradients: list[BlockGradients] = []
     for rows in blocks:
         gradients.append(block_gradients(module, rows, losses, sketches, metrics))
         progress(len(gradients))
     values = metrics.merged(module.ranks).values()
+    # Exactly zero: the audit cannot tell a term that does nothing from one whose gradient is zero at the start.
     if values["exact_kl_token"] == 0.0:
         raise UserError(
-            "audit: the policy is its initial reference still, so every KL gradient is zero; train it first "
-            "(more --updates, or audit the folder of a run)"
+            "audit: the policy is still identical to its initial reference, so every KL gradient is zero; train it "
+            "first (more --updates, or audit the folder of a run)"
         )
-    update = config.rollout.prompts_per_batch * group_size // config.algorithm.updates_per_batch
-    scale = len(blocks[0]) / update
-    products = _Products([loss.key for loss in losses], sketches.names, gradients, seed, scale)
-    terms = [products.result(item, values) for item in audited]
-    own = [item for item in audited if item.position is not None]
-    first, weight = gradients[0]
-    bound = (config.optimizer.clip_norm or math.inf) * scale / weight if weight > 0 else math.inf
-    for n, item in enumerate(audited):
-        if check and item.position is not None:
-            sketched = torch.cat([of_group[losses.index(item)] for of_group in first]).double() * weight
-            terms[n] = dataclasses.replace(terms[n], check=check_beta(module, blocks[0], item, sketched, sketches))
-    return AuditReport(
-        name=config.name,
-        version=module.version,
-        regime="on_policy" if on_policy else "off_policy",
-        completions=sum(len(rows) for rows in blocks),
-        blocks=len(blocks),
-        reference_term=references["initial"].label(),
-        reference_noise=products.reference_noise("reference/initial"),
-        policy_silent_share=values[f"silent/{POLICY}"],
-        clip_share=values.get("clipped"),
-        total_kl_to_policy=products.kl_to_policy(own),
-        kl_projection=products.kl_projection(own, bound),
-        sketch=sketch,
-        seconds=time.perf_counter() - started,
-        terms=terms,
-        **{name: values[name] for name in ("length", "exact_kl_token", "exact_kl_sequence")},
-    )
+    return gradients, values
 
 
-class _Products:
-    """Estimates from inner products of gradients. ``scale`` is the size of a block over that of the run's updates."""
+def _first_group_size(rows: Sequence[Scored]) -> int:
+    """Completions per prompt, counted: the rows of a run may be of another group size than the config's."""
+    first = rows[0].rollout.group_id
+    return sum(row.rollout.group_id == first for row in rows)
+
+
+def _reference_terms(audited: Sequence[AuditedTerm], config: Config, rows: Sequence[Scored]) -> dict[str, KLTerm]:
+    """The term that others are measured against, by the name of each reference that an audited term reads.
+
+    There is always one for the initial reference, for the whole report's headline. The sampler is not a model whose
+    exact KL could be computed, so terms against it are compared with nothing.
+    """
+    on_policy = not is_off_policy(config)
+    group_size = _first_group_size(rows)
+    names = {"initial"}
+    for item in audited:
+        if item.term is not None and item.term.reference != "sampler":
+            names.add(item.term.reference)
+    return {name: reference_term(name, on_policy=on_policy, group_size=group_size) for name in sorted(names)}
+
+
+def _reference_key(name: str) -> str:
+    return f"reference/{name}"
+
+
+def _completions_per_update(config: Config, rows: Sequence[Scored]) -> int:
+    return config.rollout.prompts_per_batch * _first_group_size(rows) // config.algorithm.updates_per_batch
+
+
+def _clip_bound(config: Config, weight: float, scale: float) -> float:
+    """``optimizer.clip_norm`` in the unit of the audited gradients, which are means over completions.
+
+    ``weight`` is the sum of the first block's sequence weights: what a mean is multiplied by to be a gradient of
+    training. Infinite where nothing is clipped, or the block has no weight.
+    """
+    if config.optimizer.clip_norm is None or weight <= 0:
+        return math.inf
+    return config.optimizer.clip_norm * scale / weight
+
+
+def _summed_gradient(gradients: BlockGradients, loss_index: int) -> Tensor:
+    """The sketched gradient of one loss, as a sum over the block's weighted completions instead of a mean."""
+    parts = [of_layer[loss_index] for of_layer in gradients.by_layer]
+    return torch.cat(parts).double() * gradients.weight
+
+
+class GradientProducts:
+    """Estimates from inner products of gradients.
+
+    ``keys`` name the losses in the order of each block's gradients, and ``layers`` the layer groups. ``seed`` is that
+    of the sign flips. ``scale`` is the size of a block over that of the run's updates.
+    """
 
     def __init__(
         self,
-        keys: list[str],
-        layers: list[str],
-        gradients: Sequence[tuple[list[Tensor], float]],
+        keys: Sequence[str],
+        layers: Sequence[str],
+        gradients: Sequence[BlockGradients],
         seed: int,
         scale: float,
     ) -> None:
-        self._at = {key: n for n, key in enumerate(keys)}
-        by_layer = zip(*(vectors for vectors, _ in gradients), strict=True)
-        self._layers = {name: _gram(blocks) for name, blocks in zip(layers, by_layer, strict=True)}
-        self._whole = torch.stack(list(self._layers.values())).sum(0)
-        self._generator, self._scale = torch.Generator().manual_seed(seed), scale
+        self._index = {key: n for n, key in enumerate(keys)}
+        self._by_layer: dict[str, Tensor] = {}
+        for n, layer in enumerate(layers):
+            self._by_layer[layer] = grams.gram([block.by_layer[n] for block in gradients])
+        # Layer groups are disjoint sets of parameters, so products of whole gradients are sums over the groups.
+        self._whole = torch.stack(list(self._by_layer.values())).sum(0)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._scale = scale
 
     def _gram_of(self, left: str, right: str) -> Tensor:
-        return self._whole[self._at[left], self._at[right]]
-
-    def reference_noise(self, key: str) -> float:
-        """Standard error of a reference gradient over its norm; NaN where noise hides it."""
-        gram_KK = self._gram_of(key, key)
-        square, spread = float(mean_product(gram_KK)), float(noise(gram_KK)) / len(gram_KK)
-        return math.sqrt(max(spread, 0.0) / square) if square > max(spread, 0.0) else math.nan
+        return self._whole[self._index[left], self._index[right]]
 
     def _gram_of_sums(self, left: Mapping[str, float], right: Mapping[str, float]) -> Tensor:
         """Products of two sums of losses, given by the coefficient of each."""
         total_KK = torch.zeros(self._whole.shape[-2:], dtype=torch.float64)
-        for (key, a), (other, b) in itertools.product(left.items(), right.items()):
-            total_KK += a * b * self._gram_of(key, other)
+        for left_key, left_coefficient in left.items():
+            for right_key, right_coefficient in right.items():
+                total_KK += left_coefficient * right_coefficient * self._gram_of(left_key, right_key)
         return total_KK
 
+    def reference_noise(self, key: str) -> float:
+        """Standard error of a reference gradient over its norm; NaN where noise hides it."""
+        gram_KK = self._gram_of(key, key)
+        square = float(grams.mean_product(gram_KK))
+        variance = max(float(grams.noise(gram_KK)) / len(gram_KK), 0.0)
+        if square <= variance:
+            return math.nan
+        return math.sqrt(variance / square)
+
     def kl_projection(self, items: Sequence[AuditedTerm], bound: float) -> Estimate:
-        """:func:`kl_projection` of the sum of the items; undefined without any, or against another reference.
+        """:func:`grams.kl_projection` of the sum of the items; undefined without any, or against another reference.
 
         ``bound``: the largest norm of an update's gradient, in the unit of the gradients: a mean over completions.
         """
-        reference = "reference/initial"
-        if any(item.term is None or item.term.reference != "initial" for item in items) or not items:
+        if not items:
             return UNDEFINED
-        if not math.isfinite(self.reference_noise(reference)):
+        if any(item.term is None or item.term.reference != "initial" for item in items):
             return UNDEFINED
-        policy, kl = {POLICY: 1.0}, {item.key: item.beta for item in items}
-        update, exact = policy | kl, {reference: 1.0}
-        pairs = (update, update), (policy, policy), (update, exact), (policy, exact), (exact, exact)
-        statistic = functools.partial(kl_projection, scale=self._scale, bound=bound)
-        return estimate(statistic, *(self._gram_of_sums(*pair) for pair in pairs))
+        reference_key = _reference_key("initial")
+        if math.isnan(self.reference_noise(reference_key)):
+            return UNDEFINED
+
+        policy = {POLICY: 1.0}
+        update = {POLICY: 1.0}
+        for item in items:
+            update[item.key] = item.beta
+        reference = {reference_key: 1.0}
+        return grams.estimate(
+            functools.partial(grams.kl_projection, scale=self._scale, bound=bound),
+            self._gram_of_sums(update, update),
+            self._gram_of_sums(policy, policy),
+            self._gram_of_sums(update, reference),
+            self._gram_of_sums(policy, reference),
+            self._gram_of_sums(reference, reference),
+        )
 
     def kl_to_policy(self, items: Sequence[AuditedTerm]) -> float:
         """Norm of ``sum beta g`` over that of the policy gradient, each of an update's size; NaN without either."""
-        kl = {item.key: item.beta for item in items}
-        grams = self._gram_of_sums(kl, kl), self._gram_of(POLICY, POLICY)
-        kl, policy = (float(mean_product(gram) + noise(gram) * self._scale) for gram in grams)
-        return math.sqrt(kl / policy) if kl >= 0 and policy > 0 else math.nan
+        betas = {item.key: item.beta for item in items}
+        kl_square = self._update_square(self._gram_of_sums(betas, betas))
+        policy_square = self._update_square(self._gram_of(POLICY, POLICY))
+        if kl_square >= 0 and policy_square > 0:
+            return math.sqrt(kl_square / policy_square)
+        return math.nan
+
+    def _update_square(self, gram_KK: Tensor) -> float:
+        """The expected squared gradient norm of an update, which has less noise than a smaller block."""
+        return float(grams.mean_product(gram_KK) + grams.noise(gram_KK) * self._scale)
 
     def result(self, item: AuditedTerm, values: Mapping[str, float]) -> TermResult:
-        """Everything about one term but the check of beta."""
+        """Everything about one term except the check of beta. ``values`` are the metrics of the blocks."""
         assert item.term is not None
-        reference = f"reference/{item.term.reference}"
-        p_no_mean = p_of_zero_mean(self._gram_of(item.key, item.key), self._generator)
-        compared: dict[str, Any] = {}
-        if reference in self._at and math.isfinite(self.reference_noise(reference)):
-            term, ref = self._at[item.key], self._at[reference]
-            whole, *layers = (
-                (gram[term, term], gram[term, ref], gram[ref, ref]) for gram in (self._whole, *self._layers.values())
-            )
-            compared = self._compared(*whole, p_no_mean)
-            compared["layers"] = {name: _layer(*grams) for name, grams in zip(self._layers, layers, strict=True)}
-        return TermResult(
-            **{name: getattr(item, name) for name in ("key", "label", "position", "beta")},
-            p_no_mean=p_no_mean,
+        result = TermResult(
+            key=item.key,
+            label=item.label,
+            position=item.position,
+            beta=item.beta,
+            p_no_mean=grams.p_of_zero_mean(self._gram_of(item.key, item.key), self._generator),
             kl_to_policy=self.kl_to_policy([item]),
             silent_share=values.get(f"silent/{item.key}", 0.0),
             clamped_share=values.get(f"clamped/{item.key}"),
             capped_share=values.get(f"capped/{item.key}"),
-            **compared,
+        )
+        reference_key = _reference_key(item.term.reference)
+        if reference_key not in self._index or math.isnan(self.reference_noise(reference_key)):
+            return result
+        return self._compare(result, reference_key)
+
+    def _compare(self, result: TermResult, reference_key: str) -> TermResult:
+        """``result`` with what its term's gradient has in common with the reference gradient."""
+        term_KK = self._gram_of(result.key, result.key)
+        with_reference_KK = self._gram_of(result.key, reference_key)
+        reference_KK = self._gram_of(reference_key, reference_key)
+        difference_KK = grams.difference_gram(term_KK, with_reference_KK, reference_KK)
+
+        # The reference term itself, under another name: the difference is rounding, whose sign flips mean nothing.
+        is_reference = float(difference_KK.diagonal().sum()) <= 1e-10 * float(reference_KK.diagonal().sum())
+        p_unbiased = 1.0
+        if not is_reference:
+            p_unbiased = grams.p_of_zero_mean(difference_KK, self._generator)
+
+        cosine = grams.estimate(grams.cosine, term_KK, with_reference_KK, reference_KK)
+        # Noise has a direction too, but it says nothing about the term.
+        direction = None
+        has_interval = math.isfinite(cosine.value) and math.isfinite(cosine.half_width)
+        if has_interval and result.p_no_mean < SIGNIFICANT:
+            direction = cosine
+        squared_bias = grams.estimate(grams.squared_bias, difference_KK, reference_KK)
+        term_index = self._index[result.key]
+        reference_index = self._index[reference_key]
+        layers = {}
+        for layer, layer_gram in self._by_layer.items():
+            layers[layer] = _compare_layer(
+                layer_gram[term_index, term_index],
+                layer_gram[term_index, reference_index],
+                layer_gram[reference_index, reference_index],
+            )
+        return dataclasses.replace(
+            result,
+            delivered=grams.estimate(grams.delivered, with_reference_KK, reference_KK),
+            cosine=direction,
+            bias=Estimate(
+                value=grams.bias_of_square(squared_bias.value),
+                low=grams.bias_of_square(squared_bias.low),
+                high=grams.bias_of_square(squared_bias.high),
+            ),
+            p_unbiased=p_unbiased,
+            variance=float(grams.noise(term_KK) / grams.noise(reference_KK)),
+            layers=layers,
         )
 
-    def _compared(self, term_KK: Tensor, with_KK: Tensor, ref_KK: Tensor, p_no_mean: float) -> dict[str, Any]:
-        difference_KK = difference_gram(term_KK, with_KK, ref_KK)
-        same = float(difference_KK.diagonal().sum()) <= 1e-10 * float(ref_KK.diagonal().sum())
-        direction = estimate(cosine, term_KK, with_KK, ref_KK)
-        has_mean = p_no_mean < SIGNIFICANT and math.isfinite(direction.value) and math.isfinite(direction.half_width)
-        square = estimate(squared_bias, difference_KK, ref_KK)
-        return {
-            "delivered": estimate(delivered, with_KK, ref_KK),
-            "cosine": direction if has_mean else None,
-            "bias": Estimate(**{end: math.sqrt(max(value, 0.0)) for end, value in vars(square).items()}),
-            "p_unbiased": 1.0 if same else p_of_zero_mean(difference_KK, self._generator),
-            "variance": float(noise(term_KK) / noise(ref_KK)),
-        }
 
-
-def _gram(blocks: Sequence[Tensor]) -> Tensor:
-    """``K`` tensors ``[C, w]`` to ``[C, C, K, K]``."""
-    stacked = torch.stack(list(blocks)).double().cpu()
-    k, c, _ = stacked.shape
-    flat = stacked.transpose(0, 1).reshape(c * k, -1)
-    return (flat @ flat.T).reshape(c, k, c, k).permute(0, 2, 1, 3)
-
-
-def _layer(term_KK: Tensor, with_KK: Tensor, ref_KK: Tensor) -> dict[str, float]:
-    if float(mean_product(ref_KK)) <= 0:
+def _compare_layer(term_KK: Tensor, with_reference_KK: Tensor, reference_KK: Tensor) -> dict[str, float]:
+    """``cosine``, ``delivered`` and ``bias`` over the parameters of one layer group; NaN where noise hides them."""
+    if float(grams.mean_product(reference_KK)) <= 0:
         return dict.fromkeys(("cosine", "delivered", "bias"), math.nan)
-    bias = float(squared_bias(difference_gram(term_KK, with_KK, ref_KK), ref_KK))
+    difference_KK = grams.difference_gram(term_KK, with_reference_KK, reference_KK)
     return {
-        "cosine": float(cosine(term_KK, with_KK, ref_KK)),
-        "delivered": float(delivered(with_KK, ref_KK)),
-        "bias": math.sqrt(max(bias, 0.0)),
+        "cosine": float(grams.cosine(term_KK, with_reference_KK, reference_KK)),
+        "delivered": float(grams.delivered(with_reference_KK, reference_KK)),
+        "bias": grams.bias_of_square(float(grams.squared_bias(difference_KK, reference_KK))),
     }

@@ -13,7 +13,10 @@ from kl_comedy.training.run_folder import RunDir, step_of
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSource:
-    """A config, and the newest checkpoint where it is that of a run's folder."""
+    """A config and, where it was read from a run's folder, that run's newest checkpoint.
+
+    ``step`` is the number of updates before the checkpoint; 0 without one.
+    """
 
     config: Config
     checkpoint: Path | None
@@ -21,12 +24,16 @@ class AuditSource:
 
     @classmethod
     def read(cls, path: Path, overrides: list[str]) -> AuditSource:
-        """Read a YAML config or a run's folder. Raises :class:`UserError` for a folder without a checkpoint."""
+        """Read a YAML config or a run's folder.
+
+        Raises :class:`UserError` for a folder without a checkpoint, and for overrides of what it was trained with.
+        """
         if not path.is_dir():
             return cls(config=load_config(path, overrides), checkpoint=None, step=0)
         run = RunDir(path=path)
         if not (path / "config.yaml").is_file():
             raise UserError(f"{path} is a folder without config.yaml; give a YAML config, or the folder of a run")
+        # The run may still be training: its damaged checkpoints are not ours to rename.
         checkpoint = newest_checkpoint(run.checkpoints, rename=False)
         if checkpoint is None:
             raise UserError(
