@@ -32,17 +32,14 @@ from kl_comedy.models.load import (
     carry_options,
     check_kernels,
     check_log_probs,
-    check_undamaged,
-    first_line,
-    from_pretrained,
     load_base,
     load_tokenizer,
     pick_device,
-    source_folder,
     use_fast_linears,
     whole_model,
 )
 from kl_comedy.models.lora import add_lora, base_name, initial_factor, is_lora_factor
+from kl_comedy.models.sources import check_undamaged, first_line, from_pretrained, source_folder
 from kl_comedy.models.types import LoadedModel
 
 if TYPE_CHECKING:

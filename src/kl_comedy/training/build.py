@@ -12,7 +12,8 @@ from kl_comedy.config.combinations import sampler_of, updates_from_a_batch
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError, unknown_key
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
-from kl_comedy.models.load import check_source, pick_device
+from kl_comedy.models.load import pick_device
+from kl_comedy.models.sources import check_source
 from kl_comedy.objective import PolicyTerm, check_policy_term
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import check_options
