@@ -162,8 +162,9 @@ EARLIER = (
     ),
     Mutant(
         "the reference is never replaced by its KL",
-        "($s.$period is None or $step % $s.$period) and not $kl > $s.$most",
-        "$s.$period is None or $step % $s.$period",
+        "$due or $far",
+        "$due",
+        inside="measured_kl: float = 0.0",
         tests="tests/models/test_reference.py",
     ),
     Mutant(
