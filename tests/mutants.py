@@ -162,8 +162,9 @@ EARLIER = (
     ),
     Mutant(
         "the reference is never replaced by its KL",
-        "($s.$period is None or $step % $s.$period) and not $kl > $s.$most",
-        "$s.$period is None or $step % $s.$period",
+        "$due or $far",
+        "$due",
+        inside="measured_kl: float = 0.0",
         tests="tests/models/test_reference.py",
     ),
     Mutant(
@@ -225,6 +226,7 @@ EARLIER = (
         "clip bounds swapped",
         "$bounded_BT = $ratio_BT.clamp(1.0 - $clip_low, 1.0 + $clip_high)",
         "$bounded_BT = $ratio_BT.clamp(1.0 - $clip_high, 1.0 + $clip_low)",
+        inside="-torch.minimum(",
         tests="tests/objective/test_objective.py",
     ),
     Mutant(

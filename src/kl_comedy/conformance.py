@@ -1,4 +1,4 @@
-"""Conformance: what somebody's KL loss optimizes, by enumeration in float64, as a test for their CI.
+"""Conformance: what any trainer's KL loss optimizes, by enumeration in float64, as a test for its CI.
 
     loss_fn + every completion of small policies -> expected gradient -> compared with targets -> Report
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +28,21 @@ ARGUMENTS = ("logp", "ref_logp", "behaviour_logp", "mask", "tokens", "logp_full"
 REDUCTIONS = ("sum", "token_mean")
 TOLERANCE32 = 1e-3
 """Error up to which a loss that computes in float32 hits a target."""
+DRAWN_PARAMETERS = 6
+"""Parameters of a drawn policy that would have one for each prefix and token. A loss for language models is tried on
+policies that share parameters among prefixes, as a language model does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """What the loss optimizes in one regime.
 
-    ``target``: whose gradient the expected gradient equals, times ``coefficient``, on every policy; ``near_target``: on
-    those near the reference; None where there is none. ``nearest``: the target with the largest ``cosine``.
-    ``reaches_policy``: whether any completion has a gradient. ``missed_in``: a policy that misses ``near_target``.
+    ``claimed``: the target that the loss is said to have, None without a claim.
+    ``target``: the target whose gradient, times ``coefficient``, equals the expected gradient on every policy.
+    ``near_target``: the same on the policies near the reference. Both are None where no target fits.
+    ``nearest``: the target whose gradient has the largest absolute ``cosine`` with the expected gradient.
+    ``reaches_policy``: whether any completion has a gradient.
+    ``missed_in``: a policy on which ``near_target`` is missed, in words; empty where there is none.
     """
 
     regime: str
@@ -49,23 +56,32 @@ class Finding:
     missed_in: str
 
     def __str__(self) -> str:
+        text = f"{self.regime}: {self._verdict()}"
+        if self.claimed:
+            text += f" [claimed: {self.claimed}]"
+        return text
+
+    def _verdict(self) -> str:
         if not self.reaches_policy:
-            words = "zero: no gradient reaches the policy (no_grad, or a detached value)"
-        elif self.target is not None:
-            times = "" if self.target == "zero" else f", times {self.coefficient:.4g}"
-            words = f"{self.target}{times}: {TARGET_MEANINGS[self.target]}"
-        elif self.near_target is not None:
-            words = f"{self.near_target} near the reference only, missed with {self.missed_in}"
-        elif self.cosine != self.cosine:
-            words = "none: its expected gradient is not finite"
-        else:
-            words = f"none: nearest to {self.nearest}, cosine {self.cosine:.2f}"
-        return f"{self.regime}: {words}" + (f" [claimed: {self.claimed}]" if self.claimed else "")
+            return "zero: no gradient reaches the policy (no_grad, or a detached value)"
+        if self.target == "zero":
+            return f"zero: {TARGET_MEANINGS['zero']}"
+        if self.target is not None:
+            return f"{self.target}, times {self.coefficient:.4g}: {TARGET_MEANINGS[self.target]}"
+        if self.near_target is not None:
+            return f"{self.near_target} near the reference only, missed with {self.missed_in}"
+        if math.isnan(self.cosine):
+            return "none: its expected gradient is not finite"
+        return f"none: nearest to {self.nearest}, cosine {self.cosine:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The findings of :func:`check`, and what they cover. ``problems``: what is wrong whatever the loss claims."""
+    """The findings of :func:`check`, one per regime.
+
+    ``near_only``: claims are about policies near the reference. ``covered``: the policies that were tried, in words.
+    ``problems``: what is wrong whatever the loss claims.
+    """
 
     findings: tuple[Finding, ...]
     near_only: bool
@@ -75,7 +91,8 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether every claim holds and there is no problem."""
-        return not self.problems and all(self._holds(each) for each in self.findings)
+        claims_hold = all(self._holds(finding) for finding in self.findings)
+        return claims_hold and not self.problems
 
     def assert_ok(self) -> None:
         """Raise AssertionError with the report unless every claim holds."""
@@ -83,13 +100,26 @@ class Report:
             raise AssertionError(f"the KL loss does not optimize what it claims\n{self}")
 
     def _holds(self, finding: Finding) -> bool:
-        target = finding.near_target if self.near_only else finding.target
-        return finding.claimed in (None, target or "none")
+        if finding.claimed is None:
+            return True
+        target = finding.target
+        if self.near_only:
+            target = finding.near_target
+        if target is None:
+            target = "none"
+        return finding.claimed == target
 
     def __str__(self) -> str:
-        rows = [f"{'ok    ' if self._holds(each) else 'FAILED'} {each}" for each in self.findings]
-        rows += [f"FAILED {problem}" for problem in self.problems]
-        return "\n".join([*rows, f"checked: {self.covered}"])
+        lines = []
+        for finding in self.findings:
+            mark = "FAILED"
+            if self._holds(finding):
+                mark = "ok    "
+            lines.append(f"{mark} {finding}")
+        for problem in self.problems:
+            lines.append(f"FAILED {problem}")
+        lines.append(f"checked: {self.covered}")
+        return "\n".join(lines)
 
 
 def check(
@@ -105,46 +135,77 @@ def check(
     """What ``loss_fn`` optimizes on-policy, off-policy and with mixed policy versions, against what it claims.
 
     ``loss_fn`` (a function or a module) is called with those of these tensors that its parameters name: ``logp``,
-    ``ref_logp``, ``behaviour_logp`` (log-probs of the tokens, ``[B, T]``, zero in the padding), ``mask`` (bool),
-    ``tokens`` (ids), ``logp_full``, ``ref_logp_full`` (``[B, T, V]``). With ``holes``, masked tokens stand within a
-    completion, as a tool's reply does: they have log-probs, which must not enter the loss. It returns what is to be
-    minimized: ``[B, T]`` or ``[B]``, summed over the mask, or a scalar, for which it is called once per completion;
-    ``reduction="token_mean"``: the scalar is a mean over the mask, which is undone. (A mean per completion weights by
-    1 / length, which no KL does.)
+    ``ref_logp``, ``behaviour_logp`` (log-probs of the tokens in nats, ``[B, T]``, zero in the padding), ``mask`` (bool
+    ``[B, T]``), ``tokens`` (ids ``[B, T]``), ``logp_full``, ``ref_logp_full`` (``[B, T, V]``). It returns what is to be
+    minimized: ``[B, T]`` or ``[B]``, summed over the mask, or a scalar, for which it is called once per completion.
+    With ``reduction="token_mean"`` the scalar is a mean over the mask, which is undone. (A mean per completion weights
+    a completion by 1 / length, which no KL does.)
+
+    With ``holes``, masked tokens stand within a completion, as a tool's reply does: they have log-probs, which must not
+    enter the loss.
 
     ``claims``: a target (:data:`kl_comedy.kl.claims.TARGETS`, or ``none``) on-policy, or one per regime. A claim holds
-    where the gradient is that of the target times one positive coefficient (your beta). ``near_only``: losses that
-    clamp claim it near the reference only. ``seed``: of the settings drawn beside the fixed policies.
+    where the expected gradient is that of the target times one positive coefficient (your beta). ``near_only``: losses
+    that clamp claim it near the reference only. ``seed``: of the policies drawn beside the fixed ones.
 
     A value or gradient that is not finite, and masked tokens that enter the loss, are problems of the report.
 
     Raises :class:`UserError` for a wrong name, parameter or shape, and for a loss that raises, mixes completions,
     changes its arguments or from call to call, or depends on the padding.
     """
-    by_regime = {"on_policy": claims} if isinstance(claims, str) else dict(claims)
-    values = {"claims": (tuple(by_regime.values()), (*TARGETS, "none")), "reduction": ((reduction,), REDUCTIONS)}
-    for key, (given, allowed) in {"regimes": ((*by_regime, *regimes), REGIMES), **values}.items():
-        for value in given:
-            if value not in allowed:
-                raise bad_value(key, value, allowed)
-    call = _caller(loss_fn)
-    findings, policies, problems = [], list[BatteryInstance](), dict[str, None]()
-    for regime in dict.fromkeys((*regimes, *by_regime)):
-        shared = [each for each in battery(regime) if each.instance.features_NVD is not None]
-        settings = [dataclasses.replace(each, parameters=each.parameters or 6) for each in drawn_settings(seed)]
-        policies = [*shared, *(with_targets(each.instance(regime), setting=each) for each in settings)]
-        pairs = []
-        for each in policies:
-            batch = _Batch.of(each, seed if holes else None)
-            loss = _Loss(call, reduction)
-            pairs.append((each, *_moments(loss, batch, each)))
+    if isinstance(claims, str):
+        claims = {"on_policy": claims}
+    _check_names("regimes", (*claims, *regimes), REGIMES)
+    _check_names("claims", claims.values(), (*TARGETS, "none"))
+    _check_names("reduction", (reduction,), REDUCTIONS)
+    loss = _Loss(_caller(loss_fn), reduction)
+    holes_seed = None
+    if holes:
+        holes_seed = seed
+
+    findings = []
+    # A dict, so that a problem of two regimes is reported once and the order stays.
+    problems = dict[str, None]()
+    policies: list[BatteryInstance] = []
+    for regime in dict.fromkeys((*regimes, *claims)):
+        policies = _policies(regime, seed)
+        results = []
+        for policy in policies:
+            batch = _Batch.of(policy, holes_seed)
+            results.append(_result(loss, batch, policy))
+            # A loss that clamps may overflow far from the reference, where it claims nothing.
+            is_claimed_here = policy.near or not near_only
             # One place is enough: where one value is not finite, many are.
-            if not problems and (each.near or not near_only):
-                problems |= dict.fromkeys(_not_finite(loss, batch, each))
-        first = _Batch.of(policies[0], seed if holes else None)
-        problems |= dict.fromkeys(_leaks(_Loss(call, reduction), first, policies[0], seed))
-        findings.append(_finding(regime, by_regime.get(regime), pairs))
-    span = coverage(each.instance for each in policies)
+            if is_claimed_here and not problems:
+                problems |= dict.fromkeys(_not_finite(loss, batch))
+        first_batch = _Batch.of(policies[0], holes_seed)
+        problems |= dict.fromkeys(_leaks(loss, first_batch, policies[0], seed))
+        findings.append(_Results(results).finding(regime, claims.get(regime)))
+    return Report(
+        findings=tuple(findings),
+        near_only=near_only,
+        covered=_covered(policies, seed, holes=holes),
+        problems=tuple(problems),
+    )
+
+
+def _check_names(key: str, names: Iterable[str], allowed: Sequence[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise bad_value(key, name, allowed)
+
+
+def _policies(regime: str, seed: int) -> list[BatteryInstance]:
+    """The fixed policies that share parameters among prefixes, then those that the seed draws."""
+    policies = [policy for policy in battery(regime) if policy.instance.features_NVD is not None]
+    for setting in drawn_settings(seed):
+        sharing = dataclasses.replace(setting, parameters=setting.parameters or DRAWN_PARAMETERS)
+        policies.append(with_targets(sharing.instance(regime), setting=sharing))
+    return policies
+
+
+def _covered(policies: Sequence[BatteryInstance], seed: int, *, holes: bool) -> str:
+    span = coverage(policy.instance for policy in policies)
     covered = (
         f"every completion of {len(policies)} policies per regime, some drawn (seed {seed}); vocabulary "
         f"{span['vocabulary'][0]:g} to {span['vocabulary'][1]:g}, up to {span['steps'][1]:g} tokens, log-ratios from "
@@ -152,55 +213,92 @@ def check(
     )
     if holes:
         covered += "; masked tokens within the completions"
-    return Report(findings=tuple(findings), near_only=near_only, covered=covered, problems=tuple(problems))
+    return covered
 
 
-def _finding(regime: str, claimed: str | None, results: list[tuple[BatteryInstance, Moments, float]]) -> Finding:
-    near = [(each.targets, moments) for each, moments, _ in results if each.near]
-    coefficients = {name: near[0][1].strength(near[0][0][name]) for name in TARGETS}
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """The expected gradient of the loss for one policy, and the tolerance of its comparison with a target."""
 
-    def misses(target: str, only_near: bool) -> list[str]:
-        """The policies in which the gradient is not that of the target times the coefficient."""
-        return [
-            str(each.setting or "log-ratios of several nats, or 8 tokens")
-            for each, moments, tolerance in results
-            if (each.near or not only_near)
-            and not moments.equals(coefficients[target] * each.targets[target], tolerance)
-        ]
-
-    def hit(only_near: bool) -> str | None:
-        """Zero first: beside it a positive coefficient is rounding."""
-        names = ["zero", *(name for name in TARGETS if coefficients[name] > 0)]
-        names = [name for name in names if not misses(name, only_near)]
-        return claimed if claimed in names and "zero" not in names else next(iter(names), None)
-
-    near_target, target = hit(True), hit(False)
-    cosines = {name: sum(moments.cosine(targets[name]) for targets, moments in near) / len(near) for name in TARGETS}
-    nearest = max((name for name in TARGETS if name != "zero"), key=lambda name: abs(cosines[name]))
-    return Finding(
-        regime=regime,
-        claimed=claimed,
-        target=target,
-        near_target=near_target,
-        coefficient=coefficients[target] if target else None,
-        nearest=nearest,
-        cosine=cosines[nearest],
-        reaches_policy=any(moments.mean_norm != 0 for _, moments, _ in results),
-        missed_in=next(iter(misses(near_target, False)), "") if near_target else "",
-    )
+    policy: BatteryInstance
+    moments: Moments
+    tolerance: float
 
 
-HOLES = ((1, 2), (2, 1))
-"""After how many tokens of a completion how many masked ones stand, where the completion goes on."""
+class _Results:
+    """The results of one regime: which targets they are the gradient of."""
+
+    def __init__(self, results: Sequence[_Result]) -> None:
+        self._results = results
+        self._near = [result for result in results if result.policy.near]
+        # One coefficient for all policies: a loss that needs another one for each optimizes no target.
+        first = self._near[0]
+        self._coefficients = {name: first.moments.strength(first.policy.targets[name]) for name in TARGETS}
+
+    def finding(self, regime: str, claimed: str | None) -> Finding:
+        target = self._target(claimed, self._results)
+        near_target = self._target(claimed, self._near)
+        coefficient = None
+        if target is not None:
+            coefficient = self._coefficients[target]
+        missed_in = ""
+        if near_target is not None:
+            missed_in = self._first_miss(near_target)
+        # The zero target has no direction.
+        cosines = {name: self._mean_cosine(name) for name in TARGETS if name != "zero"}
+        nearest = max(cosines, key=lambda name: abs(cosines[name]))
+        return Finding(
+            regime=regime,
+            claimed=claimed,
+            target=target,
+            near_target=near_target,
+            coefficient=coefficient,
+            nearest=nearest,
+            cosine=cosines[nearest],
+            reaches_policy=any(result.moments.mean_norm != 0 for result in self._results),
+            missed_in=missed_in,
+        )
+
+    def _target(self, claimed: str | None, results: Sequence[_Result]) -> str | None:
+        """The target that all ``results`` hit; the claimed one where several do. None where none does."""
+        # Zero first: where it is hit, a positive coefficient of another target is rounding.
+        candidates = ["zero", *(name for name in TARGETS if self._coefficients[name] > 0)]
+        hit_by_all = [name for name in candidates if all(self._hits(name, result) for result in results)]
+        if not hit_by_all:
+            return None
+        if claimed in hit_by_all and "zero" not in hit_by_all:
+            return claimed
+        return hit_by_all[0]
+
+    def _hits(self, target: str, result: _Result) -> bool:
+        return result.moments.equals(self._coefficients[target] * result.policy.targets[target], result.tolerance)
+
+    def _first_miss(self, target: str) -> str:
+        for result in self._results:
+            if not self._hits(target, result):
+                return str(result.policy.setting or "log-ratios of several nats, or 8 tokens")
+        return ""
+
+    def _mean_cosine(self, target: str) -> float:
+        """Over the policies near the reference, where losses that clamp are themselves."""
+        cosines = [result.moments.cosine(result.policy.targets[target]) for result in self._near]
+        return sum(cosines) / len(cosines)
+
+
+HOLES = {1: 2, 2: 1}
+"""After how many tokens of a completion, how many masked ones stand, where the completion continues."""
+REDRAWN_SEED = 500
+"""Added to a column's seed for other log-probs in the same hole; larger than any number of columns."""
 LARGEST_RATIO = 500.0
 """Log-ratios (nats) up to which values must be finite; those of impossible tokens are beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """The tensors for a loss; ``T`` counts the masked tokens within a completion too.
+    """The tensors for a loss: every completion that the sampler can draw, with its probability ``weight_B``.
 
-    ``step_T``: which token of the completion a column holds, -1 in a hole. ``full_BTV`` is the leaf of all log-probs.
+    ``T`` counts the masked tokens within a completion too. ``step_T``: which token of the completion a column holds,
+    -1 in a hole. ``full_BTV`` is the leaf that gradients are taken by: the policy's log-probs.
     """
 
     rows: Completions
@@ -211,60 +309,82 @@ class _Batch:
 
     @classmethod
     def of(cls, policy: BatteryInstance, holes_seed: int | None, redrawn: int | None = None) -> _Batch:
-        """Every completion that the sampler can draw. ``holes_seed``: of the log-probs in the holes, None without any.
+        """Every completion. ``holes_seed``: of the log-probs in the holes; None for a batch without holes.
 
-        ``redrawn``: the column whose hole has other log-probs.
+        ``redrawn``: a column in a hole that gets other log-probs than the seed alone would give.
         """
-        instance, tree = policy.instance, policy.instance.tree
+        instance = policy.instance
+        tree = instance.tree
         weight_B = instance.probability(tree.all)
-        rows, weight_B = tree.all.select(weight_B > 0), weight_B[weight_B > 0]
+        rows = tree.all.select(weight_B > 0)
+        weight_B = weight_B[weight_B > 0]
+
         step_T: list[int] = []
-        holes = dict(HOLES) if holes_seed is not None else {}
         for step in range(tree.length):
-            step_T += [-1] * holes.get(step, 0) + [step]
-        columns = [step_T.index(step) for step in range(tree.length)]
+            if holes_seed is not None:
+                step_T += [-1] * HOLES.get(step, 0)
+            step_T.append(step)
+        columns = _token_columns(step_T)
+
         shape = (len(weight_B), len(step_T))
         inside_BT = torch.zeros(shape, dtype=torch.bool)
         inside_BT[:, columns] = rows.mask_BT
         token_BT = torch.zeros(shape, dtype=torch.long)
         token_BT[:, columns] = rows.token_BT
+        # Policy, reference and what the sampler recorded.
         logp_3BTV = torch.zeros(3, *shape, tree.vocabulary, dtype=torch.float64)
         tables = (instance.policy_logp(), instance.ref_logp_NV, instance.recorded_logp_NV)
         for number, table_NV in enumerate(tables):
             logp_3BTV[number][:, columns] = table_NV[rows.prefix_BT]
-        shown_BT = inside_BT.clone()
+
+        has_logp_BT = inside_BT.clone()
         for column, step in enumerate(step_T):
-            if step >= 0:
+            if step >= 0 or holes_seed is None:
                 continue
-            # Where the completion goes on after it; behind its end is padding.
-            goes_on_B = inside_BT[:, column:].any(-1)
-            drawn_seed = (holes_seed or 0) * 1000 + column + (500 if column == redrawn else 0)
-            generator = torch.Generator().manual_seed(drawn_seed)
-            logits_3BV = torch.randn(3, shape[0], tree.vocabulary, generator=generator, dtype=torch.float64)
-            logp_3BTV[:, goes_on_B, column] = (1.5 * logits_3BV).log_softmax(-1)[:, goes_on_B]
-            shown_BT[:, column] = goes_on_B
-        full_BTV = logp_3BTV[0].clone().requires_grad_(True)
+            # A hole stands within a completion; behind the end of a completion is padding.
+            continues_B = inside_BT[:, column:].any(-1)
+            column_seed = holes_seed * 1000 + column
+            if column == redrawn:
+                column_seed += REDRAWN_SEED
+            drawn_3BV = _drawn_logp(column_seed, completions=len(rows.mask_BT), vocabulary=tree.vocabulary)
+            logp_3BTV[:, continues_B, column] = drawn_3BV[:, continues_B]
+            has_logp_BT[:, column] = continues_B
 
         def of_tokens(logp_BTV: Tensor) -> Tensor:
-            return torch.where(shown_BT, logp_BTV.gather(-1, token_BT[..., None])[..., 0], 0.0)
+            token_logp_BT = logp_BTV.gather(-1, token_BT[..., None])[..., 0]
+            return torch.where(has_logp_BT, token_logp_BT, 0.0)
 
-        given_BTV = full_BTV * 1.0  # no leaf, as in a trainer, where a change in place raises nothing
+        full_BTV = logp_3BTV[0].clone().requires_grad_(True)
+        # Not a leaf, as in a trainer: torch refuses to change a leaf in place, and would hide that the loss tries to.
+        policy_BTV = full_BTV * 1.0
         tensors = {
-            "logp": of_tokens(given_BTV),
+            "logp": of_tokens(policy_BTV),
             "ref_logp": of_tokens(logp_3BTV[1]),
             "behaviour_logp": of_tokens(logp_3BTV[2]),
             "mask": inside_BT,
             "tokens": token_BT,
-            "logp_full": given_BTV,
+            "logp_full": policy_BTV,
             "ref_logp_full": logp_3BTV[1],
         }
         return cls(rows=rows, weight_B=weight_B, step_T=step_T, full_BTV=full_BTV, tensors=tensors)
 
 
-class _Loss:
-    """The loss of each completion of a batch, and of each masked token what the loss returned there."""
+def _drawn_logp(seed: int, *, completions: int, vocabulary: int) -> Tensor:
+    """Log-probs ``[3, B, V]`` of policy, reference and sampler that are as far apart as policies in training."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_3BV = torch.randn(3, completions, vocabulary, generator=generator, dtype=torch.float64)
+    return (1.5 * logits_3BV).log_softmax(-1)
 
-    def __init__(self, call: Callable[[dict[str, Tensor]], Any], reduction: str) -> None:
+
+def _token_columns(step_T: Sequence[int]) -> list[int]:
+    """The columns that hold tokens of completions, in the order of the tokens."""
+    return [column for column, step in enumerate(step_T) if step >= 0]
+
+
+class _Loss:
+    """The loss of each completion of a batch, with checks that it is deterministic and of that completion alone."""
+
+    def __init__(self, call: Callable[[Mapping[str, Tensor]], Any], reduction: str) -> None:
         self.call = call
         self.reduction = reduction
 
@@ -274,12 +394,14 @@ class _Loss:
         count = len(mask_BT)
         first = self._value(batch, slice(0, 1))
         again = self._value(batch, slice(0, 1))
+        # nan_to_num, because NaN differs from itself; a NaN is reported as a problem, not as a random loss.
         if not torch.equal(first.nan_to_num(), again.nan_to_num()):
             raise UserError(
                 "loss_fn: the loss changes from call to call (dropout, noise, a running mean); switch it off"
             )
         if first.dim() == 0:
             self._check_padding(batch)
+            # A scalar does not say which completion it is of: each is computed alone.
             values = [self._value(batch, slice(row, row + 1)) for row in range(count)]
             loss_B = torch.stack(values)
             if self.reduction == "token_mean":
@@ -296,7 +418,7 @@ class _Loss:
         return together_B, returned
 
     def with_all_masked(self, batch: _Batch) -> Tensor:
-        """What is returned for two completions, of which the first has no token in the mask."""
+        """The value for two completions, of which the first has no token in the mask."""
         mask_BT = batch.tensors["mask"].clone()
         mask_BT[0] = False
         masked = dataclasses.replace(batch, tensors={**batch.tensors, "mask": mask_BT})
@@ -309,29 +431,40 @@ class _Loss:
         for name, tensor in given.items():
             if not torch.equal(tensor.detach(), before[name]):
                 raise UserError(f"loss_fn: it changes its argument {name} in place; work on a copy")
-        shape = given["mask"].shape
-        if not isinstance(value, Tensor) or value.shape not in ((), shape[:1], shape):
-            returned = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise bad_value("loss_fn", returned, "a tensor [B, T], [B], or a scalar", "what it returns")
+        allowed = "a tensor [B, T], [B], or a scalar"
+        if not isinstance(value, Tensor):
+            raise bad_value("loss_fn", type(value).__name__, allowed, "what it returns")
+        shape_BT = given["mask"].shape
+        if value.shape not in ((), shape_BT[:1], shape_BT):
+            raise bad_value("loss_fn", tuple(value.shape), allowed, "what it returns")
         return value
 
     @staticmethod
     def _summed(value: Tensor, mask_BT: Tensor) -> Tensor:
-        return torch.where(mask_BT, value, 0.0).sum(-1) if value.dim() == 2 else value
+        """A value ``[B, T]`` summed over the mask; others as they are."""
+        if value.dim() != 2:
+            return value
+        # Not a product with the mask: inf * 0 would be NaN.
+        return torch.where(mask_BT, value, 0.0).sum(-1)
 
     def _check_padding(self, batch: _Batch) -> None:
-        """That a completion has the same loss with and without the padding behind it."""
+        """Raise :class:`UserError` where the padding behind a completion changes its loss."""
         mask_BT = batch.tensors["mask"]
+        # The last column of the mask counts, not the number of tokens: holes stand in between.
         length_B = (mask_BT * torch.arange(1, mask_BT.shape[1] + 1)).amax(-1)
         row = int(length_B.argmin())
         length = int(length_B[row])
-        alone, rows = slice(0, length), slice(row, row + 1)
-        long = self._summed(self._value(batch, rows), mask_BT[rows]).detach().reshape(-1)
-        short = self._summed(self._value(batch, rows, alone), mask_BT[rows, alone]).detach().reshape(-1)
-        if not torch.allclose(short, long, rtol=1e-4, atol=1e-6, equal_nan=True) and bool(long.isfinite().all()):
+        rows = slice(row, row + 1)
+        columns = slice(0, length)
+        padded = self._summed(self._value(batch, rows), mask_BT[rows]).detach().reshape(-1)
+        cut_off = self._summed(self._value(batch, rows, columns), mask_BT[rows, columns]).detach().reshape(-1)
+        agree = torch.allclose(cut_off, padded, rtol=1e-4, atol=1e-6, equal_nan=True)
+        # A value that is not finite is a problem of its own, which the report names.
+        if not agree and bool(padded.isfinite().all()):
             raise UserError(
-                f"loss_fn: the loss depends on the padding: with {length} tokens it is {float(short):.4g} in {length} "
-                f"columns and {float(long):.4g} in {mask_BT.shape[1]}; multiply by the mask, and divide by its tokens"
+                f"loss_fn: the loss depends on the padding: with {length} tokens it is {float(cut_off):.4g} in "
+                f"{length} columns and {float(padded):.4g} in {mask_BT.shape[1]}; multiply by the mask, and divide by "
+                "its tokens"
             )
 
 
@@ -339,6 +472,7 @@ def _slope(loss_B: Tensor, batch: _Batch) -> Tensor:
     """The derivative of the losses by all log-probs, ``[B, T, V]``."""
     if not loss_B.requires_grad:
         return torch.zeros_like(batch.full_BTV)
+    # A completion's loss reads its own log-probs alone, so the gradient of the sum holds that of each.
     total = loss_B.double().sum()
     (slope_BTV,) = torch.autograd.grad(
         total, batch.full_BTV, allow_unused=True, materialize_grads=True, retain_graph=True
@@ -346,21 +480,30 @@ def _slope(loss_B: Tensor, batch: _Batch) -> Tensor:
     return slope_BTV
 
 
-def _moments(loss: _Loss, batch: _Batch, policy: BatteryInstance) -> tuple[Moments, float]:
-    """The expected gradient over all completions, and the tolerance of its comparison (float32 has a wider one)."""
-    instance, rows = policy.instance, batch.rows
-    loss_B, _ = loss(batch)
-    columns = [batch.step_T.index(step) for step in range(instance.tree.length)]
-    slope_BTV = _slope(loss_B, batch)[:, columns]
+def _result(loss: _Loss, batch: _Batch, policy: BatteryInstance) -> _Result:
+    """The expected gradient over all completions; a loss in float32 has the wider tolerance."""
+    instance = policy.instance
+    rows = batch.rows
     assert instance.features_NVD is not None
+    loss_B, _ = loss(batch)
+    # Gradients in holes do not count here; _leaks reports them.
+    slope_BTV = _slope(loss_B, batch)[:, _token_columns(batch.step_T)]
+    slope_BTV = torch.where(rows.mask_BT[..., None], slope_BTV, 0.0)
+    # d loss / d parameters = sum over tokens and vocabulary of d loss / d log-prob times the log-prob's score.
     score_BTVD = ScoreTables(instance, instance.features_NVD).score_NVD[rows.prefix_BT]
-    gradient_BD = torch.einsum("btv,btvd->bd", torch.where(rows.mask_BT[..., None], slope_BTV, 0.0), score_BTVD)
-    tolerance = TOLERANCE if loss_B.dtype == torch.float64 else TOLERANCE32
-    norm = float(batch.weight_B @ gradient_BD.norm(dim=-1))
-    return Moments(gradient_D=batch.weight_B @ gradient_BD, variance=0.0, mean_norm=norm), tolerance
+    gradient_BD = torch.einsum("btv,btvd->bd", slope_BTV, score_BTVD)
+    moments = Moments(
+        gradient_D=batch.weight_B @ gradient_BD,
+        variance=0.0,  # nothing here reads it
+        mean_norm=float(batch.weight_B @ gradient_BD.norm(dim=-1)),
+    )
+    tolerance = TOLERANCE32
+    if loss_B.dtype == torch.float64:
+        tolerance = TOLERANCE
+    return _Result(policy=policy, moments=moments, tolerance=tolerance)
 
 
-def _not_finite(loss: _Loss, batch: _Batch, policy: BatteryInstance) -> list[str]:
+def _not_finite(loss: _Loss, batch: _Batch) -> list[str]:
     """Where value or gradient are not finite, padding and masked tokens included."""
     mask_BT = batch.tensors["mask"]
     ratio_BT = (batch.tensors["logp"] - batch.tensors["ref_logp"]).detach().abs()
@@ -369,26 +512,33 @@ def _not_finite(loss: _Loss, batch: _Batch, policy: BatteryInstance) -> list[str
         return []
     loss_B, returned = loss(batch)
     slope_BT = _slope(loss_B, batch).sum(-1)
-    subjects = {"value": returned.detach(), "gradient": slope_BT}
-    problems = []
-    for what, figure in subjects.items():
-        bad = ~torch.isfinite(figure)
-        bad &= usual_B if bad.dim() == 1 else usual_B[:, None]
-        if not bool(bad.any()):
-            continue
-        row = int(bad.nonzero()[0][0])
-        shown = " ".join(str(int(each)) for each in mask_BT[row])
-        where = ""
-        if bad.dim() == 2:
-            columns = [int(column) + 1 for column in bad[row].nonzero()[:, 0]]
-            where = f" at {_tokens(columns)}"
-            where += "" if bool((bad & mask_BT).any()) else ", which the mask leaves out (inf * 0 is nan: use where)"
-        problems.append(f"finite: the {what} is not finite{where}, with the mask {shown}")
-        break
-    # A scalar of a completion alone is 0 / 0 where it is a mean: a second completion is needed.
-    if not problems and len(mask_BT) > 1 and not bool(loss.with_all_masked(batch).isfinite().all()):
-        problems.append("finite: the value is not finite where every token of a completion is masked")
-    return problems
+    for name, tensor in (("value", returned.detach()), ("gradient", slope_BT)):
+        problem = _describe_not_finite(name, tensor, usual_B, mask_BT)
+        if problem is not None:
+            return [problem]
+    # A mean over the mask of one completion that has no token is 0 / 0 by right; a second completion gives it tokens.
+    if len(mask_BT) > 1 and not bool(loss.with_all_masked(batch).isfinite().all()):
+        return ["finite: the value is not finite where every token of a completion is masked"]
+    return []
+
+
+def _describe_not_finite(name: str, tensor: Tensor, usual_B: Tensor, mask_BT: Tensor) -> str | None:
+    """The first completion in which ``tensor`` (``[B]`` or ``[B, T]``) is not finite; None where it is everywhere."""
+    bad = ~torch.isfinite(tensor)
+    if bad.dim() == 1:
+        bad &= usual_B
+    else:
+        bad &= usual_B[:, None]
+    if not bool(bad.any()):
+        return None
+    row = int(bad.nonzero()[0][0])
+    place = ""
+    if bad.dim() == 2:
+        columns = [int(column) + 1 for column in bad[row].nonzero()[:, 0]]
+        place = f" at {_tokens(columns)}"
+        if not bool((bad & mask_BT).any()):
+            place += ", which the mask leaves out (inf * 0 is nan: use where)"
+    return f"finite: the {name} is not finite{place}, with the mask {_mask_text(mask_BT[row])}"
 
 
 def _leaks(loss: _Loss, batch: _Batch, policy: BatteryInstance, seed: int) -> list[str]:
@@ -399,60 +549,98 @@ def _leaks(loss: _Loss, batch: _Batch, policy: BatteryInstance, seed: int) -> li
     loss_B, _ = loss(batch)
     slope_BTV = _slope(loss_B, batch)
     mask_BT = batch.tensors["mask"]
-    leaking, reached = [], set[int]()
+    tolerance = 1e-4
+    if loss_B.dtype == torch.float64:
+        tolerance = 1e-9
+    leaking = []
+    # Tokens inside the mask whose gradient changes with a masked one.
+    touched = set[int]()
     for column in holes:
-        other = _Batch.of(policy, seed, redrawn=column)
-        other_B, _ = loss(other)
-        moved_BT = (_slope(other_B, other) - slope_BTV).abs().amax(-1) * mask_BT
-        tolerance = 1e-9 if loss_B.dtype == torch.float64 else 1e-4
-        reaches = bool((slope_BTV[:, column].abs() > 0).any())
-        if reaches or bool((moved_BT > tolerance).any()) or bool(((other_B - loss_B).abs() > tolerance).any()):
+        redrawn = _Batch.of(policy, seed, redrawn=column)
+        redrawn_B, _ = loss(redrawn)
+        moved_BT = (_slope(redrawn_B, redrawn) - slope_BTV).abs().amax(-1) * mask_BT
+        has_gradient = bool((slope_BTV[:, column].abs() > 0).any())
+        moves_gradient = bool((moved_BT > tolerance).any())
+        moves_value = bool(((redrawn_B - loss_B).abs() > tolerance).any())
+        if has_gradient or moves_gradient or moves_value:
             leaking.append(column + 1)
-            reached |= {int(each) + 1 for each in (moved_BT > tolerance).any(0).nonzero()[:, 0]}
+            touched |= {int(token) + 1 for token in (moved_BT > tolerance).any(0).nonzero()[:, 0]}
     if not leaking:
         return []
     row = int(mask_BT.sum(-1).argmax())
-    shown = " ".join(str(int(each)) for each in mask_BT[row])
-    touched = f", and the gradient of {_tokens(sorted(reached))}" if reached else ""
+    effect = "change the loss"
+    if touched:
+        effect += f", and the gradient of {_tokens(sorted(touched))}"
     return [
-        f"mask: {_tokens(leaking)}, masked as a tool's reply is (mask {shown}), change the loss{touched}: multiply by "
-        "the mask before every sum over tokens (take an argument mask if there is none)"
+        f"mask: {_tokens(leaking)}, masked as a tool's reply is (mask {_mask_text(mask_BT[row])}), {effect}: multiply "
+        "by the mask before every sum over tokens (take an argument mask if there is none)"
     ]
 
 
+def _mask_text(mask_T: Tensor) -> str:
+    return " ".join(str(int(inside)) for inside in mask_T)
+
+
 def _tokens(columns: Sequence[int]) -> str:
-    return f"token{'s' if len(columns) > 1 else ''} {', '.join(map(str, columns))}"
+    numbers = ", ".join(str(column) for column in columns)
+    if len(columns) > 1:
+        return f"tokens {numbers}"
+    return f"token {numbers}"
 
 
-def _caller(loss_fn: Callable[..., Any]) -> Callable[[dict[str, Tensor]], Any]:
-    """A function that gives the loss those tensors that its parameters name; a module's are those of its forward.
+def _caller(loss_fn: Callable[..., Any]) -> Callable[[Mapping[str, Tensor]], Any]:
+    """A function that calls the loss with those tensors that its parameters name; a module's are those of its forward.
 
     Raises :class:`UserError` for parameters that are none of the tensors.
     """
-    if isinstance(loss_fn, type):
-        raise UserError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
-    described = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
-    try:
-        parameters = list(inspect.signature(described).parameters.values())
-    except (TypeError, ValueError):
-        raise UserError("loss_fn: its parameters cannot be read; wrap it in a function that names them") from None
-    packed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if any(each.kind == each.VAR_POSITIONAL for each in parameters):
-        raise UserError(f"loss_fn: it takes *args; wrap it in a function with parameters among {', '.join(ARGUMENTS)}")
-    for each in parameters:
-        if each.kind not in packed and each.default is each.empty and each.name not in ARGUMENTS:
-            raise unknown_key(f"loss_fn.{each.name}", "a parameter", ARGUMENTS, "it is called with tensors by name")
-    by_position = [each.name for each in parameters if each.kind == each.POSITIONAL_ONLY and each.name in ARGUMENTS]
-    names = [each.name for each in parameters if each.name in ARGUMENTS and each.name not in by_position]
-    if not names and not by_position and any(each.kind == each.VAR_KEYWORD for each in parameters):
-        names = list(ARGUMENTS)
+    parameters = _parameters(loss_fn)
+    by_position = []
+    by_name = []
+    for parameter in parameters:
+        if parameter.name not in ARGUMENTS:
+            continue
+        if parameter.kind == parameter.POSITIONAL_ONLY:
+            by_position.append(parameter.name)
+        else:
+            by_name.append(parameter.name)
+    takes_any_name = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    if takes_any_name and not by_name and not by_position:
+        by_name = list(ARGUMENTS)
 
-    def call(tensors: dict[str, Tensor]) -> Any:
+    def call(tensors: Mapping[str, Tensor]) -> Any:
+        positional = [tensors[name] for name in by_position]
+        named = {name: tensors[name] for name in by_name}
         try:
-            return loss_fn(*(tensors[name] for name in by_position), **{name: tensors[name] for name in names})
+            return loss_fn(*positional, **named)
         except UserError:
             raise
         except Exception as error:
             raise UserError(f"loss_fn: it raised {type(error).__name__}: {error}") from error
 
     return call
+
+
+def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of the loss. Raises :class:`UserError` for those that no tensor can be given to."""
+    if isinstance(loss_fn, type):
+        raise UserError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
+    described: Callable[..., Any] = loss_fn
+    if isinstance(loss_fn, torch.nn.Module):
+        described = loss_fn.forward  # a module's own signature is *args, **kwargs
+    try:
+        parameters = list(inspect.signature(described).parameters.values())
+    except (TypeError, ValueError):
+        raise UserError("loss_fn: its parameters cannot be read; wrap it in a function that names them") from None
+    for parameter in parameters:
+        if parameter.kind == parameter.VAR_POSITIONAL:
+            raise UserError(
+                f"loss_fn: it takes *args; wrap it in a function with parameters among {', '.join(ARGUMENTS)}"
+            )
+    for parameter in parameters:
+        takes_many = parameter.kind == parameter.VAR_KEYWORD
+        has_default = parameter.default is not parameter.empty
+        if parameter.name not in ARGUMENTS and not takes_many and not has_default:
+            raise unknown_key(
+                f"loss_fn.{parameter.name}", "a parameter", ARGUMENTS, "it is called with tensors by name"
+            )
+    return parameters

@@ -6,6 +6,7 @@ command on the same runs prints the same numbers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -22,13 +23,19 @@ if TYPE_CHECKING:
     import numpy as np
 
 LEVEL = 0.95
+"""Coverage of every interval of this module."""
 METHODS = ("t", "bootstrap")
 CLUSTER_METHODS = ("auto", "wilson", "t", "bootstrap")
-SEED_DRAWS, DRAWS = 10_000, 2_000
-"""Bootstrap draws: of a mean over seeds, and of everything else."""
+SEED_DRAWS = 10_000
+"""Bootstrap draws for a mean over seeds: few values, so that many draws cost little."""
+DRAWS = 2_000
+"""Bootstrap draws for everything else."""
 
 CHUNK = 2_000_000
 """A bootstrap over clusters draws at most about this many numbers at once."""
+
+MAX_LOG = 700.0
+"""Logarithms are clamped to this size before ``exp``, which overflows a float beyond 709."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +49,10 @@ class Interval:
 
     @property
     def half_width(self) -> float | None:
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+        """Half the distance of the bounds; None without bounds."""
+        if self.low is None or self.high is None:
+            return None
+        return (self.high - self.low) / 2
 
     def __format__(self, spec: str) -> str:
         """``mean [low, high]``, each number in the format ``spec``; only what is not None.
@@ -50,8 +60,12 @@ class Interval:
         >>> f"{Interval(n=9, mean=0.5, low=0.25, high=0.75):.2f}, {Interval(n=1, mean=0.5, low=None, high=None):.2f}"
         '0.50 [0.25, 0.75], 0.50'
         """
-        mean, low, high = ("" if value is None else format(value, spec) for value in (self.mean, self.low, self.high))
-        return f"{mean} [{low}, {high}]" if low else mean
+        if self.mean is None:
+            return ""
+        mean = format(self.mean, spec)
+        if self.low is None or self.high is None:
+            return mean
+        return f"{mean} [{format(self.low, spec)}, {format(self.high, spec)}]"
 
 
 def generator(seed: int = 0) -> np.random.Generator:
@@ -62,8 +76,11 @@ def generator(seed: int = 0) -> np.random.Generator:
 
 
 def interval(values: Sequence[float], method: str = "t", rng: np.random.Generator | None = None) -> Interval:
-    """The mean of finite, independent values with its interval: ``t`` (Student's) or ``bootstrap`` (percentiles; too
-    narrow for fewer than ten values or so). Raises :class:`UserError` for another method.
+    """The mean of finite, independent values with its 95% interval.
+
+    ``t`` is Student's: mean ± t s / sqrt(n), exact for normal values. ``bootstrap`` takes percentiles of resampled
+    means (Efron 1979), which are too narrow for fewer than about ten values. Raises :class:`UserError` for another
+    method.
 
     >>> f"{interval([1.0, 2.0, 3.0]):.3f}"
     '2.000 [-0.484, 4.484]'
@@ -72,6 +89,7 @@ def interval(values: Sequence[float], method: str = "t", rng: np.random.Generato
         raise bad_value("--interval", method, METHODS)
     n = len(values)
     if method == "bootstrap" or n < 2:
+        # An independent value is a cluster of its own.
         return clustered_interval([[value] for value in values], method, rng=rng, draws=SEED_DRAWS)
     mean = fmean(values)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
@@ -86,24 +104,36 @@ def geometric_interval(values: Sequence[float]) -> Interval:
     '10 [0.0328, 3.05e+03]'
     """
     logs = interval([math.log(value) for value in values])
-    mean, low, high = (
-        None if at is None else math.exp(max(-700.0, min(at, 700.0))) for at in (logs.mean, logs.low, logs.high)
-    )
-    return Interval(n=logs.n, mean=mean, low=low, high=high)
+    return Interval(n=logs.n, mean=_exp(logs.mean), low=_exp(logs.low), high=_exp(logs.high))
+
+
+def _exp(logarithm: float | None) -> float | None:
+    if logarithm is None:
+        return None
+    # Two values that are far apart have an interval whose bounds no float can hold.
+    return math.exp(max(-MAX_LOG, min(logarithm, MAX_LOG)))
 
 
 def clustered_se(clusters: Sequence[Sequence[float]]) -> float | None:
-    """Standard error of the mean of all values, clusters being the independent units; None for fewer than two.
+    """The standard error of the mean of all values, with clusters as the independent units; None for fewer than two.
+
+    This is the cluster-robust standard error of a mean (Liang and Zeger 1986): ``sqrt(G / (G - 1) sum_g d_g^2) / n``,
+    where ``d_g`` is the sum of cluster g's deviations from the mean of all ``n`` values.
 
     >>> clustered_se([[0.0, 0.0], [1.0, 1.0]]) == clustered_se([[0.0], [1.0]]) == 0.5
     True
     """
-    values, groups = [value for cluster in clusters for value in cluster], len(clusters)
+    groups = len(clusters)
     if groups < 2:
         return None
+    values = _flatten(clusters)
     mean = fmean(values)
     squares = [math.fsum(value - mean for value in cluster) ** 2 for cluster in clusters]
     return math.sqrt(groups / (groups - 1) * math.fsum(squares)) / len(values)
+
+
+def _flatten(clusters: Sequence[Sequence[float]]) -> list[float]:
+    return list(itertools.chain.from_iterable(clusters))
 
 
 def clustered_interval(
@@ -123,35 +153,59 @@ def clustered_interval(
     """
     if method not in CLUSTER_METHODS:
         raise bad_value("--interval", method, CLUSTER_METHODS)
-    values, groups = [value for cluster in clusters for value in cluster], len(clusters)
+    groups = len(clusters)
+    values = _flatten(clusters)
+    if not values:
+        return Interval(n=groups, mean=None, low=None, high=None)
+    mean = fmean(values)
     se = clustered_se(clusters)
     if se is None:
-        return Interval(n=groups, mean=fmean(values) if values else None, low=None, high=None)
-    mean = fmean(values)
+        return Interval(n=groups, mean=mean, low=None, high=None)
+
     if method == "auto":
-        method = "wilson" if set(values) <= {0.0, 1.0} else "t"
+        only_right_or_wrong = set(values) <= {0.0, 1.0}
+        if only_right_or_wrong:
+            method = "wilson"
+        else:
+            method = "t"
+
     if method == "t":
         half = _t_quantile(groups - 1) * se
-        low, high = mean - half, mean + half
+        low = mean - half
+        high = mean + half
     elif method == "wilson":
         if min(values) < 0 or max(values) > 1:
             raise bad_value("--interval", "wilson", ["t", "bootstrap"], "some values lie outside [0, 1]")
-        size = min(mean * (1 - mean) / se**2, float(len(values))) if se > 0 else float(groups)
-        low, high = _wilson(mean, size)
+        low, high = _wilson(mean, _effective_size(mean, se, values=len(values), groups=groups))
     else:
-        low, high = _percentiles(_bootstrap_means(clusters, rng or generator(), draws))
+        if rng is None:
+            rng = generator()
+        low, high = _percentiles(_bootstrap_means(clusters, rng, draws))
+    # Rounding, or percentiles of few draws, must not leave the mean outside of its own interval.
     return Interval(n=groups, mean=mean, low=min(low, mean), high=max(high, mean))
 
 
+def _effective_size(share: float, se: float, *, values: int, groups: int) -> float:
+    """How many independent values of 0 or 1 would have the standard error ``se`` (Kish's design effect)."""
+    if se == 0:
+        # All clusters have the same mean (mostly: everything right, or everything wrong). Nothing is known about how
+        # much the samples of a cluster agree, so each cluster counts as one value.
+        return float(groups)
+    return min(share * (1 - share) / se**2, float(values))
+
+
 def _t_quantile(freedom: int) -> float:
+    """The two-sided quantile of Student's distribution at :data:`LEVEL`."""
     from scipy.special import stdtrit  # the quantile of scipy.stats.t, without its slow import
 
     return float(stdtrit(freedom, 0.5 + LEVEL / 2))
 
 
 def _wilson(share: float, size: float) -> tuple[float, float]:
-    from scipy.special import ndtri
+    """Wilson's score interval (1927): the shares p with ``|share - p| <= z sqrt(p (1 - p) / size)``."""
+    from scipy.special import ndtri  # the quantile of scipy.stats.norm
 
+    # middle ± half = (share + z²/2n ± z sqrt(share (1 - share) / n + z²/4n²)) / (1 + z²/n)
     z2 = float(ndtri(0.5 + LEVEL / 2)) ** 2
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)
     half = math.sqrt(z2 * (share * (1 - share) / size + z2 / (4 * size**2))) / (1 + z2 / size)
@@ -159,19 +213,24 @@ def _wilson(share: float, size: float) -> tuple[float, float]:
 
 
 def _bootstrap_means(clusters: Sequence[Sequence[float]], rng: np.random.Generator, draws: int) -> np.ndarray:
+    """The mean of all values in each of ``draws`` samples of whole clusters, drawn with replacement."""
     import numpy as np
 
+    # A drawn cluster comes whole, so that its sum and its size are all that a draw needs.
     totals = np.array([math.fsum(cluster) for cluster in clusters])
     sizes = np.array([len(cluster) for cluster in clusters], dtype=float)
-    groups, means = len(clusters), []
-    step = max(CHUNK // groups, 1)
-    for start in range(0, draws, step):
-        picked = rng.integers(0, groups, size=(min(step, draws - start), groups))
+    groups = len(clusters)
+    means = []
+    draws_at_once = max(CHUNK // groups, 1)
+    for start in range(0, draws, draws_at_once):
+        rows = min(draws_at_once, draws - start)
+        picked = rng.integers(0, groups, size=(rows, groups))
         means.append(totals[picked].sum(axis=1) / sizes[picked].sum(axis=1))
     return np.concatenate(means)
 
 
-def _percentiles(draws: Any) -> tuple[float, float]:
+def _percentiles(draws: np.ndarray) -> tuple[float, float]:
+    """The bounds that hold the middle :data:`LEVEL` of the draws."""
     import numpy as np
 
     low, high = np.quantile(draws, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
@@ -179,15 +238,16 @@ def _percentiles(draws: Any) -> tuple[float, float]:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The chance that at least one of ``k`` samples is right, from ``correct`` right ones among ``samples``.
+    """The chance that at least one of ``k`` samples is right, given that ``correct`` of ``samples`` were right.
 
-    ``1 - C(n-c, k) / C(n, k)``, the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1), without
-    rounding on the way. Raises :class:`UserError` where ``k`` is more than there are samples.
+    ``1 - C(n-c, k) / C(n, k)``, the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1). Raises
+    :class:`UserError` where ``k`` is larger than the number of samples.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 2, 3)
     (0.25, 0.5, 0.0, 1.0)
     """
     check_k(k, samples)
+    # A fraction, because the binomial coefficients of a few hundred samples exceed what a float holds.
     return float(1 - Fraction(math.comb(samples - correct, k), math.comb(samples, k)))
 
 
@@ -200,30 +260,40 @@ def check_k(k: int, samples: int, *, key: str = "k") -> None:
 
 
 class Majority(NamedTuple):
-    """A vote over samples of one problem. ``correct``: the chance that the most frequent answer is right, ties broken
-    by lot (a share, not always 0 or 1). ``tied``: several answers have the most votes."""
+    """A vote over the samples of one problem.
+
+    ``correct``: the chance that the most frequent answer is right, where ties are broken at random; with a tie it may
+    lie between 0 and 1. ``tied``: several answers have the most votes.
+    """
 
     correct: float
     tied: bool
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> Majority:
-    """Vote over canonical ``answers``; None abstains, and without any answer the vote is not correct. A winning answer
-    is as right as its samples were judged.
+    """Vote over canonical ``answers``. None abstains; a vote without any answer is not correct.
+
+    ``correct`` is the verdict on each sample; a winning answer counts as right by the mean verdict on its samples.
+    Source: Wang et al. 2203.11171 (self-consistency).
 
     >>> majority(["7", "7", "8"], [True, True, False]), majority(["7", "8", None], [True, False, False])
     (Majority(correct=1.0, tied=False), Majority(correct=0.5, tied=True))
     """
     votes = Counter(answer for answer in answers if answer is not None)
-    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
-    judged = [right for answer, right in zip(answers, correct, strict=True) if answer in winners]
-    return Majority(correct=fmean(judged) if judged else 0.0, tied=len(winners) > 1)
+    if not votes:
+        return Majority(correct=0.0, tied=False)
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    # Winners have equally many samples, so that the mean over samples is the mean over winners.
+    verdicts = [verdict for answer, verdict in zip(answers, correct, strict=True) if answer in winners]
+    return Majority(correct=fmean(verdicts), tied=len(winners) > 1)
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> Majority:
-    """maj@k: the mean over the ``n // k`` disjoint blocks of ``k`` samples, in order; ``tied`` where any block was.
+    """maj@k: the mean vote of the ``n // k`` disjoint blocks of ``k`` samples, in order; ``tied`` where any block was.
 
-    Samples are exchangeable, so this is unbiased for the vote of k of them. The last ``n % k`` samples are unused.
+    Samples are exchangeable, so this is unbiased for the vote of ``k`` of them. The last ``n % k`` samples are
+    not used. Raises :class:`UserError` where ``k`` is larger than the number of samples.
     """
     check_k(k, len(answers))
     blocks = [slice(start, start + k) for start in range(0, len(answers) - k + 1, k)]
@@ -233,15 +303,18 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired:
-    """``difference`` is a - b over ``difference.n`` common keys. ``p`` is the paired t-test's, None for n < 2 and
-    where all differences are equal. ``p_equivalent`` is that of two one-sided tests (TOST) for a difference within the
-    margin; None without a margin and for n < 2. ``only_a`` and ``only_b`` count the keys that the other side lacks."""
+    """A paired comparison of two sides, by key."""
 
     difference: Interval
+    """a - b over the ``difference.n`` common keys."""
     p: float | None
+    """Of the paired t-test for no difference; None for n < 2 and where all differences are equal."""
     p_equivalent: float | None
+    """Of two one-sided tests (TOST) for a difference within the margin; None without a margin and for n < 2."""
     only_a: int
+    """Number of keys that b lacks."""
     only_b: int
+    """Number of keys that a lacks."""
 
 
 def paired_difference(
@@ -254,26 +327,32 @@ def paired_difference(
 ) -> Paired:
     """``a - b``, matched by key (seed), never by order. Values that are not finite count as absent.
 
-    Two runs with one seed share warm start, prompts and their order; what they share cancels in the difference.
+    Two runs with the same seed share warm start, prompts and their order; their common noise cancels in the difference.
+    ``margin``: a difference up to this size counts as none in the equivalence test (Schuirmann 1987).
 
     >>> paired = paired_difference({0: 1.0, 1: 2.0, 2: 9.0}, {1: 1.5, 0: 0.5})
     >>> paired.difference.mean, paired.difference.n, paired.only_a, paired.only_b
     (0.5, 2, 1, 0)
     """
-    left, right = ({key: value for key, value in side.items() if math.isfinite(value)} for side in (a, b))
+    left = _finite(a)
+    right = _finite(b)
+    # By key and never by order: the sides may have run in different orders, or lack a seed.
     differences = [left[key] - right[key] for key in left if key in right]
     n = len(differences)
-    p = p_equivalent = None
-    if len(set(differences)) > 1:
+    p = None
+    p_equivalent = None
+    differ = len(set(differences)) > 1
+    if differ:
         from scipy.stats import ttest_1samp
 
         p = float(ttest_1samp(differences, 0.0).pvalue)
         if margin is not None:
-            above, below = ((-margin, "greater"), (margin, "less"))
-            p_equivalent = max(
-                float(ttest_1samp(differences, at, alternative=side).pvalue) for at, side in (above, below)
-            )
+            # Both one-sided tests must reject, so the larger p-value is that of their union.
+            above_low = float(ttest_1samp(differences, -margin, alternative="greater").pvalue)
+            below_high = float(ttest_1samp(differences, margin, alternative="less").pvalue)
+            p_equivalent = max(above_low, below_high)
     elif n > 1 and margin is not None:
+        # Without any variance the t-statistic is infinite: the p-value is 0 within the margin and 1 beyond.
         p_equivalent = float(abs(differences[0]) >= margin)
     return Paired(
         difference=interval(differences, method, rng=rng),
@@ -284,27 +363,34 @@ def paired_difference(
     )
 
 
+def _finite(values: Mapping[Hashable, float]) -> dict[Hashable, float]:
+    return {key: value for key, value in values.items() if math.isfinite(value)}
+
+
 def holm(p: Sequence[float | None]) -> list[float | None]:
-    """The p-values of one family of tests, adjusted by Holm's step-down rule (1979); None stays, and is no test.
+    """The p-values of one family of tests, adjusted by Holm's step-down rule (1979).
+
+    None entries are returned unchanged and not counted as tests.
 
     >>> holm([0.01, None, 0.04, 0.03])
     [0.03, None, 0.06, 0.06]
     """
-    order = sorted((value, at) for at, value in enumerate(p) if value is not None)
+    order = sorted((value, position) for position, value in enumerate(p) if value is not None)
     adjusted: list[float | None] = [None] * len(p)
     largest = 0.0
-    for rank, (value, at) in enumerate(order):
+    for rank, (value, position) in enumerate(order):
+        # The running maximum keeps the order: a test is not rejected before one with a smaller p-value.
         largest = max(largest, min(1.0, value * (len(order) - rank)))
-        adjusted[at] = largest
+        adjusted[position] = largest
     return adjusted
 
 
 def iqm(scores: Mapping[str, Sequence[float]], rng: np.random.Generator) -> Interval:
-    """Interquartile mean of all scores (``floor(n/4)`` are cut at each end) with its stratified bootstrap interval.
+    """The interquartile mean of all scores (``floor(n/4)`` are cut at each end) with its stratified bootstrap interval.
 
-    ``scores``: task to its runs' scores, all on one scale. ``n`` counts scores; without bounds where no task has two.
-    Agarwal et al. 2021, "Deep RL at the Edge of the Statistical Precipice" (arXiv 2108.13264). Raises
-    :class:`UserError` without a finite score of each task.
+    ``scores`` maps a task to the scores of its runs, all on one scale. ``n`` counts scores; there are no bounds where
+    no task has two. Source: Agarwal et al. 2021, "Deep RL at the Edge of the Statistical Precipice" (arXiv 2108.13264).
+    Raises :class:`UserError` unless each task has a score and all scores are finite.
 
     >>> import numpy as np
     >>> iqm({"a": [0.0, 1.0], "b": [2.0, 100.0]}, np.random.default_rng(0)).mean
@@ -323,7 +409,9 @@ def iqm(scores: Mapping[str, Sequence[float]], rng: np.random.Generator) -> Inte
 def probability_of_improvement(
     a: Mapping[str, Sequence[float]], b: Mapping[str, Sequence[float]], rng: np.random.Generator
 ) -> Interval:
-    """Mean over common tasks of P(A > B) + P(A = B) / 2 for a run of each (Agarwal et al. 2021).
+    """The mean over common tasks of P(A > B) + P(A = B) / 2 for one run of each side (Agarwal et al. 2021).
+
+    Raises :class:`UserError` without a common task, and for scores that are not finite.
 
     >>> import numpy as np
     >>> probability_of_improvement({"t": [1.0, 3.0]}, {"t": [2.0, 2.0]}, np.random.default_rng(0)).mean
@@ -336,9 +424,12 @@ def probability_of_improvement(
     def wins(samples: Sequence[Any]) -> Any:
         import numpy as np
 
-        pairs = zip(samples[: len(tasks)], samples[len(tasks) :], strict=True)
-        shares = [np.sign(x[..., :, None] - y[..., None, :]).mean(axis=(-2, -1)) / 2 + 0.5 for x, y in pairs]
-        return sum(shares) / len(tasks)
+        # The samples of a come first, one for each task, then those of b; leading axes are bootstrap draws.
+        total: Any = 0
+        for x, y in zip(samples[: len(tasks)], samples[len(tasks) :], strict=True):
+            # The sign is 1, 0 or -1 for each pair of runs: half of it plus one half counts a tie as half a win.
+            total = total + (np.sign(x[..., :, None] - y[..., None, :]).mean(axis=(-2, -1)) / 2 + 0.5)
+        return total / len(tasks)
 
     samples = [*_arrays({task: a[task] for task in tasks}), *_arrays({task: b[task] for task in tasks})]
     return _aggregate(samples, wins, rng)
@@ -348,22 +439,32 @@ def _arrays(scores: Mapping[str, Sequence[float]]) -> list[Any]:
     import numpy as np
 
     arrays = [np.asarray(values, dtype=float) for values in scores.values()]
-    if not arrays or any(not len(values) or not np.isfinite(values).all() for values in arrays):
+    usable = [len(values) > 0 and bool(np.isfinite(values).all()) for values in arrays]
+    if not arrays or not all(usable):
         raise UserError("an aggregate needs at least one task, and at least one finite score of each")
     return arrays
 
 
-def _aggregate(samples: list[Any], statistic: Any, rng: np.random.Generator) -> Interval:
-    """Each task's runs are resampled among themselves; scipy.stats.bootstrap does too, but refuses a single run."""
-    low = high = None
-    if any(len(values) > 1 for values in samples):
-        draws = [values[rng.integers(0, len(values), size=(DRAWS, len(values)))] for values in samples]
+def _aggregate(samples: list[Any], statistic: Callable[[Sequence[Any]], Any], rng: np.random.Generator) -> Interval:
+    """``statistic`` of the samples with its stratified bootstrap interval: runs are resampled within their task.
+
+    Not scipy.stats.bootstrap, which refuses a task with a single run.
+    """
+    low = None
+    high = None
+    can_resample = any(len(values) > 1 for values in samples)
+    if can_resample:
+        draws = []
+        for values in samples:
+            picked = rng.integers(0, len(values), size=(DRAWS, len(values)))
+            draws.append(values[picked])
         low, high = _percentiles(statistic(draws))
-    return Interval(n=sum(map(len, samples)), mean=float(statistic(samples)), low=low, high=high)
+    total = sum(len(values) for values in samples)
+    return Interval(n=total, mean=float(statistic(samples)), low=low, high=high)
 
 
 class Point(NamedTuple):
-    """A run: the KL where it ended (nats), its reward, whether it collapsed."""
+    """The end of a run: its KL (nats), its reward, whether it collapsed."""
 
     kl: float
     reward: float
@@ -373,22 +474,40 @@ class Point(NamedTuple):
 def reward_at_kl(points: Sequence[Point], kl: float) -> float | str:
     """The reward of one seed's runs at ``kl``, interpolated linearly between neighbours in KL, or why there is none.
 
-    ``outside``: no extrapolation. ``gap``: an end of the line has collapsed. Points at one KL are averaged.
+    ``outside``: ``kl`` is outside the range of the runs. ``gap``: a neighbour has collapsed. Points at the same KL are
+    averaged.
 
     >>> line = [Point(kl=0.0, reward=0.4), Point(kl=2.0, reward=0.8), Point(kl=9.0, reward=0.0, collapsed=True)]
     >>> round(reward_at_kl(line, 1.0), 9), reward_at_kl(line, 5.0), reward_at_kl(line, 10.0)
     (0.6, 'gap', 'outside')
     """
+    # A run that diverged has no place on the frontier.
     finite = [point for point in points if math.isfinite(point.kl) and math.isfinite(point.reward)]
-    below = max((point.kl for point in finite if point.kl <= kl), default=None)
-    above = min((point.kl for point in finite if point.kl >= kl), default=None)
-    if below is None or above is None:
-        return "outside"
-    ends = [[p.reward for p in finite if p.kl == end and not p.collapsed] for end in (below, above)]
-    if not all(ends):
+    kls_below = [point.kl for point in finite if point.kl <= kl]
+    kls_above = [point.kl for point in finite if point.kl >= kl]
+    if not kls_below or not kls_above:
+        return "outside"  # the frontier is not extrapolated
+    below = max(kls_below)
+    above = min(kls_above)
+    reward_below = _mean_reward(finite, below)
+    reward_above = _mean_reward(finite, above)
+    if reward_below is None or reward_above is None:
         return "gap"
-    share = (kl - below) / (above - below) if above > below else 0.0
-    return fmean(ends[0]) * (1 - share) + fmean(ends[1]) * share
+    share = 0.0
+    if above > below:
+        share = (kl - below) / (above - below)
+    return reward_below * (1 - share) + reward_above * share
+
+
+def _mean_reward(points: Sequence[Point], kl: float) -> float | None:
+    """The mean reward of the runs that ended at exactly ``kl``; None where all of them have collapsed."""
+    rewards = []
+    for point in points:
+        if point.kl == kl and not point.collapsed:
+            rewards.append(point.reward)
+    if not rewards:
+        return None
+    return fmean(rewards)
 
 
 DEFAULT_RULE = "eval/heldout/reward < 0.5 start"
@@ -400,8 +519,10 @@ _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operato
 
 
 class Condition(NamedTuple):
-    """A run collapsed where ``compare(value, bound)`` holds for each of the ``last`` last values of its ``metric``; the
-    bound is a share of the metric's first value where ``of_start``."""
+    """A run collapsed where ``compare(value, bound)`` holds for each of the ``last`` final values of its ``metric``.
+
+    With ``of_start`` the bound is a share of the metric's first value.
+    """
 
     metric: str
     compare: Callable[[Any, Any], Any]
@@ -411,7 +532,10 @@ class Condition(NamedTuple):
 
 
 def parse_rule(text: str) -> list[Condition]:
-    """``METRIC < NUMBER [start] [last N]``, several with commas: any means collapse. Raises :class:`UserError`."""
+    """The conditions of ``METRIC < NUMBER [start] [last N]``, joined by commas; a run that meets any of them collapsed.
+
+    Raises :class:`UserError` for a text of another form.
+    """
     conditions = []
     for part in text.split(","):
         match = _CONDITION.fullmatch(part)
@@ -421,6 +545,14 @@ def parse_rule(text: str) -> list[Condition]:
                 "'last N' after either (the last N values all), joined by commas, "
                 f"as in {DEFAULT_RULE!r} or 'kl/exact_reverse_sequence > 20 last 2'"
             )
-        of_start, last = match[4] is not None, int(match[5] or 1)
-        conditions.append(Condition(match[1], _COMPARE[match[2]], float(match[3]), of_start, last))
+        metric, sign, number, start, last = match.groups()
+        conditions.append(
+            Condition(
+                metric=metric,
+                compare=_COMPARE[sign],
+                bound=float(number),
+                of_start=start is not None,
+                last=int(last or 1),
+            )
+        )
     return conditions

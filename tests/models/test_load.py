@@ -25,9 +25,10 @@ from transformers import (
 from commands import cpu_limit
 from kl_comedy.config.schema import LoraConfig, ModelConfig
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.models import head_weights, unwrap, weights_hash
-from kl_comedy.models import load as loading
-from kl_comedy.models.load import check_log_probs, check_source, repair_pre_tokenizer
+from kl_comedy.models import head_weights, sources, unwrap, weights_hash
+from kl_comedy.models.gguf import repair_pre_tokenizer
+from kl_comedy.models.load import check_log_probs
+from kl_comedy.models.sources import check_source
 from saved_models import HEADS, SMALL, llama, load, save, tokenizer, write_gguf
 
 
@@ -98,7 +99,7 @@ def test_sources_that_cannot_be_loaded(monkeypatch, folder, tmp_path):
         raise OSError("We couldn't connect to the hub to load this file\nmore lines")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
-    monkeypatch.setattr(loading, "hub_answers", lambda: True)
+    monkeypatch.setattr(sources, "hub_answers", lambda: True)
     with pytest.raises(UserError, match=r"model\.source: got 'someone/some-model'.*couldn't connect") as error:
         load("someone/some-model")
     assert "more lines" not in str(error.value)
@@ -108,7 +109,7 @@ def test_without_a_hub_a_name_fails_at_once_unless_its_files_are_here(monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    loading.hub_answers.cache_clear()
+    sources.hub_answers.cache_clear()
     with pytest.raises(UserError, match=r"model\.source: got 'some/tiny'.*http://127.0.0.1:9 does not answer"):
         check_source(ModelConfig(source="some/tiny"))
     check_source(ModelConfig(source=folder))
@@ -117,8 +118,8 @@ def test_without_a_hub_a_name_fails_at_once_unless_its_files_are_here(monkeypatc
         check_source(ModelConfig(source=folder, tokenizer="some/tiny"))
     (tmp_path / "cache/models--some--tiny/snapshots/1f2e").mkdir(parents=True)
     (tmp_path / "cache/models--some--tiny/snapshots/1f2e/config.json").write_text("{}")
-    assert not loading.check_available("model.source", "some/tiny")
-    loading.hub_answers.cache_clear()
+    assert not sources.check_available("model.source", "some/tiny")
+    sources.hub_answers.cache_clear()
 
 
 def test_architectures_that_change_the_logits_are_refused(tmp_path):

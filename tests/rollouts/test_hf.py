@@ -350,7 +350,7 @@ def test_a_real_model_samples_what_the_trainer_computes():
     """SmolLM2-135M, where ``make smollm2`` has made it: log-probs agree in float32, and it knows its capital."""
     from kl_comedy.config.schema import ModelConfig
     from kl_comedy.models import load_model
-    from kl_comedy.models.load import SMOLLM2_FOLDER
+    from kl_comedy.models.sources import SMOLLM2_FOLDER
 
     folder = Path(__file__).parents[2] / SMOLLM2_FOLDER
     if not (folder / "model.safetensors").is_file():

@@ -2,10 +2,11 @@
 
     prompt a | completion 1 | completion 2 | ... | prompt b | completion 1 | ...
 
-The batch is one line of tokens through an otherwise unchanged transformers model, whose attention (``sdpa``) we replace
+The batch is one line of tokens through an otherwise unchanged transformers model. Its attention (``sdpa``) is replaced
 in the library's registry for calls that carry a ``kl_layout``. A completion attends to its prompt and to itself, at the
-positions it would have alone, so hidden states and gradients are those of separate rows. Its last token is left out.
-:class:`PackedBatch` attends in padded rows with an additive mask, :class:`VariableLengths` without either.
+positions that it would have alone, so hidden states and gradients are those of separate rows. Its last token is left
+out, because no token of the batch follows it. :class:`PackedBatch` attends in padded rows with an additive mask,
+:class:`VariableLengths` without either.
 
 Shape legend: ``S`` tokens of the line, ``B`` completions, ``F`` distinct prompts, ``P`` and ``T`` longest prompt and
 completion, ``K`` key-value heads, ``R`` query heads per key-value head, ``D`` head width, ``N`` completion tokens.
@@ -28,8 +29,14 @@ from kl_comedy.models.introspection import decoder_body, uses_varlen
 ATTENTION_NAME = "kl_comedy"
 """Name of our attention in the registry of transformers."""
 
-NEUTRAL_ARGUMENTS: dict[str, Any] = {"is_causal": True, "dropout": 0.0}
-NEUTRAL_ARGUMENTS |= dict.fromkeys(("sliding_window", "softcap", "s_aux", "position_bias"))
+NEUTRAL_ARGUMENTS: Mapping[str, Any] = {
+    "is_causal": True,
+    "dropout": 0.0,
+    "sliding_window": None,
+    "softcap": None,
+    "s_aux": None,
+    "position_bias": None,
+}
 """Arguments of an attention call that change the result, and the values (beside None) that do not."""
 
 
@@ -42,12 +49,13 @@ class Layout(Protocol):
 
 
 def use_layout_attention(model: nn.Module) -> bool:
-    """Select our attention where ``model`` supports it (full causal ``sdpa`` in every layer); whether it is selected.
+    """Select our attention where ``model`` supports it (full causal ``sdpa`` in every layer).
 
-    Calls without a ``kl_layout`` are computed as before.
+    Returns whether it is selected. Calls without a ``kl_layout`` are computed as before.
     """
     body: Any = decoder_body(model)
-    if not attends_to_all(body.config) or body.config._attn_implementation not in ("sdpa", ATTENTION_NAME):
+    has_sdpa = body.config._attn_implementation in ("sdpa", ATTENTION_NAME)
+    if not has_sdpa or not attends_to_all(body.config):
         return False
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -63,8 +71,8 @@ def use_layout_attention(model: nn.Module) -> bool:
 def attends_to_all(config: Any) -> bool:
     """Whether every layer attends to all tokens before it.
 
-    Configurations with ``layer_types`` say it of each layer, whatever their ``sliding_window``, which full layers do
-    not read. Those without (Mistral, Phi3) give all layers the window, if there is one.
+    Configs with ``layer_types`` say so for each layer, whatever their ``sliding_window``, which full layers do not
+    read. Configs without it (Mistral, Phi3) give all layers the window, if there is one.
     """
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
@@ -75,42 +83,59 @@ def attends_to_all(config: Any) -> bool:
 def forward_with_layout(model: nn.Module, layout: Layout, ids_S: Tensor, position_S: Tensor) -> Tensor:
     """Hidden states ``[S, H]`` of a line of tokens; :func:`use_layout_attention` must have returned True."""
     body: Any = decoder_body(model)
-    # transformers passes a four-dimensional mask through unchanged instead of building one.
+    # transformers passes a four-dimensional mask through unchanged, where it would otherwise build one [S, S].
     mask = torch.empty((1, 1, 1, 1), device=ids_S.device)
-    line = {"input_ids": ids_S[None], "position_ids": position_S[None], "attention_mask": mask}
-    hidden_SH: Tensor = body(**line, use_cache=False, kl_layout=layout).last_hidden_state[0]
+    output = body(
+        input_ids=ids_S[None],
+        position_ids=position_S[None],
+        attention_mask=mask,
+        use_cache=False,
+        kl_layout=layout,
+    )
+    hidden_SH: Tensor = output.last_hidden_state[0]
     return hidden_SH
 
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """The calling convention of transformers: ``[1, heads, S, D]`` in, ``[1, S, heads, D]`` out."""
+    """Attention in the calling convention of transformers: ``[1, heads, S, D]`` in, ``[1, S, heads, D]`` out.
+
+    Raises :class:`ValueError` for an argument that changes the result in a way that no layout computes.
+    """
     layout: Layout | None = arguments.pop("kl_layout", None)
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         return output
-    neutral = NEUTRAL_ARGUMENTS.items()
-    unsupported = {name: arguments[name] for name, value in neutral if arguments.get(name) not in (value, None)}
+    unsupported = {}
+    for name, neutral in NEUTRAL_ARGUMENTS.items():
+        if arguments.get(name) not in (neutral, None):
+            unsupported[name] = arguments[name]
     if unsupported:
         remedy = "model.attention=eager computes it, without shared prompts"
         raise ValueError(f"attention of {type(module).__name__} asks for {unsupported}; {remedy}")
     heads, size, width = query.shape[1:]
+    # Consecutive query heads share a key-value head.
     query_SKRD = query[0].view(key.shape[1], -1, size, width).permute(2, 0, 1, 3)
-    scaling = arguments.get("scaling")
-    scale = width**-0.5 if scaling is None else scaling
-    out_SKRD = layout.attend(module.layer_idx, query_SKRD, key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
+    key_SKD = key[0].transpose(0, 1)
+    value_SKD = value[0].transpose(0, 1)
+    scale = arguments.get("scaling")
+    if scale is None:
+        scale = width**-0.5
+    out_SKRD = layout.attend(module.layer_idx, query_SKRD, key_SKD, value_SKD, scale)
     return out_SKRD.reshape(1, size, heads, width), None
 
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Right-padded rows of a line: ``index_BT`` is each token's place in the line, ``real_BT`` False on padding."""
+    """Right-padded rows of a line."""
 
     index_BT: Tensor
+    """The place of each token in the line."""
     real_BT: Tensor
+    """False on padding."""
 
     def gather(self, line_S: Tensor) -> Tensor:
         """``line_S [S, ...]`` as rows ``[B, T, ...]``."""
@@ -120,30 +145,36 @@ class PaddedRows:
 def padded_rows(spans: list[range], *, device: torch.device) -> PaddedRows:
     """Rows of a line, given the span of each row's tokens in it.
 
-    Padding names the tokens that follow in the line: a GPU adds the gradients of equal indices one after the other, so
-    that one index for all padding would be slow.
+    The index of padding is that of the tokens that follow in the line: a GPU adds the gradients of equal indices one
+    after the other, so that one index for all padding would be slow.
     """
     starts_B1 = torch.tensor([[span.start] for span in spans], device=device)
     sizes_B1 = torch.tensor([[len(span)] for span in spans], device=device)
-    place_T = torch.arange(max(map(len, spans)), device=device)
-    line = max(1, *(span.stop for span in spans))
-    return PaddedRows((starts_B1 + place_T) % line, place_T < sizes_B1)
+    longest = max(len(span) for span in spans)
+    place_T = torch.arange(longest, device=device)
+    # At least 1, as a modulus.
+    line_length = max(1, *(span.stop for span in spans))
+    return PaddedRows(index_BT=(starts_B1 + place_T) % line_length, real_BT=place_T < sizes_B1)
 
 
 def causal_mask(real_BT: Tensor) -> Tensor:
-    """``[B, T, T]``: the keys each query may attend to. Every query, padding too, sees the first token of its row.
+    """``[B, T, T]``: the keys each query may attend to. Every query, padding included, sees the first token of its row.
 
     >>> causal_mask(torch.tensor([[True, True, False]])).int().tolist()
     [[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]
     """
+    # A query without any key would have a softmax of nothing, which is NaN.
     index_T = torch.arange(real_BT.shape[1], device=real_BT.device)
     return (index_T[:, None] >= index_T) & real_BT[:, None, :]
 
 
 def additive_mask(mask_BTS: Tensor, dtype: torch.dtype, heads: int = 1) -> Tensor:
     """0 where the mask is true, else minus infinity; ``[B, R T, S]`` for ``R`` heads stacked along the queries."""
-    mask = torch.zeros(mask_BTS.shape, dtype=dtype, device=mask_BTS.device).masked_fill_(~mask_BTS, float("-inf"))
-    return mask if heads == 1 else mask.repeat(1, heads, 1)
+    additive_BTS = torch.zeros(mask_BTS.shape, dtype=dtype, device=mask_BTS.device)
+    additive_BTS.masked_fill_(~mask_BTS, float("-inf"))
+    if heads == 1:
+        return additive_BTS
+    return additive_BTS.repeat(1, heads, 1)
 
 
 def attend_rows(query_BTKRD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, mask_BQS: Tensor, scale: float) -> Tensor:
@@ -152,51 +183,57 @@ def attend_rows(query_BTKRD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, mask_
     ``mask_BQS [B, R T, S]`` (:func:`additive_mask`) is added to the scores.
     """
     b, t, k, r, d = query_BTKRD.shape
-    query = query_BTKRD.permute(0, 2, 3, 1, 4).reshape(b, k, r * t, d)
-    key, value = key_BSKD.transpose(1, 2), value_BSKD.transpose(1, 2)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask_BQS[:, None], scale=scale)
-    return out.view(b, k, r, t, d).permute(0, 3, 1, 2, 4)
+    query_BKQD = query_BTKRD.permute(0, 2, 3, 1, 4).reshape(b, k, r * t, d)
+    key_BKSD = key_BSKD.transpose(1, 2)
+    value_BKSD = value_BSKD.transpose(1, 2)
+    out_BKQD = scaled_dot_product_attention(query_BKQD, key_BKSD, value_BKSD, attn_mask=mask_BQS[:, None], scale=scale)
+    return out_BKQD.view(b, k, r, t, d).permute(0, 3, 1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """A batch as one line, and its layout: prompts attend to themselves, completions to their prompt and themselves.
-
-    ``before_N`` index of the hidden state before each completion token. ``prompt_of_B`` prompt of each completion.
-    ``place_S`` place of each token of the line in the padded prompt rows followed by the padded completion rows.
-    """
+    """A batch as one line, and its layout: prompts attend to themselves, completions to their prompt and themselves."""
 
     ids_S: Tensor
     position_S: Tensor
     before_N: Tensor
+    """Index in the line of the hidden state before each completion token."""
     prompts: PaddedRows
     completions: PaddedRows
     prompt_of_B: Tensor
+    """Number of each completion's prompt, in ``prompts``."""
     place_S: Tensor
+    """Place of each token of the line in the padded prompt rows followed by the padded completion rows, flattened."""
     _masks: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, query_SKRD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float) -> Tensor:
         """See :class:`Layout`. The cost is that of separate rows."""
-        dtype, device_type = query_SKRD.dtype, query_SKRD.device.type
+        dtype = query_SKRD.dtype
+        device_type = query_SKRD.device.type
         if torch.is_autocast_enabled(device_type):  # a mask of another dtype would be copied in every layer
             dtype = torch.get_autocast_dtype(device_type)
         prompt_mask, completion_mask = self._masks_for(dtype, query_SKRD.shape[2])
-        prompt_key, prompt_value = self.prompts.gather(key_SKD), self.prompts.gather(value_SKD)
-        rows = [attend_rows(self.prompts.gather(query_SKRD), prompt_key, prompt_value, prompt_mask, scale)]
-        if self.completions.index_BT.shape[1]:
+
+        prompt_key = self.prompts.gather(key_SKD)
+        prompt_value = self.prompts.gather(value_SKD)
+        parts = [attend_rows(self.prompts.gather(query_SKRD), prompt_key, prompt_value, prompt_mask, scale)]
+        # Completions of one token have none in the line.
+        if self.completions.index_BT.shape[1] > 0:
             key = torch.cat([prompt_key[self.prompt_of_B], self.completions.gather(key_SKD)], 1)
             value = torch.cat([prompt_value[self.prompt_of_B], self.completions.gather(value_SKD)], 1)
-            rows.append(attend_rows(self.completions.gather(query_SKRD), key, value, completion_mask, scale))
-        return torch.cat([part.flatten(0, 1) for part in rows])[self.place_S]
+            parts.append(attend_rows(self.completions.gather(query_SKRD), key, value, completion_mask, scale))
+        return torch.cat([part.flatten(0, 1) for part in parts])[self.place_S]
 
     def _masks_for(self, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
         """Additive masks of prompts ``[F, R P, P]`` and completions ``[B, R T, P + T]``, shared by all layers."""
         if (dtype, heads) not in self._masks:
-            among_BTT = causal_mask(self.completions.real_BT)
-            to_prompt_BTP = self.prompts.real_BT[self.prompt_of_B][:, None, :].expand(-1, among_BTT.shape[1], -1)
+            prompt_FPP = causal_mask(self.prompts.real_BT)
+            to_itself_BTT = causal_mask(self.completions.real_BT)
+            to_prompt_BTP = self.prompts.real_BT[self.prompt_of_B][:, None, :].expand(-1, to_itself_BTT.shape[1], -1)
+            completion_BTS = torch.cat([to_prompt_BTP, to_itself_BTT], 2)
             self._masks[dtype, heads] = (
-                additive_mask(causal_mask(self.prompts.real_BT), dtype, heads),
-                additive_mask(torch.cat([to_prompt_BTP, among_BTT], 2), dtype, heads),
+                additive_mask(prompt_FPP, dtype, heads),
+                additive_mask(completion_BTS, dtype, heads),
             )
         return self._masks[dtype, heads]
 
@@ -206,65 +243,83 @@ class VariableLengths:
 
     A prompt is a sequence; so is a completion, whose keys are those of its prompt and its own. Each query is computed
     once, nothing is padded, and the kernel skips what causality hides: it aligns the last query with the last key.
+
+    Legend: ``C`` completions with a token in the line, ``L`` longest prompt plus longest completion.
     """
 
     def __init__(self, batch: PackedBatch) -> None:
-        prompts, completions = batch.prompts, batch.completions
+        prompts = batch.prompts
+        completions = batch.completions
         nonempty_C = completions.real_BT.any(1)  # a completion of one token has none in the line
         prompt_of_C = batch.prompt_of_B[nonempty_C]
-        own_index_CT, own_real_CT = completions.index_BT[nonempty_C], completions.real_BT[nonempty_C]
-        key_index_CL = torch.cat([prompts.index_BT[prompt_of_C], own_index_CT], 1)
-        key_real_CL = torch.cat([prompts.real_BT[prompt_of_C], own_real_CT], 1)
+        index_CT = completions.index_BT[nonempty_C]
+        real_CT = completions.real_BT[nonempty_C]
+        key_index_CL = torch.cat([prompts.index_BT[prompt_of_C], index_CT], 1)
+        key_real_CL = torch.cat([prompts.real_BT[prompt_of_C], real_CT], 1)
+
+        # The sequences one after the other: first the prompts, then the completions.
         prompt_index = prompts.index_BT[prompts.real_BT]
-        self._queries = torch.cat([prompt_index, own_index_CT[own_real_CT]])
-        self._place_S = self._queries.argsort()
+        self._queries = torch.cat([prompt_index, index_CT[real_CT]])
         self._keys = torch.cat([prompt_index, key_index_CL[key_real_CL]])
+        # Each token of the line is one query; sorting them by their place restores the line.
+        self._place_S = self._queries.argsort()
         prompt_sizes = prompts.real_BT.sum(1)
-        self._query_ends, self._most_queries = _ends(torch.cat([prompt_sizes, own_real_CT.sum(1)]))
+        self._query_ends, self._most_queries = _ends(torch.cat([prompt_sizes, real_CT.sum(1)]))
         self._key_ends, self._most_keys = _ends(torch.cat([prompt_sizes, key_real_CL.sum(1)]))
 
     def attend(self, layer: int, query_SKRD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float) -> Tensor:
         """See :class:`Layout`. The kernel takes 16 bits: those of autocast, else of the model, else bfloat16."""
         from torch.nn.attention import varlen
 
-        dtype, device_type = value_SKD.dtype, value_SKD.device.type
-        if torch.is_autocast_enabled(device_type):  # which does not know this kernel
+        dtype = value_SKD.dtype
+        device_type = value_SKD.device.type
+        if torch.is_autocast_enabled(device_type):  # autocast does not know this kernel, and would not cast for it
             dtype = torch.get_autocast_dtype(device_type)
         elif dtype == torch.float32:
             dtype = torch.bfloat16
         options, takes_scale, takes_groups = _varlen_options(varlen.varlen_attn)
         if takes_scale:
             options = {**options, "scale": scale}
-        else:  # the kernel's own is D ** -0.5
+        else:
+            # The kernel multiplies by D ** -0.5; what it should have multiplied by goes into the query.
             query_SKRD = query_SKRD * (scale * query_SKRD.shape[-1] ** 0.5)
-        key, value = key_SKD, value_SKD
+        key = key_SKD
+        value = value_SKD
         if not takes_groups:
-            key, value = (each[:, :, None].expand(query_SKRD.shape).flatten(1, 2) for each in (key, value))
-        query, key, value = (each.to(dtype) for each in (query_SKRD.flatten(1, 2), key, value))
-        out: Tensor = varlen.varlen_attn(
-            query[self._queries],
-            key[self._keys],
-            value[self._keys],
+            # One key-value head for each query head.
+            key = key_SKD[:, :, None].expand(query_SKRD.shape).flatten(1, 2)
+            value = value_SKD[:, :, None].expand(query_SKRD.shape).flatten(1, 2)
+        query = query_SKRD.flatten(1, 2)
+        out: Any = varlen.varlen_attn(
+            query.to(dtype)[self._queries],
+            key.to(dtype)[self._keys],
+            value.to(dtype)[self._keys],
             self._query_ends,
             self._key_ends,
             self._most_queries,
             self._most_keys,
             **options,
         )
-        return out[self._place_S].view(query_SKRD.shape).to(value_SKD.dtype)
+        out_SKRD: Tensor = out[self._place_S].view(query_SKRD.shape)
+        return out_SKRD.to(value_SKD.dtype)
 
 
 @functools.cache
 def _varlen_options(kernel: Callable[..., Any]) -> tuple[Mapping[str, Any], bool, bool]:
-    """What makes torch's kernel causal; whether it takes a scale, and fewer key-value heads than query heads.
+    """The options that make torch's kernel causal; whether it takes a scale, and fewer key-value than query heads.
 
     Torch 2.10 has ``is_causal``, 2.11 ``window_size`` and ``scale``, 2.13 ``enable_gqa``.
     """
     known = inspect.signature(kernel).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
+    takes_groups = "enable_gqa" in known
+    options: dict[str, Any] = {}
+    if "window_size" in known:
+        options["window_size"] = (-1, 0)  # all keys before a query, none after it
+    else:
+        options["is_causal"] = True
+    if takes_groups:
         options["enable_gqa"] = True
-    return options, "scale" in known, "enable_gqa" in known
+    return options, "scale" in known, takes_groups
 
 
 def _ends(sizes: Tensor) -> tuple[Tensor, int]:
@@ -274,7 +329,9 @@ def _ends(sizes: Tensor) -> tuple[Tensor, int]:
 
 def packed_hidden(model: nn.Module, batch: PackedBatch) -> Tensor:
     """Hidden state before each completion token, ``[N, H]``, rows of the batch in reading order."""
-    layout = VariableLengths(batch) if uses_varlen(model) else batch
+    layout: Layout = batch
+    if uses_varlen(model):
+        layout = VariableLengths(batch)
     return forward_with_layout(model, layout, batch.ids_S, batch.position_S)[batch.before_N]
 
 
@@ -288,32 +345,50 @@ def group_by_prompt(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor) -> dict[tuple
 
 def pack_batch(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> PackedBatch:
     """Pack rows of left-padded prompts (at least one token) and right-padded completions into a line."""
-    sizes, ids, device = mask_BT.bool().sum(-1).tolist(), ids_BT.tolist(), ids_BT.device
+    device = ids_BT.device
+    sizes = mask_BT.bool().sum(-1).tolist()
+    completion_ids = ids_BT.tolist()
     tokens: list[int] = []
     positions: list[int] = []
     prompt_spans: list[range] = []
-    spans, prompt_of = [range(0)] * len(sizes), [0] * len(sizes)
+    spans = [range(0)] * len(sizes)
+    prompt_of = [0] * len(sizes)
 
     def append(ids: list[int], position: int) -> range:
-        positions.extend(range(position, position + len(ids)))
+        """Add tokens to the line, the first at ``position`` of its own sequence; returns their span in the line."""
+        start = len(tokens)
         tokens.extend(ids)
-        return range(len(tokens) - len(ids), len(tokens))
+        positions.extend(range(position, position + len(ids)))
+        return range(start, len(tokens))
 
     for prompt, (prompt_ids, rows) in enumerate(group_by_prompt(prompt_ids_BP, prompt_mask_BP).items()):
         prompt_spans.append(append(list(prompt_ids), 0))
         for row in rows:
             prompt_of[row] = prompt
-            spans[row] = append(ids[row][: max(sizes[row] - 1, 0)], len(prompt_ids))
+            without_last = completion_ids[row][: max(sizes[row] - 1, 0)]
+            spans[row] = append(without_last, len(prompt_ids))
+
+    # Before the first token of a completion is the last of its prompt; before the others, the one before them.
     before: list[int] = []
     for size, prompt, span in zip(sizes, prompt_of, spans, strict=True):
         before += [prompt_spans[prompt][-1], *span][:size]
-    prompts, completions = padded_rows(prompt_spans, device=device), padded_rows(spans, device=device)
+
+    prompts = padded_rows(prompt_spans, device=device)
+    completions = padded_rows(spans, device=device)
     index = torch.cat([prompts.index_BT.flatten(), completions.index_BT.flatten()])
     real = torch.cat([prompts.real_BT.flatten(), completions.real_BT.flatten()])
     place_S = torch.empty(len(tokens), dtype=torch.long, device=device)
     place_S[index[real]] = real.nonzero()[:, 0]
-    ids_S, position_S, prompt_of_B, before_N = (
-        torch.tensor(numbers, dtype=torch.long, device=device) for numbers in (tokens, positions, prompt_of, before)
+
+    def to_tensor(numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=device)
+
+    return PackedBatch(
+        ids_S=to_tensor(tokens),
+        position_S=to_tensor(positions),
+        before_N=to_tensor(before),
+        prompts=prompts,
+        completions=completions,
+        prompt_of_B=to_tensor(prompt_of),
+        place_S=place_S,
     )
-    line = {"ids_S": ids_S, "position_S": position_S, "before_N": before_N}
-    return PackedBatch(**line, prompts=prompts, completions=completions, prompt_of_B=prompt_of_B, place_S=place_S)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_lora(model: Any, config: LoraConfig) -> Any:
     """``model`` as a PEFT model with frozen base weights and an adapter that starts as the identity.
 
-    Raises :class:`UserError` for modules the model lacks, for the head, and for dropout, which would make the
+    Raises :class:`UserError` for modules that the model lacks, for the head, and for dropout, which would make the
     trained policy differ from the sampler.
     """
     from peft import get_peft_model
@@ -28,32 +28,44 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
     if config.dropout:
         why = "dropout makes the trained policy differ from the sampler"
         raise bad_value("model.lora.dropout", config.dropout, "0", why=why)
-    head = model.get_output_embeddings()
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    allowed = sorted({name.rsplit(".", 1)[-1] for name in linear})
+    allowed = _adaptable_modules(model)
     for target in config.target_modules:
         if target not in allowed:
             raise bad_value("model.lora.target_modules", target, allowed)
     adapted = get_peft_model(model, _peft_config(config))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
+            # Factors on the meta device have no memory yet; sharding fills them later with the same values.
             if is_lora_factor(name) and not parameter.is_meta:
                 parameter.copy_(initial_factor(name, tuple(parameter.shape)))
     return adapted
 
 
+def _adaptable_modules(model: Any) -> list[str]:
+    """The last parts of the names of linear layers, the head excepted: exact KL needs it as one plain layer."""
+    head = model.get_output_embeddings()
+    names = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            names.add(name.rsplit(".", 1)[-1])
+    return sorted(names)
+
+
 def _peft_config(config: LoraConfig) -> Any:
     import peft
 
-    targets = list(config.target_modules)
-    return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    alpha: Any = config.alpha  # PEFT types it as an int, and computes alpha / r with any number
+    return peft.LoraConfig(
+        r=config.rank, lora_alpha=alpha, target_modules=list(config.target_modules), task_type="CAUSAL_LM"
+    )
 
 
 def initial_factor(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Initial value of a LoRA factor: ``B`` zero, ``A`` Kaiming-uniform as in PEFT, seeded by its name.
+    """The initial value of a LoRA factor: ``B`` is zero, ``A`` Kaiming-uniform as in PEFT, seeded by its name.
 
     An adapter therefore starts with the same numbers in every process, however the model is sharded.
     """
+    # The seed is a hash of the name: stored runs begin with these numbers, so the bytes hashed must stay.
     factor = torch.zeros(shape)
     if ".lora_A." in name:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
@@ -76,7 +88,7 @@ def base_name(name: str) -> str:
 
 
 def lora_scaling(config: LoraConfig) -> float:
-    """The factor of ``B A`` in the adapted weight ``W + scaling * B A``."""
+    """The factor of ``B A`` in the adapted weight ``W + scaling * B A`` (Hu et al. 2106.09685)."""
     return config.alpha / config.rank
 
 
@@ -87,29 +99,42 @@ def peft_scaling(model: Any) -> float:
 
 
 _MERGED_PARTS = (".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight")
+"""How the names of ``W``, ``A`` and ``B`` end in a PEFT model."""
 
 
 def merge_adapter(weights: Iterable[tuple[str, Tensor]], scaling: float) -> Iterator[tuple[str, Tensor]]:
     """Base names and weights of a LoRA model with its adapter merged: ``W + scaling * B A``, computed in float32.
 
-    A module's factors may come before or after its weight. Weights without an adapter pass through. The sum is rounded
-    to the weight's dtype, so log-probs agree to that precision only. Raises :class:`ValueError` for missing factors.
+    A module's factors may come before or after its weight. Weights without an adapter are yielded unchanged. The sum is
+    rounded to the weight's dtype, so log-probs agree to that precision only. Raises :class:`ValueError` for missing
+    factors.
     """
+    # Parts of a module until all three are there: at most one module's weights wait, as its parts follow each other.
     incomplete: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
-        part = next((part for part in _MERGED_PARTS if name.endswith(part)), None)
+        part = _merged_part(name)
         if part is None:
             yield base_name(name), tensor
             continue
         module = name.removesuffix(part)
         parts = incomplete.setdefault(module, {})
         parts[part] = tensor
-        if len(parts) == len(_MERGED_PARTS):
-            weight, a, b = (parts[part] for part in _MERGED_PARTS)
-            del incomplete[module]
-            yield f"{base_name(module)}.weight", (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
+        if len(parts) < len(_MERGED_PARTS):
+            continue
+        weight, a, b = (parts[part] for part in _MERGED_PARTS)
+        del incomplete[module]
+        merged = weight.float() + scaling * (b.float() @ a.float())
+        yield f"{base_name(module)}.weight", merged.to(weight.dtype)
     if incomplete:
         raise ValueError(f"an adapter's factors are missing: {', '.join(sorted(incomplete)[:3])}")
+
+
+def _merged_part(name: str) -> str | None:
+    """Which part of an adapted weight ``name`` is; None for a weight without an adapter."""
+    for part in _MERGED_PARTS:
+        if name.endswith(part):
+            return part
+    return None
 
 
 def save_adapter(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
@@ -118,7 +143,11 @@ def save_adapter(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor
 
     assert config.lora is not None
     settings = _peft_config(config.lora)
-    settings.base_model_name_or_path, settings.inference_mode = config.source, True
+    settings.base_model_name_or_path = config.source
+    settings.inference_mode = True
     settings.save_pretrained(folder)
-    factors = {name.replace(".default.", "."): t.contiguous() for name, t in weights.items() if is_lora_factor(name)}
+    # PEFT leaves the adapter's name ("default") out of a file.
+    factors = {
+        name.replace(".default.", "."): tensor.contiguous() for name, tensor in weights.items() if is_lora_factor(name)
+    }
     save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,7 +1,8 @@
 """Reference policies that KL is measured against. Each has a hash, so that a run can check its identity.
 
-Frozen copy, adapter off, moving average, periodic copy, teacher. A copy shares the parameters the policy does not train
-(the base under LoRA). Shape legend as in ``logprobs``.
+A reference is a frozen copy of the policy, the policy with its adapter off, a moving average, a periodic copy, or a
+teacher. A copy shares the parameters that the policy does not train (the base under LoRA). Shape legend as in
+:mod:`kl_comedy.models.logprobs`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models.introspection import head_chunk, head_weights, is_peft, is_sharded
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.sharding import clone_sharded
+from kl_comedy.models.sources import first_line
 from kl_comedy.models.types import LoadedModel, PassOptions, ReferencePass, Wanted
 from kl_comedy.models.weights import weights_hash
 
@@ -30,8 +32,9 @@ def build_reference(kind: str, loaded: LoadedModel, config: Config, *, teacher: 
     """The reference ``kind`` (``initial | ema | periodic | teacher``) for a policy that has not been trained yet.
 
     ``initial`` is the base model under LoRA (adapter off), else a frozen copy; ``teacher`` is the given model itself.
-    Raises :class:`UserError` for another name.
+    Raises :class:`UserError` for another name, and for ``teacher`` without one.
     """
+    # The policy's own settings: with others, KL would compare distributions that were computed differently.
     options = PassOptions(
         temperature=config.rollout.temperature,
         chunk_elements=head_chunk(config.model.head_chunk_elements, loaded.device),
@@ -42,9 +45,8 @@ def build_reference(kind: str, loaded: LoadedModel, config: Config, *, teacher: 
     if kind == "ema":
         return MovingReference(loaded.model, options, decay=config.reference.ema_decay)
     if kind == "periodic":
-        return MovingReference(
-            loaded.model, options, period=config.reference.period, max_kl=config.reference.max_kl or math.inf
-        )
+        max_kl = config.reference.max_kl or math.inf
+        return MovingReference(loaded.model, options, period=config.reference.period, max_kl=max_kl)
     if kind == "teacher" and teacher is not None:
         return Reference(teacher.model, options, copied=False)
     raise bad_value("kl.reference", kind, ("initial", "ema", "periodic", "teacher"))
@@ -53,72 +55,110 @@ def build_reference(kind: str, loaded: LoadedModel, config: Config, *, teacher: 
 class Reference:
     """The policy as it was when this object was made: a copy that never trains (``copied=False``: the model itself).
 
-    With ``adapter_off`` it is the base of a LoRA policy: the same module, its adapter disabled for the pass, no second
-    model in memory. The hash is of the base weights alone, under the names they had before the adapter was put on.
+    With ``adapter_off`` it is the base of a LoRA policy: the same module with its adapter disabled during the pass, so
+    that no second model is in memory. Its hash is of the base weights alone, under the names that they had before the
+    adapter was added.
     """
 
     moving = False
+    """Whether :meth:`MovingReference.update` follows the policy."""
 
     def __init__(
         self, model: nn.Module, options: PassOptions, *, adapter_off: bool = False, copied: bool = True
     ) -> None:
-        self.model: Any = model if adapter_off or not copied else _frozen_copy(model)
-        self._options, self._adapter_off = options, adapter_off
+        self.model: Any = model
+        if copied and not adapter_off:
+            self.model = _frozen_copy(model)
+        self._options = options
+        self._adapter_off = adapter_off
+        # Computed when it is asked for: a hash reads all weights.
         self._hash: str | None = None
 
     @property
     def hash(self) -> str:
-        """Identity of the current weights."""
+        """SHA-256 of the current weights (:func:`~kl_comedy.models.weights.weights_hash`)."""
         if self._hash is None:
             self._hash = weights_hash(self.model, base_only=self._adapter_off)
         return self._hash
 
     @torch.no_grad()
-    def forward_pass(self, **batch: Tensor) -> ReferencePass:
-        """Pass over ``prompt_ids_BP``, ``prompt_mask_BP``, ``ids_BT`` and ``mask_BT``, without gradient."""
-        with self.model.disable_adapter() if self._adapter_off else contextlib.nullcontext():
-            result = token_pass(self.model, self._options, Wanted(hidden=True), **batch)
-        assert result.hidden_NH is not None
-        weight, bias = head_weights(self.model)
-        head = weight.detach(), None if bias is None else bias.detach()
-        temperature = self._options.temperature
-        return ReferencePass(logp_BT=result.logp_BT, hidden_NH=result.hidden_NH, head=head, temperature=temperature)
+    def forward_pass(
+        self, *, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> ReferencePass:
+        """Pass over prompts and completions, without gradient; see :func:`~kl_comedy.models.logprobs.token_pass`."""
+        adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._adapter_off:
+            adapter = self.model.disable_adapter()
+        with adapter:
+            result = token_pass(
+                self.model,
+                self._options,
+                Wanted(hidden=True),
+                prompt_ids_BP=prompt_ids_BP,
+                prompt_mask_BP=prompt_mask_BP,
+                ids_BT=ids_BT,
+                mask_BT=mask_BT,
+            )
+        weight_VH, bias_V = head_weights(self.model)
+        if bias_V is not None:
+            bias_V = bias_V.detach()
+        return ReferencePass(
+            logp_BT=result.logp_BT,
+            hidden_NH=result.hidden_NH,
+            head=(weight_VH.detach(), bias_V),
+            temperature=self._options.temperature,
+        )
 
 
 def check_tokens(other: LoadedModel, policy: LoadedModel, key: str, value: str) -> None:
-    """Raise :class:`UserError` where a token of one model is not that of the other under the same id."""
-    theirs, ours = other.tokenizer.get_vocab(), policy.tokenizer.get_vocab()
+    """Raise :class:`UserError` where the two models have different tokens, or the same tokens under other ids."""
+    theirs: dict[str, int] = other.tokenizer.get_vocab()
+    ours: dict[str, int] = policy.tokenizer.get_vocab()
     if theirs == ours:
         return
-    text = min(dict(theirs.items() ^ ours.items()), key=lambda text: (ours.get(text, math.inf), text))
-    ids = [f"token {each[text]}" if text in each else "none" for each in (ours, theirs)]
-    why = f"{text!r} is {ids[0]} there and {ids[1]} here, and log-probs of different tokens cannot be compared"
+    # The message names the differing token with the lowest id: it is the likeliest to mean something to a reader.
+    differing = {text for text, _ in theirs.items() ^ ours.items()}
+    text = min(differing, key=lambda text: (ours.get(text, math.inf), text))
+    our_id = _describe_token(text, ours)
+    their_id = _describe_token(text, theirs)
+    why = f"{text!r} is {our_id} there and {their_id} here, and log-probs of different tokens cannot be compared"
     raise bad_value(key, value, f"a model with the {len(ours)} tokens of {policy.source}", why)
+
+
+def _describe_token(text: str, vocabulary: Mapping[str, int]) -> str:
+    if text not in vocabulary:
+        return "none"
+    return f"token {vocabulary[text]}"
 
 
 def match_teacher(teacher: LoadedModel, policy: LoadedModel, adapter: str | None = None) -> Any:
     """The teacher's model over the policy's vocabulary, frozen, with its ``adapter`` (a folder) on.
 
-    A larger padded vocabulary is cut to the policy's: ids beyond belong to no token. Raises :class:`UserError` for
+    A larger padded vocabulary is cut to the policy's: the ids beyond belong to no token. Raises :class:`UserError` for
     other tokens, a smaller vocabulary, and an adapter that cannot be loaded.
     """
     check_tokens(teacher, policy, "model.source", teacher.source)
-    rows, wanted = (head_weights(each.model)[0].shape[0] for each in (teacher, policy))
-    if rows < wanted or (rows > wanted and is_sharded(teacher.model)):
-        why = "the policy could draw an id that the teacher has no log-prob of" if rows < wanted else ""
-        why = why or "a teacher in shards cannot be cut to the policy's vocabulary; save it so"
-        raise bad_value("model.source", teacher.source, f"a head of {wanted} rows, not {rows}", why)
     model = teacher.model
-    if rows > wanted:
-        model.resize_token_embeddings(wanted, mean_resizing=False)
+    teacher_rows = head_weights(model)[0].shape[0]
+    policy_rows = head_weights(policy.model)[0].shape[0]
+    allowed = f"a head of {policy_rows} rows, not {teacher_rows}"
+    if teacher_rows < policy_rows:
+        why = "the policy could draw an id that the teacher has no log-prob of"
+        raise bad_value("model.source", teacher.source, allowed, why)
+    if teacher_rows > policy_rows:
+        if is_sharded(model):
+            why = "a teacher in shards cannot be cut to the policy's vocabulary; save it so"
+            raise bad_value("model.source", teacher.source, allowed, why)
+        model.resize_token_embeddings(policy_rows, mean_resizing=False)
     if adapter is not None:
         from peft import PeftModel
 
         try:
             model = PeftModel.from_pretrained(model, adapter)
-        except Exception as error:  # a missing folder is asked for at the hub; damaged files raise what they trip over
-            text = str(error).strip().split("\n")[0] or type(error).__name__
-            raise bad_value("model.adapter", adapter, "a folder with a LoRA adapter on source", text) from error
+        except Exception as error:  # PEFT asks the hub for a missing folder; damaged files raise errors of many types
+            raise bad_value(
+                "model.adapter", adapter, "a folder with a LoRA adapter on source", first_line(error)
+            ) from error
     return model.requires_grad_(False).eval()
 
 
@@ -126,18 +166,19 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
     """A copy that shares what ``model`` does not train (a sharded copy shares nothing)."""
     if is_sharded(model):
         return clone_sharded(model).requires_grad_(False).eval()
-    shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    # deepcopy takes what the memo has by id for copied already, and puts the original in its place.
+    shared: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, memo=shared).requires_grad_(False).eval()
 
 
 class MovingReference(Reference):
     """A copy that follows the policy: ``copy <- decay * copy + (1 - decay) * policy`` after every ``period``-th update.
 
-    Also after an update that measured more than ``max_kl`` (nats a token) to it, as in RPG (2505.17508); with
-    ``period`` None only then.
+    It also follows after an update that measured a KL of more than ``max_kl`` (nats per token) to it, as in RPG
+    (2505.17508); with ``period`` None, only then.
 
-    An average (``decay`` above 0) is stored in float32 at least and rounded to the model's dtype for the pass: bfloat16
-    would lose increments below 2^-8 of the weight, float32 loses those below 2^-24 (decays beyond about 0.99999). With
+    An average (``decay`` above 0) is stored in float32 or wider and rounded to the model's dtype for the pass: bfloat16
+    would lose increments below 2^-8 of the weight, float32 loses those below 2^-24 (decays above about 0.99999). With
     LoRA the factors A and B are averaged, which is not the average of their product.
     """
 
@@ -153,9 +194,13 @@ class MovingReference(Reference):
         max_kl: float = math.inf,
     ) -> None:
         super().__init__(model, options)
-        self._decay, self._period, self._max_kl = decay, period, max_kl
+        self._decay = decay
+        self._period = period
+        self._max_kl = max_kl
+        # What the policy does not train is shared with it and never moves.
         copied = dict(self.model.named_parameters())
         self._weights = {name: copied[name] for name, p in model.named_parameters() if p.requires_grad}
+        # Without decay the copy itself is what is stored.
         self._average: Mapping[str, Tensor] = self._weights
         if decay:
             self._average = {
@@ -165,18 +210,28 @@ class MovingReference(Reference):
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int, measured_kl: float = 0.0) -> bool:
-        """Follow ``model``; called once after every optimizer update, with its number and the KL (nats a token) to this
-        reference that it measured. Returns whether the reference moved."""
-        if (self._period is None or step % self._period) and not measured_kl > self._max_kl:
+        """Follow ``model``; returns whether the reference moved.
+
+        Called once after every optimizer update, with its number ``step`` and the KL to this reference that it measured
+        (nats per token).
+        """
+        is_due = self._period is not None and step % self._period == 0
+        is_far = measured_kl > self._max_kl
+        must_follow = is_due or is_far
+        if not must_follow:
             return False
         policy = dict(model.named_parameters())
         for name, average in self._average.items():
             weight = policy[name].to(average.dtype)
-            average.lerp_(weight, 1.0 - self._decay) if self._decay else average.copy_(weight)
+            if self._decay:
+                average.lerp_(weight, 1.0 - self._decay)
+            else:
+                average.copy_(weight)
         self._take_over_average()
         return True
 
     def _take_over_average(self) -> None:
+        """Round the average into the weights of the pass; the identity changes with them."""
         for name, weight in self._weights.items():
             weight.copy_(self._average[name])
         self._hash = None
@@ -187,7 +242,7 @@ class MovingReference(Reference):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a :meth:`state_dict`. Raises :class:`UserError` when it is of another model."""
+        """Load a :meth:`state_dict`. Raises :class:`UserError` when it is of another model."""
         weights = state["weights"]
         differing = sorted(set(weights) ^ set(self._average))[:3]
         if differing:

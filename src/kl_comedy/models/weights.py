@@ -3,8 +3,8 @@
     sharded model -> (gather a bucket, pass it on, drop it) -> replica, file
     sharded model -> (cast a shard, gather the tensor, pass it on) -> inference engine
 
-Beside its own shards a process has at most one bucket in memory. Of a sharded model every process must walk a stream
-to its end, in step, because gathering is a collective.
+Beside its own shards a process has at most one bucket in memory. Gathering is a collective: where the model is sharded,
+every process must consume a stream to its end, in step, or the others wait for it forever.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ from kl_comedy.models.lora import base_name, is_lora_factor, merge_adapter, peft
 HASH_BYTES = 1 << 24
 """Bytes hashed at a time, so that a weight on a GPU never needs a second full copy in host memory."""
 
-FUSED = {part: "qkv_proj" for part in ("q_proj", "k_proj", "v_proj")}
-FUSED |= {part: "gate_up_proj" for part in ("gate_proj", "up_proj")}
-"""Linear layers that vLLM stores as parts of one."""
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Linear layers that vLLM stores as parts of one, and the name of that one."""
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
+"""Large enough that a collective's start costs little beside its transfer, small beside a model."""
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -36,9 +42,14 @@ def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only:
     """Hex SHA-256 over names, dtypes, shapes and bytes; independent of device and sharding.
 
     ``base_only`` leaves a PEFT model's adapters out and strips the wrapper from the names, so that the hash equals that
-    of the model before it was wrapped. Of a sharded model every process must call.
+    of the model before it was wrapped. Every process must call it where the model is sharded.
     """
-    state: Mapping[str, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
+    # Checkpoints, exports and run records store this hash: the bytes that are hashed must stay as they are.
+    state: Mapping[str, Any]
+    if isinstance(model_or_state, nn.Module):
+        state = model_or_state.state_dict()
+    else:
+        state = model_or_state
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     if base_only:
         tensors = {base_name(name): tensor for name, tensor in tensors.items() if not is_lora_factor(name)}
@@ -50,16 +61,17 @@ def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only:
     return digest.hexdigest()
 
 
-def _hash_bytes(digest: Any, tensor: Tensor) -> None:
+def _hash_bytes(digest: hashlib._Hash, tensor: Tensor) -> None:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), HASH_BYTES):
-        digest.update(memoryview(flat[start : start + HASH_BYTES].cpu().numpy()))
+        piece: Any = flat[start : start + HASH_BYTES].cpu().numpy()
+        digest.update(memoryview(piece))
 
 
 class Checksums:
-    """SHA-256 of the bytes of every weight, by name, as vLLM gives it.
+    """SHA-256 of the bytes of every weight, by name, to compare a policy with what vLLM has received.
 
-    ``fused``: the parts that vLLM stores as one are hashed as one, in their order.
+    ``fused``: the parts that vLLM stores as one weight are hashed as one, in their order.
 
     >>> weights = {"q_proj.bias": torch.ones(2), "k_proj.bias": torch.zeros(1), "v_proj.bias": torch.ones(1)}
     >>> sums, whole = Checksums(fused=True), Checksums()
@@ -72,15 +84,16 @@ class Checksums:
 
     def __init__(self, *, fused: bool = False) -> None:
         self._fused = fused
-        self._digests: dict[str, Any] = {}
+        self._digests: dict[str, hashlib._Hash] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Parts of a fused weight must come in their order."""
+        """Add a weight. The parts of a fused weight must come in their order."""
         if self._fused:
             name = ".".join(FUSED.get(part, part) for part in name.split("."))
         _hash_bytes(self._digests.setdefault(name, hashlib.sha256()), tensor)
 
     def hexdigests(self) -> dict[str, str]:
+        """The hex digest of each weight."""
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
 
@@ -89,46 +102,67 @@ def full_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the policy under its checkpoint name, whole and detached, in ``dtype`` if given.
 
-    A shard is cast before it is gathered. An adapter is merged (its module's weight is gathered and summed in its own
-    dtype, then cast), or left out. Tied weights are gathered once and come one after the other, each under its own
-    name, since vLLM has a packed copy of a tied head.
+    With ``adapter`` a LoRA adapter is merged, else it is left out. Tied weights are gathered once and come one after
+    the other, each under its own name, because vLLM has a packed copy of a tied head. Every process must consume the
+    whole stream, in step, where the model is sharded.
     """
     causal = unwrap(model)
+    tied = _further_names(causal)
+    repeated = set(itertools.chain.from_iterable(tied.values()))
+    weights: Iterable[tuple[str, Tensor]] = (
+        (name, tensor) for name, tensor in causal.state_dict().items() if name not in repeated
+    )
+    if is_peft(model) and adapter:
+        # Merged from whole weights in their own dtype, and cast afterwards, so that the sum is rounded once.
+        whole_weights = ((name, full_tensor(tensor)) for name, tensor in weights)
+        weights = merge_adapter(whole_weights, peft_scaling(model))
+    for name, tensor in weights:
+        if is_lora_factor(name):
+            continue
+        # A shard is cast before it is gathered: half the traffic for 16 bits.
+        whole = full_tensor(_cast(tensor, dtype))
+        yield base_name(name), whole
+        for tied_name in tied.get(base_name(name), ()):
+            yield tied_name, whole
+
+
+def _further_names(causal: nn.Module) -> dict[str, list[str]]:
+    """By the base name of a parameter, its further names: those of the weights that are tied to it."""
     names_of: dict[int, list[str]] = {}
     for name, parameter in causal.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
-    tied = {base_name(first): names for first, *names in names_of.values()}
-    repeated = {name for names in tied.values() for name in names}
-    weights: Iterable[tuple[str, Tensor]] = ((n, t) for n, t in causal.state_dict().items() if n not in repeated)
-    if is_peft(model) and adapter:
-        weights = merge_adapter(((name, full_tensor(tensor)) for name, tensor in weights), peft_scaling(model))
-    for name, tensor in weights:
-        if not is_lora_factor(name):
-            whole = full_tensor(_cast(tensor, dtype))
-            yield from ((each, whole) for each in (base_name(name), *tied.get(base_name(name), ())))
+    return {base_name(first): further for first, *further in names_of.values()}
 
 
 def adapter_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """The factors of a PEFT model's adapter, as ``MODULE.lora_A`` and ``MODULE.lora_B``, in ``dtype`` if given.
 
-    The scaling is part of B, so that it is rounded once. Of a sharded model every process must walk them, in step.
+    B is multiplied by the scaling before it is cast, so that it is rounded once. Every process must consume the whole
+    stream, in step, where the model is sharded.
     """
     for name, tensor in unwrap(model).state_dict().items():
-        if is_lora_factor(name):
-            name = name.removesuffix(".default.weight")
-            whole = full_tensor(tensor)
-            yield name, _cast(peft_scaling(model) * whole if name.endswith(".lora_B") else whole, dtype)
+        if not is_lora_factor(name):
+            continue
+        name = name.removesuffix(".default.weight")
+        factor = full_tensor(tensor)
+        if name.endswith(".lora_B"):
+            factor = peft_scaling(model) * factor
+        yield name, _cast(factor, dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    """``tensor`` in ``dtype``; integers, and everything where it is None, as they are."""
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)
 
 
 def stream_weights(model: nn.Module, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
     """The weights of ``model`` under their names, whole and detached, at most ``bucket_bytes`` at a time.
 
-    A larger tensor is a bucket of its own. Tied weights come once. Of a sharded model every process must consume
-    the whole stream, in step, because gathering is a collective. A bucket may share memory with the model.
+    A larger tensor is a bucket of its own. Tied weights come once. A bucket may share memory with the model. Every
+    process must consume the whole stream, in step, where the model is sharded. Raises :class:`ValueError` for
+    ``bucket_bytes`` below 1.
 
     >>> [[name for name, _ in bucket] for bucket in stream_weights(nn.Linear(2, 2), bucket_bytes=16)]
     [['weight'], ['bias']]
@@ -137,7 +171,9 @@ def stream_weights(model: nn.Module, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     bucket: Bucket = []
     for name, tensor in named_weights(model):
-        if bucket and sum(each.nbytes for _, each in bucket) + tensor.nbytes > bucket_bytes:
+        filled_bytes = sum(whole.nbytes for _, whole in bucket)
+        # A sharded tensor has the bytes of the whole one, so that this is known before it is gathered.
+        if bucket and filled_bytes + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket = []
         bucket.append((name, full_tensor(tensor)))
@@ -155,10 +191,12 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, detached. Of a sharded tensor every process must call."""
+    """The whole tensor, detached. Every process must call it where the tensor is sharded."""
     detached: Any = tensor.detach()
-    full: Tensor = detached.full_tensor() if hasattr(detached, "full_tensor") else detached
-    return full
+    if hasattr(detached, "full_tensor"):
+        detached = detached.full_tensor()
+    whole: Tensor = detached
+    return whole
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -168,7 +206,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 @torch.no_grad()
 def copy_into(model: nn.Module, buckets: Iterable[Bucket]) -> None:
-    """Overwrite the weights of a model that is not sharded. Raises :class:`ValueError` for names that differ."""
+    """Overwrite the weights of a model that is not sharded. Raises :class:`ValueError` for unknown or missing names."""
     weights = dict(named_weights(model))
     missing = set(weights)
     for name, tensor in itertools.chain.from_iterable(buckets):

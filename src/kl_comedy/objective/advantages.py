@@ -1,9 +1,14 @@
-"""Advantages: from returns (and a value function) to what weights the score of each token.
+"""Advantages: from returns (and a value function) to the weight of each token's score.
 
 ``returns_BT[b, t]`` is the return that the score of token t earns: the verified reward, less the KL costs that enter
-before the baseline (so it may differ along t, and is defined beyond the end of a completion, where no cost is left).
-Baselines are taken column by column, over the completions of the same prompt (``group_B``) or of the batch. With no KL
-cost the columns are equal, and each function is the textbook one. Legend: ``B`` sequences, ``T`` completion tokens.
+before the baseline. It may therefore differ along t, and it is defined beyond the end of a completion, where no cost is
+left. Baselines are taken column by column, over the completions of the same prompt (``group_B``) or of the batch. With
+no KL cost the columns are equal, and each function is the textbook one.
+
+Facts an entry declares: ``group`` (it compares the completions of a prompt), ``batch`` (it compares those of the
+batch), ``critic`` (it needs a value head).
+
+Legend: ``B`` sequences, ``T`` completion tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kl_comedy.errors import UserError
 from kl_comedy.objective.groups import group_sums
@@ -30,6 +36,7 @@ class Advantage(Protocol):
 
 
 def _group_mean(values_BT: Tensor, group_B: Tensor) -> Tensor:
+    """For each row, the mean over its group, itself included ``[B, T]``."""
     sums_BT, size_B1 = group_sums(values_BT, group_B)
     return sums_BT / size_B1
 
@@ -42,7 +49,7 @@ def none(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
 
 @ADVANTAGES.register("batch_mean", source="REINFORCE with a batch baseline, Williams 1992", group=False, batch=True)
 def batch_mean(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
-    """``R - mean over the batch``. The baseline contains the sample: shrinks the gradient by ``1 - 1/B``."""
+    """``R - mean over the batch``. The mean contains the sample, which scales the expected gradient by ``1 - 1/B``."""
     return returns_BT - returns_BT.mean(0, keepdim=True)
 
 
@@ -56,6 +63,7 @@ def rloo(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     sums_BT, size_B1 = group_sums(returns_BT, group_B)
     if bool((size_B1 < 2).any()):
         raise UserError("algorithm.advantage: rloo needs groups of at least 2 completions (rollout.group_size)")
+    # R_i - (sum_j R_j - R_i) / (G - 1)
     return returns_BT - (sums_BT - returns_BT) / (size_B1 - 1)
 
 
@@ -66,6 +74,7 @@ def grpo(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     squares_BT, size_B1 = group_sums(centred_BT.square(), group_B)
     if bool((size_B1 < 2).any()):
         raise UserError("algorithm.advantage: grpo needs groups of at least 2 completions (rollout.group_size)")
+    # (R_i - mean) / (sqrt(sum_j (R_j - mean)^2 / (G - 1)) + eps)
     return centred_BT / ((squares_BT / (size_B1 - 1)).sqrt() + EPSILON)
 
 
@@ -76,8 +85,9 @@ def dr_grpo(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
 
 
 def whiten(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Zero mean and unit standard deviation over the tokens of the batch."""
+    """``(values - mean) / (std + eps)``, with mean and standard deviation over the tokens inside the mask."""
     inside = values_BT[mask_BT.bool()]
+    # The standard deviation of the population (correction 0) exists for a single token too.
     return (values_BT - inside.mean()) / (inside.std(correction=0) + EPSILON)
 
 
@@ -94,15 +104,21 @@ def reinforce_pp_baseline(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) 
 
 
 def token_rewards(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The reward of each token, ``[B, T]``, zero outside the mask: ``G_t - G_{t+1}``, and ``G`` at the last token.
+    """The reward of each token, ``[B, T]``, zero outside the mask: ``G_t - G_{t+1}``, and ``G_t`` at the last token.
 
-    A KL cost to go comes back as a cost of its own token (of the token that led to the prefix, for an exact KL).
+    This undoes the sum in a cost to go: a KL cost is again a cost of its own token (for an exact KL, of the token that
+    led to the prefix).
 
     >>> token_rewards(torch.tensor([[0.5, 0.7, 0.9]]), torch.tensor([[True, True, False]]))
     tensor([[-0.2000,  0.7000,  0.0000]])
     """
     inside_BT = torch.where(mask_BT.bool(), returns_BT, 0.0)
-    return inside_BT - torch.nn.functional.pad(inside_BT[:, 1:], (0, 1))
+    return inside_BT - _next(inside_BT)
+
+
+def _next(values_BT: Tensor) -> Tensor:
+    """The value of the following token ``[B, T]``; zero (or False) in the last column."""
+    return pad(values_BT[:, 1:], (0, 1))
 
 
 @ADVANTAGES.register("gae", source="Schulman et al. 1506.02438, Eq. 16", group=False, critic=True)
@@ -116,20 +132,27 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Tensor:
-    """``sum_l (gamma lam)^l delta_{t+l}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``: a value head, credit per token.
+    """``A_t = sum_l (gamma lam)^l delta_{t+l}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``: credit for each token.
 
-    ``values_BT[b, t]`` is the value of the prefix before token t, ``last_value_B`` that after the last token (0 where
-    the completion is over). With ``gamma = lam = 1`` it is the return to go less the value, so unbiased whatever the
-    values are; a smaller ``lam`` trades variance for their bias. ``[B, T]``, zero outside the mask.
+    ``values_BT[b, t]`` is the value of the prefix before token t, ``last_value_B`` the value after the last token (0
+    where the completion has ended). With ``gamma = lam = 1`` the advantage is the return to go less the value, hence
+    unbiased whatever the values are; a smaller ``lam`` trades variance for their bias. Returns ``[B, T]``, zero outside
+    the mask. Raises :class:`UserError` without values.
     """
     if values_BT is None:
         raise UserError("algorithm.advantage: gae needs the values of a value head, which only training has")
     mask_BT = mask_BT.bool()
     values_BT = torch.where(mask_BT, values_BT, 0.0).to(returns_BT.dtype)
-    after_B = values_BT.new_zeros(len(values_BT)) if last_value_B is None else last_value_B.to(values_BT.dtype)
-    ends_BT = mask_BT & ~torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
-    next_BT = torch.where(ends_BT, after_B[:, None], torch.nn.functional.pad(values_BT[:, 1:], (0, 1)))
-    delta_BT = torch.where(mask_BT, token_rewards(returns_BT, mask_BT) + gamma * next_BT - values_BT, 0.0)
+    if last_value_B is None:
+        last_value_B = values_BT.new_zeros(len(values_BT))
+    last_value_B = last_value_B.to(values_BT.dtype)
+    # V_{t+1}: at the last token of a completion, the value after it.
+    is_last_BT = mask_BT & ~_next(mask_BT)
+    next_value_BT = torch.where(is_last_BT, last_value_B[:, None], _next(values_BT))
+    # delta_t = r_t + gamma V_{t+1} - V_t
+    delta_BT = token_rewards(returns_BT, mask_BT) + gamma * next_value_BT - values_BT
+    delta_BT = torch.where(mask_BT, delta_BT, 0.0)
+    # A_t = delta_t + gamma lam A_{t+1}, from the last token to the first.
     advantage_BT = torch.zeros_like(delta_BT)
     running_B = delta_BT.new_zeros(len(delta_BT))
     for t in reversed(range(delta_BT.shape[1])):
@@ -139,15 +162,17 @@ def gae(
 
 
 def value_loss(value_BT: Tensor, old_value_BT: Tensor, target_BT: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """``(V - target)^2 / 2`` per token, and where the clip silenced it (bool); both ``[B, T]``.
+    """``(V - target)^2 / 2`` per token, and where the clip removed its gradient (bool); both ``[B, T]``.
 
-    With ``clip`` (Schulman et al.'s PPO code): the larger of it and the same at ``V`` clamped to within ``clip`` of the
-    old value, so that a value that has moved that far towards its target has no gradient.
+    With ``clip`` (Schulman et al.'s PPO code) it is the larger of that loss and the same loss at ``V`` clamped to
+    within ``clip`` of the old value: a value that has moved that far towards its target has no gradient.
     """
-    free_BT = 0.5 * (value_BT - target_BT).square()
+    loss_BT = 0.5 * (value_BT - target_BT).square()
     if clip is None:
-        return free_BT, torch.zeros_like(value_BT, dtype=torch.bool)
-    clipped_BT = old_value_BT + (value_BT - old_value_BT).clamp(-clip, clip)
+        return loss_BT, torch.zeros_like(value_BT, dtype=torch.bool)
+    moved_BT = value_BT - old_value_BT
+    clipped_BT = old_value_BT + moved_BT.clamp(-clip, clip)
     clipped_loss_BT = 0.5 * (clipped_BT - target_BT).square()
-    silenced_BT = ((value_BT - old_value_BT).abs() > clip) & (clipped_loss_BT > free_BT)
-    return torch.maximum(free_BT, clipped_loss_BT), silenced_BT.detach()
+    # The maximum is the clipped loss there, in which a value beyond the clip is constant.
+    silenced_BT = (moved_BT.abs() > clip) & (clipped_loss_BT > loss_BT)
+    return torch.maximum(loss_BT, clipped_loss_BT), silenced_BT.detach()

@@ -1,13 +1,14 @@
 """Corrections of the policy term for stale samples: detached weights on the per-token policy loss.
 
 Legend: ``B`` sequences, ``T`` completion tokens. ``delta_BT = log anchor - log mu`` (nats, zero outside the mask):
-``mu`` is what the sampler recorded, the anchor the current policy or, with ``algorithm.proximal: recomputed``, the
-policy at the batch's first use. A KL term never sees these weights: it has a ``correction`` of its own.
+``mu`` is the policy that sampled, as recorded; the anchor is the current policy or, with ``algorithm.proximal:
+recomputed``, the policy at the batch's first use. ``rho = anchor / mu`` is the ratio of a token, ``omega`` that of a
+completion (the product over its tokens). A KL term never sees these weights: it has a ``correction`` of its own.
 
 Facts an entry declares: ``role`` (``ratio``: an importance weight, at most one per run; ``mask``: drops tokens or
-completions, any number), ``unbounded`` (the options that take its bounds away), ``probabilities`` (it also takes
+completions, any number), ``unbounded`` (the options that remove its bounds), ``probabilities`` (it also takes
 ``behaviour_logp_BT``, ``log mu``) and, as claims, the regimes in which ``E_mu`` of the weighted policy gradient is the
-policy's own reward gradient: ``on_policy``, ``off_policy``, and ``off_policy_unbounded`` (once the bounds are away).
+policy's own reward gradient: ``on_policy``, ``off_policy``, and ``off_policy_unbounded`` (with its bounds removed).
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from kl_comedy.registry import POLICY_CORRECTIONS
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A correction of some completions: what multiplies the loss ``[B, T]``, and where a bound acted (bool)."""
+    """A correction of some completions."""
 
     weight_BT: Tensor
+    """Multiplies the loss."""
     truncated_BT: Tensor
+    """Where a bound capped the weight (bool)."""
     masked_BT: Tensor
+    """Where the weight is 0 because the token or its completion was dropped (bool)."""
 
 
 class PolicyCorrection(Protocol):
     """A function from log-ratios to weights."""
 
     def __call__(self, delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, /, **options: float) -> Weights:
-        """Map ``delta_BT`` (nats, detached) ``[B, T]`` to :class:`Weights`; never differentiated.
+        """Map ``delta_BT`` (nats, detached) and advantages, ``[B, T]`` each, to :class:`Weights`; never differentiated.
 
         An entry that declares ``probabilities`` also takes ``behaviour_logp_BT`` (nats, zero outside the mask).
         """
@@ -44,47 +48,61 @@ class PolicyCorrection(Protocol):
 
 
 def _weights(weight_BT: Tensor, *, truncated_BT: Tensor | None = None, masked_BT: Tensor | None = None) -> Weights:
-    never_BT = torch.zeros_like(weight_BT, dtype=torch.bool)
-    truncated_BT = never_BT if truncated_BT is None else truncated_BT
-    return Weights(
-        weight_BT=weight_BT, truncated_BT=truncated_BT, masked_BT=never_BT if masked_BT is None else masked_BT
-    )
+    """The weights; a bound that is not given acted nowhere."""
+    nowhere_BT = torch.zeros_like(weight_BT, dtype=torch.bool)
+    if truncated_BT is None:
+        truncated_BT = nowhere_BT
+    if masked_BT is None:
+        masked_BT = nowhere_BT
+    return Weights(weight_BT=weight_BT, truncated_BT=truncated_BT, masked_BT=masked_BT)
 
 
 def _truncated(log_BT: Tensor, cap: float) -> Weights:
+    """``min(exp(log), cap)``."""
+    # Compared as logarithms, and the cap put in place: the exponential of a long completion's log-ratio overflows.
     beyond_BT = log_BT > math.log(cap)
     weight_BT = torch.where(beyond_BT, torch.full_like(log_BT, cap), log_BT.exp())
     return _weights(weight_BT, truncated_BT=beyond_BT)
 
 
 def _masked(log_BT: Tensor, low: float, high: float, *, keep_ratio: bool) -> Weights:
-    inside_BT = (log_BT >= (math.log(low) if low > 0 else -math.inf)) & (log_BT <= math.log(high))
-    value_BT = log_BT.exp() if keep_ratio else torch.ones_like(log_BT)
+    """0 where ``exp(log)`` is outside ``[low, high]``; inside, the ratio itself or 1."""
+    log_low = -math.inf
+    if low > 0:
+        log_low = math.log(low)
+    inside_BT = (log_BT >= log_low) & (log_BT <= math.log(high))
+    value_BT = torch.ones_like(log_BT)
+    if keep_ratio:
+        value_BT = log_BT.exp()
     return _weights(torch.where(inside_BT, value_BT, 0.0), masked_BT=~inside_BT)
 
 
 def _dropped(masked_BT: Tensor, delta_BT: Tensor) -> Weights:
-    """Weight 0 where masked, else 1."""
+    """Weight 0 where masked, else 1, in the dtype of the log-ratios."""
     return _weights((~masked_BT).to(delta_BT.dtype), masked_BT=masked_BT)
 
 
 def _moves_away(delta_BT: Tensor, advantage_BT: Tensor) -> Tensor:
-    """Whether an update along the advantage moves the token's probability further from the sampler's."""
+    """Whether an update along the advantage moves the token's probability further from the sampler's (bool)."""
+    # It raises the probability where A > 0, and the probability is above the sampler's where delta > 0.
     return advantage_BT * delta_BT > 0
 
 
 def _token_kl(delta_BT: Tensor) -> Tensor:
     """k3 of ``KL(mu || pi)`` per token: ``rho - 1 - log rho``, nats, at least 0."""
+    # expm1, because rho - 1 cancels for ratios near one.
     return torch.expm1(delta_BT) - delta_BT
 
 
 def _binary_tv(delta_BT: Tensor, behaviour_logp_BT: Tensor) -> Tensor:
     """``|pi - mu|`` of the token: the total variation of the two outcomes "this token" and "any other"."""
-    return ((behaviour_logp_BT + delta_BT).exp() - behaviour_logp_BT.exp()).abs()
+    pi_BT = (behaviour_logp_BT + delta_BT).exp()
+    mu_BT = behaviour_logp_BT.exp()
+    return (pi_BT - mu_BT).abs()
 
 
 def _before(cost_BT: Tensor) -> Tensor:
-    """The sum over the tokens before each token."""
+    """The sum over the tokens before each token, itself excluded."""
     return torch.nn.functional.pad(running_sum(cost_BT)[:, :-1], (1, 0))
 
 
@@ -95,6 +113,7 @@ def _sequence(delta_BT: Tensor) -> Tensor:
 
 def sequence_mean(delta_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The mean log-ratio of a completion's tokens (the log of the geometric-mean ratio), at every token."""
+    # At least 1, so that a completion without tokens has the mean 0 and not NaN.
     tokens_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1).to(delta_BT.dtype)
     inside_BT = torch.where(mask_BT.bool(), delta_BT, 0.0)
     return (inside_BT.sum(-1, keepdim=True) / tokens_B1).expand_as(delta_BT)
@@ -108,7 +127,7 @@ def none(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Weights:
 
 @POLICY_CORRECTIONS.register("token", source="1707.06347 without its clip", claims=("on_policy",), role="ratio")
 def token(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Weights:
-    """``rho_t`` of the token itself, unbounded. Misses the ratios of the other tokens."""
+    """``rho_t`` of the token itself, unbounded. It leaves out the ratios of the other tokens."""
     return _weights(delta_BT.exp())
 
 
@@ -136,7 +155,7 @@ def icepop(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float =
     role="ratio",
 )
 def sequence(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Weights:
-    """``omega``: the ratio of the whole completion, unbounded. The only unbiased one; variance explodes with length."""
+    """``omega``: the ratio of the whole completion, unbounded; unbiased, with a variance that explodes with length."""
     return _weights(_sequence(delta_BT).exp())
 
 
@@ -186,7 +205,7 @@ def geometric_tis(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, cap: 
 def geometric_mask(
     delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float = 0.99, high: float = 1.01
 ) -> Weights:
-    """1 where the geometric-mean ratio lies in ``[low, high]``, else 0: drops completions; joins a token ratio."""
+    """1 where the geometric-mean ratio is in ``[low, high]``, else 0: drops completions; joins a token ratio."""
     return _masked(sequence_mean(delta_BT, mask_BT), low, high, keep_ratio=False)
 
 
@@ -195,8 +214,9 @@ def geometric_mask(
 )
 def opsm(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, threshold: float = 0.5) -> Weights:
     """0 on completions with a mean advantage below 0 whose mean ``log mu - log pi`` exceeds ``threshold`` nats."""
-    far_BT = -sequence_mean(delta_BT, mask_BT) > threshold
-    return _dropped(far_BT & (sequence_mean(advantage_BT, mask_BT) < 0), delta_BT)
+    is_far_BT = -sequence_mean(delta_BT, mask_BT) > threshold
+    is_bad_BT = sequence_mean(advantage_BT, mask_BT) < 0
+    return _dropped(is_far_BT & is_bad_BT, delta_BT)
 
 
 @POLICY_CORRECTIONS.register(
@@ -210,8 +230,8 @@ def dppo_tv(
     delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, behaviour_logp_BT: Tensor, threshold: float = 0.15
 ) -> Weights:
     """0 where ``A (pi - mu) > 0`` and ``|pi - mu| > threshold``: drops tokens that the update moves further away."""
-    far_BT = _binary_tv(delta_BT, behaviour_logp_BT) > threshold
-    return _dropped(far_BT & _moves_away(delta_BT, advantage_BT), delta_BT)
+    is_far_BT = _binary_tv(delta_BT, behaviour_logp_BT) > threshold
+    return _dropped(is_far_BT & _moves_away(delta_BT, advantage_BT), delta_BT)
 
 
 @POLICY_CORRECTIONS.register(
@@ -225,12 +245,16 @@ def dppo_kl(
     delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, behaviour_logp_BT: Tensor, threshold: float = 0.05
 ) -> Weights:
     """0 where ``A (pi - mu) > 0`` and the binary ``KL(mu || pi)``, this token or any other, exceeds ``threshold``."""
-    other_BT, mu_other_BT = (
-        (-torch.expm1(logp_BT)).clamp(min=torch.finfo(logp_BT.dtype).tiny)
-        for logp_BT in (behaviour_logp_BT + delta_BT, behaviour_logp_BT)
-    )
-    kl_BT = mu_other_BT * (mu_other_BT / other_BT).log() - behaviour_logp_BT.exp() * delta_BT
+    # KL(mu || pi) = (1 - mu) log((1 - mu) / (1 - pi)) + mu log(mu / pi), and log(mu / pi) = -delta.
+    pi_other_BT = _probability_of_others(behaviour_logp_BT + delta_BT)
+    mu_other_BT = _probability_of_others(behaviour_logp_BT)
+    kl_BT = mu_other_BT * (mu_other_BT / pi_other_BT).log() - behaviour_logp_BT.exp() * delta_BT
     return _dropped((kl_BT > threshold) & _moves_away(delta_BT, advantage_BT), delta_BT)
+
+
+def _probability_of_others(logp_BT: Tensor) -> Tensor:
+    """``1 - p``, above 0 where p rounds to 1, because its logarithm is taken."""
+    return (-torch.expm1(logp_BT)).clamp(min=torch.finfo(logp_BT.dtype).tiny)
 
 
 @POLICY_CORRECTIONS.register(
@@ -254,12 +278,14 @@ def cppo(
     ``w`` falls linearly from 1 at the first token to ``floor`` at the last. Tokens that are dropped use the budget too.
     """
     inside_BT = mask_BT.to(delta_BT.dtype)
+    # w_t = 1 - (1 - floor) (t - 1) / (length - 1)
     steps_B1 = (inside_BT.sum(-1, keepdim=True) - 1).clamp(min=1)
     weight_BT = inside_BT * (1 - (1 - floor) * (running_sum(inside_BT) - 1) / steps_B1)
+    # What a token uses, w_t |pi - mu|_t, and what the tokens before it have left of their budget.
     spent_BT = weight_BT * _binary_tv(delta_BT, behaviour_logp_BT)
     saved_BT = _before(budget * weight_BT - spent_BT)
-    far_BT = spent_BT > threshold + saved_BT.clamp(max=0)
-    return _dropped(far_BT & _moves_away(delta_BT, advantage_BT), delta_BT)
+    is_far_BT = spent_BT > threshold + saved_BT.clamp(max=0)
+    return _dropped(is_far_BT & _moves_away(delta_BT, advantage_BT), delta_BT)
 
 
 @POLICY_CORRECTIONS.register(
@@ -273,7 +299,8 @@ def trm(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, threshold: floa
 
     The paper's bound is on the exact KL of the whole next-token distribution, for which k3 of one token stands here.
     """
-    return _dropped(_token_kl(delta_BT).amax(-1, keepdim=True).expand_as(delta_BT) > threshold, delta_BT)
+    largest_BT = _token_kl(delta_BT).amax(-1, keepdim=True).expand_as(delta_BT)
+    return _dropped(largest_BT > threshold, delta_BT)
 
 
 @POLICY_CORRECTIONS.register(
@@ -283,5 +310,5 @@ def trm(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, threshold: floa
     role="mask",
 )
 def prefix_budget(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, budget: float = 1.0) -> Weights:
-    """0 on tokens after a prefix whose k3 of ``KL(mu || pi)``, ``rho - 1 - log rho``, sum to over ``budget`` nats."""
+    """0 on tokens after a prefix over which the k3 of ``KL(mu || pi)`` sum up to more than ``budget`` nats."""
     return _dropped(_before(_token_kl(delta_BT)) > budget, delta_BT)

@@ -1,5 +1,7 @@
 """Policy losses: per token, unreduced, to be minimized. Advantages and behaviour log-probs are detached.
 
+``rho = pi / mu`` is the ratio of the current policy to the policy that sampled (``behaviour``); ``sg`` stops gradients.
+
 Facts an entry declares: ``scope`` of the ratio it weights the score with (``none``, ``token``, ``sequence``: it then
 takes ``mask_BT``), ``bounded`` (a function of the same arguments: true where its bound acts) and, as claims, the
 regimes in which its expected gradient is the policy's own reward gradient (``on_policy``: with every ratio at one).
@@ -62,6 +64,7 @@ def aipo_capped(logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor
 
 
 def _silenced(ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Where the minimum of :func:`_clipped` is the clipped side, which is constant."""
     above_BT = (ratio_BT > 1.0 + clip_high) & (advantage_BT > 0)
     below_BT = (ratio_BT < 1.0 - clip_low) & (advantage_BT < 0)
     return above_BT | below_BT
@@ -71,7 +74,7 @@ def _silenced(ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high
     "reinforce", source="Williams 1992; Ahmadian et al. 2402.14740", claims=("on_policy",), scope="none"
 )
 def reinforce(logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor) -> Tensor:
-    """``-A * log pi``: the score function, with no ratio (biased when the batch is stale)."""
+    """``-A log pi``: the score function, with no ratio, hence biased when the batch is stale."""
     return -advantage_BT * logp_BT
 
 
@@ -87,10 +90,11 @@ def ppo_clip(
 ) -> Tensor:
     """``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)`` with ``rho = pi / mu``.
 
-    ``mu`` is the sampler's. A token on the clipped side has no gradient; a KL cost inside ``A`` is
-    clipped with it, a KL term in loss never is.
+    A token on the clipped side has no gradient. A KL cost inside ``A`` is clipped with it; a KL term in the loss never
+    is.
     """
-    return _clipped((logp_BT - behaviour_logp_BT).exp(), advantage_BT, clip_low, clip_high)
+    ratio_BT = (logp_BT - behaviour_logp_BT).exp()
+    return _clipped(ratio_BT, advantage_BT, clip_low, clip_high)
 
 
 @POLICY_LOSSES.register(
@@ -109,7 +113,10 @@ def gspo(
     ``s_t = sg(s) pi_t / sg(pi_t)``, so that every token weights its own score by ``s`` and advantages may differ along
     a completion. With the reduction ``sequence_mean_token_mean`` and one advantage per completion this is GSPO.
     """
-    ratio_BT = sequence_mean(logp_BT - behaviour_logp_BT, mask_BT).detach().exp() * (logp_BT - logp_BT.detach()).exp()
+    sequence_ratio_BT = sequence_mean(logp_BT - behaviour_logp_BT, mask_BT).detach().exp()
+    # exp(log pi - sg(log pi)) is 1 and has the gradient of log pi.
+    one_BT = (logp_BT - logp_BT.detach()).exp()
+    ratio_BT = sequence_ratio_BT * one_BT
     return _clipped(ratio_BT, advantage_BT, clip_low, clip_high)
 
 
@@ -121,7 +128,8 @@ def cispo(
 ) -> Tensor:
     """``-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi``: the weight is bounded, every token keeps a gradient."""
     ratio_BT = (logp_BT - behaviour_logp_BT).detach().exp()
-    return -ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage_BT * logp_BT
+    weight_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight_BT * advantage_BT * logp_BT
 
 
 @POLICY_LOSSES.register(
@@ -129,9 +137,11 @@ def cispo(
 )
 def aipo(logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor, cap: float = 4.0) -> Tensor:
     """``-sg(min(rho, cap)) A log pi``: the score with the token ratio, capped on one side."""
-    return -(logp_BT - behaviour_logp_BT).detach().exp().clamp(max=cap) * advantage_BT * logp_BT
+    ratio_BT = (logp_BT - behaviour_logp_BT).detach().exp()
+    return -ratio_BT.clamp(max=cap) * advantage_BT * logp_BT
 
 
 def _clipped(ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)``."""
     bounded_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio_BT * advantage_BT, bounded_BT * advantage_BT)

@@ -2,16 +2,17 @@
 
     loss_t = prod_c weight_c,t * policy_loss(log pi, log old)_t
 
-``old`` is the sampler (``proximal: behaviour``) or the policy at the batch's first use (``recomputed``, decoupled PPO);
-the weights compare the sampler with the current policy or, where it is recomputed, with the proximal one. So no ratio
-is ever applied twice. Legend: ``B`` sequences, ``T`` completion tokens; log-probs in nats.
+``old`` is the policy that sampled (``proximal: behaviour``) or the policy at the batch's first use (``recomputed``,
+decoupled PPO, 2110.00641). The weights compare the policy that sampled with the current policy or, where it is
+recomputed, with the proximal one. So no ratio is ever applied twice.
+
+Legend: ``B`` sequences, ``T`` completion tokens; log-probs in nats.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -51,19 +52,23 @@ class PolicyTerm:
         >>> PolicyTerm(loss="ppo_clip", corrections={"tis": {"cap": 5.0}}, proximal="recomputed").label()
         'ppo_clip against the recomputed policy x tis(cap=5)'
         """
-        words = [_call(self.loss, self.options)]
+        parts = [_call(self.loss, self.options)]
         if self.proximal == "recomputed":
-            words.append("against the recomputed policy")
-        return " ".join([*words, *(f"x {_call(name, options or {})}" for name, options in self.corrections.items())])
+            parts.append("against the recomputed policy")
+        for name, options in self.corrections.items():
+            parts.append(f"x {_call(name, options or {})}")
+        return " ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossParts:
-    """The loss ``[B, T]``, where the loss's own bound acted (None: it has none), and each correction's weights."""
+    """The policy loss of a batch, and what bounds and corrections did to it."""
 
     loss_BT: Tensor
     clipped_BT: Tensor | None
+    """Where the loss's own bound acted (bool); None where it has none."""
     weights: Mapping[str, Weights]
+    """The weights of each correction, by name."""
 
 
 def policy_term(
@@ -80,53 +85,72 @@ def policy_term(
     ``proximal_logp_BT``: with ``proximal: recomputed``, the log-probs of the policy at the batch's first use.
     Raises :class:`UserError` where that is missing.
     """
-    old_BT = proximal_logp_BT if term.proximal == "recomputed" else behaviour_logp_BT
-    if old_BT is None:
-        raise UserError("algorithm.proximal: recomputed needs the log-probs of the policy at the batch's first use")
-    old_BT = torch.where(mask_BT, old_BT, logp_BT).detach()
+    # Where the policy is recomputed, corrections compare the sampler with it; else with the current policy.
+    if term.proximal == "recomputed":
+        if proximal_logp_BT is None:
+            raise UserError("algorithm.proximal: recomputed needs the log-probs of the policy at the batch's first use")
+        # Outside the mask: the policy's own, so that no ratio there is infinite and none gives a NaN gradient.
+        old_BT = torch.where(mask_BT, proximal_logp_BT, logp_BT).detach()
+        anchor_BT = old_BT
+    else:
+        old_BT = torch.where(mask_BT, behaviour_logp_BT, logp_BT).detach()
+        anchor_BT = logp_BT.detach()
+
     entry = POLICY_LOSSES.get(term.loss)
-    options = {**term.options, **({"mask_BT": mask_BT} if entry.facts.get("scope") == "sequence" else {})}
+    options = dict(term.options)
+    if entry.facts.get("scope") == "sequence":
+        options["mask_BT"] = mask_BT
     loss_BT = torch.where(mask_BT, entry.fn(logp_BT, old_BT, advantage_BT, **options), 0.0)
-    bounded = entry.facts.get("bounded")
+
+    clipped_BT = None
+    weights: dict[str, Weights] = {}
     with torch.no_grad():
-        anchor_BT = old_BT if term.proximal == "recomputed" else logp_BT
-        delta_BT = torch.where(mask_BT, anchor_BT - behaviour_logp_BT, 0.0).detach()
-        weights: dict[str, Weights] = {}
-        for name, given in term.corrections.items():
+        bounded = entry.facts.get("bounded")
+        if bounded is not None:
+            clipped_BT = bounded(logp_BT, old_BT, advantage_BT, **options) & mask_BT
+        delta_BT = torch.where(mask_BT, anchor_BT - behaviour_logp_BT, 0.0)
+        for name, correction_options in term.corrections.items():
             correction = POLICY_CORRECTIONS.get(name)
-            more = dict(given or {})
+            arguments = dict(correction_options or {})
             if correction.facts.get("probabilities"):
-                more["behaviour_logp_BT"] = torch.where(mask_BT, behaviour_logp_BT, 0.0)
-            weights[name] = correction.fn(delta_BT, advantage_BT, mask_BT, **more)
-        clipped_BT = None if bounded is None else bounded(logp_BT, old_BT, advantage_BT, **options) & mask_BT
-    for each in weights.values():
-        loss_BT = each.weight_BT.detach() * loss_BT
+                arguments["behaviour_logp_BT"] = torch.where(mask_BT, behaviour_logp_BT, 0.0)
+            weights[name] = correction.fn(delta_BT, advantage_BT, mask_BT, **arguments)
+    for correction_weights in weights.values():
+        loss_BT = correction_weights.weight_BT.detach() * loss_BT
     return PolicyLossParts(loss_BT=loss_BT, clipped_BT=clipped_BT, weights=weights)
 
 
 def check_policy_term(term: PolicyTerm) -> None:
-    """Raise :class:`UserError` naming the config key of the first name, option or combination that cannot work."""
+    """Raise :class:`UserError` with the config key of the first name, option or combination that has no meaning."""
     loss = POLICY_LOSSES.get(term.loss, key="algorithm.policy_loss")
     _check_options("algorithm.policy_loss_options", loss, term.options)
     ratios = []
     for name, options in term.corrections.items():
-        entry = POLICY_CORRECTIONS.get(name, key="algorithm.correction")
-        if not isinstance(options, Mapping | None):
-            raise bad_value(f"algorithm.correction.{name}", options, "a mapping of its options, as {}")
-        _check_options(f"algorithm.correction.{name}", entry, options or {})
-        ratios += [name] if entry.facts.get("role", "ratio") == "ratio" else []
+        key = f"algorithm.correction.{name}"
+        correction = POLICY_CORRECTIONS.get(name, key="algorithm.correction")
+        if options is not None and not isinstance(options, Mapping):
+            raise bad_value(key, options, "a mapping of its options, as {}")
+        _check_options(key, correction, options or {})
+        if correction.facts.get("role", "ratio") == "ratio":
+            ratios.append(name)
+    _check_ratios(term, ratios, loss_has_ratio=loss.facts.get("scope", "token") != "none")
+
+
+def _check_ratios(term: PolicyTerm, ratios: Sequence[str], *, loss_has_ratio: bool) -> None:
+    """Raise :class:`UserError` where a ratio would weight the loss twice, or the recomputed policy is not used."""
     if len(ratios) > 1:
         raise UserError(
             f"algorithm.correction: {' and '.join(ratios)} are both importance ratios, and together would weight the "
             "loss twice; keep one (masks may join it)"
         )
-    has_ratio = loss.facts.get("scope", "token") != "none"
-    if ratios and has_ratio and term.proximal == "behaviour":
+    if ratios and loss_has_ratio and term.proximal == "behaviour":
         raise UserError(
-            f"algorithm.correction: {ratios[0]} would weight the loss a second time, {term.loss} holds the ratio to "
-            "the sampler already; set algorithm.proximal=recomputed (decoupled PPO) or algorithm.policy_loss=reinforce"
+            f"algorithm.correction: {ratios[0]} would weight the loss a second time, because {term.loss} already has "
+            "the ratio to the sampler; set algorithm.proximal=recomputed (decoupled PPO) or "
+            "algorithm.policy_loss=reinforce"
         )
-    if term.proximal == "recomputed" and not has_ratio and not term.corrections:
+    uses_proximal_policy = loss_has_ratio or bool(term.corrections)
+    if term.proximal == "recomputed" and not uses_proximal_policy:
         raise UserError(
             f"algorithm.proximal: recomputed changes nothing here: {term.loss} has no ratio and algorithm.correction "
             "is empty"
@@ -134,18 +158,32 @@ def check_policy_term(term: PolicyTerm) -> None:
 
 
 def _check_options(key: str, entry: Entry[Any], options: Mapping[str, Any]) -> None:
-    allowed = [name for name in list(inspect.signature(entry.fn).parameters)[3:] if not name.endswith("_BT")]
+    """Raise :class:`UserError` for an option that the entry does not take, or with a value that it cannot have."""
+    # The first three parameters are tensors in all entries, and so are those of entries that declare to need more.
+    parameters = list(inspect.signature(entry.fn).parameters)
+    allowed = [name for name in parameters[3:] if not name.endswith("_BT")]
     for name, value in options.items():
         if name not in allowed:
             raise unknown_key(f"{key}.{name}", value, allowed, f"{entry.name} takes no such option")
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < 0:
+        if not _is_number_from_zero(value):
             raise bad_value(f"{key}.{name}", value, "a number of at least 0")
+        # A ratio is never at most 0, so that such a bound would drop everything.
         if name in ("cap", "high") and value == 0:
             raise bad_value(f"{key}.{name}", value, "a number above 0")
     if "low" in options and "high" in options and options["low"] > options["high"]:
         raise bad_value(f"{key}.low", options["low"], f"at most {key}.high ({options['high']})")
 
 
+def _is_number_from_zero(value: object) -> bool:
+    # bool is an int in Python, and YAML reads "yes" as one.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value >= 0  # False for NaN
+
+
 def _call(name: str, options: Mapping[str, Any]) -> str:
-    inside = ",".join(f"{key}={value:g}" for key, value in sorted(options.items()))
-    return f"{name}({inside})" if inside else name
+    """``name(option=value,...)``, or the name alone without options."""
+    if not options:
+        return name
+    arguments = ",".join(f"{key}={value:g}" for key, value in sorted(options.items()))
+    return f"{name}({arguments})"

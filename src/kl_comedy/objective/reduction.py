@@ -1,7 +1,9 @@
-"""Returns with KL costs, and reductions: the share of the loss that each sequence has, with explicit denominators.
+"""Returns with KL costs, and reductions: the weight of each sequence in the loss, with explicit denominators.
 
-A loss over any set of sequences is ``sum_b weight_B[b] * sum_t mask * loss_BT[b, t]``. The weights are
-computed once for the whole batch of an update, so the losses of its micro-batches add up to it exactly.
+A loss over any set of sequences is ``sum_b weight_B[b] * sum_t mask_BT[b, t] * loss_BT[b, t]``. The weights are
+computed once for the whole batch of an update, so the losses of its micro-batches add up to the loss of the batch.
+
+Legend: ``B`` sequences, ``T`` completion tokens.
 """
 
 from __future__ import annotations
@@ -15,24 +17,28 @@ from kl_comedy.errors import bad_value
 def returns_with_costs(reward_B: Tensor, cost_BT: Tensor | None, length: int) -> Tensor:
     """``R - cost`` for each token, ``[B, T]``: ``cost_BT`` is beta times the credited KL cost in nats.
 
-    Beyond the end of a completion the cost is whatever the credit says there: zero to go, or the total.
+    Beyond the end of a completion the cost is what the credit gives there: zero for a cost to go, the total for a cost
+    of the whole completion.
     """
     returns_BT = reward_B[:, None].expand(-1, length)
-    return returns_BT if cost_BT is None else returns_BT - cost_BT
+    if cost_BT is None:
+        return returns_BT
+    return returns_BT - cost_BT
 
 
 REDUCTIONS = ("token_mean", "sequence_mean_token_mean", "sequence_sum")
 
 
 def sequence_weights(reduction: str, mask_BT: Tensor, *, constant: float = 1.0, keep_B: Tensor | None = None) -> Tensor:
-    """The weight of each sequence, ``[B]``, float32 or wider.
+    """The weight of each sequence, ``[B]``, in float32.
 
     - ``token_mean``: ``1 / (tokens in the batch)``; long completions count more.
     - ``sequence_mean_token_mean``: ``1 / (sequences x own tokens)``; all count the same (GRPO, 2402.03300).
     - ``sequence_sum``: ``1 / (sequences x constant)``; the constant is 1 for the sequence-level objective, the
       generation budget for Dr. GRPO (2503.20783).
 
-    ``keep_B`` (bool) drops sequences: their weight is zero and they leave the denominator.
+    Sequences where ``keep_B`` (bool) is False have weight zero and do not count in the denominator.
+    Raises :class:`UserError` for another reduction.
 
     >>> sequence_weights("token_mean", torch.tensor([[True, True], [True, False]]))
     tensor([0.3333, 0.3333])
@@ -40,7 +46,10 @@ def sequence_weights(reduction: str, mask_BT: Tensor, *, constant: float = 1.0, 
     if reduction not in REDUCTIONS:
         raise bad_value("algorithm.reduction", reduction, REDUCTIONS)
     tokens_B = mask_BT.sum(-1).to(torch.float64)
-    counts_B = torch.ones_like(tokens_B) if keep_B is None else keep_B.to(torch.float64)
+    counts_B = torch.ones_like(tokens_B)
+    if keep_B is not None:
+        counts_B = keep_B.to(torch.float64)
+    # Denominators are at least 1, so that a batch without tokens has weights of 0 or more, and not NaN.
     if reduction == "token_mean":
         weight_B = counts_B / (counts_B * tokens_B).sum().clamp(min=1.0)
     elif reduction == "sequence_mean_token_mean":

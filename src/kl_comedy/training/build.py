@@ -13,7 +13,8 @@ from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.errors import UserError, unknown_key
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
-from kl_comedy.models.load import check_source, pick_device
+from kl_comedy.models.load import pick_device
+from kl_comedy.models.sources import check_source
 from kl_comedy.objective import PolicyTerm, check_policy_term
 from kl_comedy.rewards import check_options
 from kl_comedy.rollouts import Sampler, check_training_sampling

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from kl_comedy.config import Config
 from kl_comedy.errors import bad_value
-from kl_comedy.models.load import first_line, pick_device
+from kl_comedy.models.load import pick_device
+from kl_comedy.models.sources import first_line
 from kl_comedy.models.weights import full_tensor
 from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
 from kl_comedy.training.distributed import TIMEOUT, Ranks, cluster_environment

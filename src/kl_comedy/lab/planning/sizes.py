@@ -19,9 +19,9 @@ from kl_comedy.config.schema import Config, ModelConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import read_yaml
 from kl_comedy.models.introspection import activation_values, default_microbatch_tokens
-from kl_comedy.models.load import base_of_adapter, is_adapter_folder
 from kl_comedy.models.onednn_linear import product
 from kl_comedy.models.sharding import decoder_layers, skeleton
+from kl_comedy.models.sources import base_of_adapter, is_adapter_folder
 
 GIB = 2**30
 GLOO = 1e9

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel
-from kl_comedy.models.load import first_line
+from kl_comedy.models.sources import first_line
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rollouts.base import Sampling
 from kl_comedy.rollouts.decoding import Completion, StopStrings, ending

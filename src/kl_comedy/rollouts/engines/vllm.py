@@ -22,7 +22,7 @@ import torch
 
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.models import LoadedModel
-from kl_comedy.models.load import first_line
+from kl_comedy.models.sources import first_line
 from kl_comedy.models.weights import Checksums, full_weights
 from kl_comedy.processes import LOOPBACK
 from kl_comedy.records import Capabilities, Prompt, Rollout
