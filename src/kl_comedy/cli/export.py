@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins, load_run_plugins, message, print_rows
-from kl_comedy.cli.results import DEFAULT_URI, Uri
+from kl_comedy.cli.results_options import DEFAULT_URI, Uri
 from kl_comedy.errors import RunFailed, UserError
 
 

@@ -56,7 +56,7 @@ def write_html_reports(sweep: Sweep) -> Iterator[Path]:
     A store that cannot be read, or holds no finished run of the sweep, is reported on stderr; report.md has every
     cell in any case.
     """
-    from kl_comedy.cli.results import report
+    from kl_comedy.cli.results import ReportOptions, report
 
     name = sweep.manifest.name
     stores = [(uri, experiment) for uri, experiment in sweep.manifest.stores if uri != "none"]
@@ -65,7 +65,7 @@ def write_html_reports(sweep: Sweep) -> Iterator[Path]:
         where = f"tags.sweep = '{name}'"
         try:
             with contextlib.chdir(sweep.manifest.directory), contextlib.redirect_stdout(sys.stderr):
-                report(out=page, title=f"Sweep {name}", uri=uri, experiment=experiment, where=where)
+                report(ReportOptions(out=page, title=f"Sweep {name}", uri=uri, experiment=experiment, where=where))
         except UserError as error:
             message(f"no {page.name}: {error}")
             continue
