@@ -1,10 +1,12 @@
-"""``kl-comedy audit``: the gradient of each KL term on the model of a config or of a run."""
+"""``kl-comedy audit``: measure the gradient of each KL term on the model of a config or of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,17 +30,19 @@ def audit(
     config: Annotated[Path, typer.Argument(help="A YAML config, or the folder of a run (its newest checkpoint)")],
     overrides: Overrides = None,
     terms: Annotated[str, typer.Option(help="own, panel or recipes, comma-separated")] = "own,panel",
-    updates: Annotated[int, typer.Option(min=1, help="From a config: updates trained first")] = 20,
-    samples: Annotated[int, typer.Option(min=1, help="Completions audited, in whole groups")] = 1024,
-    blocks: Annotated[int, typer.Option(min=3, help="Blocks of groups that intervals are made from")] = 16,
-    sketch: Annotated[int, typer.Option(min=0, help="Numbers stored of a layer group's gradient; 0: all")] = 65536,
+    updates: Annotated[int, typer.Option(min=1, help="Train this many updates before the audit (configs only)")] = 20,
+    samples: Annotated[int, typer.Option(min=1, help="Number of completions, in whole groups")] = 1024,
+    blocks: Annotated[int, typer.Option(min=3, help="Number of blocks of groups that intervals are made from")] = 16,
+    sketch: Annotated[
+        int, typer.Option(min=0, help="Size of the stored gradient sketch per layer group; 0: all")
+    ] = 65536,
     format: Annotated[str, choice_option("--format", "table", "markdown", "csv", "json")] = "table",
     out: Annotated[Path | None, typer.Option(help="Folder of the JSON file; default: the run's, or `output`")] = None,
     plugin: Plugins = None,
 ) -> None:
     """Compare the gradient of KL terms with a low-variance reference gradient, on a real model.
 
-    Says of each term how much of the reference gradient it delivers, its cosine, bias, variance and norm against
+    Prints for each term how much of the reference gradient it delivers, its cosine, bias, variance and norm against
     the policy loss, how many tokens get no gradient, and whether beta changes the gradient at all. Exit code 1 when
     a term of the config has no effect, or another gradient than its loss.
 
@@ -48,52 +52,63 @@ def audit(
     """
     load_plugins(plugin)
     load_run_plugins(config, given=plugin)
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from kl_comedy.lab.audit.source import AuditSource
 
     source = AuditSource.read(config, overrides or [])
-    from kl_comedy.lab.audit.run import run_audit  # imports Lightning, so that a mistake is told before it
+    # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
+    from kl_comedy.lab.audit.run import run_audit
 
-    console = Console(stderr=True)
     names = [name.strip() for name in terms.split(",") if name.strip()]
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    tasks: dict[str, Any] = {}
-
-    def show_progress(stage: str, done: int, total: int) -> None:
-        if stage not in tasks:
-            tasks[stage] = bar.add_task(stage, total=total)
-            if not console.is_terminal:
-                console.print(stage)
-        bar.update(tasks[stage], completed=done)
-
-    with bar:
+    with _progress() as show_progress:
         report = run_audit(
             source, names, updates=updates, samples=samples, blocks=blocks, sketch=sketch, progress=show_progress
         )
-    path = _save(report, source, out or (config if config.is_dir() else Path(source.config.output)))
+    folder = out
+    if folder is None:
+        folder = config if config.is_dir() else Path(source.config.output)
+    path = _save(report, source, folder)
     message(f"wrote {path}")
     print(report.render(format))
     if report.failures:
         raise RunFailed("; ".join(report.failures))
 
 
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """One bar on stderr per stage; where stderr is no terminal, one line. Yields a function of stage, done, total."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+
+        def show_progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+                if not console.is_terminal:
+                    console.print(stage)
+            bar.update(tasks[stage], completed=done)
+
+        yield show_progress
+
+
 def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:
-    """Write the whole report as JSON, with what it was made from."""
+    """Write the report as JSON, with the command, config and code that made it; return the file's path."""
     from kl_comedy.config import config_hash, plugins_of
     from kl_comedy.io import atomic_write
     from kl_comedy.tracking import provenance_tags
 
     identity = config_hash(source.config)
     path = folder / f"audit-{report.name}-{identity}-{report.version}.json"
-    whole = {
+    checkpoint = None if source.checkpoint is None else str(source.checkpoint)
+    record = {
         "command": command_line(),
         "config_hash": identity,
-        "checkpoint": None if source.checkpoint is None else str(source.checkpoint),
+        "checkpoint": checkpoint,
         "provenance": provenance_tags(plugins=plugins_of(source.config)),
         **report.to_plain(),
     }
-    atomic_write(path, json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    atomic_write(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
     return path

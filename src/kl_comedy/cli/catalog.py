@@ -1,11 +1,11 @@
-"""``list`` and ``doctor``: the registered parts, and what is missing on this machine."""
+"""``kl-comedy list`` prints the registered parts, ``kl-comedy doctor`` what is missing on this machine."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import shutil
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -40,34 +40,42 @@ def list_parts(
 
     check_choice("KIND", kind, (*KINDS, "peers"))
     load_plugins(plugin)
-    rows = _peer_rows() if kind == "peers" else [entry.row() for entry in KINDS[kind]]
+    rows: list[dict[str, Any]]
+    if kind == "peers":
+        rows = _peer_rows()
+    else:
+        rows = [entry.row() for entry in KINDS[kind]]
     if format == "json":
         print(json.dumps(rows, indent=1, default=str))
         return
+
     if kind == "peers":
-        columns: tuple[str, ...] = ("system", "flag", "allowed", "default", "meaning")
-        rows = [{**row, "system": f"{row['system']} {row['version']}"} for row in rows]
+        table = Table("system", "flag", "allowed", "default", "meaning", title=kind)
+        for row in rows:
+            system = f"{row['system']} {row['version']}"
+            table.add_row(system, *(str(row[column]) for column in ("flag", "allowed", "default", "meaning")))
     else:
-        columns = ("name", "summary", "claims", "source")
-        rows = [{**row, "claims": row.get("terms") or ", ".join(row["claims"])} for row in rows]
-    table = Table(*columns, title=kind)
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in columns))
+        table = Table("name", "summary", "claims", "source", title=kind)
+        for row in rows:
+            # A recipe claims nothing itself: its terms stand there.
+            claims = row.get("terms") or ", ".join(row["claims"])
+            table.add_row(str(row["name"]), str(row["summary"]), str(claims), str(row["source"]))
     Console().print(table)
 
 
-def _peer_rows() -> list[dict[str, str]]:
+def _peer_rows() -> list[dict[str, Any]]:
+    """One row per flag of each system that ``explain`` reads."""
     from kl_comedy.lab.peers import SYSTEMS
 
-    return [
-        {"system": system.name, "version": system.version, **flag.row()}
-        for system in SYSTEMS.values()
-        for flag in system.flags
-    ]
+    rows = []
+    for system in SYSTEMS.values():
+        for flag in system.flags:
+            rows.append({"system": system.name, "version": system.version, **flag.row()})
+    return rows
 
 
 def doctor() -> None:
-    """Say what is installed, what is missing, and what for.
+    """List the packages, engines and devices that are installed or missing, and what needs them.
 
     Example: `kl-comedy doctor`
     """
@@ -86,6 +94,6 @@ def doctor() -> None:
         state = "; ".join(missing(backend)) or "ready"
         table.add_row(f"rollout {backend}", vllm_version() or "missing", escape(f"rollout.backend: {backend}; {state}"))
     table.add_row("sbatch", shutil.which("sbatch") or "missing", "SLURM")
-    gpus = ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
-    table.add_row("GPU", gpus or "none (CPU works)", "speed")
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    table.add_row("GPU", ", ".join(gpus) or "none (CPU works)", "speed")
     Console().print(table)

@@ -1,8 +1,9 @@
-"""``kl-comedy check``: what a config would start, or why it cannot; no model is loaded and nothing is started."""
+"""``kl-comedy check``: what a config would start, or why it cannot. No model is loaded, and nothing is started."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,21 +12,27 @@ from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
+    from kl_comedy.rollouts.sampler import Sampler
 
-Gpu = Annotated[str | None, typer.Option(help="As in kl-comedy plan; default: h100-80, without any here the CPU")]
+GIB = 2**30
+Gpu = Annotated[
+    str | None,
+    typer.Option(help="Target GPU (see kl-comedy plan); default: h100-80, or the CPU if there is no GPU here"),
+]
 
 
 def check(
     config: ConfigArgument,
     overrides: Overrides = None,
     gpu: Gpu = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of a node; default: those of this machine")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs per node; default: those of this machine")] = None,
     memory: Annotated[bool, typer.Option(help="Estimate the memory of one process (takes longest)")] = True,
     format: TableOrJson = "table",
     plugin: Plugins = None,
 ) -> None:
-    """Say what CONFIG would start: processes, engines, the way of the weights, memory. Exit code 2 and the reason where
-    it cannot run.
+    """Say what CONFIG would start: processes, engines, how weights reach the engines, memory.
+
+    Exit code 2 and the reason where it cannot run.
 
     Example: `kl-comedy check configs/paper/on_policy_math_qwen.yaml --gpus 8`
     """
@@ -51,61 +58,114 @@ def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:
 
     ``gpus``: of each node; None: of this machine. Where there are any, each process and each server needs its own.
     """
-    from kl_comedy.config.combinations import updates_from_a_batch
-    from kl_comedy.models.load import pick_device
-    from kl_comedy.rollouts.engines.options import visible_gpus
     from kl_comedy.rollouts.sampler import Sampler
 
-    train, rollout, lag = config.train, config.rollout, config.lag
-    drawn_by = Sampler.of(config)
-    names = visible_gpus(pick_device(config.model.device).type) if gpus is None else list(map(str, range(gpus)))
-    names = [] if config.model.device == "cpu" else names
-    world, name = train.devices * train.nodes, drawn_by.name
-    can, options = drawn_by.capabilities, rollout.options
-    of_engines = drawn_by.server_gpus(names) if names else []
-    processes = f"{train.strategy}, {world} on {train.nodes} node{'s' if train.nodes > 1 else ''}"
-    device = "the GPU where there is one" if config.model.device == "auto" else config.model.device
-    if not can.in_trainer_ranks:
-        urls = options.get("urls") or ()
-        servers = f"{len(urls)} at {', '.join(urls)}" if urls else f"{options.get('servers', 1)}, started by the run"
-        servers += f", on GPU{'s' if len(of_engines) > 1 else ''} {', '.join(of_engines)}" if of_engines else ""
-        sampler = f"{name} beside the trainer: {servers}; rank 0 asks, all ranks receive"
-        transport = drawn_by.transport_on(names) or "of its own"
-        merged = ", the adapter merged" if config.model.lora and transport != "adapter" else ""
-        weights = f"transport {transport}, staged by rank 0{merged}; every engine confirms them"
-    elif can.recorded:
-        sampler = f"{name}: batches of {options.get('path')}, read by rank 0; evaluation samples in the trainer"
-        weights = "the trainer's own, for evaluation"
-    else:
-        sampler = f"{name} in the trainer's process" + ("es, each its own prompts" if world > 1 else "")
-        weights = "the trainer's own"
-    if can.in_trainer_ranks and train.strategy == "fsdp":
-        weights = f"gathered into a whole copy on every rank, at most {rollout.replica_gib:g} GiB"
-    ages = {
-        "on_policy": "on-policy",
-        "replayed": f"exactly {lag.steps} updates old",
-        "async": f"at most {lag.max_steps} updates old, {lag.policy}{', weights in flight' if lag.in_flight else ''}",
-    }
-    batch = f"{rollout.prompts_per_batch} prompts x {rollout.group_size} completions"
+    train = config.train
+    sampler = Sampler.of(config)
+    gpu_names = _gpu_names(config, gpus)
+    server_gpus: list[str] = []
+    if gpu_names:
+        # Asked for samplers in the trainer too: it refuses a process without a GPU of its own.
+        server_gpus = sampler.server_gpus(gpu_names)
+    device = config.model.device
+    if device == "auto":
+        device = "the GPU where there is one"
+    nodes = "1 node" if train.nodes == 1 else f"{train.nodes} nodes"
     return {
         "model": f"{config.model.source} on {device}, {config.model.dtype} weights, {train.precision}",
-        "processes": processes,
-        "sampler": sampler,
-        "weights": weights,
-        "samples": f"{batch} a batch, {updates_from_a_batch(config)} updates from each; {ages[lag.mode]}",
+        "processes": f"{train.strategy}, {train.devices * train.nodes} on {nodes}",
+        **_sampler_and_weights(config, sampler, gpu_names, server_gpus),
+        "samples": _samples(config),
         "updates": f"{train.steps}, a checkpoint every {train.checkpoint_every or 'never'}",
         "output": f"{config.output}/{config.name}-...",
     }
 
 
+def _gpu_names(config: Config, gpus: int | None) -> Sequence[str]:
+    """The names of a node's GPUs; none where the model is on the CPU."""
+    from kl_comedy.models.load import pick_device
+    from kl_comedy.rollouts.engines.options import visible_gpus
+
+    if config.model.device == "cpu":
+        return []
+    if gpus is None:
+        return visible_gpus(pick_device(config.model.device).type)
+    return [str(number) for number in range(gpus)]
+
+
+def _sampler_and_weights(
+    config: Config, drawn_by: Sampler, gpu_names: Sequence[str], server_gpus: Sequence[str]
+) -> dict[str, str]:
+    """Who samples, and how the sampler gets the trainer's weights."""
+    name = drawn_by.name
+    if drawn_by.beside:
+        return _engines(config, drawn_by, gpu_names, server_gpus)
+
+    weights = "the trainer's own"
+    if drawn_by.capabilities.recorded:
+        path = config.rollout.options.get("path")
+        sampler = f"{name}: batches of {path}, read by rank 0; evaluation samples in the trainer"
+        weights += ", for evaluation"
+    elif config.train.devices * config.train.nodes > 1:
+        sampler = f"{name} in the trainer's processes, each its own prompts"
+    else:
+        sampler = f"{name} in the trainer's process"
+    if config.train.strategy == "fsdp":
+        weights = f"gathered into a whole copy on every rank, at most {config.rollout.replica_gib:g} GiB"
+    return {"sampler": sampler, "weights": weights}
+
+
+def _engines(config: Config, sampler: Sampler, gpu_names: Sequence[str], server_gpus: Sequence[str]) -> dict[str, str]:
+    """Servers beside the trainer: how many, where, and by which transport they get the weights."""
+    options = config.rollout.options
+    urls = options.get("urls") or ()
+    if urls:
+        servers = f"{len(urls)} at {', '.join(urls)}"
+    else:
+        servers = f"{options.get('servers', 1)}, started by the run"
+    if server_gpus:
+        servers += f", on GPU{'s' if len(server_gpus) > 1 else ''} {', '.join(server_gpus)}"
+
+    transport = sampler.transport_on(gpu_names) or "of its own"
+    merged = ""
+    if config.model.lora and transport != "adapter":
+        merged = ", the adapter merged"
+    return {
+        "sampler": f"{sampler.name} beside the trainer: {servers}; rank 0 asks, all ranks receive",
+        "weights": f"transport {transport}, staged by rank 0{merged}; every engine confirms them",
+    }
+
+
+def _samples(config: Config) -> str:
+    """The size of a batch, the updates from it, and how old its samples are."""
+    from kl_comedy.config.combinations import updates_from_a_batch
+
+    lag = config.lag
+    if lag.mode == "on_policy":
+        age = "on-policy"
+    elif lag.mode == "replayed":
+        age = f"exactly {lag.steps} updates old"
+    else:
+        age = f"at most {lag.max_steps} updates old, {lag.policy}"
+        if lag.in_flight:
+            age += ", weights in flight"
+    updates = updates_from_a_batch(config)
+    per_batch = f"{config.rollout.prompts_per_batch} prompts x {config.rollout.group_size} completions per batch"
+    return f"{per_batch}, {updates} update{'s' if updates != 1 else ''} per batch; {age}"
+
+
 def _memory(config: Config, gpu: str | None, gpus: int | None) -> str:
+    """The largest memory of one process, and whether it fits the device."""
     from kl_comedy.lab.planning.plan import Plan
     from kl_comedy.lab.planning.sizes import device_named
     from kl_comedy.models.load import pick_device
 
-    on_cpu = not gpus and pick_device(config.model.device).type == "cpu"
-    device = device_named(gpu or ("cpu" if on_cpu else "h100-80"), measured=False)
+    if gpu is None:
+        on_cpu = not gpus and pick_device(config.model.device).type == "cpu"
+        gpu = "cpu" if on_cpu else "h100-80"
+    device = device_named(gpu, measured=False)
     planned = Plan(config, device)
     verdict = "fits" if planned.fits else "does not fit: kl-comedy plan says what would"
-    peak, limit = planned.peak_bytes / 2**30, planned.limit_bytes / 2**30
+    peak = planned.peak_bytes / GIB
+    limit = planned.limit_bytes / GIB
     return f"{peak:.2f} GiB at most in one process, of {limit:.1f} GiB on {device.name}: {verdict}"

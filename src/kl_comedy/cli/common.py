@@ -1,4 +1,4 @@
-"""What several commands share: arguments, loading plugins and configs, checks of options, output."""
+"""Arguments, loading of plugins and configs, checks of options, and output that several commands share."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kl_comedy.config import Config
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+"""Where launchers write a process's rank. RANK first: torchrun under srun sets both, and SLURM's is then the node's."""
 
 
 def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
@@ -29,17 +30,21 @@ def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def choice_option(name: str, *allowed: str) -> Any:
-    """The typer option ``name``, which takes ``allowed`` values only."""
+    """The typer option ``name``, which takes ``allowed`` values only.
+
+    Not an Enum of typer's, whose error message names no nearest value and would be another than that of a config.
+    """
 
     def check(value: str) -> str:
         check_choice(name, value, allowed)
         return value
 
-    return typer.Option(name, help=f"{', '.join(allowed[:-1])} or {allowed[-1]}", callback=check)
+    *others, last = allowed
+    return typer.Option(name, help=f"{', '.join(others)} or {last}", callback=check)
 
 
-ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, as configs/quickstart.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as optimizer.lr=1e-4 kl.0.beta=0.1")]
+ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, e.g. configs/quickstart.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. optimizer.lr=1e-4 kl.0.beta=0.1")]
 Plugins = Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file that registers parts")]
 TableOrJson = Annotated[str, choice_option("--format", "table", "json")]
 
@@ -56,7 +61,7 @@ def load_plugins(plugins: Iterable[str | Path] | None) -> None:
 def load_run_plugins(target: str | Path, *, given: Iterable[str | Path] | None = None) -> None:
     """Load the plugins stored with the run whose folder, config.yaml or checkpoint is ``target``, if it is one.
 
-    The files ``given`` with ``--plugin``, which are loaded before, take the place of the stored ones.
+    The files ``given`` with ``--plugin`` take the place of the stored files; load those before.
     """
     path = Path(target)
     folder = path
@@ -64,15 +69,18 @@ def load_run_plugins(target: str | Path, *, given: Iterable[str | Path] | None =
         folder = path.parent.parent
     elif path.name == "config.yaml":
         folder = path.parent
-    if not ((folder / "config.yaml").is_file() and (folder / "plugins.json").is_file()):
+    is_run = (folder / "config.yaml").is_file()
+    has_plugins = (folder / "plugins.json").is_file()
+    if not is_run or not has_plugins:
         return
     from kl_comedy.training.run_folder import load_stored_plugins, stored_record
 
     record = stored_record(folder)
-    if record is not None:
-        for line in load_stored_plugins(folder, record, files=not given):
-            if process_rank() == 0:
-                message(line)
+    if record is None:
+        return
+    for line in load_stored_plugins(folder, record, files=not given):
+        if process_rank() == 0:
+            message(line)
 
 
 def load(config: Path, overrides: Sequence[str] | None = None, plugins: Iterable[str | Path] | None = None) -> Config:
@@ -85,7 +93,7 @@ def load(config: Path, overrides: Sequence[str] | None = None, plugins: Iterable
 
 
 def command_line() -> str:
-    """The command that runs, as a shell takes it; without secrets."""
+    """The command that runs, quoted for a shell and without secrets."""
     return redact_command(["kl-comedy", *sys.argv[1:]])
 
 
@@ -99,7 +107,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], format: str) -> None:
 
 
 def parse_yaml(option: str, text: str) -> Any:
-    """The YAML value of an option, as ``'{estimator: k3}'``. Raises :class:`UserError`."""
+    """The YAML value of an option, e.g. ``'{estimator: k3}'``. Raises :class:`UserError`."""
     try:
         return io.parse_yaml(text)
     except ValueError as error:
@@ -108,7 +116,10 @@ def parse_yaml(option: str, text: str) -> Any:
 
 def process_rank() -> int:
     """The rank of this process in a distributed run, from the variables of torchrun, srun or our launcher; else 0."""
-    return int(next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), 0))
+    for name in RANK_VARIABLES:
+        if os.environ.get(name):
+            return int(os.environ[name])
+    return 0
 
 
 def message(text: str) -> None:
@@ -118,7 +129,7 @@ def message(text: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, on a terminal only; what is yielded advances it by one."""
+    """A bar on stderr, where that is a terminal. Yields the function that advances it by one."""
     from rich.progress import Progress
 
     console = Console(stderr=True)
@@ -128,5 +139,5 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def stderr_console() -> Console:
-    """Rich messages on stderr, of rank 0 only."""
+    """A console on stderr that is quiet on all ranks but rank 0."""
     return Console(stderr=True, quiet=process_rank() != 0)

@@ -1,4 +1,4 @@
-"""``explain``: a recipe of ours, or the KL flags or a launch script of another system, and flags that do better."""
+"""``kl-comedy explain``: what a recipe, or the KL flags or launch script of another system, optimize."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kl_comedy.cli.certify_output import cosine_text
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.redaction import printable
@@ -34,7 +35,9 @@ def explain(
             "of another system (shell, Python, YAML, TOML), then key=value for what it leaves open"
         ),
     ],
-    system: Annotated[str | None, typer.Option("--system", help="Of a file: its system, where it is not seen")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="Framework of a file, if it cannot be detected")
+    ] = None,
     plugin: Plugins = None,
     format: TableOrJson = "table",
 ) -> None:
@@ -49,11 +52,14 @@ def explain(
     from kl_comedy.lab.peers import is_peer, read
 
     load_plugins(plugin)
-    text, path = " ".join(what), Path(what[0])
-    if os.path.isfile(path) or (path.suffix in FILES and ":" not in what[0]):  # Path.is_file raises for a long text
-        _explain_file(path, system, what[1:], format)
+    text = " ".join(what)
+    first, *overrides = what
+    path = Path(first)
+    looks_like_a_file = path.suffix in FILES and ":" not in first
+    if os.path.isfile(path) or looks_like_a_file:  # Path.is_file raises for a long text
+        _explain_file(path, system, overrides, format)
     elif system is not None:
-        raise UserError(f"--system is for a file, and {shown(what[0])} is none")
+        raise UserError(f"--system needs a file; {shown(first)} is not one")
     elif is_peer(text):
         _explain_peer(read(text), format)
     else:
@@ -61,7 +67,7 @@ def explain(
 
 
 def _explain_file(path: Path, system: str | None, overrides: Sequence[str], format: str) -> None:
-    """What a launch script or config sets, where its KL is, its traps; then as for flags."""
+    """Print where the KL of a launch script or config is and its traps; then what its flags optimize."""
     from kl_comedy.lab.launch_files import read_launch_file
 
     if not path.is_file():
@@ -69,7 +75,7 @@ def _explain_file(path: Path, system: str | None, overrides: Sequence[str], form
     launch = read_launch_file(path, system=system, overrides=overrides)
     with error_prefix(str(path)):
         reading = launch.reading()
-    summary = {
+    summary: dict[str, Any] = {
         "file": str(path),
         "placement": _placement(reading),
         "traps": _traps(reading),
@@ -80,66 +86,82 @@ def _explain_file(path: Path, system: str | None, overrides: Sequence[str], form
         print(f"KL is on: {summary['placement']}")
         if reading.corrections:
             print(f"The policy loss has: {_corrections(reading)}")
-        for title in ("traps", "remarks"):
-            if summary[title]:
-                print("\n".join([f"{title.capitalize()}:", *(f"  - {line}" for line in summary[title])]))
+        _print_list("Traps", summary["traps"])
+        _print_list("Remarks", summary["remarks"])
         print()
     _explain_peer(reading, format, summary)
+
+
+def _print_list(title: str, lines: Sequence[str]) -> None:
+    """Print the lines below a title; nothing where there is no line."""
+    if not lines:
+        return
+    print(f"{title}:")
+    for line in lines:
+        print(f"  - {line}")
 
 
 def _placement(reading: Reading) -> str:
     """Where the KL is, with estimates and coefficients; a cost before the baseline is in the reward."""
     if reading.terms is None:
         return "in a form that no term of ours has"
-    words = [
-        f"{f'{term.reference}, in the ' if term.reference in ('sampler', 'teacher') else ''}{term.placement} "
-        f"({term.estimator}, {term.beta:g})"
-        for term in reading.terms
-    ]
-    return " and ".join(words) or "none"
+    places = []
+    for term in reading.terms:
+        place = f"{term.placement} ({term.estimator}, {term.beta:g})"
+        if term.reference in ("sampler", "teacher"):
+            place = f"{term.reference}, in the {place}"
+        places.append(place)
+    return " and ".join(places) or "none"
 
 
 def _corrections(reading: Reading) -> str:
-    """As ``algorithm.correction`` of our config takes them, in one line."""
-    words = [
-        f"{name}: {{{', '.join(f'{key}: {value:g}' for key, value in options.items())}}}"
-        for name, options in reading.corrections.items()
-    ]
-    return f"{{{', '.join(words)}}}"
+    """As ``algorithm.correction`` of our config takes them: a YAML mapping in one line."""
+    items = []
+    for name, options in reading.corrections.items():
+        values = ", ".join(f"{key}: {value:g}" for key, value in options.items())
+        items.append(f"{name}: {{{values}}}")
+    return f"{{{', '.join(items)}}}"
 
 
 def _traps(reading: Reading) -> list[str]:
-    """Counted twice, does nothing, wrong gradient."""
+    """What a user of these flags may not expect: a KL counted twice, a flag that does nothing, a wrong gradient."""
     from kl_comedy.kl.claims import TARGET_MEANINGS
     from kl_comedy.kl.oracle.certificate import pulls_to_sampler
     from kl_comedy.lab.peers import SENTENCES
 
-    traps = [f"counted twice: {SENTENCES['both']}"] if SENTENCES["both"] in reading.notes else []
+    traps = []
+    if SENTENCES["both"] in reading.notes:
+        traps.append(f"counted twice: {SENTENCES['both']}")
     traps += [f"does nothing: {line}" for line in reading.no_ops]
     if pulls_to_sampler(reading.terms or ()):
         return [*traps, "no reference: the KL is to the sampler, a trust region"]
     for regime, certificate in reading.certificates(("on_policy", "off_policy")).items():
         target = certificate.target or certificate.near_target
-        if target not in ("sequence_reverse", "token_reverse"):
-            words = TARGET_MEANINGS[target] if target else certificate.verdict.partition(";")[0]
-            traps.append(f"wrong gradient {_dashed(regime)}: {words}")
+        if target in ("sequence_reverse", "token_reverse"):
+            continue
+        if target:
+            meaning = TARGET_MEANINGS[target]
+        else:
+            meaning = certificate.verdict.partition(";")[0]
+        traps.append(f"wrong gradient {_dashed(regime)}: {meaning}")
     return traps
 
 
 def _explain_recipe(name: str, format: str) -> None:
+    """Print the terms of a recipe, what each has for a gradient, and their certificates together."""
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.certificate import certify
     from kl_comedy.registry import OWN_PART, RECIPES
 
     if name not in RECIPES:
-        why = f"or flags, as verl:use_kl_loss=true (list peers); {OWN_PART}"
-        raise bad_value("RECIPE", name, sorted(RECIPES.names()), why)
+        hint = f"or flags, as verl:use_kl_loss=true (list peers); {OWN_PART}"
+        raise bad_value("RECIPE", name, sorted(RECIPES.names()), hint)
     terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
     certificates = certify(name, terms) if terms else []
-    rows = [
-        {"term": term.label(), "beta": str(term.beta), **{r: verdict(term, r) for r in ("on_policy", "off_policy")}}
-        for term in terms
-    ]
+    rows = []
+    for term in terms:
+        verdicts = {regime: verdict(term, regime) for regime in ("on_policy", "off_policy")}
+        rows.append({"term": term.label(), "beta": str(term.beta), **verdicts})
     if format == "json":
         print(json.dumps({"recipe": name, "terms": rows, "certificates": [c.row() for c in certificates]}, indent=1))
         return
@@ -147,7 +169,7 @@ def _explain_recipe(name: str, format: str) -> None:
     if not terms:
         console.print(f"{name}: no KL term")
         return
-    table = Table("term", "beta", "on-policy it has", "off-policy it has", title=name)
+    table = Table("term", "beta", "on-policy gradient", "off-policy gradient", title=name)
     for row in rows:
         table.add_row(*row.values())
     console.print(table)
@@ -155,17 +177,21 @@ def _explain_recipe(name: str, format: str) -> None:
 
 
 def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | None = None) -> None:
+    """Print what another system's flags do, what they would do switched on, and which flags do better.
+
+    ``summary`` is what JSON has besides, of a file.
+    """
     from kl_comedy.lab.peers import advise, find_system, switched_on
 
+    # Many users ask about flags that turn the KL off by default: what they would get is shown too.
     acting = switched_on(reading)
     advice = advise(find_system(reading.system))
     if format == "json":
-        rows = [_advice_row(each) for each in advice]
         plain = {
             **(summary or {}),
             **_plain(reading),
             "switched_on": _plain(acting) if acting else None,
-            "advice": rows,
+            "advice": [_advice_row(item) for item in advice],
         }
         print(json.dumps(plain, indent=1))
         return
@@ -178,10 +204,17 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
         print(f"\nSwitched on, as {acting.text}:")
         _show(acting, known=(*reading.notes, *reading.no_ops))
     print("\nIf you want")
-    for each in advice:  # whole lines, so that flags can be copied
-        flags = f"set   {each.flags}   (noise {_advised_noise(each)})" if each.flags else f"-     {each.why_not}"
-        print(f"  {each.goal.words}:\n    {flags}\n    ours  kl: {each.goal.recipe}")
+    for item in advice:
+        _print_advice(item)
     print("\nTargets and recipes: docs/decision.md; this system: docs/peers.md")
+
+
+def _print_advice(advice: Advice) -> None:
+    """Print a goal, the flags for it, and our recipe; in whole lines, so that flags can be copied."""
+    flags = f"-     {advice.why_not}"
+    if advice.flags:
+        flags = f"set   {advice.flags}   (noise {_advised_noise(advice)})"
+    print(f"  {advice.goal.words}:\n    {flags}\n    ours  kl: {advice.goal.recipe}")
 
 
 def _show(reading: Reading, known: Sequence[str] = ()) -> None:
@@ -201,33 +234,45 @@ def _show(reading: Reading, known: Sequence[str] = ()) -> None:
         missing = [_dashed(regime) for regime in REGIMES if regime not in reading.holds_in]
         if missing:
             print(f"{', '.join(missing)}: no term of ours is equivalent there")
-    for title, lines in (("Notes", reading.notes), ("Does nothing", reading.no_ops)):
-        if new := [line for line in lines if line not in known]:
-            print("\n".join([f"{title}:", *(f"  - {line}" for line in new)]))
+    _print_list("Notes", [line for line in reading.notes if line not in known])
+    _print_list("Does nothing", [line for line in reading.no_ops if line not in known])
     if reading.terms:
         print(f"In our config:\n{_yaml(reading.terms)}")
 
 
 def _numbers(certificates: Sequence[Certificate]) -> Table:
     """Regime by regime: the target, and how far the expected gradient is from that of the whole completion's KL."""
-    table = Table("regime", "optimizes", "off the sequence-level reverse KL", "cosine", "noise")
-    for c in certificates:
-        if all(term.reference == "sampler" for term in c.terms):
-            pull = "zero" if c.regime == "on_policy" else "towards the sampler"
-            table.add_row(_dashed(c.regime), pull, "-", "-", "-")
+    table = Table("regime", "optimizes", "relative error vs. sequence-level reverse KL", "cosine", "noise")
+    for certificate in certificates:
+        regime = _dashed(certificate.regime)
+        # Against the reference a trust region has no error to show: it is not about the reference.
+        if all(term.reference == "sampler" for term in certificate.terms):
+            pull = "zero" if certificate.regime == "on_policy" else "towards the sampler"
+            table.add_row(regime, pull, "-", "-", "-")
             continue
-        target = c.target or (f"{c.near_target}, while no bound acts" if c.near_target else "no KL exactly")
-        bias, cosine = c.relative_bias["sequence_reverse"], c.cosine["sequence_reverse"]
-        table.add_row(_dashed(c.regime), target, f"{bias:.0%}", "-" if cosine != cosine else f"{cosine:.2f}", _noise(c))
+        bias = certificate.relative_bias["sequence_reverse"]
+        cosine = cosine_text(certificate.cosine["sequence_reverse"])
+        table.add_row(regime, _target_text(certificate), f"{bias:.0%}", cosine, _noise(certificate))
     return table
+
+
+def _target_text(certificate: Certificate) -> str:
+    if certificate.target:
+        return certificate.target
+    if certificate.near_target:
+        return f"{certificate.near_target}, while no bound acts"
+    return "not the gradient of any KL"
 
 
 def _plain(reading: Reading) -> dict[str, Any]:
     """A reading with its certificates as plain data."""
+    terms = None
+    if reading.terms is not None:
+        terms = [term.to_mapping() for term in reading.terms]
     names = ("text", "system", "version", "source", "given", "flags", "instead", "notes", "no_ops", "holds_in")
     return {
         **{name: getattr(reading, name) for name in names},
-        "terms": None if reading.terms is None else [term.to_mapping() for term in reading.terms],
+        "terms": terms,
         "yaml": _yaml(reading.terms) if reading.terms else None,
         "policy_ratio": reading.policy_ratio,
         "corrections": reading.corrections,
@@ -236,6 +281,7 @@ def _plain(reading: Reading) -> dict[str, Any]:
 
 
 def _advice_row(advice: Advice) -> dict[str, Any]:
+    """Advice as plain data: the goal, the flags for it or why there are none, and our recipe."""
     goal = asdict(advice.goal)
     recipe = goal.pop("recipe")
     answer = {"flags": advice.flags, "why_not": advice.why_not, "noise": _advised_noise(advice)}
@@ -245,13 +291,17 @@ def _advice_row(advice: Advice) -> dict[str, Any]:
 def _advised_noise(advice: Advice) -> str:
     from kl_comedy.lab.peers import read
 
+    if advice.flags is None:
+        return "-"
     regime = advice.goal.regime
-    return "-" if advice.flags is None else _noise(read(advice.flags).certificates([regime])[regime])
+    return _noise(read(advice.flags).certificates([regime])[regime])
 
 
 def _noise(certificate: Certificate) -> str:
     """The variance over that of the least noisy term for the same target."""
-    return "-" if certificate.variance_ratio is None else f"{certificate.variance_ratio:.2g}x"
+    if certificate.variance_ratio is None:
+        return "-"
+    return f"{certificate.variance_ratio:.2g}x"
 
 
 def _yaml(terms: Sequence[KLTerm]) -> str:

@@ -1,4 +1,4 @@
-"""``kl-comedy init``: a small commented file to begin with."""
+"""``kl-comedy init``: write a small commented file to begin with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {
     "profile": (".yaml", ("kl-comedy sweep GRID --slurm {file} --dry-run",)),
     "estimator": (".py", ("kl-comedy certify --plugin {file}",)),
 }
-"""The ending of each kind of file, and the commands to use it with."""
+"""The suffix of each kind of file, and the commands that use it."""
 
 
 def init(
@@ -37,6 +37,7 @@ def init(
         raise UserError(f"FILE: got {str(path)!r}; a {kind} is a {suffix} file")
     text = files("kl_comedy.cli").joinpath(f"templates/{kind}{suffix}").read_text(encoding="utf-8")
     try:
+        # x: a second call must not overwrite what the user has edited since the first.
         with path.open("x", encoding="utf-8") as output:
             output.write(text)
     except FileExistsError:

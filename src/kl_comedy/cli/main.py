@@ -57,6 +57,7 @@ def main(
     ] = False,
 ) -> None:
     """Options before the command."""
+    # A command without its packages still explains itself.
     if "--help" not in sys.argv:
         require(context.invoked_subcommand)
 
@@ -103,12 +104,13 @@ for panel, commands in PANELS.items():
     for name, command in commands.items():
         app.command(name, rich_help_panel=panel)(command)
 app.add_typer(results.app, name="results", rich_help_panel="Results")
-# What a sweep's jobs run; not for typing.
+# A sweep's jobs run these two. Nobody types them, so that the help leaves them out.
 app.command("cell", hidden=True)(sweep_job.cell)
 app.command("sweep-report", hidden=True)(sweep_job.sweep_report)
 
 
 def _quiet_libraries() -> None:
+    """Set what libraries read when they are imported, and keep their log records from the terminal."""
     # How often a waiting OpenMP thread spins before it sleeps: long spins stall a run beside other busy processes, none
     # slow a quiet machine down (bench/openmp.py, bench/NOTES.md). Set before torch is imported; your own value stays.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -123,6 +125,7 @@ def _quiet_libraries() -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Redacted("%(message)s"))
     logging.getLogger("kl_comedy").setLevel(logging.INFO if process_rank() == 0 else logging.ERROR)
+    # What these warn of is either reported by our own errors or no matter of the user's.
     for name in ("lightning.pytorch", "lightning.fabric", "mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -134,28 +137,43 @@ def run() -> None:
     another exit code before it could.
     """
     _quiet_libraries()
-    launched = "KL_COMEDY_LAUNCHED" in os.environ  # kl_comedy.training.distributed.LAUNCHED
     rank = process_rank()
+    code: str | int | None = 0
     try:
         with named_extras():
             app()
     except SystemExit as end:
         code = end.code
     except UserError as error:
-        line = plugin_line(error.__cause__)
-        where = f" (plugin {line})" if line and line not in str(error) else ""
-        code = _print_error(stderr_console(), f"error: {error}{where}", 2)
+        code = _print_error(stderr_console(), f"error: {_with_plugin_line(error)}", 2)
     except RunStopped as error:
         code = _print_error(stderr_console(), f"stopped: {error}", REQUEUE_EXIT_CODE)
-    except RunFailed as error:  # every rank prints: a failure of one process alone is reported by no other
-        code = _print_error(Console(stderr=True), f"{f'rank {rank} ' if rank else ''}failed: {error}", 1)
+    except RunFailed as error:
+        # Every rank prints: a failure of one process alone is reported by no other.
+        who = f"rank {rank} " if rank else ""
+        code = _print_error(Console(stderr=True), f"{who}failed: {error}", 1)
     except BrokenPipeError:
         code = 1
     except Exception as error:
+        # A bug of ours needs its traceback; one in a plugin is the user's, who wants its line.
         line = plugin_line(error)
-        own = f"failed: {type(error).__name__}: {error} (plugin {line})"
-        code = _print_error(Console(stderr=True), traceback.format_exc() if line is None else own, 1)
-    sys.exit(0 if launched and rank and code in (1, 2, REQUEUE_EXIT_CODE) else code)
+        text = traceback.format_exc()
+        if line is not None:
+            text = f"failed: {type(error).__name__}: {error} (plugin {line})"
+        code = _print_error(Console(stderr=True), text, 1)
+
+    launched_by_a_run = "KL_COMEDY_LAUNCHED" in os.environ  # kl_comedy.training.distributed.LAUNCHED
+    if launched_by_a_run and rank != 0 and code in (1, 2, REQUEUE_EXIT_CODE):
+        code = 0
+    sys.exit(code)
+
+
+def _with_plugin_line(error: UserError) -> str:
+    """The message, with the line of the plugin that caused the error, where it does not name it already."""
+    line = plugin_line(error.__cause__)
+    if not line or line in str(error):
+        return str(error)
+    return f"{error} (plugin {line})"
 
 
 class _Redacted(logging.Formatter):
@@ -166,6 +184,7 @@ class _Redacted(logging.Formatter):
 
 
 def _print_error(console: Console, text: str, code: int) -> int:
+    """Print the text without secrets, in red unless the run only stopped; return the exit code."""
     style = None if code == REQUEUE_EXIT_CODE else "red"
     console.print(printable(redact_source(text)), style=style, markup=False, soft_wrap=True, highlight=False)
     return code

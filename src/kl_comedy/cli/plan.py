@@ -1,4 +1,4 @@
-"""``kl-comedy plan``: memory, time and device hours of a run before it begins, and how to divide devices."""
+"""``kl-comedy plan``: estimate memory, time and device hours of a run, and find out how to divide devices."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 GPU_NAMES = "a100-40, a100-80, l40s-48, h100-80, h200-141, b200-180, ... or cpu"
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as train.strategy=fsdp")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.strategy=fsdp")]
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="A YAML config, as configs/paper/on_policy_math_qwen.yaml")],
+    config: Annotated[Path, typer.Argument(help="A YAML config, e.g. configs/paper/on_policy_math_qwen.yaml")],
     overrides: Overrides = None,
     gpu: Annotated[str, typer.Option(help=GPU_NAMES)] = "h100-80",
-    gpus: Annotated[int | None, typer.Option(min=1, help="Devices of each node; sets train.devices")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Devices per node; sets train.devices")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; sets train.nodes")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Of a prompt; default: data.prompt.max_tokens")] = None,
-    completion_tokens: Annotated[int | None, typer.Option(help="On average; default: --longest-tokens")] = None,
-    longest_tokens: Annotated[int | None, typer.Option(help="Of a batch; default: rollout.max_new_tokens")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Prompt length; default: data.prompt.max_tokens")] = None,
+    completion_tokens: Annotated[
+        int | None, typer.Option(help="Mean completion length; default: --longest-tokens")
+    ] = None,
+    longest_tokens: Annotated[
+        int | None, typer.Option(help="Longest completion of a batch; default: rollout.max_new_tokens")
+    ] = None,
     split: Annotated[int | None, typer.Option(min=1, help="Devices to divide between ranks and engines")] = None,
     fail_if_too_big: Annotated[bool, typer.Option("--fail-if-too-big", help="Exit 1 if it does not fit")] = False,
     format: TableOrJson = "table",
@@ -46,13 +50,20 @@ def plan(
     from kl_comedy.lab.planning.plan import Plan, splits
     from kl_comedy.lab.planning.sizes import device_named
 
-    counts = {"train.devices": gpus, "train.nodes": nodes}
-    changes = [f"{key}={count}" for key, count in counts.items() if count is not None]
-    loaded = load(config, [*(overrides or []), *changes], plugin)
+    changes = list(overrides or [])
+    if gpus is not None:
+        changes.append(f"train.devices={gpus}")
+    if nodes is not None:
+        changes.append(f"train.nodes={nodes}")
+    loaded = load(config, changes, plugin)
     device = device_named(gpu)
-    tokens = {"prompt": prompt_tokens, "completion": completion_tokens, "longest": longest_tokens}
-    planned = Plan(loaded, device, **tokens)
-    divided = () if split is None else splits(loaded, device, split, **tokens)
+    planned = Plan(loaded, device, prompt=prompt_tokens, completion=completion_tokens, longest=longest_tokens)
+    divided: Sequence[Split] = ()
+    if split is not None:
+        divided = splits(
+            loaded, device, split, prompt=prompt_tokens, completion=completion_tokens, longest=longest_tokens
+        )
+
     if format == "json":
         print(json.dumps(_as_json(planned, divided), indent=1))
     else:
@@ -60,26 +71,36 @@ def plan(
         if divided:
             _show_splits(divided)
     if divided and divided[0].fits:
-        message(f"fastest of {split}: {' '.join(map(shlex.quote, divided[0].overrides))}")
-    for line in planned.warnings:
-        message(f"warning: {line}")
+        message(f"fastest of {split}: {shlex.join(divided[0].overrides)}")
+    _advise(planned)
+    if fail_if_too_big and not planned.fits:
+        peak = f"{planned.peak_bytes / GIB:.1f} GiB"
+        limit = f"{planned.limit_bytes / GIB:.1f} GiB"
+        raise RunFailed(f"{peak} in one process, {limit} on {planned.device.name}")
+
+
+def _advise(planned: Plan) -> None:
+    """Print warnings, and the settings that would make the run fit."""
+    for warning in planned.warnings:
+        message(f"warning: {warning}")
     for remedy in planned.remedies:
         message(f"fits, with {remedy.peak_bytes / GIB:.1f} GiB: {' '.join(remedy.overrides)}")
     if not planned.fits and not planned.remedies:
         message("no setting was found that makes it fit")
-    if fail_if_too_big and not planned.fits:
-        peak, limit = f"{planned.peak_bytes / GIB:.1f} GiB", f"{planned.limit_bytes / GIB:.1f} GiB"
-        raise RunFailed(f"{peak} in one process, {limit} on {planned.device.name}")
 
 
 def _as_json(plan: Plan, divided: Sequence[Split]) -> dict[str, Any]:
     """A plan as plain data; bytes, seconds, counts."""
-    memory = {"components": [asdict(item) for item in plan.components], "peak_bytes": plan.peak_bytes}
     return {
         "model": {name: value for name, value in vars(plan.shape).items() if name != "config"},
         "device": asdict(plan.device),
         "load": asdict(plan.load),
-        "memory": {**memory, "limit_bytes": plan.limit_bytes, "fits": plan.fits},
+        "memory": {
+            "components": [asdict(item) for item in plan.components],
+            "peak_bytes": plan.peak_bytes,
+            "limit_bytes": plan.limit_bytes,
+            "fits": plan.fits,
+        },
         "time": asdict(plan.timing),
         "assumed": asdict(plan.assumed),
         "warnings": list(plan.warnings),
@@ -89,31 +110,21 @@ def _as_json(plan: Plan, divided: Sequence[Split]) -> dict[str, Any]:
 
 
 def _show(plan: Plan) -> None:
-    load, shape, times, assumed, train = plan.load, plan.shape, plan.timing, plan.assumed, plan.config.train
+    """Print the model, the table of memory, the table of time, and what was assumed."""
+    shape = plan.shape
+    train = plan.config.train
     counts = f"{_million(shape.parameters)} parameters, {_million(shape.trainable)} trained"
     dtypes = f"{plan.config.model.dtype} weights, {train.precision}"
-    print(f"{shape.source}: {counts}; {train.strategy}, {load.processes} x {plan.device.name}; {dtypes}\n")
-    parts = [(item.name, f"{item.bytes / GIB:.2f}", item.phase, item.what) for item in plan.components]
-    limit = f"{plan.limit_bytes / GIB:.1f} GiB a process"
-    parts.append(("peak", f"{plan.peak_bytes / GIB:.2f}", "fits" if plan.fits else "does not fit", limit))
-    drawers = f"{plan.engines} engine{'s' if plan.engines > 1 else ''}" if plan.beside else "the ranks"
-    by_transport = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.transfer_s.items())
-    idle = f"{times.trainer_idle:.0%}, {times.engine_idle:.0%}"
-    rows = [
-        ("generate", f"{times.generate_s:.3g} s", f"an update, by {drawers}"),
-        ("transfer", f"{times.publish_s + times.load_s:.3g} s", by_transport or "of the weights to the sampler"),
-        ("learn", f"{times.learn_s:.3g} s", f"an update; {load.update_micro} micro-batches a rank"),
-        ("update", f"{times.update_s:.3g} s", "without verification, evaluation and checkpoints"),
-        ("idle", idle, "trainer, engines: waiting for the other"),
-        ("bottleneck", times.bottleneck, f"{times.parts[times.bottleneck]:.3g} s of an update"),
-        ("generated", f"{times.generated_tokens_per_s:,.0f} tokens/s", "all processes, while generating"),
-        ("trained", f"{times.trained_tokens_per_s:,.0f} tokens/s", "all processes, while learning"),
-        ("run", f"{times.run_hours:.3g} h", f"{train.steps} updates"),
-        ("device hours", f"{times.device_hours:.3g}", f"{times.devices} devices"),
-    ]
-    for head, table in ((("memory of one process", "GiB", "when", "what"), parts), (("time", "", "of"), rows)):
-        print_rows([dict(zip(head, row, strict=True)) for row in table], "table")
-        print()
+    processes = f"{plan.load.processes} x {plan.device.name}"
+    print(f"{shape.source}: {counts}; {train.strategy}, {processes}; {dtypes}\n")
+
+    _print_columns(("memory of one process", "GiB", "when", "what"), _memory_rows(plan))
+    print()
+    _print_columns(("time", "", "of"), _time_rows(plan))
+    print()
+
+    load = plan.load
+    assumed = plan.assumed
     print(
         f"prompts of {load.prompt} and completions of {load.completion} tokens, the longest {plan.longest}; assumed: "
         f"{assumed.flops:.0%} of peak bf16 products, {assumed.fp32_flops:.0%} of float32 products, "
@@ -121,29 +132,68 @@ def _show(plan: Plan) -> None:
     )
 
 
-def _show_splits(divided: Sequence[Split]) -> None:
-    print("\nways to divide the devices: those that fit, the fastest first; engines 0: every device trains and draws\n")
-    rows = [
-        {
-            "ranks": split.ranks,
-            "engines": split.engines,
-            "generate, s": f"{split.generate_s:.3g}",
-            "transfer, s": f"{split.transfer_s:.3g}",
-            "learn, s": f"{split.learn_s:.3g}",
-            "update, s": f"{split.update_s:.3g}",
-            "idle": f"{split.trainer_idle:.0%}, {split.engine_idle:.0%}",
-            "run, h": f"{split.run_hours:.3g}",
-            "GiB a rank": f"{split.peak_bytes / GIB:.1f}" + ("" if split.fits else ", does not fit"),
-        }
-        for split in divided
+def _print_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print_rows([dict(zip(head, row, strict=True)) for row in rows], "table")
+
+
+def _memory_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    rows = [(item.name, f"{item.bytes / GIB:.2f}", item.phase, item.what) for item in plan.components]
+    fits = "fits" if plan.fits else "does not fit"
+    rows.append(("peak", f"{plan.peak_bytes / GIB:.2f}", fits, f"{plan.limit_bytes / GIB:.1f} GiB per process"))
+    return rows
+
+
+def _time_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    times = plan.timing
+    sampler = "the ranks"
+    if plan.beside:
+        sampler = f"{plan.engines} engine{'s' if plan.engines > 1 else ''}"
+    by_transport = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.transfer_s.items())
+    bottleneck_s = times.parts[times.bottleneck]
+    return [
+        ("generate", f"{times.generate_s:.3g} s", f"per update, by {sampler}"),
+        ("transfer", f"{times.publish_s + times.load_s:.3g} s", by_transport or "of the weights to the sampler"),
+        ("learn", f"{times.learn_s:.3g} s", f"per update; {plan.load.update_micro} micro-batches per rank"),
+        ("update", f"{times.update_s:.3g} s", "without verification, evaluation and checkpoints"),
+        ("idle", f"{times.trainer_idle:.0%}, {times.engine_idle:.0%}", "trainer, engines: waiting for the other"),
+        ("bottleneck", times.bottleneck, f"{bottleneck_s:.3g} s of an update"),
+        ("generated", f"{times.generated_tokens_per_s:,.0f} tokens/s", "all processes, while generating"),
+        ("trained", f"{times.trained_tokens_per_s:,.0f} tokens/s", "all processes, while learning"),
+        ("run", f"{times.run_hours:.3g} h", f"{plan.config.train.steps} updates"),
+        ("device hours", f"{times.device_hours:.3g}", f"{times.devices} devices"),
     ]
+
+
+def _show_splits(divided: Sequence[Split]) -> None:
+    """Print the ways to divide the devices between trainer ranks and engines."""
+    print("\nways to divide the devices: those that fit, the fastest first; engines 0: every device trains and draws\n")
+    rows = []
+    for split in divided:
+        memory = f"{split.peak_bytes / GIB:.1f}"
+        if not split.fits:
+            memory += ", does not fit"
+        rows.append(
+            {
+                "ranks": split.ranks,
+                "engines": split.engines,
+                "generate, s": f"{split.generate_s:.3g}",
+                "transfer, s": f"{split.transfer_s:.3g}",
+                "learn, s": f"{split.learn_s:.3g}",
+                "update, s": f"{split.update_s:.3g}",
+                "idle": f"{split.trainer_idle:.0%}, {split.engine_idle:.0%}",
+                "run, h": f"{split.run_hours:.3g}",
+                "GiB per rank": memory,
+            }
+        )
     print_rows(rows, "table")
 
 
 def _million(count: int) -> str:
-    """A count as people write it.
+    """A number of parameters in millions, from 100 million on in billions.
 
     >>> _million(7_615_616_512), _million(891_840)
     ('7.62 B', '0.892 M')
     """
-    return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
+    if count >= 1e8:
+        return f"{count / 1e9:.3g} B"
+    return f"{count / 1e6:.3g} M"

@@ -1,8 +1,11 @@
-"""Training by a command, and the summary at the end: scores, and commands to evaluate, plot and tabulate the run."""
+"""Train from a command, and print a summary: scores, and commands to evaluate, plot and tabulate the run."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,8 +16,8 @@ from kl_comedy.training.start import train_unless_finished
 
 METRICS = {
     "train/reward": "train reward",
-    "kl/exact_reverse_sequence": "exact KL, nats a completion",
-    "policy/entropy": "entropy, nats a token",
+    "kl/exact_reverse_sequence": "exact KL, nats per completion",
+    "policy/entropy": "entropy, nats per token",
 }
 
 
@@ -25,36 +28,58 @@ def train_and_show(config: Config, console: Console, command: str) -> None:
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
     """Print evaluation before and after, the run id, and commands to evaluate, plot and tabulate."""
-    summary, path = outcome.summary, outcome.run.path
+    path = outcome.run.path
     if outcome.already_finished:
         console.print(f"{path} is already finished; nothing to do (resume=never trains again)", soft_wrap=True)
-    table = Table.grid(padding=(0, 2))  # one score a line, so that nothing is cut
+    console.print(_scores_table(outcome.summary))
+    # A command may hold brackets, which are no markup here, and could not be copied from a wrapped line.
+    for line in _lines_about_run(outcome.summary, path):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _scores_table(summary: Mapping[str, Any]) -> Table:
+    """One row per score, because a terminal cuts wide rows: first and last evaluation, and final metrics."""
+    table = Table.grid(padding=(0, 2))
     table.add_row("KL terms", summary["kl"])
     for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
         for name, history in summary.get(key, {}).items():
+            # JSON has texts as keys: "10" must come after "9".
             ordered = sorted((int(update), value) for update, value in history.items())
-            (_, first), (update, last) = ordered[0], ordered[-1]
-            early = f" at update {update}" if update != summary.get("steps", update) else ""
-            table.add_row(f"{name} {score}", f"{first:.3f} -> {last:.3f} ({last - first:+.3f}){early}")
+            first = ordered[0][1]
+            last_update, last = ordered[-1]
+            change = f"{first:.3f} -> {last:.3f} ({last - first:+.3f})"
+            if last_update != summary.get("steps", last_update):
+                change += f" at update {last_update}"
+            table.add_row(f"{name} {score}", change)
     for key, title in METRICS.items():
         if key in summary.get("metrics", {}):
             table.add_row(title, f"{summary['metrics'][key]:.3f}")
-    console.print(table)
-    uri = f" --uri {shlex.quote(summary['mlflow_uri'])}"
-    seconds = f" in {summary['seconds']:.0f} s" if summary.get("seconds") else ""
-    tracked = summary["mlflow_uri"] != "none"
-    unreachable = "(MLflow not reached; metrics are in the folder) " if tracked else ""
+    return table
+
+
+def _lines_about_run(summary: Mapping[str, Any], path: Path) -> list[str]:
+    """How the run ended, where it is, and the commands that repeat, evaluate and show it."""
+    uri = summary["mlflow_uri"]
+    is_tracked = uri != "none"
+    ending = f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}"
+    if summary.get("seconds"):
+        ending += f" in {summary['seconds']:.0f} s"
+    if summary["run_id"]:
+        place = f"run {summary['run_id']} in {path}"
+    elif is_tracked:
+        place = f"run (MLflow not reached; metrics are in the folder) in {path}"
+    else:
+        place = f"run in {path}"
+
     lines = [
-        f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}{seconds}",
-        f"run {summary['run_id']} in {path}" if summary["run_id"] else f"run {unreachable}in {path}",
+        ending,
+        place,
         "to repeat, evaluate and compare it:",
         summary["command"],
         summary["evaluate_command"],
     ]
-    if tracked:
-        lines += [
-            f"kl-comedy results table{uri}",
-            f"kl-comedy results plot{uri} --metric train/reward --out reward.svg",
-        ]
-    for line in lines:  # a command may hold brackets, which are no markup; a wrapped one could not be copied
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if is_tracked:
+        option = f"--uri {shlex.quote(uri)}"
+        lines.append(f"kl-comedy results table {option}")
+        lines.append(f"kl-comedy results plot {option} --metric train/reward --out reward.svg")
+    return lines
