@@ -194,7 +194,9 @@ def check_options(
     contradictions between options surface before a run. Raises :class:`UserError`.
     """
     entry = REWARDS.get(name, key=f"{key}.name")
-    record = parse_record(_options_schema(entry.fn, bool(entry.facts.get("isolated"))), options, key=f"{key}.options")
+    record: Any = parse_record(
+        _options_schema(entry.fn, bool(entry.facts.get("isolated"))), options, key=f"{key}.options"
+    )
     checked = {option: getattr(record, option) for option in options}
     # With imports the call would take seconds in the trainer; the workers' own examples come later.
     examples = entry.facts.get("examples", ())

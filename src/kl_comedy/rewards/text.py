@@ -167,7 +167,7 @@ def final_segment(text: str, markers: tuple[str, ...] = MARKERS) -> tuple[str, b
     >>> final_segment("1 + 2 = 3 apples\\nDone")
     ('3 apples', True)
     """
-    ends = []
+    ends: list[int] = []
     for marker in markers:
         pattern = re.escape(marker)
         if marker[:1].isalnum():
