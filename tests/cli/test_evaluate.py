@@ -135,7 +135,7 @@ def test_choices_by_log_prob(kl_comedy, sums, tmp_path):
         assert item["picked"] == "ABC"[max(range(3), key=item["logps"].__getitem__)] and max(item["logps"]) < 0
     write_suite(tmp_path, rows, delimiter=" ")
     code, _, err = kl_comedy(*words)
-    assert code == 2 and "cannot spell" in err  # the pocket tokenizer has no space
+    assert code == 2 and "cannot encode" in err  # the pocket tokenizer has no space
 
 
 def test_a_mistaken_suite_of_a_run_is_reported_before_it_begins(kl_comedy, sums):

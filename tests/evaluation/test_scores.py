@@ -207,9 +207,9 @@ def test_the_likeliest_choice_is_picked_whole_and_per_character(tiny):
     assert [second[key] for key in ("picked", "picked_norm", "correct", "correct_norm")] == ["A", "B", True, False]
     assert third["index"] == 7 and third["picked"] == "A", "of equals the first"
     letters = dataclasses.replace(TEXTS, score="letters")
-    with pytest.raises(UserError, match="cannot spell"):  # the pocket tokenizer has no letters
+    with pytest.raises(UserError, match="cannot encode"):  # the pocket tokenizer has no letters
         tokenize_choices(letters, choices.prompts, tiny, template="plain")
-    with pytest.raises(UserError, match="no tokens for"):
+    with pytest.raises(UserError, match="no separate tokens for"):
         tokenize_choices(TEXTS, [prompt_of(tiny, "1+1=", ["", "2"])], tiny, template="plain")
 
 
