@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kl_comedy.config import ModelConfig
 from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.errors import UserError
-from kl_comedy.evaluation import EvalSet, evaluate, likelihood
+from kl_comedy.evaluation import EvalSet, EvalSettings, evaluate, likelihood
 from kl_comedy.evaluation.likelihood import ChoiceScorer, ChoiceSet, tokenize_choices
 from kl_comedy.evaluation.records import Shard, parse_shard
 from kl_comedy.evaluation.scores import canonical, check_ks, default_ks, score_choices, score_completions
@@ -112,10 +112,12 @@ def evaluated(values, samples, **settings):
         backend,
         Rewards(values),
         EvalSet(name="s", prompts=prompts, **settings),
-        samples=samples,
-        sampling=Sampling(temperature=1.0, max_new_tokens=4),
+        EvalSettings(
+            samples=samples,
+            sampling=Sampling(temperature=1.0, max_new_tokens=4),
+            measure=lambda rows: {"kl/x": float(len(rows))},
+        ),
         seed=7,
-        measure=lambda rows: {"kl/x": float(len(rows))},
     )
     return result, backend.settings
 

@@ -20,6 +20,7 @@ from kl_comedy.config import Config, load_config, plugins_of
 from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.config.schema import SuiteConfig, SuiteFile
 from kl_comedy.errors import RunFailed, UserError, bad_value
+from kl_comedy.evaluation import EvalSettings
 from kl_comedy.evaluation import evaluate as evaluate_set
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.evaluation.likelihood import choice_scorer
@@ -95,13 +96,13 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
     problems = load_problem_sets(config, train=False)
     loaded = load_model(config.model)
     measure = completion_metrics(config, loaded=loaded, reference=load_eval_reference(config, loaded))
-    options: dict[str, Any] = {"samples": config.eval.samples, "sampling": eval_sampling(config), "measure": measure}
+    settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=measure)
     rows = []
     with RewardSum(config.rewards) as scorer, _backend(config, loaded, None) as backend:
         for eval_set in render_prompts(config, problems, loaded).evals:
             seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
             with console.status(f"evaluating {eval_set.name} ({len(eval_set.prompts)} problems)"):
-                result = evaluate_set(backend, scorer, eval_set, seed=seed, **options)
+                result = evaluate_set(backend, scorer, eval_set, settings, seed=seed)
             scores = result.row()
             row = {"set": result.name, "problems": result.problems, "samples": result.samples}
             row |= {"reward": scores.pop("reward")}

@@ -49,6 +49,8 @@ ChunkEvaluator = Callable[[int], list[Record]]
 FORMAT = 1
 """Version of the records."""
 _NOT_IDENTITY = ("name", "summary", "source", "licence", "group", "data", "file", "where", "items", "template")
+"""Fields of a suite that its records do not depend on, beyond the problems and prompts, which have hashes of their own.
+Frozen: the identity names the folders of stored evaluations."""
 
 
 class Shard(NamedTuple):
@@ -77,8 +79,11 @@ def parse_shard(text: str | None) -> Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class SuitePlan:
-    """One suite on one model. ``seeds(purpose, index)`` returns the seed of a chunk, ``model`` identifies weights and
-    how they are computed, ``left_out`` counts problems whose prompt is too long or holds a control token."""
+    """One suite on one model.
+
+    ``seeds(purpose, index)`` returns the seed of a chunk; ``model`` identifies the weights and how they are computed;
+    ``left_out`` counts problems whose prompt is too long or holds a control token.
+    """
 
     suite: SuiteConfig
     prompts: Sequence[Prompt]
@@ -101,24 +106,35 @@ class SuitePlan:
 
     def problems_of(self, chunk: int) -> range:
         """Positions of the chunk's problems."""
-        return range(chunk * self.chunk, min((chunk + 1) * self.chunk, len(self.prompts)))
+        start = chunk * self.chunk
+        stop = min(start + self.chunk, len(self.prompts))
+        return range(start, stop)
 
     def prompts_of(self, chunk: int) -> Sequence[Prompt]:
-        return self.prompts[chunk * self.chunk : (chunk + 1) * self.chunk]
+        problems = self.problems_of(chunk)
+        return self.prompts[problems.start : problems.stop]
+
+    @property
+    def records_per_problem(self) -> int:
+        return self.samples if self.generates else 1
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the records depend on, as plain data."""
-        suite = {name: item for name, item in dataclasses.asdict(self.suite).items() if name not in _NOT_IDENTITY}
+        """Everything that the records depend on, as plain data. The folder's name is made of its hash."""
+        suite = {name: value for name, value in dataclasses.asdict(self.suite).items() if name not in _NOT_IDENTITY}
+        # The template that was chosen, where the suite says "auto".
         suite["prompt"]["template"] = self.template
+        # Choices are compared without sampling, so its settings must not make another evaluation of it.
+        sampling = dataclasses.asdict(self.sampling) if self.generates else None
+        seed = self.seed if self.generates else 0
         return {
             "format": FORMAT,
             "suite": suite,
             "data": data_hash(prompt.problem for prompt in self.prompts),
             "prompts": _hash([prompt.token_ids for prompt in self.prompts]),
             "model": dict(self.model),
-            "sampling": dataclasses.asdict(self.sampling) if self.generates else None,
-            "samples": self.samples if self.generates else 1,
-            "seed": self.seed if self.generates else 0,
+            "sampling": sampling,
+            "samples": self.records_per_problem,
+            "seed": seed,
             "chunk": self.chunk,
         }
 
@@ -149,8 +165,11 @@ class SuiteRecords:
         return self.path / "items.jsonl"
 
     def create(self) -> None:
-        """Make the folder and its manifest. Raises :class:`UserError` where it cannot be written, and for a link in it
-        that leads out."""
+        """Make the folder and its manifest.
+
+        Raises :class:`UserError` where it cannot be written, and for a link in it that leads out of it.
+        """
+        # Somebody else may have prepared the folder: nothing is written through a link.
         check_tree(self.path, (".lock", "items.jsonl", "spool.jsonl", "tracking.json", "tracking.lock"), (".",))
         try:
             (self.path / "chunks").mkdir(parents=True, exist_ok=True)
@@ -159,12 +178,13 @@ class SuiteRecords:
             raise UserError(f"--out: cannot write {self.path}: {error.strerror or error}") from error
 
     def missing(self) -> list[int]:
-        """Chunks without a complete file. A damaged file of all records is renamed, and its chunks are missing."""
+        """Chunks without a complete file. A damaged file of all records is set aside, and its chunks are missing."""
         if self.items.is_file():
             if self._holds(self.items, range(len(self.plan.prompts))):
                 return []
             log.warning(f"{self.items} is damaged; its problems are evaluated again")
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
+            # Another process may have been faster.
+            with contextlib.suppress(FileNotFoundError):
                 set_aside(self.items)
         return [chunk for chunk in self.plan.chunks if not self._is_complete(chunk)]
 
@@ -172,17 +192,20 @@ class SuiteRecords:
         """Evaluate and write the shard's missing chunks; ``advance(problems)`` is called after each."""
         for chunk in self.missing():
             if chunk % shard.count == shard.index:
-                atomic_write(self._file(chunk), b"".join(map(encode_json, evaluator(chunk))))
+                lines = [encode_json(record) for record in evaluator(chunk)]
+                atomic_write(self._file(chunk), b"".join(lines))
                 advance(len(self.plan.problems_of(chunk)))
 
     def merge(self) -> bool:
-        """Join the chunks in one file; False while chunks are missing. Several processes may call it at a time."""
+        """Join the chunks in one file; False while chunks are missing. Several processes may call it at once."""
+        # Under the lock: two that join at once would both read chunks that the first one removes.
         with file_lock(self.path / ".lock"):
             if self.items.is_file():
                 return True
             if self.missing():
                 return False
-            atomic_write(self.items, b"".join(self._file(chunk).read_bytes() for chunk in self.plan.chunks))
+            chunks = [self._file(chunk).read_bytes() for chunk in self.plan.chunks]
+            atomic_write(self.items, b"".join(chunks))
         shutil.rmtree(self.path / "chunks", ignore_errors=True)
         return True
 
@@ -194,6 +217,7 @@ class SuiteRecords:
         """Write the scores, and the records as Parquet."""
         import pandas as pd
 
+        # Renamed when complete: a reader must not find half a file.
         draft = self.path / ".items.parquet"
         pd.DataFrame(self.rows()).to_parquet(draft, index=False)
         draft.replace(self.path / "items.parquet")
@@ -207,7 +231,8 @@ class SuiteRecords:
         marker = self.path / "tracked"
         if marker.exists():
             return
-        from kl_comedy.tracking.logger import RunLogger  # imports Lightning
+        # Imports Lightning, which takes seconds.
+        from kl_comedy.tracking.logger import RunLogger
 
         tracker = RunLogger(
             dataclasses.replace(config, experiment=f"{config.experiment}-evaluations"),
@@ -237,16 +262,22 @@ class SuiteRecords:
 
     def _holds(self, file: Path, problems: Iterable[int]) -> bool:
         """Whether the file holds every record of these problems, undamaged."""
-        per_problem = self.plan.samples if self.plan.generates else 1
-        expected = [index for index in problems for _ in range(per_problem)]
-        with contextlib.suppress(ValueError, KeyError):
-            return [decode_json(line)["index"] for line in file.read_bytes().splitlines()] == expected
-        return False
+        expected = []
+        for index in problems:
+            expected.extend([index] * self.plan.records_per_problem)
+        try:
+            # decode_json checks the checksum of each line.
+            stored = [decode_json(line)["index"] for line in file.read_bytes().splitlines()]
+        except (ValueError, KeyError):
+            return False
+        return stored == expected
 
 
 def check_golds(rewards: RewardSum, problems: Sequence[Problem], count: int = 256) -> None:
     """Raise :class:`UserError` where ``rewards`` cannot judge the gold answers of ``count`` problems, evenly spaced."""
-    rewards.check(problems[:: max(len(problems) // count, 1)])
+    # All of them would take minutes; sets are sorted by subject, so the first would be of one kind.
+    step = max(len(problems) // count, 1)
+    rewards.check(problems[::step])
 
 
 @contextlib.contextmanager
@@ -263,14 +294,17 @@ def completion_evaluator(plan: SuitePlan, backend: RolloutBackend) -> Iterator[C
                 seed=plan.seeds(f"suite/{plan.suite.name}", chunk),
             )
             positions = itertools.product(plan.problems_of(chunk), range(plan.samples))
-            scored = zip(positions, scorer.score(rollouts), strict=True)
-            return [_completion_record(plan.suite, index, sample, each) for (index, sample), each in scored]
+            records = []
+            for (index, sample), scored in zip(positions, scorer.score(rollouts), strict=True):
+                records.append(_completion_record(plan.suite, index, sample, scored))
+            return records
 
         yield evaluate_chunk
 
 
 def _completion_record(suite: SuiteConfig, index: int, sample: int, scored: Scored) -> Record:
-    rollout, reward = scored.rollout, scored.reward
+    rollout = scored.rollout
+    reward = scored.reward
     problem = rollout.prompt.problem
     return {
         "index": index,

@@ -23,7 +23,7 @@ from rich.text import Text
 from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.evaluation import EvalResult, evaluate
+from kl_comedy.evaluation import EvalResult, EvalSettings, evaluate
 from kl_comedy.evaluation.evaluate import evaluate_choices
 from kl_comedy.evaluation.likelihood import choice_scorer
 from kl_comedy.records import Scored
@@ -163,17 +163,11 @@ class EvaluationCallback(Callback):
             line = f"eval {result.name} at update {version}: {result.line()}"
             self._console.print(line, soft_wrap=True, highlight=False)
 
+        settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=self._measure)
         with trainer.precision_plugin.forward_context():
             for eval_set in data.prompts.evals:
-                result = evaluate(
-                    data.backend,
-                    data.scorer,
-                    eval_set,
-                    samples=config.eval.samples,
-                    sampling=eval_sampling(config),
-                    seed=derive_seed(config.seed, f"eval/{eval_set.name}", 0),
-                    measure=self._measure,
-                )
+                seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
+                result = evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
                 record(result, self.history, "reward")
                 logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
             for choices in data.prompts.choice_sets:
