@@ -104,6 +104,7 @@ def normalize(text: str) -> str:
 
     A text without a single letter or digit is its own normal form (stripped).
     """
+    # NFKC first: it turns ² and full-width digits into plain ones, which the patterns below look for.
     folded = unicodedata.normalize("NFKC", text).casefold().translate(_SAME_SIGN)
     pieces = []
     end = 0
@@ -158,6 +159,7 @@ def decontaminate(
         if not overlaps:
             clean.append(problem)
 
+    # Better than a run whose first batch has no prompts.
     if train and not clean:
         listed = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
         raise UserError(

@@ -145,6 +145,7 @@ def steps(text: str) -> list[tuple[str, int]]:
     >>> steps("37+45+28=")
     [('37+45', 82), ('82+28', 110)]
     """
+    # Anything else would give a wrong chain and no error.
     if not re.fullmatch(r"[0-9]+([+-][0-9]+)+=", text):
         raise ValueError(f"not a pocket problem: {text!r}")
     terms = re.findall(r"[+-]?\d+", text)

@@ -181,6 +181,7 @@ class ChoiceScorer:
         merged: dict[int, float] = {}
         for rank_sums in self.ranks.gather(sums):
             merged |= rank_sums
+        # In the order of rows, whichever rank computed them.
         logps: list[list[float]] = [[] for _ in choices.prompts]
         for row, (prompt, _) in enumerate(choices.rows):
             logps[prompt].append(merged[row])

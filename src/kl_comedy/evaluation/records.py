@@ -135,6 +135,7 @@ class SuitePlan:
             "sampling": sampling,
             "samples": self.records_per_problem,
             "seed": seed,
+            # Each chunk has a seed of its own, so their size decides which samples are drawn.
             "chunk": self.chunk,
         }
 
@@ -179,6 +180,7 @@ class SuiteRecords:
 
     def missing(self) -> list[int]:
         """Chunks without a complete file. A damaged file of all records is set aside, and its chunks are missing."""
+        # Chunks are removed once they are joined, so a complete file of all records means that none is missing.
         if self.items.is_file():
             if self._holds(self.items, range(len(self.plan.prompts))):
                 return []
@@ -245,6 +247,7 @@ class SuiteRecords:
         for name in ("items.jsonl", "items.parquet", "summary.json"):
             tracker.log_artifact(self.path / name, folder="records")
         tracker.finish()
+        # Last: a call that is killed before is tracked again, which is better than never.
         marker.write_text(f"{tracker.run_id}\n")
 
     def _file(self, chunk: int) -> Path:
@@ -284,6 +287,7 @@ def check_golds(rewards: RewardSum, problems: Sequence[Problem], count: int = 25
 def completion_evaluator(plan: SuitePlan, backend: RolloutBackend) -> Iterator[ChunkEvaluator]:
     """The evaluator of suites of kind ``generate``. Raises as :func:`check_golds` does."""
     with RewardSum([plan.suite.reward]) as scorer:
+        # Before anything is sampled: a set with unreadable golds would cost the hours first.
         check_golds(scorer, [prompt.problem for prompt in plan.prompts])
 
         def evaluate_chunk(chunk: int) -> list[Record]:

@@ -48,6 +48,7 @@ def canonical(completion: str, form: str, choices: Sequence[str] = ()) -> str | 
     >>> canonical("The answer is (B).", "letter", ("x", "y")), canonical("<answer> 3 + 4 </answer>", "answer_tag")
     ('B', '3+4')
     """
+    # The same readers as the rewards, so that an answer that is right is also one that votes.
     text = answers.clean(answers.tail(completion, MAX_CHARS))
     if form == "math":
         return _math(text)
@@ -110,6 +111,7 @@ def last_box(text: str) -> str | None:
     ('\\frac{1}{2}', None)
     """
     boxes = text.split("\\boxed")[1:]
+    # The last one that is complete: a completion may be cut off within its last box.
     for rest in reversed(boxes):
         content = in_braces(rest)
         if content is not None:
@@ -214,6 +216,7 @@ def score_completions(
     correct = [[float(row["correct"]) for row in group] for group in groups]
     values: dict[str, Interval | float] = {"accuracy": clustered_interval(correct, method)}
     for k in check_ks(ks, samples):
+        # One number per problem: pass@k is already a mean over the choices of k samples.
         passed = [[pass_at_k(samples, int(sum(group)), k)] for group in correct]
         values[f"pass@{k}"] = clustered_interval(passed, method)
         votes = [_vote(group, k) for group in groups]
@@ -233,6 +236,7 @@ def score_completions(
 
 def _vote(group: Sequence[Mapping[str, Any]], k: int) -> Majority:
     """The majority of the canonical answers of one problem's records."""
+    # The vote is over canonical answers, the verifier's verdict counts for the answer that wins: no gold in the vote.
     given = [row["answer"] for row in group]
     right = [bool(row["correct"]) for row in group]
     return majority_at_k(given, right, k)

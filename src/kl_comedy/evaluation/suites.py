@@ -96,6 +96,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def _parse_suite(raw: Mapping[str, Any], file: Path) -> SuiteConfig:
     """The suite of a file's content. Raises :class:`UserError` for one that cannot be evaluated."""
     suite = parse_record(SuiteConfig, raw, origin=f"suite {file}")
+    # Defaults that need the file's name, which a schema does not know.
     suite.name = suite.name or file.stem
     if not re.fullmatch(r"[\w.-]+", suite.name):
         raise bad_value(f"suite {file}: name", suite.name, "letters, digits, '.', '_' and '-', since it names a folder")
@@ -109,6 +110,7 @@ def _parse_suite(raw: Mapping[str, Any], file: Path) -> SuiteConfig:
         beside = file.parent / suite.file.path
         if beside.is_file():
             suite.file.path = str(beside.resolve())
+    # A mistake in the reward's options is found when the suite is named, not after its data are loaded.
     if suite.kind == "generate":
         check_options(suite.reward.name, suite.reward.options, key=f"suite {file}: reward")
     return suite

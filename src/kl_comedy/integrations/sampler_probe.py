@@ -63,6 +63,7 @@ class SamplerVersionProbe(TrainerCallback):
         step = state.global_step
         if self.engine is None:
             return
+        # Log-probs of a few tokens stand for a version: copies of the weights would not fit.
         self._versions[step] = policy_logps(model, self.token_ids)
         self._versions = dict(sorted(self._versions.items())[-self.keep :])
         if step % self.every != 0:

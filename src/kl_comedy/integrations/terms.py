@@ -36,6 +36,7 @@ class HostTerms:
         schedule. Raises :class:`UserError` for a term that the trainer cannot compute, with the reason.
         """
         if isinstance(kl, Sequence) and not isinstance(kl, str):
+            # The reader of configs takes plain data.
             kl = [item.to_mapping() if isinstance(item, KLTerm) else item for item in kl]
         terms = resolve_terms(kl)
         trainer = _Host(name=host, in_reward=in_reward, steps=steps)
@@ -79,6 +80,7 @@ class HostTerms:
         if batch["ref_logp_BT"] is None:
             if self.needs_reference:
                 raise UserError(f"kl: {self.host} has no reference log-probs in this batch, and a term needs them")
+            # No term reads it: all are against the sampler.
             batch["ref_logp_BT"] = torch.zeros_like(batch["logp_BT"])
         # A term is defined for completions with tokens; hosts pad batches with rows that have none.
         alive_B = mask_BT.any(-1)

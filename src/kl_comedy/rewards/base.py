@@ -229,6 +229,7 @@ def _typed(hint: Any) -> tuple[Any, Any]:
     inner, _ = without_none(hint)
     if inner is Regex:
         return str | None, option(None, parse=_regex)
+    # `choices` gives the message with the nearest name.
     if typing.get_origin(inner) is Literal:
         return str | None, option(None, choices=typing.get_args(inner))
     return hint, option(None)

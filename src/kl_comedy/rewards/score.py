@@ -48,6 +48,7 @@ def score(
     if metas is None:
         metas = [{}] * len(completions)
     for key, texts in (("completions", completions), ("answers", answers)):
+        # A string is a sequence of strings, too: its letters would be judged one by one.
         if isinstance(texts, str):
             raise bad_value(key, texts[:40], "a list of strings")
         for index, text in enumerate(texts):
@@ -93,6 +94,7 @@ class _Part:
     def _judge(self, items: Sequence[Item], pool: RewardPool) -> list[Reward]:
         name = self.entry.name
         options = dict(self.options)
+        # The pool's option, not the function's.
         timeout_s = options.pop(TIMEOUT_OPTION, TIMEOUT_S)
         if self.entry.facts.get("isolated"):
             return pool.run([Job(name, *item, options=options, timeout_s=timeout_s) for item in items])
@@ -125,6 +127,7 @@ class _Part:
             message = "the reward %s failed on all %d completions of a batch (%s), and not on the gold answer %r"
             logger.warning(message, name, count, failure, answer[:60])
             return
+        # The gold's own failure says more than that of a completion.
         failure = pool.last_failure or failure
         if failure is not None and failure.kind == "ModuleNotFoundError":
             raise UserError(f"reward {name!r} needs a package that is not installed: {failure.error}")
@@ -162,6 +165,7 @@ class RewardSum:
             if earlier:
                 label = f"{config.name}_{earlier + 1}"
             self.parts.append(_Part(label, float(config.weight), *checked))
+        # A given pool may serve others, and is its owner's to close.
         self._closes_pool = pool is None
         self.pool = pool or RewardPool()
 

@@ -191,6 +191,7 @@ def number(text: str) -> Fraction | None:
     >>> number("$1,250.50"), number("-3/4"), number("x")
     (Fraction(2501, 2), Fraction(-3, 4), None)
     """
+    # Currency signs, percent signs and Markdown around a number are decoration.
     core = text.strip().strip("$€£%*_`").strip()
     core = re.sub(r"^([-+])[$€£]", r"\1", core)
     if len(core) > _MAX_NUMBER:
@@ -268,6 +269,7 @@ def multiple_choice(
     """
     if not re.fullmatch(r"[A-Z]+", letters) or len(set(letters)) != len(letters):
         raise bad_value("letters", letters, "distinct capital letters")
+    # An answer "E" to a problem with four choices is no choice.
     allowed = letters
     if meta.get("choices"):
         allowed = letters[: len(meta["choices"])]
@@ -368,6 +370,7 @@ def format_(
     ``.`` matches line breaks; ``whole``: the whole completion must match. Isolated, since a pattern can backtrack
     practically without end on a text made for it. ``refused``: more than ``max_chars`` characters.
     """
+    # Checked here and not by the schema: each alone is valid.
     if style is not None and pattern is not None:
         raise UserError(f"style={style!r} and pattern={pattern!r} exclude each other; keep one")
     if len(completion) > max_chars:
