@@ -22,12 +22,12 @@ def enumerate_matrix() -> str:
     """Enumerate every term, on- and off-policy, with tabular and shared parameters. Exits if a claim is false."""
     from kl_comedy.kl import TARGETS, claimed_target
     from kl_comedy.kl.claims import all_terms
-    from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
+    from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 
     tree, terms = Tree.build(vocabulary=VOCABULARY, length=LENGTH), all_terms()
     for regime in REGIMES:
         for parameters in (None, PARAMETERS):
-            setting = Instance.random(tree, regime=regime, seed=0, parameters=parameters)
+            setting = Instance.random(tree, InstanceSettings(regime=regime, seed=0, parameters=parameters))
             targets = {name: target_gradient(setting, name) for name in TARGETS}
             for term in terms:
                 moments = expected_gradient(setting, [term])

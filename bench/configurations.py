@@ -42,7 +42,7 @@ def learn(module: Any, rows: Any, *, measure: bool) -> float:
     from kl_comedy.training.loss import micro_loss, prepare
 
     start = time.process_time()
-    betas = [beta.value for beta in module.betas]
+    betas = module.beta_values
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
     for micro in micros:
         passes = module.passes(micro, measure=measure)

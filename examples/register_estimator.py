@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kl_comedy.kl import KLTerm, claimed_target
 from kl_comedy.kl.claims import TARGETS
-from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.registry import ESTIMATORS
 
 
@@ -49,7 +49,7 @@ TERMS = (
 
 def setting(regime: str) -> Instance:
     """A policy over 3 tokens and up to 4 steps; its logits and the reference's differ by unit normal noise."""
-    return Instance.random(Tree.build(vocabulary=3, length=4), regime=regime, seed=0, distance=1.0)
+    return Instance.random(Tree.build(vocabulary=3, length=4), InstanceSettings(regime=regime, seed=0, distance=1.0))
 
 
 def target_hit(term: KLTerm, regime: str) -> str | None:

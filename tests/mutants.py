@@ -149,15 +149,15 @@ EARLIER = (
     ),
     Mutant(
         "a term reads the initial policy for the teacher",
-        'self.references["initial" if $term.reference == "sampler" else $term.reference]',
+        "self.references[_pass_name($term.reference)]",
         'self.references["initial"]',
         tests="tests/training/test_loss.py -k own_reference",
     ),
     Mutant(
         "a baseline reads the initial policy for the teacher",
-        '$reference_passes["initial" if $name == "sampler" else $name]',
-        '$reference_passes["initial"]',
-        inside="By position, the parts over the whole update,",
+        "$pack.references[_pass_name($name)]",
+        '$pack.references["initial"]',
+        inside="The parts of each term with",
         tests="tests/training/test_loss.py -k own_reference",
     ),
     Mutant(
@@ -289,8 +289,8 @@ EARLIER = (
     ),
     Mutant(
         "beta twice",
-        "$betas[$n] * $parts[$n].cost_BT",
-        "$betas[$n] ** 2 * $parts[$n].cost_BT",
+        "$betas[$n] * $parts.cost_BT",
+        "$betas[$n] ** 2 * $parts.cost_BT",
         tests="tests/training/test_loss.py tests/exact/test_oracle_in_training.py",
     ),
     Mutant(
@@ -464,7 +464,7 @@ SURVIVED = (
     ),
     Mutant(
         "betas are not restored on resume",
-        'for $beta, $value in zip($s.betas, $state["betas"], strict=True):\n    $beta.value = float($value)',
+        'for $beta, $value in zip($s.betas.values(), $state["betas"], strict=True):\n    $beta.value = float($value)',
         "pass",
         tests="tests/training/test_run.py -k killed_run",
     ),

@@ -39,7 +39,6 @@ from kl_comedy.tracking import spool as spool_module
 from kl_comedy.tracking import store, verify
 from kl_comedy.tracking.provenance import process_tags
 from kl_comedy.tracking.spool import Spool
-from kl_comedy.training.build import load_problem_sets, render_prompts
 from kl_comedy.training.checkpoint import (
     INDEX,
     MANIFEST,
@@ -52,6 +51,7 @@ from kl_comedy.training.checkpoint import (
 )
 from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.export import export_policy
+from kl_comedy.training.problems import load_problem_sets, render_prompts
 from kl_comedy.training.run import train
 from kl_comedy.training.run_folder import RunDir, find_run, readable_summary, repair_config, saved, step_of
 from saved_models import write_gguf
@@ -339,7 +339,7 @@ def test_a_run_resumes_over_damaged_files_to_the_same_bits(case, caplog):
     assert resumed_at(case.run.path)[-1] == 1
     assert outcome.run.summary()["status"] == "FINISHED"
     assert weights_hash(load_file(case.run.policy / "model.safetensors")) == before
-    for text in ("summary.json.damaged", "config.yaml.damaged", "state.pt has", "going on from the one before"):
+    for text in ("summary.json.damaged", "config.yaml.damaged", "state.pt has", "resuming from the one before"):
         assert caplog.text.count(text) == 1, caplog.text
     assert load_config(case.run.path / "config.yaml") == case.config
     case.restore()
@@ -454,7 +454,7 @@ def test_stray_names_are_no_checkpoints(case, caplog):
     shutil.copytree(case.run.path, case.run.path.with_name(f"{case.run.path.name}x"))
     assert newest_checkpoint(find_run(case.config).checkpoints) == newest
     text = caplog.text
-    assert "step-zz.ckpt is no name of a checkpoint" in text and "its manifest.json is of update 2" in text
+    assert "step-zz.ckpt is not a checkpoint name" in text and "its manifest.json is of update 2" in text
     for path in case.run.path.parent.glob("*x"):
         shutil.rmtree(path)
     for path in case.run.checkpoints.glob("step-*[z79].ckpt"):
@@ -684,7 +684,7 @@ def test_json_with_a_checksum(tmp_path):
                     assert {key: value for key, value in decode_json(changed).items() if key == "a"} == content
     for text in ("[]", "5", "null", "{", "", "[" * 10**5, '{"a": ' * 10**5, '{"crc32": "00000000"}', "\0"):
         (tmp_path / "x.json").write_text(text)
-        with pytest.raises(UserError, match=r"x.json is no readable summary \(") as raised:
+        with pytest.raises(UserError, match=r"x.json is not a readable summary \(") as raised:
             read_json(tmp_path / "x.json", "summary")
         assert "\n" not in str(raised.value)
     (tmp_path / "x.json").write_text('{"a": "text"}')

@@ -35,6 +35,12 @@ WITHIN_A_LAYER = {
     ("lab", "training"),  # audits train and load policies
     ("integrations", "lab"),  # the audit inside other trainers
 }
+BY_STRING = {  # imports of a higher layer that are written as a string, so that importing the file stays light
+    ("config/combinations.py", "kl_comedy.rollouts.sampler"),  # what the sampler cannot serve, the sampler knows
+    ("config/load.py", "kl_comedy.rollouts.sampler"),  # the plugin that draws is part of the hash
+    ("config/load.py", "kl_comedy.evaluation.suites"),  # problems of a suite in the user's files are part of the hash
+    ("config/load.py", "kl_comedy.kl.recipes"),  # what a recipe stands for is part of the hash
+}
 LIGHT = [  # one process each, in this order: a package is light if nothing before it is heavier
     {
         "kl_comedy": ["torch", "omegaconf", "typer", "rich", "numpy", "pandas", "kl_comedy.kl"],
@@ -65,6 +71,16 @@ def imported_names(nodes):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def names_in_import_calls(nodes):
+    """Dotted names of ours that are constants in calls of ``importlib.import_module`` and ``__import__``."""
+    for node in nodes:
+        if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+            continue
+        function = ast.unparse(node.func).rpartition(".")[2]
+        if function in ("import_module", "__import__") and str(node.args[0].value).startswith("kl_comedy."):
+            yield node.args[0].value
+
+
 def executed_on_import(nodes):
     """Import statements that run when the module is imported: not those in functions or under TYPE_CHECKING."""
     for node in nodes:
@@ -86,6 +102,16 @@ def test_packages_import_lower_layers_only():
             if layer_of[other] >= layer_of[package] and (package, other) not in WITHIN_A_LAYER:
                 wrong.append(f"{file.relative_to(ROOT)} imports {other}")
     assert wrong == []
+
+
+def test_imports_by_string_are_those_that_are_listed():
+    found = set()
+    for file in FILES:
+        path = file.relative_to(ROOT)
+        for name in names_in_import_calls(ast.walk(ast.parse(file.read_text()))):
+            if name.split(".")[1] != path.parts[0]:
+                found.add((str(path), name))
+    assert found == BY_STRING
 
 
 def test_modules_have_no_import_cycle():

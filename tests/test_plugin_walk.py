@@ -319,7 +319,7 @@ def test_a_plugin_that_is_given_takes_the_place_of_the_stored_one(site, trained,
     site.new_process()
     (run / "plugins.json").write_text("{")
     error = command("check", run / "config.yaml", "--no-memory", code=2)[1]
-    assert "plugins.json is no readable record" in error and "--plugin" in error
+    assert "plugins.json is not a readable record" in error and "--plugin" in error
 
 
 def test_a_run_that_did_not_record_which_files_were_given(site, trained):

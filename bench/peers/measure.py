@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl.claims import TARGETS
-from kl_comedy.kl.oracle import Completions, Instance, Moments, Rows, Tree, exact_moments, target_gradient
+from kl_comedy.kl.oracle import (
+    Completions,
+    Instance,
+    InstanceSettings,
+    Moments,
+    Rows,
+    Tree,
+    exact_moments,
+    target_gradient,
+)
 from kl_comedy.kl.oracle.certificate import FAR_DISTANCE, FAR_STALENESS, SHARED, TREE, BatteryInstance, battery
 from peers.case import Case
 
@@ -26,8 +35,10 @@ def instances(regime: str, group_size: int) -> tuple[BatteryInstance, ...]:
     """The instances of the certificates; for groups a smaller set, without instances far from the reference."""
     if group_size == 1:
         return battery(regime)
-    settings = [Instance.random(SMALL, regime=regime, seed=seed, parameters=SHARED) for seed in (0, 1)]
-    settings.append(Instance.random(SMALL, regime=regime, seed=2))
+    settings = [
+        Instance.random(SMALL, InstanceSettings(regime=regime, seed=seed, parameters=SHARED)) for seed in (0, 1)
+    ]
+    settings.append(Instance.random(SMALL, InstanceSettings(regime=regime, seed=2)))
     return tuple(
         BatteryInstance(
             instance=instance,
@@ -73,7 +84,7 @@ def dead_share(case: Case, regime: str) -> float:
     """
     tree = TREE if case.group_size == 1 else SMALL
     setting = Instance.random(
-        tree, regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS
+        tree, InstanceSettings(regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS)
     )
     count = tree.completions
     member_GC = torch.cartesian_prod(*[torch.arange(count)] * case.group_size).reshape(-1, case.group_size).T

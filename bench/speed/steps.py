@@ -72,7 +72,7 @@ def our_step(module: Any, rows: Sequence[Any], *, advantage_B: Any = None, beta_
     from kl_comedy.training.loss import micro_loss, prepare
     from kl_comedy.training.packing import by_token_budget
 
-    betas = [beta_scale * beta.value for beta in module.betas]
+    betas = {name: beta_scale * beta for name, beta in module.beta_values.items()}
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
     splits = by_token_budget(rows, module.plan.packer.budget)
     width = max(len(row.rollout.completion_ids) for row in rows)

@@ -23,7 +23,7 @@ from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, without_none
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
 from kl_comedy.kl.claims import TARGET_MEANINGS, TARGETS, own_targets
-from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.registry import KINDS, RECIPES
 
 SOURCE = ROOT / "src" / "kl_comedy"
@@ -118,7 +118,7 @@ def term_fields() -> str:
 # --- configuration: names and recipes ---------------------------------------------------------------------------
 def enumerated(terms: Sequence[KLTerm], regime: str) -> str:
     """The target of the sum of ``terms``, each at beta 1, by exact enumeration, or ``none``."""
-    setting = Instance.random(Tree.build(vocabulary=3, length=3), regime=regime, seed=3)
+    setting = Instance.random(Tree.build(vocabulary=3, length=3), InstanceSettings(regime=regime, seed=3))
     gradient = expected_gradient(setting, [dataclasses.replace(term, beta=1.0) for term in terms])
     own = terms[0] if len(terms) == 1 else None
     targets = (*TARGETS, *(own_targets(own) if own else ()))

@@ -22,6 +22,7 @@ from torch import Tensor
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import (
     Instance,
+    InstanceSettings,
     Loss,
     Moments,
     Tree,
@@ -367,7 +368,7 @@ def gap_study(*, distances: Sequence[float] = REPORTED_DISTANCES, seeds: int = 1
     tree = Tree.build(vocabulary=3, length=3, ends=False)
     rows = []
     for distance, seed in itertools.product(distances, range(seeds)):
-        setting = Instance.random(tree, regime="on_policy", seed=seed, distance=distance)
+        setting = Instance.random(tree, InstanceSettings(regime="on_policy", seed=seed, distance=distance))
         for name, (terms, target, _) in REPORTED_GAPS.items():
             bias = expected_gradient(setting, terms).relative_bias(target_gradient(setting, target))
             rows.append({"gap": name, "distance": distance, "seed": seed, "percent": 100 * bias})

@@ -21,6 +21,7 @@ from kl_comedy.kl import KLTerm
 from kl_comedy.kl.corrections import weights_of
 from kl_comedy.kl.oracle import (
     Instance,
+    InstanceSettings,
     Loss,
     Rows,
     Tree,
@@ -198,11 +199,13 @@ def random_settings(
     for length, stale, seed in itertools.product(lengths, staleness, range(seeds)):
         setting = Instance.random(
             Tree.build(vocabulary=2, length=length, ends=False),
-            regime="off_policy",
-            seed=seed,
-            parameters=PARAMETERS,
-            distance=DISTANCE,
-            staleness=stale,
+            InstanceSettings(
+                regime="off_policy",
+                seed=seed,
+                parameters=PARAMETERS,
+                distance=DISTANCE,
+                staleness=stale,
+            ),
         )
         facts = {"length": length, "staleness": stale, "seed": seed}
         yield setting, {**facts, "ess": effective_sample_share(setting), "kl": sequence_kl(setting)}

@@ -1,6 +1,6 @@
-"""Errors: a user's mistake (key, value, what is allowed, nearest name), and a run that failed.
+"""Errors: a user's mistake (key, value, allowed values, nearest name), and a run that failed.
 
-Everything else is a bug and keeps its traceback.
+Every other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class RunFailed(RuntimeError):
 
 
 REQUEUE_EXIT_CODE = 75
-"""What :class:`RunStopped` exits with (EX_TEMPFAIL: try again); a batch script requeues the job on it."""
+"""The exit code of :class:`RunStopped` (EX_TEMPFAIL: try again). Rendered batch scripts requeue the job on it, so
+scripts that were submitted before a change would stop requeueing."""
 
 
 class RunStopped(RunFailed):
@@ -30,10 +31,8 @@ SHOWN = 200
 """Characters of a value that a message repeats. A value may be a whole file."""
 COMPARED = 100
 """Characters of a name that is compared with others: the comparison's time grows with the product of the lengths."""
-
-
 CANDIDATES = 1000
-"""Names with which one is compared."""
+"""Names with which one name is compared."""
 
 
 def shown(value: object) -> str:
@@ -48,7 +47,14 @@ def shown(value: object) -> str:
         return "a number of thousands of digits"
     except RecursionError:
         return f"a {type(value).__name__} nested too deeply"
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 20]}... ({len(text):,} characters)"
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= SHOWN:
+        return text
+    # 20 characters less: they hold the remark about the length.
+    return f"{text[: SHOWN - 20]}... ({len(text):,} characters)"
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
@@ -57,33 +63,42 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     >>> nearest("k33", ["k1", "k3", "abs"])
     'k3'
     """
-    names = list(allowed)[:CANDIDATES]
     if len(str(given)) > COMPARED:
         return None
+    names = list(allowed)[:CANDIDATES]
     lowered = {name.lower(): name for name in names}
-    hits = difflib.get_close_matches(str(given).lower(), list(lowered), n=1, cutoff=0.5)
-    return lowered[hits[0]] if hits else None
+    matches = difflib.get_close_matches(str(given).lower(), list(lowered), n=1, cutoff=0.5)
+    if not matches:
+        return None
+    return lowered[matches[0]]
 
 
 def _hint(given: object, names: Iterable[str]) -> str:
-    near = nearest(given, names) if isinstance(given, str) else None
-    return f"; did you mean {near!r}?" if near else ""
-
-
-def _short(key: str) -> str:
-    return key if len(key) <= SHOWN else f"{key[: SHOWN - 20]}... ({len(key):,} characters)"
+    """The end of a message: the nearest allowed name, where there is one."""
+    if not isinstance(given, str):
+        return ""
+    near = nearest(given, names)
+    if not near:
+        return ""
+    return f"; did you mean {near!r}?"
 
 
 def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = "") -> UserError:
-    """Build the error for ``key`` holding ``given`` where only ``allowed`` fits.
+    """Build the error for ``key`` whose value is ``given``, where only ``allowed`` is valid.
+
+    ``allowed`` are names, of which the nearest is suggested, or a description. ``why`` is a remark in parentheses.
 
     >>> print(bad_value("kl.0.estimator", "k33", ["k1", "k2", "k3"]))
     kl.0.estimator: got 'k33'; allowed: k1, k2, k3; did you mean 'k3'?
     """
-    names = [] if isinstance(allowed, str) else list(allowed)
-    text = allowed if isinstance(allowed, str) else ", ".join(names) or "(nothing)"
+    if isinstance(allowed, str):
+        names = []
+        description = allowed
+    else:
+        names = list(allowed)
+        description = ", ".join(names) or "(nothing)"
     reason = f" ({why})" if why else ""
-    return UserError(f"{_short(key)}: got {shown(given)}; allowed: {text}{_hint(given, names)}{reason}")
+    return UserError(f"{_cut(key)}: got {shown(given)}; allowed: {description}{_hint(given, names)}{reason}")
 
 
 def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") -> UserError:
@@ -92,9 +107,12 @@ def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") 
     >>> print(unknown_key("optimizer.lrr", 1, ["lr", "betas"]))
     optimizer.lrr: no such key (given 1); allowed: lr, betas; did you mean 'lr'?
     """
-    names, reason = list(allowed), f" ({why})" if why else ""
-    allowed_names, hint = ", ".join(names) or "(none)", _hint(key.rsplit(".", 1)[-1], names)
-    return UserError(f"{_short(key)}: no such key (given {shown(given)}){reason}; allowed: {allowed_names}{hint}")
+    names = list(allowed)
+    allowed_names = ", ".join(names) or "(none)"
+    misspelt = key.rsplit(".", 1)[-1]
+    reason = f" ({why})" if why else ""
+    no_such_key = f"{_cut(key)}: no such key (given {shown(given)}){reason}"
+    return UserError(f"{no_such_key}; allowed: {allowed_names}{_hint(misspelt, names)}")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from kl_comedy.errors import UserError, bad_value, nearest
 log = logging.getLogger("kl_comedy")
 
 # What a file that people write may hold (configs, grids, profiles, suites, launch files). More is a mistake or an
-# attack, and would take minutes or all memory; the largest file of this repository is below a tenth of each limit.
+# attack, and would take minutes or all memory. The largest file of this repository is below a tenth of each limit.
 MAX_FILE_BYTES = 1_000_000
 MAX_NESTING = 100
 """Levels of lists and mappings; configs have about six."""
@@ -30,18 +30,19 @@ MAX_KEY_PARTS = 30
 """Names in a dotted key: each becomes a level."""
 MAX_VALUES = 10_000
 """Keys and values of a file, those of an anchor counted again at every alias and merge key (``<<``). A text counts one
-more for each hundred characters, and ten for each ``${...}``, which takes that much longer to read."""
+more per hundred characters, and ten per ``${...}``, which takes that much longer to read."""
 MAX_NUMBER = 100
-"""Characters of a number. Base 60 (``1:30:00``) takes time by the square of them, and an integer of more than 4,300
+"""Characters of a number. The time for base 60 (``1:30:00``) grows with their square, and an integer of more than 4,300
 digits, which hexadecimal gives quickly, cannot be written as text."""
 MAX_EXPANSIONS = 2_000
-"""Values that the ``${...}`` of one config stand for, each counted as often as it is written out."""
+"""Values that all ``${...}`` of one config stand for, each counted as often as it is written out."""
 MAX_CHAIN = 20
 """Keys of which each names the next by ``${...}``."""
 MAX_NAME = 220
 """Characters of a name that becomes a folder's: file systems allow 255 bytes, and a hash and a number follow."""
 CHECKSUMS = "checksums.json"
 """In a folder of files that belong together: the SHA-256 of each."""
+# What encode_json appends; stored files have it in exactly this form.
 _CRC = re.compile(rb',\s*"crc32": "([0-9a-f]{8})"\s*}\s*')
 
 LOCK_WAIT_S = 120.0
@@ -58,11 +59,13 @@ class LockHeld(TimeoutError):
 
 # --- folders that come from elsewhere --------------------------------------------------------------------------------
 #
-# A run folder may have been made by somebody else. A link in it would have us read, upload or overwrite a file of the
-# user's that is none of the run's, and a pipe in a file's place would have us wait for ever. So every file of ours in a
-# run folder is opened, or checked before a library opens it, by the functions below. The folder itself may be a link
-# (runs on another disk), and links within it may point to its own files.
+# A run folder may have been made by somebody else. A link in it could make a command read, upload or overwrite a file
+# of the user's outside the run, and a pipe in a file's place would make it wait forever. So every file in a run folder
+# is opened, or checked before a library opens it, by the functions below. The folder itself may be a link (runs on
+# another disk), and links within it may point to its own files.
 
+# O_NONBLOCK: opening a pipe that nobody writes would wait for a writer. O_CLOEXEC: a worker process that inherits a
+# lock's descriptor would hold the lock after this process ends. Windows has none of the three flags.
 _NEVER_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
@@ -72,7 +75,8 @@ _LONGEST_NAME = 255
 
 def inside(path: Path, root: Path) -> Path:
     """``path`` with its links resolved. Raises :class:`UserError` where they lead out of the folder ``root``."""
-    real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    real = Path(os.path.realpath(path))
+    real_root = Path(os.path.realpath(root))
     if real.is_relative_to(real_root):
         return real
     raise UserError(f"{path} leads out of {root}, to {_short(real)}: links out of a run's folder are not followed")
@@ -81,14 +85,17 @@ def inside(path: Path, root: Path) -> Path:
 def open_file(
     path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, root: Path | None = None, link: bool = True
 ) -> int:
-    """A descriptor of a regular file. Never waits, as for the other end of a pipe.
+    """A descriptor of a regular file. Never waits, for example for the other end of a pipe.
 
-    ``root``: the folder that no link may lead out of. ``link=False``: the file is no link at all. Raises
-    :class:`UserError` for a link that is not followed, a name that is too long, and what is no file (a folder, a pipe,
-    a device); OSError as ``os.open``.
+    ``root`` is the folder that no link may lead out of. With ``link=False`` the file itself must not be a link. Raises
+    :class:`UserError` for a link that is not followed, a name that is too long, and anything that is not a regular file
+    (a folder, a pipe, a device); OSError as ``os.open`` does.
     """
-    target = path if root is None else inside(path, root)
+    target = path
+    if root is not None:
+        target = inside(path, root)
     if root is not None or not link:
+        # `target` has its links resolved. A link there now was put there since, to lead this open elsewhere.
         flags |= _NO_LINK
     try:
         descriptor = os.open(target, flags | _NEVER_WAIT, mode)
@@ -96,16 +103,17 @@ def open_file(
         if error.errno == errno.ENAMETOOLONG:
             raise UserError(f"{_short(path)}: {error.strerror}") from None
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a pipe that nobody reads
-            raise _no_file(path) from None
+            raise _not_a_file(path) from None
         raise
+    # Of the open descriptor and not of the path, which may name something else by now.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _no_file(path)
+        raise _not_a_file(path)
     return descriptor
 
 
 def read_file(path: Path, *, root: Path | None = None) -> bytes:
-    """The bytes of a regular file. Raises as :func:`open_file`."""
+    """The bytes of a regular file. Raises what :func:`open_file` raises."""
     with open(open_file(path, root=root), "rb") as file:
         return file.read()
 
@@ -113,29 +121,31 @@ def read_file(path: Path, *, root: Path | None = None) -> bytes:
 def check_tree(root: Path, files: Iterable[str] = (), folders: Iterable[str] = ()) -> None:
     """Check what is in the folder ``root`` before anything opens it: ``files``, and ``folders`` with all that is below.
 
-    Raises :class:`UserError` for what is neither file nor folder, and for a link that leads out of ``root``. What is
-    not there is fine, and so are links to files and folders in ``root``.
+    Raises :class:`UserError` for anything that is neither a file nor a folder, and for a link that leads out of
+    ``root``. A missing file is fine, and so are links to files and folders in ``root``.
     """
     for name in files:
         mode = _mode(root / name, root)
         if mode is not None and not stat.S_ISREG(mode):
-            raise _no_file(root / name)
-    waiting, visited = [root / name for name in folders], set[Path]()
+            raise _not_a_file(root / name)
+    waiting = [root / name for name in folders]
+    visited: set[Path] = set()
     while waiting:
         path = waiting.pop()
         mode = _mode(path, root)
         if mode is None or stat.S_ISREG(mode):
             continue
         if not stat.S_ISDIR(mode):
-            raise _no_file(path)
+            raise _not_a_file(path)
+        # By its real path: a link to a folder above it would never end.
         real = Path(os.path.realpath(path))
-        if real not in visited:  # a link to a folder above it would never end
+        if real not in visited:
             visited.add(real)
             waiting += path.iterdir()
 
 
 def _mode(path: Path, root: Path) -> int | None:
-    """The type of what is at ``path``, links followed; None where there is nothing."""
+    """The ``st_mode`` of what is at ``path``, links followed; None where there is nothing."""
     if path.is_symlink():
         inside(path, root)
     try:
@@ -152,38 +162,50 @@ def is_file_name(name: str) -> bool:
     >>> is_file_name("state.pt"), is_file_name("../state.pt"), is_file_name("x" * 5000)
     (True, False, False)
     """
-    plain = "/" not in name and "\0" not in name and name not in ("", ".", "..")
-    return plain and len(name.encode("utf-8", "surrogatepass")) <= _LONGEST_NAME
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        return False
+    # surrogatepass: a name from JSON may hold half a surrogate pair, which must not raise here.
+    return len(name.encode("utf-8", "surrogatepass")) <= _LONGEST_NAME
 
 
-def _no_file(path: Path) -> UserError:
-    kind = _KINDS.get(stat.S_IFMT(os.lstat(path).st_mode), "no file")
+def _not_a_file(path: Path) -> UserError:
+    kind = _KINDS.get(stat.S_IFMT(os.lstat(path).st_mode), "not a regular file")
     return UserError(f"{path} is {kind}; a file is expected there")
 
 
 def _short(path: Path) -> str:
+    """The path for a message, cut where it is longer than any file system allows for one name."""
     text = str(path)
-    return text if len(text) <= _LONGEST_NAME else f"{text[:100]}... ({len(text)} characters)"
+    if len(text) <= _LONGEST_NAME:
+        return text
+    return f"{text[:100]}... ({len(text)} characters)"
 
 
 # --- writing and reading ---------------------------------------------------------------------------------------------
 
 
 def atomic_write(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Write ``content`` (text as UTF-8). A reader or a crash sees the old file or the new one, never a part.
+    """Write ``content`` (text as UTF-8). A reader, or a crash, sees the old file or the new one, never a part.
 
-    ``private``: for this user only (mode 0600). Creates missing parent folders. Raises OSError where the file cannot be
-    written; the old file is then unchanged.
+    ``private``: readable by this user only (mode 0600). Creates missing parent folders. Raises OSError where the file
+    cannot be written; the old file is then unchanged.
     """
+    if isinstance(content, str):
+        content = content.encode("utf-8")
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, because a rename is atomic within one file system only. With the process id, because two
+    # processes that shared a draft would rename each other's half-written file into place.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        # What a killed process of the same id left.
         draft.unlink(missing_ok=True)
         mode = 0o600 if private else 0o666
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # never through a link that somebody put there
+        # O_EXCL: never through a link that somebody put in the draft's place.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(draft, flags, mode), "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
+            # Before the rename: after a power cut the new name could otherwise belong to an empty file.
             os.fsync(file.fileno())
         os.replace(draft, path)
     except OSError:
@@ -201,7 +223,7 @@ def fsync_path(path: Path) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of the bytes of a regular file. Raises as :func:`open_file`."""
+    """Hex SHA-256 of the bytes of a regular file. Raises what :func:`open_file` raises."""
     with open(open_file(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -212,13 +234,23 @@ def encode_json(content: Mapping[str, Any], indent: int | None = None) -> bytes:
     >>> encode_json({"step": 1})
     b'{"step": 1, "crc32": "3daa833a"}\\n'
     """
+    # Everything but the closing brace. Stored files are checked against these bytes, so their form must not change.
     text = json.dumps(content, indent=indent)[:-1].rstrip().encode()
-    space, end = (b" ", b"") if indent is None else (b"\n" + b" " * indent, b"\n")
-    return text + b"," + space + b'"crc32": "%08x"' % zlib.crc32(text) + end + b"}\n"
+    if indent is None:
+        before_key = b" "
+        before_brace = b""
+    else:
+        before_key = b"\n" + b" " * indent
+        before_brace = b"\n"
+    checksum = b'"crc32": "%08x"' % zlib.crc32(text)
+    return text + b"," + before_key + checksum + before_brace + b"}\n"
 
 
 def decode_json(content: bytes) -> dict[str, Any]:
-    """The JSON object without its checksum; one of an earlier version has none. Raises ValueError for damaged bytes."""
+    """The JSON object without its checksum. Raises ValueError for damaged bytes.
+
+    An object without a checksum is accepted: earlier versions wrote none.
+    """
     try:
         value = json.loads(content)
     except RecursionError:
@@ -226,6 +258,7 @@ def decode_json(content: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where an object is expected")
     if value.pop("crc32", None) is not None:
+        # The checksum is the last key, so the last comma is the one before it.
         end = _CRC.fullmatch(content, content.rfind(b","))
         if end is None or int(end[1], 16) != zlib.crc32(content[: end.start()]):
             raise ValueError("its bytes do not have its checksum")
@@ -240,25 +273,31 @@ def write_json(path: Path, content: Mapping[str, Any], *, private: bool = False)
 def read_json(
     path: Path, kind: str, keys: Mapping[str, type] | None = None, *, root: Path | None = None
 ) -> dict[str, Any]:
-    """The JSON object in a file, with ``keys`` of these types. Raises :class:`UserError` for any other file, and for a
-    link that leads out of ``root``."""
+    """The JSON object in a file, which must have ``keys`` of these types. ``kind`` names it in messages.
+
+    Raises :class:`UserError` for any other file, and for a link that leads out of ``root``.
+    """
     try:
         content = decode_json(read_file(path, root=root))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no readable {kind} ({_reason(error)})") from None
+        raise UserError(f"{path} is not a readable {kind} ({_reason(error)})") from None
     for key, expected in (keys or {}).items():
         if not isinstance(content.get(key), expected):
-            raise UserError(f"{path} is no readable {kind} (it has no {expected.__name__} {key!r})")
+            raise UserError(f"{path} is not a readable {kind} (it has no {expected.__name__} {key!r})")
     return content
 
 
 def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    # An OSError's own text repeats the path, which the message already has.
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file or folder to ``*.damaged``, in place of an earlier one; the new path."""
+    """Rename a damaged file or folder to ``*.damaged``, in place of an earlier one. Returns the new path."""
     target = path.with_name(f"{path.name}.damaged")
+    # A rename replaces a file, but not a folder that holds something.
     if target.is_dir():
         shutil.rmtree(target)
     path.replace(target)
@@ -266,18 +305,25 @@ def set_aside(path: Path) -> Path:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the SHA-256 of the folder's files, which :func:`find_damage` compares; texts for people (.md) aside."""
-    files = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
-    write_json(folder / CHECKSUMS, {"files": {name: digest for name, digest in files.items() if name[-3:] != ".md"}})
+    """Write the SHA-256 of the folder's files, which :func:`find_damage` compares.
+
+    Markdown files are left out: people edit them.
+    """
+    digests = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.endswith(".md"):
+            digests[path.name] = sha256_file(path)
+    write_json(folder / CHECKSUMS, {"files": digests})
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a folder, or None where every file of its checksums is there unchanged."""
+    """What is wrong with a folder; None where every file that its checksums name is there unchanged."""
     if not (folder / CHECKSUMS).is_file():
         return f"{CHECKSUMS} is missing"
     try:
         files = read_json(folder / CHECKSUMS, "list of checksums", {"files": dict})["files"]
         for name, digest in files.items():
+            # Before it is opened: the list may come from somebody else, and name any file of the user's.
             if not is_file_name(name):
                 return f"{CHECKSUMS} names no file of this folder: {name[:100]!r}"
             if sha256_file(folder / name) != digest:
@@ -286,14 +332,16 @@ def find_damage(folder: Path) -> str | None:
         return f"{Path(error.filename).name} is missing"
     except (UserError, OSError, ValueError, TypeError, AttributeError):
         return f"{CHECKSUMS} cannot be read"
-    return None if files else f"{CHECKSUMS} names no files"
+    if not files:
+        return f"{CHECKSUMS} names no files"
+    return None
 
 
 @contextlib.contextmanager
 def file_lock(path: Path, wait_s: float = LOCK_WAIT_S, *, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` (created if absent, never removed: removing it would race).
+    """Hold an exclusive lock on ``path``, a file that holds the process id of its holder.
 
-    The lock ends with the process. ``on_wait`` is called once when another process holds it. Raises
+    The lock ends with the process, however it ends. ``on_wait`` is called once if another process holds it. Raises
     :class:`LockHeld` after ``wait_s`` seconds, OSError where the file cannot be created, and :class:`UserError` where a
     link or a pipe is in its place. Systems without ``fcntl`` (Windows) run unlocked.
     """
@@ -303,31 +351,34 @@ def file_lock(path: Path, wait_s: float = LOCK_WAIT_S, *, on_wait: Callable[[], 
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = open_file(path, os.O_RDWR | os.O_CREAT, link=False)
+    descriptor = open_file(path, os.O_RDWR | os.O_CREAT, link=False)
+    # The file is never removed. A process that waits for it has it open: it would then get the lock of a file without
+    # a name, beside a third process that created the file anew, and both would believe that they hold the lock.
     try:
         deadline = time.monotonic() + wait_s
-        waiting = False
+        is_waiting = False
         while True:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Without waiting in the kernel, which has no time limit and does not say who holds it.
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "?"
-                    raise LockHeld(path, holder, wait_s) from None
-                if on_wait is not None and not waiting:
+                    holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+                    raise LockHeld(path, holder or "?", wait_s) from None
+                if on_wait is not None and not is_waiting:
                     on_wait()
-                waiting = True
+                is_waiting = True
                 time.sleep(0.05)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode("ascii"), 0)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode("ascii"), 0)
         yield
     finally:
-        os.close(fd)
+        os.close(descriptor)  # releases the lock
 
 
 def existing_file(path: Path, key: str, allowed: str = "an existing file", advice: str = "") -> Path:
-    """``path``. Raises :class:`UserError` where it is no file, with the nearest name in its folder."""
+    """``path`` itself. Raises :class:`UserError`, with the nearest name in its folder, where it is not a file."""
     if path.is_file():
         return path
     folder = path.parent
@@ -337,9 +388,14 @@ def existing_file(path: Path, key: str, allowed: str = "an existing file", advic
         hint = f"there is no folder {str(folder)!r}"
     else:
         files = sorted(file.name for file in folder.iterdir() if file.is_file())
-        near = nearest(path.name, [name for name in files if name.endswith(path.suffix)]) or nearest(path.name, files)
-        holds = f"{folder} holds {', '.join(files[:20]) or 'no file'}"
-        hint = f"did you mean {str(folder / near)!r}?" if near else holds
+        same_kind = [name for name in files if name.endswith(path.suffix)]
+        near = nearest(path.name, same_kind) or nearest(path.name, files)
+        if near:
+            hint = f"did you mean {str(folder / near)!r}?"
+        elif files:
+            hint = f"{folder} holds {', '.join(files[:20])}"
+        else:
+            hint = f"{folder} holds no file"
     raise bad_value(key, str(path), allowed, hint + advice)
 
 
@@ -349,19 +405,20 @@ _YAML_CRC = re.compile(rb"# crc32 ([0-9a-f]{8})[ -~]*\n")
 def write_yaml(path: Path, text: str) -> None:
     """Write YAML atomically, for this user only, with its checksum as the first line."""
     content = text.encode()
-    atomic_write(
-        path, b"# crc32 %08x (remove this line where you change others)\n" % zlib.crc32(content) + content, private=True
-    )
+    first_line = b"# crc32 %08x (remove this line where you change others)\n" % zlib.crc32(content)
+    atomic_write(path, first_line + content, private=True)
 
 
 def yaml_is_changed(path: Path) -> bool | None:
-    """Whether the text is not the one that :func:`write_yaml` wrote; None where that cannot be said."""
+    """Whether the text differs from what :func:`write_yaml` wrote; None where it has no checksum, or is unreadable."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
-    start = _YAML_CRC.match(content)
-    return None if start is None else int(start[1], 16) != zlib.crc32(content[start.end() :])
+    first_line = _YAML_CRC.match(content)
+    if first_line is None:
+        return None
+    return int(first_line[1], 16) != zlib.crc32(content[first_line.end() :])
 
 
 _NUMBER = re.compile(r"[-+]?(0[xb][\da-f_]+|[\d.][\d_.:]*(e[-+]?\d+)?)", re.IGNORECASE)
@@ -369,9 +426,9 @@ _NUMBER = re.compile(r"[-+]?(0[xb][\da-f_]+|[\d.][\d_.:]*(e[-+]?\d+)?)", re.IGNO
 
 @contextlib.contextmanager
 def yaml_errors() -> Iterator[None]:
-    """Errors of reading YAML become a ValueError of one line.
+    """Turn errors of reading YAML into a ValueError of one line.
 
-    It does not repeat the text: what was meant as a config may be the path of anything.
+    The line does not repeat the file's text: the path may be that of any file of the user's, a key among them.
     """
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError, YAMLError
@@ -380,68 +437,107 @@ def yaml_errors() -> Iterator[None]:
         yield
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        place = ""
+        if mark is not None:
+            place = f" (line {mark.line + 1}, column {mark.column + 1})"
         problem = re.sub(r"(?<=duplicate key ).*", "...", str(error.problem or error.context))
-        problem = re.sub(r"'[^']*'", lambda quoted: quoted[0] if len(quoted[0]) <= 4 else "'...'", problem)
-        raise ValueError(f"{problem[:100]}{where}") from None
+        problem = re.sub(r"'[^']*'", _hide_quoted, problem)
+        raise ValueError(f"{problem[:100]}{place}") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key or 'it'}: cannot be read ({type(error).__name__})") from None
     except (YAMLError, TypeError) as error:
-        raise ValueError(str(error).strip().split("\n")[0][:100] or type(error).__name__) from None
+        first_line = str(error).strip().split("\n")[0]
+        raise ValueError(first_line[:100] or type(error).__name__) from None
+
+
+def _hide_quoted(quoted: re.Match[str]) -> str:
+    # What is quoted may be the file's text; up to two characters are a sign of YAML, such as '-' or '<<'.
+    is_sign = len(quoted[0]) <= len("'<<'")
+    return quoted[0] if is_sign else "'...'"
 
 
 @yaml_errors()
 def check_yaml(text: str) -> str:
     """``mapping``, ``list`` or ``value``: what the YAML holds, or ``nothing``.
 
-    Raises ValueError for what is over one of the limits above. The events of the parser are counted, so that nothing is
-    built before; loading text that is nested too deeply would overflow the stack of the parser in C.
+    Raises ValueError for a text that is over one of the limits above. The parser's events are counted, so that nothing
+    is built before: text that is nested too deeply would overflow the stack of the parser in C, and a few aliases of
+    aliases ("billion laughs") would fill the memory.
     """
     import yaml
 
     if len(text) > MAX_FILE_BYTES:
         raise ValueError(f"longer than {MAX_FILE_BYTES:,} characters")
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    counts = [0]  # of the collections that are open, the outermost first
-    anchors: list[str | None] = []
-    count_of_anchor: dict[str, int] = {}
+    size = _YamlSize()
     content = "nothing"
     for event in yaml.parse(text, Loader=loader):
         if content == "nothing" and isinstance(event, yaml.NodeEvent):
-            content = {yaml.MappingStartEvent: "mapping", yaml.SequenceStartEvent: "list"}.get(type(event), "value")
+            if isinstance(event, yaml.MappingStartEvent):
+                content = "mapping"
+            elif isinstance(event, yaml.SequenceStartEvent):
+                content = "list"
+            else:
+                content = "value"
         if isinstance(event, yaml.CollectionStartEvent):
-            anchors.append(event.anchor)
-            counts.append(1)
-            if len(anchors) > MAX_NESTING:
-                raise ValueError(f"nested more than {MAX_NESTING} levels deep")
+            size.open(event.anchor)
         elif isinstance(event, yaml.CollectionEndEvent):
-            count = counts.pop()
-            anchor = anchors.pop()
-            if anchor is not None:
-                count_of_anchor[anchor] = count
-            counts[-1] += count
+            size.close()
         elif isinstance(event, yaml.ScalarEvent):
-            quoted = event.implicit[1]  # and without a tag: neither can be a number
-            if len(event.value) > MAX_NUMBER and not quoted and _NUMBER.fullmatch(event.value):
+            could_be_number = not event.implicit[1]  # has neither quotes nor a tag
+            if could_be_number and len(event.value) > MAX_NUMBER and _NUMBER.fullmatch(event.value):
+                assert event.start_mark is not None
                 raise ValueError(f"a number of more than {MAX_NUMBER} characters (line {event.start_mark.line + 1})")
-            count = 1 + len(event.value) // 100 + 10 * event.value.count("${")
-            if event.anchor is not None:
-                count_of_anchor[event.anchor] = count
-            counts[-1] += count
+            size.add_text(event.value, event.anchor)
         elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in count_of_anchor:
-                where = f"line {event.start_mark.line + 1}, column {event.start_mark.column + 1}"
-                raise ValueError(f"an alias before the end of its anchor, or without one ({where})")
-            counts[-1] += count_of_anchor[event.anchor]
-        if counts[-1] > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES:,} keys and values, with aliases and merge keys written out")
+            size.add_alias(event.anchor, event.start_mark)
     return content
+
+
+class _YamlSize:
+    """Counts keys and values, with those of an anchor again at every alias. Raises ValueError over a limit."""
+
+    def __init__(self) -> None:
+        # Of the collections that are open, the outermost first; before them the whole text.
+        self._counts = [0]
+        self._anchors: list[str | None] = []
+        self._count_of_anchor: dict[str, int] = {}
+
+    def open(self, anchor: str | None) -> None:
+        """Begin a mapping or a list, which counts one."""
+        self._anchors.append(anchor)
+        self._counts.append(1)
+        if len(self._anchors) > MAX_NESTING:
+            raise ValueError(f"nested more than {MAX_NESTING} levels deep")
+
+    def close(self) -> None:
+        """End the innermost mapping or list. Only now is its anchor known: an alias inside it would never end."""
+        count = self._counts.pop()
+        anchor = self._anchors.pop()
+        self._add(count, anchor)
+
+    def add_text(self, text: str, anchor: str | None) -> None:
+        self._add(1 + len(text) // 100 + 10 * text.count("${"), anchor)
+
+    def add_alias(self, anchor: str | None, mark: Any) -> None:
+        if anchor is None or anchor not in self._count_of_anchor:
+            place = f"line {mark.line + 1}, column {mark.column + 1}"
+            raise ValueError(f"an alias before the end of its anchor, or without one ({place})")
+        self._add(self._count_of_anchor[anchor], None)
+
+    def _add(self, count: int, anchor: str | None) -> None:
+        if anchor is not None:
+            self._count_of_anchor[anchor] = count
+        self._counts[-1] += count
+        if self._counts[-1] > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} keys and values, with aliases and merge keys written out")
 
 
 def read_text(path: Path) -> str:
     """The text of a file that people write. Raises ValueError where it is too large or not UTF-8, and OSError."""
+    # One byte more than allowed, and not the size of the file: /dev/zero has the size 0.
     with path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -456,31 +552,29 @@ def read_text(path: Path) -> str:
 def parse_yaml(text: str, *, lone_value: bool = False) -> Any:
     """The content of YAML from a file or an option, interpolations unresolved.
 
-    ``lone_value``: a text such as ``k3`` is that value; else it is the key of an empty mapping, as OmegaConf reads it.
-    Raises ValueError with one line.
+    With ``lone_value``, a text such as ``k3`` is that value; without, it is the key of an empty mapping, as OmegaConf
+    reads it. Raises ValueError with one line.
     """
     from omegaconf import OmegaConf
 
     check_yaml(text)
     if lone_value:
+        # As the value of an option, whose rules (dotlist) differ from a file's.
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-        return parsed["value"] if isinstance(parsed, dict) else None
+        assert isinstance(parsed, dict)
+        return parsed["value"]
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def read_yaml(path: Path, kind: str = "config") -> dict[str, Any]:
     """The mapping in a YAML file, interpolations unresolved.
 
-    Raises :class:`UserError` where the file is missing (with the nearest name), is no YAML, or holds no mapping.
+    Raises :class:`UserError` where the file is missing (with the nearest name), is not YAML, or holds no mapping.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; a {kind} is a file")
     if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path("configs")
-        names = [str(file) for file in sorted(folder.glob("*.y*ml"))]
-        near = nearest(str(path), names)
-        hint = f"; did you mean {near}?" if near else (f"; there are: {', '.join(names)}" if names else "")
-        raise UserError(f"no such {kind} file: {path}{hint}")
+        raise UserError(f"no such {kind} file: {path}{_yaml_hint(path)}")
     try:
         text = read_text(path)
         if check_yaml(text) == "value":
@@ -493,3 +587,15 @@ def read_yaml(path: Path, kind: str = "config") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: a {kind} is a mapping of keys to values, and this file holds a list")
     return {str(key): item for key, item in content.items()}
+
+
+def _yaml_hint(path: Path) -> str:
+    """The end of a message about a missing YAML file: the nearest name, or all names, beside it or in ``configs``."""
+    folder = path.parent if path.parent.is_dir() else Path("configs")
+    names = [str(file) for file in sorted(folder.glob("*.y*ml"))]
+    near = nearest(str(path), names)
+    if near:
+        return f"; did you mean {near}?"
+    if names:
+        return f"; there are: {', '.join(names)}"
+    return ""

@@ -30,7 +30,8 @@ STATUSES = ("ok", "unparseable", "timeout", "refused")
 class Capabilities:
     """What a rollout backend can do. Each backend declares one record when it registers (``capabilities=``).
 
-    :func:`kl_comedy.config.combinations.check_combinations` allows or refuses settings from it.
+    :func:`kl_comedy.rollouts.sampler.conflicts` allows or refuses settings from it, and the protocols of
+    :mod:`kl_comedy.rollouts.base` say which methods each field promises.
     ``in_trainer_ranks``: samples inside the trainer's processes, not in engines beside them.
     ``draws_parts``: has ``generate_part``, which draws some prompts of a batch as it draws them among all of them,
     so several processes can share a batch. ``updates_between_tokens``: new weights can take effect within a

@@ -1,31 +1,34 @@
-"""Secrets: hidden in what is stored and shown, refused in input.
+"""Secrets: hidden in stored and printed text, refused in input.
 
 A config, a grid and a site profile are stored, uploaded and rendered, so a secret in one is refused
-(:func:`refuse_secrets`). What cannot be refused (the command line, error messages, source code) is redacted. That takes
-time in proportion to the length of the text, whatever the text: plugins, diffs and tags are often long or odd.
+(:func:`refuse_secrets`). Text that cannot be refused (the command line, error messages, source code) is redacted. The
+time is proportional to the length of the text, whatever the text: plugins, diffs and tags are often long or odd. Each
+pattern below is therefore bounded or possessive (``++``) where the rest of it may still fail.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kl_comedy.errors import UserError, bad_value
 
 HIDDEN = "***"
+"""What stands in a secret's place; stored runs contain it."""
 
+# `token` and `pwd` count only as the last part of a key: `max_tokens` and `tokenizer` are common and no secrets.
 SECRET_KEY = re.compile(
     r"(?i)pass(word|wd|phrase)|secret|credential|private_?key|api_?key|access_?key|(^|\.)(pwd|token)(\.\d+)?$|"
     r"(auth|access|api|hf|hub|bearer|refresh|session|github|gitlab|slack|wandb|mlflow|databricks)_?token|(?-i:_TOKEN$)"
 )
+"""Keys whose values are secrets."""
 POINTER_KEY = re.compile(r"(?i)_(env|file|path|variable)$")
-"""Keys that say where a secret is, not what it is."""
+"""Keys that say where a secret is, and do not hold it."""
 TEXT_KEY = re.compile(r"(^|\.)(prompt|stop|text|system|choice_line)(\.|$)")
-"""Keys of a config that hold prose for the model, in which ``password: x`` is no secret."""
+"""Keys of a config that hold prose for the model, where ``password: x`` is not a secret."""
 
 TOKEN = re.compile(
     r"(?<![A-Za-z0-9])("
@@ -42,11 +45,14 @@ A part after which the rest may still fail is bounded (200, 4000): unbounded, ``
 at every ``eyJ``.
 """
 ADDRESS = re.compile(r"[^\s'\"]+")
+"""A word that may be an address."""
 USERINFO = re.compile(r"(?<=[\w+.-])://([^/:@]*+:.*@|[^/:@]++@)", re.DOTALL)
 """In an address cut after its last ``@``. A password may contain ``@`` and ``/``; the last ``@`` counts."""
 KEY = re.compile(r"""(?<![\w.\-])(?P<key>[\w.\-]++)["']?+\s*+(?P<sign>[=:])\s*+""")
 """A word and the sign after it. It begins where a word begins and gives nothing back, so each letter is read once."""
+# A quoted text, or everything up to a space, a quote or a sign that ends a value in Python, YAML and JSON.
 VALUE = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;&}\])]+")
+# The value of `--api-key VALUE`, which has no sign between the two.
 FLAG = re.compile(r"(?i)(?P<left>(^|\s)--?[\w-]*(password|passwd|secret|api-?key|token)\s+)(?P<value>[^\s-]\S*)")
 VARIABLE = re.compile(r"\$(\w+|\{[\w.]+\})")
 """A text that names a variable, or another key of the config."""
@@ -78,28 +84,35 @@ def redact(text: str, key: str = "") -> str:
     """
     if text and is_secret_key(key):
         return HIDDEN
-    return FLAG.sub(rf"\g<left>{HIDDEN}", _without_pairs(_without_tokens(text), _is_secret_value))
+    return _without_flag_values(_without_pairs(_without_tokens(text), _is_secret_value))
 
 
 def redact_command(words: Sequence[str]) -> str:
-    """The command as a shell takes it, without secrets.
+    """The command as one types it in a shell, without secrets.
 
     >>> redact_command(["train", "model.options.token=a b", "--api-key", "c"])
     "train 'model.options.token=***' --api-key ***"
     """
-    parts = [word.partition("=") for word in words]
-    hidden = [f"{key}={redact(value, key)}" if equals else redact(key) for key, equals, value in parts]
-    return FLAG.sub(rf"\g<left>{HIDDEN}", shlex.join(hidden))
+    hidden = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals:
+            # By word: a value with spaces would otherwise be hidden up to its first space only.
+            hidden.append(f"{key}={redact(value, key)}")
+        else:
+            hidden.append(redact(word))
+    return _without_flag_values(shlex.join(hidden))
 
 
 def redact_source(source: str) -> str:
-    """Source code or a diff without credentials: as :func:`redact`, but a value without quotes is hidden only where it
-    has letters and digits, so that ``token: str`` stays.
+    """Source code or a diff without credentials.
+
+    Unlike :func:`redact`, a value without quotes is hidden only where it has letters and digits: ``token: str`` stays.
 
     >>> redact_source("api_key = 'abc'; pad_token = '<pad>'; password: hunter2; token: str")
     "api_key = '***'; pad_token = '<pad>'; password: ***; token: str"
     """
-    return FLAG.sub(rf"\g<left>{HIDDEN}", _without_pairs(_without_tokens(source), _is_secret_literal))
+    return _without_flag_values(_without_pairs(_without_tokens(source), _is_secret_literal))
 
 
 def printable(text: str) -> str:
@@ -108,36 +121,58 @@ def printable(text: str) -> str:
 
 
 def refuse_secrets(data: Any, key: str = "") -> None:
-    """Raise :class:`UserError`, without the value, for the first text in nested ``data`` that looks like a secret."""
+    """Raise :class:`UserError`, without the value, for the first text in nested ``data`` that looks like a secret.
+
+    ``key`` is the dotted key of ``data`` itself.
+    """
     for name, value in _leaves(data, key):
         if _without_tokens(name) != name:
             raise UserError(f"{redact(name)}: this key looks like a secret; {_advice(name)}")
-        if value is None or isinstance(value, bool) or not str(value) or VARIABLE.fullmatch(str(value)):
+        if value is None or isinstance(value, bool):
             continue
-        hide = _without_tokens if TEXT_KEY.search(name) else redact
-        if is_secret_key(name) or hide(str(value)) != str(value):
+        text = str(value)
+        # A variable says where the secret is: it is read when the run starts, and never stored.
+        if not text or VARIABLE.fullmatch(text):
+            continue
+        if is_secret_key(name) or _looks_secret(name, text):
             raise UserError(f"{name}: holds what looks like a secret (not shown here); {_advice(name)}")
 
 
+def _looks_secret(name: str, text: str) -> bool:
+    if TEXT_KEY.search(name):
+        return _without_tokens(text) != text
+    return redact(text) != text
+
+
 def _advice(key: str) -> str:
+    """How to give the secret that ``key`` holds."""
     if re.search(r"(^|\.)uri$|--uri", key):
-        http, database = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN)", "PGUSER and PGPASSWORD"
-        return f"give an address without user and password, and set {http}, for a database {database}"
-    if "options" in key and ("url" in key or "key" in key):
+        server = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN)"
+        database = "PGUSER and PGPASSWORD"
+        return f"give an address without user and password, and set {server}, for a database {database}"
+    is_of_server = "url" in key or "key" in key
+    if "options" in key and is_of_server:
         return "give servers' keys by rollout.options.api_key_file or the variable that api_key_env names"
     if re.search(r"environment|setup|extra|command", key):
         return "scripts are stored: export it where you submit, or read it from a file that only you can read"
     return "it would be stored and uploaded: set an environment variable that your code reads (HF_TOKEN for the hub)"
 
 
+def _without_flag_values(text: str) -> str:
+    """``text`` without what follows flags such as ``--api-key``."""
+    return FLAG.sub(rf"\g<left>{HIDDEN}", text)
+
+
 def _without_tokens(text: str) -> str:
+    """``text`` without passwords in addresses and without tokens of well-known shapes."""
     if "://" in text:
         text = ADDRESS.sub(_without_userinfo, text)
     return TOKEN.sub(HIDDEN, text)
 
 
 def _without_userinfo(address: re.Match[str]) -> str:
-    # Cut after the last @, so that a search for one from any :// finds it: without, each would read on to the end.
+    # Cut after the last @, so that a search for one from any :// finds it. Otherwise each search would read to the end,
+    # and the time would grow with the square of the number of :// in the text.
     head, at, tail = address[0].rpartition("@")
     return USERINFO.sub(f"://{HIDDEN}@", head + at) + tail
 
@@ -147,45 +182,72 @@ def _without_pairs(text: str, is_secret: Callable[[str, str], bool]) -> str:
     pieces = []
     end = 0
     for key in KEY.finditer(text):
-        if key.start() < end or not is_secret_key(key["key"]):
+        is_inside_value = key.start() < end  # `password: 'token=x'`
+        if is_inside_value or not is_secret_key(key["key"]):
             continue
         value = VALUE.match(text, key.end())
         if value is None:
             continue
         pieces.append(text[end : key.end()])
-        if value[0].startswith("$") or not is_secret(key["sign"], value[0]):
+        is_variable = value[0].startswith("$")
+        if is_variable or not is_secret(key["sign"], value[0]):
             pieces.append(value[0])
-        else:
-            quote = value[0][0] if value[0][0] in "'\"" else ""
+        elif value[0][0] in "'\"":
+            # With its quotes, so that redacted source is source still.
+            quote = value[0][0]
             pieces.append(f"{quote}{HIDDEN}{quote}")
+        else:
+            pieces.append(HIDDEN)
         end = value.end()
-    return "".join([*pieces, text[end:]])
+    pieces.append(text[end:])
+    return "".join(pieces)
 
 
 def _is_secret_value(sign: str, value: str) -> bool:
-    """Not the number of ``per token: 0.1``."""
-    return sign == "=" or not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value)
+    """Whether the value of a secret's name is hidden in prose: all but the number of ``per token: 0.1``."""
+    if sign == "=":
+        return True
+    is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value) is not None
+    return not is_number
 
 
 def _is_secret_literal(sign: str, value: str) -> bool:
+    """Whether the value of a secret's name is hidden in source code: a text that is not empty, or like a password."""
     if value[0] in "'\"":
-        return len(value) > 2
-    return bool(re.search(r"\d", value) and re.search(r"[A-Za-z]", value) and not re.search(r"[(\[.]", value))
+        return len(value) > len("''")
+    has_digit = re.search(r"\d", value) is not None
+    has_letter = re.search(r"[A-Za-z]", value) is not None
+    is_expression = re.search(r"[(\[.]", value) is not None  # a call, an index, an attribute
+    return has_digit and has_letter and not is_expression
 
 
 def _leaves(data: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(data, Mapping | list | tuple):
-        items = data.items() if isinstance(data, Mapping) else enumerate(data)
-        for name, item in items:
-            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    """Every value in nested ``data`` that is not a container, with its dotted key."""
+    if isinstance(data, Mapping):
+        items = list(data.items())
+    elif isinstance(data, list | tuple):
+        items = list(enumerate(data))
     else:
         yield key, data
+        return
+    for name, item in items:
+        inner_key = f"{key}.{name}" if key else str(name)
+        yield from _leaves(item, inner_key)
 
 
 def check_address(url: str, key: str) -> None:
-    """Raise :class:`UserError` that names ``key`` where ``url`` is no plain address of an HTTP server."""
-    parts, port = urlsplit(url), 0
-    with contextlib.suppress(ValueError):  # no number, or above 65535
-        port = parts.port or 80
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or not port:
+    """Raise :class:`UserError` that names ``key`` where ``url`` is not a plain address of an HTTP server."""
+    parts = urlsplit(url)
+    has_server = parts.scheme in ("http", "https") and bool(parts.hostname)
+    # A user or a query may hold a key, and the address is stored with the run.
+    has_credentials = bool(parts.username or parts.query)
+    if not has_server or has_credentials or not _has_valid_port(parts):
         raise bad_value(key, redact(url), "addresses such as http://127.0.0.1:8000, without user or key")
+
+
+def _has_valid_port(parts: SplitResult) -> bool:
+    try:
+        _ = parts.port
+    except ValueError:  # not a number, or above 65535
+        return False
+    return True

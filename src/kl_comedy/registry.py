@@ -41,10 +41,21 @@ MOST_NAMES = 4
 """Names of changed files in a message."""
 
 LIBRARIES = (
-    *("kl_comedy", "torch", "transformers", "lightning", "mlflow", "peft", "datasets", "numpy", "vllm", "accelerate"),
-    *("omegaconf", "math_verify", "pytorch_lightning"),
+    "kl_comedy",
+    "torch",
+    "transformers",
+    "lightning",
+    "mlflow",
+    "peft",
+    "datasets",
+    "numpy",
+    "vllm",
+    "accelerate",
+    "omegaconf",
+    "math_verify",
+    "pytorch_lightning",
 )
-"""Packages that are no plugin where a function of theirs is registered: tags name the version of each already."""
+"""Packages that are not plugins where a function of theirs is registered: tags name the version of each already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,29 +79,31 @@ class Entry(Generic[T]):
 
     def row(self) -> dict[str, Any]:
         """The entry as one row of ``kl-comedy list``."""
-        return {
+        row: dict[str, Any] = {
             "name": self.name,
             "summary": self.summary,
             "source": self.source,
             "claims": list(self.claims),
             "origin": self.origin,
-            **{
-                key: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-                for key, value in self.facts.items()
-                if not callable(value)
-            },
         }
+        for key, fact in self.facts.items():
+            if callable(fact):  # a function or a class: nothing to print
+                continue
+            row[key] = fact
+            if is_dataclass(fact) and not isinstance(fact, type):
+                row[key] = asdict(fact)
+        return row
 
 
 class Registry(Generic[T]):
     """The table of one kind. Names are unique; the order is the order of registration.
 
-    ``package`` registers the built-in entries when it is imported, which the first lookup does.
+    ``packages`` register the built-in entries when they are imported, which the first lookup does.
     """
 
-    def __init__(self, kind: str, package: str | None = None) -> None:
+    def __init__(self, kind: str, *packages: str) -> None:
         self.kind = kind
-        self._package = package
+        self._packages = packages
         self._entries: dict[str, Entry[T]] = {}
         self._loaded = False
 
@@ -102,6 +115,7 @@ class Registry(Generic[T]):
         ``source`` is the paper and equation, or the code, it comes from; ``summary`` defaults to the docstring's first
         line. Raises :class:`UserError` when the name is taken.
         """
+        # Here and not in `add`: the caller of a decorator is whoever applies it, which may be a helper of ours.
         registering = _registering_module(sys._getframe(1))
 
         def add(fn: T) -> T:
@@ -111,10 +125,20 @@ class Registry(Generic[T]):
             line = summary or (fn.__doc__ or "").strip().split("\n")[0]
             if not line:
                 raise UserError(f"{self.kind}: {name!r} needs a docstring or a summary")
-            declared: dict[str, Any] = {"summary": line, "source": source, "claims": claims, "facts": facts}
             origin = getattr(fn, "__module__", None) or "?"
             modules = _outside_modules(registering, origin)
-            self._entries[name] = Entry(kind=self.kind, name=name, fn=fn, origin=origin, modules=modules, **declared)
+            self._entries[name] = Entry(
+                kind=self.kind,
+                name=name,
+                fn=fn,
+                summary=line,
+                source=source,
+                claims=claims,
+                facts=facts,
+                origin=origin,
+                modules=modules,
+            )
+            # Now: the source must be read before anybody can edit the file that this process has imported.
             for module in modules:
                 _remember_package(module)
             return fn
@@ -147,11 +171,11 @@ class Registry(Generic[T]):
             return
         self._loaded = True  # before the imports, which look names up
         try:
-            if self._package is not None:
-                importlib.import_module(self._package)
+            for package in self._packages:
+                importlib.import_module(package)
             for point in importlib.metadata.entry_points(group=f"kl_comedy.{self.kind}"):
-                where = f"entry point {point.name!r} of group kl_comedy.{self.kind} ({point.value})"
-                with _plugin_import(where, "failed to load"):
+                place = f"entry point {point.name!r} of group kl_comedy.{self.kind} ({point.value})"
+                with _plugin_import(place, "failed to load"):
                     point.load()
         except BaseException:
             self._loaded = False  # a second lookup must not go on without the parts that failed
@@ -159,27 +183,34 @@ class Registry(Generic[T]):
 
 
 @contextlib.contextmanager
-def _plugin_import(where: str, failed: str) -> Iterator[None]:
-    """Import a plugin inside: whatever it raises is a :class:`UserError` that begins with ``where``.
+def _plugin_import(place: str, failed: str) -> Iterator[None]:
+    """Import a plugin inside: every error of its becomes a :class:`UserError` that begins with ``place``.
 
-    A plugin that calls ``sys.exit`` would otherwise end the command without a word, and with the code it likes. What a
-    failed module had registered is forgotten, so that it can be imported again.
+    ``failed`` says what failed. The parts that a failed module had registered are forgotten, so that it can be
+    imported again.
     """
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        for table in KINDS.values():
-            for entry in [entry for entry in table._entries.values() if entry.modules]:
-                if entry.modules[0] not in sys.modules:  # Python removes a module whose import failed
-                    del table._entries[entry.name]
+        # Also SystemExit: a plugin that calls sys.exit would end the command without a message, with its own exit code.
+        _forget_failed_modules()
         if isinstance(error, UserError):
-            raise UserError(f"{where}: {error}") from error
-        what = f"{type(error).__name__}: {error}"
+            raise UserError(f"{place}: {error}") from error
+        description = f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
-            what = f"it ends the process (sys.exit({error.code!r}))"
-        raise UserError(f"{where} {failed}: {what}") from error
+            description = f"it ends the process (sys.exit({error.code!r}))"
+        raise UserError(f"{place} {failed}: {description}") from error
+
+
+def _forget_failed_modules() -> None:
+    """Remove the entries of modules whose import failed; a second import would find their names taken."""
+    for table in KINDS.values():
+        for entry in list(table._entries.values()):
+            # Python removes a module whose import failed from sys.modules.
+            if entry.modules and entry.modules[0] not in sys.modules:
+                del table._entries[entry.name]
 
 
 ESTIMATORS: Registry[Any] = Registry("estimators", "kl_comedy.kl")
@@ -190,22 +221,35 @@ POLICY_CORRECTIONS: Registry[Any] = Registry("policy_corrections", "kl_comedy.ob
 REWARDS: Registry[Any] = Registry("rewards", "kl_comedy.rewards")
 ROLLOUTS: Registry[Any] = Registry("rollouts", "kl_comedy.rollouts")
 DATASETS: Registry[Any] = Registry("datasets", "kl_comedy.data")
-CALLBACKS: Registry[Any] = Registry("callbacks", "kl_comedy.training")
+CALLBACKS: Registry[Any] = Registry("callbacks", "kl_comedy.training", "kl_comedy.lab.audit")
 LOGGERS: Registry[Any] = Registry("loggers", "kl_comedy.tracking")
 RECIPES: Registry[Any] = Registry("recipes", "kl_comedy.kl")
 SUITES: Registry[Any] = Registry("suites", "kl_comedy.evaluation.built_in_suites")
 
-KINDS: dict[str, Registry[Any]] = {
-    table.kind: table for table in list(globals().values()) if isinstance(table, Registry)
-}
-
+_TABLES = (
+    ESTIMATORS,
+    CORRECTIONS,
+    ADVANTAGES,
+    POLICY_LOSSES,
+    POLICY_CORRECTIONS,
+    REWARDS,
+    ROLLOUTS,
+    DATASETS,
+    CALLBACKS,
+    LOGGERS,
+    RECIPES,
+    SUITES,
+)
+KINDS: dict[str, Registry[Any]] = {table.kind: table for table in _TABLES}
+"""Every table by its kind, in the order of ``kl-comedy list``."""
 
 PLUGIN_PATHS: set[str] = set()
 """The absolute path of each of :data:`PLUGIN_FILES`."""
 
 PLUGIN_FILES: dict[str, bytes] = {}
 """Every plugin file that this process loaded, and the local modules it imports, as read, by the path from the plugin's
-folder. Part of the hash of every config: a config may name what they register."""
+folder. Names and bytes are part of the hash of every config, because a config may name what they register: a change of
+what is read here changes the hashes of stored runs."""
 
 
 def load_plugin_file(path: str | Path, *, check_names: bool = True) -> None:
@@ -223,17 +267,20 @@ def load_plugin_file(path: str | Path, *, check_names: bool = True) -> None:
         PLUGIN_FILES.update({**sources, **PLUGIN_FILES})
         return
     for other in sources.keys() & PLUGIN_FILES.keys():
+        # One name can stand for one content only, in the hash and in a run's archive.
         if sources[other] != PLUGIN_FILES[other]:
-            raise UserError(f"--plugin: {path}: two plugins bring another {other}; rename one of these files")
+            raise UserError(f"--plugin: {path}: two plugins bring different files {other}; rename one of them")
+    # Last on the path: a module beside the plugin must not hide an installed one.
     if len(sources) > 1 and str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    for table in KINDS.values() if check_names else ():
-        table.load()
+    if check_names:
+        for table in KINDS.values():
+            table.load()
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserError(f"--plugin: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Before the import: what these files register is theirs and of no package, and an error is in one of their lines.
+    # Before the import: the parts that these files register belong to no package, and errors name lines of them.
     PLUGIN_PATHS.update(str(file.parent / other) for other in sources)
     sys.modules[name] = module
     with _plugin_import(f"--plugin: {path}", "failed on import"):
@@ -248,20 +295,24 @@ def load_plugin_file(path: str | Path, *, check_names: bool = True) -> None:
 def import_modules(names: Iterable[str], where: str) -> None:
     """Import modules that register parts; one that an installed package no longer has is left out.
 
-    Raises :class:`UserError` that begins with ``where`` for one that fails on import.
+    Raises :class:`UserError` that begins with ``where`` for a module that fails on import.
     """
     for name in names:
         with _plugin_import(where, "failed on import"):
             try:
                 importlib.import_module(name)
             except ModuleNotFoundError as error:
-                if _package_of(error.name or "") != _package_of(name):
+                # A missing module of another package is a missing dependency, which the user must install.
+                is_of_same_package = _package_of(error.name or "") == _package_of(name)
+                if not is_of_same_package:
                     raise
 
 
 def plugin_line(error: BaseException | None) -> str | None:
     """The innermost line of a plugin that raised ``error`` or its cause, as ``FILE, line 3, in NAME``; else None."""
-    paths = PLUGIN_PATHS.union(*(package.paths for package in PACKAGES.values()))
+    paths = set(PLUGIN_PATHS)
+    for package in PACKAGES.values():
+        paths |= package.paths
     while error is not None:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in paths]
         if frames:
@@ -280,8 +331,8 @@ def plugin_sources(file: Path) -> dict[str, bytes]:
 
 def _with_local_imports(files: Iterable[Path], folder: Path, is_foreign: Callable[[str], bool]) -> dict[str, bytes]:
     """The content of ``files`` and of what they import from ``folder``, but for top-level modules that are foreign."""
-    sources = dict[str, bytes]()
-    waiting = [*files]
+    sources: dict[str, bytes] = {}
+    waiting = list(files)
     while waiting:
         source = waiting.pop()
         name = source.relative_to(folder).as_posix()
@@ -289,20 +340,40 @@ def _with_local_imports(files: Iterable[Path], folder: Path, is_foreign: Callabl
             continue
         try:
             sources[name] = source.read_bytes()
-            nodes = list(ast.walk(ast.parse(sources[name])))
         except OSError:
             raise UserError(f"--plugin: no such file: {source}") from None
-        except (SyntaxError, ValueError):  # the import that follows says where
-            continue
-        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-        for module in {module.partition(".")[0] for module in modules}:
-            beside = folder / module
-            is_package = (beside / "__init__.py").is_file()
-            if (is_package or beside.with_suffix(".py").is_file()) and not is_foreign(module):
-                waiting += [beside.with_suffix(".py")] if beside.with_suffix(".py").is_file() else []
-                waiting += sorted(beside.rglob("*.py")) if is_package else []
+        for module in _imported_modules(sources[name]):
+            if not is_foreign(module):
+                waiting += _files_beside(folder, module)
+    # Sorted: the order in which they were found depends on the hash seed of Python, and the archive must not.
     return dict(sorted(sources.items()))
+
+
+def _imported_modules(source: bytes) -> set[str]:
+    """The top-level modules that a file imports; none where it is not Python, which its import reports better."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return set()
+    modules: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules.update(_package_of(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(_package_of(node.module))
+    return modules
+
+
+def _files_beside(folder: Path, module: str) -> list[Path]:
+    """The files of a module, and of a package with all its modules, in ``folder``; empty where there is neither."""
+    files = []
+    single_file = (folder / module).with_suffix(".py")
+    if single_file.is_file():
+        files.append(single_file)
+    package = folder / module
+    if (package / "__init__.py").is_file():
+        files += sorted(package.rglob("*.py"))
+    return files
 
 
 def plugin_hashes(sources: Mapping[str, bytes]) -> dict[str, str]:
@@ -313,8 +384,10 @@ def plugin_hashes(sources: Mapping[str, bytes]) -> dict[str, str]:
 def changed_names(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """The names whose hashes differ, the first few of many."""
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
+    listed = ", ".join(names[:MOST_NAMES])
+    if len(names) <= MOST_NAMES:
+        return listed
+    return f"{listed} and {len(names) - MOST_NAMES} more"
 
 
 # --- packages --------------------------------------------------------------------------------------------------------
@@ -323,7 +396,8 @@ def changed_names(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 SCRIPT = "__main__"
 """The package of the parts that a script itself registers."""
 
-MOST_ARCHIVED_FILES, MOST_ARCHIVED_BYTES = 500, 10_000_000
+MOST_ARCHIVED_FILES = 500
+MOST_ARCHIVED_BYTES = 10_000_000
 """A package with more source than this is hashed whole, and not copied into every run's folder."""
 
 
@@ -354,17 +428,22 @@ class PluginPackage:
 
     @functools.cached_property
     def version(self) -> str | None:
-        """Of the distribution that installed it, else its ``__version__``; None where it has none."""
+        """The version of the distribution that installed it, else its ``__version__``; None where it has neither."""
         if self.name == SCRIPT:
             return None
+        # First by entry points: an editable install names no top-level modules, which _distributions goes by.
         for distribution in importlib.metadata.distributions():
-            points = [point for point in distribution.entry_points if point.group.startswith("kl_comedy.")]
-            if distribution.version and self.name in [_package_of(point.module) for point in points]:
-                return distribution.version
-        for name in filter(None, _distributions().get(self.name, ())):
-            return importlib.metadata.version(name)
+            for point in distribution.entry_points:
+                is_ours = point.group.startswith("kl_comedy.") and _package_of(point.module) == self.name
+                if is_ours and distribution.version:
+                    return distribution.version
+        for distribution_name in _distributions().get(self.name, ()):
+            if distribution_name:
+                return importlib.metadata.version(distribution_name)
         version = getattr(sys.modules.get(self.name), "__version__", None)
-        return None if version is None else str(version)
+        if version is None:
+            return None
+        return str(version)
 
     @functools.cached_property
     def all_sources(self) -> dict[str, bytes]:
@@ -377,22 +456,26 @@ class PluginPackage:
             return self.sources
         beside = {file.stem for file in folder.glob("*.py")}
         beside |= {file.parent.name for file in folder.glob("*/__init__.py")}
+        # A quick look, because asking for all distributions takes a second: most packages import nothing beside them.
         text = b"\n".join(self.sources.values())
         mentioned = {module for module in beside - {self.name} if module.encode() in text}
         if all(_is_library(module) for module in mentioned):
             return self.sources
-        ours = set(_distributions().get(self.name, ()))
+        own_distributions = set(_distributions().get(self.name, ()))
 
         def is_foreign(module: str) -> bool:
-            others = set(_distributions().get(module, ()))
-            return _is_library(module) or (bool(others) and not others & ours)
+            """Whether another distribution installed the module, whose version is recorded elsewhere."""
+            if _is_library(module):
+                return True
+            distributions = set(_distributions().get(module, ()))
+            return bool(distributions) and distributions.isdisjoint(own_distributions)
 
         inside = [file for file in self.files.values() if file.is_relative_to(folder)]
         return dict(sorted({**_with_local_imports(inside, folder, is_foreign), **self.sources}.items()))
 
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
-        """Of each source; without any (an extension, an archive), of the version, which is all that is known."""
+        """The hash of each source. Without any (an extension, an archive) the version, which is all that is known."""
         if self.sources:
             return plugin_hashes(self.all_sources)
         return {f"{self.name} (no source)": f"version {self.version or 'unknown'}"}
@@ -427,7 +510,10 @@ class PluginSet:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Of every source by its name. Raises :class:`UserError` where a file and a package bring the same name."""
+        """The hash of every source by its name.
+
+        Raises :class:`UserError` where a file and a package bring different sources under one name.
+        """
         hashes = plugin_hashes(self.files)
         for package in self.packages:
             for name, digest in package.hashes.items():
@@ -438,27 +524,45 @@ class PluginSet:
     @property
     def archive(self) -> dict[str, bytes]:
         """The sources to be stored with a run, by name."""
-        archived = [package.all_sources for package in self.packages if package.is_archived]
-        return {name: content for sources in (*archived, self.files) for name, content in sources.items()}
+        archive: dict[str, bytes] = {}
+        for package in self.packages:
+            if package.is_archived:
+                archive.update(package.all_sources)
+        archive.update(self.files)
+        return archive
 
     def record(self) -> dict[str, Any]:
         """What loads them again from the archive, as plain data: the hash of each source, the names of the files that
         ``--plugin`` named, and the modules that each package registers parts in."""
-        packages = {
-            package.name: {"version": package.version, "modules": [*package.modules], "sources": [*package.hashes]}
-            for package in self.packages
-            if package.name != SCRIPT  # to import a script is to run it
-        }
-        files = [name for name in self.files if f"{PLUGIN_MODULE}{Path(name).stem}" in sys.modules and "/" not in name]
+        packages = {}
+        for package in self.packages:
+            if package.name == SCRIPT:  # importing a script would run it
+                continue
+            packages[package.name] = {
+                "version": package.version,
+                "modules": list(package.modules),
+                "sources": list(package.hashes),
+            }
+        files = []
+        for name in self.files:
+            # Files that a plugin imports are loaded by its import, under their own names.
+            is_loaded_as_plugin = f"{PLUGIN_MODULE}{Path(name).stem}" in sys.modules
+            if is_loaded_as_plugin and "/" not in name:
+                files.append(name)
         return {"sources": self.hashes, "files": files, "packages": packages}
 
     def tags(self) -> dict[str, str]:
         """``plugins``: name and hash of each file and package; ``version.NAME`` of each package. Empty without any."""
-        texts = [f"{name} {digest}" for name, digest in plugin_hashes(self.files).items()]
-        texts += [package.tag for package in self.packages]
-        versions = {f"version.{package.name}": package.version for package in self.packages}
-        tags = {name: version for name, version in versions.items() if version is not None}
-        return {**tags, "plugins": ", ".join(texts)} if texts else {}
+        plugins = [f"{name} {digest}" for name, digest in plugin_hashes(self.files).items()]
+        plugins += [package.tag for package in self.packages]
+        if not plugins:
+            return {}
+        tags = {}
+        for package in self.packages:
+            if package.version is not None:
+                tags[f"version.{package.name}"] = package.version
+        tags["plugins"] = ", ".join(plugins)
+        return tags
 
 
 def plugins_with(modules: Iterable[str]) -> PluginSet:
@@ -485,9 +589,13 @@ def _registering_module(frame: FrameType | None) -> str:
 
 
 def _real_name(module: str) -> str:
-    """The name of the module; that of ``python -m NAME``, which runs as ``__main__``, is NAME."""
-    spec = getattr(sys.modules.get(SCRIPT), "__spec__", None) if module == SCRIPT else None
-    return module if spec is None else str(spec.name)
+    """The name of the module; for ``python -m NAME``, which runs as ``__main__``, it is NAME."""
+    if module != SCRIPT:
+        return module
+    spec = getattr(sys.modules.get(SCRIPT), "__spec__", None)
+    if spec is None:
+        return module
+    return str(spec.name)
 
 
 def _outside_modules(registering: str, origin: str) -> tuple[str, ...]:
@@ -518,6 +626,7 @@ def _remember_package(module: str) -> None:
     if name.startswith(PLUGIN_MODULE) or is_of_plugin_file:
         return
     package = PACKAGES.get(name)
+    # A module that was imported anew (a notebook, a test) may have been edited since its source was read.
     if package is None or package.modules.get(module, imported) is not imported:
         package = PACKAGES[name] = PluginPackage.read(name)
         if not package.sources:
@@ -531,23 +640,33 @@ def _remember_package(module: str) -> None:
 
 def _python_files(name: str) -> dict[str, Path]:
     """The .py files of a package or a single module, by their path from the folder that holds it."""
-    module = sys.modules.get(name)
-    if module is not None and getattr(module, "__spec__", None) is None:  # a script
-        places = None
-        origin = getattr(module, "__file__", None)
-    else:
-        spec = importlib.util.find_spec(name)
-        places = None if spec is None else spec.submodule_search_locations
-        origin = None if spec is None else spec.origin
-    if places is None:
-        file = Path(origin or "")
-        return {file.name: file.resolve()} if file.suffix == ".py" and file.is_file() else {}
+    folders, single_file = _locations(name)
+    if not folders:
+        if single_file is None or single_file.suffix != ".py" or not single_file.is_file():
+            return {}
+        return {single_file.name: single_file.resolve()}
     files: dict[str, Path] = {}
-    for folder in map(Path, places):  # several of a namespace package
+    for folder in folders:  # several, of a namespace package
         for file in sorted(folder.rglob("*.py")):
             if file.is_file():
+                # The first folder wins, as it does for the import.
                 files.setdefault(f"{name}/{file.relative_to(folder).as_posix()}", file)
     return files
+
+
+def _locations(name: str) -> tuple[list[Path], Path | None]:
+    """The folders of a package; no folder and the file of a single module, where it has one."""
+    module = sys.modules.get(name)
+    if module is not None and getattr(module, "__spec__", None) is None:
+        # A script, which importlib cannot find by its name.
+        script = getattr(module, "__file__", None)
+        return [], None if script is None else Path(script)
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return [], None
+    if spec.submodule_search_locations is not None:
+        return [Path(place) for place in spec.submodule_search_locations], None
+    return [], None if spec.origin is None else Path(spec.origin)
 
 
 @functools.cache

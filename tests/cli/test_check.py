@@ -14,7 +14,6 @@ from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.records import Capabilities
 from kl_comedy.registry import ROLLOUTS
-from kl_comedy.training.sampling import engine_gpus, rollout_on
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 ROOT = Path(__file__).parents[2]
@@ -71,45 +70,6 @@ def test_the_reason_where_it_cannot_run(overrides, message, monkeypatch):
 
 
 FOUR = "rollout.backend=vllm_server"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "expected"),
-    [
-        ([], 1, []),
-        (["lag.mode=async"], 1, []),
-        (["lag.mode=async"], 8, ["1"]),
-        (["train.strategy=fsdp", "train.devices=4", FOUR, "rollout.options={servers: 4}"], 8, ["4", "5", "6", "7"]),
-        ([FOUR, "rollout.options={servers: 2, tensor_parallel_size: 2}"], 6, ["1,2", "3,4"]),
-        ([FOUR, "rollout.options={servers: 2, gpus: ['0', '1']}"], 2, ["0", "1"]),
-        ([FOUR, "rollout.options={urls: ['http://a:1']}"], 2, []),
-    ],
-)
-def test_each_engine_gets_its_gpus(overrides, gpus, expected):
-    config = load_config(TINY, overrides)
-    assert engine_gpus(config, [str(n) for n in range(gpus)]) == expected
-    named = [",".join(f"GPU-{n}" for n in entry.split(",")) for entry in expected]
-    of_names = engine_gpus(config, [f"GPU-{n}" for n in range(gpus)])
-    assert of_names == (expected if "gpus" in config.rollout.options else named)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "share"),
-    [
-        ([FOUR], 1, 0.4),
-        ([FOUR, "lag.mode=async"], 1, 0.4),
-        ([FOUR, "rollout.options={gpu_memory_utilization: 0.2}"], 1, 0.2),
-        ([FOUR], 2, None),
-        ([FOUR, "rollout.options={gpus: ['1']}", "train.strategy=fsdp", "train.devices=2"], 2, 0.4),
-        ([FOUR, "rollout.options={gpus: ['1']}"], 2, None),
-        ([FOUR, "rollout.options={urls: ['http://a:1']}"], 1, None),
-        ([FOUR], 0, None),
-        (["rollout.backend=hf_server"], 1, None),
-    ],
-)
-def test_an_engine_on_a_gpu_of_the_trainer_leaves_it_memory(overrides, gpus, share):
-    config = load_config(TINY, overrides)
-    assert rollout_on(config, [str(n) for n in range(gpus)]).options.get("gpu_memory_utilization") == share
 
 
 def test_the_transport_is_the_one_of_a_run_on_as_many_gpus():

@@ -14,8 +14,8 @@ from kl_comedy.io import decode_json
 from kl_comedy.slurm.manifest import Sweep
 from kl_comedy.slurm.status import cell_metrics
 from kl_comedy.training import callbacks
-from kl_comedy.training.build import load_problem_sets
 from kl_comedy.training.checkpoint import best, manifest
+from kl_comedy.training.problems import load_problem_sets
 from training_runs import TINY, go, metrics_of, weights_of
 
 PROBLEMS = CHUNK + 8

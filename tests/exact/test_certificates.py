@@ -11,7 +11,14 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, recipe, resolve_terms
 from kl_comedy.kl import surrogate as surrogate_module
 from kl_comedy.kl.claims import all_terms
-from kl_comedy.kl.oracle import Instance, exact_moments, expected_gradient, target_gradient, terms_loss
+from kl_comedy.kl.oracle import (
+    Instance,
+    InstanceSettings,
+    exact_moments,
+    expected_gradient,
+    target_gradient,
+    terms_loss,
+)
 from kl_comedy.kl.oracle.certificate import YARDSTICKS, _least_variance, battery, certify
 from kl_comedy.kl.oracle.part_claims import check_estimator
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
@@ -200,7 +207,7 @@ def test_an_estimator_that_is_not_finite_or_of_a_wrong_shape_is_named(registries
 # --- mutations: would the matrix notice? ------------------------------------------------------------------------------
 def broken_terms(regime="off_policy"):
     """Built-in terms whose claim does not hold, as test_claims would report them."""
-    setting = Instance.random(TREE, regime=regime, seed=11, parameters=5)
+    setting = Instance.random(TREE, InstanceSettings(regime=regime, seed=11, parameters=5))
     targets = {target: target_gradient(setting, target) for target in TARGETS}
     broken = []
     for cell in all_terms(BUILT_IN, RATIOS):

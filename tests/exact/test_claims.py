@@ -18,7 +18,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, kl_parts, kl_surrogate, term_warnings
 from kl_comedy.kl.claims import all_terms, own_targets
 from kl_comedy.kl.estimators import TopTokens, jensen_shannon, k1, k3, k_lambda
-from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, log_probs, target_gradient
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, log_probs, target_gradient
 from kl_comedy.objective import returns_with_costs
 from kl_comedy.registry import ADVANTAGES, CORRECTIONS, ESTIMATORS, RECIPES
 
@@ -31,7 +31,7 @@ TERMS = all_terms([e.name for e in BUILT_IN], [e.name for e in CORRECTIONS if e.
 
 @cache
 def setting(regime, seed=0, parameters=None):
-    return Instance.random(TREE, regime=regime, seed=seed, parameters=parameters)
+    return Instance.random(TREE, InstanceSettings(regime=regime, seed=seed, parameters=parameters))
 
 
 def expected(where, *terms):
@@ -378,7 +378,7 @@ def noise(regime, *terms):
     """Variance over ``|G|^2``, mean over 4 instances with shared parameters."""
     total = 0.0
     for seed in range(4):
-        setting = Instance.random(TREE, regime=regime, seed=seed, parameters=6)
+        setting = Instance.random(TREE, InstanceSettings(regime=regime, seed=seed, parameters=6))
         size = float(target_gradient(setting, "sequence_reverse").square().sum())
         total += expected_gradient(setting, terms).variance / size / 4
     return total
@@ -405,7 +405,7 @@ def test_k2_and_k3_in_reward_vanish_to_second_order_near_the_reference():
     """Halving the distance halves G and quarters what is left of them."""
     sizes: dict[str, list[float]] = {"k2": [], "k3": []}
     for distance in (0.02, 0.01):
-        setting = Instance.random(TREE, regime="on_policy", seed=0, distance=distance)
+        setting = Instance.random(TREE, InstanceSettings(regime="on_policy", seed=0, distance=distance))
         size = float(target_gradient(setting, "sequence_reverse").norm())
         for name, norms in sizes.items():
             norms.append(float(expected(setting, reward(name)).norm()) / size)
@@ -419,7 +419,9 @@ def test_token_losses_are_off_by_more_on_longer_completions_and_k3_in_reward_by_
     terms = {"k2 in loss": loss("k2"), "k3 in loss": loss("k3"), "k3 in reward": reward("k3")}
     for length in (2, 4, 7):
         tree = Tree.build(vocabulary=2, length=length, ends=False)
-        settings = [Instance.random(tree, regime="on_policy", seed=seed, parameters=4) for seed in range(8)]
+        settings = [
+            Instance.random(tree, InstanceSettings(regime="on_policy", seed=seed, parameters=4)) for seed in range(8)
+        ]
         targets = [target_gradient(setting, "sequence_reverse") for setting in settings]
         for name, term in terms.items():
             biases = [expected_gradient(s, [term]).relative_bias(g) for s, g in zip(settings, targets, strict=True)]
@@ -504,7 +506,7 @@ def test_a_cost_before_the_baseline_keeps_its_expectation(advantage, factor, cre
     """Groups of 3 independent completions, every triple enumerated: leave-one-out is unbiased, the group
     mean shrinks the gradient by 1 - 1/G."""
     tree = Tree.build(vocabulary=2, length=3, ends=True)
-    where = Instance.random(tree, regime="on_policy", seed=3)
+    where = Instance.random(tree, InstanceSettings(regime="on_policy", seed=3))
     term = KLTerm("k1", placement="reward", credit=credit, baseline="before")
     theta_D = where.theta_D.clone().requires_grad_(True)
     logp_BT = log_probs(tree, where.policy_logp(theta_D))

@@ -5,14 +5,14 @@ import torch
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, KLTerm
-from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.kl.surrogate import credit_costs
 
 TREE = Tree.build(vocabulary=4, length=4)
 
 
 def figures(regime, term):
-    where = Instance.random(TREE, regime=regime, seed=3, parameters=6)
+    where = Instance.random(TREE, InstanceSettings(regime=regime, seed=3, parameters=6))
     target = "sequence_reverse" if term.credit == "to_go" else "token_reverse"
     moments = expected_gradient(where, [term])
     return moments.relative_bias(target_gradient(where, target)), moments.variance

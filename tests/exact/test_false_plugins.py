@@ -14,8 +14,9 @@ from kl_comedy.kl.claims import all_terms
 from kl_comedy.kl.estimators import k1, k3
 from kl_comedy.kl.oracle import exact_moments_by_loss, target_gradient, terms_loss
 from kl_comedy.kl.oracle.certificate import LONG, TREE, certify, with_targets
+from kl_comedy.kl.oracle.correction_checks import check_correction
 from kl_comedy.kl.oracle.drawn import drawn_settings
-from kl_comedy.kl.oracle.part_claims import check_correction, check_estimator, check_parts
+from kl_comedy.kl.oracle.part_claims import check_estimator, check_parts
 from kl_comedy.kl.oracle.policy_certificate import certify_policy, named_policy_terms
 from kl_comedy.objective import PolicyTerm
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS, POLICY_LOSSES

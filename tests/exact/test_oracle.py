@@ -12,6 +12,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import (
     Instance,
+    InstanceSettings,
     Tree,
     effective_sample_share,
     exact_moments,
@@ -48,7 +49,7 @@ def tree_id(tree):
 
 
 def setting(tree=TREES[0], regime="off_policy", seed=3, **options):
-    return Instance.random(tree, regime=regime, seed=seed, distance=0.8, staleness=0.5, **options)
+    return Instance.random(tree, InstanceSettings(regime=regime, seed=seed, distance=0.8, staleness=0.5, **options))
 
 
 def agrees(one, other, tolerance=1e-10):
@@ -170,7 +171,7 @@ def test_a_loss_is_called_once_for_a_chunk_of_completions():
         return rows.logp_BT.square()
 
     tree = Tree.build(vocabulary=2, length=16, ends=False)
-    exact_moments(Instance.random(tree, regime="on_policy", seed=0, parameters=2), loss, chunk=1024)
+    exact_moments(Instance.random(tree, InstanceSettings(regime="on_policy", seed=0, parameters=2)), loss, chunk=1024)
     assert len(shapes) == 64 and set(shapes) == {(1024, 16)}
     with pytest.raises(UserError, match="walk them in chunks"):
         _ = Tree.build(vocabulary=2, length=18, ends=False).all
@@ -229,8 +230,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
 @pytest.mark.parametrize("bound", [{"output_clamp": 10.0}, {"input_clamp": 3.0}], ids=str)
 def test_a_clamp_changes_nothing_near_the_reference_and_the_gradient_far_from_it(bound):
     free, clamped = KLTerm("k3", placement="loss"), KLTerm("k3", placement="loss", **bound)
-    near = Instance.random(TREES[0], regime="on_policy", seed=0, distance=0.3)
-    far = Instance.random(TREES[0], regime="on_policy", seed=0, distance=5.0)
+    near = Instance.random(TREES[0], InstanceSettings(regime="on_policy", seed=0, distance=0.3))
+    far = Instance.random(TREES[0], InstanceSettings(regime="on_policy", seed=0, distance=5.0))
     agrees(expected_gradient(near, [clamped]), expected_gradient(near, [free]), 1e-14)
     moved = expected_gradient(far, [clamped]).gradient_D - expected_gradient(far, [free]).gradient_D
     assert float(moved.norm()) > 1e-2 * float(expected_gradient(far, [free]).gradient_D.norm())
@@ -238,7 +239,7 @@ def test_a_clamp_changes_nothing_near_the_reference_and_the_gradient_far_from_it
 
 def test_a_clamped_estimate_has_no_gradient_beyond_its_clamp():
     """verl's default bound of 10 nats on k3 lets go of a token whose reference is 3 nats likelier."""
-    far = Instance.random(Tree.build(vocabulary=2, length=1, ends=False), regime="on_policy", seed=0)
+    far = Instance.random(Tree.build(vocabulary=2, length=1, ends=False), InstanceSettings(regime="on_policy", seed=0))
     ref = torch.tensor([[0.999999, 1e-6]], dtype=torch.float64).log()
     policy = torch.tensor([[1e-3, 0.999]], dtype=torch.float64).log()
     tables = {"ref_logp_NV": ref, "sampler_logp_NV": policy, "recorded_logp_NV": policy}
@@ -251,7 +252,7 @@ def test_a_clamped_estimate_has_no_gradient_beyond_its_clamp():
 @pytest.mark.parametrize("correction", ["prefix", "prefix_previous"])
 def test_a_window_as_long_as_the_completion_is_no_window_and_bias_falls_as_it_grows(correction):
     tree = Tree.build(vocabulary=2, length=5, ends=False)
-    where = Instance.random(tree, regime="off_policy", seed=1, distance=0.8, staleness=0.8)
+    where = Instance.random(tree, InstanceSettings(regime="off_policy", seed=1, distance=0.8, staleness=0.8))
     estimator = "exact" if correction == "prefix_previous" else "k1"
     biases = [bias(where, KLTerm(estimator, correction=correction, window=window)) for window in range(1, 6)]
     assert biases[-1] < 1e-10 < 1e-3 < biases[0]

@@ -12,6 +12,7 @@ from kl_comedy.kl import KLTerm, kl_parts, own_baseline
 from kl_comedy.kl.oracle import (
     AlgorithmContext,
     Instance,
+    InstanceSettings,
     Tree,
     exact_moments,
     expected_gradient,
@@ -26,7 +27,7 @@ from kl_comedy.models.types import ReferencePass, TokenPass
 from kl_comedy.objective import returns_with_costs, sequence_weights
 from kl_comedy.records import Experience
 from kl_comedy.registry import ADVANTAGES
-from kl_comedy.training.loss import MicroBatch, micro_loss
+from kl_comedy.training.loss import MicroBatch, micro_loss, named_terms
 
 TREE = Tree.build(vocabulary=2, length=3)
 BEFORE = KLTerm("k1", placement="reward", baseline="before", beta=0.7)
@@ -36,7 +37,10 @@ OWN = KLTerm("exact", correction="prefix_previous", baseline="own")
 
 def setting(regime="off_policy", parameters=None, tree=TREE, **options):
     return Instance.random(
-        tree, regime=regime, seed=2, parameters=parameters, **{"distance": 0.8, "staleness": 0.5, **options}
+        tree,
+        InstanceSettings(
+            regime=regime, seed=2, parameters=parameters, **{"distance": 0.8, "staleness": 0.5, **options}
+        ),
     )
 
 
@@ -122,13 +126,14 @@ def trained(rows, terms, around):
     algorithm = AlgorithmConfig(
         policy_loss=around.policy_loss, policy_loss_options=dict(around.policy_loss_options), reduction=around.reduction
     )
-    betas = [float(term.beta) for term in terms]
+    terms = named_terms(terms)
+    betas = {name: float(term.beta) for name, term in terms.items()}
 
     def parts_of(term):
         return kl_parts(term, **{name: tensor.detach() for name, tensor in term_arguments(term, rows).items()})
 
     cost_BT = sum(
-        (beta * parts_of(t).cost_BT for t, beta in zip(terms, betas, strict=True) if t.baseline == "before"),
+        (betas[name] * parts_of(t).cost_BT for name, t in terms.items() if t.baseline == "before"),
         torch.zeros_like(rows.ref_logp_BT),
     )
     returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
@@ -146,7 +151,9 @@ def trained(rows, terms, around):
         policy_version_BT=torch.zeros(1),
         group_B=rows.group_B,
     )
-    own = {n: own_baseline(parts_of(t), rows.mask_BT, rows.group_B) for n, t in enumerate(terms) if t.baseline == "own"}
+    own = {
+        name: own_baseline(parts_of(t), rows.mask_BT, rows.group_B) for name, t in terms.items() if t.baseline == "own"
+    }
     reference = ReferencePass(logp_BT=rows.ref_logp_BT, **_blank(ReferencePass))
     passed = TokenPass(
         logp_BT=rows.logp_BT,

@@ -7,6 +7,7 @@ from kl_comedy.kl import KLTerm, TermParts, own_baseline
 from kl_comedy.kl.oracle import (
     AlgorithmContext,
     Instance,
+    InstanceSettings,
     Tree,
     expected_gradient,
     kl_effect,
@@ -24,7 +25,9 @@ UNBIASED = [
 
 
 def setting(regime, seed=0, distance=1.0):
-    return Instance.random(TREE, regime=regime, seed=seed, parameters=4, distance=distance, staleness=0.6)
+    return Instance.random(
+        TREE, InstanceSettings(regime=regime, seed=seed, parameters=4, distance=distance, staleness=0.6)
+    )
 
 
 @pytest.mark.parametrize("term", UNBIASED, ids=lambda term: term.label())
@@ -47,7 +50,7 @@ def test_it_lowers_the_variance_of_exact_returns_in_groups_of_8(regime):
     bare, centred = (KLTerm("exact", correction="prefix_previous", baseline=baseline) for baseline in ("after", "own"))
     gains = []
     for seed in range(4):
-        where = Instance.random(tree, regime=regime, seed=seed, parameters=8, staleness=0.6)
+        where = Instance.random(tree, InstanceSettings(regime=regime, seed=seed, parameters=8, staleness=0.6))
         generator = torch.Generator().manual_seed(seed)
         own = sampled_moments(where, terms_loss([centred]), samples=16_000, group_size=8, generator=generator)
         gains.append(own.variance / expected_gradient(where, [bare]).variance)

@@ -13,7 +13,7 @@ import torch
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, recipe
-from kl_comedy.kl.oracle import Instance, Tree, exact_moments, terms_loss
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, exact_moments, terms_loss
 from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, read, render, switched_on
 from kl_comedy.registry import POLICY_CORRECTIONS
@@ -23,7 +23,9 @@ NEAR, FAR = 0.5, 8.0
 
 
 def setting(regime, distance=NEAR):
-    return Instance.random(TREE, regime=regime, seed=7, parameters=5, distance=distance, staleness=0.4)
+    return Instance.random(
+        TREE, InstanceSettings(regime=regime, seed=7, parameters=5, distance=distance, staleness=0.4)
+    )
 
 
 def target_of(certificate):

@@ -10,6 +10,7 @@ from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import (
     AlgorithmContext,
     Instance,
+    InstanceSettings,
     Tree,
     exact_moments,
     expected_gradient,
@@ -35,7 +36,7 @@ TREE = Tree.build(vocabulary=3, length=3)
 
 
 def setting(regime="off_policy", seed=0, tree=TREE, **more):
-    return Instance.random(tree, regime=regime, seed=seed, **{"parameters": 5, **more})
+    return Instance.random(tree, InstanceSettings(regime=regime, seed=seed, **{"parameters": 5, **more}))
 
 
 @pytest.mark.parametrize("ends", [True, False])

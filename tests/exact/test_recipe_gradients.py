@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kl_comedy.kl import REGIMES
-from kl_comedy.kl.oracle import Instance, Tree, expected_gradient
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient
 from kl_comedy.kl.recipes import recipe
 from kl_comedy.registry import RECIPES
 
@@ -30,7 +30,7 @@ def gradients():
         group_size = 2 if {term.baseline for term in terms} & {"own", "batch"} else 1
         result[entry.name] = {
             regime: expected_gradient(
-                Instance.random(tree, regime=regime, seed=7), terms, group_size=group_size
+                Instance.random(tree, InstanceSettings(regime=regime, seed=7)), terms, group_size=group_size
             ).gradient_D.tolist()
             for regime in REGIMES
         }

@@ -6,7 +6,7 @@ import torch
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, KLTerm, claimed_target, kl_surrogate
 from kl_comedy.kl.estimators import TOP_K_FORMS, TopK, TopTokens
-from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.kl.oracle.part_claims import check_estimator
 from kl_comedy.registry import ESTIMATORS
@@ -25,7 +25,9 @@ def bias(where, candidate, target):
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_sampled_tail_is_unbiased_for_any_k_and_any_choice_of_tokens(regime):
     for seed, parameters, distance in ((0, None, 0.5), (1, 5, 4.0)):
-        where = Instance.random(TREE, regime=regime, seed=seed, parameters=parameters, distance=distance)
+        where = Instance.random(
+            TREE, InstanceSettings(regime=regime, seed=seed, parameters=parameters, distance=distance)
+        )
         for k in (1, 2, 3):
             for tokens in ("policy", "reference"):
                 in_loss = term(k=k, tokens=tokens, placement="loss")

@@ -9,7 +9,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, kl_surrogate, term_warnings
 from kl_comedy.kl.claims import all_terms, own_targets
 from kl_comedy.kl.estimators import certainty
-from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.kl.oracle.certificate import certify
 
 TREE = Tree.build(vocabulary=3, length=3)
@@ -27,7 +27,7 @@ def weighted_terms():
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_weighted_term_hits_exactly_the_weighted_target_it_claims(regime):
     """The weight depends on the prefix alone and is held fixed, so a claim carries over to the weighted divergence."""
-    where, wrong = Instance.random(TREE, regime=regime, seed=1, parameters=5), []
+    where, wrong = Instance.random(TREE, InstanceSettings(regime=regime, seed=1, parameters=5)), []
     for term in weighted_terms():
         gradient = expected_gradient(where, [term])
         names = (*TARGETS, *own_targets(term))
@@ -50,7 +50,9 @@ def test_the_certainty_is_that_of_the_paper():
 @pytest.mark.parametrize("completions", [2, 3])
 def test_the_mean_of_the_batch_costs_a_share_of_the_sequence_level_gradient(completions):
     """With ``N`` tokens whatever is drawn: the target less ``1 / N`` of the sequence-level reverse-KL gradient."""
-    where = Instance.random(Tree.build(vocabulary=2, length=3, ends=False), regime="on_policy", seed=1, parameters=5)
+    where = Instance.random(
+        Tree.build(vocabulary=2, length=3, ends=False), InstanceSettings(regime="on_policy", seed=1, parameters=5)
+    )
     term = KLTerm("k1", credit="own", baseline="batch")
     gradient = expected_gradient(where, [term], group_size=completions)
     target_D, sequence_D = (target_gradient(where, name) for name in ("token_reverse", "sequence_reverse"))
@@ -68,7 +70,7 @@ def test_a_certificate_of_the_centred_term_names_the_limit_and_the_bias():
 
 
 def test_centring_takes_noise_away_where_the_log_ratios_share_a_mean():
-    where = Instance.random(TREE, regime="on_policy", seed=1, parameters=5, distance=2.0)
+    where = Instance.random(TREE, InstanceSettings(regime="on_policy", seed=1, parameters=5, distance=2.0))
     plain, centred = (
         expected_gradient(where, [KLTerm("k1", credit="own", baseline=baseline)], group_size=3).variance
         for baseline in ("after", "batch")

@@ -213,7 +213,8 @@ def test_the_terms_to_audit_are_the_configs_first_and_no_shape_twice():
     assert not any(item.term.correction != "none" for item in selected), "ratios are one on-policy"
     shapes = [replace(item.term, beta=1.0) for item in selected]
     assert len(shapes) == len(set(shapes)) == len({item.key for item in selected})
-    assert [item.beta for item in select_terms(["own"], config, key="--terms", betas=[3.0, 4.0])] == [3.0, 4.0]
+    in_force = {"kl_0": 3.0, "kl_1": 4.0}
+    assert [item.beta for item in select_terms(["own"], config, key="--terms", betas=in_force)] == [3.0, 4.0]
     stale = load_config(None, ["kl=[]", "lag.mode=replayed", "lag.steps=2"])
     assert {item.term for item in select_terms(["panel"], stale, key="--terms")} == set(PANEL)
     with pytest.raises(UserError, match=r"--terms: got 'gpro'.*did you mean 'grpo'"):

@@ -15,7 +15,7 @@ from kl_comedy.objective import returns_with_costs, value_loss
 from kl_comedy.objective.advantages import gae, token_rewards
 from kl_comedy.training.build import check_training
 from kl_comedy.training.metrics import critic_metrics
-from kl_comedy.training.module import ValueHead
+from kl_comedy.training.models import ValueHead
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 GROUP_B = torch.zeros(3, dtype=torch.long)

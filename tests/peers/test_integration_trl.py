@@ -21,7 +21,7 @@ from kl_comedy.models.types import ReferencePass
 from kl_comedy.objective import returns_with_costs, sequence_weights
 from kl_comedy.records import Experience
 from kl_comedy.registry import ADVANTAGES
-from kl_comedy.training.loss import MicroBatch, kl_arguments, micro_loss
+from kl_comedy.training.loss import MicroBatch, kl_arguments, micro_loss, named_terms
 from passes import token_pass
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
@@ -161,8 +161,9 @@ def our_gradient(folder, terms, *, advantage, reduction):
         experience=dataclasses.replace(experience, advantage_BT=advantage_BT), references={"initial": ref}, baselines={}
     )
     algorithm = AlgorithmConfig(advantage=advantage, reduction=reduction)
-    betas = [term.beta for term in terms]
-    result = micro_loss(micro, {"initial": policy_pass}, terms=terms, betas=betas, algorithm=algorithm)
+    named = named_terms(terms)
+    betas = {name: term.beta for name, term in named.items()}
+    result = micro_loss(micro, {"initial": policy_pass}, terms=named, betas=betas, algorithm=algorithm)
     return gradient(policy, result.loss)
 
 

@@ -6,7 +6,7 @@ import torch
 from research.studies import open_problem
 from research.studies.open_problem import doubly_robust_moments, regret_table, write_report
 
-from kl_comedy.kl.oracle import Instance, Tree, exact_moments, target_gradient, terms_loss
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, exact_moments, target_gradient, terms_loss
 
 TREE = Tree.build(vocabulary=2, length=5, ends=False)
 UNBIASED = (
@@ -20,7 +20,7 @@ UNBIASED = (
 
 @pytest.fixture(scope="module")
 def setting():
-    return Instance.random(TREE, regime="off_policy", seed=1, parameters=6, staleness=0.8)
+    return Instance.random(TREE, InstanceSettings(regime="off_policy", seed=1, parameters=6, staleness=0.8))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_the_sampled_bias_of_an_unbiased_candidate_is_zero_within_its_bounds(fra
 
 
 def test_on_policy_every_ratio_is_one(setting):
-    where = Instance.random(TREE, regime="on_policy", seed=1, parameters=6)
+    where = Instance.random(TREE, InstanceSettings(regime="on_policy", seed=1, parameters=6))
     rb = open_problem.exact_candidates()["RB per decision"]
     wanted = exact_moments(where, terms_loss([rb]), group_size=2)
     got = exact_moments(where, open_problem.self_normalized(None), group_size=2)

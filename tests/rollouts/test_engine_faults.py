@@ -11,7 +11,6 @@ import torch
 
 from engine_policies import llama, loaded
 from faulty_servers import draw, move
-from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.config.schema import RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.rollouts import build_hf_server, build_vllm_server
@@ -20,6 +19,7 @@ from kl_comedy.rollouts.engines.client import GENERATE, MIN_KEY_CHARACTERS, Refu
 from kl_comedy.rollouts.engines.options import KEY_VARIABLE, VLLMServerOptions, engine_options
 from kl_comedy.rollouts.engines.transports import TRANSPORTS, FolderTransport, IPCTransport, SocketTransport
 from kl_comedy.rollouts.engines.vllm import RequireKey, VLLMServers
+from kl_comedy.rollouts.sampler import capabilities_of
 
 
 def test_the_backend_declares_that_it_updates_between_tokens_and_needs_a_folder():

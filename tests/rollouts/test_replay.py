@@ -84,7 +84,7 @@ def test_the_recorders_own_configuration_replays_to_the_same_bits(recorded, edit
         assert weights_of(again) == weights_of(recorded)
         assert not [key for key in metrics_of(again) if "staleness" in key[1] or key[1] == "policy/mismatch"]
     with resolve_target(str(again.path), []) as target:  # its policy is evaluated, by a sampler that has no recording
-        assert build_backend(target.config, load_model(target.config.model), SINGLE_PROCESS).version == 0
+        assert build_backend(target.config, load_model(target.config.model), SINGLE_PROCESS).own.version == 0
 
 
 def test_two_configurations_see_the_same_rows(recorded, tmp_path, monkeypatch):
@@ -251,12 +251,12 @@ def test_the_gradient_of_a_dpo_update_is_autograds_of_the_closed_form(recorded, 
                 p.add_(0.01 * torch.randn(p.shape, generator=g))
         batch = next(batch for batch in data.stream if with_pairs(batch.rows) > 1)
         micros = prepare(
-            batch.rows, module.plan, betas=[], references=module.references, policy_pass=module.policy_pass
+            batch.rows, module.plan, betas={}, references=module.references, policy_pass=module.policy_pass
         )
         assert len(micros) > batch_groups(batch.rows)
         module.zero_grad()
         for micro in micros:
-            micro_loss(micro, module.passes(micro), terms=(), betas=(), algorithm=config.algorithm).loss.backward()
+            micro_loss(micro, module.passes(micro), terms={}, betas={}, algorithm=config.algorithm).loss.backward()
         got = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
         module.zero_grad()
         loss = closed_form(module, batch.rows, beta=0.5)

@@ -54,7 +54,7 @@ def test_another_version_a_hand_edit_and_a_damaged_file_are_refused(sweep):
         with pytest.raises(UserError, match=words):
             read_sweep(sweep.path)
     file.write_text("{")
-    with pytest.raises(UserError, match="is no readable manifest"):
+    with pytest.raises(UserError, match="is not a readable manifest"):
         read_sweep(sweep.path)
 
 

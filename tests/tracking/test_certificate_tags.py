@@ -5,7 +5,7 @@ import logging
 from kl_comedy.config import load_config
 from kl_comedy.kl import resolve_terms
 from kl_comedy.registry import CORRECTIONS
-from kl_comedy.training.build import policy_tags, term_tags
+from kl_comedy.training.tags import policy_tags, term_tags
 from training_runs import SHORT, TINY, go
 
 LAGGED = ("lag.mode=replayed", "lag.steps=1")

@@ -149,7 +149,7 @@ def test_without_an_undamaged_checkpoint_newest_is_none(tmp_path, caplog):
     (save(tmp_path) / "state.pt").unlink()
     (tmp_path / "step-00000009.ckpt").write_bytes(b"of an earlier format")
     assert newest_checkpoint(tmp_path) is None
-    assert "damaged (state.pt is missing); going on from the beginning" in caplog.text
+    assert "damaged (state.pt is missing); resuming from the beginning" in caplog.text
     assert "not a folder" in caplog.text
 
 

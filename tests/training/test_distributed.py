@@ -24,7 +24,8 @@ from commands import WAITS, Command, assert_resumed, waits
 from kl_comedy.config import config_hash, load_config
 from kl_comedy.errors import UserError
 from kl_comedy.training.checkpoint import damage, manifest
-from kl_comedy.training.distributed import Ranks, cluster_environment, load_policy
+from kl_comedy.training.distributed import Ranks, cluster_environment
+from kl_comedy.training.models import load_policy
 from kl_comedy.training.run_folder import saved, step_of
 from rank_runs import COMMON, DEADLINE_S, MIXED, assert_same, over, run_in, start_ranks, weights_of
 from teachers import SERVED_TERMS, save_teacher

@@ -28,7 +28,7 @@ from kl_comedy.models.types import PassOptions, ReferencePass, TokenPass
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 from kl_comedy.training.distributed import Ranks
-from kl_comedy.training.loss import Preparation, micro_loss, prepare
+from kl_comedy.training.loss import Preparation, micro_loss, named_terms, prepare
 from kl_comedy.training.packing import Packer, model_inputs
 from passes import head_columns, token_pass
 
@@ -274,8 +274,9 @@ def learn(
         policy_pass, reference, budget = fast_pass(policy, path), Reference(start, options), path.budget
     references = {"initial": reference} | ({} if teacher is None else {"teacher": Reference(teacher, options)})
     packer = Packer(budget=budget, pad_id=0, device=torch.device("cpu"), ranks=ranks)
-    plan = Preparation(terms=terms, algorithm=algorithm, packer=packer)
-    betas, total = [beta] * len(terms), 0.0
+    named = named_terms(terms)
+    plan = Preparation(terms=named, algorithm=algorithm, packer=packer)
+    betas, total = dict.fromkeys(named, beta), 0.0
     context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         micros = prepare(rows(), plan, betas=betas, references=references, policy_pass=policy_pass)
@@ -285,7 +286,7 @@ def learn(
             micro = micro if spoil is None else spoil(micro)
             inputs = model_inputs(micro.experience)
             passes = {name: policy_pass(inputs, other, terms) for name, other in micro.references.items()}
-            loss = micro_loss(micro, passes, terms=terms, betas=betas, algorithm=algorithm).loss
+            loss = micro_loss(micro, passes, terms=named, betas=betas, algorithm=algorithm).loss
             loss.backward()
             total += float(loss.detach())
     gradient = torch.cat([p.grad.flatten().double() for p in policy.parameters() if p.grad is not None])
@@ -495,9 +496,11 @@ def test_a_term_with_beta_0_is_measured_and_cannot_make_nan():
     metric_only = learn(models, terms, TRAINED, spoil=spoil, beta=0.0)
     assert torch.equal(metric_only.gradient, learn(pair(gpt2, torch.float64), [], TRAINED).gradient)
     passes = {"initial": slow_pass(*models)(model_inputs(spoiled[0].experience), None, terms)}
-    result = micro_loss(spoiled[0], passes, terms=terms, betas=[0.0] * 3, algorithm=ALGORITHM)
+    named = named_terms(terms)
+    result = micro_loss(spoiled[0], passes, terms=named, betas=dict.fromkeys(named, 0.0), algorithm=ALGORITHM)
     assert len(result.values) == 3
-    assert result.values[1][spoiled[0].experience.mask_BT].isinf().all() and torch.isfinite(result.values[2]).all()
+    assert result.values["kl_1"][spoiled[0].experience.mask_BT].isinf().all()
+    assert torch.isfinite(result.values["kl_2"]).all()
 
 
 def test_a_measured_column_costs_nothing_in_the_backward_pass(monkeypatch):

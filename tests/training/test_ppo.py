@@ -164,7 +164,7 @@ def test_the_audit_uses_the_policy_term_of_the_run(module_of):
     micros = prepare(
         batch.rows,
         module.plan,
-        betas=[0.05],
+        betas={"kl_0": 0.05},
         references=module.references,
         policy_pass=module.policy_pass,
         old_policy=module.record(batch.rows),

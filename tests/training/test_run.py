@@ -17,7 +17,7 @@ from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import read_json, sha256_file, write_json
 from kl_comedy.registry import load_plugin_file
-from kl_comedy.training import distributed
+from kl_comedy.training import models
 from kl_comedy.training.build import TRAINER_ARGUMENTS
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run import make_trainer
@@ -231,7 +231,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 def test_another_reference_is_refused_on_resume(tmp_path, monkeypatch):
     run = go(tmp_path, *SHORT, "resume=auto").run
     (run.path / "summary.json").unlink()
-    load = distributed.load_model
+    load = models.load_model
 
     def nudged(model_config):
         loaded = load(model_config)
@@ -239,7 +239,7 @@ def test_another_reference_is_refused_on_resume(tmp_path, monkeypatch):
             next(iter(loaded.model.parameters())).add_(1e-3)
         return loaded
 
-    monkeypatch.setattr(distributed, "load_model", nudged)
+    monkeypatch.setattr(models, "load_model", nudged)
     with pytest.raises(RunFailed, match="reference is not the one this run began with"):
         go(tmp_path, *SHORT, "resume=auto")
 
@@ -393,7 +393,7 @@ def test_a_job_that_is_signalled_too_late_says_so_once(tmp_path, monkeypatch, ca
     monkeypatch.setenv("KL_COMEDY_SIGNAL_SECONDS", "0.01")
     go(tmp_path / "short", "train.steps=4")
     (line,) = [each.getMessage() for each in caplog.records if "signal_seconds" in each.getMessage()]
-    assert re.search(r"to stop takes up to \d+ s \(an update with evaluation \d+ s, a checkpoint \d+ s\)", line)
+    assert re.search(r"stopping takes up to \d+ s \(an update with evaluation \d+ s, a checkpoint \d+ s\)", line)
     caplog.clear()
     monkeypatch.setenv("KL_COMEDY_SIGNAL_SECONDS", "600")
     go(tmp_path / "long", "train.steps=2")

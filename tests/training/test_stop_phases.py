@@ -15,7 +15,7 @@ import pytest
 import training_runs
 from commands import assert_resumed
 from kl_comedy.errors import RunFailed, RunStopped
-from kl_comedy.training import callbacks, distributed, experience, module
+from kl_comedy.training import callbacks, experience, models, module
 from kl_comedy.training.run_folder import RunDir
 from training_runs import TINY
 
@@ -24,7 +24,7 @@ SETTINGS = [f"train.steps={STEPS}", "train.checkpoint_every=0", "train.eval_ever
 """Without a periodic checkpoint: a stopped run resumes from what the signal made it save."""
 
 PHASES = {
-    "loading": (distributed, "load_model", 1, 1),
+    "loading": (models, "load_model", 1, 1),
     "evaluation at the start": (callbacks, "evaluate", 1, 1),
     "generation": (experience, "derive_seed", 2, 2),
     "learning": (module, "micro_loss", 3, None),
@@ -125,7 +125,7 @@ def test_an_interrupt_ends_the_run_with_the_command_that_resumes_it(tmp_path, mo
 
 
 def test_an_end_before_the_first_update_leaves_nothing_to_go_on_from(tmp_path, monkeypatch, go):
-    signal_at(monkeypatch, distributed, "load_model", 1, number=signal.SIGTERM)
+    signal_at(monkeypatch, models, "load_model", 1, number=signal.SIGTERM)
     with pytest.raises(RunFailed, match="stopped by SIGTERM at update 0"):
         go(tmp_path)
     assert not list(tmp_path.rglob("tiny-*"))

@@ -51,17 +51,18 @@ def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:
 
     ``gpus``: of each node; None: of this machine. Where there are any, each process and each server needs its own.
     """
-    from kl_comedy.config.combinations import capabilities_of, sampler_of, updates_from_a_batch
+    from kl_comedy.config.combinations import updates_from_a_batch
     from kl_comedy.models.load import pick_device
     from kl_comedy.rollouts.engines.options import visible_gpus
-    from kl_comedy.training.sampling import engine_gpus, engine_transport
+    from kl_comedy.rollouts.sampler import Sampler
 
     train, rollout, lag = config.train, config.rollout, config.lag
+    drawn_by = Sampler.of(config)
     names = visible_gpus(pick_device(config.model.device).type) if gpus is None else list(map(str, range(gpus)))
     names = [] if config.model.device == "cpu" else names
-    world, name = train.devices * train.nodes, sampler_of(config)
-    can, options = capabilities_of(name), rollout.options
-    of_engines = engine_gpus(config, names) if names else []
+    world, name = train.devices * train.nodes, drawn_by.name
+    can, options = drawn_by.capabilities, rollout.options
+    of_engines = drawn_by.server_gpus(names) if names else []
     processes = f"{train.strategy}, {world} on {train.nodes} node{'s' if train.nodes > 1 else ''}"
     device = "the GPU where there is one" if config.model.device == "auto" else config.model.device
     if not can.in_trainer_ranks:
@@ -69,7 +70,7 @@ def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:
         servers = f"{len(urls)} at {', '.join(urls)}" if urls else f"{options.get('servers', 1)}, started by the run"
         servers += f", on GPU{'s' if len(of_engines) > 1 else ''} {', '.join(of_engines)}" if of_engines else ""
         sampler = f"{name} beside the trainer: {servers}; rank 0 asks, all ranks receive"
-        transport = engine_transport(config, names) or "of its own"
+        transport = drawn_by.transport_on(names) or "of its own"
         merged = ", the adapter merged" if config.model.lora and transport != "adapter" else ""
         weights = f"transport {transport}, staged by rank 0{merged}; every engine confirms them"
     elif can.recorded:

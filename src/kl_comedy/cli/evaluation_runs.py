@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from kl_comedy.config import Config, load_config, plugins_of
-from kl_comedy.config.combinations import capabilities_of
 from kl_comedy.config.schema import SuiteConfig, SuiteFile
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.evaluation import EvalSettings
@@ -32,12 +31,13 @@ from kl_comedy.records import Problem
 from kl_comedy.registry import ROLLOUTS, PluginSet
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend
+from kl_comedy.rollouts.sampler import capabilities_of
 from kl_comedy.tracking.store import clean_path
-from kl_comedy.training.build import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.export import export_policy
 from kl_comedy.training.metrics import completion_metrics, load_eval_reference
+from kl_comedy.training.problems import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.run_folder import RunDir, step_of
 
 
@@ -114,7 +114,7 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterator[RolloutBackend]:
     entry = ROLLOUTS.get(config.rollout.backend, key="rollout.backend")
-    backend: RolloutBackend = entry.fn(config.rollout, loaded=loaded)
+    backend: Any = entry.fn(config.rollout, loaded=loaded)  # with work_in where its capabilities say so
     try:
         if folder is not None and capabilities_of(config.rollout.backend).needs_folder:
             backend.work_in(folder)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from kl_comedy.config.schema import SHARDED, Config, LagConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import MAX_NAME
-from kl_comedy.records import Capabilities
-from kl_comedy.registry import ROLLOUTS
 
 Conflict = tuple[str, Any, str | list[str], str]
 """A key, its value, what is allowed beside the other settings, and why: the arguments of :func:`bad_value`."""
 
-ENGINE_BESIDE = {"hf": "hf_server", "vllm": "vllm_server"}
-"""With ``lag.mode: async`` an engine of the same kind, beside the trainer, draws for a backend of its processes."""
-
 
 def check_combinations(config: Config) -> None:
     """Raise :class:`UserError` for the first impossible combination."""
-    for conflicts in (_names, _batches, _lag, _backend, _processes, _precision, _optimizer):
+    for conflicts in (_names, _batches, _lag, _sampler, _processes, _precision, _optimizer):
         for conflict in conflicts(config):
             raise bad_value(*conflict)
     if not config.rewards:
@@ -34,21 +30,6 @@ def check_combinations(config: Config) -> None:
     if config.model.lora and config.model.lora.dropout > 0:
         why = "dropout makes the policy that is differentiated another one than the policy that sampled"
         raise bad_value("model.lora.dropout", config.model.lora.dropout, "0", why)
-
-
-def capabilities_of(backend: str) -> Capabilities:
-    """What the registered ``backend`` declared that it can do."""
-    facts = ROLLOUTS.get(backend, key="rollout.backend").facts
-    capabilities: Capabilities = facts.get("capabilities", Capabilities())
-    return capabilities
-
-
-def sampler_of(config: Config) -> str:
-    """The backend that draws: ``rollout.backend``, or the engine of its kind beside the trainer."""
-    backend = config.rollout.backend
-    if config.lag.mode == "async":
-        return ENGINE_BESIDE.get(backend, backend)
-    return backend
 
 
 def updates_from_a_batch(config: Config) -> int:
@@ -113,29 +94,10 @@ def _lag(config: Config) -> Iterator[Conflict]:
         yield "lag.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change"
 
 
-def _backend(config: Config) -> Iterator[Conflict]:
-    """Strategy, rollout backend and lag."""
-    backend = config.rollout.backend
-    lag = config.lag
-    can = capabilities_of(sampler_of(config))
-    if can.recorded and lag.mode != "on_policy":
-        why = "`lag` has no effect on recorded rollouts; their age is fixed"
-        yield "lag.mode", lag.mode, f"on_policy with rollout.backend {backend}", why
-    if lag.mode == "async" and can.in_trainer_ranks:
-        why = "the trainer's processes learn meanwhile; an engine beside them has to draw"
-        yield "rollout.backend", backend, _backends(lambda can: not can.in_trainer_ranks), why
-    if lag.in_flight and (not can.updates_between_tokens or config.rollout.options.get("loop") == "library"):
-        why = "it takes new weights between batches only"
-        if can.updates_between_tokens:
-            why = f"{why}, with loop: library"
-        yield "lag.in_flight", True, f"false with rollout.backend {backend}", why
-    if config.train.strategy != "single" and can.in_trainer_ranks and not can.draws_parts:
-        why = "with several processes each draws a part of a batch, and this backend draws it whole"
-        yield "rollout.backend", backend, _backends(lambda can: can.draws_parts or not can.in_trainer_ranks), why
-
-
-def _backends(able: Callable[[Capabilities], bool]) -> list[str]:
-    return [entry.name for entry in ROLLOUTS if able(capabilities_of(entry.name))]
+def _sampler(config: Config) -> Iterator[Conflict]:
+    """Strategy and lag that the sampler cannot serve."""
+    # Imported by name, as the function of an option's rule `check` is: this package is below the one of samplers.
+    yield from importlib.import_module("kl_comedy.rollouts.sampler").conflicts(config)
 
 
 def _processes(config: Config) -> Iterator[Conflict]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.config.combinations import check_combinations, sampler_of
+from kl_comedy.config.combinations import check_combinations
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, parse_record, without_none
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
@@ -368,7 +368,7 @@ def _named_parts(config: Config) -> Iterator[tuple[str, str]]:
     What lies in higher layers is imported by name, as the rule ``check`` of an option is.
     """
     yield from _names_in_fields(config)
-    yield "rollouts", sampler_of(config)
+    yield "rollouts", importlib.import_module("kl_comedy.rollouts.sampler").sampler_name(config)
     for name in config.algorithm.correction:
         yield "policy_corrections", name
     if config.kl:

@@ -37,6 +37,7 @@ class BetaSchedule:
         """
         progress = min(max(step / self.steps, 0.0), 1.0)
         if self.shape == "cosine":
+            # Half a period of the cosine: slow at both ends.
             progress = 0.5 * (1.0 - math.cos(math.pi * progress))
         return self.start + (self.end - self.start) * progress
 

@@ -31,6 +31,7 @@ REGIMES = ("on_policy", "off_policy", "mixed")
 WEIGHTED = "_weighted"
 """Ending of the name of a target whose divergences are weighted by the token's certainty."""
 
+# By the target of an estimate per token, that of the same estimate of a completion, which is then like one token.
 _AT_SEQUENCE = {"token_reverse": "sequence_reverse", "token_forward": "sequence_forward", "zero": "zero"}
 
 
@@ -94,7 +95,7 @@ class _Facts:
         for claim in claims:
             kind, _, target = claim.partition(":")
             if kind == "pathwise":
-                pathwise = target
+                pathwise = target  # an estimator has one derivative: the first such claim is the one
                 break
         if term.gradient == "k2":
             # The value of another estimator with the gradient of k2, whose derivative is l times the score.
@@ -181,16 +182,19 @@ def _sequence_in_loss(term: KLTerm, facts: _Facts) -> str | None:
 def _token_in_loss(term: KLTerm, facts: _Facts) -> str | None:
     """The target of a differentiated estimate per token, times the ratio of the term's correction."""
     if facts.scope == "none":
+        # The mean of a sampled estimate is over the sampler's tokens; a sum over the vocabulary draws none.
         if facts.on_policy or facts.exact:
             return facts.pathwise
         return None
     if facts.detached_ratio:
+        # Without a score term of the ratio the derivative is the estimate's own, averaged over the policy's tokens.
         if facts.on_policy or facts.scope == "token":
             return facts.pathwise
         return None
     if facts.scope == "token":
         return _times_its_token_ratio(term, facts)
     if facts.scope == "sequence" or facts.own_ratio:
+        # The score terms of the earlier tokens' ratios are the credit for this estimate.
         if facts.unbiased and term.gradient == "natural":
             return "sequence_reverse"
         return None
@@ -236,6 +240,7 @@ def _in_reward(term: KLTerm, facts: _Facts) -> str | None:
         return None
     if facts.on_policy or facts.scope == "sequence":
         return "sequence_reverse"
+    # A ratio per cost is that of its own prefix, so a score may only be weighted by costs that come after it.
     per_decision = facts.scope == "prefix" and facts.weights_costs and term.credit == "to_go"
     if per_decision and (facts.exact or facts.own_ratio):
         return "sequence_reverse"
@@ -303,6 +308,7 @@ def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
         regime = "off_policy"
     target = claimed_target(term, regime)
     if target is not None:
+        # A forward KL per token is expected of a term that says forward, and a surprise in one that says reverse (k3).
         expected = ("sequence_reverse", "token_reverse", *own_targets(term))
         if target.removesuffix(WEIGHTED) in expected:
             return []

@@ -48,6 +48,7 @@ def token(delta_BT: Tensor) -> Tensor:
 )
 def token_detached(delta_BT: Tensor) -> Tensor:
     """``rho_t`` of the token itself, never differentiated."""
+    # Differentiated, the ratio would add a score term: credit of the estimate's value.
     return delta_BT.detach().exp()
 
 
@@ -73,6 +74,7 @@ def prefix(delta_BT: Tensor, window: int | None = None) -> Tensor:
 )
 def prefix_previous(delta_BT: Tensor, window: int | None = None) -> Tensor:
     """``W_{t-1}``: the product of ratios before the token; enough where the cost depends on the prefix only."""
+    # The token's own ratio has mean one given the prefix, so leaving it out changes no mean and saves its noise.
     return _running_sum(_shifted(delta_BT, 1), window).exp()
 
 
@@ -81,6 +83,7 @@ def prefix_previous(delta_BT: Tensor, window: int | None = None) -> Tensor:
 )
 def sequence(delta_BT: Tensor) -> Tensor:
     """``omega``: the ratio of the whole completion, at every token."""
+    # The log-ratios are zero outside the mask, so a sum over a padded row is one over the completion.
     return delta_BT.sum(-1, keepdim=True).exp().expand_as(delta_BT)
 
 

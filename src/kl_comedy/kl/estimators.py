@@ -1,8 +1,9 @@
 """Estimators of the log-ratio ``l = log pi - log ref`` of the sampled token (or of the completion), and exact ones.
 
-Names follow Schulman's note (2020): k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l. The exact (Rao-Blackwellized) ones
-receive a divergence of the next-token distributions over the whole vocabulary (``exact_kl_BT``) for a log-ratio,
-top-k ones (:class:`TopK`) the log-probs of the k likeliest tokens and of the sampled one.
+Names follow Schulman's note (2020): k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l. An exact (Rao-Blackwellized) estimator
+is given a divergence of the next-token distributions over the whole vocabulary (``exact_kl_BT``) instead of a
+log-ratio, a top-k estimator (:class:`TopK`) the log-probs of the k likeliest tokens and of the sampled one. All are in
+nats.
 """
 
 from __future__ import annotations
@@ -24,31 +25,32 @@ class Estimator(Protocol):
     def __call__(self, log_ratio: Tensor, /, **options: float) -> Tensor:
         """Map ``log_ratio`` (any shape, nats, ``log pi - log ref``) to an estimate of the same shape.
 
-        Pure and elementwise: no mask, no reduction, no coefficient, no clamp inside. The estimate must
-        be differentiable in ``log_ratio``. Keyword options become ``KLTerm.options``: any numbers, or what the fact
-        ``options`` allows, as ``{"width": {"above": 0}}`` (rules of :func:`kl_comedy.config.validate.option`). The
-        fact ``claims_need`` maps ``on_policy`` and ``off_policy`` to the options without which the claims do not hold,
-        as ``{"on_policy": {"form": ("sampled_tail",)}}``.
+        An estimator is pure and elementwise: it has no mask, reduction, coefficient or clamp, and the estimate is
+        differentiable in ``log_ratio``. Its keyword arguments become ``KLTerm.options``. The fact ``options`` says
+        which values they may have, as ``{"width": {"above": 0}}`` (the rules of
+        :func:`kl_comedy.config.validate.option`); without it, any number. The fact ``claims_need`` maps ``on_policy``
+        and ``off_policy`` to the options without which the claims do not hold, as
+        ``{"on_policy": {"form": ("sampled_tail",)}}``.
         """
         ...
 
 
 class TopTokens(NamedTuple):
-    """The k likeliest tokens S of policy or reference at each prefix: log-probs ``[B, T, K]`` (nats) of both.
-
-    ``logp_BTK`` is differentiable. ``inside_BT``: whether the sampled token is in S.
-    """
+    """The k likeliest tokens S of policy or reference at each prefix."""
 
     logp_BTK: Tensor
+    """The policy's log-probs (nats); differentiable."""
     ref_logp_BTK: Tensor
+    """The reference's log-probs (nats) of the same tokens."""
     inside_BT: Tensor
+    """Whether the sampled token is in S."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK:
     """What a top-k estimator reads: the top tokens, and log-probs (nats) of the sampled token.
 
-    ``logp_BT`` and ``top.logp_BTK`` are differentiable; ``behaviour_logp_BT`` is the sampler's.
+    ``logp_BT`` and ``top.logp_BTK`` are differentiable; ``behaviour_logp_BT`` is what the sampler recorded.
     """
 
     top: TopTokens
@@ -58,6 +60,7 @@ class TopK:
 
     @property
     def shape(self) -> torch.Size:
+        """That of the estimate, ``[B, T]``."""
         return self.logp_BT.shape
 
 
@@ -88,6 +91,7 @@ def k1(log_ratio: Tensor) -> Tensor:
     >>> k1(torch.tensor([0.5, -0.5]))
     tensor([ 0.5000, -0.5000])
     """
+    # d k1 = grad log pi, whose mean is zero: pathwise:zero.
     return log_ratio
 
 
@@ -105,6 +109,7 @@ def k2(log_ratio: Tensor) -> Tensor:
     >>> k2(torch.tensor([2.0]))
     tensor([2.])
     """
+    # d k2 = l grad log pi, whose mean is the gradient of KL(pi || ref).
     return 0.5 * log_ratio.square()
 
 
@@ -123,6 +128,8 @@ def k3(log_ratio: Tensor) -> Tensor:
     >>> k3(torch.tensor([0.0]))
     tensor([0.])
     """
+    # d k3 = (1 - exp(-l)) grad log pi, whose mean is -E_ref[grad log pi], the gradient of KL(ref || pi).
+    # expm1, because exp(-l) - 1 has no digits left where policy and reference nearly agree.
     return torch.expm1(-log_ratio) + log_ratio
 
 
@@ -150,6 +157,7 @@ def k_lambda(log_ratio: Tensor, lam: float = 0.5) -> Tensor:
     >>> k_lambda(torch.tensor([0.3]), lam=0.0)
     tensor([0.3000])
     """
+    # E[exp(-l) - 1] = 0, so any multiple of it may be added to k1 (a control variate).
     return log_ratio + lam * torch.expm1(-log_ratio)
 
 
@@ -161,6 +169,7 @@ def k_lambda(log_ratio: Tensor, lam: float = 0.5) -> Tensor:
 )
 def exact(exact_kl: Tensor) -> Tensor:
     """``KL(pi(.|h) || ref(.|h))`` summed over the vocabulary at the prefix of the token: no sampling noise."""
+    # The sum over the vocabulary is taken by the model's head, which has the distributions.
     return exact_kl
 
 
@@ -207,6 +216,7 @@ def above_mixture(logp: Tensor, ref_logp: Tensor, share: float) -> Tensor:
 
 def jensen_shannon(logp_V: Tensor, ref_logp_V: Tensor, share: float) -> Tensor:
     """:func:`exact_jsd` of next-token log-probs (nats), summed over the last dimension; differentiable in both."""
+    # log ref - log m = (log ref - log pi) + (log pi - log m)
     from_mixture_V = above_mixture(logp_V, ref_logp_V, share)
     ref_V = ref_logp_V.exp() * (ref_logp_V - logp_V + from_mixture_V)
     return (share * ref_V + (1 - share) * logp_V.exp() * from_mixture_V).sum(-1)
@@ -245,7 +255,7 @@ TAIL_FLOOR = 1e-7
         "form": {"choices": TOP_K_FORMS},
     },
 )
-def top_k(at: TopK, k: float = 16, tokens: str = "policy", form: str = "sampled_tail") -> Tensor:
+def top_k(inputs: TopK, k: float = 16, tokens: str = "policy", form: str = "sampled_tail") -> Tensor:
     """``sum_S g_v + 1[y not in S] g_y / mu_y``, ``g = p l - p + q``: k tokens exactly, the rest by the sampled token y.
 
     S holds the ``k`` likeliest tokens of policy or reference (``tokens``); ``p``, ``q`` and ``mu`` are probabilities
@@ -260,7 +270,8 @@ def top_k(at: TopK, k: float = 16, tokens: str = "policy", form: str = "sampled_
     sum of ``p l - p + q`` over the vocabulary, the KL, as a function of the parameters: the mean of the value is the KL
     and the mean of the gradient, ``sum_S l dp + 1[y not in S] l_y dp_y / mu_y``, is its gradient. No ``g`` is below 0.
     """
-    logp_BTK, ref_logp_BTK, inside_BT = at.top
+    # ``k`` and ``tokens`` are read by the caller, which chooses S.
+    logp_BTK, ref_logp_BTK, inside_BT = inputs.top
     if form == "renormalized":
         logp_BTK = logp_BTK.log_softmax(-1)
         ref_logp_BTK = ref_logp_BTK.log_softmax(-1)
@@ -274,11 +285,11 @@ def top_k(at: TopK, k: float = 16, tokens: str = "policy", form: str = "sampled_
     if form == "bucket":
         return head_BT + _kl_of_the_rest(logp_BTK, ref_logp_BTK)
     if form == "naive_tail":
-        return head_BT + torch.where(inside_BT, 0.0, at.logp_BT - at.ref_logp_BT)
+        return head_BT + torch.where(inside_BT, 0.0, inputs.logp_BT - inputs.ref_logp_BT)
     if form == "sampled_tail":
-        return head_BT + _sampled_tail(at, at.behaviour_logp_BT)
+        return head_BT + _sampled_tail(inputs, inputs.behaviour_logp_BT)
     if form == "unweighted_tail":
-        return head_BT + _sampled_tail(at, at.logp_BT.detach())
+        return head_BT + _sampled_tail(inputs, inputs.logp_BT.detach())
     return head_BT
 
 
@@ -294,7 +305,7 @@ def _mass_outside(logp_BTK: Tensor) -> Tensor:
     return (1.0 - logp_BTK.double().exp().sum(-1)).clamp(min=TAIL_FLOOR)
 
 
-def _sampled_tail(at: TopK, drawn_logp_BT: Tensor) -> Tensor:
+def _sampled_tail(inputs: TopK, drawn_logp_BT: Tensor) -> Tensor:
     """``1[y not in S] g_y / mu_y`` of the sampled token y (nats), ``[B, T]``, with ``log mu_y = drawn_logp_BT``.
 
     ``g_y = p l - p + q`` is of first degree in ``p`` and ``q``, so dividing both by ``mu_y`` divides it.
@@ -302,10 +313,10 @@ def _sampled_tail(at: TopK, drawn_logp_BT: Tensor) -> Tensor:
 
     def log_ratio_to_drawn(logp_BT: Tensor) -> Tensor:
         # Masked before the exponential: a ratio that overflows inside S would make the gradient 0 x inf.
-        return torch.where(at.top.inside_BT, 0.0, logp_BT - drawn_logp_BT)
+        return torch.where(inputs.top.inside_BT, 0.0, logp_BT - drawn_logp_BT)
 
     # Inside S both logarithms are 0, and _generalized(0, 0) = 0.
-    return _generalized(log_ratio_to_drawn(at.logp_BT), log_ratio_to_drawn(at.ref_logp_BT))
+    return _generalized(log_ratio_to_drawn(inputs.logp_BT), log_ratio_to_drawn(inputs.ref_logp_BT))
 
 
 def _generalized(logp: Tensor, ref_logp: Tensor) -> Tensor:

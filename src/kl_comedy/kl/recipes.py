@@ -35,6 +35,8 @@ _rao_blackwell = partial(KLTerm, "exact", placement="reward", correction="prefix
 _teacher = partial(KLTerm, reference="teacher", beta=1.0)
 
 _recipe("none", "no KL term", "beta = 0 in TRL, prime-rl, verl defaults")
+# --- the placements that 2512.21852 compares -------------------------------------------------------------------------
+
 _recipe(
     "comedy/k1_in_reward",
     "k1 as a cost of the whole completion, before the baseline",
@@ -56,6 +58,8 @@ _recipe(
     _before("k3", beta=0.1),
     _loss("k3", beta=0.1),
 )
+# --- what libraries do, and the papers they follow -------------------------------------------------------------------
+
 _recipe("grpo", "k3 differentiated", "2402.03300 Eq. 4", _loss("k3", beta=0.04))
 _recipe(
     "trl/default",
@@ -64,6 +68,7 @@ _recipe(
     _loss("k3", correction="token", beta=0.04),
 )
 _recipe("trl/rloo", "k1 of the whole completion inside the reward", "TRL 1.16 RLOO", _before("k1", beta=0.05))
+# verl and SkyRL clamp the log-ratio to 20 nats and the estimate to 10.
 _recipe(
     "verl/low_var_kl",
     "k3 differentiated, without gradient beyond its clamps",
@@ -106,6 +111,9 @@ _recipe(
     "open-instruct e6c3044 kl_estimator=2",
     _loss("k3", input_clamp=40.0, beta=0.05),
 )
+# --- methods of papers
+# --------------------------------------------------------------------------------------------------
+
 _recipe(
     "deepseek_v3_2", "k3 times the differentiable token ratio", "2512.02556", _loss("k3", correction="token", beta=0.01)
 )
@@ -116,12 +124,14 @@ _recipe(
     "2510.01555 (off-policy correction)",
     _loss("k2", correction="token_detached", beta=0.01),
 )
+# k1 as a cost of its own token weights the score by l, which is the gradient of k2 in loss; a clip needs a cost.
 _recipe(
     "liu/clipped",
     "liu/corrected as a cost of its own token, with PPO's clip at 0.2",
     "2510.01555 (a clipped KL head)",
     _reward("k1", credit="own", correction="token", cap=1.2, cap_mode="clip", beta=0.01),
 )
+# The same term as openrlhf/default, by the name of another source.
 _recipe(
     "frpo",
     "k1 to go, added to the advantage after normalization",
@@ -136,6 +146,8 @@ _recipe(
     "per-decision importance sampling (Precup et al. 2000) of the Rao-Blackwellized KL (2504.10637)",
     _loss("exact", correction="prefix_previous", beta=0.01),
 )
+# --- rb/per_decision with less noise: the results of results/open_problem -------------------------------------------
+
 _recipe(
     "rb/baselined",
     "rb/per_decision with the leave-one-out mean of its own returns: unbiased, less noise",
@@ -160,6 +172,8 @@ _recipe(
     "results/open_problem",
     _rao_blackwell(cap=4.0, cap_mode="mask"),
 )
+# --- importance sampling of sampled estimates ------------------------------------------------------------------------
+
 _recipe(
     "is/sequence_total",
     "k1 of the whole completion times its ratio",
@@ -190,6 +204,8 @@ _recipe(
     "per-decision importance sampling",
     _reward("k1", correction="prefix", beta=0.01),
 )
+# --- distillation: the reference is a teacher ------------------------------------------------------------------------
+
 _recipe(
     "opd/sampled",
     "on-policy distillation: k1 to the teacher, each token its own",
@@ -214,6 +230,8 @@ _recipe(
     "GKD 2306.13649, lambda 1, JSD(0.5); TRL 1.16 DistillationTrainer, beta 0.5",
     _teacher("exact_jsd", placement="loss"),
 )
+# -E[1.25 (log teacher - log initial) - (log pi - log initial)], as two terms: the weights of log pi add up to 1, so the
+# objective has an optimum although a beta is below 0.
 _recipe(
     "g_opd",
     "max E[1.25 log(teacher / initial)] - KL(pi || initial), each token its own",

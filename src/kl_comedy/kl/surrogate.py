@@ -158,6 +158,7 @@ def in_reward(
 
 def in_loss(value_BT: Tensor, ratio_BT: Tensor) -> TermParts:
     """A differentiated estimate, times its (differentiable or detached) ratio."""
+    # All zero: a term in loss has no cost, so neither a score nor a baseline is weighted by it.
     zeros_BT = torch.zeros_like(value_BT)
     return TermParts(
         cost_BT=zeros_BT,
@@ -223,6 +224,7 @@ def kl_surrogate(
     credited_BT = parts.weight_BT * parts.cost_BT
     if term.baseline == "exact" and batch.exact_kl_BT is not None:
         baseline_BT = _weighted(term, batch, batch.exact_kl_BT)
+    # A baseline is weighted as the score is, by the ratio up to the token: then its mean is zero off-policy too.
     if baseline_BT is not None and term.baseline in ("own", "exact", "batch"):
         credited_BT = credited_BT - parts.baseline_weight_BT * baseline_BT.detach()
     # grad (cost * logp) = cost * score, as the cost is detached; what is differentiated by itself is added.
@@ -317,6 +319,7 @@ class _Batch(NamedTuple):
             exact_kl_BT = _wide(exact_kl_BT)
         top = self.top
         if top is not None:
+            # The reference's log-probs are constants; the policy's may ask for gradient.
             top = TopTokens(_wide(top.logp_BTK), _wide(top.ref_logp_BTK).detach(), top.inside_BT.bool())
         certainty_BT = self.certainty_BT
         if certainty_BT is not None:
@@ -345,11 +348,13 @@ class _Batch(NamedTuple):
 def _parts(term: KLTerm, batch: _Batch) -> TermParts:
     """The estimate of a checked batch as a cost (reward) or differentiated (loss), with its ratios."""
     delta_BT = batch.log_ratio_to_behaviour()
+    # Differentiable where the correction is: in loss its score term is part of the gradient, in reward it is detached.
     ratio_BT = weights_of(term.correction, delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
     value_BT = _weighted(term, batch, _value(term, batch))
     if term.placement == "loss":
         return in_loss(value_BT, ratio_BT)
     if term.cap_mode == "clip" and term.cap is not None:
+        # PPO's clip depends on the cost, so it comes after the value: a clipped token has no gradient at all.
         ratio_BT = torch.where(clipped(ratio_BT, value_BT, term.cap), 0.0, ratio_BT)
     facts = CORRECTIONS.get(term.correction).facts
     per_decision = facts.get("weights") == "cost"
@@ -415,6 +420,7 @@ def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tenso
         half_square_BT = k2(log_ratio_BT)
         value_BT = half_square_BT + (value_BT - half_square_BT).detach()
     if term.level == "sequence":
+        # Where it stands does not matter to a sum over the completion; evenly, a mean over tokens is right as well.
         value_BT = value_BT * mask_BT / mask_BT.sum(-1, keepdim=True)
     # ``where`` and not a product: the value of a row without tokens is 0 / 0 above, and NaN times 0 is NaN.
     return torch.where(mask_BT, value_BT, 0.0)
@@ -422,6 +428,7 @@ def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tenso
 
 def _evaluate(term: KLTerm, argument_BT: Tensor | TopK) -> Tensor:
     """The estimator's value (nats) between the term's clamps, of the shape of its argument."""
+    # A clamp has no gradient beyond its bounds, as in the libraries whose recipes have one.
     if term.input_clamp is not None and isinstance(argument_BT, Tensor):
         argument_BT = argument_BT.clamp(-term.input_clamp, term.input_clamp)
     value_BT = estimate(ESTIMATORS.get(term.estimator), argument_BT, **term.options)
@@ -441,6 +448,7 @@ def _checked(term: KLTerm, batch: _Batch) -> _Batch:
     """Check ranks, shapes and values; then :meth:`_Batch.widened`. Raises :class:`UserError`."""
     logp_BT = batch.logp_BT
     tensors = _tensors_read(term, batch)
+    # Shapes must be equal, not broadcastable: a column [B, 1] for [B, T] would be a silent mistake.
     if logp_BT.dim() != 2:
         raise UserError(f"logp_BT must be [B, T], got shape {tuple(logp_BT.shape)}")
     for name, tensor in {**tensors, "mask_BT": batch.mask_BT}.items():

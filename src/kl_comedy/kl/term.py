@@ -225,6 +225,7 @@ class KLTerm:
         Hashes of configs and stored certificates depend on which fields are written and in which order: a new field
         must have the default under which older terms keep their meaning.
         """
+        # In the order of the fields, which is that of every stored term.
         mapping: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)

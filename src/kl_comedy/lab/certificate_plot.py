@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError
-from kl_comedy.kl.oracle import Instance, Tree, expected_gradient, target_gradient
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.kl.oracle.gradients import initial_beta
 from kl_comedy.tracking.figures import (
     COLUMN,
@@ -88,7 +88,7 @@ def _biases_by_length(configurations: Mapping[str, Sequence[KLTerm]]) -> dict[st
     biases: dict[str, list[float]] = {name: [] for name in configurations}
     for length in LENGTHS:
         tree = Tree.build(vocabulary=2, length=length, ends=False)
-        setting = Instance.random(tree, regime="on_policy", seed=0, parameters=6, distance=0.5)
+        setting = Instance.random(tree, InstanceSettings(regime="on_policy", seed=0, parameters=6, distance=0.5))
         target_D = target_gradient(setting, "sequence_reverse")
         for name, terms in configurations.items():
             scale = max(initial_beta(term) for term in terms) or 1.0

@@ -126,7 +126,7 @@ def _is_readable(setting: Setting, flag: Flag) -> bool:
 
 
 def _text_of_flag(setting: Setting, flag: Flag) -> str | None:
-    """The text of a flag's value; None for a switch whose next word is no value of it but an argument."""
+    """The text of a flag's value; None for a switch whose next word is an argument and not its value."""
     if not flag.is_switch or setting.text is None:
         return setting.text
     if setting.text.strip("\"'").lower() in SWITCH:

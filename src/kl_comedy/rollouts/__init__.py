@@ -9,11 +9,13 @@ from kl_comedy.rollouts.base import (
 from kl_comedy.rollouts.engines import EngineRollouts, build_hf_server, build_vllm, build_vllm_server
 from kl_comedy.rollouts.hf import build_hf
 from kl_comedy.rollouts.recording import ReplayRollouts, build_replay
+from kl_comedy.rollouts.sampler import Sampler
 
 __all__ = [
     "EngineRollouts",
     "ReplayRollouts",
     "RolloutBackend",
+    "Sampler",
     "Sampling",
     "build_hf",
     "build_hf_server",

@@ -1,10 +1,10 @@
 """Recorded rollouts: writing them batch by batch, reading them back, and the ``replay`` backend that trains on them.
 
-    <folder>/batch-00000000.jsonl   one completion a line, the groups of a batch one after the other
-    <folder>/batch-00000001.jsonl   ... or .parquet, the same columns
+    <folder>/batch-00000000.jsonl   one completion per line, the groups of a batch one after the other
+    <folder>/batch-00000001.jsonl   ... or .parquet, with the same columns
 
-A part is written under another name and renamed, so a kill leaves whole parts only. Parts concatenated into one file
-are a recording too (``cat batch-*.jsonl > all.jsonl``). Every row is checked when a recording is opened.
+A part is written under another name and then renamed, so that a killed run leaves whole parts only. Parts concatenated
+into one file are a recording too (``cat batch-*.jsonl > all.jsonl``). Every row is checked when a recording is opened.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ LOGP_SLACK = 1e-4
 """Nats above 0 that rounding may leave on the log-prob of a certain token."""
 
 Row = tuple[str, Mapping[str, Any]]
-"""File and line for messages, and the row."""
+"""The place of a row for messages (file and line), and the row."""
 
 
 def _is_text(value: Any) -> bool:
@@ -51,6 +51,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    # By type, not isinstance: a bool is an int, and no number here.
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -58,38 +59,64 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and bool(value) and all(map(fits, value))
+def _is_logp(value: Any) -> bool:
+    return _is_number(value) and value <= LOGP_SLACK
+
+
+def _is_version(value: Any) -> bool:
+    return type(value) is int and value >= FOREIGN_VERSION
+
+
+def _is_temperature(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
 
 def _is_parts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+    return isinstance(value, dict) and all(_is_number(part) for part in value.values())
 
 
-FIELDS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
-    "batch": ("the number of its batch, counted from 0", "int", _is_count),
-    "group": ("the number of its group within the batch", "int", _is_count),
-    "problem": ("the problem's id", "text", _is_text),
-    "prompt_ids": ("token ids of the prompt", "ints", _list_of(_is_count)),
-    "completion_ids": ("token ids of the completion, the end token included", "ints", _list_of(_is_count)),
-    "logps": (
-        "the sampler's log-prob (nats) of each of them, at `temperature`",
-        "floats",
-        _list_of(lambda value: _is_number(value) and value <= LOGP_SLACK),
+def _list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A check for a list that is not empty, whose items all pass ``is_item``."""
+
+    def is_list(value: Any) -> bool:
+        if not isinstance(value, list) or not value:
+            return False
+        return all(is_item(item) for item in value)
+
+    return is_list
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a recording."""
+
+    meaning: str
+    kind: str
+    """Its Parquet type, by the names of :func:`_parquet_bytes`."""
+    accepts: Callable[[Any], bool]
+    """Whether a value can be used."""
+
+
+COLUMNS: Mapping[str, Column] = {
+    "batch": Column("the number of its batch, counted from 0", "int", _is_count),
+    "group": Column("the number of its group within the batch", "int", _is_count),
+    "problem": Column("the problem's id", "text", _is_text),
+    "prompt_ids": Column("token ids of the prompt", "ints", _list_of(_is_count)),
+    "completion_ids": Column("token ids of the completion, the end token included", "ints", _list_of(_is_count)),
+    "logps": Column(
+        "the sampler's log-prob (nats) of each token of the completion, at `temperature`", "floats", _list_of(_is_logp)
     ),
-    "versions": (
-        "the version of the weights that drew each of them; -1: of another run",
-        "ints",
-        _list_of(lambda value: type(value) is int and value >= FOREIGN_VERSION),
+    "versions": Column(
+        "the version of the weights that drew each token; -1: weights of another run", "ints", _list_of(_is_version)
     ),
-    "stop_reason": ("eos, stop or length", "text", STOP_REASONS.__contains__),
-    "text": ("the completion decoded, without special tokens", "text", _is_text),
-    "reward": ("the weighted reward", "float", _is_number),
-    "status": ("of the verifier", "text", STATUSES.__contains__),
-    "parts": ("each reward before its weight", "parts", _is_parts),
-    "temperature": ("of sampling", "float", lambda value: _is_number(value) and value > 0),
+    "stop_reason": Column("eos, stop or length", "text", STOP_REASONS.__contains__),
+    "text": Column("the decoded completion, without special tokens", "text", _is_text),
+    "reward": Column("the weighted reward", "float", _is_number),
+    "status": Column(f"one of {', '.join(STATUSES)}", "text", STATUSES.__contains__),
+    "parts": Column("each reward before its weight", "parts", _is_parts),
+    "temperature": Column("the sampling temperature, above 0", "float", _is_temperature),
 }
-"""Columns of a recording, in order: meaning, kind, and the check of a value."""
+"""Columns of a recording by name. Their order is that of the stored Parquet files."""
 
 
 def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
@@ -113,7 +140,10 @@ def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any], prompt: Prompt) -> Scored:
-    """The inverse, but for the versions: they count another run's updates, so all become :data:`FOREIGN_VERSION`."""
+    """The inverse of :func:`to_row`, except for versions.
+
+    Versions count the updates of the run that recorded, so that all become :data:`FOREIGN_VERSION`.
+    """
     rollout = Rollout(
         prompt=prompt,
         group_id=row["group"],
@@ -123,35 +153,42 @@ def from_row(row: Mapping[str, Any], prompt: Prompt) -> Scored:
         stop_reason=row["stop_reason"],
         text=row["text"],
     )
-    return Scored(rollout=rollout, reward=Reward(value=row["reward"], status=row["status"], parts=dict(row["parts"])))
+    reward = Reward(value=row["reward"], status=row["status"], parts=dict(row["parts"]))
+    return Scored(rollout=rollout, reward=reward)
 
 
 class RecordingWriter:
-    """Writes the batches of one run, each once or again: a resumed run replaces what it draws anew."""
+    """Writes the batches of one run. A resumed run draws some batches again and replaces their parts."""
 
     def __init__(self, folder: Path, format: str, *, temperature: float) -> None:
-        self._folder, self._format, self._temperature = folder, format, temperature
+        self._folder = folder
+        self._format = format
+        self._temperature = temperature
 
     def write(self, batch: int, rows: Sequence[Scored]) -> None:
-        """Write one batch whole. Raises :class:`RunFailed` where the disk refuses."""
-        plain = [to_row(batch, row, temperature=self._temperature) for row in rows]
+        """Write or replace the part of one batch. Raises :class:`RunFailed` where it cannot be written."""
+        plain_rows = [to_row(batch, row, temperature=self._temperature) for row in rows]
         try:
-            content = _jsonl_bytes(plain) if self._format == "jsonl" else _parquet_bytes(plain)
+            if self._format == "jsonl":
+                content = _jsonl_bytes(plain_rows)
+            else:
+                content = _parquet_bytes(plain_rows)
             atomic_write(self._folder / f"batch-{batch:08d}.{self._format}", content)
         except OSError as error:
-            what = f"the rollouts of batch {batch} cannot be written to {self._folder}"
-            raise RunFailed(f"{what} ({error.strerror or error})") from error
+            message = f"the rollouts of batch {batch} cannot be written to {self._folder}"
+            raise RunFailed(f"{message} ({error.strerror or error})") from error
 
     def remove_from(self, batch: int) -> None:
-        """Remove batches from this one on: what a run drew after the checkpoint from which it resumes."""
+        """Remove ``batch`` and all later ones: what a run drew after the checkpoint from which it resumes."""
         for part in self._folder.glob(f"batch-*.{self._format}"):
+            # A file of the user's may match the pattern too.
             number = part.stem.removeprefix("batch-")
             if number.isdecimal() and int(number) >= batch:
                 part.unlink()
 
 
 def _jsonl_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join(map(encode_json, rows))
+    return b"".join(encode_json(row) for row in rows)
 
 
 def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -166,52 +203,71 @@ def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
         "text": pa.string(),
         "parts": pa.map_(pa.string(), pa.float64()),
     }
-    schema = pa.schema([(name, types[kind]) for name, (_, kind, _) in FIELDS.items()])
-    columns = [{**row, "parts": list(row["parts"].items())} for row in rows]
+    schema = pa.schema([(name, types[column.kind]) for name, column in COLUMNS.items()])
+    # Arrow takes a map as its list of pairs.
+    arrow_rows = [{**row, "parts": list(row["parts"].items())} for row in rows]
+    table = pa.Table.from_pylist(arrow_rows, schema=schema)
     buffer = io.BytesIO()
-    table = pa.Table.from_pylist(columns, schema=schema)
     pyarrow.parquet.write_table(table, buffer, write_page_checksum=True)
     return buffer.getvalue()
 
 
 def check_row(row: Mapping[str, Any], place: str) -> None:
     """Raise :class:`UserError` for the first thing that makes a row unusable, naming ``place`` and the field."""
-    for name, (meaning, _, fits) in FIELDS.items():
-        if row.get(name) is None:
-            raise UserError(f"{place}: {name} is missing ({meaning}); a run records it with train.record_rollouts")
-        if not fits(row[name]):
-            raise UserError(f"{place}: {name} is not {meaning}: {str(row[name])[:60]}")
+    for name, column in COLUMNS.items():
+        value = row.get(name)
+        if value is None:
+            raise UserError(
+                f"{place}: {name} is missing ({column.meaning}); a run records it with train.record_rollouts"
+            )
+        if not column.accepts(value):
+            raise UserError(f"{place}: {name} is not {column.meaning}: {str(value)[:60]}")
     tokens = len(row["completion_ids"])
     for name in ("logps", "versions"):
         if len(row[name]) != tokens:
             raise UserError(f"{place}: {name} has {len(row[name])} numbers for the {tokens} tokens of completion_ids")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StoredRow:
+    """A row as it was read."""
+
+    file: Path
+    start: int
+    """Where the row begins in ``file``: a byte of a JSONL file, a row number of a Parquet file."""
+    place: str
+    """File and row for messages."""
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoredBatch:
+    """Where a batch is stored: its rows follow each other in one file."""
+
+    file: Path
+    start: int
+    """As in :class:`_StoredRow`, of the first row."""
+    rows: int
+
+
 class Recording:
     """Batches of recorded rollouts, read one at a time. Opening reads everything once and checks every row.
 
-    ``check`` gets each whole batch, and may raise.
+    ``check`` gets each whole batch, and may raise. Raises :class:`UserError` for the first fault.
     """
 
     def __init__(self, path: Path, *, check: Callable[[Sequence[Row]], None]) -> None:
-        self._batches: list[tuple[Path, int, int]] = []
-        """Of each batch: its file, where its first row begins there (see :func:`_rows`), and its number of rows."""
-        rows = ((file, *row) for file in _files(path) for row in _rows(file, 0))
+        # Only places are remembered: a recording may be larger than memory.
+        self._batches: list[_StoredBatch] = []
         previous: int | None = None
-        for number, group in itertools.groupby(rows, key=lambda item: item[3].get("batch")):
-            batch: list[Row] = []
-            for file, start, place, row in group:
-                check_row(row, place)
-                if not batch:
-                    first_file, first_start = file, start
-                elif file != first_file:
-                    raise UserError(f"{place}: batch {number} began in {first_file.name}; keep a batch in one file")
-                batch.append((place, row))
+        for number, batch_rows in itertools.groupby(_all_rows(path), key=lambda row: row.content.get("batch")):
+            rows = _checked_rows(number, batch_rows)
+            first = rows[0]
             if previous is not None and number != previous + 1:
-                wrong = f"batch {number} comes after batch {previous}"
-                raise UserError(f"{batch[0][0]}: {wrong}; a recording holds every batch, in order")
-            check(batch)
-            self._batches.append((first_file, first_start, len(batch)))
+                fault = f"batch {number} comes after batch {previous}"
+                raise UserError(f"{first.place}: {fault}; a recording holds every batch, in order")
+            check([(row.place, row.content) for row in rows])
+            self._batches.append(_StoredBatch(file=first.file, start=first.start, rows=len(rows)))
             previous = number
         if not self._batches:
             raise UserError(f"{KEY}: {path} holds no rollouts")
@@ -221,79 +277,113 @@ class Recording:
 
     def read(self, batch: int) -> list[Mapping[str, Any]]:
         """The rows of one batch, by its position. Raises :class:`RunFailed` where they have changed since."""
-        file, start, count = self._batches[batch]
-        rows = []
+        stored = self._batches[batch]
+        rows: list[Mapping[str, Any]] = []
         try:
-            for _, place, row in itertools.islice(_rows(file, start), count):
-                check_row(row, place)
-                rows.append(row)
+            for row in itertools.islice(_rows(stored.file, stored.start), stored.rows):
+                # Checked again: the file may have changed since it was opened.
+                check_row(row.content, row.place)
+                rows.append(row.content)
         except (UserError, OSError, ValueError) as error:
             raise RunFailed(f"{KEY}: batch {batch} of the recording cannot be read any more: {error}") from error
-        if len(rows) != count:
-            raise RunFailed(f"{KEY}: {file} has changed since this run began")
+        if len(rows) != stored.rows:
+            raise RunFailed(f"{KEY}: {stored.file} has changed since this run began")
         return rows
 
 
+def _checked_rows(batch: Any, rows: Iterable[_StoredRow]) -> list[_StoredRow]:
+    """The rows of one batch. Raises :class:`UserError` for an unusable row and for a batch in two files."""
+    checked: list[_StoredRow] = []
+    for row in rows:
+        check_row(row.content, row.place)
+        if checked and row.file != checked[0].file:
+            first_name = checked[0].file.name
+            raise UserError(f"{row.place}: batch {batch} began in {first_name}; keep a batch in one file")
+        checked.append(row)
+    return checked
+
+
+def _all_rows(path: Path) -> Iterator[_StoredRow]:
+    for file in _files(path):
+        yield from _rows(file, 0)
+
+
 def _files(path: Path) -> list[Path]:
-    """The parts of a folder, in order, or the one file."""
-    if path.is_dir():
-        files = sorted(file for format in FORMATS for file in path.glob(f"batch-*.{format}"))
-        if not files:
-            written = "(train.record_rollouts writes them)"
-            raise UserError(f"{KEY}: {path} holds no batch-*.jsonl or batch-*.parquet {written}")
-        if len({file.suffix for file in files}) > 1:
-            raise UserError(f"{KEY}: {path} holds both JSONL and Parquet parts; keep one kind")
-        with error_prefix(KEY):
-            check_tree(path, [file.name for file in files])
-        return files
-    if not path.is_file():
-        raise UserError(f"{KEY}: no such file or folder: {path}")
-    if path.suffix.removeprefix(".") not in FORMATS:
-        raise bad_value(KEY, str(path), "a folder of parts, a .jsonl or a .parquet file")
-    return [path]
+    """The parts of a folder, in order, or the one file. Raises :class:`UserError` where ``path`` is neither."""
+    if not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"{KEY}: no such file or folder: {path}")
+        if path.suffix.removeprefix(".") not in FORMATS:
+            raise bad_value(KEY, str(path), "a folder of parts, a .jsonl or a .parquet file")
+        return [path]
+    files: list[Path] = []
+    for format in FORMATS:
+        files += path.glob(f"batch-*.{format}")
+    files.sort()
+    if not files:
+        raise UserError(f"{KEY}: {path} holds no batch-*.jsonl or batch-*.parquet (train.record_rollouts writes them)")
+    if len({file.suffix for file in files}) > 1:
+        raise UserError(f"{KEY}: {path} holds both JSONL and Parquet parts; keep one kind")
+    with error_prefix(KEY):
+        check_tree(path, [file.name for file in files])
+    return files
 
 
-def _rows(file: Path, start: int) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Rows from ``start`` on: where each begins (byte of a JSONL file, row of a Parquet file), its name, the row."""
+def _rows(file: Path, start: int) -> Iterator[_StoredRow]:
+    """Rows from ``start`` on. Raises :class:`UserError` for what cannot be read as a row."""
     if file.suffix == ".parquet":
-        for number, row in _parquet_rows(file, start):
-            if isinstance(row.get("parts"), list):
-                row["parts"] = dict(row["parts"])
-            yield number, f"{KEY}: {file}, row {number + 1}", row
-        return
+        return _parquet_rows(file, start)
+    return _jsonl_rows(file, start)
+
+
+def _jsonl_rows(file: Path, start: int) -> Iterator[_StoredRow]:
+    # A batch that is read again begins at a byte, where the number of the line is not known.
+    suffix = f" after byte {start}" if start else ""
     with open(open_file(file), "rb") as lines:
         lines.seek(start)
-        suffix = f" after byte {start}" if start else ""
         for number, line in enumerate(lines, 1):
             place = f"{KEY}: {file}, row {number}{suffix}"
             try:
-                row = decode_json(line)
+                content = decode_json(line)
             except ValueError as error:
                 raise UserError(f"{place}: no readable row ({error})") from error
-            yield start, place, row
+            yield _StoredRow(file=file, start=start, place=place, content=content)
             start += len(line)
 
 
-def _parquet_rows(file: Path, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(file: Path, start: int) -> Iterator[_StoredRow]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:
-            number = 0
+            group_start = 0
             for group in range(table.num_row_groups):
-                rows = table.metadata.row_group(group).num_rows
-                if number + rows > start:
-                    first = max(start - number, 0)
-                    yield from enumerate(table.read_row_group(group).slice(first).to_pylist(), number + first)
-                number += rows
+                group_rows = table.metadata.row_group(group).num_rows
+                skipped = max(start - group_start, 0)
+                if skipped < group_rows:
+                    contents = table.read_row_group(group).slice(skipped).to_pylist()
+                    for number, content in enumerate(contents, group_start + skipped):
+                        yield _parquet_row(file, number, content)
+                group_start += group_rows
+    # A damaged file raises any of these, whichever of its bytes are wrong.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{KEY}: {file} is not a readable Parquet file: {reason}") from error
 
 
+def _parquet_row(file: Path, number: int, content: dict[str, Any]) -> _StoredRow:
+    # Arrow gives a map as its list of pairs.
+    if isinstance(content.get("parts"), list):
+        content["parts"] = dict(content["parts"])
+    place = f"{KEY}: {file}, row {number + 1}"
+    return _StoredRow(file=file, start=number, place=place, content=content)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
+    """``rollout.options`` of the backend."""
+
     path: str = option(MISSING, "what is replayed: a folder of parts, a .jsonl or a .parquet file")
     rewards: str = option(
         "recorded", "as they were judged then, or judged anew by this run's `rewards`", choices=("recorded", "again")
@@ -322,17 +412,22 @@ class ReplayRollouts:
     """
 
     def __init__(self, config: RolloutConfig, options: ReplayOptions, *, loaded: LoadedModel) -> None:
-        self._config, self._options, self._loaded = config, options, loaded
-        self._sampler = HFRollouts(loaded, batch_sequences=config.batch_sequences)
-        self.generate, self.generate_part = self._sampler.generate, self._sampler.generate_part
-        self.update_weights, self.close = self._sampler.update_weights, self._sampler.close
-        self._recording: Recording | None = None
-        self._prompts: Mapping[str, Prompt] = {}
+        self._config = config
+        self._options = options
+        self._loaded = loaded
         self.judges_again = options.rewards == "again"
+        # By problem id. bind sets it and the recording: prompts are known after the model is loaded.
+        self._prompts: Mapping[str, Prompt] = {}
+        self._recording: Recording | None = None
+        self._sampler = HFRollouts(loaded, batch_sequences=config.batch_sequences)
+        self.generate = self._sampler.generate
+        self.generate_part = self._sampler.generate_part
+        self.update_weights = self._sampler.update_weights
+        self.close = self._sampler.close
 
     @property
     def version(self) -> int:
-        """Of the weights that evaluation samples from."""
+        """Version of the weights that evaluation samples from."""
         return self._sampler.version
 
     def bind(self, prompts: Sequence[Prompt], *, weights: Mapping[str, float], updates: int, per_batch: int) -> None:
@@ -351,57 +446,72 @@ class ReplayRollouts:
 
         self._recording = Recording(Path(self._options.path), check=check)
         batches = len(self._recording)
-        if batches * per_batch < updates and not self._options.repeat:
-            why = f"the recording holds {batches} batches, and {per_batch} updates are made from each; "
-            why += "rollout.options.repeat=true goes through it again"
-            raise bad_value("train.steps", updates, f"at most {batches * per_batch}", why)
+        most_updates = batches * per_batch
+        if updates > most_updates and not self._options.repeat:
+            reason = (
+                f"the recording holds {batches} batches, and {per_batch} updates are made from each; "
+                "rollout.options.repeat=true starts over after the last batch"
+            )
+            raise bad_value("train.steps", updates, f"at most {most_updates}", reason)
 
     def batch(self, number: int) -> list[Scored]:
-        """The rows of one batch with their recorded rewards; the first again after the last."""
+        """The rows of the run's batch ``number`` with their recorded rewards; after the last comes the first again."""
         if self._recording is None:
-            raise RuntimeError("a replay is bound to the run's prompts before batches are read")
+            raise RuntimeError("bind must be called before batches are read")
+        # By the number of the batch, so that a resumed run reads the batch at which it was interrupted.
         rows = self._recording.read(number % len(self._recording))
         return [from_row(row, self._prompts[row["problem"]]) for row in rows]
 
     def _check_groups(self, batch: Sequence[Row]) -> None:
-        """``prompts_per_batch`` groups, one after the other, of ``group_size`` completions of one problem."""
-        prompts, size = self._config.prompts_per_batch, self._config.group_size
-        place, first = batch[0]
+        """Raise :class:`UserError` unless the batch has the groups and the temperature of this run.
+
+        There must be ``prompts_per_batch`` groups, one after the other, of ``group_size`` completions of one problem.
+        """
+        prompts = self._config.prompts_per_batch
+        size = self._config.group_size
+        temperature = self._config.temperature
         if len(batch) != prompts * size:
-            sizes = {row["group"] for _, row in batch}
+            place, first_row = batch[0]
+            groups = {row["group"] for _, row in batch}
             raise UserError(
-                f"{place}: batch {first['batch']} holds {len(batch)} completions in {len(sizes)} groups, and "
+                f"{place}: batch {first_row['batch']} holds {len(batch)} completions in {len(groups)} groups, and "
                 f"rollout.prompts_per_batch {prompts} x rollout.group_size {size} is {prompts * size}"
             )
-        for n, (place, row) in enumerate(batch):
-            group, problem = n // size, batch[n - n % size][1]["problem"]
+        for position, (place, row) in enumerate(batch):
+            group = position // size
+            _, first_of_group = batch[group * size]
+            problem = first_of_group["problem"]
             if row["group"] != group or row["problem"] != problem:
                 raise UserError(
-                    f"{place}: completion {n} of batch {row['batch']} is of group {row['group']}, problem "
+                    f"{place}: completion {position} of batch {row['batch']} is of group {row['group']}, problem "
                     f"{row['problem']!r}; expected group {group}, problem {problem!r} (groups of rollout.group_size "
                     f"{size}, one after the other)"
                 )
-            if row["temperature"] != self._config.temperature:
-                why = f"{place}: the recorded log-probs are at that temperature"
-                raise bad_value("rollout.temperature", self._config.temperature, f"{row['temperature']}", why)
+            if row["temperature"] != temperature:
+                reason = f"{place}: the recorded log-probs are at that temperature"
+                raise bad_value("rollout.temperature", temperature, f"{row['temperature']}", reason)
 
     def _check_tokens(self, batch: Sequence[Row]) -> None:
-        """Prompts and completions are what this tokenizer, template and data make of them."""
+        """Raise :class:`UserError` unless this run's data, template and tokenizer give the same prompts and texts.
+
+        A log-prob belongs to token ids: with other ids for the same text, the learner would score other tokens.
+        """
         tokenizer = self._loaded.tokenizer
-        entries = int(self._loaded.causal.config.get_text_config().vocab_size)
+        vocabulary = int(self._loaded.causal.config.get_text_config().vocab_size)
         for place, row in batch:
             prompt = self._prompts.get(row["problem"])
             if prompt is None:
-                raise UserError(f"{place}: data.train has no problem {row['problem']!r}, which the recording asks")
+                raise UserError(f"{place}: data.train has no problem {row['problem']!r}, which the recording has")
             if tuple(row["prompt_ids"]) != prompt.token_ids:
                 raise UserError(
                     f"{place}: the prompt of {row['problem']!r} has other token ids than this config gives it: "
                     "recorded with another tokenizer (model.source), template (data.prompt) or data (data.train)"
                 )
             ids = row["completion_ids"]
-            if max(ids) >= entries:
-                raise UserError(f"{place}: token id {max(ids)}, and the model's vocabulary has {entries} entries")
-            if tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) != row["text"]:
+            if max(ids) >= vocabulary:
+                raise UserError(f"{place}: token id {max(ids)}, and the model's vocabulary has {vocabulary} entries")
+            text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            if text != row["text"]:
                 raise UserError(
                     f"{place}: this tokenizer does not decode completion_ids to the recorded text; the recording was "
                     "made with another one (model.source, model.tokenizer)"
@@ -409,16 +519,18 @@ class ReplayRollouts:
 
 
 def _check_rewards(batch: Sequence[Row], weights: Mapping[str, float]) -> None:
-    """The recorded rewards are the weighted sum that this config's ``rewards`` describe."""
+    """Raise :class:`UserError` unless each recorded reward is the weighted sum that this run's ``rewards`` describe."""
+    hint = "rollout.options.rewards=again judges the recorded texts anew"
     for place, row in batch:
-        parts: Mapping[str, Any] = row["parts"]
+        parts: Mapping[str, float] = row["parts"]
+        # A name with a slash is a detail of a reward, which is not in the sum.
         names = sorted(name for name in parts if "/" not in name)
-        hint = "rollout.options.rewards=again judges the recorded texts anew"
         if names != sorted(weights):
             raise UserError(
-                f"{place}: judged by {', '.join(names) or '?'}, and rewards says {', '.join(weights)}; {hint}"
+                f"{place}: judged by {', '.join(names) or 'no reward'}, and rewards says {', '.join(weights)}; {hint}"
             )
         total = math.fsum(weight * parts[name] for name, weight in weights.items())
+        # Not to the bit: another version may have added the parts in another order.
         if not math.isclose(total, row["reward"], rel_tol=1e-9, abs_tol=1e-9):
             raise UserError(
                 f"{place}: reward is {row['reward']}, and its parts under the weights of rewards sum to {total}; {hint}"

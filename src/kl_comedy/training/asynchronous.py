@@ -14,7 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
@@ -28,14 +28,16 @@ CLOSE_LIMIT_S = 10.0
 """Seconds that the threads have to end after the engines were closed."""
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True)
+class Request:
     """One batch to draw: ``number`` names its random numbers, ``indices`` are the positions of its prompts."""
 
     number: int
     indices: tuple[int, ...]
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """All completions of one prompt: its position, the number of the request that it came from, its rows."""
 
     index: int
@@ -44,7 +46,7 @@ class Group(NamedTuple):
 
     @property
     def oldest(self) -> int:
-        """The oldest version among its tokens."""
+        """The oldest version among its tokens. A completion without tokens has version 0."""
         return min(min(row.rollout.versions, default=0) for row in self.rows)
 
 
@@ -71,7 +73,7 @@ class RolloutBuffer:
     drawn and waiting (``ready``), or taken.
 
     - ``wait``: the batch of iteration n may be requested once the learner's version is at least ``n u - max_steps`` (u
-      updates a batch). The newest weights are loaded before it is drawn, so the bound holds by construction.
+      updates per batch). The newest weights are loaded before it is drawn, so the bound holds by construction.
     - ``drop``: drawing never waits. Groups that are too old when a batch is taken are dropped, and so are the oldest
       when more are ready than can be used in time. Dropped prompts are requested again before new ones.
 
@@ -83,36 +85,53 @@ class RolloutBuffer:
         self.pending: dict[int, Request] = {}
         self.ready: deque[Group] = deque()
         self.returned: deque[int] = deque()
-        self.taken = self.dropped = 0
+        self.taken = 0
+        self.dropped = 0
         self._indices = indices
-        self._next_number = self._requested_in_order = 0
+        self._next_number = 0
+        self._requested_in_order = 0
 
     def next_request(self, version: int) -> Request | None:
         """The batch to draw next, pending until it arrives; None while none may be with the learner at ``version``."""
         if self.pending:
+            # After a resume: what was being drawn is drawn again.
             return next(iter(self.pending.values()))
-        limits = self.limits
-        if limits.drop:
-            missing = (limits.iterations - self.taken) * limits.prompts_per_batch - len(self.ready)
-            if missing <= 0:
-                return None
-        elif self._next_number >= limits.iterations or version < self._next_number * limits.updates - limits.max_steps:
+        may_draw = self._misses_groups() if self.limits.drop else self._is_in_time(version)
+        if not may_draw:
             return None
         request = Request(self._next_number, tuple(self._next_prompts()))
         self._next_number += 1
         self.pending[request.number] = request
         return request
 
+    def _misses_groups(self) -> bool:
+        """``drop``: whether the rest of the run needs more groups than are ready."""
+        iterations_left = self.limits.iterations - self.taken
+        return iterations_left * self.limits.prompts_per_batch > len(self.ready)
+
+    def _is_in_time(self, version: int) -> bool:
+        """``wait``: whether a batch drawn now is not too old when its iteration comes."""
+        limits = self.limits
+        if self._next_number >= limits.iterations:
+            return False
+        return version >= self._next_number * limits.updates - limits.max_steps
+
     def _next_prompts(self) -> list[int]:
         """Returned prompts first, then the order. A prompt is at most once in a request."""
-        size, chosen, later = self.limits.prompts_per_batch, list[int](), list[int]()
+        size = self.limits.prompts_per_batch
+        chosen: list[int] = []
+        # A small data set repeats prompts, so that one can have been returned twice.
+        repeated: list[int] = []
         while self.returned and len(chosen) < size:
             index = self.returned.popleft()
-            (later if index in chosen else chosen).append(index)
-        self.returned.extendleft(reversed(later))
+            if index in chosen:
+                repeated.append(index)
+            else:
+                chosen.append(index)
+        self.returned.extendleft(reversed(repeated))
         while len(chosen) < size:
-            batch, within = divmod(self._requested_in_order, size)
-            chosen.append(self._indices(batch)[within])
+            batch, position = divmod(self._requested_in_order, size)
+            chosen.append(self._indices(batch)[position])
             self._requested_in_order += 1
         return chosen
 
@@ -121,19 +140,22 @@ class RolloutBuffer:
         request = self.pending.pop(number)
         size = len(rows) // len(request.indices)
         for position, index in enumerate(request.indices):
-            self.ready.append(Group(index, number, tuple(rows[position * size : (position + 1) * size])))
+            group_rows = rows[position * size : (position + 1) * size]
+            self.ready.append(Group(index, number, tuple(group_rows)))
         while self.limits.drop and len(self.ready) > self.limits.ready_groups:
             self._drop(self.ready.popleft())
 
     def take(self, version: int) -> list[Group] | None:
         """One batch of groups for the learner at ``version``, oldest first, or None while there are not enough."""
-        groups, self.ready = self.ready, deque()
+        groups = self.ready
+        self.ready = deque()
         for group in groups:
             if version - group.oldest <= self.limits.max_steps:
                 self.ready.append(group)
             elif self.limits.drop:
                 self._drop(group)
             else:
+                # Impossible by construction. To pass over it would train on samples older than the config says.
                 raise AssertionError("a group older than lag.max_steps, though drawing waited")
         if len(self.ready) < self.limits.prompts_per_batch:
             return None
@@ -145,7 +167,8 @@ class RolloutBuffer:
         self.dropped += 1
 
     def snapshot(self, pack: Callable[[Sequence[Scored]], list[dict[str, Any]]]) -> dict[str, Any]:
-        """Plain data. Pending requests are drawn again after a restore, with weights that may be newer."""
+        """Plain data, by the keys of stored checkpoints. Pending requests are drawn again after a restore, with weights
+        that may be newer."""
         return {
             "next_number": self._next_number,
             "asked_in_order": self._requested_in_order,
@@ -158,8 +181,10 @@ class RolloutBuffer:
 
     def restore(self, state: Mapping[str, Any], unpack: Callable[[Any], list[Scored]]) -> None:
         """The inverse of :meth:`snapshot`."""
-        self._next_number, self._requested_in_order = int(state["next_number"]), int(state["asked_in_order"])
-        self.taken, self.dropped = int(state["taken"]), int(state["dropped"])
+        self._next_number = int(state["next_number"])
+        self._requested_in_order = int(state["asked_in_order"])
+        self.taken = int(state["taken"])
+        self.dropped = int(state["dropped"])
         self.returned = deque(state["returned"])
         self.pending = {number: Request(number, tuple(indices)) for number, indices in state["pending"]}
         self.ready = deque(Group(index, number, tuple(unpack(rows))) for index, number, rows in state["ready"])
@@ -180,7 +205,8 @@ class Producer:
         ranks: Ranks,
         precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self._updates, self._in_flight = updates_from_a_batch(config), config.lag.in_flight
+        self._updates = updates_from_a_batch(config)
+        self._in_flight = config.lag.in_flight
         limits = BufferLimits(
             prompts_per_batch=config.rollout.prompts_per_batch,
             updates=self._updates,
@@ -189,9 +215,14 @@ class Producer:
             drop=config.lag.policy == "drop",
         )
         self.buffer = RolloutBuffer(limits, prompts.indices)
-        self._sampler, self._prompts, self._scorer, self._ranks = sampler, prompts, scorer, ranks
+        self._sampler = sampler
+        self._prompts = prompts
+        self._scorer = scorer
+        self._ranks = ranks
         self._precision = precision
-        self._changed = sampler.changed  # locks everything below
+        # The buffer and everything below are read and written under this lock, by the main thread and the producer's.
+        # It is the sampler's, because a thread waits for either to change: a new version, or room in the buffer.
+        self._changed = sampler.changed
         self._closed = False
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
@@ -200,6 +231,7 @@ class Producer:
 
     def take(self, iteration: int) -> Batch:
         """One batch no older than allowed; waits for it."""
+        # A new run: the engines have no weights before the first batch is drawn.
         if self._sampler.version == NOT_PUBLISHED:
             self._sampler.publish(0)
         start = time.perf_counter()
@@ -212,20 +244,15 @@ class Producer:
     def _wait_for_batch(self, version: int) -> tuple[Sequence[Scored], dict[str, float]]:
         """Rows, and metrics since the last batch. The first call starts the threads."""
         if not self._threads:
-            for work in (self._produce, self._follow) if self._in_flight else (self._produce,):
-                self._threads.append(threading.Thread(target=self._run, args=(work,), daemon=True))
-                self._threads[-1].start()
+            self._start_threads()
         with self._changed:
             depth = len(self.buffer.ready) / self.buffer.limits.prompts_per_batch
-            while self._error is None and (groups := self.buffer.take(version)) is None:
-                self._changed.notify_all()  # dropped prompts may be drawn again
-                self._changed.wait()
-            if self._error is not None:
-                raise self._error
-            self._changed.notify_all()
-            assert groups is not None
-            seconds, self._seconds = self._seconds, defaultdict(float)
-            dropped, self._dropped_reported = self.buffer.dropped - self._dropped_reported, self.buffer.dropped
+            groups = self._wait_for_groups(version)
+            self._changed.notify_all()  # there is room in the buffer
+            seconds = self._seconds
+            self._seconds = defaultdict(float)
+            dropped = self.buffer.dropped - self._dropped_reported
+            self._dropped_reported = self.buffer.dropped
         metrics = {
             "time/generate": seconds["generate"],
             "time/score": seconds["score"],
@@ -237,12 +264,24 @@ class Producer:
         if busy_s > 0:
             metrics["time/sampler_idle_share"] = seconds["idle"] / (seconds["idle"] + busy_s)
             metrics["time/sampler_cpu"] = seconds["cpu"]
-        numbered = [
-            replace(row, rollout=replace(row.rollout, group_id=position))
-            for position, group in enumerate(groups)
-            for row in group.rows
-        ]
+        # Groups of several requests may be in one batch; the learner tells groups apart by their number in the batch.
+        numbered = []
+        for position, group in enumerate(groups):
+            for row in group.rows:
+                numbered.append(replace(row, rollout=replace(row.rollout, group_id=position)))
         return numbered, metrics
+
+    def _wait_for_groups(self, version: int) -> list[Group]:
+        """A batch of groups, once the buffer has one. The lock is held. Raises what ended a thread."""
+        while self._error is None:
+            groups = self.buffer.take(version)
+            if groups is not None:
+                return groups
+            # Taking may have dropped groups, whose prompts the producer must draw again: without this notice it and
+            # the learner would wait for each other.
+            self._changed.notify_all()
+            self._changed.wait()
+        raise self._error
 
     def snapshot(self) -> dict[str, Any]:
         """Batches that are being drawn are drawn again after a resume."""
@@ -265,44 +304,71 @@ class Producer:
 
     # --- threads of rank 0 --------------------------------------------------------------------------------------------
 
+    def _start_threads(self) -> None:
+        works = [self._produce]
+        if self._in_flight:
+            works.append(self._follow)
+        for work in works:
+            # Daemons: an engine that does not answer must not keep the process from ending.
+            thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
         except BaseException as error:
             with self._changed:
-                self._error = self._error or error
+                if self._error is None:  # the first is the cause, the others follow from it
+                    self._error = error
                 self._changed.notify_all()
 
     def _produce(self) -> None:
-        """Draw one batch after the other, as soon as each may be."""
+        """Draw one batch after the other, as soon as each may be drawn."""
         engines = self._sampler.engines
         while True:
-            idle, request = time.perf_counter(), None
-            with self._changed:
-                while not self._closed and (request := self.buffer.next_request(self._sampler.version)) is None:
-                    self._changed.wait()
-                if self._closed or request is None:
-                    return
-                self._seconds["idle"] += time.perf_counter() - idle
+            request = self._wait_for_request()
+            if request is None:
+                return
             with self._sampler.turn():
-                start, cpu = time.perf_counter(), engines.cpu_seconds()
+                start = time.perf_counter()
+                cpu_before = engines.cpu_seconds()
                 self._sampler.load()
                 with self._precision():
-                    rollouts = self._prompts.draw(engines.generate, *request)
-                middle, cpu = time.perf_counter(), engines.cpu_seconds() - cpu
+                    rollouts = self._prompts.draw(engines.generate, request.number, request.indices)
+                drawn = time.perf_counter()
+                cpu_s = engines.cpu_seconds() - cpu_before
+            # Scored outside the turn: an evaluation may draw meanwhile.
             rows = self._scorer.score(rollouts)
             with self._changed:
-                self._seconds["generate"] += middle - start
-                self._seconds["score"] += time.perf_counter() - middle
-                self._seconds["cpu"] += max(cpu, 0.0)  # a restarted engine begins at 0
+                self._seconds["generate"] += drawn - start
+                self._seconds["score"] += time.perf_counter() - drawn
+                self._seconds["cpu"] += max(cpu_s, 0.0)  # a restarted engine begins at 0
                 self.buffer.arrive(request.number, rows)
                 self._changed.notify_all()
 
+    def _wait_for_request(self) -> Request | None:
+        """The next batch to draw, once one may be drawn; None when the run is over."""
+        start = time.perf_counter()
+        with self._changed:
+            while not self._closed:
+                request = self.buffer.next_request(self._sampler.version)
+                if request is not None:
+                    self._seconds["idle"] += time.perf_counter() - start
+                    return request
+                self._changed.wait()
+        return None
+
     def _follow(self) -> None:
         """In flight: let the engines load weights as soon as they are published."""
+
+        def has_work() -> bool:
+            return self._closed or self._sampler.loaded != self._sampler.version
+
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._sampler.loaded != self._sampler.version)
+                self._changed.wait_for(has_work)
                 if self._closed:
                     return
+            # Outside the lock: loading takes long, and the learner must be able to publish and take meanwhile.
             self._sampler.load()

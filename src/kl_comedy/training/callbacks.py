@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from signal import SIGTERM
 from typing import Any
 
@@ -23,16 +24,16 @@ from rich.text import Text
 from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.evaluation import EvalResult, EvalSettings, evaluate
+from kl_comedy.evaluation import EvalSettings, evaluate
 from kl_comedy.evaluation.evaluate import evaluate_choices
 from kl_comedy.evaluation.likelihood import choice_scorer
 from kl_comedy.records import Scored
 from kl_comedy.registry import CALLBACKS
 from kl_comedy.rollouts.recording import RecordingWriter
-from kl_comedy.training.build import eval_sampling
 from kl_comedy.training.checkpoint import SaveFailed, save_checkpoint
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.metrics import completion_metrics
+from kl_comedy.training.problems import eval_sampling
 from kl_comedy.training.run_folder import RunDir, saved, step_of
 from kl_comedy.training.stop_signals import SIGNAL_SECONDS, StopRequest
 
@@ -50,30 +51,56 @@ PLAIN_EVERY_S = 5.0
 """Without a terminal: at most one line per this many seconds, and always the last."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestedCallback:
+    """A registered callback that the config asks for, and the key that does."""
+
+    key: str
+    name: str
+    options: Mapping[str, Any]
+
+
+def _requested_callbacks(config: Config) -> list[RequestedCallback]:
+    requested = [
+        RequestedCallback(key=f"callbacks.{position}", name=item.name, options=item.options)
+        for position, item in enumerate(config.callbacks)
+    ]
+    if config.audit.every:
+        requested.append(RequestedCallback(key="audit", name="audit", options=dict(vars(config.audit))))
+    if config.train.record_rollouts != "none":
+        options = {"format": config.train.record_rollouts}
+        requested.append(RequestedCallback(key="train.record_rollouts", name="record_rollouts", options=options))
+    return requested
+
+
 def configured_callbacks(config: Config) -> list[Callback]:
     """The callbacks that ``callbacks``, ``audit`` and ``train.record_rollouts`` ask for.
 
     Raises :class:`UserError` for an unknown name or option, as a callback's own ``check_config(config)`` may.
     """
-    wanted = [(f"callbacks.{n}", each.name, each.options) for n, each in enumerate(config.callbacks)]
-    if config.audit.every:
-        wanted.append(("audit", "audit", dict(vars(config.audit))))
-    if config.train.record_rollouts != "none":
-        wanted.append(("train.record_rollouts", "record_rollouts", {"format": config.train.record_rollouts}))
     callbacks = []
-    for key, name, options in wanted:
-        build = CALLBACKS.get(name, key=f"{key}.name").fn
-        try:
-            inspect.signature(build).bind(**options)
-        except TypeError as error:
-            raise bad_value(f"{key}.options", options, f"the arguments of {name}", str(error)) from None
-        callback = build(**options)
-        if not isinstance(callback, Callback):
-            raise UserError(f"{key}.name: {name} gives a {type(callback).__name__}, and not a Lightning Callback")
+    for requested in _requested_callbacks(config):
+        callback = _build_callback(requested)
         if hasattr(callback, "check_config"):
             callback.check_config(config)
         callbacks.append(callback)
     return callbacks
+
+
+def _build_callback(requested: RequestedCallback) -> Callback:
+    key = requested.key
+    name = requested.name
+    build = CALLBACKS.get(name, key=f"{key}.name").fn
+    # Checked before the call, because a TypeError from inside of it is a bug of the callback and not of the config.
+    try:
+        inspect.signature(build).bind(**requested.options)
+    except TypeError as error:
+        allowed = f"the arguments of {name}"
+        raise bad_value(f"{key}.options", requested.options, allowed, str(error)) from None
+    callback = build(**requested.options)
+    if not isinstance(callback, Callback):
+        raise UserError(f"{key}.name: {name} gives a {type(callback).__name__}, and not a Lightning Callback")
+    return callback
 
 
 def sample_rows(rows: Sequence[Scored]) -> list[dict[str, Any]]:
@@ -103,8 +130,10 @@ class RecordRollouts(Callback):
         self._format = format
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        config, folder = pl_module.config, pl_module.run_folder
-        self._writer = RecordingWriter(folder / "rollouts", self._format, temperature=config.rollout.temperature)
+        config = pl_module.config
+        folder = pl_module.run_folder / "rollouts"
+        self._writer = RecordingWriter(folder, self._format, temperature=config.rollout.temperature)
+        # Rounded up: the batch in use is on disk already, and a resumed run does not draw it again.
         next_batch = -(-pl_module.version // updates_from_a_batch(config))
         pl_module.ranks.on_rank_zero(lambda: self._writer.remove_from(next_batch))
 
@@ -123,7 +152,10 @@ class MetricsCallback(Callback):
         version = pl_module.version
         for logger in trainer.loggers:
             logger.log_metrics(pl_module.last_metrics, step=version)
-        if self._every and (version == 1 or version % self._every == 0):
+        if self._every == 0:
+            return
+        if version == 1 or version % self._every == 0:
+            # The first logger is the run's own; Lightning's others have no tables.
             trainer.logger.log_table("samples", sample_rows(pl_module.last_batch.rows), step=version)
 
 
@@ -134,57 +166,71 @@ class EvaluationCallback(Callback):
     """
 
     def __init__(self, config: Config, console: Console) -> None:
-        self._config, self._console = config, console
+        self._config = config
+        self._console = console
         self.history: dict[str, dict[int, float]] = {}
         self.accuracies: dict[str, dict[int, float]] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        ranks, loaded, reference = pl_module.ranks, pl_module.loaded, pl_module.references["initial"]
+        ranks = pl_module.ranks
+        loaded = pl_module.loaded
+        reference = pl_module.references["initial"]
         self._measure = completion_metrics(self._config, loaded=loaded, reference=reference, ranks=ranks)
         self._choice_scorer = choice_scorer(self._config, loaded, ranks)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # A resumed run has its first evaluation in the history already.
         if self._config.eval.at_start and pl_module.version == 0:
             self.run(trainer, pl_module.version)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        every, version = self._config.train.eval_every, pl_module.version
-        last = version == self._config.train.steps
-        if (every and version % every == 0) or (last and self._config.eval.at_end):
+        every = self._config.train.eval_every
+        version = pl_module.version
+        is_due = every > 0 and version % every == 0
+        is_at_end = self._config.eval.at_end and version == self._config.train.steps
+        if is_due or is_at_end:
             self.run(trainer, version)
 
     def run(self, trainer: Any, version: int) -> None:
-        data, config, logger = trainer.datamodule, self._config, trainer.logger
-
-        def record(result: EvalResult, history: dict[str, dict[int, float]], score: str) -> None:
-            history.setdefault(result.name, {})[version] = result.row()[score]
-            for each in trainer.loggers:
-                each.log_metrics(result.metrics(), step=version)
-            line = f"eval {result.name} at update {version}: {result.line()}"
-            self._console.print(line, soft_wrap=True, highlight=False)
-
+        """Evaluate every set with the policy at ``version``; log and print the scores."""
+        data = trainer.datamodule
+        config = self._config
         settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=self._measure)
+        # In the trainer's precision, so that the policy evaluated is the one that trains.
         with trainer.precision_plugin.forward_context():
             for eval_set in data.prompts.evals:
+                # The same seed at every evaluation: scores of a run differ by the policy, not by the draw.
                 seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
                 result = evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
-                record(result, self.history, "reward")
-                logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
+                self.history.setdefault(result.name, {})[version] = result.row()["reward"]
+                self._report(trainer, version, result)
+                trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
             for choices in data.prompts.choice_sets:
-                result = evaluate_choices(self._choice_scorer, choices)
-                record(result, self.accuracies, "accuracy")
-                logger.log_table(f"choices/{result.name}", list(result.rows[:SAMPLE_ROWS]), step=version)
+                choice_result = evaluate_choices(self._choice_scorer, choices)
+                self.accuracies.setdefault(choice_result.name, {})[version] = choice_result.row()["accuracy"]
+                self._report(trainer, version, choice_result)
+                shown = list(choice_result.rows[:SAMPLE_ROWS])
+                trainer.logger.log_table(f"choices/{choice_result.name}", shown, step=version)
+
+    def _report(self, trainer: Any, version: int, result: Any) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(result.metrics(), step=version)
+        line = f"eval {result.name} at update {version}: {result.line()}"
+        self._console.print(line, soft_wrap=True, highlight=False)
 
     def reward_at(self, version: int) -> float | None:
         """The mean reward over the sets evaluated at ``version``, suites by log-prob aside; None without any."""
         rewards = [values[version] for values in self.history.values() if version in values]
-        return sum(rewards) / len(rewards) if rewards else None
+        if not rewards:
+            return None
+        return sum(rewards) / len(rewards)
 
     def state_dict(self) -> dict[str, Any]:
         return copy.deepcopy({"history": self.history, "accuracies": self.accuracies})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history, self.accuracies = state_dict["history"], state_dict.get("accuracies", {})
+        self.history = state_dict["history"]
+        self.accuracies = state_dict.get("accuracies", {})  # checkpoints of earlier versions have none
 
 
 class CheckpointCallback(Checkpoint):
@@ -195,53 +241,73 @@ class CheckpointCallback(Checkpoint):
     """
 
     def __init__(self, config: Config, evaluation: EvaluationCallback, request: StopRequest) -> None:
-        self._train, self._evaluation, self._request = config.train, evaluation, request
+        self._train = config.train
+        self._evaluation = evaluation
+        self._request = request
+        # Only a job that is signalled before its end can lose what it has not saved.
         self._warning_s = float(os.environ.get(SIGNAL_SECONDS) or math.inf)
-        self._update_s = self._save_s = 0.0  # the longest of either so far; an update with its evaluation
+        # The longest so far, in seconds: of an update with its evaluation, and of a save.
+        self._update_s = 0.0
+        self._save_s = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._since = time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         self._update_s = max(self._update_s, time.monotonic() - self._since)
-        every, version, last = self._train.checkpoint_every, pl_module.version, self._train.steps
-        due = bool(every) and (version % every == 0 or version == last)
-        if due:
+        version = pl_module.version
+        is_due = self._is_due(version)
+        if is_due:
             self.save(trainer, version)
+        # Gathered after every update: a rank that stopped alone would leave the others waiting in the next one.
         received = {signal for signal in pl_module.ranks.gather(self._request.signal) if signal is not None}
-        if received and version < last:
+        if received and version < self._train.steps:
+            # An end outranks a pause, as in stop_signals.py.
             self._request.signal = SIGTERM if SIGTERM in received else received.pop()
             trainer.should_stop = True
-            if not due:
+            if not is_due:
                 self.save(trainer, version)
         self._warn_if_a_stop_takes_too_long()
         self._since = time.monotonic()
 
+    def _is_due(self, version: int) -> bool:
+        every = self._train.checkpoint_every
+        if every == 0:
+            return False
+        return version % every == 0 or version == self._train.steps
+
     def _warn_if_a_stop_takes_too_long(self) -> None:
         needed_s = self._update_s + self._save_s
         if needed_s > self._warning_s:
-            parts = f"an update with evaluation {self._update_s:.0f} s, a checkpoint {self._save_s:.0f} s"
-            when = f"this job is signalled {self._warning_s:g} s before its end"
             log.warning(
-                f"to stop takes up to {needed_s:.0f} s ({parts}), and {when}: it may be killed before it has saved; "
-                "raise signal_seconds in the profile"
+                f"stopping takes up to {needed_s:.0f} s (an update with evaluation {self._update_s:.0f} s, a "
+                f"checkpoint {self._save_s:.0f} s), and this job is signalled {self._warning_s:g} s before its end: it "
+                "may be killed before it has saved; raise signal_seconds in the profile"
             )
             self._warning_s = math.inf  # once
 
     def save(self, trainer: Any, version: int) -> None:
+        """Write the checkpoint of ``version``. Raises :class:`RunFailed` where it cannot be written."""
         module: Any = trainer.lightning_module
-        root, reward = RunDir(path=module.run_folder).checkpoints, self._evaluation.reward_at(version)
-        options = {"keep": self._train.keep_checkpoints, "reward": reward, "ranks": module.ranks}
+        root = RunDir(path=module.run_folder).checkpoints
         start = time.monotonic()
         try:
-            save_checkpoint(root, version, trainer.save_checkpoint, **options)
+            save_checkpoint(
+                root,
+                version,
+                trainer.save_checkpoint,
+                keep=self._train.keep_checkpoints,
+                reward=self._evaluation.reward_at(version),
+                ranks=module.ranks,
+            )
         except SaveFailed as error:
             last = max(map(step_of, saved(root)), default=0)
             raise RunFailed(
-                f"the checkpoint of update {version} cannot be written ({error}); the run goes on from "
-                f"update {last} when {root} can be written again"
+                f"the checkpoint of update {version} cannot be written ({error}); a resume will start from update "
+                f"{last} once {root} can be written again"
             ) from error
         self._save_s = max(self._save_s, time.monotonic() - start)
+        # After the checkpoint is whole: metrics of updates that a resume repeats must not reach the store twice.
         trainer.logger.commit(version)
 
 
@@ -253,18 +319,23 @@ class SignalWarning(Callback):
     """
 
     def __init__(self) -> None:
-        self._silent = 0
+        self._silent_updates = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        metrics, rows = pl_module.last_metrics, pl_module.last_batch.rows
-        several = len({row.rollout.group_id for row in rows}) < len(rows)
-        if several:
-            silent = metrics["train/groups_without_signal"] == 1.0
-        else:  # one completion a prompt: the baseline is the batch's
-            silent = metrics["train/reward_std"] == 0.0
-        self._silent = self._silent + 1 if silent else 0
-        if self._silent != SILENT_UPDATES:
+        metrics = pl_module.last_metrics
+        rows = pl_module.last_batch.rows
+        has_groups = len({row.rollout.group_id for row in rows}) < len(rows)
+        if has_groups:
+            is_silent = metrics["train/groups_without_signal"] == 1.0
+        else:  # one completion per prompt: the baseline is the batch's
+            is_silent = metrics["train/reward_std"] == 0.0
+        if is_silent:
+            self._silent_updates += 1
+        else:
+            self._silent_updates = 0
+        if self._silent_updates != SILENT_UPDATES:  # warned once for each silence
             return
+        # A completion is shown, because most often the reward cannot read the answers, and that is seen at a glance.
         first = rows[0]
         log.warning(
             f"no signal for {SILENT_UPDATES} updates: in each group all completions had the same reward (mean "
@@ -282,15 +353,16 @@ def status_line(metrics: Mapping[str, float]) -> str:
     >>> status_line({"train/reward": 0.25, "train/verifier_failed": 0.5})
     'reward 0.250  VERIFIER FAILED on 50.0%'
     """
-    name, word = ("exact", "exact") if "kl/exact_reverse_sequence" in metrics else ("k1", "sampled k1")
-    formats = {
-        "train/reward": "reward {:.3f}",
-        f"kl/{name}_reverse_sequence": f"{word} KL {{:.4f}} nats",
-        "policy/entropy": "entropy {:.3f}",
-        "train/length": "length {:.1f}",
-        "time/tokens_per_second": "{:.0f} tok/s",
-    }
-    if metrics.get("train/verifier_failed", 0.0) > 0:  # a bug of a reward shows in every line, not in one warning only
+    formats = {"train/reward": "reward {:.3f}"}
+    if "kl/exact_reverse_sequence" in metrics:
+        formats["kl/exact_reverse_sequence"] = "exact KL {:.4f} nats"
+    else:
+        formats["kl/k1_reverse_sequence"] = "sampled k1 KL {:.4f} nats"
+    formats["policy/entropy"] = "entropy {:.3f}"
+    formats["train/length"] = "length {:.1f}"
+    formats["time/tokens_per_second"] = "{:.0f} tok/s"
+    # A bug of a reward shows in every line, and not in one warning only.
+    if metrics.get("train/verifier_failed", 0.0) > 0:
         formats["train/verifier_failed"] = "VERIFIER FAILED on {:.1%}"
     return "  ".join(text.format(metrics[key]) for key, text in formats.items() if key in metrics)
 
@@ -310,10 +382,18 @@ class ConsoleProgress(ProgressBar):
 
     def __init__(self, console: Console, steps: int) -> None:
         super().__init__()
-        self._console, self._steps = console, steps
-        columns = (TextColumn("[bold]update"), BarColumn(bar_width=24), MofNCompleteColumn())
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self._bar = _TwoLines(*columns, *times, console=console, disable=not console.is_terminal)
+        self._console = console
+        self._steps = steps
+        self._bar = _TwoLines(
+            TextColumn("[bold]update"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
         self._task = self._bar.add_task("train", total=steps, start=False)
 
     def enable(self) -> None: ...
@@ -325,20 +405,26 @@ class ConsoleProgress(ProgressBar):
         self._console.print(*args, **kwargs)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._started = self._printed = time.monotonic()
+        self._started = time.monotonic()
+        self._printed = self._started
         self._first = pl_module.version
         if not self._console.quiet:
             self._bar.start()
             self._bar.reset(self._task, completed=self._first)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        version, line, now = pl_module.version, status_line(pl_module.last_metrics), time.monotonic()
+        version = pl_module.version
+        line = status_line(pl_module.last_metrics)
         self._bar.line = line
         self._bar.update(self._task, completed=version)
-        due = now - self._printed >= PLAIN_EVERY_S or version in (1, self._steps)
-        if not self._console.is_terminal and due:
+        if self._console.is_terminal:
+            return
+        now = time.monotonic()
+        is_first_or_last = version in (1, self._steps)
+        if is_first_or_last or now - self._printed >= PLAIN_EVERY_S:
             self._printed = now
-            left = (now - self._started) / max(version - self._first, 1) * (self._steps - version)
+            seconds_per_update = (now - self._started) / max(version - self._first, 1)
+            left = seconds_per_update * (self._steps - version)
             self._console.print(f"update {version}/{self._steps}  {line}  {left:.0f} s left", soft_wrap=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any, *exception: BaseException) -> None:

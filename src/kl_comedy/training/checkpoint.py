@@ -8,6 +8,9 @@
 Tensors and plain data load with ``weights_only=True``, and DCP's index through an unpickler that accepts only its
 record types, so reading a checkpoint runs no code from it. The number of processes that read may differ from the
 number that wrote.
+
+Runs that are stored must stay readable: names of files, keys of the states and names of tensors do not change without
+a new :data:`FORMAT`.
 """
 
 from __future__ import annotations
@@ -41,7 +44,13 @@ log = logging.getLogger("kl_comedy")
 FORMAT = 1
 MAX_ERROR_CHARACTERS = 500
 """An index may name a file of thousands of characters."""
-MANIFEST, STATE, INDEX, UNFINISHED, DAMAGED = "manifest.json", "state.pt", ".metadata", ".tmp", ".damaged"
+
+MANIFEST = "manifest.json"
+STATE = "state.pt"
+INDEX = ".metadata"
+UNFINISHED = ".tmp"
+DAMAGED = ".damaged"
+
 Write = Callable[[Path], None]
 _WRITE_ERRORS = (OSError, RuntimeError, RankFailed, CheckpointException)
 
@@ -56,7 +65,9 @@ class SaveFailed(Exception):
 def write_checkpoint(folder: Path, state: dict[str, Any], module: Any, optimizers: list[Any], ranks: Ranks) -> None:
     """Write everything but the manifest into the new ``folder``. Every process must call, and all raise."""
     run_state = dict(state["kl_comedy"])
-    moving, rank_state = run_state["moving"], {"torch_rng": run_state.pop("torch_rng")}
+    # Random numbers differ from rank to rank; tensors go into DCP's shards. The rest is the same on every rank.
+    rank_state = {"torch_rng": run_state.pop("torch_rng")}
+    moving = run_state["moving"]
     run_state["moving"] = {name: _without("weights", reference) for name, reference in moving.items()}
     param_groups = [[_without("params", group) for group in optimizer.param_groups] for optimizer in optimizers]
     tensors = _tensors(module, optimizers, moving)
@@ -79,13 +90,17 @@ def read_checkpoint(folder: Path, module: Any, optimizers: list[Any], ranks: Ran
 
 @contextlib.contextmanager
 def unreadable(folder: Path) -> Iterator[None]:
-    """Raise :class:`RunFailed` for whatever is raised inside over the content of a checkpoint: its files are as they
-    were written, so it was not written by us, or by another version."""
+    """Raise :class:`RunFailed` for whatever is raised inside over the content of a checkpoint.
+
+    Its hashes were checked before: its files are as they were written, so it was not written by us, or by another
+    version. Errors of memory and interrupts are raised unchanged.
+    """
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except (Exception, CheckpointException) as error:
+        # CheckpointException is no Exception, and may contain the interrupt of a user.
         if isinstance(error, CheckpointException):
             _raise_interrupt(error)
         raise RunFailed(
@@ -97,12 +112,15 @@ def _read(folder: Path, module: Any, optimizers: list[Any], ranks: Ranks) -> dic
     def load_states() -> dict[str, Any]:
         state: dict[str, Any] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
         rank_file = folder / f"rank-{ranks.rank}.pt"
-        rank_file = rank_file if rank_file.exists() else folder / "rank-0.pt"  # more processes than wrote it
+        if not rank_file.exists():
+            # More processes read the checkpoint than wrote it.
+            rank_file = folder / "rank-0.pt"
         state["kl_comedy"] |= torch.load(rank_file, weights_only=True, map_location="cpu")
         return state
 
     state = ranks.raise_on_all_ranks(load_states)
-    run_state, reader = state["kl_comedy"], SafeReader(folder)
+    run_state = state["kl_comedy"]
+    reader = SafeReader(folder)
     _allocate_optimizer_states(module, optimizers, reader.read_metadata().state_dict_metadata)
     for optimizer, groups in zip(optimizers, state.pop("param_groups"), strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -127,32 +145,39 @@ def _tensors(module: nn.Module, optimizers: Sequence[Any], moving: Mapping[str, 
                 if isinstance(value, Tensor):
                     tensors[f"optimizer.{number}.{name}.{key}"] = value
     for name, reference in moving.items():
-        tensors |= {f"reference.{name}.{weight}": tensor for weight, tensor in reference["weights"].items()}
+        for weight_name, tensor in reference["weights"].items():
+            tensors[f"reference.{name}.{weight_name}"] = tensor
     return tensors
 
 
 def _allocate_optimizer_states(module: nn.Module, optimizers: Sequence[Any], metadata: Mapping[str, Any]) -> None:
     """Give each parameter zeros for the state tensors that the checkpoint has for it.
 
-    A state tensor is sharded as its parameter where it has the same shape; a step count is whole.
+    DCP loads in place, and a new optimizer has no state before its first step. A state tensor is sharded as its
+    parameter where it has the same shape; a step count is whole.
     """
     for number, optimizer in enumerate(optimizers):
         optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in module.named_parameters():
-            prefix, states = f"optimizer.{number}.{name}.", {}
-            for key in (key for key in metadata if key.startswith(prefix) and "." not in key[len(prefix) :]):
-                size, dtype = metadata[key].size, metadata[key].properties.dtype
-                if size == parameter.shape:
-                    states[key[len(prefix) :]] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            prefix = f"optimizer.{number}.{name}."
+            states: dict[str, Tensor] = {}
+            for stored_name, stored in metadata.items():
+                key = stored_name.removeprefix(prefix)
+                if key == stored_name or "." in key:
+                    continue  # of another parameter, perhaps one whose name begins with this one's
+                dtype = stored.properties.dtype
+                if stored.size == parameter.shape:
+                    states[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 else:
-                    states[key[len(prefix) :]] = torch.zeros(size, dtype=dtype, device=parameter.device)
+                    states[key] = torch.zeros(stored.size, dtype=dtype, device=parameter.device)
             if states and parameter in optimized:
                 optimizer.state[parameter] = states
 
 
 def load_tensors(tensors: Mapping[str, Tensor], reader: SafeReader) -> None:
     """Fill ``tensors`` in place by name, each process its shards. Raises where the checkpoint lacks one."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it works without processes
+    # DCP warns that it works without processes, which is what no_dist asks for.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
@@ -181,44 +206,50 @@ def _save(path: Path, content: Any) -> None:
 
 # --- reading DCP's index without running anything -------------------------------------------------------------------
 
-# without BytesStorageMetadata: what it describes DCP unpickles, and runs
-_METADATA_TYPES = (
-    "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
-    "TensorStorageMetadata _MEM_FORMAT_ENCODING"
-)
 _INDEX_TYPES = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_TYPES.split()),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
+"""What an index of tensors consists of. BytesStorageMetadata is not here: DCP unpickles what it describes, and that
+runs code."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
     """Accepts the record types of DCP's index of tensors, dtypes and layouts."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _INDEX_TYPES or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        is_record = (module, name) in _INDEX_TYPES
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_record or is_dtype:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"a checkpoint's index holds {module}.{name}")
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, with an index that cannot run code."""
+    """DCP's reader, with an index that cannot run code or read files outside the checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """The index. Raises :class:`pickle.UnpicklingError` for one that names anything else than tensors inside."""
         with open(Path(self.path) / INDEX, "rb") as file:
             metadata = _IndexUnpickler(file).load()
-        if not all(type(entry) is TensorStorageMetadata for entry in metadata.state_dict_metadata.values()):
-            raise pickle.UnpicklingError("a checkpoint's index holds something else than tensors")
+        for entry in metadata.state_dict_metadata.values():
+            if type(entry) is not TensorStorageMetadata:
+                raise pickle.UnpicklingError("a checkpoint's index holds something else than tensors")
         root = Path(self.path).resolve()
         for storage in metadata.storage_data.values():
             if not (root / storage.relative_path).resolve().is_relative_to(root):
                 raise pickle.UnpicklingError(f"a checkpoint's index names {storage.relative_path}, outside its folder")
+        # As in DCP's own reader, which this method replaces.
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -239,17 +270,18 @@ def save_checkpoint(
     target = root / f"step-{step:08d}.ckpt"
     folder = target.with_suffix(UNFINISHED)
 
-    def entries() -> dict[str, Any]:
-        """Each process hashes the files that it wrote."""
-        written = [*folder.glob(f"__{ranks.rank}_*.distcp"), folder / f"rank-{ranks.rank}.pt"]
-        written += [folder / STATE, folder / INDEX] if ranks.is_rank_zero else []
-        return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in written}
+    def remove_unfinished() -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
 
     try:
-        ranks.on_rank_zero(lambda: folder.exists() and shutil.rmtree(folder))
+        ranks.on_rank_zero(remove_unfinished)
         write(folder)
-        parts = ranks.gather(ranks.raise_on_all_ranks(entries))
-        files = {name: entry for of_rank in parts for name, entry in of_rank.items()}
+        # Each process hashes the files that it wrote: together they read the checkpoint once.
+        entries_of_ranks = ranks.gather(ranks.raise_on_all_ranks(lambda: _written_files(folder, ranks)))
+        files: dict[str, Any] = {}
+        for entries in entries_of_ranks:
+            files |= entries
         content = {"format": FORMAT, "step": step, "processes": ranks.size, "reward": reward, "files": files}
         ranks.on_rank_zero(lambda: write_json(folder / MANIFEST, content))
         ranks.on_rank_zero(lambda: _replace(folder, target))
@@ -257,10 +289,20 @@ def save_checkpoint(
         if ranks.is_rank_zero:
             shutil.rmtree(folder, ignore_errors=True)
         raise SaveFailed(_message(error)) from error
+    # Old ones go once the new one is whole; one that cannot be removed does no harm.
     if ranks.is_rank_zero:
         for path in set(saved(root)[:-keep]) - {best(root)}:
             shutil.rmtree(path, ignore_errors=True)
     return target
+
+
+def _written_files(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """The manifest's entries of the files that this process wrote."""
+    paths = list(folder.glob(f"__{ranks.rank}_*.distcp"))
+    paths.append(folder / f"rank-{ranks.rank}.pt")
+    if ranks.is_rank_zero:
+        paths += [folder / STATE, folder / INDEX]
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in paths}
 
 
 def newest_checkpoint(root: Path, ranks: Ranks = SINGLE_PROCESS, *, rename: bool = True) -> Path | None:
@@ -271,44 +313,57 @@ def newest_checkpoint(root: Path, ranks: Ranks = SINGLE_PROCESS, *, rename: bool
     paths = saved(root)
     if ranks.is_rank_zero:
         for path in sorted(set(root.glob("*.ckpt")).difference(paths)):
-            log.warning(f"{path} is no name of a checkpoint (step-NUMBER.ckpt) and is ignored")
+            log.warning(f"{path} is not a checkpoint name (step-NUMBER.ckpt) and is ignored")
     while paths:
         path = paths.pop()
+        # Each rank checks its share of the files, and all must come to the same answer.
         faults = ranks.gather(ranks.raise_on_all_ranks(partial(damage, path, ranks=ranks)))
-        fault = next(filter(None, faults), None)
-        if fault is None:
+        faults = [fault for fault in faults if fault is not None]
+        if not faults:
             return path
         if ranks.is_rank_zero:
             instead = "the one before" if paths else "the beginning: there is none before"
-            log.warning(f"checkpoint {path} is damaged ({fault}); going on from {instead}")
-        if ranks.is_rank_zero and rename:
-            try:
-                damaged = path.with_suffix(DAMAGED)
-                shutil.rmtree(damaged, ignore_errors=True)
-                path.rename(damaged)
-            except OSError as error:
-                log.warning(f"{path} cannot be renamed ({error.strerror}); it stays, unused")
+            log.warning(f"checkpoint {path} is damaged ({faults[0]}); resuming from {instead}")
+            if rename:
+                _rename_damaged(path)
     return None
+
+
+def _rename_damaged(path: Path) -> None:
+    """Put a damaged checkpoint aside for a person to look at; the name of its update is then free."""
+    damaged = path.with_suffix(DAMAGED)
+    try:
+        shutil.rmtree(damaged, ignore_errors=True)
+        path.rename(damaged)
+    except OSError as error:
+        log.warning(f"{path} cannot be renamed ({error.strerror}); it stays, unused")
 
 
 def best(root: Path) -> Path | None:
     """The checkpoint with the highest evaluation reward, the newest of equals; None without an evaluated one."""
-    rewards = []
-    for path in saved(root):
+    best_reward = float("-inf")
+    best_path = None
+    for path in saved(root):  # oldest first, so that the newest of equals is the last
         try:
             reward = manifest(path).get("reward")
         except UserError as error:
             log.warning(f"{error}; this checkpoint cannot be the best one")
-        else:
-            rewards += [(reward, path)] if isinstance(reward, int | float) else []
-    return max(rewards, default=(None, None))[1]
+            continue
+        if isinstance(reward, int | float) and reward >= best_reward:
+            best_reward = reward
+            best_path = path
+    return best_path
+
+
+# --- whether a checkpoint is whole ----------------------------------------------------------------------------------
 
 
 def manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises :class:`UserError` where it cannot be read."""
     content = read_json(path / MANIFEST, "manifest of a checkpoint", {"files": dict, "step": int})
-    if not all(isinstance(entry, dict) for entry in content["files"].values()):
-        raise UserError(f"{path / MANIFEST} is no readable manifest of a checkpoint")
+    for entry in content["files"].values():
+        if not isinstance(entry, dict):
+            raise UserError(f"{path / MANIFEST} is not a readable checkpoint manifest")
     return content
 
 
@@ -320,36 +375,72 @@ def damage(path: Path, *, ranks: Ranks = SINGLE_PROCESS) -> str | None:
         content = manifest(path)
     except UserError:
         return f"no {MANIFEST} that can be read"
+    fault = _manifest_fault(path, content)
+    if fault is not None:
+        return fault
+    for name in ranks.split(sorted(content["files"])):
+        if name is None:
+            continue  # the split is padded to the same length on every rank
+        fault = _file_fault(path / name, content["files"][name])
+        if fault is not None:
+            return fault
+    return None
+
+
+def _manifest_fault(path: Path, content: Mapping[str, Any]) -> str | None:
     if content.get("format") != FORMAT or not content["files"]:
         return f"no {MANIFEST} of format {FORMAT}"
     if content["step"] != step_of(path):
         return f"its {MANIFEST} is of update {content['step']}"
     for name in content["files"]:
+        # A name with a separator would lead out of the folder.
         if not is_file_name(name):
             return f"its {MANIFEST} names what is no file of it: {name[:100]!r}"
-    for name in filter(None, ranks.split(sorted(content["files"]))):
-        file, entry = path / name, content["files"][name]
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != entry.get("bytes"):
-            return f"{name} has {file.stat().st_size} bytes and should have {entry.get('bytes')}"
-        if sha256_file(file) != entry.get("sha256"):
-            return f"{name} was changed"
+    return None
+
+
+def _file_fault(file: Path, entry: Mapping[str, Any]) -> str | None:
+    if not file.is_file():
+        return f"{file.name} is missing"
+    size = file.stat().st_size
+    if size != entry.get("bytes"):
+        return f"{file.name} has {size} bytes and should have {entry.get('bytes')}"
+    if sha256_file(file) != entry.get("sha256"):
+        return f"{file.name} was changed"
     return None
 
 
 def _message(error: BaseException) -> str:
     """Why writing failed: the operating system's message where one is among the causes (DCP has one per process)."""
+    system_error = _system_error(error)
+    if system_error is not None:
+        text = str(system_error.strerror)
+        if system_error.filename:
+            text += f": {system_error.filename}"
+        return text[:MAX_ERROR_CHARACTERS]
+    lines = str(error).strip().splitlines()
+    text = lines[-1] if lines else type(error).__name__
+    text = text[:MAX_ERROR_CHARACTERS]
+    if "unexpected pos" in text:
+        # torch's writer says so of a short file, where the system's error is lost with another process.
+        return f"a file was cut short; no space left? ({text})"
+    return text
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """The first error of the operating system among ``error`` and its causes, breadth first."""
     causes: list[BaseException] = [error]
     for cause in causes:  # grows meanwhile
         if isinstance(cause, OSError) and cause.strerror:
-            return (cause.strerror + (f": {cause.filename}" if cause.filename else ""))[:MAX_ERROR_CHARACTERS]
-        failures = cause.failures.values() if isinstance(cause, CheckpointException) else ()
-        inner = (*(failure[0] for failure in failures), cause.__cause__, cause.__context__)
-        causes += [each for each in inner if each is not None and each not in causes]
-    text = (str(error).strip().splitlines() or [type(error).__name__])[-1][:MAX_ERROR_CHARACTERS]
-    # what torch's writer says of a short file, where the system's error is lost with another process
-    return f"a file was cut short; no space left? ({text})" if "unexpected pos" in text else text
+            return cause
+        inner: list[BaseException | None] = []
+        if isinstance(cause, CheckpointException):
+            inner += [failure for failure, _ in cause.failures.values()]
+        inner += [cause.__cause__, cause.__context__]
+        for other in inner:
+            if other is not None and other not in causes:
+                causes.append(other)
+    return None
 
 
 def _replace(folder: Path, target: Path) -> None:
@@ -359,5 +450,6 @@ def _replace(folder: Path, target: Path) -> None:
     if target.exists():
         target.rename(old)
     folder.rename(target)
+    # Until the parent's entry is on disk, a power failure could leave neither of the two names.
     fsync_path(target.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,12 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kl_comedy.config import Config, ModelConfig
+from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.kl import KLTerm
-from kl_comedy.models import LoadedModel, load_model
-from kl_comedy.models.load import load_tokenizer, pick_device
-from kl_comedy.models.reference import check_tokens, match_teacher
 
 T = TypeVar("T")
 
@@ -48,9 +44,10 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """``size`` processes, this one being ``rank``. ``sharded``: the policy is split over them (FSDP).
+    """A group of ``size`` processes; this process is ``rank``. ``sharded``: the policy is split over them (FSDP).
 
-    With one process every exchange is the identity. All ranks must call the exchanging methods, in the same order.
+    With one process every exchange is the identity. All ranks must call the exchanging methods, in the same order: one
+    that skips an exchange leaves the others waiting in it for :data:`TIMEOUT`.
     """
 
     rank: int = 0
@@ -68,8 +65,11 @@ class Ranks:
         >>> Ranks(rank=1, size=2).split("abc")
         ['b', None]
         """
-        mine: list[T | None] = list(items[self.rank :: self.size])
-        return mine + [None] * (-(-len(items) // self.size) - len(mine))
+        part: list[T | None] = list(items[self.rank :: self.size])
+        # The same length everywhere, because ranks exchange something at each of their items.
+        length = -(-len(items) // self.size)
+        padding = [None] * (length - len(part))
+        return part + padding
 
     def bounds(self, count: int) -> tuple[int, int]:
         """This rank's contiguous part of ``count`` items, as even as possible.
@@ -117,7 +117,8 @@ class Ranks:
             result = action()
         except (Exception, CheckpointException) as error:
             failure = error
-            report = next((cls for cls in (UserError, RunFailed) if isinstance(error, cls)), RankFailed), str(error)
+            report = _kind_of(error), str(error)
+        # Kept until here: a rank that raised at once would leave the others waiting in their next exchange.
         for rank, reported in enumerate(self.gather(report)):
             if reported is not None:
                 kind, text = reported
@@ -130,13 +131,25 @@ class Ranks:
         return self.raise_on_all_ranks(lambda: action() if self.is_rank_zero else None)
 
 
+def _kind_of(error: BaseException) -> type[Exception]:
+    """What an error of one rank is raised as on all. An error of a plugin may not survive the exchange itself."""
+    if isinstance(error, UserError):
+        return UserError
+    if isinstance(error, RunFailed):
+        return RunFailed
+    return RankFailed
+
+
 SINGLE_PROCESS = Ranks()
 
 POLL_S = 1.0
+
 INTERRUPT_AFTER_S = 5.0
 """A process that waits for a lost one in a gloo exchange gets an error at once; one that computes is interrupted."""
+
 END_AFTER_S = 30.0
 """One that waits where no interrupt arrives, as in an exchange between GPUs, is ended. Both count from the loss."""
+
 BROKEN_EXCHANGE = re.compile(r"gloo/transport|ProcessGroup|NCCL error|remote process exited")
 """In errors of torch's exchanges between ranks; not in those of connections to servers."""
 
@@ -165,9 +178,13 @@ class RankWatch(threading.Thread):
 
     def watch_others(self, ranks: Ranks) -> None:
         """Know the ranks of this host by their numbers; watch rank 0 where it started this one. All ranks call."""
-        places = ranks.gather((socket.gethostname(), os.getpid(), os.getppid()))
-        host, _, parent = places[ranks.rank]
-        self._pids = {rank: pid for rank, (name, pid, _) in enumerate(places) if name == host and rank != ranks.rank}
+        # Numbers of processes mean something on their own host only.
+        processes = ranks.gather((socket.gethostname(), os.getpid(), os.getppid()))
+        host, _, parent = processes[ranks.rank]
+        self._pids = {}
+        for rank, (other_host, pid, _) in enumerate(processes):
+            if other_host == host and rank != ranks.rank:
+                self._pids[rank] = pid
         if self._pids.get(0) == parent:
             self._leader = parent
             self.start()
@@ -176,32 +193,42 @@ class RankWatch(threading.Thread):
         """Which ranks are gone, and how, as a sentence; None where ``error`` has another cause.
 
         After an error of an exchange between ranks the cause is waited for: an exchange may fail before the process at
-        its other end is gone. Of a :class:`UserError` or :class:`RunFailed` only such an error, quoted in it, counts.
+        its other end is gone. A :class:`UserError` or :class:`RunFailed` counts only where it quotes such an error.
         """
         self._is_reported = True  # this process ends by itself from now on
-        if isinstance(error, KeyboardInterrupt | SystemExit) and not self._has_interrupted:
-            return None  # a user's: Lightning has killed the ranks that it started
-        has_own_words = isinstance(error, UserError | RunFailed)
-        broken = isinstance(error, dist.DistError) or BROKEN_EXCHANGE.search(str(error)) is not None
-        if has_own_words and not broken:
+        is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
+        if is_interrupt and not self._has_interrupted:
+            # The user's. The ranks that this process started are gone because Lightning has killed them.
+            return None
+        says_its_cause = isinstance(error, UserError | RunFailed)
+        is_broken_exchange = isinstance(error, dist.DistError) or BROKEN_EXCHANGE.search(str(error)) is not None
+        if says_its_cause and not is_broken_exchange:
             return None
         deadline = time.monotonic() + INTERRUPT_AFTER_S
-        gone = self._gone(killed_only=not broken)
-        while broken and not gone and time.monotonic() < deadline:
+        gone = self._gone(killed_only=not is_broken_exchange)
+        while is_broken_exchange and not gone and time.monotonic() < deadline:
             time.sleep(0.1)
             gone = self._gone()
         if gone:
             return "; ".join(gone)
-        return None if has_own_words or not broken else "the exchange with another rank broke; its own message says why"
+        if says_its_cause or not is_broken_exchange:
+            return None
+        return "the exchange with another rank broke; its own message says why"
 
     def _gone(self, *, killed_only: bool = False) -> list[str]:
+        """A clause for each rank that has ended; ``killed_only``: that this one started and a signal ended."""
         gone = []
         for rank, child in self._children.items():
             code = child.poll()
-            if code is not None and (code < 0 or not killed_only):
+            if code is None:
+                continue
+            was_killed = code < 0
+            if was_killed or not killed_only:
                 gone.append(f"rank {rank} (process {child.pid}) {_how_it_ended(code)}")
+        if killed_only:
+            return gone  # how a process ended is known of one's own children only
         for rank, pid in self._pids.items():
-            if rank not in self._children and not _is_running(pid) and not killed_only:
+            if rank not in self._children and not _is_running(pid):
                 gone.append(f"rank {rank} (process {pid}) has ended")
         return gone
 
@@ -210,26 +237,41 @@ class RankWatch(threading.Thread):
         self._ended.set()
 
     def run(self) -> None:
+        """Look every :data:`POLL_S` seconds; interrupt, then end this process when it goes on long after a loss."""
         lost_at = None
         while not self._ended.wait(POLL_S):
-            codes = [child.poll() for child in self._children.values()]
-            failed = any(codes) or (self._leader is not None and os.getppid() != self._leader)
-            if not failed:
-                if codes and None not in codes:
+            if not self._has_lost_a_rank():
+                if self._children_have_finished():
                     return
                 continue
             now = time.monotonic()
-            lost_at = now if lost_at is None else lost_at
+            if lost_at is None:
+                lost_at = now
             if now - lost_at > END_AFTER_S:
                 self._end_process()
             is_late = now - lost_at > INTERRUPT_AFTER_S
             if is_late and self._children and not self._has_interrupted and not self._is_reported:
-                self._has_interrupted = True
-                main = threading.main_thread().ident
-                assert main is not None
-                signal.pthread_kill(main, signal.SIGINT)  # a real signal, which ends a call to sleep or read too
+                self._interrupt_main_thread()
+
+    def _has_lost_a_rank(self) -> bool:
+        if any(child.poll() for child in self._children.values()):
+            return True
+        # A process whose parent ends gets another parent.
+        return self._leader is not None and os.getppid() != self._leader
+
+    def _children_have_finished(self) -> bool:
+        codes = [child.poll() for child in self._children.values()]
+        return bool(codes) and None not in codes
+
+    def _interrupt_main_thread(self) -> None:
+        self._has_interrupted = True
+        main = threading.main_thread().ident
+        assert main is not None
+        # A real signal, which ends a call to sleep or read too; an exception set from here would wait for its return.
+        signal.pthread_kill(main, signal.SIGINT)
 
     def _end_process(self) -> None:
+        """End the run's processes of this host at once: the main thread waits where no signal reaches it."""
         for child in self._children.values():
             child.kill()
         if not self._is_reported:
@@ -240,13 +282,16 @@ class RankWatch(threading.Thread):
 def _how_it_ended(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    return "has ended" if code == 0 else f"ended with code {code}"
+    if code == 0:
+        return "has ended"
+    return f"ended with code {code}"
 
 
 def _is_running(pid: int) -> bool:
     """Whether a process is there and not only waiting to be reaped."""
     import psutil
 
+    # A process that ends between the two questions is not running either.
     with contextlib.suppress(psutil.Error):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
@@ -264,6 +309,7 @@ def process_state_restored(threads: int | None = None) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch.set_num_threads(threads_before)
+        # A second run in this process must not take itself for a rank of the first.
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -271,99 +317,42 @@ def process_state_restored(threads: int | None = None) -> Iterator[None]:
 
 
 def cluster_environment(config: Config) -> Any:
-    """Who starts the processes: SLURM, torchrun, or Lightning's launcher. SLURM's own signal handlers stay off.
+    """What starts the processes: SLURM, torchrun, or Lightning's launcher. SLURM's own signal handlers stay off.
 
     Raises :class:`UserError` where several nodes are asked for and nothing starts processes on the others, and where
     srun, torchrun or another launcher started another number of processes than the config says.
     """
-    from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+    from lightning.pytorch.plugins.environments import LightningEnvironment
 
-    devices, nodes = config.train.devices, config.train.nodes
-    variable = "WORLD_SIZE"
+    devices = config.train.devices
+    nodes = config.train.nodes
     try:
-        if TorchElasticEnvironment.detect():
-            environment: Any = TorchElasticEnvironment()
-        elif SLURMEnvironment.detect():
-            environment, variable = SLURMEnvironment(auto_requeue=False), "SLURM_NTASKS"
-        else:
-            environment = LightningEnvironment()
+        environment, variable = _detected_environment()
         started = os.environ.get(variable)
-        if environment.creates_processes_externally and started not in (None, str(devices * nodes)):
+        is_counted = environment.creates_processes_externally and started is not None
+        if is_counted and started != str(devices * nodes):
             allowed = f"train.devices x train.nodes = {started}"
             raise bad_value("train.devices", devices, allowed, f"{variable}: so many processes were started")
         environment.validate_settings(num_devices=devices, num_nodes=nodes)
-    except (RuntimeError, ValueError) as error:  # of srun's variables
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except (RuntimeError, ValueError) as error:  # what Lightning raises for srun's variables
         raise UserError(f"train.devices, train.nodes: {error}") from error
-    if nodes > 1 and isinstance(environment, LightningEnvironment) and "NODE_RANK" not in os.environ:
-        why = "start it by srun, by torchrun on each node, or as a sweep's cell"
-        raise bad_value("train.nodes", nodes, "1 where nothing starts processes on other nodes", why)
+    starts_on_other_nodes = not isinstance(environment, LightningEnvironment) or "NODE_RANK" in os.environ
+    if nodes > 1 and not starts_on_other_nodes:
+        reason = "start it by srun, by torchrun on each node, or as a sweep's cell"
+        raise bad_value("train.nodes", nodes, "1 where nothing starts processes on other nodes", reason)
     return environment
 
 
-def load_policy(config: Config, ranks: Ranks) -> LoadedModel:
-    """The policy: whole in every process, or in shards. Raises :class:`UserError` on all ranks, also where some of them
-    see a GPU and others do not."""
-    kinds = ranks.gather(pick_device(config.model.device).type)
-    if len(set(kinds)) > 1:
-        without = ", ".join(str(rank) for rank, kind in enumerate(kinds) if kind == "cpu")
-        raise bad_value("model.device", config.model.device, "cpu", f"torch sees no GPU on rank {without}")
-    return _load(config.model, config, ranks)
+def _detected_environment() -> tuple[Any, str]:
+    """What starts the processes, and the variable in which it says how many there are."""
+    from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
-
-def load_teacher(config: Config, policy: LoadedModel, ranks: Ranks) -> LoadedModel:
-    """The model of ``reference.teacher``, whole in every process or in shards as the policy is; it never trains.
-
-    Raises :class:`UserError` on all ranks where it cannot be loaded, or where its tokens are not the policy's.
-    """
-    settings = config.reference.teacher
-    assert settings is not None
-    with teacher_errors():
-        loaded = _load(settings.model(config.model), config, ranks)
-        adapter = settings.adapter
-        model = ranks.raise_on_all_ranks(lambda: match_teacher(loaded, policy, adapter))
-    return replace(loaded, model=model)
-
-
-def connect_teacher(config: Config, policy: LoadedModel, terms: Sequence[KLTerm], ranks: Ranks) -> Any:
-    """The teacher behind ``reference.teacher.url``, asked by every process for its own rows.
-
-    Raises :class:`UserError` on all ranks where it cannot be asked, or where its tokens are not the policy's.
-    """
-    from kl_comedy.rollouts.engines.teacher import TeacherServer
-
-    settings = config.reference.teacher
-    assert settings is not None
-    k = max((term.top[0] for term in terms if term.reference == "teacher" and term.top is not None), default=0)
-
-    def connect() -> Any:
-        tokenizer = load_tokenizer(settings.model(config.model))
-        check_tokens(replace(policy, tokenizer=tokenizer), policy, "model.source", settings.source)
-        return TeacherServer(settings, policy, k, ranks.raise_on_all_ranks)
-
-    with teacher_errors():
-        return ranks.raise_on_all_ranks(connect)
-
-
-@contextlib.contextmanager
-def teacher_errors() -> Iterator[None]:
-    """Messages about ``model.*`` are about ``reference.teacher.*`` inside."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(re.sub(r"^model\.", "reference.teacher.", str(error))) from error
-
-
-def _load(model: ModelConfig, config: Config, ranks: Ranks) -> LoadedModel:
-    if not ranks.sharded:
-        return ranks.raise_on_all_ranks(lambda: load_model(model))
-    from kl_comedy.models.sharding import load_sharded
-
-    train = config.train
-    return load_sharded(
-        model,
-        limit_bytes=int(config.rollout.replica_gib * 2**30),
-        copies=train.nodes if train.shards == "node" else 1,
-        bf16=train.precision == "bf16" and model.dtype == "float32",
-    )
+    # torchrun first: it may itself be started by srun, once per node.
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment(), "WORLD_SIZE"
+    if SLURMEnvironment.detect():
+        # Lightning's requeueing would save in the middle of an update; stop_signals.py saves after it.
+        return SLURMEnvironment(auto_requeue=False), "SLURM_NTASKS"
+    return LightningEnvironment(), "WORLD_SIZE"

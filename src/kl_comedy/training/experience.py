@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,6 +25,9 @@ from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import ReplayRollouts, sampling_from
 from kl_comedy.training.distributed import Ranks
 
+if TYPE_CHECKING:
+    from kl_comedy.training.build import Lag
+
 
 def derive_seed(seed: int, purpose: str, index: int) -> int:
     """A 62-bit seed for one draw, named by what is drawn, so that a resumed run draws the same numbers.
@@ -32,6 +35,7 @@ def derive_seed(seed: int, purpose: str, index: int) -> int:
     >>> derive_seed(0, "rollout", 1) == derive_seed(0, "rollout", 1) != derive_seed(0, "rollout", 2)
     True
     """
+    # Every stored run's completions depend on these bytes.
     digest = hashlib.sha256(f"{seed}/{purpose}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 
@@ -45,22 +49,29 @@ class TrainingPrompts:
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> None:
         self.indices = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed).indices
-        self.positions = {prompt.problem.id: n for n, prompt in enumerate(prompts)}
-        self._config, self._prompts, self._ranks = config, prompts, ranks
+        self.positions = {prompt.problem.id: position for position, prompt in enumerate(prompts)}
+        self._config = config
+        self._prompts = prompts
+        self._ranks = ranks
 
     def draw(self, generate: Generate, number: int, indices: Sequence[int]) -> list[Rollout]:
         """Completions of the prompts at ``indices``; ``number`` names their random numbers."""
-        rollout, seed = self._config.rollout, derive_seed(self._config.seed, "rollout", number)
-        prompts = [self._prompts[n] for n in indices]
-        return generate(prompts, group_size=rollout.group_size, sampling=sampling_from(rollout), seed=seed)
+        rollout = self._config.rollout
+        return generate(
+            [self._prompts[index] for index in indices],
+            group_size=rollout.group_size,
+            sampling=sampling_from(rollout),
+            seed=derive_seed(self._config.seed, "rollout", number),
+        )
 
     def pack(self, rows: Sequence[Scored]) -> list[dict[str, Any]]:
-        """Rows as primitives and tensors, for checkpoints and other ranks."""
+        """Rows as primitives and tensors, for checkpoints and other ranks. Stored checkpoints have these keys."""
         return [
             {
                 "prompt": self.positions[row.rollout.prompt.problem.id],
                 "group_id": row.rollout.group_id,
                 "completion_ids": torch.tensor(row.rollout.completion_ids, dtype=torch.long),
+                # float64 holds Python's floats exactly: a resumed run computes with the same bits.
                 "logps": torch.tensor(row.rollout.logps, dtype=torch.float64),
                 "versions": torch.tensor(row.rollout.versions, dtype=torch.long),
                 "stop_reason": row.rollout.stop_reason,
@@ -76,21 +87,34 @@ class TrainingPrompts:
         """The inverse of :meth:`pack`."""
         rows = []
         for state in states:
-            tokens = {name: tuple(state[name].tolist()) for name in ("completion_ids", "logps", "versions")}
-            same = {name: state[name] for name in ("group_id", "stop_reason", "text")}
+            rollout = Rollout(
+                prompt=self._prompts[state["prompt"]],
+                group_id=state["group_id"],
+                completion_ids=tuple(state["completion_ids"].tolist()),
+                logps=tuple(state["logps"].tolist()),
+                versions=tuple(state["versions"].tolist()),
+                stop_reason=state["stop_reason"],
+                text=state["text"],
+            )
             reward = Reward(value=state["value"], status=state["status"], parts=state["parts"])
-            rows.append(Scored(rollout=Rollout(prompt=self._prompts[state["prompt"]], **tokens, **same), reward=reward))
+            rows.append(Scored(rollout=rollout, reward=reward))
         return rows
 
     def broadcast(self, rows: Sequence[Scored]) -> Sequence[Scored]:
         """The rows of rank 0 on every rank."""
-        return rows if self._ranks.size == 1 else self.unpack(self._ranks.broadcast(self.pack(rows)))
+        if self._ranks.size == 1:
+            return rows
+        # Packed, because the prompts are on every rank already.
+        return self.unpack(self._ranks.broadcast(self.pack(rows)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Whole groups. ``metrics``: those of the source; ``time/generate`` and ``time/score`` (seconds that sampling took)
-    and ``time/wait`` (seconds that the learner waited) among them."""
+    """Whole groups, and the metrics of the source.
+
+    Among the metrics are ``time/generate`` and ``time/score`` (seconds that sampling took) and ``time/wait`` (seconds
+    that the learner waited).
+    """
 
     rows: Sequence[Scored]
     metrics: Mapping[str, float]
@@ -100,7 +124,7 @@ class Source(Protocol):
     """Where batches come from."""
 
     def take(self, iteration: int) -> Batch:
-        """The batch of this iteration. Asked once each, in order."""
+        """The batch of this iteration. Called once for each iteration, in order, by all ranks."""
 
     def snapshot(self) -> dict[str, Any]:
         """Batches drawn and not yet taken, as primitives and tensors."""
@@ -129,7 +153,8 @@ class ExperienceStream:
 
     def __init__(self, config: Config, prompts: TrainingPrompts, source: Source) -> None:
         self.source = source
-        self._updates, self._parts = config.train.steps, config.algorithm.updates_per_batch
+        self._updates = config.train.steps
+        self._parts = config.algorithm.updates_per_batch
         self._per_batch = updates_from_a_batch(config)
         self._prompts = prompts
         self._handed_out = 0
@@ -144,27 +169,33 @@ class ExperienceStream:
     def __next__(self) -> UpdateBatch:
         if self._handed_out >= self._updates:
             raise StopIteration
-        iteration, within = divmod(self._handed_out, self._per_batch)
+        # The updates of a batch are its parts in order, and the same again in each epoch.
+        iteration, update_in_batch = divmod(self._handed_out, self._per_batch)
+        is_first = update_in_batch == 0
         metrics: Mapping[str, float] = {}
-        if within == 0:
+        if is_first:
             batch = self.source.take(iteration)
-            self._current, metrics = tuple(batch.rows), batch.metrics
+            self._current = tuple(batch.rows)
+            metrics = batch.metrics
         size = len(self._current) // self._parts
-        offset = within % self._parts * size
+        offset = update_in_batch % self._parts * size
         self._handed_out += 1
         return UpdateBatch(
             rows=self._current[offset : offset + size],
             batch=self._current,
             offset=offset,
             iteration=iteration,
-            first=within == 0,
+            first=is_first,
             metrics=metrics,
         )
 
     def snapshot(self) -> dict[str, Any]:
         """Position, the current batch while it is still needed, and the source's unused batches, as plain data."""
-        middle = self._handed_out % self._per_batch != 0
-        current = self._prompts.pack(self._current) if middle else []
+        # Between two batches the last one is used up, and a checkpoint without it is much smaller.
+        is_within_a_batch = self._handed_out % self._per_batch != 0
+        current = []
+        if is_within_a_batch:
+            current = self._prompts.pack(self._current)
         return {"handed_out": self._handed_out, "current": current, "source": self.source.snapshot()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -177,27 +208,34 @@ class ExperienceStream:
 class DrawnHere:
     """Batches drawn by all ranks when they are needed. ``lag.steps`` 0 is on-policy.
 
-    With a lag of k batches that of iteration n is drawn at iteration ``max(0, n - k)``, so that with u updates a batch
-    it is exactly ``k u`` updates old at its first use once n >= k (before, no older policy exists).
+    With a lag of k batches that of iteration n is drawn at iteration ``max(0, n - k)``, so that with u updates per
+    batch it is exactly ``k u`` updates old at its first use once n >= k (before, no older policy exists).
     """
 
-    def __init__(self, config: Config, prompts: TrainingPrompts, generate: Generate, scorer: Scorer) -> None:
-        per_batch = updates_from_a_batch(config)
-        self._lag, self._iterations = config.lag.steps // per_batch, -(-config.train.steps // per_batch)
-        self._prompts, self._generate, self._scorer = prompts, generate, scorer
+    def __init__(self, lag: Lag, updates: int, prompts: TrainingPrompts, generate: Generate, scorer: Scorer) -> None:
+        """``updates``: those of the run."""
+        self._lag = lag.steps // lag.updates_per_batch
+        # Rounded up: the last batch may not be used up.
+        self._iterations = -(-updates // lag.updates_per_batch)
+        self._prompts = prompts
+        self._generate = generate
+        self._scorer = scorer
         self._drawn = 0
         self._queue: deque[list[Scored]] = deque()
 
     def take(self, iteration: int) -> Batch:
         """Draw everything up to ``iteration + lag`` that is not drawn yet, and hand out the oldest."""
-        generate_s = score_s = 0.0
-        while self._drawn <= min(iteration + self._lag, self._iterations - 1):
+        generate_s = 0.0
+        score_s = 0.0
+        # No batch is drawn that the run does not use: at its end the queue empties.
+        last = min(iteration + self._lag, self._iterations - 1)
+        while self._drawn <= last:
             start = time.perf_counter()
             rollouts = self._prompts.draw(self._generate, self._drawn, self._prompts.indices(self._drawn))
-            middle = time.perf_counter()
+            generated = time.perf_counter()
             self._queue.append(self._scorer.score(rollouts))
-            generate_s += middle - start
-            score_s += time.perf_counter() - middle
+            generate_s += generated - start
+            score_s += time.perf_counter() - generated
             self._drawn += 1
         times = {"time/generate": generate_s, "time/score": score_s, "time/wait": generate_s + score_s}
         return Batch(rows=self._queue.popleft(), metrics=times)
@@ -214,17 +252,22 @@ class Recorded:
     """Batches that rank 0 reads from a recording (``rollout.backend: replay``). The iteration is its whole state."""
 
     def __init__(self, recording: ReplayRollouts, prompts: TrainingPrompts, scorer: Scorer, ranks: Ranks) -> None:
-        self._recording, self._prompts, self._scorer, self._ranks = recording, prompts, scorer, ranks
+        self._recording = recording
+        self._prompts = prompts
+        self._scorer = scorer
+        self._ranks = ranks
 
     def take(self, iteration: int) -> Batch:
         """Read a batch; judge it anew where the backend's options say so."""
         start = time.perf_counter()
-        rows = self._prompts.broadcast(self._ranks.on_rank_zero(lambda: self._recording.batch(iteration)) or ())
-        middle = time.perf_counter()
+        # One reader: the recording may be on a disk that the other nodes do not have.
+        recorded = self._ranks.on_rank_zero(lambda: self._recording.batch(iteration))
+        rows = self._prompts.broadcast(recorded or ())
+        read = time.perf_counter()
         if self._recording.judges_again:
             rows = self._scorer.score([row.rollout for row in rows])
         end = time.perf_counter()
-        times = {"time/generate": middle - start, "time/score": end - middle, "time/wait": end - start}
+        times = {"time/generate": read - start, "time/score": end - read, "time/wait": end - start}
         return Batch(rows=rows, metrics=times)
 
     def snapshot(self) -> dict[str, Any]:

@@ -10,19 +10,25 @@ import lightning
 import torch
 
 from kl_comedy.config import Config
-from kl_comedy.config.combinations import capabilities_of, sampler_of, updates_from_a_batch
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation.records import check_golds
-from kl_comedy.models import LoadedModel
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rewards import RewardSum, Scorer
-from kl_comedy.rollouts import RolloutBackend
+from kl_comedy.rollouts import ReplayRollouts, RolloutBackend, Sampler
 from kl_comedy.training.asynchronous import Producer
-from kl_comedy.training.build import ProblemSets, PromptSets, load_problem_sets, render_prompts
+from kl_comedy.training.build import Lag
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
-from kl_comedy.training.experience import DrawnHere, ExperienceStream, Recorded, TrainingPrompts, UpdateBatch
+from kl_comedy.training.experience import (
+    DrawnHere,
+    ExperienceStream,
+    Recorded,
+    Source,
+    TrainingPrompts,
+    UpdateBatch,
+)
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.sampling import ShardedRollouts, ShardedScorer, build_backend, build_engines
+from kl_comedy.training.problems import ProblemSets, PromptSets, load_problem_sets, render_prompts
+from kl_comedy.training.sampling import ShardedScorer, build_backend, build_engines
 
 
 class ExperienceModule(lightning.LightningDataModule):
@@ -57,47 +63,69 @@ class ExperienceModule(lightning.LightningDataModule):
         """
         config = self.config
         problems = ranks.raise_on_all_ranks(self.load_problems)
+        # Rewards before the policy: a verifier that rejects the answers is found before a model is loaded.
         rewards = RewardSum(config.rewards)
         self._to_close.callback(rewards.close)
-        for each in (problems.train, *problems.evals.values()):
-            ranks.on_rank_zero(partial(check_golds, rewards, each))
+        for dataset in (problems.train, *problems.evals.values()):
+            ranks.on_rank_zero(partial(check_golds, rewards, dataset))
         module.load(ranks)
         self.prompts = ranks.raise_on_all_ranks(
             lambda: render_prompts(config, problems, module.loaded, pool=rewards.pool, ranks=ranks)
         )
         if ranks.size > 1 and len(self.prompts.train) < config.rollout.prompts_per_batch:
-            raise bad_value(  # a prompt that is twice in a batch would be drawn with the same random numbers
+            # A prompt that is twice in a batch would be drawn with the same random numbers.
+            raise bad_value(
                 "rollout.prompts_per_batch",
                 config.rollout.prompts_per_batch,
                 f"at most the {len(self.prompts.train)} training prompts with more than one process",
             )
-        self.scorer = rewards if ranks.size == 1 else ShardedScorer(rewards, ranks)
-        self._build_stream(module.loaded, rewards, ranks)
+        self.scorer = rewards
+        if ranks.size > 1:
+            self.scorer = ShardedScorer(rewards, ranks)
+        self._build_stream(module, rewards, ranks)
         module.backend = self.backend
 
-    def _build_stream(self, loaded: LoadedModel, rewards: RewardSum, ranks: Ranks) -> None:
+    def _build_stream(self, module: PolicyModule, rewards: RewardSum, ranks: Ranks) -> None:
         """The sampler, and where batches come from, as ``lag`` and ``rollout.backend`` say."""
-        config, prompts = self.config, TrainingPrompts(self.config, self.prompts.train, ranks)
-        capabilities = capabilities_of(sampler_of(config))
-        source: DrawnHere | Recorded | Producer
-        if config.lag.mode == "async":
-            self.backend = engines = build_engines(config, loaded, ranks)
+        config = self.config
+        lag = module.run.lag
+        loaded = module.loaded
+        prompts = TrainingPrompts(config, self.prompts.train, ranks)
+        sampler = Sampler.of(config)
+        source: Source
+        if lag.mode == "async":
+            engines = build_engines(config, loaded, ranks)
+            self.backend = engines
             source = Producer(config, engines, prompts, rewards, ranks, self._precision)
-            self._to_close.callback(source.close)
-        else:
-            build = build_backend if capabilities.in_trainer_ranks else build_engines
-            self.backend = build(config, loaded, ranks)
+            self._to_close.callback(source.close)  # closes the engines too
+        elif sampler.beside:
+            self.backend = build_engines(config, loaded, ranks)
             self._to_close.callback(self.backend.close)
-            source = DrawnHere(config, prompts, self._generate, self.scorer)
-        if capabilities.recorded:
-            recording: Any = self.backend.inner if isinstance(self.backend, ShardedRollouts) else self.backend
-            weights = {part.label: part.weight for part in rewards.parts}
-            updates, per_batch = config.train.steps, updates_from_a_batch(config)
-            ranks.on_rank_zero(
-                lambda: recording.bind(self.prompts.train, weights=weights, updates=updates, per_batch=per_batch)
-            )
-            source = Recorded(recording, prompts, self.scorer, ranks)
+            source = DrawnHere(lag, config.train.steps, prompts, self._generate, self.scorer)
+        else:
+            built = build_backend(config, loaded, ranks)
+            self.backend = built.shared
+            self._to_close.callback(self.backend.close)
+            if sampler.capabilities.recorded:
+                source = self._recorded_source(built.own, lag, prompts, rewards, ranks)
+            else:
+                source = DrawnHere(lag, config.train.steps, prompts, self._generate, self.scorer)
         self.stream = ExperienceStream(config, prompts, source)
+
+    def _recorded_source(
+        self, recording: ReplayRollouts, lag: Lag, prompts: TrainingPrompts, rewards: RewardSum, ranks: Ranks
+    ) -> Recorded:
+        """Batches of a recording, once it was checked against this run's prompts and rewards."""
+        weights = {part.label: part.weight for part in rewards.parts}
+        ranks.on_rank_zero(
+            lambda: recording.bind(
+                self.prompts.train,
+                weights=weights,
+                updates=self.config.train.steps,
+                per_batch=lag.updates_per_batch,
+            )
+        )
+        return Recorded(recording, prompts, self.scorer, ranks)
 
     def _generate(self, prompts: list[Prompt], **settings: Any) -> list[Rollout]:
         with self._precision():
@@ -105,7 +133,10 @@ class ExperienceModule(lightning.LightningDataModule):
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """The trainer's precision: the sampler computes as the learner does."""
-        return self.trainer.precision_plugin.forward_context() if self.trainer else contextlib.nullcontext()
+        if self.trainer is None:  # built without a Trainer, by build_in_process
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = self.trainer.precision_plugin.forward_context()
+        return context
 
     def train_dataloader(self) -> ExperienceStream:
         return self.stream
@@ -127,6 +158,7 @@ class ExperienceModule(lightning.LightningDataModule):
 
 def build_in_process(config: Config) -> tuple[PolicyModule, ExperienceModule]:
     """A run's module and data, built in this process without a Trainer. Close the data when done."""
-    module, data = PolicyModule(config), ExperienceModule(config)
+    module = PolicyModule(config)
+    data = ExperienceModule(config)
     data.build(module)
     return module, data

@@ -25,9 +25,9 @@ from kl_comedy.models.load import load_base, load_tokenizer, whole_model
 from kl_comedy.models.lora import lora_scaling, merge_adapter, save_adapter
 from kl_comedy.models.sharding import skeleton
 from kl_comedy.models.weights import stream_weights
-from kl_comedy.training.build import term_tags
 from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors, newest_checkpoint, unreadable
 from kl_comedy.training.run_folder import RunDir, saved, step_of
+from kl_comedy.training.tags import term_tags
 
 if TYPE_CHECKING:
     from kl_comedy.training.module import PolicyModule  # imports Lightning, which takes seconds
@@ -45,7 +45,7 @@ def save_policy(run: RunDir, module: PolicyModule) -> None:
     for bucket in stream_weights(loaded.model, config.rollout.bucket_mib * 2**20):
         if ranks.is_rank_zero:
             weights |= {name: tensor.cpu() for name, tensor in bucket}
-    if not ranks.is_rank_zero:
+    if not ranks.is_rank_zero:  # these have taken part in gathering the shards
         return
     with _atomic_folder(run.policy) as folder:
         _write_policy(folder, loaded, config, weights)
@@ -60,21 +60,18 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
     The adapter of a LoRA policy goes to ``out/adapter``. Holds the whole policy in memory. Returns the checkpoint.
     Raises :class:`UserError` where there is no such undamaged checkpoint, or ``out`` is not a new or empty folder.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    is_new_or_empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not is_new_or_empty:
         raise UserError(f"{out} exists and is not an empty folder; name a new one")
     checkpoint = _find_checkpoint(run, which)
-    model: Any = skeleton(config.model) if config.model.gguf_file is None else load_base(config.model)
+    model: Any
+    if config.model.gguf_file is None:
+        model = skeleton(config.model)  # without weights: the checkpoint has all of them
+    else:
+        model = load_base(config.model)
     tokenizer = load_tokenizer(config.model)
     loaded = LoadedModel(model=model, tokenizer=tokenizer, device=torch.device("cpu"), source=config.model.source)
-    reader = SafeReader(checkpoint)
-    with unreadable(checkpoint):
-        tensors = {
-            name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
-            for name, metadata in reader.read_metadata().state_dict_metadata.items()
-            if name.startswith(_CHECKPOINT_PREFIX)
-        }
-        load_tensors(tensors, reader)
-    weights = {name.removeprefix(_CHECKPOINT_PREFIX): tensor for name, tensor in tensors.items()}
+    weights = _checkpoint_weights(checkpoint)
     try:
         with _atomic_folder(out) as folder:
             _write_policy(folder, loaded, config, weights)
@@ -85,6 +82,18 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
     return checkpoint
+
+
+def _checkpoint_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """The policy's weights in a checkpoint, whole, by their names in the model."""
+    reader = SafeReader(checkpoint)
+    tensors: dict[str, Tensor] = {}
+    with unreadable(checkpoint):
+        for name, metadata in reader.read_metadata().state_dict_metadata.items():
+            if name.startswith(_CHECKPOINT_PREFIX):
+                tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        load_tensors(tensors, reader)
+    return {name.removeprefix(_CHECKPOINT_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def _write_policy(folder: Path, loaded: LoadedModel, config: Config, weights: Mapping[str, Tensor]) -> None:
@@ -99,9 +108,12 @@ def write_card(
     folder: Path, config: Config, summary: Mapping[str, Any], certificate: Mapping[str, str], update: int | None = None
 ) -> None:
     """Write README.md, a model card: the certificate of the KL terms and the results of the run up to ``update``."""
-    source, update = config.model.source, update or config.train.steps
+    update = update or config.train.steps
     header = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    header |= {} if source == "pocket" or Path(source).is_dir() else {"base_model": source}
+    source = config.model.source
+    is_on_the_hub = source != "pocket" and not Path(source).is_dir()
+    if is_on_the_hub:
+        header["base_model"] = source
     facts = {
         "base model": source,
         "update": update,
@@ -113,30 +125,51 @@ def write_card(
             f"{certificate['kl.relative_bias']}, {certificate['kl.cosine']}"
         ),
     }
-    for kind, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
-        for name, history in summary.get(kind, {}).items():
-            scores = [(int(at), value) for at, value in history.items() if int(at) <= update]
-            facts[f"{name}, {score}"] = ", ".join(f"{value:.3f} at update {at}" for at, value in sorted(scores))
+    facts |= _scores_until(update, summary)
     if update == config.train.steps:
+        # The summary's metrics are those of the last update.
         measured = summary.get("metrics", {})
         names = {"train/reward": "training reward", "kl/exact_reverse_sequence": "exact KL, nats a completion"}
         facts |= {text: f"{measured[name]:.4g}" for name, text in names.items() if name in measured}
-    lines = ["---", *(f"{key}: {value}" for key, value in header.items()), "tags: [reinforcement-learning, kl_comedy]"]
-    lines += ["---", f"# {config.name}", "", f"A policy trained with kl_comedy {kl_comedy.__version__}.", ""]
+    (folder / "README.md").write_text(_card_text(config.name, header, facts), encoding="utf-8")
+
+
+def _scores_until(update: int, summary: Mapping[str, Any]) -> dict[str, str]:
+    """A line per evaluation set: its scores at each update that was evaluated, up to ``update``."""
+    lines = {}
+    for kind, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
+        for name, history in summary.get(kind, {}).items():
+            scores = sorted((int(at), value) for at, value in history.items() if int(at) <= update)
+            lines[f"{name}, {score}"] = ", ".join(f"{value:.3f} at update {at}" for at, value in scores)
+    return lines
+
+
+def _card_text(name: str, header: Mapping[str, str], facts: Mapping[str, Any]) -> str:
+    lines = ["---"]
+    lines += [f"{key}: {value}" for key, value in header.items()]
+    lines += ["tags: [reinforcement-learning, kl_comedy]", "---"]
+    lines += [f"# {name}", "", f"A policy trained with kl_comedy {kl_comedy.__version__}.", ""]
+    lines += ["| | |", "|---|---|"]
+    for fact, value in facts.items():
+        cell = str(value).replace("|", "&#124;")
+        lines.append(f"| {fact} | {cell} |")
     lines += [
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in facts.items()),
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        "policy = AutoModelForCausalLM.from_pretrained(FOLDER)",
+        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
+        "```",
+        "",
     ]
-    lines += ["", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    lines += ["policy = AutoModelForCausalLM.from_pretrained(FOLDER)"]
-    lines += ["tokenizer = AutoTokenizer.from_pretrained(FOLDER)", "```", ""]
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager
 def _atomic_folder(target: Path) -> Iterator[Path]:
     """A new folder to write into, renamed to ``target`` in place of an older one where no exception was raised."""
+    # Beside the target, because a rename is atomic within one file system only.
     folder = target.with_name(f".{target.name}.writing")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -163,8 +196,13 @@ def _find_checkpoint(run: RunDir, which: str) -> Path:
         return newest
     chosen = best(run.checkpoints) if which == "best" else steps.get(which)
     if chosen is None:
-        reason = "no checkpoint of this run was evaluated" if which == "best" else ""
-        raise bad_value("--checkpoint", which, ["newest", *([] if reason else ["best"]), *steps], reason)
+        allowed = ["newest"]
+        reason = ""
+        if which != "best":
+            allowed.append("best")
+        else:
+            reason = "no checkpoint of this run was evaluated"
+        raise bad_value("--checkpoint", which, [*allowed, *steps], reason)
     fault = damage(chosen)
     if fault is not None:
         raise UserError(f"checkpoint {chosen} is damaged: {fault}")

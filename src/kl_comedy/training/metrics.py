@@ -41,12 +41,28 @@ RATIO_PERCENTS = (1, 10, 50, 90, 99)
 AGE_PERCENTS = (50, 90)
 Terms = Sequence["KLTerm"]
 
-_REDUCTIONS = {
-    "mean": lambda total, count: total / count,
-    "root_mean_square": lambda squares, count: math.sqrt(squares / count),
-    "effective_sample_share": lambda total, squares, count: total * total / (squares * count) if squares > 0 else 0.0,
+
+def _mean(total: float, count: float) -> float:
+    return total / count
+
+
+def _root_mean_square(squares: float, count: float) -> float:
+    return math.sqrt(squares / count)
+
+
+def _effective_sample_share(total: float, squares: float, count: float) -> float:
+    """Kish's effective sample size over the number of samples: ``(sum w)^2 / (n sum w^2)``."""
+    if squares > 0:
+        return total * total / (squares * count)
+    return 0.0
+
+
+_REDUCTIONS: dict[str, Callable[..., float]] = {
+    "mean": _mean,
+    "root_mean_square": _root_mean_square,
+    "effective_sample_share": _effective_sample_share,
 }
-"""From sums to a metric. The share is Kish's effective sample size over the number: ``(sum w)^2 / (n sum w^2)``."""
+"""From sums to a metric; the last sum is a count."""
 
 
 class MetricAccumulator:
@@ -75,6 +91,7 @@ class MetricAccumulator:
         if ranks.size == 1:
             return self
         merged = MetricAccumulator()
+        # The order of the ranks, and so the rounding of the sums, is the same on every rank.
         for sums, maxima, samples in ranks.gather((self._sums, self._maxima, dict(self._samples))):
             for (reduction, name), terms in sums.items():
                 merged.add(name, *terms, reduction=reduction)
@@ -86,17 +103,25 @@ class MetricAccumulator:
 
     def values(self) -> dict[str, float]:
         """The reduced metrics, without those whose count is 0."""
-        reduced = {name: _REDUCTIONS[kind](*terms) for (kind, name), terms in self._sums.items() if terms[-1]}
+        reduced = {}
+        for (reduction, name), sums in self._sums.items():
+            count = sums[-1]
+            if count:
+                reduced[name] = _REDUCTIONS[reduction](*sums)
         for name, values in self._samples.items():
-            quantiles = _quantiles(torch.cat(values), RATIO_PERCENTS).items()
-            reduced |= {name.replace("*", f"{percent:02d}"): value for percent, value in quantiles}
+            for percent, value in _quantiles(torch.cat(values), RATIO_PERCENTS).items():
+                reduced[name.replace("*", f"{percent:02d}")] = value
         return reduced | self._maxima
 
 
 def _quantiles(values_N: Tensor, percents: Sequence[int]) -> dict[int, float]:
     """Nearest-rank quantiles by percentage: the smallest value that at least so many percent do not exceed."""
-    ordered_N, n = values_N.sort().values, len(values_N)
-    return {percent: float(ordered_N[math.ceil(percent / 100 * n) - 1]) for percent in percents}
+    ordered_N = values_N.sort().values
+    quantiles = {}
+    for percent in percents:
+        rank = math.ceil(percent / 100 * len(ordered_N))
+        quantiles[percent] = float(ordered_N[rank - 1])
+    return quantiles
 
 
 # --- of a micro-batch -------------------------------------------------------------------------------------------------
@@ -104,23 +129,33 @@ def _quantiles(values_N: Tensor, percents: Sequence[int]) -> dict[int, float]:
 
 @torch.no_grad()
 def accumulate_micro_batch(
-    metrics: MetricAccumulator, micro: MicroBatch, policy: TokenPass, result: MicroLoss, terms: Terms, *, version: int
+    metrics: MetricAccumulator,
+    micro: MicroBatch,
+    policy: TokenPass,
+    result: MicroLoss,
+    terms: Mapping[str, KLTerm],
+    *,
+    version: int,
 ) -> None:
     """Everything that is measured of a micro-batch with a pass of the policy at ``version``."""
-    experience, logp_BT, mask_BT = micro.experience, policy.logp_BT, micro.experience.mask_BT
+    experience = micro.experience
+    logp_BT = policy.logp_BT
+    mask_BT = experience.mask_BT
     tokens = float(mask_BT.sum())
-    accumulate_divergence(metrics, mask_BT, policy, torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0))
+    log_ratio_BT = torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0)
+    accumulate_divergence(metrics, mask_BT, policy, log_ratio_BT)
     accumulate_behaviour(metrics, experience, logp_BT, version)
     accumulate_policy(metrics, result.policy, mask_BT)
     log_probs = {"logp_BT": logp_BT, "behaviour_logp_BT": experience.behaviour_logp_BT, "mask_BT": mask_BT}
-    for position, term in enumerate(terms):
-        metrics.add(f"kl_term/{position}/value_token", result.values[position].double().sum(), tokens)
+    # By position, because stored runs and tables have these names.
+    for position, (name, term) in enumerate(terms.items()):
+        metrics.add(f"kl_term/{position}/value_token", result.values[name].double().sum(), tokens)
         ref_logp_BT = micro.reference_of(term).logp_BT
-        for name, value in kl_diagnostics(term, ref_logp_BT=ref_logp_BT, **log_probs).items():
-            if name == "ratio_max":
+        for key, value in kl_diagnostics(term, ref_logp_BT=ref_logp_BT, **log_probs).items():
+            if key == "ratio_max":
                 metrics.maximum(f"kl_term/{position}/ratio_max", value)
             else:
-                metrics.add(f"kl_term/{position}/{name}", value * tokens, tokens)
+                metrics.add(f"kl_term/{position}/{key}", value * tokens, tokens)
 
 
 @torch.no_grad()
@@ -128,14 +163,15 @@ def accumulate_reference(
     metrics: MetricAccumulator, name: str, micro: MicroBatch, passes: Mapping[str, TokenPass]
 ) -> None:
     """Divergences from a reference that is not the initial policy: k1, and the exact ones that the update computed."""
-    policy, mask_BT = passes.get(name, passes["initial"]), micro.experience.mask_BT
-    k1_BT = torch.where(mask_BT, policy.logp_BT - micro.references[name].logp_BT, 0.0)
-    exact = passes.get(name)
-    for divergence, value_BT in (
-        ("k1_reverse", k1_BT),
-        ("exact_reverse", exact and exact.kl_BT),
-        ("exact_forward", exact and exact.forward_kl_BT),
-    ):
+    policy = passes.get(name, passes["initial"])
+    mask_BT = micro.experience.mask_BT
+    log_ratio_BT = policy.logp_BT - micro.references[name].logp_BT
+    divergences: dict[str, Tensor | None] = {"k1_reverse": torch.where(mask_BT, log_ratio_BT, 0.0)}
+    if name in passes:
+        # Only a pass against this reference has its exact divergences; that of the initial one has others.
+        divergences["exact_reverse"] = policy.kl_BT
+        divergences["exact_forward"] = policy.forward_kl_BT
+    for divergence, value_BT in divergences.items():
         if value_BT is not None:
             total = value_BT.double().sum()
             metrics.add(_against(name, divergence, "token"), total, float(mask_BT.sum()))
@@ -143,9 +179,11 @@ def accumulate_reference(
 
 
 def _against(reference: str, divergence: str, level: str) -> str:
-    """The name of the metric of a divergence from a reference."""
-    if reference in ("initial", "teacher"):
-        return f"kl/{divergence}_{level}" if reference == "initial" else f"teacher/{divergence}_{level}"
+    """The name of the metric of a divergence from a reference. Stored runs and tables have these names."""
+    if reference == "initial":
+        return f"kl/{divergence}_{level}"
+    if reference == "teacher":
+        return f"teacher/{divergence}_{level}"
     return f"reference/{reference}/{divergence}_{level}"
 
 
@@ -157,8 +195,8 @@ def measured_kl(values: Mapping[str, float], reference: str, level: str) -> floa
     if reference == "sampler":
         length = values["train/length"] if level == "sequence" else 1.0
         return length * values["kl/k3_policy_behaviour_token"]
-    exact, sampled = (_against(reference, divergence, level) for divergence in ("exact_reverse", "k1_reverse"))
-    return values.get(exact, values[sampled])
+    sampled = values[_against(reference, "k1_reverse", level)]
+    return values.get(_against(reference, "exact_reverse", level), sampled)
 
 
 def accumulate_divergence(
@@ -168,7 +206,9 @@ def accumulate_divergence(
 
     The error of a token is its estimate minus the exact KL at its prefix; that of a completion is the sum over tokens.
     """
-    tokens, rows = float(mask_BT.sum()), float(mask_BT.shape[0])
+    # Each total has two counts: per token, and per completion.
+    tokens = float(mask_BT.sum())
+    rows = float(mask_BT.shape[0])
     for token_name, sequence_name, value_BT in (
         ("kl/exact_reverse_token", "kl/exact_reverse_sequence", policy.kl_BT),
         ("kl/exact_forward_token", "kl/exact_forward_sequence", policy.forward_kl_BT),
@@ -179,7 +219,7 @@ def accumulate_divergence(
             total = value_BT.double().sum()
             metrics.add(token_name, total, tokens)
             metrics.add(sequence_name, total, rows)
-    if log_ratio_BT is None:
+    if log_ratio_BT is None:  # the tokens are of another policy, about which k1, k2 and k3 would say nothing
         return
     metrics.maximum("kl/log_ratio_max", log_ratio_BT.abs().max())
     for name, estimator in (("k1_reverse", k1), ("k2_reverse", k2), ("k3_reverse", k3)):
@@ -188,11 +228,11 @@ def accumulate_divergence(
         metrics.add(f"kl/{name}_sequence", value_BT.sum(), rows)
         if policy.kl_BT is not None:
             error_BT = value_BT - policy.kl_BT.double()
-            squares_BT, squares_B = error_BT.square(), error_BT.sum(1).square()
+            error_B = error_BT.sum(1)
             metrics.add(f"kl_error/{name}_token", error_BT.sum(), tokens)
             metrics.add(f"kl_error/{name}_sequence", error_BT.sum(), rows)
-            metrics.add(f"kl_error/{name}_token_rms", squares_BT.sum(), tokens, reduction="root_mean_square")
-            metrics.add(f"kl_error/{name}_sequence_rms", squares_B.sum(), rows, reduction="root_mean_square")
+            metrics.add(f"kl_error/{name}_token_rms", error_BT.square().sum(), tokens, reduction="root_mean_square")
+            metrics.add(f"kl_error/{name}_sequence_rms", error_B.square().sum(), rows, reduction="root_mean_square")
 
 
 def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, logp_BT: Tensor, version: int) -> None:
@@ -204,21 +244,28 @@ def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, log
     The mismatch is ``|delta|`` where it should be 0: of tokens that were sampled, with their whole completion before
     them, at the learner's ``version``. Tokens from another run's weights have no staleness.
     """
-    mask_BT, versions_BT = experience.mask_BT, experience.policy_version_BT
+    mask_BT = experience.mask_BT
+    versions_BT = experience.policy_version_BT
     tokens = float(mask_BT.sum())
+    # 0 outside the mask, where the padded log-probs mean nothing.
     delta_BT = torch.where(mask_BT, logp_BT - experience.behaviour_logp_BT, 0.0)
     delta_N = delta_BT[mask_BT].double()
-    ratio_N, weight_B = delta_N.exp(), delta_BT.double().sum(-1).exp()
+    ratio_N = delta_N.exp()
+    weight_B = delta_BT.double().sum(-1).exp()
+    # expm1, because rho - 1 of nearly equal policies would lose the digits that count.
     metrics.add("kl/k1_behaviour_token", -delta_N.sum(), tokens)
     metrics.add("kl/k3_behaviour_token", (torch.expm1(delta_N) - delta_N).sum(), tokens)
     metrics.add("kl/k1_policy_behaviour_token", (ratio_N * delta_N).sum(), tokens)
     metrics.add("kl/k3_policy_behaviour_token", (ratio_N * delta_N - torch.expm1(delta_N)).sum(), tokens)
     metrics.maximum("policy/behaviour_gap_max", delta_BT.abs().max())
     metrics.sample("policy/ratio_p*", ratio_N.float())
-    sums = (weight_B.sum(), weight_B.square().sum(), len(weight_B))
-    metrics.add("policy/ess", *sums, reduction="effective_sample_share")
+    metrics.add(
+        "policy/ess", weight_B.sum(), weight_B.square().sum(), len(weight_B), reduction="effective_sample_share"
+    )
     dated_BT = mask_BT & (versions_BT != FOREIGN_VERSION)
     metrics.add("policy/staleness", (version - versions_BT)[dated_BT].double().sum(), dated_BT.sum())
+    # The product of a row is 1 up to its first token of another version: later tokens have a prefix that the
+    # learner's weights did not draw, and with in-flight updates a cache that they did not fill.
     current_BT = mask_BT & (versions_BT == version).long().cumprod(1).bool()
     metrics.add("policy/equal_weights_share", current_BT.sum(), tokens)
     if bool(current_BT.any()):
@@ -245,38 +292,45 @@ def accumulate_policy(metrics: MetricAccumulator, parts: PolicyLossParts, mask_B
 
 def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     """What needs no model: reward and its parts, verifier status, lengths, groups whose rewards are all equal."""
+    count = len(rows)
     rewards = torch.tensor([row.reward.value for row in rows], dtype=torch.float64)
-    groups: dict[int, set[float]] = defaultdict(set)
+    rewards_of_group: dict[int, set[float]] = defaultdict(set)
     parts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        groups[row.rollout.group_id].add(row.reward.value)
+        rewards_of_group[row.rollout.group_id].add(row.reward.value)
         for name, value in row.reward.parts.items():
             if not is_failed_part(name):  # only failures have it: its mean would always be 1
                 parts[name].append(value)
-    n = len(rows)
+    groups_without_signal = sum(len(values) == 1 for values in rewards_of_group.values())
     status = Counter(row.reward.status for row in rows)
     status["failed"] = sum(failed(row.reward) for row in rows)  # these have the status refused, too
     return {
         "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std(correction=0)),
-        "train/length": sum(len(row.rollout.completion_ids) for row in rows) / n,
-        "train/truncated_share": sum(row.rollout.stop_reason == "length" for row in rows) / n,
-        "train/groups_without_signal": sum(len(values) == 1 for values in groups.values()) / len(groups),
-        **{f"train/verifier_{name}": status[name] / n for name in ("unparseable", "timeout", "refused", "failed")},
+        "train/length": sum(len(row.rollout.completion_ids) for row in rows) / count,
+        "train/truncated_share": sum(row.rollout.stop_reason == "length" for row in rows) / count,
+        "train/groups_without_signal": groups_without_signal / len(rewards_of_group),
+        **{f"train/verifier_{name}": status[name] / count for name in ("unparseable", "timeout", "refused", "failed")},
         **{f"train/reward/{name}": sum(values) / len(values) for name, values in parts.items()},
     }
 
 
 def time_metrics(rows: Sequence[Scored], of_batch: Mapping[str, float], learn_s: float) -> dict[str, float]:
     """Seconds of an update, and what follows from them. ``of_batch`` holds those of sampling at a batch's first use."""
-    times = dict.fromkeys(("time/generate", "time/score", "time/wait"), 0.0) | of_batch
-    total, tokens = times["time/wait"] + learn_s, sum(len(row.rollout.completion_ids) for row in rows)
+    times = {"time/generate": 0.0, "time/score": 0.0, "time/wait": 0.0} | dict(of_batch)
+    tokens = sum(len(row.rollout.completion_ids) for row in rows)
+    total = times["time/wait"] + learn_s
+    tokens_per_second = 0.0
+    idle_share = 0.0
+    if total > 0:
+        tokens_per_second = tokens / total
+        idle_share = times["time/wait"] / total
     return {
         **times,
         "time/learn": learn_s,
         "time/step": total,
-        "time/tokens_per_second": tokens / total if total > 0 else 0.0,
-        "time/trainer_idle_share": times["time/wait"] / total if total > 0 else 0.0,
+        "time/tokens_per_second": tokens_per_second,
+        "time/trainer_idle_share": idle_share,
     }
 
 
@@ -287,18 +341,31 @@ def critic_metrics(micro_batches: Sequence[MicroBatch], ranks: Ranks = SINGLE_PR
     """
     if micro_batches[0].old_value_BT is None:
         return {}
-    pairs = [
-        [values_BT[micro.experience.mask_BT].cpu() for values_BT in (micro.old_value_BT, micro.value_target_BT)]
-        for micro in micro_batches
-        if not micro.empty
-    ]
-    columns = zip(*(pair for of_rank in ranks.gather(pairs) for pair in of_rank), strict=True)
-    value_N, target_N = (torch.cat(column).double() for column in columns)
-    spread, rest = target_N.var(correction=0), (target_N - value_N).var(correction=0)
+    pairs = []
+    for micro in micro_batches:
+        if micro.empty:
+            continue
+        assert micro.old_value_BT is not None
+        assert micro.value_target_BT is not None
+        mask_BT = micro.experience.mask_BT
+        pairs.append((micro.old_value_BT[mask_BT].cpu(), micro.value_target_BT[mask_BT].cpu()))
+    values: list[Tensor] = []
+    targets: list[Tensor] = []
+    for pairs_of_rank in ranks.gather(pairs):
+        for value_N, target_N in pairs_of_rank:
+            values.append(value_N)
+            targets.append(target_N)
+    value_N = torch.cat(values).double()
+    target_N = torch.cat(targets).double()
+    spread = target_N.var(correction=0)
+    unexplained = (target_N - value_N).var(correction=0)
+    explained = 0.0
+    if float(spread) != 0:  # equal targets leave nothing to explain
+        explained = float(1 - unexplained / spread)
     return {
         "value/mean": float(value_N.mean()),
         "value/target_mean": float(target_N.mean()),
-        "value/explained_variance": 0.0 if float(spread) == 0 else float(1 - rest / spread),
+        "value/explained_variance": explained,
     }
 
 
@@ -310,17 +377,23 @@ def staleness_metrics(
     Seconds count from when the weights that sampled a token were replaced (``replaced_at``, by version; 0 for the
     current ``version``); left out where one is unknown.
     """
-    versions = [each for row in rows for each in row.rollout.versions if each != FOREIGN_VERSION]
-    seconds = {**{each: now - replaced for each, replaced in replaced_at.items()}, version: 0.0}
-    ages = {"policy/staleness_*": [float(version - each) for each in versions]}
+    versions: list[int] = []
+    for row in rows:
+        versions += [drawn_by for drawn_by in row.rollout.versions if drawn_by != FOREIGN_VERSION]
+    if not versions:
+        return {}
+    seconds = {old_version: now - replaced for old_version, replaced in replaced_at.items()}
+    seconds[version] = 0.0
+    ages = {"policy/staleness_*": [float(version - drawn_by) for drawn_by in versions]}
+    # A resumed run of an earlier version does not know when its old weights were replaced.
     if seconds.keys() >= set(versions):
-        ages["time/staleness_*"] = [seconds[each] for each in versions]
+        ages["time/staleness_*"] = [seconds[drawn_by] for drawn_by in versions]
     metrics = {}
-    for name, values in ages.items() if versions else ():
+    for name, values in ages.items():
         age_N = torch.tensor(values, dtype=torch.float64)
-        statistics = {f"p{percent}": value for percent, value in _quantiles(age_N, AGE_PERCENTS).items()}
-        statistics["max"] = float(age_N.max())
-        metrics |= {name.replace("*", statistic): value for statistic, value in statistics.items()}
+        for percent, value in _quantiles(age_N, AGE_PERCENTS).items():
+            metrics[name.replace("*", f"p{percent}")] = value
+        metrics[name.replace("*", "max")] = float(age_N.max())
         if name == "time/staleness_*":
             metrics["time/staleness"] = float(age_N.mean())
     return metrics
@@ -339,10 +412,11 @@ def completion_metrics(
     """
     if not config.eval.kl:
         return None
-    packer, options = Packer.of(config, loaded, ranks), pass_options(config, loaded)
-    compared = reference is not None
-    wanted = Wanted(entropy=True, kl=compared, forward_kl=compared, total_variation=compared)
-    sampled = config.eval.temperature == config.rollout.temperature
+    packer = Packer.of(config, loaded, ranks)
+    options = pass_options(config, loaded)
+    has_reference = reference is not None
+    wanted = Wanted(entropy=True, kl=has_reference, forward_kl=has_reference, total_variation=has_reference)
+    samples_this_policy = config.eval.temperature == config.rollout.temperature
 
     @torch.no_grad()
     def measure(rows: Sequence[Scored]) -> dict[str, float]:
@@ -350,9 +424,12 @@ def completion_metrics(
         for packed in packer.micro_batches(rows):
             other = None if reference is None else reference.forward_pass(**model_inputs(packed))
             policy = token_pass(loaded.model, options, wanted, **model_inputs(packed), reference=other)
-            if not packed.empty:
-                log_ratio_BT = None if other is None or not sampled else policy.logp_BT - other.logp_BT
-                accumulate_divergence(metrics, packed.mask_BT, policy, log_ratio_BT)
+            if packed.empty:
+                continue
+            log_ratio_BT = None
+            if other is not None and samples_this_policy:
+                log_ratio_BT = policy.logp_BT - other.logp_BT
+            accumulate_divergence(metrics, packed.mask_BT, policy, log_ratio_BT)
         return metrics.merged(ranks).values()
 
     return measure
@@ -371,15 +448,29 @@ def load_eval_reference(config: Config, loaded: LoadedModel) -> Reference | None
     except UserError as error:
         raise UserError(f"eval.reference: {error}") from error
     check_tokens(other, loaded, "eval.reference", named)
-    heads = [head_weights(each.model)[0].shape[0] for each in (other, loaded)]
-    if heads[0] != heads[1]:
-        raise bad_value("eval.reference", named, f"a model with a head of {heads[1]} rows", f"it has {heads[0]}")
+    other_rows = head_weights(other.model)[0].shape[0]
+    rows = head_weights(loaded.model)[0].shape[0]
+    if other_rows != rows:
+        raise bad_value("eval.reference", named, f"a model with a head of {rows} rows", f"it has {other_rows}")
     return build_reference("teacher", loaded, config, teacher=other)
 
 
 def _reference_model(evaluated: ModelConfig, named: str) -> ModelConfig:
-    """The ``model`` of the config where ``named`` is a YAML file, else that source; without an adapter (it starts as
-    the identity), and with the settings that change rounding of the evaluated model."""
-    model = load_config(named).model if named.endswith((".yaml", ".yml")) else ModelConfig(source=named)
-    alike = {name: getattr(evaluated, name) for name in ("dtype", "device", "attention", "trust_remote_code")}
-    return dataclasses.replace(model, **alike, gradient_checkpointing=False, lora=None)
+    """The ``model`` of the config where ``named`` is a YAML file, else that source.
+
+    Without an adapter, which starts as the identity, and with the settings of the evaluated model that change
+    rounding: a difference of rounding would count as KL.
+    """
+    if named.endswith((".yaml", ".yml")):
+        model = load_config(named).model
+    else:
+        model = ModelConfig(source=named)
+    return dataclasses.replace(
+        model,
+        dtype=evaluated.dtype,
+        device=evaluated.device,
+        attention=evaluated.attention,
+        trust_remote_code=evaluated.trust_remote_code,
+        gradient_checkpointing=False,
+        lora=None,
+    )

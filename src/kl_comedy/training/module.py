@@ -2,6 +2,9 @@
 
 The rows of an update are prepared (reference pass, advantages, weights) and split by token budget; each micro-batch is
 passed, differentiated and freed. Optimization is manual because the number of micro-batches varies.
+
+    UpdateBatch -> prepare -> micro-batches -> forward, loss, backward -> gradients, metrics: sum over ranks
+                -> clip -> optimizer step -> publish the weights -> metrics of the update -> next coefficients
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kl_comedy.config import Config, OptimizerConfig
 from kl_comedy.errors import RunFailed, UserError
@@ -22,13 +26,13 @@ from kl_comedy.kl import BetaState
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import release_free_memory
 from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.reference import MovingReference, Reference, build_reference
+from kl_comedy.models.reference import MovingReference, Reference
 from kl_comedy.models.types import ReferencePass, TokenPass, Wanted
 from kl_comedy.objective import value_loss
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
-from kl_comedy.training.build import check_training
-from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks, connect_teacher, load_policy, load_teacher
+from kl_comedy.training.build import build_run
+from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.experience import UpdateBatch
 from kl_comedy.training.loss import (
     MicroBatch,
@@ -36,7 +40,6 @@ from kl_comedy.training.loss import (
     Preparation,
     micro_loss,
     prepare,
-    uses_critic,
     weighted_sum,
 )
 from kl_comedy.training.metrics import (
@@ -50,12 +53,17 @@ from kl_comedy.training.metrics import (
     staleness_metrics,
     time_metrics,
 )
+from kl_comedy.training.models import ValueHead, load_models
+from kl_comedy.training.old_policy import record_old_policy
 from kl_comedy.training.packing import Packer, model_inputs, pass_options
 from kl_comedy.training.strategies import clip_gradients, sum_gradients
 
-KL_AT_START_TOLERANCE, KL_AT_START_TOLERANCE_16_BIT = 1e-5, 1e-3
-"""Exact KL (nats a token) accepted before the first update; bitwise zero is expected and reported. A GPU may take other
-kernels for a pass with gradient than for one without, whose rounding in 16 bits shows."""
+KL_AT_START_TOLERANCE = 1e-5
+"""Exact KL (nats per token) accepted before the first update. Bitwise zero is expected, and reported."""
+
+KL_AT_START_TOLERANCE_16_BIT = 1e-3
+"""The same in 16 bits: a GPU may take other kernels for a pass with gradient than for one without, whose rounding
+shows."""
 
 VERSIONS_REMEMBERED = 1024
 """Versions whose replacement time is stored: more than any useful lag."""
@@ -71,8 +79,12 @@ def lr_factor(settings: OptimizerConfig, step: int, steps: int) -> float:
         return (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return 1.0
-    done = min((step - settings.warmup_steps) / max(steps - settings.warmup_steps, 1), 1.0)
-    return 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    # A run that is all warm-up has no steps after it; the division must not fail at its end.
+    steps_after_warmup = max(steps - settings.warmup_steps, 1)
+    progress = min((step - settings.warmup_steps) / steps_after_warmup, 1.0)
+    if settings.schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def ess_factor(scaling: str, share: float) -> float:
@@ -84,70 +96,60 @@ def ess_factor(scaling: str, share: float) -> float:
     return {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[scaling]
 
 
-class ValueHead(nn.Module):
-    """PPO's value ``V = w . hidden + b`` in float32, zero at the start: the first advantages are the returns to go."""
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, 1, device=device, dtype=torch.float32)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, hidden_NH: Tensor, mask_BT: Tensor) -> Tensor:
-        """The value of the prefix before each completion token, ``[B, T]``, zero outside the mask."""
-        with torch.autocast(device_type=hidden_NH.device.type, enabled=False):
-            value_N = self.linear(hidden_NH.float())[:, 0]
-        return torch.zeros(mask_BT.shape, dtype=value_N.dtype, device=value_N.device).masked_scatter(mask_BT, value_N)
-
-
 class PolicyModule(lightning.LightningModule):
     """Owns the policy and its optimizer. Sampler and frozen references are not part of its state.
 
-    ``version`` counts optimizer updates; ``last_metrics`` are those of the last update. The policy is there after
-    :meth:`load`, which :class:`ExperienceModule` calls once the processes are connected. Raises :class:`UserError` for
-    KL terms and algorithms that cannot train.
+    ``terms`` and ``betas`` go by the term's name (:func:`~kl_comedy.training.loss.named_terms`). ``version`` counts
+    optimizer updates; ``last_metrics`` are those of the last update. The policy is there after :meth:`load`, which
+    :class:`ExperienceModule` calls once the processes are connected. Raises :class:`UserError` for KL terms and
+    algorithms that cannot train.
     """
 
     loaded: LoadedModel
+    value_head: ValueHead | None
     references: dict[str, Reference]
     plan: Preparation
     backend: RolloutBackend
+    run_folder: Path
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.config = config
-        self.terms = check_training(config)
-        self.betas = [BetaState(term.beta) for term in self.terms]
+        self.run = build_run(config)
+        self.terms = self.run.terms
+        self.betas = {name: BetaState(term.beta) for name, term in self.terms.items()}
         self.ranks = SINGLE_PROCESS
         self.version = 0
         self.replaced_at: dict[int, float] = {}  # when each version of the weights was replaced by the next
         self.last_metrics: dict[str, float] = {}
         self.last_batch: UpdateBatch | None = None
         self.old_policy: list[OldPolicyRow] | None = None
+        self._log_probs_are_finite = True  # of this rank's micro-batches of the current update
+
+    @property
+    def beta_values(self) -> dict[str, float]:
+        """The current coefficient of each KL term."""
+        return {name: state.value for name, state in self.betas.items()}
+
+    @property
+    def moving_references(self) -> dict[str, MovingReference]:
+        """The references that follow the policy: part of the run's state, unlike the frozen ones."""
+        return {name: ref for name, ref in self.references.items() if isinstance(ref, MovingReference)}
+
+    # --- before the first update ---
 
     def load(self, ranks: Ranks = SINGLE_PROCESS) -> None:
         """Load the policy, its value head and its references; all ranks call. Raises :class:`UserError` on all."""
-        config, self.ranks = self.config, ranks
-        self.loaded = loaded = load_policy(config, ranks)
-        self.policy = loaded.model
-        self.value_head = None
-        if uses_critic(config.algorithm):
-            settings: Any = loaded.model.config
-            self.value_head = ValueHead(int(settings.get_text_config().hidden_size), loaded.device)
-        # The initial reference always: KL is reported against it. Moving ones where a term names them.
-        names = ["initial", *sorted({term.reference for term in self.terms} - {"initial", "sampler"})]
-        served = config.reference.teacher is not None and config.reference.teacher.url is not None
-        teacher = load_teacher(config, loaded, ranks) if "teacher" in names and not served else None
-        self.references = {
-            name: connect_teacher(config, loaded, self.terms, ranks)
-            if name == "teacher" and served
-            else build_reference(name, loaded, config, teacher=teacher)
-            for name in names
-        }
-        self._pass_options = pass_options(config, loaded)
-        packer = Packer.of(config, loaded, ranks)
-        self.plan = Preparation(terms=self.terms, algorithm=config.algorithm, packer=packer)
+        self.ranks = ranks
+        models = load_models(self.config, self.terms.values(), ranks)
+        self.loaded = models.policy
+        self.policy = models.policy.model
+        self.value_head = models.value_head
+        self.references = models.references
+        self._pass_options = pass_options(self.config, self.loaded)
+        packer = Packer.of(self.config, self.loaded, ranks)
+        self.plan = Preparation(terms=self.terms, algorithm=self.config.algorithm, packer=packer)
 
     def configure_model(self) -> None:
         """Lightning's FSDP2 strategy asks for this hook; :meth:`load` sharded the policy while it was loaded."""
@@ -158,60 +160,52 @@ class PolicyModule(lightning.LightningModule):
             self.backend.update_weights(self.version)
 
     def configure_optimizers(self) -> Any:
-        settings, steps = self.config.optimizer, self.config.train.steps
+        """AdamW over what the policy trains, and over the value head with a learning rate of its own."""
+        settings = self.config.optimizer
+        steps = self.config.train.steps
         groups: list[dict[str, Any]] = [{"params": [p for p in self.policy.parameters() if p.requires_grad]}]
         if self.value_head is not None:
             rate = self.config.algorithm.value.lr or settings.lr
             groups.append({"params": list(self.value_head.parameters()), "lr": rate})
         first, second = settings.betas
-        options: dict[str, Any] = {"eps": settings.eps, "weight_decay": settings.weight_decay, "fused": True}
-        optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(first, second), **options)
+        optimizer = torch.optim.AdamW(
+            groups,
+            lr=settings.lr,
+            betas=(first, second),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(settings, step, steps))
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
+    # --- one update ---
+
     def training_step(self, batch: UpdateBatch, batch_idx: int) -> None:
         """One optimizer update. Raises :class:`RunFailed` where a loss, a log-prob or a gradient is not finite."""
-        start, step, optimizer = time.perf_counter(), self.version, self.optimizers()
-        self.last_batch, self._finite = batch, True
-        betas = [beta.value for beta in self.betas]
-        metrics, losses = MetricAccumulator(), defaultdict[str, float](float)
+        start = time.perf_counter()
+        step = self.version
+        self.last_batch = batch
+        betas = self.beta_values
+        metrics = MetricAccumulator()
         try:
-            if batch.first:
-                self.old_policy = self.record(batch.batch)
-            micro_batches = prepare(
-                batch.rows,
-                self.plan,
-                betas=betas,
-                references=self.references,
-                policy_pass=self.policy_pass,
-                old_policy=self.old_policy and self.old_policy[batch.offset : batch.offset + len(batch.rows)],
-            )
-            for micro in micro_batches:
-                for name, value in self._accumulate(micro, metrics, betas).items():
-                    losses[name] += float(value)
+            micro_batches, losses = self._differentiate(batch, metrics, betas)
         except UserError as error:
             raise RunFailed(f"update {step}: {error}") from error
+        # Ages are taken before the ranks wait for each other, or the wait would count as age.
         ages = staleness_metrics(batch.rows, step, self.replaced_at, time.monotonic())
         metrics, losses = self._sum_over_ranks(metrics, losses)
-        bound = self.config.optimizer.clip_norm or float("inf")
-        norms = {"grad/norm": clip_gradients(self.policy.parameters(), bound)}
-        if self.value_head is not None:
-            norms["grad/value_norm"] = clip_gradients(self.value_head.parameters(), bound)
+        norms = self._clip_gradients()
+        # Metrics of rows need no exchange: every rank has the rows of all.
         measured = {**row_metrics(batch.rows), **metrics.values()}
-        rate = optimizer.param_groups[0]["lr"] * ess_factor(self.config.optimizer.ess_scaling, measured["policy/ess"])
-        for name, value in {**losses, **norms, "train/lr": rate}.items():
-            if not math.isfinite(value):
-                raise RunFailed(f"update {step}: {name} is {value}")
-        optimizer.param_groups[0]["lr"] = rate  # until the schedule sets the next
-        optimizer.step()
-        optimizer.zero_grad()  # whoever samples next gets the memory of the gradients
-        self.lr_schedulers().step()
+        rate = self._optimize(measured, losses, norms)
         moved = self._publish(measured)
         self.last_metrics = {
             **measured,
             **moved,
             **{f"train/loss_{name}": value for name, value in losses.items()},
-            **{f"beta/{position}": beta for position, beta in enumerate(betas)},
+            # Stored runs have the coefficients by position, without the prefix of the name.
+            **{f"beta/{position}": beta for position, beta in enumerate(betas.values())},
             "train/loss": sum(losses.values()),
             **norms,
             **critic_metrics(micro_batches, self.ranks),
@@ -220,36 +214,59 @@ class PolicyModule(lightning.LightningModule):
             "train/lr": rate,
             **time_metrics(batch.rows, batch.metrics, time.perf_counter() - start),
         }
-        at_start = self.last_metrics.get("kl/exact_reverse_token", 0.0)
-        narrow = self.config.train.precision == "bf16" or self.config.model.dtype != "float32"
-        if step == 0 and abs(at_start) > (KL_AT_START_TOLERANCE_16_BIT if narrow else KL_AT_START_TOLERANCE):
-            reason = f"is {at_start:.3g} nats a token, and must be 0: the reference is not the policy's starting point"
-            raise RunFailed(f"exact KL to the reference before the first update {reason}")
-        for term, state in zip(self.terms, self.betas, strict=True):
-            state.advance(step + 1, measured_kl(measured, term.reference, "sequence"))
+        if step == 0:
+            self._check_kl_at_start()
+        # After the update: the coefficient of one update depends on what earlier ones measured, and a resumed run
+        # continues with the same.
+        for name, state in self.betas.items():
+            state.advance(step + 1, measured_kl(measured, self.terms[name].reference, "sequence"))
 
-    def _accumulate(self, micro: MicroBatch, metrics: MetricAccumulator, betas: Sequence[float]) -> dict[str, Tensor]:
+    def _differentiate(
+        self, batch: UpdateBatch, metrics: MetricAccumulator, betas: Mapping[str, float]
+    ) -> tuple[list[MicroBatch], dict[str, float]]:
+        """Gradients of this rank's micro-batches; these, and the sum of each part of their losses, by its name."""
+        self._log_probs_are_finite = True
+        if batch.first:
+            self.old_policy = self.record(batch.batch)
+        old_policy = None
+        # A batch is recorded whole at its first update, and an update reads the part of its own rows.
+        if self.old_policy is not None:
+            old_policy = self.old_policy[batch.offset : batch.offset + len(batch.rows)]
+        micro_batches = prepare(
+            batch.rows,
+            self.plan,
+            betas=betas,
+            references=self.references,
+            policy_pass=self.policy_pass,
+            old_policy=old_policy,
+        )
+        losses = defaultdict[str, float](float)
+        for micro in micro_batches:
+            for name, value in self._accumulate(micro, metrics, betas).items():
+                losses[name] += float(value)
+        return micro_batches, losses
+
+    def _accumulate(
+        self, micro: MicroBatch, metrics: MetricAccumulator, betas: Mapping[str, float]
+    ) -> dict[str, Tensor]:
         """Pass, loss and backward of one micro-batch; the detached parts of its loss."""
         config = self.config
-        every = config.train.exact_kl_every
-        at_ends = self.version in (0, config.train.steps - 1)  # a run's first value, and the one that tables show
-        measure = at_ends or (every > 0 and self.version % every == 0)
-        lean = config.model.gradient_checkpointing and self.loaded.device.type == "cpu"  # memory counts more than time
-        passes = self.passes(micro, measure=measure)
+        # Whoever checkpoints on a CPU has little memory: freed pages go back to the system at the price of time.
+        lean = config.model.gradient_checkpointing and self.loaded.device.type == "cpu"
+        passes = self.passes(micro, measure=self._measures_exact_kl())
         if lean:
             release_free_memory()
         policy = passes["initial"]
-        self._finite = self._finite and bool(torch.isfinite(policy.logp_BT).all())
+        if not bool(torch.isfinite(policy.logp_BT).all()):
+            # Raised after the update's exchanges: a rank that left them now would leave the others waiting.
+            self._log_probs_are_finite = False
         result = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=config.algorithm)
-        loss, parts = result.loss, result.parts
+        loss = result.loss
+        parts = result.parts
         if self.value_head is not None:
-            mask_BT, settings = micro.experience.mask_BT, config.algorithm.value
-            value_BT = self.value_head(policy.hidden_NH, mask_BT)
-            loss_BT, clipped_BT = value_loss(value_BT, micro.old_value_BT, micro.value_target_BT, settings.clip)
-            if settings.clip is not None and not micro.empty:
-                metrics.add("value/clip_fraction", (clipped_BT & mask_BT).sum(), mask_BT.sum())
-            value = settings.coefficient * weighted_sum(loss_BT, micro.experience)
-            parts["value"], loss = value.detach(), loss + value
+            critic_loss = self._critic_loss(micro, policy, self.value_head, metrics)
+            parts["value"] = critic_loss.detach()
+            loss = loss + critic_loss
         self.manual_backward(loss * self._loss_factor)
         if lean:
             release_free_memory()
@@ -259,78 +276,126 @@ class PolicyModule(lightning.LightningModule):
                 accumulate_reference(metrics, name, micro, passes)
         return parts
 
+    def _measures_exact_kl(self) -> bool:
+        """Whether this update measures exact divergences, which cost a pass over the whole vocabulary."""
+        if self.version in (0, self.config.train.steps - 1):
+            return True  # the check of the first update needs it, and tables show the last value
+        every = self.config.train.exact_kl_every
+        return every > 0 and self.version % every == 0
+
+    def _critic_loss(
+        self, micro: MicroBatch, policy: TokenPass, value_head: ValueHead, metrics: MetricAccumulator
+    ) -> Tensor:
+        """The value loss of a micro-batch, times its coefficient."""
+        mask_BT = micro.experience.mask_BT
+        settings = self.config.algorithm.value
+        value_BT = value_head(policy.hidden_NH, mask_BT)
+        assert micro.old_value_BT is not None
+        assert micro.value_target_BT is not None
+        loss_BT, clipped_BT = value_loss(value_BT, micro.old_value_BT, micro.value_target_BT, settings.clip)
+        if settings.clip is not None and not micro.empty:
+            metrics.add("value/clip_fraction", (clipped_BT & mask_BT).sum(), mask_BT.sum())
+        return settings.coefficient * weighted_sum(loss_BT, micro.experience)
+
     @property
     def _loss_factor(self) -> int:
         """FSDP's reduction takes the mean over ranks; a micro-batch is this rank's part of a sum."""
         return self.ranks.size if self.ranks.sharded else 1
 
-    def _sum_over_ranks(self, metrics: MetricAccumulator, losses: Mapping[str, float]) -> tuple[Any, dict[str, float]]:
-        """Gradients, metrics and losses, summed. Raises :class:`RunFailed` on all ranks for a log-prob of any."""
-        gathered = self.ranks.gather((dict(losses), self._finite))
-        if not all(finite for _, finite in gathered):
+    def _sum_over_ranks(
+        self, metrics: MetricAccumulator, losses: Mapping[str, float]
+    ) -> tuple[MetricAccumulator, dict[str, float]]:
+        """Sum gradients, metrics and losses. Raises :class:`RunFailed` on all ranks where one has a bad log-prob."""
+        gathered = self.ranks.gather((dict(losses), self._log_probs_are_finite))
+        if not all(is_finite for _, is_finite in gathered):
             raise RunFailed(f"update {self.version}: the policy's log-probs are not finite")
         if self.ranks.size > 1:
             if not self.ranks.sharded:
                 sum_gradients(self.policy.parameters(), self.ranks)
-            if self.value_head is not None:  # whole on every rank under any strategy
+            if self.value_head is not None:
+                # It is whole on every rank under any strategy, and its loss was multiplied for FSDP's mean.
                 sum_gradients(self.value_head.parameters(), self.ranks, divisor=self._loss_factor)
-        return metrics.merged(self.ranks), {name: sum(each[name] for each, _ in gathered) for name in losses}
+        summed = {name: sum(of_rank[name] for of_rank, _ in gathered) for name in losses}
+        return metrics.merged(self.ranks), summed
+
+    def _clip_gradients(self) -> dict[str, float]:
+        """Clip the gradients of policy and value head, each by its own norm; the norms before, as metrics."""
+        bound = self.config.optimizer.clip_norm or float("inf")
+        norms = {"grad/norm": clip_gradients(self.policy.parameters(), bound)}
+        if self.value_head is not None:
+            norms["grad/value_norm"] = clip_gradients(self.value_head.parameters(), bound)
+        return norms
+
+    def _optimize(
+        self, measured: Mapping[str, float], losses: Mapping[str, float], norms: Mapping[str, float]
+    ) -> float:
+        """The optimizer's step; the learning rate that it took. Raises :class:`RunFailed` for what is not finite."""
+        optimizer: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
+        rate = optimizer.param_groups[0]["lr"] * ess_factor(self.config.optimizer.ess_scaling, measured["policy/ess"])
+        # Before the step: weights of a failed update stay those of the last good one.
+        for name, value in {**losses, **norms, "train/lr": rate}.items():
+            if not math.isfinite(value):
+                raise RunFailed(f"update {self.version}: {name} is {value}")
+        optimizer.param_groups[0]["lr"] = rate  # until the schedule sets the next
+        optimizer.step()
+        optimizer.zero_grad()  # whoever samples next gets the memory of the gradients
+        schedule.step()
+        return float(rate)
 
     def _publish(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """Hand the new weights to the sampler under the next version; moving references follow. Which of them moved."""
+        """Publish the new weights to the sampler under the next version; moving references follow the policy.
+
+        Returns ``reference/NAME/moved`` for each of these: 1.0 where it moved.
+        """
         self.replaced_at[self.version] = time.monotonic()
         self.replaced_at.pop(self.version - VERSIONS_REMEMBERED, None)
         self.version += 1
         self.backend.update_weights(self.version)
-        return {
-            f"reference/{name}/moved": float(
-                reference.update(self.policy, self.version, measured_kl(measured, name, "token"))
+        moved = {}
+        for name, reference in self.moving_references.items():
+            has_moved = reference.update(self.policy, self.version, measured_kl(measured, name, "token"))
+            moved[f"reference/{name}/moved"] = float(has_moved)
+        return moved
+
+    def _check_kl_at_start(self) -> None:
+        """Raise :class:`RunFailed` where the initial reference is not the policy before its first update."""
+        kl_at_start = self.last_metrics.get("kl/exact_reverse_token", 0.0)
+        in_16_bit = self.config.train.precision == "bf16" or self.config.model.dtype != "float32"
+        tolerance = KL_AT_START_TOLERANCE_16_BIT if in_16_bit else KL_AT_START_TOLERANCE
+        if abs(kl_at_start) > tolerance:
+            raise RunFailed(
+                f"exact KL to the reference before the first update is {kl_at_start:.3g} nats per token, and must be "
+                "0: the reference is not the policy's starting point"
             )
-            for name, reference in self.references.items()
-            if isinstance(reference, MovingReference)
-        }
 
-    @torch.no_grad()
+    # --- passes of the policy ---
+
     def record(self, rows: Sequence[Scored]) -> list[OldPolicyRow] | None:
-        """Log-probs and values of a batch before its first update; None where the algorithm needs neither.
-
-        With ``algorithm.value.bootstrap_truncated`` a completion cut at the limit gets the value after its last token;
-        every other's is 0.
-        """
-        algorithm, packer = self.config.algorithm, self.plan.packer
-        if self.value_head is None and algorithm.proximal != "recomputed":
-            return None
-        bootstrap = self.value_head is not None and algorithm.value.bootstrap_truncated
-        recorded: dict[int, OldPolicyRow] = {}
-        for packed in packer.micro_batches(rows):
-            inputs = model_inputs(packed)
-            if bootstrap:  # with one token more, the value before it is the one after the last real token
-                inputs["mask_BT"] = nn.functional.pad(inputs["mask_BT"], (1, 0), value=True)
-                inputs["ids_BT"] = nn.functional.pad(inputs["ids_BT"], (0, 1), value=packer.pad_id)
-            policy = self.policy_pass(inputs, None, ())
-            logp_BT = policy.logp_BT.float().cpu()
-            value_BT = torch.zeros_like(logp_BT)
-            if self.value_head is not None:
-                value_BT = self.value_head(policy.hidden_NH, inputs["mask_BT"]).cpu()
-            for position, n in enumerate(() if packed.empty else packed.positions):
-                size = len(rows[n].rollout.completion_ids)
-                truncated = bootstrap and rows[n].rollout.stop_reason == "length"
-                recorded[n] = {
-                    "logp": logp_BT[position, :size].clone(),
-                    "value": value_BT[position, :size].clone(),
-                    "last": float(value_BT[position, size]) if truncated else 0.0,
-                }
-        everywhere = {n: row for of_rank in packer.ranks.gather(recorded) for n, row in of_rank.items()}
-        return [everywhere[n] for n in range(len(rows))]
+        """Log-probs and values of a batch before its first update; see :func:`record_old_policy`."""
+        return record_old_policy(
+            rows,
+            algorithm=self.config.algorithm,
+            packer=self.plan.packer,
+            policy_pass=self.policy_pass,
+            value_head=self.value_head,
+        )
 
     def passes(self, micro: MicroBatch, *, terms: Terms | None = None, measure: bool = False) -> dict[str, TokenPass]:
-        """The policy pass per reference: the initial one always, others where one of ``terms`` needs their exact KL."""
+        """The policy pass per reference: the initial one always, others where one of ``terms`` needs their exact KL.
+
+        ``terms``: those of the run by default.
+        """
+        if terms is None:
+            terms = list(self.terms.values())
         inputs = model_inputs(micro.experience)
         passes: dict[str, TokenPass] = {}
         for name, reference in micro.references.items():
-            wanted = [term for term in (self.terms if terms is None else terms) if term.reference == name]
-            if name == "initial" or any(term.reads != {"log_ratio"} for term in wanted):
-                passes[name] = self.policy_pass(inputs, reference, wanted, measure=measure and name == "initial")
+            alike = [term for term in terms if term.reference == name]
+            if name == "initial":
+                passes[name] = self.policy_pass(inputs, reference, alike, measure=measure)
+            elif any(term.reads != {"log_ratio"} for term in alike):
+                passes[name] = self.policy_pass(inputs, reference, alike)
         return passes
 
     def policy_pass(
@@ -352,33 +417,39 @@ class PolicyModule(lightning.LightningModule):
         )
         return token_pass(self.policy, self._pass_options, wanted, **inputs, reference=reference)
 
+    # --- checkpoints ---
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the module's state beside the weights. Stored runs are read by these keys."""
         now = time.monotonic()
         checkpoint["kl_comedy"] = {
             "version": self.version,
-            "betas": [beta.value for beta in self.betas],
+            # A list in the order of the config, as in the checkpoints of every earlier version.
+            "betas": list(self.beta_values.values()),
+            # Ages and not times, because a monotonic clock starts anew with the machine.
             "version_ages": {version: now - replaced for version, replaced in self.replaced_at.items()},
             "references": {name: ref.hash for name, ref in self.references.items() if not ref.moving},
-            "moving": {name: ref.state_dict() for name, ref in self.references.items() if ref.moving},
+            "moving": {name: reference.state_dict() for name, reference in self.moving_references.items()},
             "torch_rng": torch.get_rng_state(),
             "first_use": self.old_policy,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue from a stored state. Raises :class:`RunFailed` where a frozen reference is another one now."""
         state = checkpoint.get("kl_comedy")
         if state is None:  # there was no checkpoint to resume from
             return
-        for name, saved in state["references"].items():
-            current = self.references[name].hash
-            if current != saved:
-                hashes = f"its weights hash to {current[:16]}, the checkpoint says {saved[:16]}"
+        for name, stored_hash in state["references"].items():
+            current_hash = self.references[name].hash
+            if current_hash != stored_hash:
+                hashes = f"its weights hash to {current_hash[:16]}, the checkpoint says {stored_hash[:16]}"
                 raise RunFailed(
                     f"the {name} reference is not the one this run began with: {hashes}; a resumed run must keep it"
                 )
         for name, moving in state["moving"].items():
-            self.references[name].load_state_dict(moving)
+            self.moving_references[name].load_state_dict(moving)
         self.version = int(state["version"])
-        for beta, value in zip(self.betas, state["betas"], strict=True):
+        for beta, value in zip(self.betas.values(), state["betas"], strict=True):
             beta.value = float(value)
         now = time.monotonic()  # the time between a checkpoint and its resume does not count
         self.replaced_at = {int(version): now - age for version, age in state.get("version_ages", {}).items()}

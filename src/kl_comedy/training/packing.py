@@ -6,8 +6,9 @@ Legend: ``B`` rows, ``P`` longest prompt (left-padded), ``T`` longest completion
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,29 +70,42 @@ class Packer:
 
     def micro_batches(self, rows: Sequence[Scored]) -> list[Packed]:
         """This rank's micro-batches of ``rows``, as many as on every other rank."""
-        splits = self.ranks.split(by_token_budget(rows, self.budget))
-        shortest = [min(range(len(rows)), key=lambda position: (_tokens(rows, [position]), position))]
-        return [self.pack(rows, split or shortest, empty=not split) for split in splits]
+        shortest = min(range(len(rows)), key=lambda position: (_tokens(rows, [position]), position))
+        packs = []
+        for positions in self.ranks.split(by_token_budget(rows, self.budget)):
+            if positions is None:
+                # Others have one micro-batch more. This rank must pass something too, because a sharded policy
+                # exchanges weights in every pass; the shortest row costs least.
+                packs.append(self.pack(rows, [shortest], empty=True))
+            else:
+                packs.append(self.pack(rows, positions))
+        return packs
 
     def pack(self, rows: Sequence[Scored], positions: Sequence[int], *, empty: bool = False) -> Packed:
         """Pad the rows at ``positions``. The masks say which tokens count, so ``pad_id`` may equal the end token."""
+        # Lists first, and one tensor of each kind at the end: a copy to the device per row would be slow.
         rollouts = [rows[position].rollout for position in positions]
         prompts = [rollout.prompt.token_ids for rollout in rollouts]
-        p, t = max(map(len, prompts)), max(len(rollout.completion_ids) for rollout in rollouts)
-
-        def padded(columns: Iterable[Sequence[Any]], fill: Any) -> Tensor:
-            return torch.tensor([[*column, *[fill] * (t - len(column))] for column in columns], device=self.device)
-
+        completions = [rollout.completion_ids for rollout in rollouts]
+        width_P = max(len(prompt) for prompt in prompts)
+        width_T = max(len(completion) for completion in completions)
+        # Prompts on the left and completions on the right, so that every first completion token is in the same column.
         return Packed(
             positions=positions,
             empty=empty,
-            prompt_ids_BP=torch.tensor([[*[self.pad_id] * (p - len(x)), *x] for x in prompts], device=self.device),
-            prompt_mask_BP=torch.tensor([[n >= p - len(x) for n in range(p)] for x in prompts], device=self.device),
-            ids_BT=padded((rollout.completion_ids for rollout in rollouts), self.pad_id),
-            mask_BT=padded(([True] * len(rollout.completion_ids) for rollout in rollouts), False),
-            behaviour_logp_BT=padded((rollout.logps for rollout in rollouts), 0.0).float(),
-            policy_version_BT=padded((rollout.versions for rollout in rollouts), 0),
+            prompt_ids_BP=self._padded_left(prompts, width_P, self.pad_id),
+            prompt_mask_BP=self._padded_left([[True] * len(prompt) for prompt in prompts], width_P, False),
+            ids_BT=self._padded_right(completions, width_T, self.pad_id),
+            mask_BT=self._padded_right([[True] * len(ids) for ids in completions], width_T, False),
+            behaviour_logp_BT=self._padded_right([rollout.logps for rollout in rollouts], width_T, 0.0).float(),
+            policy_version_BT=self._padded_right([rollout.versions for rollout in rollouts], width_T, 0),
         )
+
+    def _padded_left(self, rows: Sequence[Sequence[Any]], width: int, fill: Any) -> Tensor:
+        return torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)
+
+    def _padded_right(self, rows: Sequence[Sequence[Any]], width: int, fill: Any) -> Tensor:
+        return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], device=self.device)
 
 
 def by_token_budget(rows: Sequence[Scored], budget: int) -> list[list[int]]:
@@ -101,23 +115,28 @@ def by_token_budget(rows: Sequence[Scored], budget: int) -> list[list[int]]:
     similar size are combined. A prompt's completions that exceed the budget are split, and a row that exceeds it is a
     micro-batch by itself.
     """
+    # By the ids and not by the group, so that a prompt that is in two groups is computed once too.
     by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for position, row in enumerate(rows):
         by_prompt[tuple(row.rollout.prompt.token_ids)].append(position)
     groups: list[list[int]] = []
     for positions in by_prompt.values():
-        groups.append([])
+        group: list[int] = []
+        groups.append(group)
         for position in positions:
-            if groups[-1] and _tokens(rows, [*groups[-1], position]) > budget:
-                groups.append([])
-            groups[-1].append(position)
+            if group and _tokens(rows, [*group, position]) > budget:
+                group = []
+                groups.append(group)
+            group.append(position)
+    # In ascending order the group that is added last is the widest of its micro-batch, and all are padded to it.
     groups.sort(key=lambda group: (_tokens(rows, group), group[0]))
     batches: list[list[list[int]]] = []
-    for group in groups:  # in ascending order, so the last group of a micro-batch is its widest
-        if not batches or _tokens(rows, group) * (len(batches[-1]) + 1) > budget:
+    for group in groups:
+        is_full = bool(batches) and _tokens(rows, group) * (len(batches[-1]) + 1) > budget
+        if is_full or not batches:
             batches.append([])
         batches[-1].append(group)
-    return [[position for group in batch for position in group] for batch in batches]
+    return [list(chain.from_iterable(batch)) for batch in batches]
 
 
 def _tokens(rows: Sequence[Scored], group: Sequence[int]) -> int:

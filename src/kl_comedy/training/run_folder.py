@@ -45,17 +45,33 @@ from kl_comedy.registry import (
 
 log = logging.getLogger("kl_comedy")
 
-PLUGINS, PLUGIN_FOLDER = "plugins.json", "plugins"
+PLUGINS = "plugins.json"
 """In the folder of a run with plugins: their record (:meth:`kl_comedy.registry.PluginSet.record`) with the hash of the
-config without them; and their source, credentials hidden."""
+config without them."""
+
+PLUGIN_FOLDER = "plugins"
+"""Their source, credentials hidden."""
+
 PLUGIN_KEYS = {"config_hash": str, "sources": dict}
 REDACTED = "credentials are hidden in the stored source, or it was edited"
 
-CONFIG, SUMMARY = "config.yaml", "summary.json"
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+
+# A folder may come from elsewhere, with links in these places that lead out of it.
 RUN_FILES = (CONFIG, SUMMARY, PLUGINS, "spool.jsonl", "tracking.json", "params.json", ".lock", "tracking.lock")
 RUN_FOLDERS = (
-    *("checkpoints", "policy", "adapter", "plugins", "provenance", "tables", "files", "rollouts", "sampler"),
-    *("csv", "tensorboard"),
+    "checkpoints",
+    "policy",
+    "adapter",
+    "plugins",
+    "provenance",
+    "tables",
+    "files",
+    "rollouts",
+    "sampler",
+    "csv",
+    "tensorboard",
 )
 """What a run writes and reads in its folder. W&B's folder is not here: its own links lead to the user's cache."""
 SUMMARY_KEYS = dict.fromkeys(("status", "name", "kl", "command", "evaluate_command", "mlflow_uri"), str)
@@ -66,7 +82,9 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints, self.policy, self.adapter = path / "checkpoints", path / "policy", path / "adapter"
+        self.checkpoints = path / "checkpoints"
+        self.policy = path / "policy"
+        self.adapter = path / "adapter"
 
     @property
     def checkpoint(self) -> Path | None:
@@ -82,10 +100,13 @@ class RunDir:
         inside(self.path / "wandb", self.path)
 
     def config_reader(self) -> Callable[[Sequence[str]], Config]:
-        """Its config under overrides, as :func:`kl_comedy.config.config_reader`. Raises :class:`UserError`, also as
-        :meth:`check_links`."""
+        """Its config under overrides, as :func:`kl_comedy.config.config_reader`.
+
+        Raises :class:`UserError`, also as :meth:`check_links`.
+        """
         self.check_links()
         file = self.path / CONFIG
+        # Every resolved config has a name. A file that was cut short may be a valid config of defaults.
         if file.is_file() and re.search(rb"^name:", file.read_bytes(), re.MULTILINE) is None:
             raise UserError(f"{file} is damaged: it does not hold the config of a run")
         return config_reader(file)
@@ -93,7 +114,10 @@ class RunDir:
     def summary(self) -> dict[str, Any] | None:
         """What the run ended with, or None while it has not ended. Raises :class:`UserError` for a damaged file."""
         file = self.path / SUMMARY
-        return read_json(file, "summary of a run", SUMMARY_KEYS, root=self.path) if file.is_file() else None
+        if not file.is_file():
+            return None
+        content: dict[str, Any] = read_json(file, "summary of a run", SUMMARY_KEYS, root=self.path)
+        return content
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self.path / SUMMARY, summary, private=True)
@@ -102,6 +126,7 @@ class RunDir:
     def lock(self) -> Iterator[None]:
         """Lock the folder for this process. Raises :class:`UserError` where a live process has locked it."""
         try:
+            # Without waiting: whoever starts a run twice wants to know it, not to train it again afterwards.
             with file_lock(self.path / ".lock", wait_s=0):
                 yield
         except LockHeld as error:
@@ -127,7 +152,9 @@ def find_run(config: Config) -> RunDir | None:
 
     Raises :class:`UserError` as :meth:`RunDir.check_links`.
     """
-    earlier = _earlier(config) if config.resume == "auto" else []
+    if config.resume != "auto":
+        return None
+    earlier = _earlier(config)
     if not earlier:
         return None
     run = RunDir(path=earlier[-1])
@@ -137,7 +164,7 @@ def find_run(config: Config) -> RunDir | None:
 
 def create_run(config: Config) -> RunDir:
     """A new folder, numbered after those of the same config, with the resolved config in it."""
-    number = max(map(_number, _earlier(config)), default=0) + 1
+    number = max((_number(path) for path in _earlier(config)), default=0) + 1
     run = RunDir(path=Path(config.output) / f"{config.name}-{config_hash(config)}-{number}")
     try:
         run.path.mkdir(parents=True)
@@ -147,6 +174,7 @@ def create_run(config: Config) -> RunDir:
         raise UserError(f"output: cannot create {run.path}: {error.strerror}") from None
     run.checkpoints.mkdir()
     write_yaml(run.path / CONFIG, to_yaml(config))
+    # The source of the plugins as they were: commands on this run load it, after their files have changed.
     plugins = plugins_of(config)
     for name, content in plugins.archive.items():
         atomic_write(run.path / PLUGIN_FOLDER / name, redact_source(content.decode("utf-8", "replace")))
@@ -176,8 +204,10 @@ class Outcome:
 def finished_run(config: Config) -> Outcome | None:
     """With ``resume=auto``, the newest run of the same config if it is finished; else None."""
     run = find_run(config)
-    summary = None if run is None else readable_summary(run)
-    if run is None or summary is None or summary["status"] != "FINISHED":
+    if run is None:
+        return None
+    summary = readable_summary(run)
+    if summary is None or summary["status"] != "FINISHED":
         return None
     return Outcome(run=run, summary=summary, already_finished=True)
 
@@ -185,12 +215,20 @@ def finished_run(config: Config) -> Outcome | None:
 def repair_config(run: RunDir, config: Config) -> None:
     """Write the config of a resumed run again where its file is damaged, which is renamed with a warning."""
     file = run.path / CONFIG
-    changed = yaml_is_changed(file)
-    with contextlib.suppress(UserError):
-        changed = config_hash(load_config(file)) != config_hash(config) if changed is None else changed
-    if changed is not False:
+    if _is_damaged(file, config):
         _set_aside(file, f"{file} is damaged; it is written again")
         write_yaml(file, to_yaml(config))
+
+
+def _is_damaged(file: Path, config: Config) -> bool:
+    """Whether the file is not the config that was written there: by its checksum, or without one by its hash."""
+    is_changed = yaml_is_changed(file)
+    if is_changed is not None:
+        return is_changed
+    try:
+        return config_hash(load_config(file)) != config_hash(config)
+    except UserError:
+        return True
 
 
 def _set_aside(file: Path, message: str) -> None:
@@ -200,22 +238,32 @@ def _set_aside(file: Path, message: str) -> None:
 
 def changed_plugins(config: Config) -> str | None:
     """Why ``resume=auto`` resumes no run of this config, in one line that names the changed sources; else None."""
-    now = plugins_of(config).hashes
-    if config.resume != "auto" or not now:
+    current_hashes = plugins_of(config).hashes
+    if config.resume != "auto" or not current_hashes:
         return None
-    before_plugins = _hash_without_plugins(config)
+    hash_without_plugins = _hash_without_plugins(config)
     folders = Path(config.output).glob(f"{config.name}-*-[0-9]*")
+    # The newest first: it is the run that the user means to resume.
     for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
-        base, sources = path.name.removeprefix(f"{config.name}-").rpartition("-")[0], dict[str, str]()
-        with contextlib.suppress(UserError):
-            record = read_json(path / PLUGINS, "record of plugins", PLUGIN_KEYS, root=path)
-            base, sources = record["config_hash"], record["sources"]
-        if base != before_plugins:
+        stored_hash, stored_sources = _stored_identity(path, config.name)
+        if stored_hash != hash_without_plugins:
             continue
-        names = changed_names(sources, now)
-        reason = f"{names} changed since {path}" if sources else f"{path} did not record its plugins ({names})"
+        names = changed_names(stored_sources, current_hashes)
+        reason = f"{path} did not record its plugins ({names})"
+        if stored_sources:
+            reason = f"{names} changed since {path}"
         return f"{reason}: this is another run, which starts at update 0"
     return None
+
+
+def _stored_identity(path: Path, name: str) -> tuple[str, dict[str, str]]:
+    """The hash of a run's config without plugins, and the hashes of its plugins; none where it recorded none."""
+    try:
+        record = read_json(path / PLUGINS, "record of plugins", PLUGIN_KEYS, root=path)
+    except UserError:
+        # Without plugins the hash in the folder's name is that of the config alone.
+        return path.name.removeprefix(f"{name}-").rpartition("-")[0], {}
+    return record["config_hash"], record["sources"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,19 +286,20 @@ class PluginRecord:
 
 
 def stored_record(folder: Path) -> PluginRecord | None:
-    """The record of the plugins stored in a folder; None where there is none. Raises :class:`UserError` where it is
-    damaged."""
-    files = [file for file in (folder / PLUGINS, folder / PLUGIN_FOLDER / PLUGINS) if file.is_file()]
-    if not files:
+    """The record of the plugins stored in a folder; None where there is none.
+
+    Raises :class:`UserError` where it is damaged.
+    """
+    file = folder / PLUGINS
+    if not file.is_file():
+        file = folder / PLUGIN_FOLDER / PLUGINS  # where a tracking store keeps it
+    if not file.is_file():
         return None
     try:
-        record = parse_record(
-            PluginRecord,
-            read_json(files[0], "record of plugins", PLUGIN_KEYS, root=files[0].parent),
-            origin=str(files[0]),
-        )
+        content = read_json(file, "record of plugins", PLUGIN_KEYS, root=file.parent)
+        record = parse_record(PluginRecord, content, origin=str(file))
     except UserError as error:
-        raise UserError(f"{error}; name the run's plugins with --plugin, and remove {files[0]}") from None
+        raise UserError(f"{error}; name the run's plugins with --plugin, and remove {file}") from None
     if record.files is None:
         record = replace(record, files=_imported_by_none(folder / PLUGIN_FOLDER, record.sources))
     return record
@@ -263,37 +312,50 @@ def load_stored_plugins(folder: Path, record: PluginRecord, *, files: bool = Tru
     alone may not work. ``files`` is false where ``--plugin`` replaces the stored files. Raises :class:`UserError` for a
     plugin that fails on import.
     """
+    # Built-in parts first: a plugin that registers one of their names is refused, whatever is loaded later.
     for table in KINDS.values():
         table.load()
     lines = []
     for name in record.packages:
         lines += _load_stored_package(folder, name, record)
-    missing = []
-    for name in (record.files or ()) if files else ():
-        if name not in PLUGIN_FILES and Path(name).name == name:
-            missing.append(name)
+    missing = _missing_files(record) if files else []
     if missing:
         lines.append(f"plugins of {folder}: {', '.join(missing)}")
         _put_first(folder)  # the modules that they import, as they were
     for name in missing:
         load_plugin_file(folder / PLUGIN_FOLDER / name)
-    for package in record.packages.values() if missing else ():
-        for name in package.sources:  # stored beside the files, which may import it: the package's source all the same
-            PLUGIN_FILES.pop(name, None)
+    if missing:
+        # A package's source is stored beside the files, which may import it; it is the package's source all the same.
+        for package in record.packages.values():
+            for name in package.sources:
+                PLUGIN_FILES.pop(name, None)
     loaded = {name: digest for name, digest in plugin_hashes(PLUGIN_FILES).items() if name in record.sources}
     before = {name: record.sources[name] for name in loaded}
     if before != loaded:
-        which = REDACTED if missing else "the one given is used"
-        lines.append(f"{changed_names(before, loaded)} is not what {folder} was trained with ({which})")
+        reason = REDACTED if missing else "the one given is used"
+        lines.append(f"{changed_names(before, loaded)} is not what {folder} was trained with ({reason})")
     return lines
+
+
+def _missing_files(record: PluginRecord) -> list[str]:
+    """The stored plugin files that are not loaded yet. A name with a folder would lead out of the stored ones."""
+    missing = []
+    for name in record.files or ():
+        is_loaded = name in PLUGIN_FILES
+        is_plain_name = Path(name).name == name
+        if is_plain_name and not is_loaded:
+            missing.append(name)
+    return missing
 
 
 def _load_stored_package(folder: Path, name: str, record: PluginRecord) -> list[str]:
     """Import the modules of a package that register parts, from where it is installed, else from the folder."""
-    package, stored = record.packages[name], folder / PLUGIN_FOLDER
+    package = record.packages[name]
+    stored = folder / PLUGIN_FOLDER
     is_installed = _is_installed(name, stored)
+    has_copy = (stored / name).is_dir() or (stored / f"{name}.py").is_file()
     lines = []
-    if not is_installed and ((stored / name).is_dir() or (stored / f"{name}.py").is_file()):
+    if not is_installed and has_copy:
         lines.append(f"{name} is not installed: its source in {stored} is used")
         _put_first(folder)
     elif not is_installed:
@@ -302,8 +364,10 @@ def _load_stored_package(folder: Path, name: str, record: PluginRecord) -> list[
     before = {path: record.sources.get(path, "") for path in package.sources}
     if name in PACKAGES and before != PACKAGES[name].hashes:
         changed = changed_names(before, PACKAGES[name].hashes)
-        which = f"the package {name} is used as it is installed, not as it was" if is_installed else REDACTED
-        lines.append(f"{changed} changed since {folder}: {which}")
+        reason = REDACTED
+        if is_installed:
+            reason = f"the package {name} is used as it is installed, not as it was"
+        lines.append(f"{changed} changed since {folder}: {reason}")
     return lines
 
 
@@ -322,15 +386,20 @@ def _is_installed(package: str, stored: Path) -> bool:
         return False
     if spec is None:
         return False
-    places = [*(spec.submodule_search_locations or [spec.origin or ""])]
-    return not any(Path(place).resolve().is_relative_to(stored.resolve()) for place in places)
+    locations = list(spec.submodule_search_locations or [spec.origin or ""])
+    folder = stored.resolve()
+    return not any(Path(location).resolve().is_relative_to(folder) for location in locations)
 
 
 def _imported_by_none(stored: Path, names: Iterable[str]) -> tuple[str, ...]:
     """The plugin files among the stored ones, of a run that did not record which: those that no other imports."""
-    top = [name for name in names if "/" not in name and (stored / name).is_file()]
-    imported = {other for name in top for other in plugin_sources(stored / name) if other != name}
-    return tuple([name for name in top if name not in imported] or top)
+    files = [name for name in names if "/" not in name and (stored / name).is_file()]
+    imported: set[str] = set()
+    for name in files:
+        imported |= set(plugin_sources(stored / name)) - {name}
+    plugin_files = [name for name in files if name not in imported]
+    # Files that import each other: all of them.
+    return tuple(plugin_files or files)
 
 
 def _hash_without_plugins(config: Config) -> str:
@@ -342,5 +411,7 @@ def _number(path: Path) -> int:
 
 
 def _earlier(config: Config) -> list[Path]:
+    """The folders of runs of the same config, in the order of their numbers."""
     paths = Path(config.output).glob(f"{glob.escape(config.name)}-{config_hash(config)}-[0-9]*")
-    return sorted((path for path in paths if path.name.rsplit("-", 1)[1].isdecimal()), key=_number)
+    numbered = [path for path in paths if path.name.rsplit("-", 1)[1].isdecimal()]
+    return sorted(numbered, key=_number)

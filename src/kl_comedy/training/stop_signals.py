@@ -29,6 +29,7 @@ class StopRequest:
         """The signal handler."""
         if self.signal is not signal.SIGTERM:  # an end outranks a pause
             self.signal = signal.Signals(number)
+        # Nothing is under way that could be saved; without this the process would load a model before it ends.
         if number == signal.SIGTERM and not self.finishing:
             raise KeyboardInterrupt
 
@@ -39,6 +40,7 @@ class StopRequest:
                 signal.signal(number, self.record)
 
 
+# A process has one handler per signal, so that all runs in it share one request.
 _listening: StopRequest | None = None
 
 

@@ -40,7 +40,8 @@ GRADIENT_BUCKET_BYTES = 64 * 2**20
 class _FolderCheckpoints:
     """Weights, optimizer and loops are saved in the folder format of :mod:`kl_comedy.training.checkpoint`."""
 
-    restore_checkpoint_after_setup = True  # which checkpoint is the newest is decided once the processes are connected
+    # Which checkpoint is the newest is decided once the processes are connected.
+    restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False
     sharded = False
     newest_checkpoint: Path | None = None
@@ -53,15 +54,22 @@ class _FolderCheckpoints:
     def _nothing(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {}
 
-    lightning_module_state_dict = optimizer_state = _nothing  # :meth:`save_checkpoint` collects them
-    load_model_state_dict = load_optimizer_state_dict = _nothing  # :meth:`load_checkpoint` loaded them
+    # Lightning would gather whole weights on rank 0. :meth:`save_checkpoint` collects them in shards instead, and
+    # :meth:`load_checkpoint` has loaded them before Lightning asks for them.
+    lightning_module_state_dict = _nothing
+    optimizer_state = _nothing
+    load_model_state_dict = _nothing
+    load_optimizer_state_dict = _nothing
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         write_checkpoint(Path(filepath), checkpoint, self.lightning_module, self.optimizers, self.ranks)
 
     def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = self.newest_checkpoint if checkpoint_path == NEWEST else Path(checkpoint_path)
+        path = Path(checkpoint_path)
+        if checkpoint_path == NEWEST:
+            path = self.newest_checkpoint
         if path is None:
+            # The least that Lightning accepts as a checkpoint: the run begins at update 0.
             return {"pytorch-lightning_version": lightning.__version__, "lr_schedulers": []}
         return read_checkpoint(path, self.lightning_module, self.optimizers, self.ranks)
 
@@ -105,6 +113,7 @@ class _SeveralProcesses(_FolderCheckpoints):
         try:
             strategy.setup_environment()
         except RuntimeError as error:
+            # The others wait for this address; only the process that started them can end them now.
             if self.launcher is not None:
                 self.launcher.kill(signal.SIGKILL)
             address = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
@@ -121,8 +130,9 @@ class Replicated(_SeveralProcesses, DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Start from rank 0's weights; no wrapper."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
         with torch.no_grad():
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
+            for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
 
 
@@ -134,15 +144,21 @@ class Sharded(_SeveralProcesses, ModelParallelStrategy):
 
 def strategy_for(config: Config) -> Strategy:
     """The strategy that ``train.strategy`` names."""
-    device, train = pick_device(config.model.device), config.train
+    device = pick_device(config.model.device)
+    train = config.train
     if train.strategy == "single":
         return SingleProcess(device=device)
+    # Exchanges of Python objects are on the CPU, those of tensors where the tensors are.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     groups: dict[str, Any] = {"process_group_backend": backend, "timeout": TIMEOUT}
-    shards = {"data_parallel_size": train.devices * train.nodes, "tensor_parallel_size": 1}
-    strategy: Any = Sharded(**shards, **groups) if train.strategy == "fsdp" else Replicated(**groups)
+    strategy: Any
+    if train.strategy == "fsdp":
+        strategy = Sharded(data_parallel_size=train.devices * train.nodes, tensor_parallel_size=1, **groups)
+    else:
+        strategy = Replicated(**groups)
     strategy.cluster_environment = cluster_environment(config)
-    return strategy
+    built: Strategy = strategy
+    return built
 
 
 @torch.no_grad()
@@ -151,10 +167,15 @@ def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks, *, divisor: 
 
     A parameter without gradient on some ranks counts as zero there; without one on any it stays without.
     """
+    # Which parameters have a gradient differs between ranks, and all ranks must exchange the same buckets.
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    with_gradient = ranks.sum(torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32))
+    has_gradient = [parameter.grad is not None for parameter in trained]
+    counts = ranks.sum(torch.tensor(has_gradient, dtype=torch.int32)).tolist()
+    # Buckets are of one dtype, and filled in the same order on every rank.
     buckets: dict[torch.dtype, list[list[Tensor]]] = {}
-    for parameter in (parameter for parameter, count in zip(trained, with_gradient.tolist(), strict=True) if count):
+    for parameter, count in zip(trained, counts, strict=True):
+        if count == 0:
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         of_dtype = buckets.setdefault(parameter.grad.dtype, [[]])
@@ -162,9 +183,15 @@ def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks, *, divisor: 
             of_dtype.append([])
         of_dtype[-1].append(parameter.grad)
     for bucket in chain.from_iterable(buckets.values()):
-        flat = ranks.sum(torch.cat([gradient.flatten() for gradient in bucket])) / divisor
-        for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        _sum_bucket(bucket, ranks, divisor)
+
+
+def _sum_bucket(bucket: Sequence[Tensor], ranks: Ranks, divisor: int) -> None:
+    """Sum gradients over the ranks in place, by one exchange."""
+    sizes = [gradient.numel() for gradient in bucket]
+    flat = ranks.sum(torch.cat([gradient.flatten() for gradient in bucket])) / divisor
+    for gradient, summed in zip(bucket, flat.split(sizes), strict=True):
+        gradient.copy_(summed.view_as(gradient))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> float:

@@ -5,7 +5,16 @@ Instance (policy, reference, sampler over a Tree) + Loss (terms, a training loss
 """
 
 from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext, kl_effect, training_loss
-from kl_comedy.kl.oracle.enumeration import Completions, Instance, Loss, Rows, Tree, log_probs, prefix_log_probs
+from kl_comedy.kl.oracle.enumeration import (
+    Completions,
+    Instance,
+    InstanceSettings,
+    Loss,
+    Rows,
+    Tree,
+    log_probs,
+    prefix_log_probs,
+)
 from kl_comedy.kl.oracle.gradients import (
     Moments,
     effective_sample_share,
@@ -19,7 +28,26 @@ from kl_comedy.kl.oracle.gradients import (
     terms_loss,
 )
 
-__all__ = ["AlgorithmContext", "Completions", "Instance", "Loss", "Moments", "Rows", "Tree"]
-__all__ += ["effective_sample_share", "exact_moments", "exact_moments_by_loss", "expected_gradient"]
-__all__ += ["gradients_by_loss", "kl_effect", "log_probs", "prefix_log_probs", "sampled_moments", "sequence_kl"]
-__all__ += ["target_gradient", "terms_loss", "training_loss"]
+__all__ = [
+    "AlgorithmContext",
+    "Completions",
+    "Instance",
+    "InstanceSettings",
+    "Loss",
+    "Moments",
+    "Rows",
+    "Tree",
+    "effective_sample_share",
+    "exact_moments",
+    "exact_moments_by_loss",
+    "expected_gradient",
+    "gradients_by_loss",
+    "kl_effect",
+    "log_probs",
+    "prefix_log_probs",
+    "sampled_moments",
+    "sequence_kl",
+    "target_gradient",
+    "terms_loss",
+    "training_loss",
+]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kl_comedy.objective  # noqa: F401  (registers the built-ins)
-from kl_comedy.kl.oracle.enumeration import Instance, Loss, Rows, Tree
+from kl_comedy.kl.oracle.enumeration import Instance, InstanceSettings, Loss, Rows, Tree
 from kl_comedy.kl.oracle.gradients import (
     Moments,
     exact_moments_by_loss,
@@ -33,11 +33,7 @@ from kl_comedy.registry import ADVANTAGES
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmContext:
-    """The algorithm around the terms; the defaults are a plain REINFORCE without a baseline.
-
-    ``group_size`` completions share a prompt, and every group is enumerated. ``drop_truncated`` gives
-    truncated completions no loss. ``sequence_sum`` is the reduction that leaves the objective as it is.
-    """
+    """The algorithm around the terms; the defaults are a plain REINFORCE without a baseline."""
 
     advantage: str = "none"
     policy_loss: str = "reinforce"
@@ -45,8 +41,11 @@ class AlgorithmContext:
     correction: Mapping[str, Any] = field(default_factory=dict)
     proximal: str = "behaviour"
     group_size: int = 1
+    """Completions that share a prompt; every group is enumerated."""
     reduction: str = "sequence_sum"
+    """How a batch becomes a loss; ``sequence_sum`` leaves the objective as it is."""
     drop_truncated: bool = False
+    """Whether truncated completions have no loss."""
     reward_scale: float = 1.0
 
 
@@ -60,7 +59,9 @@ def training_loss(terms: Sequence[KLTerm], context: AlgorithmContext, *, scale: 
     )
 
     def loss(rows: Rows, /) -> Tensor:
-        cost_BT, losses_BT = torch.zeros_like(rows.ref_logp_BT), []
+        # As in training: a cost before the baseline is taken from the reward, everything else is a loss beside it.
+        cost_BT = torch.zeros_like(rows.ref_logp_BT)
+        losses_BT = []
         for term in terms:
             beta = scale * initial_beta(term)
             if term.baseline == "before":
@@ -70,8 +71,11 @@ def training_loss(terms: Sequence[KLTerm], context: AlgorithmContext, *, scale: 
             else:
                 losses_BT.append(beta * term_surrogate(term, rows))
         returns_BT = returns_with_costs(context.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
+        # Detached as in training: an advantage weights the score and is not differentiated.
         advantage_BT = _advantage(context, returns_BT, rows).detach()
-        total_BT = sum(losses_BT, policy_loss(spec, rows, advantage_BT))
+        total_BT = policy_loss(spec, rows, advantage_BT)
+        for loss_BT in losses_BT:
+            total_BT = total_BT + loss_BT
         return _reduced(torch.where(rows.mask_BT, total_BT, 0.0), rows, context)
 
     return loss
@@ -79,14 +83,16 @@ def training_loss(terms: Sequence[KLTerm], context: AlgorithmContext, *, scale: 
 
 def policy_loss(spec: PolicyTerm, rows: Rows, advantage_BT: Tensor) -> Tensor:
     """The policy term on rows, ``[B, T]``; at a first update the recomputed policy is the current one."""
-    at_first_BT = rows.logp_BT.detach() if rows.proximal_logp_BT is None else rows.proximal_logp_BT
+    proximal_logp_BT = rows.proximal_logp_BT
+    if proximal_logp_BT is None:
+        proximal_logp_BT = rows.logp_BT.detach()
     return policy_term(
         spec,
         logp_BT=rows.logp_BT,
         behaviour_logp_BT=rows.behaviour_logp_BT,
         advantage_BT=advantage_BT,
         mask_BT=rows.mask_BT,
-        proximal_logp_BT=at_first_BT,
+        proximal_logp_BT=proximal_logp_BT,
     ).loss_BT
 
 
@@ -95,35 +101,46 @@ def kl_effect(instance: Instance, terms: Sequence[KLTerm], context: AlgorithmCon
 
     The variance is that of the whole loss's gradient, reward part included, over the square of beta.
     """
-    beta = max((initial_beta(term) for term in terms), default=1.0) or 1.0
-    losses = {scale: training_loss(terms, context, scale=float(scale)) for scale in ("1", "0")}
+    beta = max((initial_beta(term) for term in terms), default=1.0)
+    if beta == 0:
+        beta = 1.0  # nothing to divide by: the terms add nothing
+    losses = {
+        "with terms": training_loss(terms, context, scale=1.0),
+        "without": training_loss(terms, context, scale=0.0),
+    }
     moments = exact_moments_by_loss(instance, losses, group_size=context.group_size)
-    gradient_D = (moments["1"].gradient_D - moments["0"].gradient_D) / beta
-    whole = moments["1"]
+    # The loss is linear in beta only without a cost before the baseline, so the quotient is taken at the terms' betas.
+    whole = moments["with terms"]
+    gradient_D = (whole.gradient_D - moments["without"].gradient_D) / beta
     return Moments(gradient_D=gradient_D, variance=whole.variance / beta**2, mean_norm=whole.mean_norm / beta)
 
 
 def _advantage(context: AlgorithmContext, returns_BT: Tensor, rows: Rows) -> Tensor:
     """Advantages; one that normalizes over the batch sees each group as a batch of its own."""
     entry = ADVANTAGES.get(context.advantage)
+    # A group's mean is the same among other groups; the batch's is not, and here each group is a batch of its own.
     if not entry.facts.get("batch"):
         return torch.as_tensor(entry.fn(returns_BT, rows.mask_BT, rows.group_B))
     size = context.group_size
-    columns = (returns_BT, rows.mask_BT, rows.group_B)
-    pieces = zip(*(torch.split(column, size) for column in columns), strict=True)
-    return torch.cat([entry.fn(*piece) for piece in pieces])
+    groups = zip(
+        torch.split(returns_BT, size), torch.split(rows.mask_BT, size), torch.split(rows.group_B, size), strict=True
+    )
+    advantages = [entry.fn(returns_GT, mask_GT, group_G) for returns_GT, mask_GT, group_G in groups]
+    return torch.cat(advantages)
 
 
 def _reduced(loss_BT: Tensor, rows: Rows, context: AlgorithmContext) -> Tensor:
     """Each group reduced on its own, as a batch of one group would be; the group's mean is taken later."""
     if context.reduction == "sequence_sum" and not context.drop_truncated:
-        return loss_BT
+        return loss_BT  # every completion counts once, whatever its length
     size = context.group_size
-    keep_B = ~rows.truncated_B if context.drop_truncated else torch.ones_like(rows.truncated_B)
-    weights = [
-        sequence_weights(context.reduction, mask_GT, keep_B=keep_GT)
-        for mask_GT, keep_GT in zip(torch.split(rows.mask_BT, size), torch.split(keep_B, size), strict=True)
-    ]
+    keep_B = torch.ones_like(rows.truncated_B)
+    if context.drop_truncated:
+        keep_B = ~rows.truncated_B
+    weights = []
+    for mask_GT, keep_G in zip(torch.split(rows.mask_BT, size), torch.split(keep_B, size), strict=True):
+        weights.append(sequence_weights(context.reduction, mask_GT, keep_B=keep_G))
+    # The weights are shares of a batch of ``size``; the mean over the group, which is taken later, divides by it again.
     return loss_BT * (torch.cat(weights).double() * size)[:, None]
 
 
@@ -138,8 +155,9 @@ LARGEST_GROUP = 3
 class Effect:
     """The KL part of a whole loss against the sequence-level reverse KL, in one regime.
 
-    ``strength`` is the effective beta for a beta of 1: the multiple of the sequence-level reverse-KL
-    gradient that the algorithm passes on. It is what makes betas comparable between placements.
+    ``around`` names the algorithm. ``strength`` is the effective beta for a beta of 1: the multiple of the
+    sequence-level reverse-KL gradient that the algorithm passes on. It is what makes betas comparable between
+    placements.
     """
 
     name: str
@@ -150,6 +168,7 @@ class Effect:
     cosine: float
 
     def row(self) -> dict[str, Any]:
+        """Plain data for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -161,14 +180,18 @@ def effects(
     regimes: Sequence[str] = ("on_policy", "off_policy"),
 ) -> list[Effect]:
     """One row per regime; every group of ``context.group_size`` completions of a small tree is enumerated."""
-    words = f"{context.advantage}, {context.policy_loss}, {context.reduction}, groups of {context.group_size}"
-    words += ", truncated dropped" if context.drop_truncated else ""
+    around = f"{context.advantage}, {context.policy_loss}, {context.reduction}, groups of {context.group_size}"
+    if context.drop_truncated:
+        around += ", truncated dropped"
     rows = []
     for regime in regimes:
         figures = []
         for seed in SEEDS:
-            instance = Instance.random(TREE, regime=regime, seed=seed, parameters=SHARED)
-            figures.append(kl_effect(instance, terms, context).figures(target_gradient(instance, "sequence_reverse")))
-        means = {key: sum(each[key] for each in figures) / len(figures) for key in figures[0] if key != "variance"}
-        rows.append(Effect(name=name, around=words, regime=regime, **means))
+            instance = Instance.random(TREE, InstanceSettings(regime=regime, seed=seed, parameters=SHARED))
+            target_D = target_gradient(instance, "sequence_reverse")
+            figures.append(kl_effect(instance, terms, context).figures(target_D))
+        means = {}
+        for name_of_figure in ("relative_bias", "cosine", "strength"):
+            means[name_of_figure] = sum(by_seed[name_of_figure] for by_seed in figures) / len(figures)
+        rows.append(Effect(name=name, around=around, regime=regime, **means))
     return rows

@@ -20,7 +20,7 @@ from torch import Tensor
 from kl_comedy.kl.claims import TARGETS, claimed_target, own_targets, target_meaning
 from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 from kl_comedy.kl.oracle.drawn import Setting, drawn_settings, worst_case
-from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, Tree
+from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, InstanceSettings, Tree
 from kl_comedy.kl.oracle.gradients import (
     TOLERANCE,
     Moments,
@@ -37,9 +37,12 @@ TREE = Tree.build(vocabulary=3, length=4)
 SEEDS = (0, 1, 2)
 SHARED = 6
 """Parameters of the instances whose figures are shown."""
-DISTANCE, STALENESS = 0.5, 0.3
-FAR_DISTANCE, FAR_STALENESS = 4.0, 1.5
-"""Logit noise of the far instance: log-ratios of several nats, ratios of a hundred."""
+DISTANCE = 0.5
+STALENESS = 0.3
+"""Logit noise (nats) of the near instances, in which no bound of a sensible size acts."""
+FAR_DISTANCE = 4.0
+FAR_STALENESS = 1.5
+"""Logit noise (nats) of the far instance: log-ratios of several nats, ratios of a hundred."""
 TOP = Tree.build(vocabulary=5, length=3)
 """Where a term reads top tokens: two of them leave a tail of three."""
 BOUNDS = ("cap", "window", "input_clamp", "output_clamp")
@@ -62,34 +65,36 @@ YARDSTICKS: dict[str, tuple[KLTerm, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """One row: a configuration in one regime.
-
-    ``relative_bias`` and ``cosine`` are against each target; ``variance`` is the trace variance of one
-    completion's gradient over the squared norm of the sequence-level reverse-KL gradient, and
-    ``variance_ratio`` that over the least noisy unbiased term for the target hit (for the sequence-level
-    reverse KL where none is). ``strength`` is the multiple of the sequence-level reverse-KL gradient it
-    contains: the beta one gets for a beta of 1. ``near_target`` is what is hit while no bound acts. ``worst_error``:
-    the largest error from the claimed target, in the drawn setting ``worst_setting``. ``not_finite``: there
-    is no gradient where a token is impossible under the reference (1e4 nats), which is left out. ``batch_bias``: with a
-    baseline of the batch's mean, by the batch's completions, the relative distance of the expected gradient from that
-    without it, which the other figures are of.
-    """
+    """One row: a configuration in one regime."""
 
     name: str
     terms: tuple[KLTerm, ...]
     regime: str
     target: str | None
+    """The target that is hit on every instance."""
     near_target: str | None
+    """The target that is hit while no bound acts."""
     claimed: str | None
+    """The target that the term claims; None for several terms."""
     relative_bias: dict[str, float]
     cosine: dict[str, float]
+    """Both against each target."""
     variance: float
+    """The trace variance of one completion's gradient, over the square of the sequence-level reverse-KL gradient."""
     variance_ratio: float | None
+    """That over the variance of the least noisy unbiased term for the target hit (for the sequence-level reverse KL
+    where
+    none is)."""
     strength: float
+    """The multiple of the sequence-level reverse-KL gradient that it contains: the beta one gets for a beta of 1."""
     worst_error: float = 0.0
+    """The largest error from the claimed target, in the drawn setting :attr:`worst_setting`."""
     worst_setting: str = ""
     not_finite: bool = False
+    """Whether there is no gradient where a token is impossible under the reference (1e4 nats), which is left out."""
     batch_bias: Mapping[int, float] = field(default_factory=dict)
+    """With a baseline of the batch's mean, by the number of completions in the batch: the relative distance of the
+    expected gradient from that without the baseline, which the other figures are of."""
 
     @property
     def claim_holds(self) -> bool:
@@ -105,10 +110,11 @@ class Certificate:
             return None
         missed_when_drawn = self.near_target == self.claimed and self.worst_error > DRAWN_TOLERANCE
         if missed_when_drawn:
-            error = f"is {self.worst_error:.2g} of what it sums up off it in a drawn setting ({self.worst_setting})"
+            distance = f"{self.worst_error:.2g} of what is summed up, in a drawn setting ({self.worst_setting})"
         else:
-            error = f"is {self.relative_bias[str(self.claimed)]:.3g} off it (relative)"
-        return f"{self.name}, {self.regime}: claims {self.claimed}, and the enumerated gradient {error}"
+            distance = f"{self.relative_bias[str(self.claimed)]:.3g} of the target's size"
+        claim = f"{self.name}, {self.regime}: claims {self.claimed}"
+        return f"{claim}, and the enumerated gradient differs from it by {distance}"
 
     @property
     def verdict(self) -> str:
@@ -121,7 +127,7 @@ class Certificate:
         if pulls_to_sampler(self.terms):
             return self._verdict_of_a_trust_region()
         if self.batch_bias:
-            sizes = " and ".join(f"{share:.0%} off with {n}" for n, share in self.batch_bias.items())
+            sizes = " and ".join(f"{bias:.0%} off with {completions}" for completions, bias in self.batch_bias.items())
             limit = self.near_target or "no target"
             reason = "its mean contains the token's own estimate"
             return f"{limit} as the batch grows, {sizes} completions: {reason}{self._noise()}"
@@ -215,14 +221,16 @@ def pulls_to_sampler(terms: Sequence[KLTerm]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BatteryInstance:
-    """An instance with the gradients of its targets. ``near``: no bound acts; ``shown``: figures average over it.
-    ``setting``: how it was drawn, None for a fixed one."""
+    """An instance with the gradients ``[D]`` of its targets."""
 
     instance: Instance
     targets: dict[str, Tensor]
     near: bool = False
+    """Whether no bound of a sensible size acts on it."""
     shown: bool = False
+    """Whether the figures of a certificate are averaged over it."""
     setting: Setting | None = None
+    """How it was drawn; None for a fixed one."""
 
     @property
     def tolerance(self) -> float:
@@ -237,36 +245,41 @@ def battery(
     regime: str, *, sampler_is_reference: bool = False, main: Tree = TREE, seed: int | None = None
 ) -> tuple[BatteryInstance, ...]:
     """The instances on which a certificate of ``regime`` rests; with a seed, the drawn settings too."""
-    near = {"distance": DISTANCE, "staleness": STALENESS}
-    far = {"distance": FAR_DISTANCE, "staleness": FAR_STALENESS}
+    near = InstanceSettings(regime=regime, seed=0, parameters=SHARED, distance=DISTANCE, staleness=STALENESS)
+    far = dataclasses.replace(near, distance=FAR_DISTANCE, staleness=FAR_STALENESS)
 
-    def build(tree: Tree, seed: int, parameters: int | None, noise: dict[str, Any]) -> BatteryInstance:
-        is_near = tree is main and noise is near
-        # Tables have a gradient for each prefix by itself; a language model shares its parameters, so only instances
-        # that do are averaged into figures.
-        is_shown = is_near and parameters is not None
-        instance = Instance.random(tree, regime=regime, seed=seed, parameters=parameters, **noise)
-        return with_targets(instance, sampler_is_reference, near=is_near, shown=is_shown)
-
-    instances = []
+    cases = []
     for instance_seed in SEEDS:
         for parameters in (None, SHARED):
-            instances.append(build(main, instance_seed, parameters, near))
-    instances.append(build(main, 0, SHARED, far))
-    instances.append(build(LONG, 0, SHARED, near))
+            settings = dataclasses.replace(near, seed=instance_seed, parameters=parameters)
+            # Tables have a gradient for each prefix by itself; a language model shares its parameters, so only
+            # instances that do are averaged into figures.
+            is_shown = parameters is not None
+            instance = Instance.random(main, settings)
+            cases.append(with_targets(instance, sampler_is_reference, near=True, shown=is_shown))
+    # Caps, clamps and windows act on these two, which separates what always holds from what holds while none acts.
+    cases.append(with_targets(Instance.random(main, far), sampler_is_reference))
+    cases.append(with_targets(Instance.random(LONG, near), sampler_is_reference))
     if seed is not None:
         for setting in drawn_settings(seed):
-            instances.append(with_targets(setting.instance(regime), sampler_is_reference, setting=setting))
-    return tuple(instances)
+            cases.append(with_targets(setting.instance(regime), sampler_is_reference, setting=setting))
+    return tuple(cases)
 
 
-def with_targets(instance: Instance, sampler_is_reference: bool = False, **facts: Any) -> BatteryInstance:
-    """An instance with the gradients of all targets."""
+def with_targets(
+    instance: Instance,
+    sampler_is_reference: bool = False,
+    *,
+    near: bool = False,
+    shown: bool = False,
+    setting: Setting | None = None,
+) -> BatteryInstance:
+    """An instance with the gradients of all targets, against the sampler where that is the reference."""
     measured = instance
     if sampler_is_reference:
         measured = against_the_sampler(instance)
     targets = {name: target_gradient(measured, name) for name in TARGETS}
-    return BatteryInstance(instance=instance, targets=targets, **facts)
+    return BatteryInstance(instance=instance, targets=targets, near=near, shown=shown, setting=setting)
 
 
 def certify(
@@ -286,28 +299,29 @@ def certify(
     for regime in regimes:
         question = Question.of(tuple(terms), regime)
         measured = _measure(question, seed, search_seconds)
-        certificates.append(_certificate(name, question, measured, _judge(question, measured)))
+        judged = _judge(question, measured)
+        certificates.append(_certificate(name, question, measured, judged))
     return certificates
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is certified: the terms as a user wrote them, and as they are enumerated.
-
-    ``relative``: the terms with betas relative to the largest, which counts as 1. ``enumerated``: the same with the
-    mean of the batch left out, because an expectation over one completion has no batch; ``_batch_bias`` measures what
-    the mean adds. ``claimed``: the target that the term claims; None for several terms, whose sum claims nothing.
-    """
+    """What is certified: the terms as a user wrote them, and as they are enumerated."""
 
     terms: tuple[KLTerm, ...]
     regime: str
     relative: tuple[KLTerm, ...]
+    """The terms with betas relative to the largest, which counts as 1."""
     enumerated: tuple[KLTerm, ...]
+    """The same without the mean of the batch, because an expectation over one completion has no batch; ``_batch_bias``
+    measures what the mean adds."""
     claimed: str | None
+    """The target that the term claims; None for several terms, whose sum claims nothing."""
     tree: Tree
 
     @classmethod
     def of(cls, terms: tuple[KLTerm, ...], regime: str) -> Question:
+        # Figures are per unit of beta, so that a certificate does not depend on how strong the terms are.
         largest = max((initial_beta(term) for term in terms), default=1.0)
         if largest == 0:
             largest = 1.0
@@ -330,6 +344,7 @@ class Question:
 
     @property
     def to_sampler(self) -> bool:
+        """Whether every term pulls towards the sampler, so that targets are measured against it."""
         return pulls_to_sampler(self.terms)
 
     @property
@@ -347,21 +362,20 @@ class Question:
         if len(self.terms) != 1:
             return case
         (term,) = self.terms
-        own = {name: target_gradient(case.instance, name, term) for name in own_targets(term)}
-        return dataclasses.replace(case, targets={**own, **case.targets})
+        own_gradients = {name: target_gradient(case.instance, name, term) for name in own_targets(term)}
+        # First, because of several targets that coincide the first one is reported.
+        return dataclasses.replace(case, targets={**own_gradients, **case.targets})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The exact moments of a question's gradient on each instance of the battery.
-
-    ``near_target``: the target hit on every near instance. ``not_finite``: whether drawn instances were left out, in
-    which a token that is impossible under the reference has no gradient.
-    """
+    """The exact moments of a question's gradient on each instance of the battery."""
 
     moments: tuple[tuple[BatteryInstance, Moments], ...]
     near_target: str | None
+    """The target hit on every near instance."""
     not_finite: bool
+    """Whether drawn instances were left out, in which an impossible token of the reference has no gradient."""
 
     @property
     def shown(self) -> list[tuple[BatteryInstance, Moments]]:
@@ -399,6 +413,7 @@ def _measure(question: Question, seed: int | None, search_seconds: float) -> Mea
             if case.setting is None or case.setting.impossible != "reference":
                 raise
             not_finite = True
+    # Before the search: a setting that it finds is no near instance, and decides only what is hit everywhere.
     near = [pair for pair in pairs if pair[0].near]
     near_target = _target_hit(near, question.claimed)
     if question.claimed is not None and search_seconds and not is_bounded(question.terms):
@@ -432,8 +447,10 @@ def _search(question: Question, not_finite: bool, seed: int | None, seconds: flo
 def _judge(question: Question, measured: Measured) -> Judged:
     """Which target is hit on every instance, and the largest error from the claimed one in a drawn setting."""
     target = _target_hit(measured.moments, measured.near_target)
+    # No instance contradicts such a term, although it misses the target: longer completions, or a batch, would.
     if question.exceeds_every_instance or question.centred:
         target = None
+    # A term without a claim is compared with what it should be.
     compared = question.claimed or measured.near_target or "sequence_reverse"
     worst_error = 0.0
     worst_setting = ""
@@ -459,6 +476,7 @@ def _certificate(name: str, question: Question, measured: Measured, judged: Judg
             cosine[target] = measured.mean(target, "cosine")
     variance = measured.mean("sequence_reverse", "variance")
     variance_ratio = None
+    # Noise is compared among terms that regularize: not with zero, and not where the pull is towards the sampler.
     if judged.target != "zero" and not question.to_sampler:
         target_of_best = judged.target or measured.near_target or "sequence_reverse"
         least = _least_variance(target_of_best, question.regime, question.tree)
@@ -504,9 +522,12 @@ def _target_hit(pairs: Sequence[tuple[BatteryInstance, Moments]], preferred: str
             hits.append(name)
     if preferred in hits:
         return preferred
-    return next(iter(hits), None)
+    if hits:
+        return hits[0]
+    return None
 
 
+# Cached, because a matrix of hundreds of terms asks for the same few.
 @lru_cache(maxsize=64)
 def _least_variance(target: str, regime: str, main: Tree) -> float | None:
     """The variance of the least noisy yardstick that hits a target in a regime, in the certificate's unit."""

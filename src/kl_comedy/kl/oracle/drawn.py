@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kl_comedy.kl.oracle.enumeration import IMPOSSIBLE, IMPOSSIBLE_UNDER, Instance, Tree
+from kl_comedy.kl.oracle.enumeration import IMPOSSIBLE, IMPOSSIBLE_UNDER, Instance, InstanceSettings, Tree
 
 MAX_COMPLETIONS = 300
 TOLERANCE = 1e-6
@@ -27,9 +27,13 @@ CORNERS: tuple[dict[str, Any], ...] = (
 """What is set in the first settings that are drawn: far from the reference, nearly deterministic, impossible tokens."""
 
 
+SIZES = ("vocabulary", "length", "ends")
+"""The fields of a setting that make its tree."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The arguments of :meth:`Tree.build` and :meth:`Instance.random`; rewards are normal, times ``reward_scale``."""
+    """A tree and the :class:`InstanceSettings` of an instance on it; rewards are normal, times ``reward_scale``."""
 
     vocabulary: int
     length: int
@@ -45,9 +49,14 @@ class Setting:
     @classmethod
     def draw(cls, rng: random.Random) -> Setting:
         """2 to 5 tokens, 2 to 7 steps, noise of 0.01 to 10 logits, staleness of up to 3, rewards of 0.1 to 100."""
-        vocabulary, length, ends = 5, 7, False
-        while Tree.build(vocabulary=vocabulary, length=length, ends=ends).completions > MAX_COMPLETIONS:
-            vocabulary, length, ends = rng.randint(2, 5), rng.randint(2, 7), rng.random() < 0.5
+        # The order of the draws is frozen: a seed in a stored certificate names the settings it was checked in.
+        while True:
+            vocabulary = rng.randint(2, 5)
+            length = rng.randint(2, 7)
+            ends = rng.random() < 0.5
+            tree = Tree.build(vocabulary=vocabulary, length=length, ends=ends)
+            if tree.completions <= MAX_COMPLETIONS:
+                break
         return cls(
             vocabulary=vocabulary,
             length=length,
@@ -62,63 +71,92 @@ class Setting:
         )
 
     def mutate(self, rng: random.Random) -> Setting:
-        """The same with one field drawn again, or with other tables."""
-        other, name = Setting.draw(rng), rng.choice([field.name for field in dataclasses.fields(Setting)])
-        names = ("vocabulary", "length", "ends") if name in ("vocabulary", "length", "ends") else (name,)
-        return dataclasses.replace(self, **{each: getattr(other, each) for each in names})
+        """The same with one field drawn again; the sizes of the tree are drawn together."""
+        other = Setting.draw(rng)
+        name = rng.choice([field.name for field in dataclasses.fields(Setting)])
+        names: tuple[str, ...] = (name,)
+        if name in SIZES:
+            # One size of a tree alone could make more completions than are enumerated.
+            names = SIZES
+        return dataclasses.replace(self, **{changed: getattr(other, changed) for changed in names})
 
     def instance(self, regime: str) -> Instance:
-        fields = dataclasses.asdict(self)
-        tree = Tree.build(**{name: fields.pop(name) for name in ("vocabulary", "length", "ends")})
-        scale = fields.pop("reward_scale")
-        instance = Instance.random(tree, regime=regime, **fields)
+        """The instance in a regime. The same setting has the same policy, reference and rewards in every regime."""
+        tree = Tree.build(vocabulary=self.vocabulary, length=self.length, ends=self.ends)
+        settings = InstanceSettings(
+            regime=regime,
+            seed=self.seed,
+            parameters=self.parameters,
+            sharpness=self.sharpness,
+            distance=self.distance,
+            staleness=self.staleness,
+            impossible=self.impossible,
+        )
+        # The rewards of a random instance are 0 or 1; here they have a size, with a generator of their own, so that
+        # the tables are those of the same seed elsewhere.
+        instance = Instance.random(tree, settings)
         generator = torch.Generator().manual_seed(self.seed)
-        reward_N2 = scale * torch.randn(tree.prefixes, 2, generator=generator, dtype=torch.float64)
+        reward_N2 = self.reward_scale * torch.randn(tree.prefixes, 2, generator=generator, dtype=torch.float64)
         return dataclasses.replace(instance, reward_N2=reward_N2)
 
     def __str__(self) -> str:
         """As keyword arguments, to draw it again."""
-        fields = dataclasses.asdict(self).items()
-        return ", ".join(
-            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in fields
-        )
+        texts = []
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, float):
+                texts.append(f"{name} {value:.3g}")
+            else:
+                texts.append(f"{name} {value}")
+        return ", ".join(texts)
 
 
 def drawn_settings(seed: int) -> list[Setting]:
     """One setting for each of :data:`CORNERS`."""
+    # Each corner is laid over another draw, so that the other fields differ too.
     rng = random.Random(seed)
     return [dataclasses.replace(Setting.draw(rng), **corner) for corner in CORNERS]
 
 
 def worst_case(error_of: Callable[[Setting], float], *, seed: int, seconds: float) -> tuple[Setting | None, float, int]:
-    """Search for the setting with the largest error until one exceeds :data:`TOLERANCE` or the time is over.
+    """Search for the setting with the largest error, for ``seconds`` or until one exceeds :data:`TOLERANCE`.
 
-    Half of the settings are drawn, half differ from the worst so far in one field. Returns it, its error, and how many
-    were tried.
+    Half of the settings are drawn, half differ from the worst so far in one field. Returns the worst setting, its
+    error, and how many settings were tried.
     """
-    rng, worst, largest, tried = random.Random(seed), None, 0.0, 0
+    rng = random.Random(seed)
+    worst: Setting | None = None
+    largest = 0.0
+    tried = 0
     end = time.monotonic() + seconds
     while time.monotonic() < end and largest <= TOLERANCE:
-        setting = Setting.draw(rng) if worst is None or rng.random() < 0.5 else worst.mutate(rng)
-        error, tried = error_of(setting), tried + 1
-        if not error < largest:  # NaN too
-            worst, largest = setting, error
+        if worst is None or rng.random() < 0.5:
+            setting = Setting.draw(rng)
+        else:
+            setting = worst.mutate(rng)
+        error = error_of(setting)
+        tried += 1
+        # Not ``error >= largest``: an error of NaN is worse than any number, and compares false with all.
+        if not error < largest:
+            worst = setting
+            largest = error
     return worst, largest, tried
 
 
 def coverage(instances: Iterable[Instance]) -> dict[str, list[float]]:
-    """The least and the largest of what the instances have: tokens, steps, log-ratios (nats), probabilities."""
+    """The least and the largest of what the instances have: tokens, steps, log-ratios (nats), log-probs (nats)."""
     ranges: dict[str, list[float]] = {}
     for instance in instances:
         logp_NV = instance.policy_logp()
+        # A token that is impossible under the policy is never drawn, so its log-ratio is not covered.
         possible_NV = logp_NV > IMPOSSIBLE / 2
         log_ratio_NV = (logp_NV - instance.ref_logp_NV)[possible_NV]
-        for name, low, high in (
-            ("vocabulary", instance.tree.vocabulary, instance.tree.vocabulary),
-            ("steps", instance.tree.length, instance.tree.length),
-            ("log_ratios", float(log_ratio_NV.min()), float(log_ratio_NV.max())),
-            ("log_probs", float(logp_NV[possible_NV].min()), float(logp_NV.max())),
-        ):
-            span = ranges.setdefault(name, [low, high])
-            ranges[name] = [min(span[0], low), max(span[1], high)]
+        spans: dict[str, tuple[float, float]] = {
+            "vocabulary": (instance.tree.vocabulary, instance.tree.vocabulary),
+            "steps": (instance.tree.length, instance.tree.length),
+            "log_ratios": (float(log_ratio_NV.min()), float(log_ratio_NV.max())),
+            "log_probs": (float(logp_NV[possible_NV].min()), float(logp_NV.max())),
+        }
+        for name, (low, high) in spans.items():
+            least, largest = ranges.get(name, (low, high))
+            ranges[name] = [min(least, low), max(largest, high)]
     return ranges

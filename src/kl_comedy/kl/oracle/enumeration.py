@@ -25,23 +25,27 @@ from kl_comedy.kl.estimators import TopTokens, certainty, jensen_shannon
 class Rows:
     """Completions with everything a training loss may read; floats are float64, zero outside the mask.
 
-    The policy's ``logp_BT`` and the exact ``KL(pi || ref)`` and ``KL(ref || pi)`` of the next token at each prefix
-    carry gradient, and so do the next-token log-probs ``next_logp_BTV``. ``behaviour_logp_BT`` is what the sampler
-    recorded. Equal numbers of ``group_B`` are adjacent; ``truncated_B`` marks completions cut at the length limit.
-    ``proximal_logp_BT``: None at a batch's first update. The last three are for terms that
-    read other tokens than the sampled one.
+    ``logp_BT``, the two exact KLs and ``next_logp_BTV`` ask for gradient; everything else is constant. The last three
+    are for terms that read other tokens than the sampled one.
     """
 
     logp_BT: Tensor
+    """The policy's log-probs of the tokens (nats)."""
     ref_logp_BT: Tensor
     behaviour_logp_BT: Tensor
+    """What the sampler recorded (nats)."""
     mask_BT: Tensor
     reverse_kl_BT: Tensor
+    """``KL(pi || ref)`` of the next token at each prefix (nats)."""
     forward_kl_BT: Tensor
+    """``KL(ref || pi)`` of the next token at each prefix (nats)."""
     reward_B: Tensor
     group_B: Tensor
+    """Whose prompt a completion answers; equal numbers are adjacent."""
     truncated_B: Tensor
+    """Whether a completion was cut at the length limit."""
     proximal_logp_BT: Tensor | None = None
+    """The policy at the batch's first update (nats); None at that update."""
     next_logp_BTV: Tensor | None = None
     ref_next_logp_BTV: Tensor | None = None
     token_BT: Tensor | None = None
@@ -53,8 +57,12 @@ class Rows:
         log-probs.
         """
         next_logp_BTV, ref_next_logp_BTV, token_BT = self._next()
-        chosen_BTV = next_logp_BTV.detach() if tokens == "policy" else ref_next_logp_BTV
-        ids_BTK = chosen_BTV.topk(min(k, max(1, chosen_BTV.shape[-1] // 2)), -1).indices
+        chosen_by_BTV = ref_next_logp_BTV
+        if tokens == "policy":
+            # Which tokens are likeliest has no gradient; their log-probs have.
+            chosen_by_BTV = next_logp_BTV.detach()
+        largest_k = max(1, chosen_by_BTV.shape[-1] // 2)
+        ids_BTK = chosen_by_BTV.topk(min(k, largest_k), -1).indices
         inside_BT = (ids_BTK == token_BT[..., None]).any(-1)
         return TopTokens(next_logp_BTV.gather(-1, ids_BTK), ref_next_logp_BTV.gather(-1, ids_BTK), inside_BT)
 
@@ -66,9 +74,12 @@ class Rows:
     def certainty(self, of: str) -> Tensor:
         """The certainty ``[B, T]`` of ``policy`` or ``reference`` at each prefix; raises as :meth:`top`."""
         next_logp_BTV, ref_next_logp_BTV, _ = self._next()
-        return certainty((next_logp_BTV if of == "policy" else ref_next_logp_BTV).detach())
+        if of == "policy":
+            return certainty(next_logp_BTV.detach())
+        return certainty(ref_next_logp_BTV.detach())
 
     def _next(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The next-token log-probs of policy and reference, and the sampled tokens."""
         if self.next_logp_BTV is None or self.ref_next_logp_BTV is None or self.token_BT is None:
             raise UserError("these rows carry no next-token log-probs, which this term needs")
         return self.next_logp_BTV, self.ref_next_logp_BTV, self.token_BT
@@ -78,16 +89,19 @@ class Loss(Protocol):
     """A function from rows to a loss that is to be minimized."""
 
     def __call__(self, rows: Rows, /) -> Tensor:
-        """Return ``[B, T]`` (zero outside the mask) or ``[B]``: what each completion adds, unreduced; the mean over a
-        group is its loss. An entry may depend on the other rows of its group (a baseline), never on other groups."""
+        """Return ``[B, T]`` (zero outside the mask) or ``[B]``: what each completion adds, unreduced.
+
+        The mean over a group is the group's loss. An element may depend on the other rows of its group, as a baseline
+        does, but on no other group: groups are enumerated one by one.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completions:
-    """Some completions of a tree, as indices: ``prefix_BT`` before each token, ``token_BT``, ``mask_BT``.
+    """Some completions of a tree, as indices: the prefix before each token, and the token.
 
-    The mask is true on tokens of the completion, the end token included; outside it both indices are 0.
+    The mask is true on the tokens of a completion, its end token included; outside it both indices are 0.
     """
 
     prefix_BT: Tensor
@@ -97,9 +111,14 @@ class Completions:
 
     @classmethod
     def stack(cls, steps: Sequence[tuple[Tensor, Tensor, Tensor]], truncated_B: Tensor) -> Completions:
-        """From prefix, token and mask of each step."""
-        prefix_BT, token_BT, mask_BT = (torch.stack(column, 1) for column in zip(*steps, strict=True))
-        return cls(prefix_BT=prefix_BT, token_BT=token_BT, mask_BT=mask_BT, truncated_B=truncated_B)
+        """From prefix, token and mask ``[B]`` of each step."""
+        prefixes, tokens, masks = zip(*steps, strict=True)
+        return cls(
+            prefix_BT=torch.stack(prefixes, 1),
+            token_BT=torch.stack(tokens, 1),
+            mask_BT=torch.stack(masks, 1),
+            truncated_B=truncated_B,
+        )
 
     def select(self, index: Tensor) -> Completions:
         """The completions at ``index`` (numbers, or a mask)."""
@@ -129,7 +148,16 @@ class Tree:
     @property
     def branching(self) -> int:
         """``K``: how many tokens lead to a further prefix."""
-        return self.vocabulary - 1 if self.ends else self.vocabulary
+        if self.ends:
+            return self.vocabulary - 1
+        return self.vocabulary
+
+    @property
+    def ended(self) -> int:
+        """How many completions end with an end token: one for each prefix, or none."""
+        if self.ends:
+            return self.prefixes
+        return 0
 
     def width(self, depth: int) -> int:
         """How many prefixes have ``depth`` tokens."""
@@ -145,8 +173,8 @@ class Tree:
 
     @property
     def completions(self) -> int:
-        """How many there are: ended ones of each length, then truncated ones (all of them, without an end token)."""
-        return (self.prefixes if self.ends else 0) + self.width(self.length)
+        """How many there are: ended ones of each length, then truncated ones."""
+        return self.ended + self.width(self.length)
 
     @cached_property
     def depth_N(self) -> Tensor:
@@ -154,22 +182,35 @@ class Tree:
         return torch.cat([torch.full((self.width(d),), d) for d in range(self.length)])
 
     def take(self, number_B: Tensor) -> Completions:
-        """The completions with these numbers: an ended one has its last prefix's, truncated ones follow."""
-        ended = self.prefixes if self.ends else 0
-        truncated_B = number_B >= ended
-        safe_B = torch.where(truncated_B, 0, number_B)
-        depth_B = torch.where(truncated_B, self.length, self.depth_N[safe_B] if ended else self.length)
-        firsts = torch.tensor([self.first(d) for d in range(self.length + 1)])
-        digits_B = torch.where(truncated_B, number_B - ended, safe_B - firsts[depth_B])
+        """The completions with these numbers ``[B]``.
+
+        An ended completion has the number of its last prefix; the truncated ones follow, in the order of their digits.
+        """
+        # This order is frozen: sums of floats depend on it in their last bit.
+        truncated_B = number_B >= self.ended
+        # The number of a truncated completion is no prefix; 0 is looked up instead and not used.
+        last_prefix_B = torch.where(truncated_B, 0, number_B)
+        depth_B = torch.full_like(number_B, self.length)
+        if self.ends:
+            depth_B = torch.where(truncated_B, depth_B, self.depth_N[last_prefix_B])
+        firsts = torch.tensor([self.first(depth) for depth in range(self.length + 1)])
+        # The digits of a completion in base K, as one number: its position among the prefixes of its depth.
+        digits_B = torch.where(truncated_B, number_B - self.ended, last_prefix_B - firsts[depth_B])
+        lowest_token = self.vocabulary - self.branching  # token 0 leads nowhere where it ends a completion
+
         steps = []
-        for t in range(self.length):  # digits, most significant first; a completion that ends has token 0 after them
-            before_B = torch.div(digits_B, self.branching ** (depth_B - t).clamp(min=0), rounding_mode="floor")
-            digit_B = torch.div(digits_B, self.branching ** (depth_B - t - 1).clamp(min=0), rounding_mode="floor")
-            digit_B = digit_B % self.branching + (1 if self.ends else 0)
-            inside_B, ends_B = depth_B >= t, depth_B == t
-            prefix_B = torch.where(inside_B, firsts[t] + before_B, 0)
-            steps.append((prefix_B, torch.where(inside_B & ~ends_B, digit_B, 0), inside_B))
-        return Completions.stack(steps, truncated_B if self.ends else torch.zeros_like(truncated_B))
+        for t in range(self.length):
+            # Digits come most significant first. A completion that ends has token 0 after them, at step depth_B.
+            digits_before_B = torch.div(digits_B, self.branching ** (depth_B - t).clamp(min=0), rounding_mode="floor")
+            digits_with_B = torch.div(digits_B, self.branching ** (depth_B - t - 1).clamp(min=0), rounding_mode="floor")
+            token_B = digits_with_B % self.branching + lowest_token
+            inside_B = depth_B >= t
+            ends_here_B = depth_B == t
+            prefix_B = torch.where(inside_B, firsts[t] + digits_before_B, 0)
+            steps.append((prefix_B, torch.where(inside_B & ~ends_here_B, token_B, 0), inside_B))
+        if not self.ends:
+            truncated_B = torch.zeros_like(truncated_B)  # without an end token nothing is cut off
+        return Completions.stack(steps, truncated_B)
 
     def chunks(self, size: int) -> Iterator[Completions]:
         """Every completion once, ``size`` at a time."""
@@ -179,35 +220,43 @@ class Tree:
     @cached_property
     def all(self) -> Completions:
         """Every completion at once, for small trees."""
+        # As many indices, log-probs and gradients fit in memory at once; a mistyped length would not.
         if self.completions > 2**17:
             raise UserError(f"{self.completions} completions at once are too many; walk them in chunks")
         return self.take(torch.arange(self.completions))
 
     def sample(self, logp_NV: Tensor, count: int, generator: torch.Generator) -> Completions:
-        """``count`` completions drawn from next-token log-probs, independent."""
+        """``count`` independent completions drawn from next-token log-probs (nats)."""
         prefix_B = torch.zeros(count, dtype=torch.long)
         alive_B = torch.ones(count, dtype=torch.bool)
+        lowest_token = self.vocabulary - self.branching
         steps = []
         for t in range(self.length):
+            # Inverse of the cumulative distribution; the clamp is for a sum that rounds to less than 1.
             uniform_B1 = torch.rand(count, 1, generator=generator, dtype=torch.float64)
-            token_B = (uniform_B1 > logp_NV[prefix_B].exp().cumsum(-1)).sum(-1).clamp(max=self.vocabulary - 1)
+            cumulative_BV = logp_NV[prefix_B].exp().cumsum(-1)
+            token_B = (uniform_B1 > cumulative_BV).sum(-1).clamp(max=self.vocabulary - 1)
             steps.append((torch.where(alive_B, prefix_B, 0), torch.where(alive_B, token_B, 0), alive_B))
-            ended_B = token_B == 0 if self.ends else torch.zeros_like(alive_B)
-            alive_B = alive_B & ~ended_B
+            if self.ends:
+                alive_B = alive_B & (token_B != 0)
             if t + 1 < self.length:
-                digit_B = token_B - 1 if self.ends else token_B
-                child_B = self.first(t + 1) + self.branching * (prefix_B - self.first(t)) + digit_B
+                child_B = self.first(t + 1) + self.branching * (prefix_B - self.first(t)) + token_B - lowest_token
                 prefix_B = torch.where(alive_B, child_B, 0)
-        return Completions.stack(steps, alive_B if self.ends else torch.zeros_like(alive_B))
+        truncated_B = alive_B
+        if not self.ends:
+            truncated_B = torch.zeros_like(alive_B)
+        return Completions.stack(steps, truncated_B)
 
     def reach(self, logp_NV: Tensor) -> Tensor:
         """The probability ``[N]`` of visiting each prefix under next-token log-probs; differentiable."""
-        levels = [logp_NV.new_ones(1)]
+        reach_by_depth = [logp_NV.new_ones(1)]
+        lowest_token = self.vocabulary - self.branching
         for depth in range(self.length - 1):
-            level = slice(self.first(depth), self.first(depth + 1))
-            continuing_NK = logp_NV[level, 1:] if self.ends else logp_NV[level]
-            levels.append((levels[-1][:, None] * continuing_NK.exp()).reshape(-1))
-        return torch.cat(levels)
+            at_depth = slice(self.first(depth), self.first(depth + 1))
+            continuing_NK = logp_NV[at_depth, lowest_token:]
+            # The children of a prefix are adjacent, so a row per prefix, flattened, is in the order of the numbers.
+            reach_by_depth.append((reach_by_depth[-1][:, None] * continuing_NK.exp()).reshape(-1))
+        return torch.cat(reach_by_depth)
 
 
 def prefix_log_probs(logits_NV: Tensor) -> Tensor:
@@ -217,104 +266,137 @@ def prefix_log_probs(logits_NV: Tensor) -> Tensor:
 
 def log_probs(tree: Tree | Completions, logp_NV: Tensor) -> Tensor:
     """Per-token log-probs (nats) of completions (all of a small tree's), ``[B, T]``, zero outside the mask."""
-    rows = tree.all if isinstance(tree, Tree) else tree
-    logp_BT = logp_NV[rows.prefix_BT, rows.token_BT]
-    return torch.where(rows.mask_BT, logp_BT, torch.zeros_like(logp_BT))
+    completions = tree
+    if isinstance(completions, Tree):
+        completions = completions.all
+    # Outside the mask both indices are 0, which is a prefix and a token, so that nothing is out of range.
+    logp_BT = logp_NV[completions.prefix_BT, completions.token_BT]
+    return torch.where(completions.mask_BT, logp_BT, torch.zeros_like(logp_BT))
 
 
 REGIMES = ("on_policy", "off_policy", "mixed")
+RECORDS = ("drawn", "raw")
 IMPOSSIBLE_UNDER = ("no token", "reference", "all")
 IMPOSSIBLE = -1e4
 """Log-prob (nats) that stands for probability zero, so that rows that are never drawn stay finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceSettings:
+    """How :meth:`Instance.random` draws policy, reference and sampler. Raises :class:`UserError` for unknown names."""
+
+    regime: str
+    """``on_policy`` (the sampler is the policy), ``off_policy`` (a stale version) or ``mixed`` (the version changes
+    within
+    the completion)."""
+    seed: int
+    parameters: int | None = None
+    """Shared parameters of the policy; None is tabular, one logit per prefix and token."""
+    sharpness: float = 1.0
+    """Standard deviation of the policy's logits (nats) in tables."""
+    distance: float = 0.5
+    """Standard deviation of the logit noise (nats) between policy and reference."""
+    staleness: float = 0.3
+    """Standard deviation of the logit noise (nats) between policy and sampler."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Temperature and nucleus of the sampler's distribution; policy and reference have neither."""
+    records: str = "drawn"
+    """The log-probs that the sampler records: ``drawn``, of the distribution it draws from, or ``raw``, of the one
+    before
+    temperature and nucleus."""
+    impossible: str = "no token"
+    """One token of each prefix has probability zero under the ``reference``, or under ``all`` three."""
+
+    def __post_init__(self) -> None:
+        if self.regime not in REGIMES:
+            raise bad_value("regime", self.regime, REGIMES)
+        if self.records not in RECORDS:
+            raise bad_value("records", self.records, RECORDS)
+        if self.impossible not in IMPOSSIBLE_UNDER:
+            raise bad_value("impossible", self.impossible, IMPOSSIBLE_UNDER)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Instance:
     """Float64 tables over the prefixes of a tree, in nats.
 
-    The policy's logits are ``features_NVD @ theta_D``; ``features_NVD=None`` is tabular, one logit per prefix and token
-    (``D = N V``). ``sampler_logp_NV`` draws each token, ``recorded_logp_NV`` is what the sampler records for it.
-    ``reward_N2``: of a completion by its last prefix, ended or truncated there. ``proximal_logp_NV``: the policy at the
-    batch's first use, None where that is the policy itself.
+    The policy's logits are ``features_NVD @ theta_D``. Equality is identity, because score tables are cached by
+    instance.
     """
 
     tree: Tree
     features_NVD: Tensor | None
+    """None is tabular: one logit per prefix and token (``D = N V``)."""
     theta_D: Tensor
     ref_logp_NV: Tensor
     sampler_logp_NV: Tensor
+    """What each token is drawn from."""
     recorded_logp_NV: Tensor
+    """What the sampler records for it."""
     reward_N2: Tensor
+    """The reward of a completion by its last prefix: ended there, or truncated there."""
     proximal_logp_NV: Tensor | None = None
+    """The policy at the batch's first use; None where that is the policy itself."""
 
     @classmethod
-    def random(
-        cls,
-        tree: Tree,
-        *,
-        regime: str,
-        seed: int,
-        distance: float = 0.5,
-        staleness: float = 0.3,
-        parameters: int | None = None,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        records: str = "drawn",
-        sharpness: float = 1.0,
-        impossible: str = "no token",
-    ) -> Instance:
-        """A seeded random instance with ``parameters`` shared parameters (None is tabular).
-
-        ``regime``: ``on_policy`` (sampler = policy), ``off_policy`` (a stale version) or ``mixed`` (the version changes
-        within the completion). ``distance``, ``staleness``: standard deviations of the logit noise between policy and
-        reference, and policy and sampler, whose ``temperature`` and ``top_p`` apply to its distribution. ``records``:
-        ``drawn``, the log-probs of that distribution, or ``raw``, those at temperature 1 and top-p 1. ``sharpness``:
-        standard deviation of the policy's logits in tables. ``impossible``: one token of each prefix has probability
-        zero under the ``reference``, or under ``all`` three.
-        """
-        if regime not in REGIMES:
-            raise bad_value("regime", regime, REGIMES)
-        if records not in ("drawn", "raw"):
-            raise bad_value("records", records, ("drawn", "raw"))
-        if impossible not in IMPOSSIBLE_UNDER:
-            raise bad_value("impossible", impossible, IMPOSSIBLE_UNDER)
-        generator = torch.Generator().manual_seed(seed)
+    def random(cls, tree: Tree, settings: InstanceSettings) -> Instance:
+        """A seeded random instance on ``tree``. Raises :class:`UserError` for a ``top_p`` outside (0, 1]."""
+        # Seeds are written in stored results: what is drawn, and in which order, must not change.
+        generator = torch.Generator().manual_seed(settings.seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        n, v = tree.prefixes, tree.vocabulary
-        features_NVD = None if parameters is None else normal(n, v, parameters)
-        theta_D = sharpness * normal(n * v if parameters is None else parameters)
+        n = tree.prefixes
+        v = tree.vocabulary
+        if settings.parameters is None:
+            features_NVD = None
+            theta_D = settings.sharpness * normal(n * v)
+        else:
+            features_NVD = normal(n, v, settings.parameters)
+            theta_D = settings.sharpness * normal(settings.parameters)
         never_NV = torch.zeros(n, v, dtype=torch.float64)
-        if impossible != "no token":
+        if settings.impossible != "no token":
             never_NV[torch.arange(n), torch.randint(v, (n,), generator=generator)] = IMPOSSIBLE
-        if impossible == "all":
+        if settings.impossible == "all":
             features_NVD, theta_D = _with_offset(features_NVD, theta_D, never_NV)
+
         logits_NV = _logits(features_NVD, theta_D, n, v)
-        ref_logp_NV = prefix_log_probs(logits_NV + distance * normal(n, v) + never_NV)
-        stale = [logits_NV + staleness * normal(n, v) for _ in range(2)]
-        late_N1 = (tree.depth_N >= (tree.length + 1) // 2)[:, None]
-        mixed_NV = torch.where(late_N1, stale[1], stale[0])
-        sampler_NV = {"on_policy": logits_NV, "off_policy": stale[0], "mixed": mixed_NV}[regime]
-        drawn_NV = nucleus(prefix_log_probs(sampler_NV / temperature), top_p)
+        ref_logp_NV = prefix_log_probs(logits_NV + settings.distance * normal(n, v) + never_NV)
+        # Both stale versions are drawn in every regime, so that a seed has the same rewards in all of them.
+        stale_NV = logits_NV + settings.staleness * normal(n, v)
+        later_NV = logits_NV + settings.staleness * normal(n, v)
+        if settings.regime == "on_policy":
+            sampler_NV = logits_NV
+        elif settings.regime == "off_policy":
+            sampler_NV = stale_NV
+        else:
+            is_late_N1 = (tree.depth_N >= (tree.length + 1) // 2)[:, None]
+            sampler_NV = torch.where(is_late_N1, later_NV, stale_NV)
+        drawn_NV = nucleus(prefix_log_probs(sampler_NV / settings.temperature), settings.top_p)
+        recorded_NV = drawn_NV
+        if settings.records == "raw":
+            recorded_NV = prefix_log_probs(sampler_NV)
         return cls(
             tree=tree,
             features_NVD=features_NVD,
             theta_D=theta_D,
             ref_logp_NV=ref_logp_NV,
             sampler_logp_NV=drawn_NV,
-            recorded_logp_NV=drawn_NV if records == "drawn" else prefix_log_probs(sampler_NV),
+            recorded_logp_NV=recorded_NV,
             reward_N2=torch.rand(n, 2, generator=generator, dtype=torch.float64).round(),
         )
 
     def policy_logp(self, theta_D: Tensor | None = None) -> Tensor:
         """The policy's next-token log-probs ``[N, V]``, at other parameters where given; differentiable."""
-        theta = self.theta_D if theta_D is None else theta_D
-        return prefix_log_probs(_logits(self.features_NVD, theta, self.tree.prefixes, self.tree.vocabulary))
+        if theta_D is None:
+            theta_D = self.theta_D
+        return prefix_log_probs(_logits(self.features_NVD, theta_D, self.tree.prefixes, self.tree.vocabulary))
 
     def at_a_later_update(self, share: float) -> Instance:
-        """The same batch, some updates on; at its first use the policy was ``share`` of the way from the sampler."""
+        """The same batch some updates later; at its first use the policy was ``share`` of the way from the sampler."""
+        # A mixture of the logs, renormalized: between the two policies at every token.
         between_NV = (1 - share) * self.recorded_logp_NV + share * self.policy_logp().detach()
         return dataclasses.replace(self, proximal_logp_NV=prefix_log_probs(between_NV))
 
@@ -323,18 +405,25 @@ class Instance:
         """What the sampler recorded for every completion of a small tree, ``[B, T]``."""
         return log_probs(self.tree, self.recorded_logp_NV)
 
+    # Cached: every loss on every chunk reads them, and the instance is frozen.
     @cached_property
     def kl_N(self) -> tuple[Tensor, Tensor]:
         """Exact ``KL(pi || ref)`` and ``KL(ref || pi)`` of the next token at each prefix (nats)."""
         logp_NV = self.policy_logp()
-        ratio_NV = logp_NV - self.ref_logp_NV
-        return (logp_NV.exp() * ratio_NV).sum(-1), -(self.ref_logp_NV.exp() * ratio_NV).sum(-1)
+        log_ratio_NV = logp_NV - self.ref_logp_NV
+        reverse_N = (logp_NV.exp() * log_ratio_NV).sum(-1)
+        forward_N = -(self.ref_logp_NV.exp() * log_ratio_NV).sum(-1)
+        return reverse_N, forward_N
 
     def rows(self, completions: Completions, group_size: int = 1) -> Rows:
         """What a loss reads of these completions; log-probs and exact KLs are leaves that ask for gradient."""
-        mask_BT, prefix_BT = completions.mask_BT, completions.prefix_BT
+        mask_BT = completions.mask_BT
+        prefix_BT = completions.prefix_BT
         reverse_N, forward_N = self.kl_N
-        proximal_NV = self.proximal_logp_NV
+        proximal_logp_BT = None
+        if self.proximal_logp_NV is not None:
+            proximal_logp_BT = log_probs(completions, self.proximal_logp_NV)
+        # A reward depends on the last prefix and on how the completion ended there.
         last_prefix_B = prefix_BT.gather(1, mask_BT.sum(-1, keepdim=True) - 1)[:, 0]
         return Rows(
             logp_BT=log_probs(completions, self.policy_logp()).requires_grad_(True),
@@ -346,7 +435,7 @@ class Instance:
             reward_B=self.reward_N2[last_prefix_B, completions.truncated_B.long()],
             group_B=torch.arange(len(mask_BT)) // group_size,
             truncated_B=completions.truncated_B,
-            proximal_logp_BT=None if proximal_NV is None else log_probs(completions, proximal_NV),
+            proximal_logp_BT=proximal_logp_BT,
             next_logp_BTV=self.policy_logp()[prefix_BT].requires_grad_(True),
             ref_next_logp_BTV=self.ref_logp_NV[prefix_BT],
             token_BT=completions.token_BT,
@@ -363,19 +452,26 @@ def nucleus(logp_NV: Tensor, top_p: float) -> Tensor:
         raise bad_value("top_p", top_p, "a number above 0 and at most 1")
     if top_p == 1:
         return logp_NV
+    # A token stays if the likelier ones together do not reach top_p yet; so the likeliest always stays.
     sorted_NV, order_NV = logp_NV.sort(-1, descending=True)
-    before_NV = sorted_NV.exp().cumsum(-1) - sorted_NV.exp()
-    keep_NV = torch.zeros_like(logp_NV, dtype=torch.bool).scatter(-1, order_NV, before_NV < top_p)
-    inside_NV = torch.where(keep_NV, logp_NV, -torch.inf).log_softmax(-1)
-    return torch.where(keep_NV, inside_NV, IMPOSSIBLE)
+    mass_before_NV = sorted_NV.exp().cumsum(-1) - sorted_NV.exp()
+    stays_NV = torch.zeros_like(logp_NV, dtype=torch.bool).scatter(-1, order_NV, mass_before_NV < top_p)
+    renormalized_NV = torch.where(stays_NV, logp_NV, -torch.inf).log_softmax(-1)
+    return torch.where(stays_NV, renormalized_NV, IMPOSSIBLE)
 
 
 def _logits(features_NVD: Tensor | None, theta_D: Tensor, n: int, v: int) -> Tensor:
-    return theta_D.reshape(n, v) if features_NVD is None else features_NVD @ theta_D
+    """The policy's logits ``[N, V]``."""
+    if features_NVD is None:
+        return theta_D.reshape(n, v)
+    return features_NVD @ theta_D
 
 
 def _with_offset(features_NVD: Tensor | None, theta_D: Tensor, offset_NV: Tensor) -> tuple[Tensor | None, Tensor]:
     """Features and parameters whose logits have ``offset_NV`` added."""
     if features_NVD is None:
         return None, theta_D + offset_NV.flatten()
-    return torch.cat([features_NVD, offset_NV[..., None]], -1), torch.cat([theta_D, theta_D.new_ones(1)])
+    # The offset is one more feature, whose parameter is 1.
+    features_NVD = torch.cat([features_NVD, offset_NV[..., None]], -1)
+    theta_D = torch.cat([theta_D, theta_D.new_ones(1)])
+    return features_NVD, theta_D

@@ -11,6 +11,7 @@ Legend: ``N`` prefixes, ``V`` tokens, ``D`` parameters, ``B`` completions, ``C``
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.errors import UserError, bad_value
-from kl_comedy.kl.beta import BetaState
+from kl_comedy.kl.beta import first_value
 from kl_comedy.kl.claims import TARGETS, WEIGHTED, own_targets
 from kl_comedy.kl.estimators import certainty, jensen_shannon
 from kl_comedy.kl.oracle.enumeration import Completions, Instance, Loss, Rows, log_probs
@@ -32,6 +33,9 @@ CHUNK = 8192
 
 TOLERANCE = 1e-9
 """Relative difference up to which an enumerated gradient equals a target."""
+
+SMALLEST_SCALE = 1e-3
+"""The least size that an error is measured against."""
 
 MAX_ELEMENTS = 2**24
 """Numbers of the gradients ``[B, D]`` in memory at once."""
@@ -46,44 +50,54 @@ class NotFinite(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """The expected gradient ``[D]``, the trace of its covariance for one completion, and the mean norm of a gradient.
-
-    For groups, ``variance`` is that of the group's mean gradient times the group's size, so that losses
-    compare at equal samples.
-    """
+    """The first two moments of a loss's gradient."""
 
     gradient_D: Tensor
+    """The expected gradient."""
     variance: float
+    """The trace of the covariance for one completion: for groups, that of the group's mean gradient times the group's
+    size, so that losses are compared at equal numbers of samples."""
     mean_norm: float
+    """The mean norm of a completion's (a group's) gradient."""
 
     def relative_bias(self, target_D: Tensor) -> float:
         """``|g - target| / |target|``; for a zero target, ``|g|``."""
         size = float(target_D.norm())
-        return float((self.gradient_D - target_D).norm()) / (size if size > 0 else 1.0)
+        if size == 0:
+            size = 1.0
+        return float((self.gradient_D - target_D).norm()) / size
 
     def cosine(self, target_D: Tensor) -> float:
         """The cosine with a target; NaN where either is zero."""
         sizes = float(self.gradient_D.norm()) * float(target_D.norm())
-        return float(self.gradient_D @ target_D) / sizes if sizes > 0 else float("nan")
+        if sizes == 0:
+            return math.nan
+        return float(self.gradient_D @ target_D) / sizes
 
     def strength(self, target_D: Tensor) -> float:
         """The multiple of a target that the gradient contains; 0 for a zero target."""
         square = float(target_D.square().sum())
-        return float(self.gradient_D @ target_D) / square if square > 0 else 0.0
+        if square == 0:
+            return 0.0
+        return float(self.gradient_D @ target_D) / square
 
     def figures(self, target_D: Tensor) -> dict[str, float]:
         """Relative bias, cosine, strength, and the variance over the target's square (over 1 for a zero target)."""
+        square = float(target_D.square().sum())
+        if square == 0:
+            square = 1.0
         return {
             "relative_bias": self.relative_bias(target_D),
             "cosine": self.cosine(target_D),
             "strength": self.strength(target_D),
-            "variance": self.variance / (float(target_D.square().sum()) or 1.0),
+            "variance": self.variance / square,
         }
 
     def error(self, target_D: Tensor) -> float:
         """The distance to a target over the size of what was summed up, with which rounding grows."""
         scale = float(target_D.norm()) + self.mean_norm
-        return float((self.gradient_D - target_D).norm()) / max(scale, 1e-3)
+        # Where all is nearly 0 (a policy beside its reference), a ratio of roundings says nothing.
+        return float((self.gradient_D - target_D).norm()) / max(scale, SMALLEST_SCALE)
 
     def equals(self, target_D: Tensor, tolerance: float = TOLERANCE) -> bool:
         """Whether the gradient is the target up to rounding."""
@@ -103,32 +117,38 @@ def exact_moments_by_loss(
 ) -> dict[str, Moments]:
     """:func:`exact_moments` of each loss; completions and scores are looked up once for all of them."""
     mean_D = {name: torch.zeros_like(instance.theta_D) for name in losses}
-    second, norm = dict.fromkeys(losses, 0.0), dict.fromkeys(losses, 0.0)
+    mean_square = dict.fromkeys(losses, 0.0)
+    mean_norm = dict.fromkeys(losses, 0.0)
+    # A chunk has a gradient of D numbers per completion: fewer completions where there are many parameters.
     chunk = max(1, min(chunk, MAX_ELEMENTS // len(instance.theta_D)))
     for completions, weight_C in _groups(instance, group_size, chunk):
         for name, gradient_BD in gradients_by_loss(instance, losses, completions, group_size):
             gradient_CD = gradient_BD.reshape(-1, group_size, gradient_BD.shape[-1]).mean(1)
             mean_D[name] += weight_C @ gradient_CD
-            second[name] += float(weight_C @ gradient_CD.square().sum(-1))
-            norm[name] += float(weight_C @ gradient_CD.norm(dim=-1))
-    variance = {name: (second[name] - float(mean_D[name].square().sum())) * group_size for name in losses}
-    return {
-        name: Moments(gradient_D=mean_D[name], variance=max(variance[name], 0.0), mean_norm=norm[name])
-        for name in losses
-    }
+            mean_square[name] += float(weight_C @ gradient_CD.square().sum(-1))
+            mean_norm[name] += float(weight_C @ gradient_CD.norm(dim=-1))
+    moments = {}
+    for name in losses:
+        variance = (mean_square[name] - float(mean_D[name].square().sum())) * group_size
+        # Rounding may put a variance of 0 below it.
+        moments[name] = Moments(gradient_D=mean_D[name], variance=max(variance, 0.0), mean_norm=mean_norm[name])
+    return moments
 
 
 def sampled_moments(
     instance: Instance, loss: Loss, *, samples: int, generator: torch.Generator, group_size: int = 1
 ) -> Moments:
-    """The same from ``samples`` completions the sampler draws; the mean has variance ``variance / samples``."""
+    """The same from ``samples`` completions that the sampler draws; the mean has variance ``variance / samples``.
+
+    Whole groups are drawn; at least two, or the variance is not defined.
+    """
     groups = samples // group_size
     completions = instance.tree.sample(instance.sampler_logp_NV, groups * group_size, generator)
-    ((_, gradient_BD),) = gradients_by_loss(instance, {"": loss}, completions, group_size)
+    _, gradient_BD = next(gradients_by_loss(instance, {"": loss}, completions, group_size))
     gradient_CD = gradient_BD.reshape(groups, group_size, -1).mean(1)
     mean_D = gradient_CD.mean(0)
     spread = float(gradient_CD.square().sum(-1).mean()) - float(mean_D.square().sum())
-    variance = max(spread * groups / (groups - 1), 0.0) * group_size
+    variance = max(spread * groups / (groups - 1), 0.0) * group_size  # unbiased over ``groups`` draws
     return Moments(gradient_D=mean_D, variance=variance, mean_norm=float(gradient_CD.norm(dim=-1).mean()))
 
 
@@ -136,6 +156,7 @@ def _groups(instance: Instance, group_size: int, chunk: int) -> Iterator[tuple[C
     """Every group of completions, flat, with its probability ``[C]``; completions of probability zero are left out."""
     tree = instance.tree
     if group_size == 1:
+        # Groups of one need no list of all completions, so much larger trees can be walked.
         for completions in tree.chunks(chunk):
             weight_C = instance.probability(completions)
             possible = weight_C > 0
@@ -148,10 +169,12 @@ def _groups(instance: Instance, group_size: int, chunk: int) -> Iterator[tuple[C
             "(use a smaller group, vocabulary or length)"
         )
     probability_B = instance.probability(tree.all)
-    per = max(1, chunk // group_size)
-    for start in range(0, count, per):
-        number_C = torch.arange(start, min(start + per, count))
-        member_CG = torch.stack([number_C // tree.completions**g % tree.completions for g in range(group_size)], 1)
+    groups_per_chunk = max(1, chunk // group_size)
+    for start in range(0, count, groups_per_chunk):
+        number_C = torch.arange(start, min(start + groups_per_chunk, count))
+        # The members of a group are the digits of its number in base ``tree.completions``, the first one lowest.
+        members = [number_C // tree.completions**g % tree.completions for g in range(group_size)]
+        member_CG = torch.stack(members, 1)
         weight_C = probability_B[member_CG].prod(-1)
         possible = weight_C > 0
         yield tree.all.select(member_CG[possible].flatten()), weight_C[possible]
@@ -160,41 +183,62 @@ def _groups(instance: Instance, group_size: int, chunk: int) -> Iterator[tuple[C
 def gradients_by_loss(
     instance: Instance, losses: Mapping[str, Loss], completions: Completions, group_size: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each loss's gradient ``[B, D]`` of every completion. Raises :class:`UserError` for a loss of a wrong shape."""
-    rows, gradient = instance.rows(completions, group_size), score_tables(instance).gradient_at(completions)
+    """Each loss's gradient ``[B, D]`` of every completion.
+
+    Raises :class:`UserError` for a loss of a wrong shape, :class:`NotFinite` for a gradient that is not finite.
+    """
+    rows = instance.rows(completions, group_size)
+    gradient = score_tables(instance).gradient_at(completions)
     assert rows.next_logp_BTV is not None
     leaves = (rows.logp_BT, rows.reverse_kl_BT, rows.forward_kl_BT, rows.next_logp_BTV)
     for name, loss in losses.items():
         value = loss(rows)
-        if value.shape not in (shape := rows.mask_BT.shape, rows.group_B.shape):
-            raise UserError(f"a loss must return [B, T] or [B] = {tuple(shape)}, and gave {tuple(value.shape)}")
-        total = value.sum() + 0.0 * rows.logp_BT.sum()  # a loss without gradient has a zero one
-        derivatives = torch.autograd.grad(total, leaves, allow_unused=True)
-        if not all(each is None or bool(torch.isfinite(each[rows.mask_BT]).all()) for each in derivatives):
-            raise NotFinite("the loss has a gradient that is not finite on some completion")
-        yield name, gradient(*(None if each is None else _inside(each, rows.mask_BT) for each in derivatives))
+        if value.shape not in (rows.mask_BT.shape, rows.group_B.shape):
+            shape = tuple(rows.mask_BT.shape)
+            raise UserError(f"a loss must return [B, T] or [B] = {shape}, and gave {tuple(value.shape)}")
+        # A loss without gradient has a zero one: autograd refuses to differentiate a constant.
+        total = value.sum() + 0.0 * rows.logp_BT.sum()
+        slopes = torch.autograd.grad(total, leaves, allow_unused=True)
+        inside = []
+        for slope in slopes:
+            if slope is None:
+                inside.append(None)
+                continue
+            if not bool(torch.isfinite(slope[rows.mask_BT]).all()):
+                raise NotFinite("the loss has a gradient that is not finite on some completion")
+            inside.append(_inside(slope, rows.mask_BT))
+        score_BT, reverse_BT, forward_BT, next_BTV = inside
+        assert score_BT is not None  # the total contains the log-probs
+        yield name, gradient(score_BT, reverse_BT, forward_BT, next_BTV)
 
 
 def silent_shares(instance: Instance, losses: Mapping[str, Loss]) -> dict[str, float]:
-    """Of each loss, the share of the tokens drawn by the sampler whose log-prob gets no gradient."""
-    silent, tokens = dict.fromkeys(losses, 0.0), 0.0
+    """By loss, the share of the tokens drawn by the sampler whose log-prob gets no gradient."""
+    silent = dict.fromkeys(losses, 0.0)
+    tokens = 0.0
     for completions, weight_C in _groups(instance, 1, CHUNK):
         rows = instance.rows(completions)
         tokens += float(weight_C @ rows.mask_BT.sum(-1).double())
         for name, loss in losses.items():
             (slope_BT,) = torch.autograd.grad(loss(rows).sum(), rows.logp_BT)
-            silent[name] += float(weight_C @ ((slope_BT == 0) & rows.mask_BT).sum(-1).double())
-    return {name: share / tokens for name, share in silent.items()}
+            is_silent_BT = (slope_BT == 0) & rows.mask_BT
+            silent[name] += float(weight_C @ is_silent_BT.sum(-1).double())
+    return {name: silent_tokens / tokens for name, silent_tokens in silent.items()}
 
 
 def _inside(values: Tensor, mask_BT: Tensor) -> Tensor:
     """``[B, T]`` or ``[B, T, V]``, zero outside the mask."""
-    return torch.where(mask_BT if values.ndim == 2 else mask_BT[..., None], values, 0.0)
+    if values.ndim == 3:
+        mask_BT = mask_BT[..., None]
+    return torch.where(mask_BT, values, 0.0)
 
 
-Gradient = Callable[..., Tensor]
-"""From derivatives by log-prob, exact reverse and exact forward KL ``[B, T]`` and by next-token log-probs ``[B, T, V]``
-(None: zero; the log-prob's never is) to gradients ``[B, D]``."""
+Gradient = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+"""From a loss's derivatives to its gradients ``[B, D]``.
+
+The derivatives are those by the log-prob, by the exact reverse and by the exact forward KL ``[B, T]``, and by the
+next-token log-probs ``[B, T, V]``; None for one that is zero.
+"""
 
 
 class ScoreTables:
@@ -203,22 +247,30 @@ class ScoreTables:
     def __init__(self, instance: Instance, features_NVD: Tensor) -> None:
         logp_NV = instance.policy_logp()
         self.p_NV = logp_NV.exp()
-        self.score_NVD = features_NVD - torch.einsum("nv,nvd->nd", self.p_NV, features_NVD)[:, None]
-        ratio_NV = logp_NV - instance.ref_logp_NV
-        self.reverse_ND = torch.einsum("nv,nvd->nd", self.p_NV * ratio_NV, self.score_NVD)
+        # d log p_v = f_v - sum_u p_u f_u, for logits that are linear in the parameters.
+        mean_feature_ND = torch.einsum("nv,nvd->nd", self.p_NV, features_NVD)
+        self.score_NVD = features_NVD - mean_feature_ND[:, None]
+        # d KL(pi || ref) = sum_v p_v l_v d log p_v; the derivative of l itself has mean zero.
+        log_ratio_NV = logp_NV - instance.ref_logp_NV
+        self.reverse_ND = torch.einsum("nv,nvd->nd", self.p_NV * log_ratio_NV, self.score_NVD)
+        # d KL(ref || pi) = -sum_v ref_v d log p_v
         self.forward_ND = -torch.einsum("nv,nvd->nd", instance.ref_logp_NV.exp(), self.score_NVD)
 
     def gradient_at(self, completions: Completions) -> Gradient:
-        at_BT = completions.prefix_BT
-        score_BTD = self.score_NVD[at_BT, completions.token_BT]
+        """The chain rule at the prefixes of some completions."""
+        prefix_BT = completions.prefix_BT
+        score_BTD = self.score_NVD[prefix_BT, completions.token_BT]
 
-        def gradient(score_BT: Tensor, reverse_BT: Any, forward_BT: Any, next_BTV: Any) -> Tensor:
+        def gradient(
+            score_BT: Tensor, reverse_BT: Tensor | None, forward_BT: Tensor | None, next_BTV: Tensor | None
+        ) -> Tensor:
             gradient_BD = torch.einsum("bt,btd->bd", score_BT, score_BTD)
-            for weight_BT, table_ND in ((reverse_BT, self.reverse_ND), (forward_BT, self.forward_ND)):
-                if weight_BT is not None:
-                    gradient_BD += torch.einsum("bt,btd->bd", weight_BT, table_ND[at_BT])
+            if reverse_BT is not None:
+                gradient_BD += torch.einsum("bt,btd->bd", reverse_BT, self.reverse_ND[prefix_BT])
+            if forward_BT is not None:
+                gradient_BD += torch.einsum("bt,btd->bd", forward_BT, self.forward_ND[prefix_BT])
             if next_BTV is not None:
-                gradient_BD += torch.einsum("btv,btvd->bd", next_BTV, self.score_NVD[at_BT])
+                gradient_BD += torch.einsum("btv,btvd->bd", next_BTV, self.score_NVD[prefix_BT])
             return gradient_BD
 
         return gradient
@@ -231,35 +283,46 @@ class TabularScores:
         logp_NV = instance.policy_logp()
         self.p_NV = logp_NV.exp()
         reverse_N, _ = instance.kl_N
+        # By the logit of v, d KL(pi || ref) = p_v (l_v - KL) and d KL(ref || pi) = p_v - ref_v.
         self.reverse_NV = self.p_NV * (logp_NV - instance.ref_logp_NV - reverse_N[:, None])
         self.forward_NV = self.p_NV - instance.ref_logp_NV.exp()
 
     def gradient_at(self, completions: Completions) -> Gradient:
-        at_BT, token_BT1 = completions.prefix_BT, completions.token_BT[..., None]
+        """The chain rule at the prefixes of some completions."""
+        prefix_BT = completions.prefix_BT
+        token_BT1 = completions.token_BT[..., None]
 
-        def gradient(score_BT: Tensor, reverse_BT: Any, forward_BT: Any, next_BTV: Any) -> Tensor:
-            block_BTV = -score_BT[..., None] * self.p_NV[at_BT]
-            for weight_BT, table_NV in ((reverse_BT, self.reverse_NV), (forward_BT, self.forward_NV)):
-                if weight_BT is not None:
-                    block_BTV += weight_BT[..., None] * table_NV[at_BT]
+        def gradient(
+            score_BT: Tensor, reverse_BT: Tensor | None, forward_BT: Tensor | None, next_BTV: Tensor | None
+        ) -> Tensor:
+            # By the logit of v, d log p_k = 1[v = k] - p_v: the product first, the sampled token k below.
+            block_BTV = -score_BT[..., None] * self.p_NV[prefix_BT]
+            if reverse_BT is not None:
+                block_BTV += reverse_BT[..., None] * self.reverse_NV[prefix_BT]
+            if forward_BT is not None:
+                block_BTV += forward_BT[..., None] * self.forward_NV[prefix_BT]
             block_BTV = block_BTV.scatter_add(-1, token_BT1, score_BT[..., None])
             if next_BTV is not None:
-                block_BTV += next_BTV - next_BTV.sum(-1, keepdim=True) * self.p_NV[at_BT]
-            dense_BNV = block_BTV.new_zeros(len(at_BT), *self.p_NV.shape)
-            dense_BNV.scatter_add_(1, at_BT[..., None].expand_as(block_BTV), block_BTV)
+                # sum_u g_u (1[v = u] - p_v)
+                block_BTV += next_BTV - next_BTV.sum(-1, keepdim=True) * self.p_NV[prefix_BT]
+            dense_BNV = block_BTV.new_zeros(len(prefix_BT), *self.p_NV.shape)
+            dense_BNV.scatter_add_(1, prefix_BT[..., None].expand_as(block_BTV), block_BTV)
             return dense_BNV.flatten(1)
 
         return gradient
 
 
+# Weak, so that tables go with their instance: a search draws thousands.
 _TABLES: WeakKeyDictionary[Instance, ScoreTables | TabularScores] = WeakKeyDictionary()
 
 
 def score_tables(instance: Instance) -> ScoreTables | TabularScores:
     """The score tables of an instance, made once."""
     if instance not in _TABLES:
-        features_NVD = instance.features_NVD
-        _TABLES[instance] = TabularScores(instance) if features_NVD is None else ScoreTables(instance, features_NVD)
+        if instance.features_NVD is None:
+            _TABLES[instance] = TabularScores(instance)
+        else:
+            _TABLES[instance] = ScoreTables(instance, instance.features_NVD)
     return _TABLES[instance]
 
 
@@ -267,10 +330,13 @@ def terms_loss(terms: Sequence[KLTerm]) -> Loss:
     """``sum_k beta_k surrogate_k``, per token; a schedule or a target counts with its first value."""
 
     def loss(rows: Rows, /) -> Tensor:
+        # Like the reference's log-probs and not the policy's, so that no term at all is a loss without gradient.
         total_BT = torch.zeros_like(rows.ref_logp_BT)
         for term in terms:
-            if initial_beta(term):
-                total_BT = total_BT + initial_beta(term) * term_surrogate(term, rows)
+            beta = initial_beta(term)
+            if beta != 0:
+                # A term with a beta of 0 is not evaluated: 0 times an infinite cost is not 0.
+                total_BT = total_BT + beta * term_surrogate(term, rows)
         return total_BT
 
     return loss
@@ -279,32 +345,41 @@ def terms_loss(terms: Sequence[KLTerm]) -> Loss:
 def term_surrogate(term: KLTerm, rows: Rows) -> Tensor:
     """:func:`kl_surrogate` on rows, with the baseline over each group (as a batch, for ``batch``) where it has one."""
     arguments = term_arguments(term, rows)
-    if term.baseline not in ("own", "batch"):
+    if term.baseline == "own":
+        baseline_BT = own_baseline(kl_parts(term, **arguments), rows.mask_BT, rows.group_B)
+    elif term.baseline == "batch":
+        baseline_BT = batch_baseline(kl_parts(term, **arguments), rows.mask_BT, rows.group_B)
+    else:
         return kl_surrogate(term, **arguments)
-    parts = kl_parts(term, **arguments)
-    baseline = own_baseline if term.baseline == "own" else batch_baseline
-    return kl_surrogate(term, **arguments, baseline_BT=baseline(parts, rows.mask_BT, rows.group_B))
+    return kl_surrogate(term, **arguments, baseline_BT=baseline_BT)
 
 
 def term_arguments(term: KLTerm, rows: Rows) -> dict[str, Any]:
-    """What a term reads of rows."""
-    exact_BT = rows.forward_kl_BT if term.needs == "exact_forward" else rows.reverse_kl_BT
+    """What a term reads of rows, as the arguments of :func:`kl_surrogate`."""
     if term.mixture is not None:
         exact_BT = rows.mixture(term.mixture)
-    return {
-        **({} if term.top is None else {"top": rows.top(*term.top)}),
-        **({} if term.weight == "none" else {"certainty_BT": rows.certainty(term.weight)}),
+    elif term.needs == "exact_forward":
+        exact_BT = rows.forward_kl_BT
+    else:
+        exact_BT = rows.reverse_kl_BT
+    arguments: dict[str, Any] = {
         "logp_BT": rows.logp_BT,
         "ref_logp_BT": rows.ref_logp_BT,
         "behaviour_logp_BT": rows.behaviour_logp_BT,
         "mask_BT": rows.mask_BT,
         "exact_kl_BT": exact_BT,
     }
+    if term.top is not None:
+        k, tokens = term.top
+        arguments["top"] = rows.top(k, tokens)
+    if term.weight != "none":
+        arguments["certainty_BT"] = rows.certainty(term.weight)
+    return arguments
 
 
 def initial_beta(term: KLTerm) -> float:
     """The coefficient of a term at its first update."""
-    return BetaState(term.beta).value
+    return first_value(term.beta)
 
 
 def expected_gradient(
@@ -318,28 +393,40 @@ def target_gradient(instance: Instance, target: str, term: KLTerm | None = None)
     """The gradient ``[D]`` of a target (see :mod:`kl_comedy.kl.claims`), or of one of ``term``'s own, at the policy.
 
     By the chain rule over prefixes, ``KL = sum_h P(h) KL_h``: no completion is enumerated. Prefixes are
-    weighted by the visits of the policy (differentiated), the reference, or the sampler (constant).
+    weighted by the visits of the policy (differentiated), the reference, or the sampler (constant). Raises
+    :class:`UserError` for an unknown target.
     """
-    allowed = (*TARGETS, *(own_targets(term) if term else ()))
+    allowed: tuple[str, ...] = TARGETS
+    if term is not None:
+        allowed = (*TARGETS, *own_targets(term))
     if target not in allowed:
         raise bad_value("target", target, allowed)
     theta_D = instance.theta_D.clone().requires_grad_(True)
     if target == "zero":
         return torch.zeros_like(theta_D)
     logp_NV = instance.policy_logp(theta_D)
-    ratio_NV = logp_NV - instance.ref_logp_NV
-    base = target.removesuffix(WEIGHTED)
-    if term is not None and term.mixture is not None and base.endswith("mixture"):
-        visiting_NV, kl_N = logp_NV, jensen_shannon(logp_NV, instance.ref_logp_NV, term.mixture)
-    elif base.endswith("reverse"):
-        visiting_NV, kl_N = logp_NV, (logp_NV.exp() * ratio_NV).sum(-1)
+    log_ratio_NV = logp_NV - instance.ref_logp_NV
+    divergence = target.removesuffix(WEIGHTED)
+
+    if term is not None and term.mixture is not None and divergence.endswith("mixture"):
+        visiting_NV = logp_NV
+        kl_N = jensen_shannon(logp_NV, instance.ref_logp_NV, term.mixture)
+    elif divergence.endswith("reverse"):
+        visiting_NV = logp_NV
+        kl_N = (logp_NV.exp() * log_ratio_NV).sum(-1)
     else:
-        visiting_NV, kl_N = instance.ref_logp_NV, -(instance.ref_logp_NV.exp() * ratio_NV).sum(-1)
+        # KL(ref || pi) over completions weights a prefix by the visits of the reference.
+        visiting_NV = instance.ref_logp_NV
+        kl_N = -(instance.ref_logp_NV.exp() * log_ratio_NV).sum(-1)
     if target.startswith("token"):
         visiting_NV = instance.sampler_logp_NV
-    if term is not None and base != target:
-        weight_N = certainty(instance.policy_logp() if term.weight == "policy" else instance.ref_logp_NV)
-        kl_N = weight_N.clamp(min=0.0) ** term.weight_power * kl_N
+
+    if term is not None and target.endswith(WEIGHTED):
+        weighing_NV = instance.ref_logp_NV
+        if term.weight == "policy":
+            weighing_NV = instance.policy_logp()  # at the instance's own parameters: a weight is not differentiated
+        weight_N = certainty(weighing_NV).clamp(min=0.0) ** term.weight_power
+        kl_N = weight_N * kl_N
     return torch.autograd.grad(instance.tree.reach(visiting_NV) @ kl_N, theta_D)[0]
 
 
@@ -350,10 +437,12 @@ def sequence_kl(instance: Instance) -> float:
 
 def effective_sample_share(instance: Instance) -> float:
     """``1 / E_mu[(pi / mu)^2]`` over completions: Kish's effective sample size over the number of samples."""
-    square, policy_NV = 0.0, instance.policy_logp()
+    square = 0.0
+    policy_NV = instance.policy_logp()
     for completions in instance.tree.chunks(CHUNK):
         drawn_B = log_probs(completions, instance.sampler_logp_NV).sum(-1)
         policy_B = log_probs(completions, policy_NV).sum(-1)
+        # E_mu[(pi / mu)^2] = sum pi^2 / mu, over what the sampler can draw; IMPOSSIBLE is far below this bound.
         square += float(torch.where(drawn_B > -1e3, (2 * policy_B - drawn_B).exp(), 0.0).sum())
     return 1.0 / square
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from kl_comedy.kl.oracle.certificate import battery
 from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, Loss, Rows
 from kl_comedy.kl.oracle.gradients import exact_moments, silent_shares
 from kl_comedy.objective.policy_term import PolicyTerm
-from kl_comedy.registry import POLICY_CORRECTIONS, POLICY_LOSSES
+from kl_comedy.registry import POLICY_CORRECTIONS, POLICY_LOSSES, Entry
 
 DECOUPLED = PolicyTerm(loss="ppo_clip", corrections={"tis": {"cap": 5.0}}, proximal="recomputed")
 """Decoupled PPO with AReaL's bound on the behaviour ratio."""
@@ -33,29 +33,29 @@ the sampler and the ratio to the proximal policy are two, and each differs from 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyCertificate:
-    """One policy term in one regime, with its :meth:`Moments.figures` against the reward gradient.
-
-    ``exact``: whether the term hits it; ``claimed``: whether its parts claim that. ``update``: of the batch, the first
-    or a later one, where a recomputed proximal policy is not the current one. ``missed_in``: the drawn setting
-    that misses the reward gradient, empty if a fixed instance does. ``dropped_share``: of the sampler's tokens, those
-    without gradient, by a mask, a bound or a clip.
-    """
+    """One policy term in one regime, with its :meth:`Moments.figures` against the reward gradient."""
 
     name: str
     term: PolicyTerm
     regime: str
     exact: bool
+    """Whether the term hits the reward gradient on every instance."""
     claimed: bool
+    """Whether its parts claim that."""
     relative_bias: float
     cosine: float
     variance: float
     strength: float
     dropped_share: float
+    """The share of the sampler's tokens that a mask, a bound or a clip leaves without gradient."""
     update: str = "first"
+    """The first update of a batch, or a later one, where a recomputed proximal policy is not the current one."""
     missed_in: str = ""
+    """The drawn setting that misses the reward gradient; empty if a fixed instance does."""
 
     @property
     def claim_holds(self) -> bool:
+        """Whether the term hits the reward gradient, or its parts do not claim it."""
         return self.exact or not self.claimed
 
     @property
@@ -68,17 +68,26 @@ class PolicyCertificate:
 
     def row(self) -> dict[str, Any]:
         """Plain data, in the shape of a KL term's certificate with ``reward`` as the one target."""
+        target = None
+        if self.exact:
+            target = "reward"
+        claimed = None
+        if self.claimed:
+            claimed = "reward"
+        cosine = None
+        if math.isfinite(self.cosine):
+            cosine = self.cosine
         return {
             "name": self.name,
             "terms": [_json(dataclasses.asdict(self.term))],
             "label": self.term.label(),
             "regime": self.regime,
             "update": self.update,
-            "target": "reward" if self.exact else None,
-            "claimed": "reward" if self.claimed else None,
+            "target": target,
+            "claimed": claimed,
             "kept": self.claim_holds,
             "relative_bias": {"reward": self.relative_bias},
-            "cosine": {"reward": self.cosine if math.isfinite(self.cosine) else None},
+            "cosine": {"reward": cosine},
             "variance": self.variance,
             "strength": self.strength,
             "dropped_share": self.dropped_share,
@@ -106,46 +115,67 @@ def claims_exact(term: PolicyTerm, regime: str, update: str = "first") -> bool:
     if update == "later" and term.proximal == "recomputed":
         return False
     loss = POLICY_LOSSES.get(term.loss)
-    parts = [loss, *(POLICY_CORRECTIONS.get(name) for name in term.corrections)]
+    corrections = [POLICY_CORRECTIONS.get(name) for name in term.corrections]
     if regime == "on_policy":
-        return all("on_policy" in part.claims for part in parts)
-    if loss.facts.get("scope", "token") != "none" and term.proximal == "behaviour":
-        return "off_policy" in loss.claims and all(part.facts.get("role") == "none" for part in parts[1:])
-    ratios = [part for part in parts[1:] if part.facts.get("role", "ratio") == "ratio"]
-    masks = [part for part in parts[1:] if part.facts.get("role") == "mask"]
-    if masks or len(ratios) != 1:
+        # Every ratio is one, whatever its scope.
+        return all("on_policy" in part.claims for part in (loss, *corrections))
+
+    loss_has_a_ratio = loss.facts.get("scope", "token") != "none" and term.proximal == "behaviour"
+    if loss_has_a_ratio:
+        # The loss's own ratio is all that is needed, and a second one would count it twice.
+        corrects_nothing = all(correction.facts.get("role") == "none" for correction in corrections)
+        return "off_policy" in loss.claims and corrects_nothing
+    # A correction that says nothing of its role is taken for a ratio.
+    ratios = [correction for correction in corrections if correction.facts.get("role", "ratio") == "ratio"]
+    has_a_mask = any(correction.facts.get("role") == "mask" for correction in corrections)
+    if has_a_mask or len(ratios) != 1:
         return False
-    (ratio,) = ratios
-    options = term.corrections[ratio.name] or {}
-    unbounded = ratio.facts.get("unbounded", {}).items() <= dict(options).items()
-    return "off_policy" in ratio.claims or ("off_policy_unbounded" in ratio.claims and unbounded)
+    return _claims_whole_ratio(ratios[0], term.corrections[ratios[0].name] or {})
+
+
+def _claims_whole_ratio(ratio: Entry[Any], options: Mapping[str, Any]) -> bool:
+    """Whether a correction claims the ratio of the whole completion, with these options."""
+    if "off_policy" in ratio.claims:
+        return True
+    if "off_policy_unbounded" not in ratio.claims:
+        return False
+    # The fact ``unbounded`` names the options, with their values, under which no bound acts.
+    unbounded = ratio.facts.get("unbounded", {})
+    return bool(unbounded.items() <= dict(options).items())
 
 
 def reward_gradient(instance: Instance) -> Tensor:
-    """The gradient ``[D]`` of ``-E_pi[R]``, by the chain over prefixes: no completion is enumerated."""
+    """The gradient ``[D]`` of ``-E_pi[R]``, by the chain rule over prefixes: no completion is enumerated."""
     theta_D = instance.theta_D.clone().requires_grad_(True)
-    scalar = -expected_reward(instance, instance.policy_logp(theta_D))
-    return torch.autograd.grad(scalar, theta_D)[0]
+    negative_reward = -expected_reward(instance, instance.policy_logp(theta_D))
+    return torch.autograd.grad(negative_reward, theta_D)[0]
 
 
 def expected_reward(instance: Instance, logp_NV: Tensor) -> Tensor:
     """``E[R]`` over completions drawn from next-token log-probs; differentiable."""
     tree = instance.tree
     reach_N = tree.reach(logp_NV)
-    last_N = tree.depth_N == tree.length - 1
+    is_last_N = tree.depth_N == tree.length - 1
+    ended_reward_N = instance.reward_N2[:, 0]
+    truncated_reward_N = instance.reward_N2[:, 1]
     if not tree.ends:
-        return (reach_N * instance.reward_N2[:, 0])[last_N].sum()
-    ended = (reach_N * logp_NV[:, 0].exp()) @ instance.reward_N2[:, 0]
-    cut = (reach_N * logp_NV[:, 1:].exp().sum(-1) * instance.reward_N2[:, 1])[last_N].sum()
-    return ended + cut
+        # Every completion has full length, and the reward of its last prefix whatever its last token is.
+        return (reach_N * ended_reward_N)[is_last_N].sum()
+    ends_N = logp_NV[:, 0].exp()
+    is_cut_N = logp_NV[:, 1:].exp().sum(-1)
+    ended = (reach_N * ends_N) @ ended_reward_N
+    truncated = (reach_N * is_cut_N * truncated_reward_N)[is_last_N].sum()
+    return ended + truncated
 
 
 def reward_loss(term: PolicyTerm, instance: Instance, *, baseline: float | None = None) -> Loss:
     """The policy term with the reward less ``baseline`` (None: the sampler's expected reward) as advantage."""
-    baseline_value = float(expected_reward(instance, instance.sampler_logp_NV)) if baseline is None else baseline
+    if baseline is None:
+        baseline = float(expected_reward(instance, instance.sampler_logp_NV))
+    subtracted = baseline
 
     def loss(rows: Rows, /) -> Tensor:
-        advantage_BT = torch.where(rows.mask_BT, (rows.reward_B - baseline_value)[:, None], 0.0)
+        advantage_BT = torch.where(rows.mask_BT, (rows.reward_B - subtracted)[:, None], 0.0)
         return policy_loss(term, rows, advantage_BT)
 
     return loss
@@ -164,35 +194,54 @@ def certify_policy(
     Later updates say something new only off-policy and of a term whose proximal policy is recomputed; other terms have
     none. (On-policy the sampler is that policy: the term is then what it is off-policy with ``proximal: behaviour``.)
     """
-    recomputed = term.proximal == "recomputed"
-    return [
-        _certificate(name, term, regime, update, seed)
-        for regime in regimes
-        for update in updates
-        if update == "first" or (recomputed and regime != "on_policy")
-    ]
+    certificates = []
+    for regime in regimes:
+        for update in updates:
+            says_something_new = term.proximal == "recomputed" and regime != "on_policy"
+            if update == "first" or says_something_new:
+                certificates.append(_certificate(name, term, regime, update, seed))
+    return certificates
 
 
 def _certificate(name: str, term: PolicyTerm, regime: str, update: str, seed: int | None) -> PolicyCertificate:
-    exact, missed_in, figures = True, "", list[dict[str, float]]()
-    for each in battery(regime, seed=seed):
-        target_D = reward_gradient(each.instance)
-        instance = each.instance.at_a_later_update(HALFWAY) if update == "later" else each.instance
+    """The certificate of one regime and update, by enumeration on the instances of the battery."""
+    exact = True
+    missed_in = ""
+    figures = []
+    for case in battery(regime, seed=seed):
+        target_D = reward_gradient(case.instance)
+        instance = case.instance
+        if update == "later":
+            instance = instance.at_a_later_update(HALFWAY)
         loss = reward_loss(term, instance)
         moments = exact_moments(instance, loss)
-        if exact and not moments.equals(target_D, each.tolerance):
-            exact, missed_in = False, str(each.setting or "")
-        if each.shown:
-            figures.append(moments.figures(target_D) | {"dropped_share": silent_shares(instance, {"": loss})[""]})
-    means = {name: sum(each[name] for each in figures) / len(figures) for name in figures[0]}
-    claimed = claims_exact(term, regime, update)
+        if exact and not moments.equals(target_D, case.tolerance):
+            exact = False
+            if case.setting is not None:
+                missed_in = str(case.setting)
+        if case.shown:
+            # A token without gradient was dropped by a mask, a bound or a clip; the score itself is never 0.
+            dropped_share = silent_shares(instance, {"": loss})[""]
+            figures.append({**moments.figures(target_D), "dropped_share": dropped_share})
+    means = {}
+    for name_of_figure in figures[0]:
+        means[name_of_figure] = sum(by_instance[name_of_figure] for by_instance in figures) / len(figures)
     return PolicyCertificate(
-        name=name, term=term, regime=regime, exact=exact, claimed=claimed, update=update, missed_in=missed_in, **means
+        name=name,
+        term=term,
+        regime=regime,
+        exact=exact,
+        claimed=claims_exact(term, regime, update),
+        update=update,
+        missed_in=missed_in,
+        **means,
     )
 
 
 def _json(value: Any) -> Any:
-    """An infinite bound as text, which JSON has no number for."""
+    """Plain data with infinite bounds as text, because JSON has no number for them."""
     if isinstance(value, dict):
-        return {name: _json(each) for name, each in value.items()}
-    return str(value) if isinstance(value, float) and math.isinf(value) else value
+        return {name: _json(item) for name, item in value.items()}
+    if isinstance(value, float) and math.isinf(value):
+        return str(value)
+    return value

@@ -5,3 +5,25 @@
 The command audits fresh completions of a policy that has left its reference; the callback audits an update's own rows
 during a run.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kl_comedy.registry import CALLBACKS
+
+if TYPE_CHECKING:
+    from kl_comedy.lab.audit.run import AuditCallback
+
+
+@CALLBACKS.register("audit", source="docs/audit.md")
+def audit(
+    every: int, terms: tuple[str, ...] = ("own",), samples: int | None = None, blocks: int = 8, sketch: int = 65536
+) -> AuditCallback:
+    """Gradient audit of the KL terms every so many updates; `audit.every` adds it."""
+    # Imported here, because a lookup in the registry must not import Lightning.
+    from kl_comedy.config import AuditConfig
+    from kl_comedy.lab.audit.run import AuditCallback
+
+    settings = AuditConfig(every=every, terms=list(terms), samples=samples, blocks=blocks, sketch=sketch)
+    return AuditCallback(settings)

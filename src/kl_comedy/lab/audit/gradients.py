@@ -265,8 +265,7 @@ def loss_of(
             policy_BT = policy_parts(micro, logp_BT, algorithm).loss_BT
             loss_BT = (policy_with_cost_BT - policy_BT) / item.unit + kl_parts(item.term, **arguments).pathwise_BT
         else:
-            # The term was prepared alone, so it is the first.
-            baseline_BT = None if with_term is None else with_term.baselines.get(0)
+            baseline_BT = None if with_term is None else with_term.baselines.get(item.key)
             loss_BT = kl_surrogate(item.term, **arguments, baseline_BT=baseline_BT)
     # torch.where and not a product: outside the mask a ratio may be infinite, and 0 x inf is NaN.
     inside_BT = torch.where(micro.experience.mask_BT, loss_BT, 0.0)
@@ -419,7 +418,7 @@ def _prepare_all(
     references = {name: _ReplayedReference(reference) for name, reference in module.references.items()}
     policy = _ReplayedPolicy(module, [item.term for item in items if item.term is not None])
 
-    def prepare_with(terms: Sequence[KLTerm], betas: Sequence[float]) -> list[MicroBatch]:
+    def prepare_with(terms: Mapping[str, KLTerm], betas: Mapping[str, float]) -> list[MicroBatch]:
         policy.restart()
         for reference in references.values():
             reference.replay.restart()
@@ -432,11 +431,11 @@ def _prepare_all(
             old_policy=module.record(rows),
         )
 
-    without_terms = prepare_with((), [])
+    without_terms = prepare_with({}, {})
     with_terms = {}
     for item in items:
         assert item.term is not None
-        with_terms[item.key] = prepare_with((item.term,), [item.unit])
+        with_terms[item.key] = prepare_with({item.key: item.term}, {item.key: item.unit})
     return without_terms, with_terms
 
 

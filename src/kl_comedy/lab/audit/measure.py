@@ -38,7 +38,7 @@ from kl_comedy.lab.audit.report import SIGNIFICANT, UNDEFINED, AuditReport, Beta
 from kl_comedy.records import Scored
 from kl_comedy.registry import OWN_PART, RECIPES
 from kl_comedy.training.build import is_off_policy
-from kl_comedy.training.loss import micro_loss, prepare
+from kl_comedy.training.loss import micro_loss, named_terms, prepare
 from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
 
@@ -84,7 +84,7 @@ def equal_blocks(rows: Sequence[Scored], blocks: int) -> list[list[Scored]]:
 
 # --- which terms ----------------------------------------------------------------------------------------------------
 def select_terms(
-    names: Sequence[str], config: Config, *, key: str, betas: Sequence[float] | None = None
+    names: Sequence[str], config: Config, *, key: str, betas: Mapping[str, float] | None = None
 ) -> list[AuditedTerm]:
     """The terms that ``names`` ask for: ``own`` (all of the config), ``panel``, or recipes.
 
@@ -92,9 +92,9 @@ def select_terms(
     panel has no corrections: their ratios are 1 there. ``betas`` are those in force (default: at the first update).
     Raises :class:`UserError` under ``key`` for another name.
     """
-    terms = resolve_terms(config.kl)
+    terms = named_terms(resolve_terms(config.kl))
     if betas is None:
-        betas = [BetaState(term.beta).value for term in terms]
+        betas = {name: BetaState(term.beta).value for name, term in terms.items()}
 
     config_terms: list[AuditedTerm] = []
     other_terms: list[AuditedTerm] = []
@@ -102,7 +102,7 @@ def select_terms(
         if name == "own":
             config_terms += _terms_of_config(terms, betas)
         elif name == "panel":
-            beta = betas[0] if betas else PANEL_BETA
+            beta = next(iter(betas.values()), PANEL_BETA)
             other_terms += _terms_of_panel(beta, off_policy=is_off_policy(config))
         elif name in RECIPES:
             other_terms += _terms_of_recipe(name)
@@ -112,7 +112,7 @@ def select_terms(
     selected = list(config_terms)
     selected_shapes: set[KLTerm] = set()
     if config_terms:
-        selected_shapes.update(_without_beta(term) for term in terms)
+        selected_shapes.update(_without_beta(term) for term in terms.values())
     for item in other_terms:
         assert item.term is not None
         shape = _without_beta(item.term)
@@ -122,11 +122,11 @@ def select_terms(
     return selected
 
 
-def _terms_of_config(terms: Sequence[KLTerm], betas: Sequence[float]) -> list[AuditedTerm]:
+def _terms_of_config(terms: Mapping[str, KLTerm], betas: Mapping[str, float]) -> list[AuditedTerm]:
     items = []
-    for position, (term, beta) in enumerate(zip(terms, betas, strict=True)):
+    for position, (key, term) in enumerate(terms.items()):
         label = f"kl.{position}: {term.label()}"
-        items.append(AuditedTerm(key=f"kl_{position}", label=label, term=term, beta=beta, position=position))
+        items.append(AuditedTerm(key=key, label=label, term=term, beta=betas[key], position=position))
     return items
 
 
@@ -169,7 +169,7 @@ the KL part is as large as the policy's, and grows as that share shrinks; bfloat
 
 
 def training_gradient(
-    module: PolicyModule, rows: Sequence[Scored], betas: Sequence[float], sketch: GradientSketch
+    module: PolicyModule, rows: Sequence[Scored], betas: Mapping[str, float], sketch: GradientSketch
 ) -> Tensor:
     """The gradient that the training step would give the optimizer for ``rows``, sketched, in float64."""
     micro_batches = prepare(
@@ -197,14 +197,11 @@ def check_beta(
     ``G(beta)`` for the training gradient, ``(G(2 beta) - G(0)) / (2 beta)`` must equal it.
     """
     assert item.term is not None
-    assert item.position is not None
     # A beta of 0 (a warm-up, or a target that is met) is checked at 1: the term's effect is what is asked.
     high_beta = 2.0 * item.beta or 1.0
-    betas = [beta.value for beta in module.betas]
-    betas[item.position] = 0.0
-    without = training_gradient(module, rows, betas, sketch)
-    betas[item.position] = high_beta
-    doubled = training_gradient(module, rows, betas, sketch)
+    betas = module.beta_values
+    without = training_gradient(module, rows, {**betas, item.key: 0.0}, sketch)
+    doubled = training_gradient(module, rows, {**betas, item.key: high_beta}, sketch)
 
     change = doubled - without
     scale = float(without.norm() + doubled.norm())

@@ -79,7 +79,7 @@ def run_audit(
 
         blocks_of_rows = equal_blocks(sampler.rows, blocks)
         # Again, for the betas in force now: a schedule or a target has moved them since the start.
-        terms = select_terms(names, config, key="--terms", betas=[beta.value for beta in module.betas])
+        terms = select_terms(names, config, key="--terms", betas=module.beta_values)
         progress("auditing", 0, len(blocks_of_rows))
 
         def show(done: int) -> None:
@@ -234,7 +234,7 @@ class AuditCallback(Callback):
 
     def _audit(self, module: PolicyModule, rows: Sequence[Scored]) -> AuditReport:
         config = self._config
-        betas = [beta.value for beta in module.betas]
+        betas = module.beta_values
         audited_rows = rows[: self._groups * module.config.rollout.group_size]
         return audit_blocks(
             module,

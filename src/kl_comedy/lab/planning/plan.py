@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kl_comedy.config.combinations import capabilities_of, sampler_of, updates_from_a_batch
+from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.config.schema import SHARDED, Config, LoraConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import resolve_terms
@@ -39,21 +39,21 @@ from kl_comedy.models.introspection import head_chunk
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.rollouts.decoding import INITIAL_CAPACITY
 from kl_comedy.rollouts.engines.vllm import GPU_SHARE, SERVER_GPU_SHARE
-from kl_comedy.training.sampling import engine_gpus, engine_transport
+from kl_comedy.rollouts.sampler import Sampler, capabilities_of, sampler_name
 
 PHASES = ("always", "learning", "sampling")
 AUTOCAST_SHARE = 0.7
-"""Of a float32 pass's saved values under bf16 autocast: linear layers keep half as much, norms and sums as much
-(measured: ``tests/lab/test_planning.py``)."""
+"""The share of a float32 pass's saved values that bf16 autocast saves: linear layers keep half as much, norms and sums
+as much (measured: ``tests/lab/test_planning.py``)."""
 BACKWARD_LAYERS = 1.0
 """Layers' worth of saved values that gradients on their way back take beside them."""
 FRAGMENTS = 0.05
-"""Of what comes and goes: what an allocator keeps and cannot use."""
+"""The share of temporary memory that an allocator keeps and cannot use."""
 RUNTIME = {"cuda": 1.0 * GIB, "cpu": 0.6 * GIB}
 """CUDA's context and libraries, or python with its libraries, in every process."""
 NCCL = 0.5 * GIB
 ENGINE_SHARE = {"vllm": GPU_SHARE, "vllm_server": SERVER_GPU_SHARE}
-"""Of a device, what an engine takes by default (``gpu_memory_utilization``)."""
+"""The share of a device that an engine takes by default (``gpu_memory_utilization``)."""
 MAX_PROCESSES, DEVICES_OF_A_NODE = 64, 8
 HF = ("hf", "hf_server")
 """Samplers that start their kernels one by one, in the trainer's precision."""
@@ -136,7 +136,7 @@ class Plan:
         bf16 = config.train.precision == "bf16"
         self.compute_bytes = 2 if bf16 else self.element_bytes  # of a value as matrix products take it
         self.autocast = bf16 and config.model.dtype == "float32"
-        self.sampler = sampler_of(config)
+        self.sampler = sampler_name(config)
         self.beside = not capabilities_of(self.sampler).in_trainer_ranks
         self.sharded = config.train.strategy in SHARDED and self.load.processes > 1
         self.copies = config.train.nodes if self.sharded and config.train.shards == "node" else 1
@@ -269,14 +269,14 @@ class Plan:
     def transport(self) -> str | None:
         """How weights reach engines beside the trainer, as a run chooses it (an engine's own way counts as gloo); None
         where the ranks draw."""
-        return engine_transport(self.config, self._node_gpus) or "gloo" if self.beside else None
+        return Sampler.of(self.config).transport_on(self._node_gpus) or "gloo" if self.beside else None
 
     @cached_property
     def apart(self) -> bool:
         """Whether engines beside the trainer have GPUs of their own."""
         if not self.beside or self.device.kind != "cuda":
             return False
-        of_engines = ",".join(engine_gpus(self.config, self._node_gpus)).split(",")
+        of_engines = ",".join(Sampler.of(self.config).server_gpus(self._node_gpus)).split(",")
         return set(self._node_gpus[: self.config.train.devices]).isdisjoint(of_engines)
 
     @property
@@ -329,7 +329,7 @@ class Plan:
 
     @property
     def _weight_bytes(self) -> float:
-        """Of the weights as they travel to an engine and as it holds them; an adapter is merged."""
+        """The bytes of the weights as they travel to an engine and as it holds them; an adapter is merged."""
         return self.shape.parameters * (2 if self._in_bf16 else 4)
 
     @property
@@ -355,7 +355,12 @@ class Plan:
         generate, learn = sum(drawn.values()) / updates, sum(learned.values())
         rank_s, engine_s = learn + publish, generate + load_s
         update = update_s(rank_s, engine_s, rank_s * self._overlap)
-        waited_for = rank if update == rank_s else engine if update == engine_s else {**rank, **engine}
+        if update == rank_s:
+            waited_for = rank
+        elif update == engine_s:
+            waited_for = engine
+        else:
+            waited_for = {**rank, **engine}
         hours = update * config.train.steps / 3600
         devices = load.processes + (self.engines * self.engine_devices if self.apart else 0)
         rows = config.rollout.prompts_per_batch * config.rollout.group_size
@@ -393,7 +398,7 @@ class Plan:
 
     @property
     def _rates(self) -> Rates:
-        """Of a trainer rank."""
+        """The speeds of a trainer rank."""
         bf16, train = self.compute_bytes == 2, self.config.train
         ports = None if train.nodes == 1 or self.copies > 1 else train.devices
         return Rates.of(self.device, self.assumed, bf16=bf16, bf16_head=self._head_in_bf16, ports=ports)
@@ -405,7 +410,7 @@ class Plan:
 
     @property
     def _engine_rates(self) -> Rates:
-        """Of an engine with all its devices; ``hf`` draws in the trainer's precision."""
+        """The speeds of an engine with all its devices; ``hf`` draws in the trainer's precision."""
         as_trainer = self.sampler in HF
         bf16, bf16_head = as_trainer and self.compute_bytes == 2, as_trainer and self._head_in_bf16
         narrow = self._in_bf16
@@ -456,7 +461,11 @@ class Plan:
         ahead = early + (algorithm.proximal == "recomputed" or critic)
         every = config.train.exact_kl_every
         exact = any(term.reads != {"log_ratio"} for term in self.terms)
-        measured = 1.0 if exact else 1 / every if every else 0.0  # share of updates
+        measured = 0.0  # share of updates
+        if exact:
+            measured = 1.0
+        elif every:
+            measured = 1 / every
         lora = config.model.lora is not None
         # forward, again in the backward, gradient of hidden states and weights; the reference's again in both for KL
         head_products = references + ahead + early * exact + 2 + (1 if lora else 2) + 2 * measured
@@ -546,7 +555,7 @@ class Plan:
         """Settings that change no number of the run, one after another; more processes; an adapter."""
         config, steps = self.config, list(self._harmless_changes())
         yield (steps[:count] for count in range(1, len(steps) + 1))
-        can = capabilities_of(sampler_of(config))
+        can = capabilities_of(self.sampler)
         if can.draws_parts or not can.in_trainer_ranks:
             now = 1 if config.train.strategy == "single" else self.load.processes
             counts = [count for count in (now * 2**power for power in range(1, 7)) if count <= MAX_PROCESSES]
@@ -580,7 +589,7 @@ def splits(config: Config, device: Device, total: int, **tokens: int | None) -> 
     the ranks draw, or the config's engines take a share of the same GPUs. ``tokens`` as for :class:`Plan`. Raises
     :class:`UserError` where no division gives every rank as many prompts.
     """
-    shape, sampler, divided = shape_of(config.model), sampler_of(config), list[Split]()
+    shape, sampler, divided = shape_of(config.model), sampler_name(config), list[Split]()
     capabilities = capabilities_of(sampler)
     each = 1 if capabilities.in_trainer_ranks else int(config.rollout.options.get("tensor_parallel_size", 1))
     for ranks in range(1, total + 1):
@@ -618,15 +627,20 @@ def splits(config: Config, device: Device, total: int, **tokens: int | None) -> 
 
 def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Changes:
     """Settings of so many ranks and servers; a server shares ``gpus_each`` of the ranks' GPUs, or has its own (0)."""
-    strategy = "single" if ranks == 1 else "ddp" if config.train.strategy == "ddp" else "fsdp"
+    if ranks == 1:
+        strategy = "single"
+    elif config.train.strategy == "ddp":
+        strategy = "ddp"
+    else:
+        strategy = "fsdp"
     changes: list[tuple[str, object]] = [("train.strategy", strategy), *_places(ranks)]
     if strategy not in SHARDED and config.train.shards != "all":
         changes.append(("train.shards", "all"))
     if not servers:
         return changes
     sampler, options = "vllm_server", dict[str, Any]()
-    if not capabilities_of(sampler_of(config)).in_trainer_ranks:
-        sampler = sampler_of(config)
+    if not capabilities_of(sampler_name(config)).in_trainer_ranks:
+        sampler = sampler_name(config)
         options = {name: value for name, value in config.rollout.options.items() if name not in ("gpus", "urls")}
     options["servers"] = servers
     if config.train.precision == "bf16":

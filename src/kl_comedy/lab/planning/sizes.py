@@ -70,7 +70,9 @@ def device_named(name: str, *, measured: bool = True) -> Device:
     """The device that ``--gpu`` names; ``cpu`` is this machine, its speed measured now. Raises :class:`UserError`."""
     if name != "cpu" and name not in GPUS:
         raise bad_value("--gpu", name, [*GPUS, "cpu"])
-    return GPUS[name] if name in GPUS else this_machine(seconds=0.3 if measured else 0.0)
+    if name in GPUS:
+        return GPUS[name]
+    return this_machine(seconds=0.3 if measured else 0.0)
 
 
 def this_machine(*, seconds: float = 0.3) -> Device:
@@ -211,7 +213,7 @@ class _Facts(SimpleNamespace):
 
 
 def _dense_facts(config: ModelConfig) -> _Facts | None:
-    """Of the pocket policy and of :data:`KNOWN` models, which are counted without transformers; None for others."""
+    """The facts of the pocket policy and of :data:`KNOWN` models, counted without transformers; None for others."""
     if config.source == "pocket":
         from kl_comedy.models.pocket import MAX_LENGTH, VOCABULARY, recipe_from_options
 

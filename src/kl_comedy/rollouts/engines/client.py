@@ -1,7 +1,7 @@
-"""One inference server over HTTP: who it is, completions of token ids, its weights; and their form on both sides.
+"""The client of one inference server over HTTP: its identity, completions of token ids, and its weights.
 
-The routes are vLLM's; :mod:`kl_comedy.rollouts.engines.hf_server` has the same ones. Two errors:
-:class:`ServerTrouble`, where asking again or elsewhere may help, and :class:`Refused`, where it will not.
+The routes are vLLM's; :mod:`kl_comedy.rollouts.engines.hf_server` has the same ones. There are two errors:
+:class:`ServerTrouble`, where another request or another server may succeed, and :class:`Refused`, where none will.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from kl_comedy.rollouts.engines.weights import Probe, StagedWeights
 from kl_comedy.rollouts.hf import Converter, end_tokens
 
 LABEL = "kl_comedy/"
-"""Prefix of the version label of weights that a run of ours sent; the run's own mark and the version follow."""
+"""Prefix of the version label of weights that a run sent; the run's random id and the version follow."""
+NOT_A_VERSION = -1
+"""In a label: weights of a run that are not one of its versions, as between two versions during a transfer."""
 GENERATE = "/inference/v1/generate"
 ANOTHER_RUN = 409
 """Status of :class:`Refused` where another run sent the server its weights."""
 CONNECT_TIMEOUT_S = 10.0
 ATTEMPTS = 3
+"""How often a request is sent before :class:`ServerTrouble` counts as a failure, where no server is restarted."""
 MIN_KEY_CHARACTERS = 16
-"""Of the key of a server that replaces its weights for whoever has it; the keys that runs make have 43."""
+"""Length of the key of a server that replaces its weights for whoever has the key. Keys made by a run have 43."""
 SEED_BITS = 62
-"""vLLM adds the number of the sibling to a seed and stores it in a signed 64-bit integer."""
+"""vLLM adds the index of a completion in its group to the seed and stores the sum in a signed 64-bit integer."""
 
 
 class ServerTrouble(Exception):
@@ -43,7 +46,7 @@ class ServerTrouble(Exception):
 
 
 class Refused(Exception):
-    """The server understood and says no. ``status`` is the HTTP status."""
+    """The server answered that it will not do what was asked. ``status`` is the HTTP status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -51,18 +54,20 @@ class Refused(Exception):
 
 
 def check_key(key: str) -> str:
-    """``key``. Raises :class:`UserError` where it is too short to be one, without showing it."""
-    if len(key) < MIN_KEY_CHARACTERS:
-        given = f"one of {len(key)}" if key else "none"
-        why = "whoever guesses it replaces the weights"
-        raise UserError(
-            f"{KEY_VARIABLE} must hold a key of at least {MIN_KEY_CHARACTERS} characters ({why}); got {given}"
-        )
-    return key
+    """Return ``key``. Raises :class:`UserError`, which does not show it, where it is too short."""
+    if len(key) >= MIN_KEY_CHARACTERS:
+        return key
+    given = f"one of {len(key)}" if key else "none"
+    reason = "whoever guesses it replaces the weights"
+    raise UserError(
+        f"{KEY_VARIABLE} must hold a key of at least {MIN_KEY_CHARACTERS} characters ({reason}); got {given}"
+    )
 
 
 def prompt_seed(seed: int, position: int) -> int:
-    """The seed of one prompt's group, from the seed of the call and the place of the prompt in it.
+    """The seed of one prompt's group, from the seed of the call and the position of the prompt in it.
+
+    Stored results depend on it. A hash, because vLLM adds small numbers to seeds: neighbours would share completions.
 
     >>> prompt_seed(1, 0) == prompt_seed(1, 0), prompt_seed(1, 0) == prompt_seed(1, 1)
     (True, False)
@@ -72,16 +77,21 @@ def prompt_seed(seed: int, position: int) -> int:
 
 
 def sampling_fields(sampling: Sampling, *, ends: Sequence[int], n: int, seed: int) -> dict[str, Any]:
-    """The fields of vLLM's ``SamplingParams``. Greedy asks for one completion: the group would be copies of it."""
+    """The fields of vLLM's ``SamplingParams`` for a group of ``n``.
+
+    Greedy sampling asks for one completion, because the rest of the group would be copies of it.
+    """
+    greedy = sampling.temperature == 0
     fields: dict[str, Any] = {
-        "n": n if sampling.temperature > 0 else 1,
+        "n": 1 if greedy else n,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_new_tokens,
         "seed": seed,
-        "logprobs": 0,
+        "logprobs": 0,  # of the sampled token alone
+        # The policy's end tokens, and not those that vLLM reads from a checkpoint: these may be others.
         "stop_token_ids": list(ends),
         "ignore_eos": True,
         "detokenize": bool(sampling.stop),
@@ -99,25 +109,33 @@ def _httpx() -> Any:
 
 
 class Client:
-    """The routes we use. Thread-safe. The key is sent with every request and shown nowhere.
+    """The routes that a run uses. Thread-safe. The key is sent with every request and shown nowhere.
 
-    ``run``: the mark of this run in labels of weights. ``model``: which of the server's models draws; None: its base.
+    ``run``: the id of this run in labels of weights. ``model``: which of the server's models draws; None: its base.
     """
 
     def __init__(
         self, url: str, *, key: str | None, timeout_s: float, run: str = "-", model: str | None = None
     ) -> None:
         httpx = _httpx()
-        self.url, self.timeout_s = url.rstrip("/"), timeout_s
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
         self.host = urlsplit(url).hostname or ""
         self._label = f"{LABEL}{run}/"
-        self._model = {} if model is None else {"model": model}
+        self._model: dict[str, str] = {}
+        if model is not None:
+            self._model = {"model": model}
+        headers = {}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
         self._http = httpx.Client(
             base_url=self.url,
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            headers=headers,
             timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
-            # none is used twice: vLLM closes one on which it answered a 500, and the next request would be lost
+            # No connection is used twice: vLLM closes one on which it answered 500, and the next request on it would
+            # be lost.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            # A proxy of the environment would get the key and the weights, and may not know the cluster's nodes.
             trust_env=False,
         )
 
@@ -125,28 +143,38 @@ class Client:
         self._http.close()
 
     def ready(self) -> bool:
-        """Whether the server answers that it is well."""
+        """Whether the server's health check succeeds."""
         httpx = _httpx()
         try:
             return bool(self._http.get("/health", timeout=CONNECT_TIMEOUT_S).is_success)
-        except (httpx.HTTPError, RuntimeError):  # RuntimeError: the client was closed meanwhile
+        # RuntimeError: another thread closed the client meanwhile.
+        except (httpx.HTTPError, RuntimeError):
             return False
 
     def identify(self) -> tuple[bool, int | None]:
-        """Whether a run of ours sent its weights, and its context in tokens (None: not known).
+        """Whether some run sent the server its weights, and its context in tokens (None: not known).
 
         Raises :class:`Refused` where a route is missing (404) or the key is wrong (401).
         """
-        models, version = self.get("/v1/models"), self.get("/version")
+        models = self.get("/v1/models")
+        version = self.get("/version")
         try:
-            context, _ = models["data"][0].get("max_model_len"), version["version"]
+            context = models["data"][0].get("max_model_len")
+            version["version"]  # Its value does not matter: only vLLM, and our own server, have it.
         except (KeyError, IndexError, TypeError) as error:
             raise Refused(404, "it answers, but not as vLLM does") from error
         label = str(self.get("/weight_info").get("weight_version"))
-        return label.startswith(LABEL), None if context is None else int(context)
+        has_weights_of_a_run = label.startswith(LABEL)
+        if context is None:
+            return has_weights_of_a_run, None
+        return has_weights_of_a_run, int(context)
 
     def generate(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Completion]]:
-        """The completions of each request (``token_ids``, ``sampling_params``), in order. vLLM takes one at a time."""
+        """The completions of each request (``token_ids``, ``sampling_params``), in order.
+
+        Several requests at once are for our own server; vLLM's route takes one. Raises :class:`ServerTrouble` and
+        :class:`Refused`.
+        """
         if len(requests) == 1:
             answers = [self.call(GENERATE, **requests[0], **self._model)]
         else:
@@ -154,38 +182,42 @@ class Client:
         return [_completions(answer, self._label) for answer in answers]
 
     def prompt_logps(self, ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        """Log-probs (nats, at temperature 1) of each token but the first, and of the ``k`` likeliest in its place.
+        """Log-probs (nats, at temperature 1) at each position of ``ids`` but the first, by token id.
 
-        Raises :class:`ServerTrouble` where the answer does not have them.
+        At each position there are the token of ``ids`` and the ``k`` likeliest tokens. Raises :class:`ServerTrouble`
+        where the answer does not have them.
         """
         fields = {"n": 1, "temperature": 1.0, "max_tokens": 1, "seed": 0, "logprobs": 0, "prompt_logprobs": k}
         fields |= {"ignore_eos": True, "detokenize": False}
         answer = self.call(GENERATE, token_ids=list(ids), sampling_params=fields, **self._model)
         try:
-            entries = [
-                {int(token): float(each["logprob"]) for token, each in entry.items()}
-                for entry in answer["prompt_logprobs"][1:]
-            ]
+            positions = [_position_logps(position) for position in answer["prompt_logprobs"][1:]]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ServerTrouble("the answer has no log-probs of the prompt's tokens") from error
-        if [token for token, entry in zip(ids[1:], entries, strict=False) if token in entry] != list(ids[1:]):
+        tokens = ids[1:]
+        has_token = [token in logps for token, logps in zip(tokens, positions, strict=False)]
+        if len(has_token) < len(tokens) or not all(has_token):
             raise ServerTrouble("the answer lacks log-probs of the prompt's tokens")
-        return entries
+        return positions
 
     def probe_gap(self, probe: Probe) -> float:
         """How far the server's log-probs are from the trainer's; see :meth:`Probe.gap`."""
         answer = self.call(GENERATE, token_ids=list(probe.ids), sampling_params=probe.sampling_fields(), **self._model)
-        prompt = zip(probe.ids[1:], answer["prompt_logprobs"][1:], strict=True)
-        drawn = [(int(each["token_ids"][0]), _logps(each)[0]) for each in answer["choices"]]
-        return probe.gap([float(entry[str(token)]["logprob"]) for token, entry in prompt], drawn)
+        prompt_logps = []
+        for token, position in zip(probe.ids[1:], answer["prompt_logprobs"][1:], strict=True):
+            prompt_logps.append(float(position[str(token)]["logprob"]))
+        drawn = [(int(choice["token_ids"][0]), _logps(choice)[0]) for choice in answer["choices"]]
+        return probe.gap(prompt_logps, drawn)
 
     def take_weights(self, weights: StagedWeights, transport: Transport) -> None:
-        """Replace the server's weights, and name them by their version.
+        """Replace the server's weights and label them by their version.
 
-        Requests in progress are paused and continue with the new weights; vLLM computes their prefixes anew.
+        Requests in progress are paused and continue with the new weights; vLLM computes their prefixes again. Raises
+        :class:`ServerTrouble` and :class:`Refused`; the server is then still paused (:meth:`abandon_transfer`).
         """
         self._request("POST", "/pause", params={"mode": "keep"})
-        self.call("/update_weight_version", new_version=f"{self._label}-1")  # until all of them are there
+        # Before the transfer: one that fails half-way leaves a mixture of two versions.
+        self.call("/update_weight_version", new_version=f"{self._label}{NOT_A_VERSION}")
         try:
             transport.send(weights, self)
         except (OSError, RuntimeError) as error:
@@ -197,19 +229,25 @@ class Client:
         self.call("/resume")
 
     def abandon_transfer(self) -> None:
-        """After :meth:`take_weights` failed: answer requests again, with weights that are no version of this run."""
-        for path, body in (("/update_weight_version", {"new_version": f"{self._label}-1"}), ("/resume", {})):
-            for _ in range(ATTEMPTS):
-                with contextlib.suppress(ServerTrouble, Refused):
-                    self._request("POST", path, json=body, timeout=CONNECT_TIMEOUT_S)
-                    break
+        """After :meth:`take_weights` failed: let the server answer requests again, its weights labelled as no version.
+
+        Raises nothing: the failure before is the one to report.
+        """
+        self._try_to_call("/update_weight_version", {"new_version": f"{self._label}{NOT_A_VERSION}"})
+        self._try_to_call("/resume", {})
+
+    def _try_to_call(self, path: str, body: Mapping[str, Any]) -> None:
+        for _ in range(ATTEMPTS):
+            with contextlib.suppress(ServerTrouble, Refused):
+                self._request("POST", path, json=body, timeout=CONNECT_TIMEOUT_S)
+                return
 
     def call(self, path: str, **body: Any) -> Any:
-        """POST ``body`` as JSON; the content of the answer."""
+        """The JSON content of the answer to a POST of ``body`` as JSON. Raises as :meth:`generate`."""
         return self._request("POST", path, json=body)
 
     def get(self, path: str) -> Any:
-        """The content of the answer."""
+        """The JSON content of the answer to a GET. Raises as :meth:`generate`."""
         return self._request("GET", path)
 
     def _request(self, method: str, path: str, **content: Any) -> Any:
@@ -231,8 +269,14 @@ class Client:
             raise Refused(404, f"{path} answered something that is not JSON") from error
 
 
+def _position_logps(position: Mapping[str, Any]) -> dict[int, float]:
+    """The log-probs at one position of a prompt, by token id."""
+    return {int(token): float(entry["logprob"]) for token, entry in position.items()}
+
+
 def _completions(answer: Mapping[str, Any], label: str) -> list[Completion]:
     completions = []
+    # Their order is not promised, and a rollout's place in its group decides what it is compared with.
     for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
         ids = [int(token) for token in choice["token_ids"]]
         versions = token_versions(choice.get("weight_versions") or (), len(ids), label)
@@ -244,10 +288,11 @@ def _logps(choice: Mapping[str, Any]) -> list[float]:
     return [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
 
 
-def token_versions(spans: Sequence[Mapping[str, Any]], length: int, ours: str) -> list[int]:
-    """The version of each token, from the server's spans; -1 for weights of its own, as after a restart.
+def token_versions(spans: Sequence[Mapping[str, Any]], length: int, own_prefix: str) -> list[int]:
+    """The version of each of ``length`` tokens, from the server's spans.
 
-    ``ours`` begins the labels of this run. Raises :class:`Refused` for weights that another run sent.
+    It is -1 for weights that no run sent, as after a restart. The labels of this run begin with ``own_prefix``. Raises
+    :class:`Refused` for weights that another run sent, and where the spans do not cover the tokens.
 
     >>> spans = [{"version": "kl_comedy/a/3", "start": 0, "end": 2}, {"version": "kl_comedy/a/4", "start": 2, "end": 3}]
     >>> token_versions(spans, 3, "kl_comedy/a/")
@@ -256,23 +301,30 @@ def token_versions(spans: Sequence[Mapping[str, Any]], length: int, ours: str) -
     versions: list[int] = []
     for span in spans:
         label = str(span["version"])
-        if label.startswith(LABEL) and not label.startswith(ours):
-            why = "another run updates it; give each run its own servers"
-            raise Refused(
-                ANOTHER_RUN, f"tokens were drawn with weights that this run did not send (label {label!r}): {why}"
-            )
-        version = int(label.removeprefix(ours)) if label.startswith(ours) else -1
-        versions += [version] * (int(span["end"]) - int(span["start"]))
+        if label.startswith(own_prefix):
+            version = int(label.removeprefix(own_prefix))
+        elif label.startswith(LABEL):
+            reason = "another run updates it; give each run its own servers"
+            message = f"tokens were drawn with weights that this run did not send (label {label!r}): {reason}"
+            raise Refused(ANOTHER_RUN, message)
+        else:
+            version = NOT_A_VERSION
+        tokens = int(span["end"]) - int(span["start"])
+        versions += [version] * tokens
     if len(versions) != length:
         raise Refused(400, f"it names the weight version of {len(versions)} of {length} tokens")
     return versions
 
 
 class EngineOutput:
-    """What an engine drew to rollouts as the ``hf`` backend means them, by tokenizer and end tokens of the policy."""
+    """Makes rollouts of an engine's completions, with the tokenizer and the end tokens of the policy.
+
+    They end where those of the ``hf`` backend would.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._tokenizer, self._convert = loaded.tokenizer, Converter(loaded.tokenizer)
+        self._tokenizer = loaded.tokenizer
+        self._convert = Converter(loaded.tokenizer)
         self.ends = end_tokens(loaded.causal, loaded.tokenizer)
 
     def rollouts(
@@ -288,10 +340,12 @@ class EngineOutput:
         return [self._convert(prompt, group, self._ended(row, stop)) for row in whole_group]
 
     def _ended(self, row: Completion, stop: Sequence[str]) -> Completion:
-        """Cut after the first end token or the token that completes a stop string."""
-        ids, stops = row.ids, StopStrings(self._tokenizer, stop)
+        """``row``, cut after the first end token or the token that completes a stop string."""
+        ids = row.ids
+        stops = StopStrings(self._tokenizer, stop)
         stop_length = 0
         if stops.in_text_of(ids):
+            # A text that has a stop string keeps it as it grows, so that the first such length is found by halving.
             stop_length = bisect.bisect_left(range(len(ids)), True, lo=1, key=lambda n: stops.in_text_of(ids[:n]))
         end, reason = ending(ids, self.ends, stop_length)
         return Completion(ids=ids[:end], logps=row.logps[:end], versions=row.versions[:end], stop_reason=reason)

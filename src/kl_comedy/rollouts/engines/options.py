@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kl_comedy.config.validate import option, parse_record
@@ -117,21 +117,35 @@ class VLLMServerOptions(VLLMOptions, ServerOptions):
 
 
 T = TypeVar("T", bound=EngineOptions)
+S = TypeVar("S", bound=ServerOptions)
 
 
 def engine_options(schema: type[T], raw: Mapping[str, Any]) -> T:
-    """``rollout.options`` as ``schema``; the servers of a cluster job are used where the config names none.
+    """``rollout.options`` as ``schema``, with the servers of a cluster job where the config names none.
 
     Raises :class:`UserError` for an unknown name, a value out of range, and options that exclude each other.
     """
-    job_urls = ""
-    if issubclass(schema, ServerOptions):
-        job_urls = os.environ.get(JOB_URLS, "")
-    if job_urls and not raw.get("urls"):
-        # These describe servers that the run would start; beside urls they would be refused.
-        raw = {name: value for name, value in raw.items() if name not in ("servers", "gpus")}
-        raw["urls"] = job_urls.split(",")
-    return parse_record(schema, raw, key="rollout.options")
+    options = parse_record(schema, raw, key="rollout.options")
+    if isinstance(options, ServerOptions):
+        return with_job_servers(options)
+    return options
+
+
+def with_job_servers(options: S) -> S:
+    """``options`` with the addresses of the cluster job's servers, if it has any and ``options`` names none."""
+    job_urls = os.environ.get(JOB_URLS, "")
+    # What the config names counts more than the job: a user may point a run at other servers.
+    if not job_urls or options.urls:
+        return options
+    # servers and gpus describe servers that the run would start; beside urls they are refused.
+    return replace(options, urls=tuple(job_urls.split(",")), servers=1, gpus=())
+
+
+def gpus_per_server(options: ServerOptions) -> int:
+    """GPUs on which one server computes, where it computes on GPUs."""
+    if isinstance(options, VLLMServerOptions):
+        return options.tensor_parallel_size
+    return 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +296,7 @@ def server_gpus(options: ServerOptions, gpus: Sequence[str]) -> list[Sequence[st
 
     Raises :class:`UserError` where there are too few.
     """
-    size = options.tensor_parallel_size if isinstance(options, VLLMServerOptions) else 1
+    size = gpus_per_server(options)
     if options.gpus:
         return [_named_gpus(entry, size, gpus) for entry in options.gpus]
     if options.servers * size > len(gpus):

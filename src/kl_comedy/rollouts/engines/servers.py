@@ -131,15 +131,19 @@ class HFServers:
         return ["-P", "-m", "kl_comedy.rollouts.engines.hf_server", json.dumps(settings)]
 
     def environment(self) -> dict[str, str]:
+        """The environment of a server."""
         return {**VARIABLES, **os.environ}
 
     def slots(self, group_size: int) -> int:
+        """Requests in progress at one server."""
         return 1
 
-    def groups_per_request(self, group_size: int, share: int) -> int:
-        return max(1, min(self._batch_sequences // group_size, share))
+    def groups_per_request(self, group_size: int, groups_per_server: int) -> int:
+        """The most groups in one request: those of one batch, but no more than leave work for every server."""
+        return max(1, min(self._batch_sequences // group_size, groups_per_server))
 
     def request(self, prompt: Prompt, fields: dict[str, Any], group: int) -> dict[str, Any]:
+        """The request for the ``group``-th group of a call, whose sampling has ``fields``."""
         # The caller's precision, so that the sampler computes as the learner does.
         device_type = self.loaded.device.type
         autocast = None
@@ -178,6 +182,7 @@ class EngineRollouts:
         if leader and gpus and not self._options.urls:
             self._gpus = server_gpus(self._options, gpus)
 
+        # In the labels of weights: a server that two runs update is found by it (Refused, ANOTHER_RUN).
         self._run = secrets.token_hex(4)
         if self._options.urls:
             self._key = _read_key(self._options)
@@ -372,18 +377,22 @@ class EngineRollouts:
         if self._folder is None and self._options.weights_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="kl_comedy_engines_")
             self._folder = Path(self._temporary.name)
-        if self._options.weights_dir is not None:  # whoever named it decides who may read it: servers of other users
+        if self._options.weights_dir is not None:
+            # Its permissions are its owner's choice: servers of other users may have to read it.
             return Path(self._options.weights_dir).absolute() / f"weights-{version:08d}"
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._folder.chmod(0o700)  # unfinished weights are for this user's servers alone
+        # Weights of a run that has not finished are for this user's servers alone.
+        self._folder.chmod(0o700)
         return self._folder.absolute() / f"weights-{version:08d}"
 
-    def _server(self, name: str, **who: Any) -> Server:
-        return Server(f"{self._kind.name} server {name}", self._options, self._transport, self._probe_limit(), **who)
+    def _server(self, name: str, **connection: Any) -> Server:
+        """A :class:`Server`; ``connection`` is its ``start`` or its ``client``."""
+        full_name = f"{self._kind.name} server {name}"
+        return Server(full_name, self._options, self._transport, self._probe_limit(), **connection)
 
     def _probe_limit(self) -> ProbeLimit:
-        """A new one for each server: it learns its tolerance from the first gap that it sees."""
+        """A new limit for each server: it takes its tolerance from the first gap that it sees."""
         return ProbeLimit(probe_dtype(self._loaded, self._dtype), self._options.probe_tolerance)
 
     def _start(self, number: int, folder: Path) -> tuple[ChildProcess, Client]:
@@ -395,6 +404,7 @@ class EngineRollouts:
         import kl_comedy
 
         port = free_port()
+        # The server must import the code that runs here, not an installed version.
         roots = [str(Path(kl_comedy.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         variables = {**self._kind.environment(), **self._transport.environment}
         variables |= {"PYTHONPATH": os.pathsep.join(filter(None, roots)), KEY_VARIABLE: self._key or ""}
@@ -411,7 +421,7 @@ class EngineRollouts:
         return Client(url, key=self._key, timeout_s=limit_s, run=self._run, model=model)
 
     def _connect(self, url: str, probe: Probe) -> Server:
-        """A server named by address; one that still has its own weights must have the trainer's."""
+        """A server named by address. Raises :class:`UserError` where the run cannot use it."""
         client = self._client(url)
         try:
             complaint = self._meet(client, probe)
@@ -428,7 +438,7 @@ class EngineRollouts:
         return self._server(url, client=client)
 
     def _meet(self, client: Client, probe: Probe) -> str | None:
-        """Take note of the server's context; what is wrong with its log-probs, None where nothing is."""
+        """Remember the server's context; returns what is wrong with its log-probs, None where nothing is."""
         has_our_weights, context = client.identify()
         if context is not None:
             self._context = min(context, self._context or context)
@@ -438,9 +448,10 @@ class EngineRollouts:
         return self._probe_limit().complaint(client.probe_gap(probe))
 
     def _explain_refusal(self, refusal: Refused) -> tuple[str, str]:
-        """What is allowed instead of a server that refuses us, and why it does not fit."""
+        """What ``rollout.options.urls`` allows in place of a server that refuses a request, and the reason."""
         if refusal.status == 401:
             source = self._options.api_key_file or f"the environment variable {self._options.api_key_env}"
+            # A request without a key is refused like one with a wrong key; the user must do something else.
             key = "the API key in" if self._key else "an empty API key: there is none in"
             return "a server that takes our API key", f"it refuses {key} {source}"
         if refusal.status == 400:
@@ -453,7 +464,7 @@ class EngineRollouts:
 
 
 def _read_key(options: ServerOptions) -> str | None:
-    """The key for servers that are not ours: of the file, else of the environment variable, else none."""
+    """The key for servers named by address: that of the file, else that of the environment variable, else none."""
     if options.api_key_file is None:
         return os.environ.get(options.api_key_env) or None
     try:

@@ -1,9 +1,9 @@
-"""vLLM: the engine in the trainer's process (``vllm``), and how a server is started and asked (``vllm_server``).
+"""vLLM: the engine in the trainer's process (``vllm``), and the commands and requests of a ``vllm_server``.
 
 build: config and tokenizer to a folder -> engine with dummy weights -> update_weights(0)
 update_weights: every weight, one tensor at a time, through the engine's reload_weights -> reset the prefix cache ->
                 probe
-on a GPU the engine sleeps, without weights, while the trainer learns, and takes them when it wakes:
+on a GPU the engine sleeps, without weights, while the trainer learns, and takes them when it wakes up:
                 memory of the weights -> reload_weights -> memory of the cache -> probe -> generate -> sleep
 """
 
@@ -56,9 +56,11 @@ if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
 
 MAX_REQUESTS = 64
-"""Requests at a time to one server; each is a thread here, and more would not make it faster."""
+"""Requests in progress at one server. Each is a thread of the trainer, and more would not make the server faster."""
 MAX_TEMPERATURE = 2.0
+"""vLLM refuses a higher one."""
 CPU_KV_CACHE_GIB = 1.0
+"""On a CPU, where ``rollout.options.kv_cache_gib`` is null. The default of vLLM is several times as large."""
 
 
 @ROLLOUTS.register(
@@ -77,26 +79,32 @@ def build_vllm(config: RolloutConfig, *, loaded: LoadedModel) -> RolloutBackend:
 
 
 def check_temperature(temperature: float, key: str = "temperature") -> None:
-    """Raise :class:`UserError` for a temperature that vLLM does not take."""
+    """Raise :class:`UserError` for a temperature above :data:`MAX_TEMPERATURE`."""
     if temperature > MAX_TEMPERATURE:
         raise bad_value(key, temperature, f"up to {MAX_TEMPERATURE:g}", "vLLM takes no higher one")
 
 
 class VLLMRollouts:
-    """The engine and what was last sent to it. Equal seeds give equal completions for equal weights and prompts, up
-    to rounding: which prompts are computed together can change the last digit of a log-prob."""
+    """The engine in the trainer's process.
+
+    Equal seeds give equal completions for equal weights and prompts, up to rounding: which prompts are computed
+    together can change the last digit of a log-prob.
+    """
 
     def __init__(
         self, loaded: LoadedModel, options: InProcessOptions, *, temperature: float, max_num_seqs: int
     ) -> None:
         self.version = 0
-        self._loaded, self._options, self._temperature = loaded, options, temperature
+        self._loaded = loaded
+        self._options = options
+        self._temperature = temperature
         self._on_gpu = loaded.device.type == "cuda"
         self._sleeps = self._on_gpu and options.sleep is not False
         self._dtype = options.dtype or dtype_of(loaded)
         self._limit = ProbeLimit(self._dtype, options.probe_tolerance)
         self._output = EngineOutput(loaded)
         self._folder = tempfile.TemporaryDirectory(prefix="kl_comedy_vllm_")
+        # vLLM makes a process group where there is none; only that one may be destroyed at the end.
         self._owns_group = not torch.distributed.is_initialized()
         write_config(loaded, Path(self._folder.name))
         self._engine: Any = None
@@ -104,9 +112,11 @@ class VLLMRollouts:
             with _preserved_global_state():
                 self._engine = self._start(max_num_seqs)
             if self._sleeps:
+                # Level 2 drops the weights too: the learner has them.
                 self._engine.sleep(level=2)
             self.update_weights(0)
         except BaseException:
+            # Nobody else could: the object is not built, and the engine holds most of the GPU.
             self.close()
             raise
 
@@ -116,27 +126,32 @@ class VLLMRollouts:
         check_request(self._loaded, prompts, sampling, group_size, limit=self._options.max_model_len)
         if not prompts:
             return []
-        seeds = [prompt_seed(seed, position) for position in range(len(prompts))]
-        fields = [sampling_fields(sampling, ends=self._output.ends, n=group_size, seed=each) for each in seeds]
+        fields = []
+        for position in range(len(prompts)):
+            group_seed = prompt_seed(seed, position)
+            fields.append(sampling_fields(sampling, ends=self._output.ends, n=group_size, seed=group_seed))
         with self._awake():
             answers = self._ask([prompt.token_ids for prompt in prompts], fields)
         rollouts: list[Rollout] = []
         for group, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             rows = []
             for output in sorted(answer.outputs, key=lambda output: output.index):
-                ids, versions = list(output.token_ids), [self.version] * len(output.token_ids)
+                ids = list(output.token_ids)
+                versions = [self.version] * len(ids)
                 rows.append(Completion(ids=ids, logps=_logps_of(ids, output.logprobs), versions=versions))
             rollouts += self._output.rollouts(prompt, group, rows, group_size=group_size, stop=sampling.stop)
         return rollouts
 
     def update_weights(self, version: int) -> None:
-        """Send every weight, forget what was cached under the old ones, and probe; if it sleeps, when it wakes.
+        """Send every weight, drop what was cached under the old ones, and probe.
 
-        Raises :class:`RunFailed` when the engine's log-probs are not the trainer's afterwards.
+        An engine that sleeps takes the weights when it wakes up (:meth:`generate`). Raises :class:`RunFailed` where the
+        engine does not have the trainer's weights afterwards.
         """
         self.version = version
         if not self._sleeps:
-            self._check_weights(self._send_weights())
+            checksums = self._send_weights()
+            self._check_weights(checksums)
 
     def _send_weights(self) -> Checksums:
         """Replace the engine's weights; the checksums of what was sent."""
@@ -144,21 +159,24 @@ class VLLMRollouts:
         weights = hashed(full_weights(self._loaded.model, getattr(torch, self._dtype)), checksums)
         try:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        except Exception as error:  # whatever the engine raises means that it does not have these weights
+        # Whatever the engine raises means that it does not have these weights.
+        except Exception as error:
             raise RunFailed(f"vLLM did not take the weights of version {self.version}: {first_line(error)}") from error
         return checksums
 
     def _check_weights(self, checksums: Checksums) -> None:
-        """Forget what was cached under the old weights; compare the new ones with the trainer's."""
+        """Drop what was cached under the old weights, and compare the new ones with the trainer's."""
         if not self._engine.reset_prefix_cache():
             raise RunFailed(f"vLLM did not drop its prefix cache when it got the weights of version {self.version}")
-        (engine,) = self._engine.collective_rpc("compute_weight_checksums")
-        complaint = checksum_complaint(engine, checksums.hexdigests(), vocabulary_of(self._loaded))
+        # One answer: the engine in process has one worker.
+        (engine_checksums,) = self._engine.collective_rpc("compute_weight_checksums")
+        vocabulary = vocabulary_of(self._loaded)
+        complaint = checksum_complaint(engine_checksums, checksums.hexdigests(), vocabulary)
         if complaint is None and self._options.probe:
             complaint = self._limit.complaint(self._probe_gap())
         if complaint is not None:
-            what = f"does not have the trainer's weights after the update to version {self.version}"
-            raise RunFailed(f"vLLM {what}: {complaint}")
+            failure = f"does not have the trainer's weights after the update to version {self.version}"
+            raise RunFailed(f"vLLM {failure}: {complaint}")
 
     def close(self) -> None:
         """End the engine and remove its folder."""
@@ -178,13 +196,14 @@ class VLLMRollouts:
         try:
             from vllm import LLM
         except ImportError as error:
-            why = f"vllm is installed and cannot be imported: {first_line(error)}"
-            raise UserError(f"rollout.backend: {why}") from error
+            reason = f"vllm is installed and cannot be imported: {first_line(error)}"
+            raise UserError(f"rollout.backend: {reason}") from error
         try:
             settings = engine_settings(self._options, self._loaded, max_num_seqs, gpu_share=GPU_SHARE)
             settings |= {"load_format": "dummy", "enable_sleep_mode": self._sleeps, "disable_log_stats": True}
             return LLM(self._folder.name, **settings)
-        except Exception as error:  # vLLM validates what it is given in many ways, all of them the config's doing
+        # vLLM checks its settings and the model in many places, with exceptions of many classes.
+        except Exception as error:
             raise UserError(f"rollout.backend: vLLM cannot serve this model here: {first_line(error)}") from error
 
     def _ask(self, token_ids: Sequence[Sequence[int]], fields: Sequence[dict[str, Any]]) -> Any:
@@ -201,20 +220,19 @@ class VLLMRollouts:
     def _probe_gap(self) -> float:
         probe = make_probe(self._loaded, temperature=self._temperature)
         (answer,) = self._ask([probe.ids], [probe.sampling_fields()])
-        drawn = [(each.token_ids[0], _logps_of(each.token_ids, each.logprobs)[0]) for each in answer.outputs]
-        return probe.gap(_logps_of(probe.ids[1:], answer.prompt_logprobs[1:]), drawn)
+        prompt_logps = _logps_of(probe.ids[1:], answer.prompt_logprobs[1:])
+        drawn = [(output.token_ids[0], _logps_of(output.token_ids, output.logprobs)[0]) for output in answer.outputs]
+        return probe.gap(prompt_logps, drawn)
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
-        """With ``sleep`` the engine has no memory outside of this context, and takes the trainer's weights in it.
-
-        The cache comes after the weights, whose tensors on the way are then free; waking empties torch's own cache.
-        """
+        """With ``sleep`` the engine has no memory outside of this context, and takes the trainer's weights in it."""
         if not self._sleeps:
             yield
             return
         self._engine.wake_up(tags=["weights"])
         checksums = self._send_weights()
+        # After the weights, so that the memory of their gathered copies is free again.
         self._engine.wake_up(tags=["kv_cache"])
         self._check_weights(checksums)
         try:
@@ -230,49 +248,63 @@ def _logps_of(ids: Sequence[int], logprobs: Sequence[Any]) -> list[float]:
 def engine_settings(
     options: VLLMOptions, loaded: LoadedModel, max_num_seqs: int, *, gpu_share: float
 ) -> dict[str, Any]:
-    """What an engine in process and a server have in common, by vLLM's names; None leaves the choice to it."""
+    """The settings that an engine in process and a server share, by vLLM's names; None leaves the choice to vLLM."""
     on_gpu = loaded.device.type == "cuda"
     context = getattr(loaded.model.config, "max_position_embeddings", None)
-    kv_gib = options.kv_cache_gib or (None if on_gpu else CPU_KV_CACHE_GIB)
+    cache_gib = options.kv_cache_gib
+    if cache_gib is None and not on_gpu:
+        cache_gib = CPU_KV_CACHE_GIB
+    cache_bytes = None
+    if cache_gib is not None:
+        cache_bytes = int(cache_gib * 2**30)
+    enforce_eager = options.enforce_eager
+    if enforce_eager is None:
+        enforce_eager = not on_gpu
     return {
         "dtype": options.dtype or dtype_of(loaded),
         "seed": 0,
         "max_num_seqs": max_num_seqs,
         "max_model_len": options.max_model_len or context,
-        "enforce_eager": not on_gpu if options.enforce_eager is None else options.enforce_eager,
+        "enforce_eager": enforce_eager,
         "gpu_memory_utilization": options.gpu_memory_utilization or gpu_share,
-        "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * 2**30),
+        "kv_cache_memory_bytes": cache_bytes,
         "enable_prefix_caching": options.prefix_caching,
+        # Log-probs of the distribution that is sampled from: after temperature and truncation.
         "logprobs_mode": "processed_logprobs",
+        # And not the checkpoint's, whose defaults (top_k, penalties, ...) would make it another policy.
         "generation_config": "vllm",
     }
 
 
 def _prepare_environment(*, on_gpu: bool) -> None:
-    """Settings that vLLM reads from the environment: engine and scheduler in this process, quiet, threads left alone.
-
-    ``reload_weights`` takes an iterator over the trainer's own tensors, which only an engine in this process can.
-    """
+    """Set what vLLM reads from the environment, before it is imported."""
+    # Engine and scheduler in this process: reload_weights gets an iterator over the trainer's own tensors.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not on_gpu:
+        # vLLM would bind the trainer's own threads to cores.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 @contextlib.contextmanager
 def _preserved_global_state() -> Iterator[None]:
-    """The trainer's random states, thread count and ``torch.set_num_threads`` are afterwards as before.
+    """Restore the trainer's random states, thread count, determinism and ``torch.set_num_threads`` at the end.
 
     The engine seeds every global generator, and on a CPU replaces ``torch.set_num_threads`` by a warning.
     """
     import numpy
 
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    set_threads = torch.set_num_threads
+    threads = torch.get_num_threads()
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
+    devices = []
+    if torch.cuda.is_available():
+        devices.append(torch.cuda.current_device())
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # vLLM may call operations that have no deterministic form, which would raise.
     torch.use_deterministic_algorithms(False)
     try:
         with torch.random.fork_rng(devices=devices):
@@ -287,16 +319,18 @@ def _preserved_global_state() -> Iterator[None]:
 
 
 class VLLMServers:
-    """How a vLLM server is started and asked: one group a request, as many requests as its batch has space for."""
+    """Commands and requests of vLLM servers: one group per request, as many requests as a server's batch can hold."""
 
     name = "vLLM"
 
     def __init__(self, config: RolloutConfig, options: VLLMServerOptions, loaded: LoadedModel) -> None:
-        self.options, self.loaded, self._max_num_seqs = options, loaded, config.batch_sequences
+        self.options = options
+        self.loaded = loaded
         self.context = options.max_model_len
+        self._max_num_seqs = config.batch_sequences
 
     def command(self, folder: Path, port: int, transport: Transport, host: str = LOOPBACK) -> list[str]:
-        """The words that follow ``python`` to serve the checkpoint ``folder``."""
+        """The arguments that follow ``python`` to serve the checkpoint ``folder``."""
         settings = {
             "model": folder,
             "served_model_name": "policy",
@@ -308,35 +342,44 @@ class VLLMServers:
             **engine_settings(self.options, self.loaded, self._max_num_seqs, gpu_share=SERVER_GPU_SHARE),
             **transport.vllm_settings(folder),
         }
-        words = ["-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
+        arguments = ["-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
         for name, value in settings.items():
-            word = name.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(f"--{word}" if value else f"--no-{word}")
+            option = name.replace("_", "-")
+            if value is True:
+                arguments.append(f"--{option}")
+            elif value is False:
+                arguments.append(f"--no-{option}")
             elif isinstance(value, list):
-                words += [f"--{word}", *value]
+                arguments += [f"--{option}", *value]
             elif value is not None:
-                words += [f"--{word}", str(value)]
-        return words
+                arguments += [f"--{option}", str(value)]
+        return arguments
 
     def environment(self) -> dict[str, str]:
-        """Of a server. The routes that replace weights exist in vLLM's development mode only."""
-        cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-        defaults = {} if self.loaded.device.type == "cuda" else cpu
-        variables = {**defaults, **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY"):  # for the engine in process; of other servers
+        """The environment of a server."""
+        variables: dict[str, str] = {}
+        if self.loaded.device.type != "cuda":
+            # Only defaults: a user may set others.
+            variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+        variables |= os.environ
+        # The routes that replace weights exist in vLLM's development mode only.
+        variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        # The first is for an engine in this process. The second is the key of other servers: vLLM would require it, in
+        # place of the run's.
+        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY"):
             variables.pop(name, None)
         return variables
 
     def slots(self, group_size: int) -> int:
-        """Requests at a time to one server."""
+        """Requests in progress at one server."""
         return max(1, min(MAX_REQUESTS, self._max_num_seqs // group_size))
 
-    def groups_per_request(self, group_size: int, share: int) -> int:
-        """At most; ``share`` is the number of groups divided by that of servers."""
+    def groups_per_request(self, group_size: int, groups_per_server: int) -> int:
+        """The most groups in one request. vLLM's route takes one; it makes batches of what is in progress."""
         return 1
 
     def request(self, prompt: Prompt, fields: dict[str, Any], group: int) -> dict[str, Any]:
+        """The request for the ``group``-th group of a call, whose sampling has ``fields``."""
         check_temperature(fields["temperature"])
         seeded = {**fields, "seed": prompt_seed(fields["seed"], group)}
         return {"token_ids": prompt.token_ids, "sampling_params": seeded}
@@ -358,11 +401,15 @@ class RequireKey:
         self._expected = f"Bearer {check_key(os.environ.get(KEY_VARIABLE, ''))}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = b"".join(value for name, value in scope.get("headers", []) if name == b"authorization")
+        given = b""
+        for name, value in scope.get("headers", []):
+            if name == b"authorization":
+                given += value
+        # "lifespan" is the server's own start and end, without headers.
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            # without it the server would read, and throw away, the body of whoever has no key
+            # "close": the server would otherwise read the body of a client without the key, and throw it away.
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})

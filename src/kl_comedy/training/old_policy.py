@@ -1,0 +1,69 @@
+"""The record of the old policy: log-probs and values of a batch before its first update.
+
+A batch may serve several updates and epochs. Decoupled PPO clips against the policy at the batch's first use, and a
+critic's advantages come from its values then; both must stay the same while the policy moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from kl_comedy.config import AlgorithmConfig
+from kl_comedy.records import Scored
+from kl_comedy.training.loss import OldPolicyRow, PolicyPass
+from kl_comedy.training.models import ValueHead
+from kl_comedy.training.packing import Packer, model_inputs
+
+
+@torch.no_grad()
+def record_old_policy(
+    rows: Sequence[Scored],
+    *,
+    algorithm: AlgorithmConfig,
+    packer: Packer,
+    policy_pass: PolicyPass,
+    value_head: ValueHead | None,
+) -> list[OldPolicyRow] | None:
+    """What the policy of this moment says about each row; None where the algorithm needs neither. All ranks call.
+
+    With ``algorithm.value.bootstrap_truncated`` a completion cut at the limit gets the value after its last token;
+    every other's is 0.
+    """
+    if value_head is None and algorithm.proximal != "recomputed":
+        return None
+    bootstrap = value_head is not None and algorithm.value.bootstrap_truncated
+    recorded: dict[int, OldPolicyRow] = {}
+    for packed in packer.micro_batches(rows):
+        inputs = model_inputs(packed)
+        if bootstrap:
+            # The value head gives the value before a token. With one token more at the end (any id will do), the
+            # value before it is the one after the last real token.
+            inputs["mask_BT"] = nn.functional.pad(inputs["mask_BT"], (1, 0), value=True)
+            inputs["ids_BT"] = nn.functional.pad(inputs["ids_BT"], (0, 1), value=packer.pad_id)
+        policy = policy_pass(inputs, None, ())
+        logp_BT = policy.logp_BT.float().cpu()
+        value_BT = torch.zeros_like(logp_BT)
+        if value_head is not None:
+            assert policy.hidden_NH is not None
+            value_BT = value_head(policy.hidden_NH, inputs["mask_BT"]).cpu()
+        if packed.empty:  # another rank records these rows
+            continue
+        for index, position in enumerate(packed.positions):
+            rollout = rows[position].rollout
+            size = len(rollout.completion_ids)
+            last_value = 0.0
+            if bootstrap and rollout.stop_reason == "length":
+                last_value = float(value_BT[index, size])
+            # Cloned, or each row of a stored record would keep the tensor of its whole micro-batch.
+            recorded[position] = {
+                "logp": logp_BT[index, :size].clone(),
+                "value": value_BT[index, :size].clone(),
+                "last": last_value,
+            }
+    by_position: dict[int, OldPolicyRow] = {}
+    for recorded_on_rank in packer.ranks.gather(recorded):
+        by_position |= recorded_on_rank
+    return [by_position[position] for position in range(len(rows))]

@@ -1,0 +1,257 @@
+"""Which settings of terms, references and algorithm cannot train together.
+
+Each rule is a function of :class:`TrainingSettings` that returns the error to raise, or None; the name of the function
+is the name of the rule. The rules are checked in order and the first broken one is raised, so that a rule may rely on
+those above it. ``tests/training/test_rules.py`` has settings for each rule, by its name.
+
+Contradictions inside one KL term are in :mod:`kl_comedy.kl.term_rules`; those of sampling, batches and processes in
+:mod:`kl_comedy.config.combinations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kl_comedy.config import AlgorithmConfig, Config
+from kl_comedy.config.schema import SHARDED, TeacherConfig, ValueConfig
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.term import REFERENCES
+from kl_comedy.training.loss import uses_critic
+
+UNUSED_BY_DPO = (
+    "reward_weight",
+    "advantage",
+    "value",
+    "policy_loss",
+    "policy_loss_options",
+    "correction",
+    "proximal",
+    "reduction",
+    "reduction_constant",
+)
+"""Fields of ``algorithm`` that have no meaning beside ``algorithm.dpo``."""
+
+UNUSED_BY_A_SERVER = ("adapter", "gguf_file", "dtype", "trust_remote_code", "options")
+"""Fields of ``reference.teacher`` that say how a model is loaded, which the server at ``url`` has already done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """What the rules read: the config, and its KL terms in order."""
+
+    config: Config
+    terms: tuple[KLTerm, ...]
+
+    @property
+    def teacher_terms(self) -> Mapping[int, KLTerm]:
+        """The terms with ``reference: teacher``, by their position in ``kl``."""
+        return {position: term for position, term in enumerate(self.terms) if term.reference == "teacher"}
+
+    @property
+    def served_teacher(self) -> TeacherConfig | None:
+        """The teacher, where it is behind a server."""
+        teacher = self.config.reference.teacher
+        if teacher is None or teacher.url is None:
+            return None
+        return teacher
+
+
+def broken_rule(settings: TrainingSettings) -> tuple[str, UserError] | None:
+    """The name of the first rule that the settings break, and its error; None where they can train."""
+    for rule in RULES:
+        error = rule(settings)
+        if error is not None:
+            return rule.__name__, error
+    return None
+
+
+# --- model and value function ---------------------------------------------------------------------------------------
+
+
+def trained_weights_in_16_bit(settings: TrainingSettings) -> UserError | None:
+    model = settings.config.model
+    # An adapter is trained in float32 beside its base, which may be in 16 bits.
+    if model.dtype == "float32" or model.lora is not None:
+        return None
+    reason = (
+        f"updates are smaller than the rounding of {model.dtype} weights, which would not move; set "
+        "train.precision=bf16 (float32 weights, products in bfloat16), or model.lora to train an adapter"
+    )
+    return bad_value("model.dtype", model.dtype, "float32 where all weights are trained", reason)
+
+
+def value_settings_without_critic(settings: TrainingSettings) -> UserError | None:
+    algorithm = settings.config.algorithm
+    if uses_critic(algorithm) or algorithm.value == ValueConfig():
+        return None
+    return UserError(
+        f"algorithm.value: {algorithm.advantage} has no value function, so these settings would do nothing; "
+        "remove them or set algorithm.advantage=gae"
+    )
+
+
+# --- references -----------------------------------------------------------------------------------------------------
+
+
+def max_kl_without_periodic_term(settings: TrainingSettings) -> UserError | None:
+    # A setting without effect is refused: whoever reads the config would think that it acts.
+    if settings.config.reference.max_kl is None:
+        return None
+    if any(term.reference == "periodic" for term in settings.terms):
+        return None
+    return UserError("reference.max_kl: no KL term has reference: periodic, so this would do nothing; remove it")
+
+
+def periodic_reference_that_never_moves(settings: TrainingSettings) -> UserError | None:
+    reference = settings.config.reference
+    if reference.period is not None or reference.max_kl is not None:
+        return None
+    allowed = "a number of updates, or null with reference.max_kl"
+    return bad_value(
+        "reference.period", None, allowed, "the periodic reference would never move, which is reference: initial"
+    )
+
+
+def term_without_teacher(settings: TrainingSettings) -> UserError | None:
+    if settings.config.reference.teacher is not None or not settings.teacher_terms:
+        return None
+    first_position = min(settings.teacher_terms)
+    allowed = [reference for reference in REFERENCES if reference != "teacher"]
+    reason = "reference.teacher names no model; set reference.teacher.source"
+    return bad_value(f"kl.{first_position}.reference", "teacher", allowed, reason)
+
+
+def teacher_without_term(settings: TrainingSettings) -> UserError | None:
+    if settings.config.reference.teacher is None or settings.teacher_terms:
+        return None
+    return UserError(
+        "reference.teacher: no KL term has reference: teacher, so this model would do nothing; remove it or name it "
+        "in a term"
+    )
+
+
+def loading_options_of_a_served_teacher(settings: TrainingSettings) -> UserError | None:
+    teacher = settings.served_teacher
+    if teacher is None:
+        return None
+    unused = TeacherConfig()
+    for name in UNUSED_BY_A_SERVER:
+        value = getattr(teacher, name)
+        default = getattr(unused, name)
+        if value != default:
+            reason = "the server at reference.teacher.url has loaded its model"
+            return bad_value(f"reference.teacher.{name}", value, str(default), reason)
+    return None
+
+
+def temperature_of_a_served_teacher(settings: TrainingSettings) -> UserError | None:
+    # At another temperature the KL would compare the policy with a teacher of another sharpness.
+    temperature = settings.config.rollout.temperature
+    if settings.served_teacher is None or temperature == 1:
+        return None
+    reason = "a server gives a prompt's log-probs at temperature 1"
+    return bad_value("rollout.temperature", temperature, "1 with reference.teacher.url", reason)
+
+
+def term_needs_more_than_a_server_gives(settings: TrainingSettings) -> UserError | None:
+    if settings.served_teacher is None:
+        return None
+    allowed = "k1, k2, k3 and the like, or top_k with options.tokens: reference, with reference.teacher.url"
+    for position, term in settings.teacher_terms.items():
+        # A server gives the log-prob of the sampled token and of its own likeliest tokens.
+        unavailable = term.reads - {"log_ratio", "top_k"}
+        if term.weight == "policy":
+            unavailable -= {"certainty"}  # of the policy, which is here
+        if unavailable:
+            reason = f"{term.label()} reads the teacher's probability of every token"
+            return bad_value(f"kl.{position}", term.estimator, allowed, reason)
+        if term.top is not None and term.top[1] != "reference":
+            reason = "only the teacher's likeliest tokens are known, not its log-probs of the policy's"
+            return bad_value(f"kl.{position}", term.estimator, allowed, reason)
+    return None
+
+
+def adapter_of_a_sharded_teacher(settings: TrainingSettings) -> UserError | None:
+    strategy = settings.config.train.strategy
+    teacher = settings.config.reference.teacher
+    if teacher is None or teacher.adapter is None or strategy not in SHARDED:
+        return None
+    reason = "a teacher in shards is read from its files; name the merged policy of the LoRA run in source"
+    return bad_value("reference.teacher.adapter", teacher.adapter, f"null with {strategy}", reason)
+
+
+# --- terms and advantage --------------------------------------------------------------------------------------------
+
+
+def own_baseline_without_group(settings: TrainingSettings) -> UserError | None:
+    if settings.config.rollout.group_size >= 2:
+        return None
+    for position, term in enumerate(settings.terms):
+        if term.baseline == "own":
+            allowed = "before or after with rollout.group_size 1 (own compares a group)"
+            return bad_value(f"kl.{position}.baseline", "own", allowed)
+    return None
+
+
+def own_credit_before_gae(settings: TrainingSettings) -> UserError | None:
+    if not uses_critic(settings.config.algorithm):
+        return None
+    for position, term in enumerate(settings.terms):
+        # GAE sums later returns itself, so that the cost of a token alone would become a cost to go, discounted.
+        if term.baseline == "before" and term.credit == "own":
+            reason = "gae itself gives later costs to earlier tokens"
+            return bad_value(f"kl.{position}.credit", "own", "to_go or total", reason)
+    return None
+
+
+# --- DPO ------------------------------------------------------------------------------------------------------------
+
+
+def setting_unused_by_dpo(settings: TrainingSettings) -> UserError | None:
+    algorithm = settings.config.algorithm
+    if algorithm.dpo is None:
+        return None
+    # Compared with the defaults, because a resolved config does not say which of its values a user wrote.
+    for name in UNUSED_BY_DPO:
+        if getattr(algorithm, name) != getattr(AlgorithmConfig(), name):
+            return UserError(
+                f"algorithm.{name}: algorithm.dpo takes the place of the policy term, so this would do nothing; "
+                "remove one of the two"
+            )
+    return None
+
+
+def ess_scaling_of_dpo(settings: TrainingSettings) -> UserError | None:
+    scaling = settings.config.optimizer.ess_scaling
+    if settings.config.algorithm.dpo is None or scaling == "none":
+        return None
+    return bad_value("optimizer.ess_scaling", scaling, "none", "algorithm.dpo has no importance weights")
+
+
+def terms_beside_dpo(settings: TrainingSettings) -> UserError | None:
+    if settings.config.algorithm.dpo is None or not settings.terms:
+        return None
+    return UserError(
+        f"kl: got {len(settings.terms)} term(s); with algorithm.dpo it must be [] (its strength is algorithm.dpo.beta)"
+    )
+
+
+RULES: tuple[Callable[[TrainingSettings], UserError | None], ...] = (
+    trained_weights_in_16_bit,
+    value_settings_without_critic,
+    max_kl_without_periodic_term,
+    periodic_reference_that_never_moves,
+    term_without_teacher,
+    teacher_without_term,
+    loading_options_of_a_served_teacher,
+    temperature_of_a_served_teacher,
+    term_needs_more_than_a_server_gives,
+    adapter_of_a_sharded_teacher,
+    own_baseline_without_group,
+    own_credit_before_gae,
+    setting_unused_by_dpo,
+    ess_scaling_of_dpo,
+    terms_beside_dpo,
+)

@@ -1,0 +1,75 @@
+"""How a run ends: its summary, the batch that it failed on, and the commands that repeat and evaluate it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kl_comedy.config import Config, config_hash
+from kl_comedy.io import atomic_write
+from kl_comedy.records import Scored
+from kl_comedy.redaction import redact
+from kl_comedy.training.callbacks import sample_rows
+from kl_comedy.training.run_folder import RunDir
+
+
+def resume_command(command: str) -> str:
+    """The command that resumes the run that ``command`` started."""
+    if "resume=auto" in command.split():
+        return command
+    return f"{command} resume=auto"
+
+
+def evaluate_command(run: RunDir, config: Config) -> str:
+    """The command that evaluates the policy of a finished run."""
+    arguments = ["kl-comedy", "evaluate", str(run.path / "config.yaml"), f"model.source={run.policy}"]
+    if config.model.options:
+        arguments.append("model.options={}")
+    if config.model.lora is not None:
+        arguments.append("model.lora=null")  # RUN/policy is merged
+    if config.eval.kl:
+        arguments.append(f"eval.reference={run.path / 'config.yaml'}")
+    return shlex.join(arguments)
+
+
+def run_summary(
+    run: RunDir,
+    config: Config,
+    *,
+    status: str,
+    reason: str | None,
+    command: str,
+    kl_label: str,
+    run_id: str | None,
+) -> dict[str, Any]:
+    """The content of summary.json but for the results. Tables and commands read stored summaries by these keys."""
+    return {
+        "status": status,
+        "reason": None if reason is None else redact(reason),
+        "name": config.name,
+        "seed": config.seed,
+        "steps": config.train.steps,
+        "config_hash": config_hash(config),
+        "kl": kl_label,
+        "command": command,
+        "resume_command": resume_command(command),
+        "evaluate_command": evaluate_command(run, config),
+        "mlflow_uri": config.tracking.uri,
+        "run_id": run_id,
+    }
+
+
+def write_failed_batch(run: RunDir, reason: str, rows: Sequence[Scored]) -> Path:
+    """Write the rows on which an update failed to RUN/failed_batch.json, with the sampler's log-probs."""
+    file = run.path / "failed_batch.json"
+    entries = []
+    for row in rows:
+        entry = dict(sample_rows((row,))[0])
+        entry["completion_ids"] = row.rollout.completion_ids
+        entry["behaviour_logps"] = row.rollout.logps
+        entries.append(entry)
+    atomic_write(file, json.dumps({"reason": redact(reason), "rows": entries}, indent=1))
+    return file

@@ -1,0 +1,297 @@
+"""The record of a run: its folder and lock, its loggers, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+
+from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
+from kl_comedy.errors import RunFailed, RunStopped
+from kl_comedy.models.onednn_linear import linear_library
+from kl_comedy.registry import plugin_line
+from kl_comedy.rollouts import Sampler
+from kl_comedy.tracking import provenance_files, provenance_tags
+from kl_comedy.tracking.logger import NullLogger, RunLogger
+from kl_comedy.tracking.loggers import build_loggers
+from kl_comedy.tracking.store import param_texts
+from kl_comedy.training.checkpoint import newest_checkpoint
+from kl_comedy.training.distributed import RankFailed, Ranks, RankWatch
+from kl_comedy.training.export import save_policy, write_card
+from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.problems import PromptSets
+from kl_comedy.training.run_folder import (
+    PLUGIN_FOLDER,
+    PLUGINS,
+    RunDir,
+    create_run,
+    find_run,
+    repair_config,
+    step_of,
+)
+from kl_comedy.training.run_outcome import resume_command, run_summary, write_failed_batch
+from kl_comedy.training.stop_signals import StopRequest
+from kl_comedy.training.strategies import RankLauncher
+from kl_comedy.training.tags import kl_label, policy_tags, term_tags
+
+log = logging.getLogger("kl_comedy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedRun:
+    """A run's folder, locked for this process, and where training begins in it."""
+
+    run: RunDir
+    is_resumed: bool
+    """Whether the folder was there, with a checkpoint or without."""
+    checkpoint: Path | None
+    """What training resumes from; None where it begins at update 0."""
+
+    @property
+    def step(self) -> int:
+        """The update after which training begins."""
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
+
+
+def open_run(config: Config, ranks: Ranks, lock: contextlib.ExitStack) -> OpenedRun:
+    """Find or create the folder, and lock it until ``lock`` is closed. All ranks call.
+
+    Raises :class:`UserError` on all ranks where another process trains in the folder.
+    """
+    # Rank 0 looks for all: on a shared disk, ranks that look at different times could find different folders.
+    earlier = ranks.broadcast(ranks.on_rank_zero(lambda: find_run(config)))
+    run = earlier
+    if run is None:
+        run = ranks.broadcast(ranks.on_rank_zero(lambda: create_run(config)))
+    assert run is not None
+    locked: RunDir = run
+    ranks.on_rank_zero(lambda: lock.enter_context(locked.lock()))
+    ranks.on_rank_zero(lambda: repair_config(locked, config))
+    checkpoint = None
+    if earlier is not None:
+        checkpoint = newest_checkpoint(run.checkpoints, ranks)
+    return OpenedRun(run=run, is_resumed=earlier is not None, checkpoint=checkpoint)
+
+
+class RunRecord(Callback):
+    """The run's folder, its logger, and how it ended. ``run`` is None until everything is built."""
+
+    def __init__(self, config: Config, console: Console, command: str, request: StopRequest) -> None:
+        self.run: RunDir | None = None
+        self._config = config
+        self._console = console
+        self._command = command
+        self._request = request
+        self._ranks = Ranks()
+        self._lock = contextlib.ExitStack()
+        self._watch = RankWatch(lambda: f"; resume with: {resume_command(command)}")
+
+    def watch_ranks_of(self, launcher: Any) -> None:
+        """Watch the processes that ``launcher`` will start, if it starts any."""
+        if isinstance(launcher, RankLauncher):
+            launcher.on_start = self._watch.watch_children
+
+    # --- beginning ---
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find or create the folder, once data and policy are there: a mistake leaves no folder behind."""
+        module: PolicyModule = pl_module
+        self._ranks = module.ranks
+        self._watch.watch_others(self._ranks)
+        self._kl_label = kl_label(list(module.terms.values()))
+        opened = open_run(self._config, self._ranks, self._lock)
+        trainer.strategy.newest_checkpoint = opened.checkpoint
+        self._prepare_sampler(trainer.datamodule.backend, opened)
+        self._start_loggers(trainer, module, opened)
+        # Set last: from now on an early end writes a summary into the folder.
+        self.run = opened.run
+        module.run_folder = opened.run.path
+        self._announce(opened)
+
+    def _prepare_sampler(self, backend: Any, opened: OpenedRun) -> None:
+        sampler = Sampler.of(self._config)
+        if sampler.capabilities.needs_folder:
+            backend.work_in(opened.run.path)
+        if sampler.beside and opened.checkpoint is None:
+            # Engines start on the first weights they are given, and take long: they do it while the loggers start.
+            # A resumed run publishes when its weights are restored.
+            backend.publish(0)
+
+    def _start_loggers(self, trainer: Any, module: PolicyModule, opened: OpenedRun) -> None:
+        hash_tags = {}
+        for name, reference in module.references.items():
+            if not reference.moving:
+                tag = "reference.hash" if name == "initial" else f"{name}.hash"
+                hash_tags[tag] = reference.hash  # on every rank: sharded weights are hashed by an exchange
+        prompts: PromptSets = trainer.datamodule.prompts
+        logger = self._ranks.on_rank_zero(lambda: self._start_logger(module, prompts, opened, hash_tags))
+        self._logger = logger or NullLogger()
+        others = self._ranks.on_rank_zero(lambda: self._other_loggers(opened.run)) or []
+        trainer.loggers = [self._logger, *others]  # trainer.logger is the first
+
+    def _start_logger(
+        self, module: PolicyModule, prompts: PromptSets, opened: OpenedRun, hash_tags: dict[str, str]
+    ) -> RunLogger:
+        """The run's own logger, with what a reader needs to repeat the run: tags, provenance, plugins."""
+        config = self._config
+        run = opened.run
+        logger = RunLogger(
+            config.tracking,
+            run_dir=run.path,
+            run_name=run.path.name,
+            params=flatten(to_plain(config)),
+            tags=self._tags(run, prompts, module) | hash_tags,
+            resume=opened.is_resumed,
+            resume_step=None if opened.checkpoint is None else opened.step,
+            live=config.train.checkpoint_every == 0,
+        )
+        # A resumed run may be on another machine or version; its provenance goes beside the first.
+        folder = f"provenance/resumed-at-{opened.step}" if opened.is_resumed else "provenance"
+        for file in provenance_files(run.path / folder):
+            logger.log_artifact(file, folder=folder)
+        if not opened.is_resumed and (run.path / PLUGINS).is_file():
+            logger.log_artifact(run.path / PLUGINS, folder=PLUGIN_FOLDER)
+            for file in sorted((run.path / PLUGIN_FOLDER).rglob("*.py")):
+                logger.log_artifact(file, folder=str(file.parent.relative_to(run.path)))
+        return logger
+
+    def _tags(self, run: RunDir, prompts: PromptSets, module: PolicyModule) -> dict[str, str]:
+        """What exactly is trained: config, data, certificates."""
+        config = self._config
+        # Kept for the model card at the end: enumerating takes a second.
+        self._certificate = term_tags(config, list(module.terms.values()))
+        return {
+            **provenance_tags(plugins=plugins_of(config)),
+            "host.products": linear_library(),
+            "config.hash": config_hash(config),
+            "config.hash_without_seed": config_hash(config, without=("seed",)),
+            **{f"data.hash.{name}": value for name, value in prompts.hashes.items()},
+            **{f"data.count.{name}": str(value) for name, value in prompts.counts.items()},
+            **self._certificate,
+            **policy_tags(config),
+            "run.command": self._command,
+            "run.dir": str(run.path),
+        }
+
+    def _other_loggers(self, run: RunDir) -> list[Any]:
+        """Those of ``tracking.loggers``, which get the config without secrets."""
+        loggers = build_loggers(self._config.tracking.loggers, run.path, run.path.name)
+        for logger in loggers:
+            logger.log_hyperparams(param_texts(flatten(to_plain(self._config))))
+        return loggers
+
+    def _announce(self, opened: OpenedRun) -> None:
+        train = self._config.train
+        sampler = Sampler.of(self._config)
+        if self._ranks.size > 1 or sampler.beside:
+            nodes = "1 node" if train.nodes == 1 else f"{train.nodes} nodes"
+            processes = f"{train.strategy}, {self._ranks.size} processes on {nodes}"
+            self._console.print(f"{processes}; samples from {sampler.name}", soft_wrap=True, highlight=False)
+        action = "training for"
+        if opened.is_resumed:
+            action = f"resuming at update {opened.step} of"
+        self._console.print(f"{action} {train.steps} updates in {opened.run.path}", soft_wrap=True, highlight=False)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """From now on a signal lets the current update finish.
+
+        Lightning's SIGTERM handler, registered just before, broadcasts in the middle of whatever the process does,
+        another exchange too, and waits there for ever. Ours replaces it until the end of the fit.
+        """
+        self._request.finishing = True
+        self._request.listen()
+
+    # --- end ---
+
+    def save_policy(self, module: PolicyModule) -> None:
+        """Write RUN/policy. Raises :class:`RunFailed` where it cannot be written."""
+        assert self.run is not None
+        try:
+            self._ranks.raise_on_all_ranks(partial(save_policy, self.run, module))
+        except (OSError, RankFailed) as error:
+            module.last_batch = None  # it is not the reason
+            advice = f"after freeing disk space, run: kl-comedy export {self.run.path} FOLDER"
+            raise RunFailed(f"trained, but the policy could not be written: {error}; {advice}") from error
+
+    def fail(self, error: BaseException, module: PolicyModule) -> None:
+        """Write the summary of a run that ended early. Returns where ``error`` itself should be raised.
+
+        The loss of another rank comes first, because it is the cause of many other errors. Raises :class:`RunStopped`
+        after SIGUSR1, else :class:`RunFailed`.
+        """
+        lost_ranks = self._watch.lost(error)
+        if lost_ranks is not None:
+            reason = f"{lost_ranks} at update {module.version} of {self._config.train.steps}"
+            self.end("FAILED", reason)
+            raise RunFailed(f"{reason}; {self._resume_advice}") from None
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            self._fail_by_interrupt(module)
+        elif isinstance(error, RunFailed) and self.run is not None:
+            self._fail_with_batch(error, self.run, module)
+        else:
+            plugin = plugin_line(error)
+            origin = f" (plugin {plugin})" if plugin else ""
+            self.end("FAILED", f"{type(error).__name__}: {error}{origin}")
+
+    @property
+    def _resume_advice(self) -> str:
+        return f"resume with: {resume_command(self._command)}"
+
+    def _fail_by_interrupt(self, module: PolicyModule) -> None:
+        received = self._request.signal
+        event = f"stopped by {received.name}" if received else "interrupted"
+        reason = f"{event} at update {module.version}"
+        self.end("KILLED", reason)
+        # SIGUSR1 comes before a job's time limit: whoever sent it starts the job again.
+        kind = RunStopped if received is signal.SIGUSR1 else RunFailed
+        raise kind(f"{reason} of {self._config.train.steps}; {self._resume_advice}") from None
+
+    def _fail_with_batch(self, error: RunFailed, run: RunDir, module: PolicyModule) -> None:
+        reason = str(error)
+        if module.last_batch is not None and self._ranks.is_rank_zero:
+            file = write_failed_batch(run, reason, module.last_batch.rows)
+            reason += f"; the last batch is kept in {file}"
+        self.end("FAILED", reason)
+        raise RunFailed(reason) from error
+
+    def end(self, status: str, reason: str | None = None, **results: Any) -> dict[str, Any]:
+        """Close the logger and write the summary; the summary. Empty where the run has no folder yet."""
+        run = self.run
+        if run is None:
+            return {}
+        self._logger.log_artifact(run.path / "config.yaml", folder="config")
+        self._logger.finish(status, reason)
+        summary = run_summary(
+            run,
+            self._config,
+            status=status,
+            reason=reason,
+            command=self._command,
+            kl_label=self._kl_label,
+            run_id=self._logger.run_id,
+        )
+        summary |= results
+        try:
+            if self._ranks.is_rank_zero:
+                run.write_summary(summary)
+                if status == "FINISHED":
+                    write_card(run.policy, self._config, summary, self._certificate)
+        except OSError as error:
+            message = f"{run.path}/summary.json cannot be written ({error.strerror})"
+            if status == "FINISHED":
+                # Without a summary the run counts as unfinished; a second start finishes it from its last checkpoint.
+                raise RunFailed(f"{message}; run it again") from error
+            log.warning(message)
+        return summary
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._watch.end()
+        self._lock.close()

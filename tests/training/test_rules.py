@@ -1,0 +1,67 @@
+"""Each rule of kl_comedy.training.rules, by its name: settings that break it, and no rule before it."""
+
+import pytest
+
+from kl_comedy.config import load_config
+from kl_comedy.errors import UserError
+from kl_comedy.kl import resolve_terms
+from kl_comedy.training.build import check_training
+from kl_comedy.training.rules import RULES, TrainingSettings, broken_rule
+from training_runs import TINY
+
+TEACHER = ["reference.teacher.source=pocket", "kl=opd/sampled"]
+SERVED = [*TEACHER, "reference.teacher.url=http://localhost:1"]
+DPO = ["algorithm.dpo={beta: 0.5}", "kl=[]"]
+BROKEN = {
+    "trained_weights_in_16_bit": ["model.dtype=bfloat16"],
+    "value_settings_without_critic": ["algorithm.value.lam=0.5"],
+    "max_kl_without_periodic_term": ["reference.max_kl=0.1"],
+    "periodic_reference_that_never_moves": ["reference.period=null"],
+    "term_without_teacher": ["kl=opd/sampled"],
+    "teacher_without_term": ["reference.teacher.source=pocket"],
+    "loading_options_of_a_served_teacher": [*SERVED, "reference.teacher.dtype=bfloat16"],
+    "temperature_of_a_served_teacher": [*SERVED, "rollout.temperature=0.7"],
+    "term_needs_more_than_a_server_gives": [*SERVED, "kl=opd/reverse"],
+    "adapter_of_a_sharded_teacher": [
+        *TEACHER,
+        "reference.teacher.adapter=folder",
+        "train.strategy=fsdp",
+        "train.devices=2",
+    ],
+    "own_baseline_without_group": [
+        "rollout.group_size=1",
+        "algorithm.advantage=batch_mean",
+        "kl=[{estimator: k1, placement: reward, baseline: own}]",
+    ],
+    "own_credit_before_gae": [
+        "algorithm.advantage=gae",
+        "kl=[{estimator: k1, placement: reward, credit: own, baseline: before}]",
+    ],
+    "setting_unused_by_dpo": [*DPO, "algorithm.reward_weight=2"],
+    "ess_scaling_of_dpo": [*DPO, "optimizer.ess_scaling=sqrt"],
+    "terms_beside_dpo": [*DPO, "kl=[{estimator: k1}]"],
+}
+
+
+def settings(overrides):
+    config = load_config(TINY, overrides)
+    return TrainingSettings(config=config, terms=resolve_terms(config.kl))
+
+
+def test_the_table_and_this_file_have_the_same_rules():
+    assert [rule.__name__ for rule in RULES] == list(BROKEN)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_rule_is_broken_by_its_settings_and_refuses_the_run(name):
+    broken = broken_rule(settings(BROKEN[name]))
+    assert broken is not None, "these settings break no rule"
+    assert broken[0] == name
+    with pytest.raises(UserError) as refused:
+        check_training(load_config(TINY, BROKEN[name]))
+    assert str(refused.value) == str(broken[1])
+
+
+@pytest.mark.parametrize("overrides", [[], TEACHER, SERVED, DPO, ["algorithm.advantage=gae"], ["model.lora={rank: 2}"]])
+def test_settings_that_can_train_break_no_rule(overrides):
+    assert broken_rule(settings(overrides)) is None
