@@ -787,7 +787,7 @@ def test_a_damaged_export_is_a_table_or_one_line(tmp_path, suffix):
 
     rows = [{"run_id": f"r{n}", "status": "FINISHED", "metrics.x": n / 3, "params.a": "b"} for n in range(20)]
     frame, file = pd.DataFrame(rows), tmp_path / f"runs.{suffix}"
-    results.write(frame, suffix, file)
+    results.write_table(results.ResultTable(frame=frame), suffix, file)
     whole = file.read_bytes()
     for number in range(60):
         file.write_bytes(spoil(whole, random.Random(f"{suffix} {number}")))

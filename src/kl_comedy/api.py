@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kl_comedy.errors import RunFailed, UserError, bad_value
+from kl_comedy.errors import UserError, bad_value
 from kl_comedy.extras import named_extras, require
 from kl_comedy.kl import REGIMES, KLTerm, recipe
 from kl_comedy.kl.oracle.certificate import Certificate
@@ -311,7 +311,9 @@ def results_table(
 
     Returns:
         Columns: the keys of ``group``, further keys in which runs differ, ``metric``, ``n`` (seeds), ``mean``, ``low``,
-        ``high``, ``runs``, ``failed``.
+        ``high``, ``runs``, ``failed``, and ``collapsed`` where the runs measured the metric of the default rule.
+        ``attrs["notes"]`` is a list of sentences, those that the command prints: what is left out, pooled, mixed,
+        stale or collapsed.
 
     Raises:
         UserError: an unknown key, metric, status or rule, no store at ``uri``, or a missing extra.
@@ -328,23 +330,23 @@ def results_table(
             raise bad_value("status", each, STATUSES)
     counted = [each.upper() for each in status]
     with named_extras():
-        from kl_comedy.tracking import runs, values
         from kl_comedy.tracking.compare import summarize
+        from kl_comedy.tracking.runs import short
+        from kl_comedy.tracking.selection import OptionNames, RunQuery, choose_runs, with_run_values
 
-        frame = runs.runs_frame(str(uri), experiment, where)
-        if frame.empty:
-            raise RunFailed(f"no run in {uri} matches")
-        groups = [runs.resolve(frame, key, "group") for key in group]
-        pooled = [runs.resolve(frame, key, "pool") for key in pool]
-        columns: list[str] = []
-        for name in metrics:
-            matching = runs.matching_metrics(frame, name)
-            if not matching:
-                matching = [runs.resolve(frame.filter(regex=r"^metrics\."), name, "--metric")]
-            columns += matching
-        columns = list(dict.fromkeys(columns))  # two patterns may name one metric
-        frame = values.drop_repeats(frame, counted, groups)
-        groups += values.separating_keys(frame, groups, pooled)
-        frame = values.with_values(str(uri), runs.sort_by_groups(frame, groups), columns, of)
-        table = summarize(frame, groups, columns, interval, counted)
-    return table.assign(metric=table["metric"].map(runs.short)).rename(columns=runs.short)
+        query = RunQuery(
+            uri=str(uri),
+            experiment=experiment,
+            where=where,
+            metrics=metrics,
+            group=group,
+            pool=pool,
+            statuses=counted,
+            of=of,
+            options=OptionNames(group="group", pool="pool", metric="metrics"),
+        )
+        chosen = with_run_values(query, choose_runs(query))
+        table = summarize(chosen.frame, chosen.groups, chosen.metrics, interval, counted)
+    table = table.assign(metric=table["metric"].map(short)).rename(columns=short)
+    table.attrs["notes"] = chosen.notes
+    return table

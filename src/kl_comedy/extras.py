@@ -68,6 +68,15 @@ def require(command: str | None) -> None:
             raise _missing(module, f"{command} needs")
 
 
+def require_module(module: str, who_needs: str) -> None:
+    """Raise :class:`MissingExtra` where a module that ``who_needs``, as an option, is not installed.
+
+    Nothing is imported. Ask before long work, whose result the missing module would throw away.
+    """
+    if not _is_installed(module):
+        raise _missing(module, f"{who_needs} needs")
+
+
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None

@@ -1,30 +1,33 @@
-"""``certify``: by exact enumeration, what KL terms or (``--policy``) policy losses and corrections optimize."""
+"""``kl-comedy certify``: what KL terms optimize, or with ``--policy`` policy losses and corrections, by enumeration."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from kl_comedy.cli import certify_output as output
 from kl_comedy.cli import common
 from kl_comedy.cli.common import Plugins, choice_option, load, load_plugins, message, progress_bar
 from kl_comedy.errors import RunFailed, UserError, bad_value, nearest, unknown_key
+from kl_comedy.extras import require_module
 from kl_comedy.io import parse_yaml, read_text
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
     from kl_comedy.kl import KLTerm
-    from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext
+    from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext, Effect
     from kl_comedy.kl.oracle.certificate import Certificate
     from kl_comedy.kl.oracle.part_claims import PartsCoverage
     from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
     from kl_comedy.objective import PolicyTerm
+
+Item = TypeVar("Item")
+AnyCertificate = TypeVar("AnyCertificate")
 
 POLICY_FIELDS = {
     "policy_loss": "loss",
@@ -34,26 +37,43 @@ POLICY_FIELDS = {
 }
 """Keys of a mapping after ``--policy``, as under ``algorithm`` in a config."""
 
-POLICY_HELP = """Instead of KL terms: a policy loss or correction, decoupled_ppo, all, a config, or
-'{policy_loss: reinforce, correction: {tis: {cap: 2}}}'"""
+POLICY_HELP = (
+    "Instead of KL terms: a policy loss or correction, decoupled_ppo, all, a config, or "
+    "'{policy_loss: reinforce, correction: {tis: {cap: 2}}}'"
+)
 
 Names = Annotated[list[str] | None, typer.Argument(help="Recipes, or YAML files: a config, or a list of terms")]
 Terms = Annotated[list[str] | None, typer.Option("--term", help="One term, as '{estimator: k3, placement: loss}'")]
 Estimators = Annotated[
     list[str] | None,
-    typer.Option("--estimator", help="Every meaningful combination of an estimator, uncorrected and not"),
+    typer.Option("--estimator", help="Certify every valid combination that uses this estimator"),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of all that is drawn: the same seed gives the same verdict")]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, help="Seed of the drawn settings: the same seed gives the same verdict")
+]
 Search = Annotated[
-    float, typer.Option("--search", min=0.0, help="Seconds for a search of settings in which a claim is false")
+    float, typer.Option("--search", min=0.0, help="Seconds to search for a setting in which a claim is false")
 ]
 Full = Annotated[
-    bool, typer.Option("--full", help="Of a plugin or --estimator: all rows, not the main ones and the failures only")
+    bool,
+    typer.Option("--full", help="Show every combination of a plugin or --estimator, not only main ones and failures"),
 ]
-Policies = Annotated[list[str] | None, typer.Option("--policy", help=POLICY_HELP.replace("\n", " "))]
+Policies = Annotated[list[str] | None, typer.Option("--policy", help=POLICY_HELP)]
 Regimes = Annotated[
     list[str] | None, typer.Option("--regime", help="on_policy, off_policy or mixed (default: all three)")
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """How to certify, and what to print."""
+
+    regimes: tuple[str, ...]
+    seed: int
+    search_seconds: float
+    format: str
+    plot: Path | None
+    full: bool
 
 
 def certify(
@@ -70,7 +90,7 @@ def certify(
     search: Search = 0.0,
     plugin: Plugins = None,
 ) -> None:
-    """Compute by exact enumeration which gradient KL terms have: target, bias, cosine, variance, in each regime.
+    """Compute the exact expected gradient of KL terms by enumeration: target, bias, cosine, variance, in each regime.
 
     Without names: every recipe and part, or every combination of the parts that a plugin registers. Exit code 1
     when a claim of a term or an estimator is false. The last line says what was checked, with which seed; another
@@ -84,37 +104,69 @@ def certify(
     """
     from kl_comedy.kl import REGIMES
 
-    for each in regime or ():
-        common.check_choice("--regime", each, REGIMES)
-    regimes = tuple(regime or REGIMES)
-    if policy and (names or term or estimator or matrix or plot):
-        raise UserError("--policy certifies against the reward gradient; ask for KL terms in a second call")
+    for name in regime or ():
+        common.check_choice("--regime", name, REGIMES)
+    settings = _Settings(
+        regimes=tuple(regime or REGIMES), seed=seed, search_seconds=search, format=format, plot=plot, full=full
+    )
+    asked = _Asked(names=names or [], terms=term or [], estimators=estimator or [], matrix=matrix, plugins=plugin or [])
     if policy:
-        load_plugins(plugin)
-        false_claims = _certify_policies(policy, regimes, format, seed)
+        if asked.names_parts or plot:
+            raise UserError("--policy certifies against the reward gradient; ask for KL terms in a second call")
+        load_plugins(asked.plugins)
+        false_claims = _certify_policies(policy, settings)
     else:
-        request = _requested_terms(names or [], term or [], estimator or [], matrix, plugin or [])
-        false_claims = _certify_terms(request, regimes, _Output(format=format, plot=plot, full=full), seed, search)
+        if plot is not None:
+            _check_plot(plot)  # before the enumeration, which takes seconds to minutes
+        false_claims = _certify_terms(_requested_terms(asked), settings)
     if false_claims:
         raise RunFailed("claims that do not hold:\n  " + "\n  ".join(false_claims))
 
 
-def _enumerate(requested: Mapping[str, Any], certify: Callable[[str, Any], Iterable[Any]]) -> list[Any]:
-    """The certificates of all that was requested, by name, behind a progress bar."""
-    certificates: list[Any] = []
+def _check_plot(plot: Path) -> None:
+    """Raise :class:`UserError` where the picture could not be drawn or has an unknown format."""
+    from kl_comedy.tracking.figures import check_suffix
+
+    require_module("matplotlib", "--plot")
+    check_suffix(plot, "--plot")
+
+
+def _with_progress(
+    requested: Mapping[str, Item], certify_one: Callable[[str, Item], Iterable[AnyCertificate]]
+) -> list[AnyCertificate]:
+    """The certificates of all items, by name, with a progress bar."""
+    certificates: list[AnyCertificate] = []
     with progress_bar("enumerating", len(requested)) as advance:
         for name, item in requested.items():
-            certificates += certify(name, item)
+            certificates += certify_one(name, item)
             advance()
     return certificates
 
 
-# --- KL terms -----------------------------------------------------------------------------------------------------
+# --- which KL terms -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """Which KL terms the user names, as the options say it."""
+
+    names: list[str]
+    terms: list[str]
+    estimators: list[str]
+    matrix: bool
+    plugins: list[Path]
+
+    @property
+    def names_parts(self) -> bool:
+        """Whether any term is named; else the new parts of the plugins are meant, or all recipes."""
+        return bool(self.names or self.terms or self.estimators or self.matrix)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Lists of terms by name, the algorithms around those of configs, further estimators and corrections to check.
+    """What is certified: lists of terms that act together, and parts.
 
-    ``hidden``: names whose rows a table leaves out while their claims hold.
+    ``lists``: the terms by name. ``contexts``: the algorithms of the configs among them. ``estimators`` and
+    ``corrections``: parts to check even if no list uses them. ``hidden``: names whose rows a table leaves out while
+    their claims hold.
     """
 
     lists: dict[str, tuple[KLTerm, ...]]
@@ -124,142 +176,182 @@ class _Request:
     hidden: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Output:
-    format: str
-    plot: Path | None
-    full: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DrawnSettings:
-    """How many settings are drawn per regime, and the least and the largest of what they have."""
-
-    number: int
-    spans: dict[str, list[float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Checked:
-    """What a call checked; ``worst_error``: the largest error of a target that is hit."""
-
-    parts: PartsCoverage
-    enumerated_tokens: tuple[int, int]
-    drawn: _DrawnSettings
-    search_seconds: float
-    worst_error: float
-
-    def row(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            **asdict(self.parts),
-            "enumerated_tokens": self.enumerated_tokens,
-            "drawn_settings": self.drawn.number,
-            "drawn": self.drawn.spans,
-            "search_seconds": self.search_seconds,
-            "worst_error": self.worst_error,
-        }
-
-
-def _certify_terms(request: _Request, regimes: Sequence[str], output: _Output, seed: int, search: float) -> list[str]:
-    """Check the parts, print one certificate per list of terms and regime; return the false claims."""
-    from kl_comedy.kl.oracle.algorithm_context import effects
-    from kl_comedy.kl.oracle.certificate import LONG, TREE
-    from kl_comedy.kl.oracle.certificate import certify as certify_terms
-
-    false_claims, parts = _check_parts(request, seed)
-    share = search / max(1, len(request.lists) * len(regimes))
-    certificates: list[Certificate] = _enumerate(
-        request.lists,
-        lambda name, terms: certify_terms(name, terms, regimes=regimes, seed=seed, search_seconds=share),
-    )
-    checked = _Checked(
-        parts=parts,
-        enumerated_tokens=(TREE.length, LONG.length),
-        drawn=_drawn(regimes, seed),
-        search_seconds=search,
-        worst_error=max((c.worst_error for c in certificates if c.target), default=0.0),
-    )
-    in_training = [
-        effect for name, context in request.contexts.items() for effect in effects(name, request.lists[name], context)
-    ]
-    if output.format == "json":
-        by_regime = {(effect.name, effect.regime): effect.row() for effect in in_training}
-        shared = {"checked": checked.row()}
-        rows = [{**c.row(), "in_training": by_regime.get((c.name, c.regime)), **shared} for c in certificates]
-        print(json.dumps(rows, indent=1))
-    elif output.format == "csv":
-        _print_table([_csv_row(c) for c in certificates], "csv")
-        message(_covered(checked))
-    else:
-        shown = [c for c in certificates if output.full or c.name not in request.hidden or not c.claim_holds]
-        notes = [TERM_LEGEND] if shown else []
-        if len(shown) < len(certificates):
-            notes.append(f"{len(shown)} of {len(certificates)} rows: the main ones and the failures; --full prints all")
-        if shown:
-            _print_table([_table_row(c) for c in shown], output.format, [*notes, _covered(checked)])
-        if in_training:
-            print()
-            _print_table([_rounded(effect.row()) for effect in in_training], output.format, [STRENGTH_LEGEND])
-    if output.plot is not None:
-        from kl_comedy.lab.certificate_plot import plot_certificates
-
-        plot_certificates(certificates, output.plot)
-        message(f"figure: {output.plot}")
-    for certificate in certificates:
-        if certificate.false_claim is not None:
-            false_claims.append(certificate.false_claim)
-    return false_claims
-
-
-def _requested_terms(
-    names: list[str], terms: list[str], estimators: list[str], matrix: bool, plugins: list[Path]
-) -> _Request:
+def _requested_terms(asked: _Asked) -> _Request:
+    """Load the plugins, and turn what is asked into terms. Raises :class:`UserError`."""
     from kl_comedy.config.validate import parse_record
-    from kl_comedy.kl.claims import all_terms
     from kl_comedy.kl.term import KLTerm
     from kl_comedy.registry import CORRECTIONS, ESTIMATORS, RECIPES
 
-    before = {*ESTIMATORS.names(), *CORRECTIONS.names()}
-    load_plugins(plugins)
-    new, new_corrections = ([name for name in kind.names() if name not in before] for kind in (ESTIMATORS, CORRECTIONS))
+    built_in = {*ESTIMATORS.names(), *CORRECTIONS.names()}
+    load_plugins(asked.plugins)
+    new_estimators = [name for name in ESTIMATORS.names() if name not in built_in]
+    new_corrections = [name for name in CORRECTIONS.names() if name not in built_in]
+
     lists: dict[str, tuple[KLTerm, ...]] = {}
     contexts: dict[str, AlgorithmContext] = {}
-    for name in names:
+    for name in asked.names:
         _add_name(name, lists, contexts)
-    single = [parse_record(KLTerm, common.parse_yaml("--term", text), key="--term") for text in terms]
-    lists |= {term.label(): (term,) for term in single}
-    combinations: list[KLTerm] = []
-    every_part = matrix
-    if not (names or terms or estimators or matrix):
-        estimators = new
-        every_part = not (new or new_corrections)
+    for text in asked.terms:
+        term = parse_record(KLTerm, common.parse_yaml("--term", text), key="--term")
+        lists[term.label()] = (term,)
+    brings_new_parts = bool(new_estimators or new_corrections)
+    all_recipes = not asked.names_parts and not brings_new_parts
+    if all_recipes:
+        lists |= {entry.name: entry.fn() for entry in RECIPES}
+
+    hidden: set[str] = set()
+    combinations = _combinations(asked, new_estimators, new_corrections)
+    for label, term in combinations.items():
+        shown = asked.matrix or label in lists or _is_main(term, new_corrections)
+        if not shown:
+            hidden.add(label)
+    lists |= {label: (term,) for label, term in combinations.items()}
+
+    estimators = [*new_estimators, *asked.estimators]
+    corrections = new_corrections
+    if asked.matrix or all_recipes:
+        estimators = ESTIMATORS.names()
+        corrections = CORRECTIONS.names()
+    return _Request(lists=lists, contexts=contexts, estimators=estimators, corrections=corrections, hidden=hidden)
+
+
+def _combinations(asked: _Asked, new_estimators: Sequence[str], new_corrections: Sequence[str]) -> dict[str, KLTerm]:
+    """The valid combinations that are asked for, by label: the whole matrix, or those of some parts."""
+    from kl_comedy.kl.claims import all_terms
+
+    if asked.matrix:
+        return {term.label(): term for term in all_terms(None)}
+    terms: list[KLTerm] = []
+    if asked.estimators:
+        terms += all_terms(asked.estimators)
+    elif not asked.names_parts:
         if new_corrections:
-            combinations += all_terms(None, new_corrections)
-        elif not new:
-            lists |= {entry.name: entry.fn() for entry in RECIPES}
-    if matrix or estimators:
-        combinations += all_terms(None if matrix else estimators)
-    by_label = {term.label(): term for term in combinations if matrix or term.anchor == "current"}
-    hidden = {
-        label for label, term in by_label.items() if not (matrix or label in lists or _is_main(term, new_corrections))
-    }
-    lists |= {label: (term,) for label, term in by_label.items()}
-    return _Request(
-        lists=lists,
-        contexts=contexts,
-        estimators=ESTIMATORS.names() if every_part else [*new, *estimators],
-        corrections=CORRECTIONS.names() if every_part else new_corrections,
-        hidden=hidden,
-    )
+            terms += all_terms(None, new_corrections)
+        if new_estimators:
+            terms += all_terms(new_estimators)
+    # Another anchor changes the reference of a term, not which parts it is made of: the matrix alone has those.
+    return {term.label(): term for term in terms if term.anchor == "current"}
 
 
 def _is_main(term: KLTerm, new_corrections: Sequence[str]) -> bool:
     """Whether a combination is one that is commonly trained: per token, uncorrected or per decision."""
-    usual = term.level == "token" and term.credit in (None, "to_go") and term.gradient == "natural"
+    usual_credit = term.credit in (None, "to_go")
+    if term.level != "token" or not usual_credit or term.gradient != "natural":
+        return False
     if term.correction in new_corrections:
-        return usual and term.estimator in ("k1", "k3", "exact")
-    return usual and term.correction in ("none", "prefix" if term.needs == "log_ratio" else "prefix_previous")
+        return term.estimator in ("k1", "k3", "exact")
+    per_decision = "prefix" if term.needs == "log_ratio" else "prefix_previous"
+    return term.correction in ("none", per_decision)
+
+
+def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[str, AlgorithmContext]) -> None:
+    """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too)."""
+    from kl_comedy.kl.recipes import resolve_terms
+    from kl_comedy.registry import ADVANTAGES, OWN_PART, RECIPES
+
+    path = Path(name)
+    if name in RECIPES:
+        lists[name] = RECIPES.get(name).fn()
+        return
+    is_config = name.endswith((".yaml", ".yml"))
+    if not is_config and not path.is_file():
+        near = nearest(name, RECIPES.names())
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes; {OWN_PART})")
+    if path.is_file():
+        content = _read_yaml(path)
+        if isinstance(content, list):
+            lists[name] = resolve_terms(content, name)
+            return
+    config = _load_without_dpo(name)
+    lists[name] = resolve_terms(config.kl)
+    # A critic's values exist in training only, so that there is no algorithm to enumerate.
+    if not ADVANTAGES.get(config.algorithm.advantage).facts.get("critic"):
+        contexts[name] = _context_of(config)
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return parse_yaml(read_text(path))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: not YAML ({error})") from None
+
+
+def _context_of(config: Config) -> AlgorithmContext:
+    """The algorithm around the terms of a config, with groups small enough to enumerate."""
+    from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, AlgorithmContext
+
+    algorithm = config.algorithm
+    return AlgorithmContext(
+        advantage=algorithm.advantage,
+        policy_loss=algorithm.policy_loss,
+        policy_loss_options=dict(algorithm.policy_loss_options),
+        correction=dict(algorithm.correction),
+        proximal=algorithm.proximal,
+        group_size=min(config.rollout.group_size, LARGEST_GROUP),
+        reduction="sequence_sum",
+        drop_truncated=algorithm.mask_truncated,
+    )
+
+
+def _load_without_dpo(name: str) -> Config:
+    config = load(Path(name))
+    if config.algorithm.dpo is not None:
+        raise UserError(
+            f"{name}: algorithm.dpo takes the place of the policy term and of kl, so there is no KL term and no policy "
+            "term to certify (docs/replay.md)"
+        )
+    return config
+
+
+# --- certificates of KL terms ---------------------------------------------------------------------------------------
+def _certify_terms(request: _Request, settings: _Settings) -> list[str]:
+    """Check the parts, print one certificate per list of terms and regime, and return the false claims."""
+    from kl_comedy.kl.oracle.algorithm_context import effects
+    from kl_comedy.kl.oracle.certificate import LONG, TREE
+    from kl_comedy.kl.oracle.certificate import certify as certify_terms
+
+    false_claims, parts = _check_parts(request, settings.seed)
+    searches = max(1, len(request.lists) * len(settings.regimes))
+    certificates: list[Certificate] = _with_progress(
+        request.lists,
+        lambda name, terms: certify_terms(
+            name,
+            terms,
+            regimes=settings.regimes,
+            seed=settings.seed,
+            search_seconds=settings.search_seconds / searches,
+        ),
+    )
+    checked = output.Checked(
+        parts=parts,
+        enumerated_tokens=(TREE.length, LONG.length),
+        drawn=output.drawn_settings(settings.regimes, settings.seed),
+        search_seconds=settings.search_seconds,
+        worst_error=max((c.worst_error for c in certificates if c.target), default=0.0),
+    )
+    in_training: list[Effect] = []
+    for name, context in request.contexts.items():
+        in_training += effects(name, request.lists[name], context)
+
+    if settings.format == "json":
+        _print_json(certificates, in_training, checked)
+    elif settings.format == "csv":
+        output.print_table([output.term_csv_row(certificate) for certificate in certificates], "csv")
+        message(output.checked_sentence(checked))
+    else:
+        hidden = set() if settings.full else request.hidden
+        shown = [c for c in certificates if c.name not in hidden or not c.claim_holds]
+        _print_tables(shown, len(certificates), in_training, checked, settings.format)
+    if settings.plot is not None:
+        from kl_comedy.lab.certificate_plot import plot_certificates
+
+        plot_certificates(certificates, settings.plot)
+        message(f"figure: {settings.plot}")
+    for certificate in certificates:
+        if certificate.false_claim is not None:
+            false_claims.append(certificate.false_claim)
+    return false_claims
 
 
 def _check_parts(request: _Request, seed: int) -> tuple[list[str], PartsCoverage]:
@@ -268,166 +360,71 @@ def _check_parts(request: _Request, seed: int) -> tuple[list[str], PartsCoverage
 
     options: dict[str, list[Mapping[str, Any]]] = {name: [] for name in request.estimators}
     corrections = dict.fromkeys(request.corrections)
-    for term in (term for terms in request.lists.values() for term in terms):
-        options.setdefault(term.estimator, []).append(term.options)
-        corrections[term.correction] = None
+    for terms in request.lists.values():
+        for term in terms:
+            options.setdefault(term.estimator, []).append(term.options)
+            corrections[term.correction] = None
     return check_parts(options, corrections, seed=seed)
 
 
-def _covered(checked: _Checked) -> str:
-    """What was checked, in a sentence."""
-    sentences = [*_estimators_covered(checked.parts), *_corrections_covered(checked.parts)]
-    sentences.append(
-        f"gradients enumerated in float64 over {_listed(checked.enumerated_tokens)} tokens, {_in_drawn(checked.drawn)}"
-        f": largest error of a target that is hit {checked.worst_error:.1g}"
-    )
-    if checked.search_seconds:
-        sentences.append(f"searched for {checked.search_seconds:g} s")
-    return f"checked (seed {checked.parts.seed}): " + "; ".join(sentences)
+def _print_json(certificates: Sequence[Certificate], in_training: Sequence[Effect], checked: output.Checked) -> None:
+    effect_rows = {(effect.name, effect.regime): effect.row() for effect in in_training}
+    checked_row = checked.row()
+    rows = []
+    for certificate in certificates:
+        effect_row = effect_rows.get((certificate.name, certificate.regime))
+        rows.append({**certificate.row(), "in_training": effect_row, "checked": checked_row})
+    print(json.dumps(rows, indent=1))
 
 
-def _estimators_covered(parts: PartsCoverage) -> list[str]:
-    """The log-ratios, the distributions of top-k estimators, and the options."""
-    low, high = parts.log_ratios
-    dtypes = " and ".join(parts.dtypes)
-    by_log_ratio = {name: covered.float32 for name, covered in parts.estimators.items() if covered.float32 is not None}
-    overflows: dict[str, list[str]] = {}
-    for name, (smallest, largest) in by_log_ratio.items():
-        if smallest not in (low, 0.0):  # an exact KL begins at 0
-            overflows.setdefault(f"below {smallest:.1f}", []).append(name)
-        if largest != high:
-            overflows.setdefault(f"above {largest:.1f}", []).append(name)
-    sentences = []
-    if by_log_ratio:
-        sentences = [f"estimators at {parts.points:,} log-ratios from {low:g} to {high:g} nats in {dtypes}"]
-    if overflows:
-        places = ", ".join(f"{where}: {', '.join(names)}" for where, names in overflows.items())
-        sentences[0] += f" (float32 overflows {places})"
-    for name, covered in parts.estimators.items():
-        if covered.distributions:
-            sentences.append(f"{name} on {covered.distributions} distributions of {covered.vocabulary} tokens")
-        for option, values in covered.options.items():
-            texts = [value if isinstance(value, str) else f"{value:.3g}" for value in values]
-            sentences.append(f"{name} with {option} = {', '.join(texts)}")
-    return sentences
-
-
-def _corrections_covered(parts: PartsCoverage) -> list[str]:
-    """The lengths of the completions in which corrections were checked."""
-    lengths = {length: None for covered in parts.corrections.values() for length in covered.tokens}
-    if not lengths:
-        return []
-    largest = max(covered.float32[1] for covered in parts.corrections.values())
-    return [f"corrections over {_listed(lengths)} tokens (in float32 up to {largest:g} nats)"]
-
-
-def _drawn(regimes: Sequence[str], seed: int) -> _DrawnSettings:
-    """How many settings are drawn per regime, and what they cover."""
-    from kl_comedy.kl.oracle.certificate import battery
-    from kl_comedy.kl.oracle.drawn import coverage
-
-    instances = [each.instance for regime in regimes for each in battery(regime, seed=seed) if each.setting]
-    return _DrawnSettings(number=len(instances) // len(regimes), spans=coverage(instances))
-
-
-def _in_drawn(drawn: _DrawnSettings) -> str:
-    texts = {name: f"{low:g} to {high:g}" for name, (low, high) in drawn.spans.items()}
-    return (
-        f"and in {drawn.number} drawn settings per regime (vocabulary {texts['vocabulary']}, {texts['steps']} steps, "
-        f"log-ratios {texts['log_ratios']} nats, token log-probs from {drawn.spans['log_probs'][0]:.3g}; 1e4 nats "
-        "stand for a token that is impossible under the reference)"
-    )
-
-
-def _listed(items: Iterable[object]) -> str:
-    *others, last = map(str, items)
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[str, AlgorithmContext]) -> None:
-    """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too)."""
-    from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, AlgorithmContext
-    from kl_comedy.kl.recipes import resolve_terms
-    from kl_comedy.registry import ADVANTAGES, OWN_PART, RECIPES
-
-    path = Path(name)
-    if name in RECIPES:
-        lists[name] = RECIPES.get(name).fn()
-        return
-    if not name.endswith((".yaml", ".yml")) and not path.is_file():
-        near = nearest(name, RECIPES.names())
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes; {OWN_PART})")
-    if path.is_file():
-        try:
-            content = parse_yaml(read_text(path))
-        except (ValueError, OSError) as error:
-            raise UserError(f"{path}: not YAML ({error})") from None
-        if isinstance(content, list):
-            lists[name] = resolve_terms(content, name)
-            return
-    config = _load_without_dpo(name)
-    algorithm = config.algorithm
-    lists[name] = resolve_terms(config.kl)
-    if not ADVANTAGES.get(algorithm.advantage).facts.get("critic"):  # a critic's values exist in training only
-        contexts[name] = AlgorithmContext(
-            advantage=algorithm.advantage,
-            policy_loss=algorithm.policy_loss,
-            policy_loss_options=dict(algorithm.policy_loss_options),
-            correction=dict(algorithm.correction),
-            proximal=algorithm.proximal,
-            group_size=min(config.rollout.group_size, LARGEST_GROUP),
-            reduction="sequence_sum",
-            drop_truncated=algorithm.mask_truncated,
-        )
-
-
-def _csv_row(c: Certificate) -> dict[str, Any]:
-    row = c.row()
-    for measure in ("relative_bias", "cosine"):
-        row |= {f"{measure}_{name}": value for name, value in row.pop(measure).items()}
-    return {**row, "terms": json.dumps(row["terms"])}
-
-
-def _table_row(c: Certificate) -> dict[str, Any]:
-    bias, cosine = c.relative_bias["sequence_reverse"], c.cosine["sequence_reverse"]
-    return {
-        "name": c.name,
-        "regime": c.regime,
-        "optimizes": c.target or "none",
-        "bias": _three_digits(bias),
-        "cosine": "-" if cosine != cosine else f"{cosine:.2f}",
-        "noise": "-" if c.variance_ratio is None else f"{c.variance_ratio:.3g}x",
-        "verdict": c.verdict,
-    }
+def _print_tables(
+    shown: Sequence[Certificate], total: int, in_training: Sequence[Effect], checked: output.Checked, format: str
+) -> None:
+    """Print the certificates ``shown`` of ``total``, and below them what they become in the algorithms of configs."""
+    if shown:
+        notes = [output.TERM_LEGEND]
+        if len(shown) < total:
+            notes.append(f"{len(shown)} of {total} rows: the main ones and the failures; --full prints all")
+        notes.append(output.checked_sentence(checked))
+        output.print_table([output.term_table_row(certificate) for certificate in shown], format, notes)
+    if in_training:
+        print()
+        rows = [output.rounded(effect.row()) for effect in in_training]
+        output.print_table(rows, format, [output.STRENGTH_LEGEND])
 
 
 # --- policy terms ---------------------------------------------------------------------------------------------------
-def _certify_policies(requested: Sequence[str], regimes: Sequence[str], format: str, seed: int) -> list[str]:
+def _certify_policies(requested: Sequence[str], settings: _Settings) -> list[str]:
     """Print one certificate per policy term and regime; return the false claims."""
     from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.policy_certificate import UPDATES, certify_policy
 
-    certificates: list[PolicyCertificate] = _enumerate(
+    certificates: list[PolicyCertificate] = _with_progress(
         _policy_terms(requested),
-        lambda name, term: certify_policy(name, term, regimes=regimes, updates=UPDATES, seed=seed),
+        lambda name, term: certify_policy(name, term, regimes=settings.regimes, updates=UPDATES, seed=settings.seed),
     )
-    if format == "json":
-        print(json.dumps([c.row() for c in certificates], indent=1))
-    elif format == "csv":
-        _print_table([_policy_csv_row(c) for c in certificates], format)
+    if settings.format == "json":
+        print(json.dumps([certificate.row() for certificate in certificates], indent=1))
+    elif settings.format == "csv":
+        output.print_table([output.policy_csv_row(certificate) for certificate in certificates], "csv")
     else:
-        covered = (
-            f"checked (seed {seed}): gradients enumerated in float64 over {TREE.length} and {LONG.length} tokens, "
+        drawn = output.drawn_settings(settings.regimes, settings.seed)
+        checked = (
+            f"checked (seed {settings.seed}): gradients enumerated in float64 over {TREE.length} and {LONG.length} "
+            f"tokens, {output.drawn_sentence(drawn)}"
         )
-        covered += _in_drawn(_drawn(regimes, seed))
-        _print_table([_policy_table_row(c) for c in certificates], format, [POLICY_LEGEND, covered])
-    return [
-        f"{c.name}, {c.regime}: claims the reward gradient, and the enumerated one is "
-        + (f"not it in a drawn setting: {c.missed_in}" if c.missed_in else f"{c.relative_bias:.3g} off it")
-        for c in certificates
-        if not c.claim_holds
-    ]
+        rows = [output.policy_table_row(certificate) for certificate in certificates]
+        output.print_table(rows, settings.format, [output.POLICY_LEGEND, checked])
+    return [_false_policy_claim(certificate) for certificate in certificates if not certificate.claim_holds]
+
+
+def _false_policy_claim(certificate: PolicyCertificate) -> str:
+    if certificate.missed_in:
+        difference = f"not it in a drawn setting: {certificate.missed_in}"
+    else:
+        difference = f"{certificate.relative_bias:.3g} off it"
+    claim = "claims the reward gradient, and the enumerated one is"
+    return f"{certificate.name}, {certificate.regime}: {claim} {difference}"
 
 
 def _policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
@@ -446,11 +443,7 @@ def _policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
         elif text.endswith((".yaml", ".yml")):
             terms[text] = PolicyTerm.of(_load_without_dpo(text).algorithm)
         elif text.lstrip().startswith("{"):
-            fields = common.parse_yaml("--policy", text)
-            for name in fields:
-                if name not in POLICY_FIELDS:
-                    raise unknown_key(f"--policy.{name}", fields[name], list(POLICY_FIELDS))
-            term = PolicyTerm(**{POLICY_FIELDS[name]: value for name, value in fields.items()})
+            term = _parse_policy_term(text)
             terms[term.label()] = term
         else:
             raise bad_value("--policy", text, ["all", *known], OWN_PART)
@@ -459,94 +452,12 @@ def _policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
     return terms
 
 
-def _policy_csv_row(c: PolicyCertificate) -> dict[str, Any]:
-    row = c.row()
-    return {**row, "terms": json.dumps(row["terms"]), "relative_bias": c.relative_bias, "cosine": c.cosine}
+def _parse_policy_term(text: str) -> PolicyTerm:
+    """A policy term from a YAML mapping with the keys of a config's ``algorithm``. Raises :class:`UserError`."""
+    from kl_comedy.objective import PolicyTerm
 
-
-def _policy_table_row(c: PolicyCertificate) -> dict[str, Any]:
-    return {
-        "name": c.name,
-        "regime": c.regime,
-        "update": c.update,
-        "exact": "yes" if c.exact else "no",
-        "bias": _three_digits(c.relative_bias),
-        "cosine": f"{c.cosine:.2f}",
-        "strength": f"{c.strength:.2f}",
-        "variance": f"{c.variance:.3g}",
-        "dropped": f"{c.dropped_share:.0%}",
-        "verdict": c.verdict,
-    }
-
-
-# --- both ---------------------------------------------------------------------------------------------------------
-TERM_LEGEND = (
-    "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL; noise: the variance of one "
-    "completion's gradient over that of the least noisy unbiased term"
-)
-STRENGTH_LEGEND = (
-    "strength: how much of the sequence-level reverse-KL gradient is left, the beta one gets for a beta of 1"
-)
-POLICY_LEGEND = (
-    "bias, cosine: of the expected gradient, against the gradient of the reward; strength: how much of that is "
-    "left; variance: of one completion's gradient, over its square; dropped: share of tokens without gradient"
-)
-
-
-def _print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[str] = ()) -> None:
-    """Print rows and notes; as text, no line is wider than the terminal: long cells follow beneath their row."""
-    import pandas as pd
-
-    from kl_comedy.tracking.tables import render
-
-    width = shutil.get_terminal_size((0, 0)).columns
-    if format in ("csv", "latex", "markdown"):
-        print(render(pd.DataFrame(rows), format, notes))
-        return
-    lines = render(pd.DataFrame(rows), format).splitlines()
-    if width and max(map(len, lines)) > width:
-        lines = _narrow(rows, width)
-    notes = [textwrap.fill(note, width) if width else note for note in notes]
-    print("\n".join([*lines, *(f"\n{note}" for note in notes)]))
-
-
-def _narrow(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
-    """The rows as text of at most ``width`` columns: names wrapped, sentences beneath their row."""
-    import pandas as pd
-
-    from kl_comedy.tracking.tables import render
-
-    beneath = [name for name in rows[0] if name in ("verdict", "around")]
-    short = [{name: value for name, value in row.items() if name not in beneath} for row in rows]
-    others = render(pd.DataFrame([{**row, "name": ""} for row in short]), "table").splitlines()
-    room = max(20, width - max(map(len, others)) + len("name"))
-    names = [textwrap.wrap(str(row["name"]), room) for row in short]
-    first = [
-        {**row, "name": name[0].ljust(room if len(name) > 1 else 0)} for row, name in zip(short, names, strict=True)
-    ]
-    head, rule, *lines = render(pd.DataFrame(first), "table").splitlines()
-    printed = [head, rule]
-    for line, name, row in zip(lines, names, rows, strict=True):
-        printed += [line, *name[1:]]
-        for key in beneath:
-            printed += textwrap.wrap(str(row[key]), width, initial_indent="    ", subsequent_indent="    ")
-    return printed
-
-
-def _load_without_dpo(name: str) -> Config:
-    config = load(Path(name))
-    if config.algorithm.dpo is not None:
-        raise UserError(
-            f"{name}: algorithm.dpo takes the place of the policy term and of kl, so there is no KL term and no policy "
-            "term to certify (docs/replay.md)"
-        )
-    return config
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: _three_digits(value) if isinstance(value, float) else value for name, value in row.items()}
-
-
-def _three_digits(value: float) -> str:
-    """Three digits; what is zero up to rounding is 0."""
-    return "0" if abs(value) < 1e-9 else f"{value:.3g}"
+    fields = common.parse_yaml("--policy", text)
+    for name in fields:
+        if name not in POLICY_FIELDS:
+            raise unknown_key(f"--policy.{name}", fields[name], list(POLICY_FIELDS))
+    return PolicyTerm(**{POLICY_FIELDS[name]: value for name, value in fields.items()})

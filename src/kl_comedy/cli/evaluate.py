@@ -1,15 +1,15 @@
-"""``kl-comedy evaluate``: the model of a config, a run or a checkpoint, on evaluation sets and suites."""
+"""``kl-comedy evaluate``: evaluate the model of a config, a run or a checkpoint on evaluation sets and suites."""
 
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,24 +20,30 @@ from kl_comedy.cli.common import Plugins, choice_option, load_plugins, load_run_
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import CLUSTER_METHODS
 
+if TYPE_CHECKING:
+    from kl_comedy.cli.evaluation_runs import EvaluationRequest, Target
+
 TargetArgument = Annotated[
     str, typer.Argument(help="A config, a run, a checkpoint, a model's folder or hub id, or pocket")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as eval.samples=8 eval.temperature=0.7")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. eval.samples=8 eval.temperature=0.7")]
 Suites = Annotated[list[str] | None, typer.Option("--suite", help="Names (`kl-comedy list suites`) or YAML files")]
-Ks = Annotated[str | None, typer.Option("--k", help="Of pass@k and maj@k, with commas; at most eval.samples")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many problems of each suite")]
+Ks = Annotated[
+    str | None, typer.Option("--k", help="Comma-separated k for pass@k and maj@k; each at most eval.samples")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Evaluate only the first N problems of each suite")]
 DataRoot = Annotated[
-    Path | None, typer.Option(envvar="KL_COMEDY_DATA", help="The folder of the suites' files; else by hub name")
+    Path | None,
+    typer.Option(envvar="KL_COMEDY_DATA", help="Folder of the suites' files; default: download from the hub"),
 ]
 Data = Annotated[list[str] | None, typer.Option("--data", help="SUITE=FILE or SUITE=FILE#SHA256, for one suite")]
 Template = Annotated[str, typer.Option(help="auto (the suite's choice), plain or chat")]
 IntervalOption = Annotated[str, choice_option("--interval", *CLUSTER_METHODS)]
 ShardOption = Annotated[
-    str | None, typer.Option("--shard", help="I/N, this process's part; read from torchrun and srun")
+    str | None, typer.Option("--shard", help="I/N, this process's part; default: from torchrun or srun")
 ]
 Chunk = Annotated[int, typer.Option(min=1, help="Problems sampled at a time; another number draws other samples")]
-Out = Annotated[Path, typer.Option(help="The folder of records; the same call resumes there")]
+Out = Annotated[Path, typer.Option(help="Folder of records; the same call resumes there")]
 Format = Annotated[str, choice_option("--format", "table", "json", "csv", "markdown")]
 
 
@@ -62,7 +68,7 @@ def evaluate(
     Examples: `kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root data eval.samples=8 eval.temperature=0.7`,
     `kl-comedy evaluate configs/quickstart.yaml model.source=runs/RUN/policy eval.samples=8`
     """
-    from kl_comedy.cli.evaluation_runs import EvaluationRequest, evaluate_sets, evaluate_suites, resolve_target
+    from kl_comedy.cli.evaluation_runs import EvaluationRequest, resolve_target
     from kl_comedy.evaluation.records import parse_shard
     from kl_comedy.evaluation.suites import get_suite, parse_data_files
 
@@ -70,41 +76,64 @@ def evaluate(
     load_run_plugins(target, given=plugin)
     ks = _parse_ks(k)
     part = parse_shard(shard)
-    files = parse_data_files(data or [])
-    names = [name for word in suite or [] for name in word.split(",") if name]
-    for name in names:
+    request = EvaluationRequest(
+        suites=_suite_names(suite or []),
+        out=out,
+        shard=part,
+        launched=shard is None and part.count > 1,
+        ks=ks,
+        limit=limit,
+        root=data_root,
+        files=parse_data_files(data or []),
+        template=template,
+        interval=interval,
+        chunk=chunk,
+    )
+    for name in request.suites:
         get_suite(name)  # a misspelled suite is refused before data.eval is evaluated
-    for text in overrides or []:
-        key, _, value = text.partition("=")
-        if key.strip() == "eval.reference":
-            load_run_plugins(value, given=plugin)
-    console = stderr_console()
+    _load_plugins_of_reference(overrides or [], plugin)
     with resolve_target(target, overrides or []) as resolved:
         config = resolved.config
-        suites = names or config.eval.suites
-        if not suites and not config.data.eval:
-            raise UserError("data.eval: names no set to evaluate on; name suites with --suite (kl-comedy list suites)")
-        if not suites:
+        if not request.suites and not config.eval.suites:
+            if not config.data.eval:
+                nothing = "data.eval: names no set to evaluate on"
+                raise UserError(f"{nothing}; name suites with --suite (kl-comedy list suites)")
             _refuse_options_of_suites({"--k": k, "--limit": limit, "--data": data, "--shard": shard})
-        if not suite and config.data.eval:
-            show_sets(evaluate_sets(config, console), format)
-        if not suites:
-            return
-        root = data_root or (Path(config.eval.data_root) if config.eval.data_root else None)
-        request = EvaluationRequest(
-            suites=suites,
-            out=out,
-            shard=part,
-            launched=shard is None and part.count > 1,
-            ks=ks,
-            limit=limit,
-            root=root,
-            files=files,
-            template=template,
-            interval=interval,
-            chunk=chunk,
-        )
-        rows = evaluate_suites(resolved, request, console)
+        _evaluate(resolved, request, format)
+
+
+def _suite_names(words: Sequence[str]) -> list[str]:
+    """The names after ``--suite``, which may be repeated and takes several with commas."""
+    names: list[str] = []
+    for word in words:
+        names += [name for name in word.split(",") if name]
+    return names
+
+
+def _load_plugins_of_reference(overrides: Sequence[str], plugins: Sequence[Path] | None) -> None:
+    """Load the plugins that the run behind ``eval.reference`` was trained with, where an override names one."""
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key.strip() == "eval.reference":
+            load_run_plugins(value, given=plugins)
+
+
+def _evaluate(target: Target, request: EvaluationRequest, format: str) -> None:
+    """Evaluate what the request names, else the sets and the suites of the target's config, and print the scores."""
+    from kl_comedy.cli.evaluation_runs import evaluate_sets, evaluate_suites
+
+    config = target.config
+    console = stderr_console()
+    if not request.suites and config.data.eval:
+        show_sets(evaluate_sets(config, console), format)
+    suites = request.suites or config.eval.suites
+    if not suites:
+        return
+
+    root = request.root
+    if root is None and config.eval.data_root:
+        root = Path(config.eval.data_root)
+    rows = evaluate_suites(target, replace(request, suites=suites, root=root), console)
     if rows:
         show_suites(rows, format)
 
@@ -135,55 +164,75 @@ MEASURED = {
 
 
 def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
-    """Print scores of evaluation sets, in the table a column per set."""
+    """Print scores of evaluation sets; the table has one column per set."""
     if format == "json":
         print(json.dumps(rows, indent=1))
         return
     measured = [name for name in MEASURED if any(name in row for row in rows)]
-    headings = ("set", "problems", "samples", "reward [95%]", "length", "truncated", *(MEASURED[n] for n in measured))
-    cells = []
-    for row in rows:
-        numbers = (f"{row['length']:.1f}", f"{row['truncated_share']:.1%}", *(f"{row[name]:.4f}" for name in measured))
-        cells.append((row["set"], str(row["problems"]), str(row["samples"]), _with_interval(row, "reward"), *numbers))
-    (first, *sets), *lines = zip(headings, *cells, strict=True)
-    table = Table(first, *map(escape, sets))
-    for heading, *values in lines:
-        table.add_row(escape(heading), *map(escape, values))
+    table = Table("set", *(escape(row["set"]) for row in rows))
+
+    def add_score(heading: str, cells: Sequence[str]) -> None:
+        table.add_row(escape(heading), *map(escape, cells))
+
+    add_score("problems", [str(row["problems"]) for row in rows])
+    add_score("samples", [str(row["samples"]) for row in rows])
+    add_score("reward [95%]", [_with_interval(row, "reward") for row in rows])
+    add_score("length", [f"{row['length']:.1f}" for row in rows])
+    add_score("truncated", [f"{row['truncated_share']:.1%}" for row in rows])
+    for name in measured:
+        add_score(MEASURED[name], [f"{row[name]:.4f}" for row in rows])
     Console().print(table)
 
 
 def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
-    """Print scores of suites: a row per suite, in the table a row per score."""
-    cells = [{"suite": row["suite"], "problems": _size(row), **_scores(row)} for row in rows]
+    """Print scores of suites: one row per suite, in the table one row per score."""
     if format == "json":
         print(json.dumps(rows, indent=1))
-    elif format == "csv":
-        writer = csv.DictWriter(sys.stdout, list(dict.fromkeys(itertools.chain(*rows))), lineterminator="\n")
+        return
+    if format == "csv":
+        writer = csv.DictWriter(sys.stdout, _all_keys(rows), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    elif format == "markdown":
+        return
+
+    if format == "markdown":
         from kl_comedy.tracking.tables import markdown
 
-        names = list(dict.fromkeys(itertools.chain(*cells)))
+        cells = [{"suite": row["suite"], "problems": _size(row), **_scores(row)} for row in rows]
+        names = _all_keys(cells)
         print(markdown(names, [[row.get(name, "") for name in names] for row in cells]))
-    else:
-        table = Table("suite", "problems", "score", f"value [95%, {rows[0]['interval']}]")
-        for row in cells:
-            first = [row.pop("suite"), row.pop("problems")]
-            for name, value in row.items():
-                table.add_row(*first, name, escape(value))
-                first = ["", ""]
-            table.add_section()
-        Console().print(table)
+        return
+    table = Table("suite", "problems", "score", f"value [95%, {rows[0]['interval']}]")
+    for row in rows:
+        # Name and size stand in the first row of a suite only.
+        first_cells = [row["suite"], _size(row)]
+        for name, value in _scores(row).items():
+            table.add_row(*first_cells, name, escape(value))
+            first_cells = ["", ""]
+        table.add_section()
+    Console().print(table)
+
+
+def _all_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys of all rows, each once, in the order in which they first occur."""
+    keys: dict[str, None] = {}
+    for row in rows:
+        keys |= dict.fromkeys(row)
+    return list(keys)
 
 
 def _size(row: Mapping[str, Any]) -> str:
-    return f"{row['problems']} x {row['samples']}" if row["samples"] > 1 else str(row["problems"])
+    if row["samples"] > 1:
+        return f"{row['problems']} x {row['samples']}"
+    return str(row["problems"])
 
 
 def _with_interval(row: Mapping[str, Any], name: str) -> str:
-    bounds = [row.get(f"{name}_{end}") for end in ("low", "high")]
-    return f"{row[name]:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if None not in bounds else "")
+    low = row.get(f"{name}_low")
+    high = row.get(f"{name}_high")
+    if low is None or high is None:
+        return f"{row[name]:.3f}"
+    return f"{row[name]:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _scores(row: Mapping[str, Any]) -> dict[str, str]:
@@ -191,6 +240,10 @@ def _scores(row: Mapping[str, Any]) -> dict[str, str]:
     cells = {name: _with_interval(row, name) for name in row if f"{name}_low" in row}
     for name in ("truncated", "unparseable", "timeout", "refused"):
         share = row.get(f"{name}_share")
-        if share or (share is not None and name in ("truncated", "unparseable")):
+        # These two are worth a 0.0%: they explain a low score more often than the others.
+        always_shown = name in ("truncated", "unparseable")
+        if share or (share is not None and always_shown):
             cells[name] = f"{share:.1%}"
-    return {**cells, "tokens": f"{row['tokens']:.1f}"} if "tokens" in row else cells
+    if "tokens" in row:
+        cells["tokens"] = f"{row['tokens']:.1f}"
+    return cells

@@ -59,34 +59,46 @@ class Target:
 
 @contextlib.contextmanager
 def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
-    """A config file, a run's folder, a checkpoint, or a model's folder or name.
+    """What ``target`` names: a config file, a run's folder, a checkpoint, or a model's folder or name.
 
-    Of a run, its RUN/policy, else its newest complete checkpoint. The weights of a checkpoint are written to a
-    temporary folder for as long as the context lasts. Raises :class:`~kl_comedy.errors.UserError` for another target
-    and for mistakes in the overrides.
+    A run's weights are those of RUN/policy, else of its newest complete checkpoint. The weights of a checkpoint are
+    written to a temporary folder for as long as the context lasts. Raises :class:`~kl_comedy.errors.UserError` for
+    another target and for mistakes in the overrides.
     """
     path = Path(target)
-    checkpoint = path.suffix == ".ckpt"
-    run = RunDir(path=path.parent.parent if checkpoint else path)
     if path.suffix in (".yaml", ".yml"):
         config = load_config(path, overrides)
         yield Target(config=config, label=config.name)
         return
+
+    is_checkpoint = path.suffix == ".ckpt"
+    run = RunDir(path=path.parent.parent if is_checkpoint else path)
     if not (run.path / "config.yaml").is_file():
-        yield Target(config=load_config(None, [f"model.source={target}", *overrides]), label=path.name or target)
+        config = load_config(None, [f"model.source={target}", *overrides])
+        yield Target(config=config, label=path.name or target)
         return
+
     read = run.config_reader()
     trained = read([])
+    with tempfile.TemporaryDirectory(prefix="kl_comedy_policy_") as folder:
+        if run.policy.is_dir() and not is_checkpoint:
+            source = run.policy
+            step = trained.train.steps
+        else:
+            source = Path(folder) / "policy"
+            which = str(step_of(path)) if is_checkpoint else "newest"
+            step = step_of(export_policy(run, trained, source, which=which))
+        config = read([f"model.source={source}", *_changes_for_exported(trained), *overrides])
+        yield Target(config=config, label=f"{run.path.name}-{step}", run=run.path.name, step=step)
+
+
+def _changes_for_exported(trained: Config) -> list[str]:
+    """What a run's config needs to read its exported policy, which is whole: adapters are merged, options applied."""
     changes = ["model.options={}", "model.lora=null", "model.gguf_file=null", "model.revision=null"]
     if trained.rollout.backend == "replay":
+        # Recorded rollouts cannot answer the prompts of an evaluation.
         changes += ["rollout.backend=hf", "rollout.options={}"]
-    with tempfile.TemporaryDirectory(prefix="kl_comedy_policy_") as folder:
-        source, step = run.policy, trained.train.steps
-        if checkpoint or not run.policy.is_dir():
-            source = Path(folder) / "policy"
-            step = step_of(export_policy(run, trained, source, which=str(step_of(path)) if checkpoint else "newest"))
-        config = read([f"model.source={source}", *changes, *overrides])
-        yield Target(config=config, label=f"{run.path.name}-{step}", run=run.path.name, step=step)
+    return changes
 
 
 def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
@@ -104,10 +116,18 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
             with console.status(f"evaluating {eval_set.name} ({len(eval_set.prompts)} problems)"):
                 result = evaluate_set(backend, scorer, eval_set, settings, seed=seed)
             scores = result.row()
-            row = {"set": result.name, "problems": result.problems, "samples": result.samples}
-            row |= {"reward": scores.pop("reward")}
-            row |= {"half_width_95": result.metrics().get(f"eval/{result.name}/reward_half_width"), **scores}
-            rows.append({**row, "model": config.model.source, "reference": config.eval.reference})
+            rows.append(
+                {
+                    "set": result.name,
+                    "problems": result.problems,
+                    "samples": result.samples,
+                    "reward": scores.pop("reward"),
+                    "half_width_95": result.metrics().get(f"eval/{result.name}/reward_half_width"),
+                    **scores,
+                    "model": config.model.source,
+                    "reference": config.eval.reference,
+                }
+            )
     return rows
 
 
@@ -124,6 +144,8 @@ def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterat
 
 
 PLAIN_EVERY_S = 5.0
+"""How often progress is printed where stderr is no terminal."""
+
 STALLED_AFTER_S = 3600.0
 """How long the first of several ranks waits for the next chunk of the others before it fails."""
 
@@ -150,28 +172,24 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
 
     Mistakes in names, files, checksums, ``k`` and prompts raise :class:`UserError` before anything is sampled.
     """
-    import torch
-
     config = target.config
     suites = [get_suite(name) for name in request.suites]
-    names = [suite.name for suite in suites]
-    for name in request.files:
-        if name not in names:
-            raise bad_value("--data", name, names, "suites of this call")
-    check_ks(request.ks or (), config.eval.samples)
-    if config.eval.samples > 1 and config.eval.temperature == 0 and any(suite.kind == "generate" for suite in suites):
-        why = "greedy samples are all the same; set eval.temperature, as 0.7"
-        raise bad_value("eval.samples", config.eval.samples, "1 with eval.temperature 0", why)
-    root, limit = request.root, request.limit
-    problems = [suite_problems(suite, root=root, file=request.files.get(suite.name), limit=limit) for suite in suites]
-    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
-    if local and torch.cuda.is_available():  # each of several ranks on a node has a GPU
-        torch.cuda.set_device(int(local) % torch.cuda.device_count())
+    _check_request(config, suites, request)
+    problems = []
+    for suite in suites:
+        file = request.files.get(suite.name)
+        problems.append(suite_problems(suite, root=request.root, file=file, limit=request.limit))
+
+    _pick_gpu()
     loaded = load_model(config.model)
     weights = weights_hash(loaded.model)
-    plans = [_plan(config, *each, loaded, weights, request) for each in zip(suites, problems, strict=True)]
+    plans = []
+    for suite, suite_rows in zip(suites, problems, strict=True):
+        plans.append(_plan(config, suite, suite_rows, loaded, weights, request))
+
     rows = []
     with contextlib.ExitStack() as stack:
+        # Made by the first suite that generates: suites of choices need no sampler.
         backend = functools.cache(lambda: stack.enter_context(_backend(config, loaded, request.out)))
         for plan in plans:
             records = SuiteRecords(path=request.out / clean_path(target.label) / plan.folder_name, plan=plan)
@@ -188,6 +206,29 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
     return rows
 
 
+def _check_request(config: Config, suites: Sequence[SuiteConfig], request: EvaluationRequest) -> None:
+    """Raise :class:`UserError` for a file of another suite, an impossible k, and several greedy samples."""
+    names = [suite.name for suite in suites]
+    for name in request.files:
+        if name not in names:
+            raise bad_value("--data", name, names, "suites of this call")
+    check_ks(request.ks or (), config.eval.samples)
+    generates = any(suite.kind == "generate" for suite in suites)
+    several_greedy = config.eval.samples > 1 and config.eval.temperature == 0
+    if generates and several_greedy:
+        reason = "greedy samples are all the same; set eval.temperature, as 0.7"
+        raise bad_value("eval.samples", config.eval.samples, "1 with eval.temperature 0", reason)
+
+
+def _pick_gpu() -> None:
+    """Give each of several ranks on a node a GPU of its own. Before the model is loaded, which goes to the current."""
+    import torch
+
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
+    if local_rank and torch.cuda.is_available():
+        torch.cuda.set_device(int(local_rank) % torch.cuda.device_count())
+
+
 def _plan(
     config: Config,
     suite: SuiteConfig,
@@ -196,14 +237,23 @@ def _plan(
     weights: str,
     request: EvaluationRequest,
 ) -> SuitePlan:
+    """The evaluation of one suite. ``model`` in it identifies the records: a change there starts others."""
     template = resolve_template(suite, loaded.tokenizer, request.template)
     prompts, report = suite_prompts(suite, problems, loaded.tokenizer, template=template)
-    rollout, model = config.rollout, config.model
-    identity = {"weights": weights, "device": loaded.device.type, "options": dict(rollout.options)}
-    identity |= {name: getattr(model, name) for name in ("dtype", "attention", "share_prompt")}
+    rollout = config.rollout
+    identity = {
+        "weights": weights,
+        "device": loaded.device.type,
+        "options": dict(rollout.options),
+        "dtype": config.model.dtype,
+        "attention": config.model.attention,
+        "share_prompt": config.model.share_prompt,
+    }
     plugins = _plugins(config, suite).hashes
-    if plugins:  # a changed verifier is another evaluation; without plugins the identity is what it always was
+    # A changed verifier is another evaluation. Without plugins there is no such key: stored records would not match.
+    if plugins:
         identity["plugins"] = plugins
+    sampling = eval_sampling(config, suite)
     return SuitePlan(
         suite=suite,
         prompts=prompts,
@@ -212,7 +262,7 @@ def _plan(
         seed=config.seed,
         seeds=functools.partial(derive_seed, config.seed),
         chunk=request.chunk,
-        sampling=replace(eval_sampling(config, suite), top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p),
+        sampling=replace(sampling, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p),
         model={**identity, "backend": rollout.backend, "batch_sequences": rollout.batch_sequences},
         left_out={"too_long": report.too_long, "control_tokens": report.control_tokens},
     )
@@ -234,12 +284,14 @@ def _progress(console: Console, records: SuiteRecords) -> Iterator[Callable[[int
             task = bar.add_task(plan.suite.name, total=total, completed=done)
             yield lambda problems: bar.advance(task, problems)
         return
+
     printed_at = time.monotonic()
 
     def advance(problems: int) -> None:
         nonlocal done, printed_at
         done += problems
-        if time.monotonic() - printed_at >= PLAIN_EVERY_S or done == total:
+        is_due = time.monotonic() - printed_at >= PLAIN_EVERY_S
+        if is_due or done == total:
             printed_at = time.monotonic()
             console.print(f"{plan.suite.name} {done}/{total} problems", soft_wrap=True, highlight=False)
 
@@ -247,20 +299,30 @@ def _progress(console: Console, records: SuiteRecords) -> Iterator[Callable[[int
 
 
 def _is_complete(records: SuiteRecords, request: EvaluationRequest, console: Console) -> bool:
-    """Whether this process reports the scores. Of launched ranks only the first does, after waiting for the others."""
+    """Whether this process reports the scores.
+
+    Of launched ranks the first one reports, after waiting for the others. Of shards that were started one by one, the
+    call that finishes the records does. Raises :class:`RunFailed` where the other ranks stall.
+    """
     shard = request.shard
-    if request.launched and shard.index:
+    if request.launched and shard.index != 0:
         return False
-    changed_at, before = time.monotonic(), len(records.missing())
+    missing = len(records.missing())
+    changed_at = time.monotonic()
     while not records.merge():
+        missing_before = missing
         missing = len(records.missing())
         if not request.launched:
-            text = f"{records.plan.suite.name}: shard {shard.index}/{shard.count} is done; {missing} chunks of other "
-            text += "shards are missing; the call that finishes them reports"
-            console.print(text, soft_wrap=True, highlight=False)
+            console.print(
+                f"{records.plan.suite.name}: shard {shard.index}/{shard.count} is done; {missing} chunks of other "
+                "shards are missing; the call that finishes them reports",
+                soft_wrap=True,
+                highlight=False,
+            )
             return False
-        if missing != before:
-            changed_at, before = time.monotonic(), missing
+        if missing != missing_before:
+            changed_at = time.monotonic()
+        # A rank that died writes no chunk: without a limit this one would wait forever.
         if time.monotonic() - changed_at > STALLED_AFTER_S:
             raise RunFailed(f"{records.path}: {missing} chunks of other ranks did not come; the same command resumes")
         time.sleep(0.2)
@@ -269,14 +331,14 @@ def _is_complete(records: SuiteRecords, request: EvaluationRequest, console: Con
 
 def _report(records: SuiteRecords, target: Target, weights: str, request: EvaluationRequest) -> dict[str, Any]:
     """Score the records, write the scores beside them, and track them once."""
-    plan, rows = records.plan, records.rows()
+    plan = records.plan
+    rows = records.rows()
     if plan.generates:
         ks = default_ks(plan.samples) if request.ks is None else request.ks
         result = score_completions(plan.suite.name, rows, ks=ks, method=request.interval)
     else:
         result = score_choices(plan.suite.name, rows, method=request.interval)
     tags = target.tags()
-    provenance = _plugins(target.config, plan.suite).tags()
     row = {
         "suite": result.name,
         "kind": plan.suite.kind,
@@ -292,7 +354,8 @@ def _report(records: SuiteRecords, target: Target, weights: str, request: Evalua
         "records": str(records.path),
     }
     records.write_summary(row)
-    tags |= {**provenance, "evaluated.weights": weights}
+    tags |= _plugins(target.config, plan.suite).tags()
+    tags["evaluated.weights"] = weights
     records.track(result, target.config.tracking, tags=tags, step=target.step)
     return row
 
@@ -304,15 +367,20 @@ def evaluate_run(
 
     Records of suites are written below ``records``; an interrupted call resumes there.
     """
-    words = shlex.split(summary["evaluate_command"])[2:]
-    config = load_config(words[0], [*words[1:], *overrides])
-    suites, root = config.eval.suites, config.eval.data_root
+    # The command is "kl-comedy evaluate CONFIG KEY=VALUE ...".
+    config_file, *recorded_overrides = shlex.split(summary["evaluate_command"])[2:]
+    config = load_config(config_file, [*recorded_overrides, *overrides])
+    suites = config.eval.suites
     if not config.data.eval and not suites:
         raise UserError("evaluate: names nothing to evaluate on; data.eval and eval.suites are empty")
-    rows = evaluate_sets(config, console) if config.data.eval else []
+
+    rows: list[dict[str, Any]] = []
+    if config.data.eval:
+        rows += evaluate_sets(config, console)
     if suites:
         step = config.train.steps
         target = Target(config=config, label=f"{run.name}-{step}", run=run.name, step=step)
+        root = config.eval.data_root
         request = EvaluationRequest(suites=suites, out=records, root=None if root is None else Path(root))
         rows += evaluate_suites(target, request, console)
     return rows

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +26,8 @@ from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.manifest import FILE, Cell, Manifest, Sweep, plan, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Profile, profile_file, read_profile
 from kl_comedy.slurm.scripts import array_ranges, scripts
-from kl_comedy.slurm.status import SweepStatus, missing_work, read_status
+from kl_comedy.slurm.status import CellStatus, SweepStatus, missing_work, read_status
+from kl_comedy.slurm.submit import Work
 
 PIPE_WIDTH = 200
 """Columns where stdout is no terminal, so that nothing is cut."""
@@ -34,20 +35,23 @@ PIPE_WIDTH = 200
 SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder, or its name under sweeps/")]
 Slurm = Annotated[str | None, typer.Option(help="Site profile: a name in slurm/profiles, or a .yaml file")]
 Local = Annotated[int | None, typer.Option(min=1, help="Run on this machine, N cells at a time")]
+Output = Annotated[Path | None, typer.Option(help="The sweep's folder; default: sweeps/NAME")]
+Name = Annotated[str | None, typer.Option(help="The sweep's name and tag; default: the grid's")]
+FinishedIn = Annotated[
+    str | None, typer.Option(metavar="URI", help="A store or export; cells with a finished run there are left out")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print scripts and cells; write and submit nothing")]
 
 
 def sweep(
-    grid: Annotated[Path, typer.Argument(help="A grid file, as configs/sweeps/pocket_beta.yaml")],
+    grid: Annotated[Path, typer.Argument(help="A grid file, e.g. configs/sweeps/pocket_beta.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every cell")] = None,
     slurm: Slurm = None,
     local: Local = None,
     dry_run: DryRun = False,
-    output: Annotated[Path | None, typer.Option(help="The sweep's folder; default: sweeps/NAME")] = None,
-    name: Annotated[str | None, typer.Option(help="The sweep's name and tag; default: the grid's")] = None,
-    finished_in: Annotated[
-        str | None, typer.Option(metavar="URI", help="A store or export; cells with a finished run there are left out")
-    ] = None,
+    output: Output = None,
+    name: Name = None,
+    finished_in: FinishedIn = None,
     plugin: Plugins = None,
     format: TableOrJson = "table",
 ) -> None:
@@ -59,28 +63,35 @@ def sweep(
 
     Example: `kl-comedy sweep configs/sweeps/pocket_beta.yaml --local 2`
     """
-    if (slurm is None) == (local is None) and not (dry_run and slurm is None):
+    place = Place(slurm=slurm, workers=local)
+    nowhere = slurm is None and local is None
+    if place.is_ambiguous or (nowhere and not dry_run):
         raise UserError("say where: --slurm PROFILE for a cluster, or --local N for this machine")
-    profile = None if slurm is None else read_profile(slurm)
+    profile = place.read_profile()
     load_plugins(plugin)
     planned = read_grid(grid, name)
     manifest = plan(planned, directory=Path.cwd(), plugins=plugin or [], extra=overrides or [])
+
+    # Everything that can be refused is refused before anything is written.
     _check_suites(manifest)
-    _check_sizes(manifest.cells, profile, local)  # before anything is written
+    _check_sizes(manifest.cells, profile, local)
     _check_servers(manifest, profile, Path(planned.base))
     folder = output or Path("sweeps") / manifest.name
     planned_sweep = Sweep(path=folder.resolve(), manifest=manifest)
-    elsewhere = frozenset[int]() if finished_in is None else _finished_in(manifest, finished_in)
+    finished_elsewhere = frozenset[int]()
+    if finished_in is not None:
+        finished_elsewhere = _finished_in(manifest, finished_in)
     if dry_run:
         _print_plan(planned_sweep, profile, format)
         return
     if profile is not None:
-        scripts(planned_sweep, profile, manifest.cells)  # a path that no script can hold is refused here
+        scripts(planned_sweep, profile, manifest.cells)  # raises for a path that no script can hold
     if (folder / FILE).is_file():
         _check_plugins(read_sweep(folder), manifest.plugin_hashes)
+
     written = write_sweep(folder, manifest, standalone_text(Path(planned.base)))
     message(f"{len(manifest.cells)} cells in {written.path}")
-    _run_missing(written, slurm, local, elsewhere=elsewhere)
+    _run_missing(written, place, finished_elsewhere=finished_elsewhere)
 
 
 def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
@@ -89,26 +100,34 @@ def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
     Example: `kl-comedy status pocket_beta`
     """
     loaded = read_sweep(sweep)
-    cells = _read_status(loaded)
+    sweep_status = _read_status(loaded)
     if format == "json":
-        print(json.dumps([asdict(row) for row in cells.rows], indent=1))
+        print(json.dumps([asdict(row) for row in sweep_status.rows], indent=1))
         return
     columns = ["cell", "name", "seed", "state", "step", "reward", "node", "job", "tries", "evaluated", "why"]
     if loaded.manifest.evaluate is None:
         columns.remove("evaluated")
     table = Table(*columns)
-    for row in cells.rows:
-        values = {
+    for row in sweep_status.rows:
+        texts = {
             **asdict(row),
             "step": f"{row.step}/{row.steps}",
             "reward": "" if row.reward is None else f"{row.reward:.3f}",
             "tries": row.attempts,
-            "evaluated": "yes" if row.evaluated else "under way" if row.cell in cells.evaluating else "no",
+            "evaluated": _evaluation_state(row, sweep_status),
         }
-        table.add_row(*(printable(str(values[column])) for column in columns))
+        table.add_row(*(printable(str(texts[column])) for column in columns))
     console = _stdout_console()
     console.print(table)
-    console.print(cells.summary(), highlight=False)
+    console.print(sweep_status.summary(), highlight=False)
+
+
+def _evaluation_state(row: CellStatus, sweep_status: SweepStatus) -> str:
+    if row.evaluated:
+        return "yes"
+    if row.cell in sweep_status.evaluating:
+        return "under way"
+    return "no"
 
 
 def resubmit(sweep: SweepArgument, slurm: Slurm = None, local: Local = None, dry_run: DryRun = False) -> None:
@@ -118,11 +137,11 @@ def resubmit(sweep: SweepArgument, slurm: Slurm = None, local: Local = None, dry
 
     Example: `kl-comedy resubmit pocket_beta`
     """
-    if slurm is not None and local is not None:
+    place = Place(slurm=slurm, workers=local)
+    if place.is_ambiguous:
         raise UserError("say where: either --slurm PROFILE or --local N")
-    if slurm is not None:
-        read_profile(slurm)  # before SLURM is asked anything
-    _run_missing(read_sweep(sweep), slurm, local, dry_run=dry_run)
+    place.read_profile()  # a mistake in it is refused before SLURM is asked anything
+    _run_missing(read_sweep(sweep), place, dry_run=dry_run)
 
 
 def cancel(sweep: SweepArgument) -> None:
@@ -139,7 +158,27 @@ def cancel(sweep: SweepArgument) -> None:
     submit.cancel(loaded, jobs)
     for pid in managers:
         os.kill(pid, signal.SIGTERM)
-    message(f"cancelled {len(jobs)} jobs" + (f" and {len(managers)} local managers" if managers else ""))
+    cancelled = f"cancelled {len(jobs)} jobs"
+    if managers:
+        cancelled += f" and {len(managers)} local managers"
+    message(cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where cells run: ``slurm``, a profile's name or file, or ``workers`` cells at a time on this machine."""
+
+    slurm: str | None = None
+    workers: int | None = None
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether both are given."""
+        return self.slurm is not None and self.workers is not None
+
+    def read_profile(self) -> Profile | None:
+        """The SLURM profile; None for this machine. Raises :class:`UserError` for one that cannot be read."""
+        return None if self.slurm is None else read_profile(self.slurm)
 
 
 # --- checks before anything is written -------------------------------------------------------------------------------
@@ -159,7 +198,9 @@ def _check_suites(manifest: Manifest) -> None:
     root = None if config.eval.data_root is None else Path(config.eval.data_root)
     for name in config.eval.suites:
         suite = get_suite(name, key="evaluate: eval.suites")
-        if suite.file is not None and (root is not None or Path(suite.file.path).is_file()):
+        if suite.file is None:
+            continue
+        if root is not None or Path(suite.file.path).is_file():
             suite_problems(suite, root=root)
 
 
@@ -169,32 +210,48 @@ def _check_sizes(cells: Sequence[Cell], profile: Profile | None, workers: int | 
         if profile is not None:
             profile.shape_for(cell)
         if workers is not None and cell.nodes > 1:
-            where = f"cell {cell.index} ({cell.name}): train.nodes is {cell.nodes}, and --local is one machine"
-            raise UserError(f"{where}; use --slurm PROFILE, or train.nodes=1")
+            raise UserError(
+                f"cell {cell.index} ({cell.name}): train.nodes is {cell.nodes}, and --local is one machine; "
+                "use --slurm PROFILE, or train.nodes=1"
+            )
 
 
 def _check_servers(manifest: Manifest, profile: Profile | None, base: Path) -> None:
     """Raise :class:`UserError` for a cell whose sampler cannot use the servers that the profile starts beside it."""
-    shapes = {} if profile is None else {cell.name: (cell, profile.shape_for(cell)) for cell in manifest.cells}
-    served = [(cell, shape.servers) for cell, shape in shapes.values() if shape.servers and not shape.servers.command]
+    if profile is None:
+        return
+    # Cells of one name differ in their seed only, so that one of them is checked.
+    cells_by_name = {cell.name: cell for cell in manifest.cells}
+    served: list[tuple[Cell, int]] = []
+    for cell in cells_by_name.values():
+        servers = profile.shape_for(cell).servers
+        # What a command of the profile starts is unknown here.
+        if servers and not servers.command:
+            served.append((cell, servers.gpus))
     if not served:
         return
     from kl_comedy.config import config_reader
     from kl_comedy.rollouts.engines.jobs import check_job_servers
 
     read = config_reader(base)
-    for cell, servers in served:
+    for cell, gpus in served:
         with error_prefix(f"cell {cell.index} ({cell.name})"):
-            check_job_servers(read(cell.overrides), servers.gpus)
+            check_job_servers(read(cell.overrides), gpus)
 
 
-def _check_plugins(sweep: Sweep, now: Mapping[str, str], *, missing: bool = True) -> None:
-    """Say which cells are of older plugins than ``now``. Raises :class:`UserError` where cells are ``missing``."""
-    change = sweep.changed_plugins(now)
+def _check_plugins(sweep: Sweep, hashes_now: Mapping[str, str], *, missing: bool = True) -> None:
+    """Print which cells were trained with older plugins than ``hashes_now``.
+
+    Raises :class:`UserError` instead where cells are ``missing``, which would be trained with other plugins.
+    """
+    change = sweep.changed_plugins(hashes_now)
     if change is None:
         return
     trained = array_ranges(row.cell for row in read_status(sweep).rows if row.run is not None)
-    cells = f"cells {trained} were trained with the older source" if trained else "none of its cells was trained yet"
+    if trained:
+        cells = f"cells {trained} were trained with the older source"
+    else:
+        cells = "none of its cells was trained yet"
     again = "to train all cells with the new source: kl-comedy sweep GRID --name ANOTHER"
     if missing:
         raise UserError(f"{change}: {cells}; to finish this sweep, put the older source back; {again}")
@@ -202,10 +259,12 @@ def _check_plugins(sweep: Sweep, now: Mapping[str, str], *, missing: bool = True
 
 
 def _plugin_hashes_now(sweep: Sweep) -> dict[str, str]:
-    """Of the sweep's plugins and packages as their files are now; without those that are gone."""
+    """The hashes of the sweep's plugins and packages as their files are now; without those that are gone."""
     sources: dict[str, bytes] = {}
-    for file in map(Path, sweep.manifest.plugins):
-        sources |= plugin_sources(file) if file.is_file() else {}
+    for name in sweep.manifest.plugins:
+        file = Path(name)
+        if file.is_file():
+            sources |= plugin_sources(file)
     packages = tuple(PluginPackage.read(name) for name in sweep.manifest.packages)
     return PluginSet(files=sources, packages=packages).hashes
 
@@ -218,7 +277,9 @@ def _finished_in(manifest: Manifest, uri: str) -> frozenset[int]:
     from kl_comedy.tracking.runs import read_runs
 
     runs = read_runs(uri)
-    hashes = set() if runs.empty else {*runs.loc[runs["status"] == "FINISHED", "tags.config.hash"]}
+    hashes: set[str] = set()
+    if not runs.empty:
+        hashes = set(runs.loc[runs["status"] == "FINISHED", "tags.config.hash"])
     cells = frozenset(cell.index for cell in manifest.cells if cell.config_hash in hashes)
     message(f"{len(cells)} of {len(manifest.cells)} cells are finished in {uri}")
     return cells
@@ -226,46 +287,74 @@ def _finished_in(manifest: Manifest, uri: str) -> frozenset[int]:
 
 def _run_missing(
     sweep: Sweep,
-    slurm: str | None,
-    local: int | None,
+    place: Place,
     *,
     dry_run: bool = False,
-    elsewhere: frozenset[int] = frozenset(),
+    finished_elsewhere: frozenset[int] = frozenset(),
 ) -> None:
-    """Run what is missing but the cells ``elsewhere``. The lock makes two of these at the same time submit it once."""
+    """Run the cells that are missing or failed, except those that are ``finished_elsewhere``.
+
+    ``place`` may name none: then they run where they ran last. Raises :class:`UserError` where that is not known, and
+    :class:`RunFailed` where cells that ran here did not finish.
+    """
+    # Two calls at the same time submit each cell once: the second one finds the jobs of the first in the journal.
     with file_lock(sweep.path / ".submit.lock", wait_s=600):
-        if slurm is not None or (local is None and any(not item.local for item in sweep.submissions())):
-            for submission in submit.adopt_unrecorded_jobs(sweep):
-                message(f"note: job {submission.job} belongs to this sweep, from a submission that was not recorded")
-        cells = _read_status(sweep)
-        work = missing_work(sweep, cells)
-        work = replace(work, train=tuple(index for index in work.train if index not in elsewhere))
-        _check_plugins(sweep, _plugin_hashes_now(sweep), missing=bool(work.train or work.evaluate))
-        if not work.train and not work.evaluate:
-            message(f"nothing to submit: {cells.summary()}")
+        _adopt_jobs(sweep, place)
+        sweep_status = _read_status(sweep)
+        work = missing_work(sweep, sweep_status)
+        work = replace(work, train=tuple(index for index in work.train if index not in finished_elsewhere))
+        is_missing = bool(work.train or work.evaluate)
+        _check_plugins(sweep, _plugin_hashes_now(sweep), missing=is_missing)
+        if not is_missing:
+            message(f"nothing to submit: {sweep_status.summary()}")
             return
-        profile_name, workers = (slurm, local) if slurm or local else _last_place(sweep)
-        profile = None if profile_name is None else read_profile(profile_name)
-        _check_sizes([sweep.cell(index) for index in work.train], profile, workers)
+
+        if place.slurm is None and place.workers is None:
+            place = _last_place(sweep)
+        profile = place.read_profile()
+        _check_sizes([sweep.cell(index) for index in work.train], profile, place.workers)
         if dry_run:
-            train, evaluate = (", ".join(map(str, indices)) or "none" for indices in (work.train, work.evaluate))
-            message(f"to train: {train}; to evaluate: {evaluate}")
+            message(f"to train: {_listed(work.train)}; to evaluate: {_listed(work.evaluate)}")
             return
         submit.create_stores(sweep.manifest)
         if profile is not None:
-            for submission in submit.submit(sweep, profile, profile_file(str(profile_name)), work):
-                what = f"{len(submission.indices)} cells" if submission.indices else "report"
-                message(f"{submission.stage}: job {submission.job}, {what}")
-                print(submission.job)
-            message(f"watch with: kl-comedy status {sweep.path}")
+            _submit(sweep, profile, profile_file(str(place.slurm)), work)
             return
+        workers = place.workers
         assert workers is not None
         local_runs.record_local_submission(sweep, work, workers)
+
+    # Not under the lock: the cells run for hours, and another `resubmit` would wait for it all that time.
+    _run_here(sweep, work, workers, finished_elsewhere)
+
+
+def _adopt_jobs(sweep: Sweep, place: Place) -> None:
+    """Record the jobs of a submission that was interrupted before it recorded them. Asks SLURM, where it may run."""
+    submitted_to_slurm = any(not item.local for item in sweep.submissions())
+    if place.slurm is None and (place.workers is not None or not submitted_to_slurm):
+        return
+    for submission in submit.adopt_unrecorded_jobs(sweep):
+        message(f"note: job {submission.job} belongs to this sweep, from a submission that was not recorded")
+
+
+def _submit(sweep: Sweep, profile: Profile, file: Path, work: Work) -> None:
+    for submission in submit.submit(sweep, profile, file, work):
+        content = f"{len(submission.indices)} cells" if submission.indices else "report"
+        message(f"{submission.stage}: job {submission.job}, {content}")
+        print(submission.job)
+    message(f"watch with: kl-comedy status {sweep.path}")
+
+
+def _run_here(sweep: Sweep, work: Work, workers: int, finished_elsewhere: frozenset[int]) -> None:
+    """Run cells on this machine until they end. Raises :class:`RunFailed` where some did not finish."""
     try:
         local_runs.run_local(sweep, work, workers, message)
     except KeyboardInterrupt:
         raise RunFailed(f"stopped; resume with: kl-comedy resubmit {sweep.path}") from None
-    unfinished = sum(row.state != "FINISHED" and row.cell not in elsewhere for row in read_status(sweep).rows)
+    unfinished = 0
+    for row in read_status(sweep).rows:
+        if row.state != "FINISHED" and row.cell not in finished_elsewhere:
+            unfinished += 1
     if unfinished:
         raise RunFailed(
             f"{unfinished} of {len(sweep.manifest.cells)} cells did not finish; "
@@ -273,14 +362,19 @@ def _run_missing(
         )
 
 
-def _last_place(sweep: Sweep) -> tuple[str | None, int | None]:
-    """The profile or the number of workers of the last submission."""
+def _last_place(sweep: Sweep) -> Place:
+    """Where the last submission ran. Raises :class:`UserError` where that is not known."""
     submissions = sweep.submissions()
     for submission in reversed(submissions):
         if submission.profile is not None or submission.workers is not None:
-            return submission.profile, submission.workers
-    known = "it is not known with which profile this sweep was submitted; say it: --slurm PROFILE"
-    raise UserError(known if submissions else "this sweep never ran; say where: --slurm PROFILE or --local N")
+            return Place(slurm=submission.profile, workers=submission.workers)
+    if submissions:
+        raise UserError("the profile of this sweep's submission was not recorded; name it: --slurm PROFILE")
+    raise UserError("this sweep never ran; say where: --slurm PROFILE or --local N")
+
+
+def _listed(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices)) or "none"
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
@@ -289,8 +383,11 @@ def _last_place(sweep: Sweep) -> tuple[str | None, int | None]:
 def _print_plan(sweep: Sweep, profile: Profile | None, format: str) -> None:
     """The exact scripts and the table of cells, on stdout."""
     cells = sweep.manifest.cells
-    texts = {} if profile is None else scripts(sweep, profile, cells)
-    commands = [] if profile is None else submit.planned_commands(sweep, profile)
+    texts: Mapping[str, str] = {}
+    commands: Sequence[str] = []
+    if profile is not None:
+        texts = scripts(sweep, profile, cells)
+        commands = submit.planned_commands(sweep, profile)
     if format == "json":
         rows = [{**asdict(cell), "command": sweep.command(cell)} for cell in cells]
         plan = {"name": sweep.manifest.name, "scripts": texts, "commands": commands, "cells": rows}
@@ -300,24 +397,39 @@ def _print_plan(sweep: Sweep, profile: Profile | None, format: str) -> None:
         print(f"### {name}.sbatch\n{text}")
     for command in commands:
         print(f"$ {command}")
-    keys = list(dict.fromkeys(key for cell in cells for key in cell.values))
-    sizes = ["nodes x processes"] if len({cell.size for cell in cells}) > 1 else []
-    title = f"{sweep.path}: {len(cells)} cells"
-    table = Table("cell", "name", "seed", "updates", *sizes, *keys, "config", title=title)
+    _stdout_console().print(_cells_table(sweep))
+
+
+def _cells_table(sweep: Sweep) -> Table:
+    """One row per cell, with a column for each key of the grid; sizes where they differ."""
+    cells = sweep.manifest.cells
+    keys: dict[str, None] = {}
     for cell in cells:
-        values = ["{} x {}".format(*cell.size) for _ in sizes] + [cell.values.get(key, "") for key in keys]
-        table.add_row(str(cell.index), cell.name, str(cell.seed), str(cell.steps), *values, cell.config_hash)
-    _stdout_console().print(table)
+        keys |= dict.fromkeys(cell.values)
+    sizes_differ = len({cell.size for cell in cells}) > 1
+    size_column = ["nodes x processes"] if sizes_differ else []
+    title = f"{sweep.path}: {len(cells)} cells"
+    table = Table("cell", "name", "seed", "updates", *size_column, *keys, "config", title=title)
+    for cell in cells:
+        texts = [str(cell.index), cell.name, str(cell.seed), str(cell.steps)]
+        if sizes_differ:
+            nodes, processes = cell.size
+            texts.append(f"{nodes} x {processes}")
+        texts += [cell.values.get(key, "") for key in keys]
+        table.add_row(*texts, cell.config_hash)
+    return table
 
 
 def _stdout_console() -> Console:
     console = Console(markup=False)
-    return console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)
+    if console.is_terminal:
+        return console
+    return Console(width=PIPE_WIDTH, markup=False)
 
 
 def _read_status(sweep: Sweep) -> SweepStatus:
-    """The state of every cell; what could not be asked is printed."""
-    cells = read_status(sweep)
-    for note in cells.notes:
+    """The state of every cell; prints what could not be found out."""
+    sweep_status = read_status(sweep)
+    for note in sweep_status.notes:
         message(f"note: {note}")
-    return cells
+    return sweep_status

@@ -1,10 +1,9 @@
-"""``kl-comedy cell``: what an array task (or a local worker) runs; ``kl-comedy sweep-report``: a sweep's last job."""
+"""``kl-comedy cell``, which an array task or local worker runs, and ``kl-comedy sweep-report``, a sweep's last job."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -27,16 +26,20 @@ def cell(
     index: Annotated[int, typer.Argument(help="The cell's number")],
     evaluate: Annotated[bool, typer.Option("--evaluate", help="Evaluate the trained cell instead")] = False,
 ) -> None:
-    """Train one cell of a sweep, resuming where it stopped; what every task of the array runs.
+    """Train one cell of a sweep, or resume it; every task of the array runs this command.
 
     Example: `kl-comedy cell sweeps/pocket_beta 3`
     """
     with stop_requests():  # before the heavy imports, so that an early signal is not lost
         loaded = read_sweep(sweep)
         chosen = loaded.cell(index)
-        with _recorded_attempt(loaded, chosen, "evaluate" if evaluate else "train"):
+        stage = "evaluate" if evaluate else "train"
+        with _recorded_attempt(loaded, chosen, stage):
             await_servers()
-            (_evaluate if evaluate else _train)(loaded, chosen)
+            if evaluate:
+                _evaluate(loaded, chosen)
+            else:
+                _train(loaded, chosen)
 
 
 def sweep_report(sweep: Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder or name")]) -> None:
@@ -56,16 +59,21 @@ def write_html_reports(sweep: Sweep) -> Iterator[Path]:
     A store that cannot be read, or holds no finished run of the sweep, is reported on stderr; report.md has every
     cell in any case.
     """
-    from kl_comedy.cli.results import report
+    from kl_comedy.cli.results import ReportOptions
+    from kl_comedy.cli.results import write_report as write_page
 
     name = sweep.manifest.name
     stores = [(uri, experiment) for uri, experiment in sweep.manifest.stores if uri != "none"]
     for number, (uri, experiment) in enumerate(stores, start=1):
-        page = sweep.path / "report" / ("report.html" if number == 1 else f"report-{number}.html")
-        where = f"tags.sweep = '{name}'"
+        file_name = "report.html" if number == 1 else f"report-{number}.html"
+        page = sweep.path / "report" / file_name
+        wanted = ReportOptions(
+            out=page, title=f"Sweep {name}", uri=uri, experiment=experiment, where=f"tags.sweep = '{name}'"
+        )
         try:
-            with contextlib.chdir(sweep.manifest.directory), contextlib.redirect_stdout(sys.stderr):
-                report(out=page, title=f"Sweep {name}", uri=uri, experiment=experiment, where=where)
+            # A relative address of a store is relative to the folder that the sweep was planned in.
+            with contextlib.chdir(sweep.manifest.directory):
+                write_page(wanted)
         except UserError as error:
             message(f"no {page.name}: {error}")
             continue
@@ -74,7 +82,7 @@ def write_html_reports(sweep: Sweep) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _recorded_attempt(sweep: Sweep, cell: Cell, stage: str) -> Iterator[None]:
-    """Record the start and the end of an attempt; of several processes of a job only the main one does."""
+    """Record the start and the end of an attempt. In a job of several processes only rank 0 does."""
     from kl_comedy.tracking.provenance import process_tags
 
     if process_rank():
@@ -82,13 +90,15 @@ def _recorded_attempt(sweep: Sweep, cell: Cell, stage: str) -> Iterator[None]:
         return
     process = process_tags()
     sweep.record_start(cell.index, stage, process)
-    code, reason = 1, "interrupted"
+    code = 1
+    reason = "interrupted"  # what stays where neither an end nor an Exception is seen, as after Ctrl-C
     try:
         yield
-        code, reason = 0, ""
+        code = 0
+        reason = ""
     except (UserError, RunFailed) as error:
-        code = 2 if isinstance(error, UserError) else REQUEUE_EXIT_CODE if isinstance(error, RunStopped) else 1
-        reason = str(error).split("; resume with: ")[0]
+        code = _exit_code(error)
+        reason = str(error).split("; resume with: ")[0]  # the sweep resumes by its own command
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
@@ -97,7 +107,17 @@ def _recorded_attempt(sweep: Sweep, cell: Cell, stage: str) -> Iterator[None]:
         sweep.record_end(cell.index, process["process.pid"], code, reason or None)
 
 
+def _exit_code(error: UserError | RunFailed) -> int:
+    """The exit code of the process that raises ``error`` (:func:`kl_comedy.cli.main.run`)."""
+    if isinstance(error, UserError):
+        return 2
+    if isinstance(error, RunStopped):
+        return REQUEUE_EXIT_CODE
+    return 1
+
+
 def _train(sweep: Sweep, cell: Cell) -> None:
+    """Train the cell. Raises :class:`UserError` where its config is not the one that was planned."""
     from kl_comedy.cli.summary import train_and_show
     from kl_comedy.config import config_hash
 
@@ -119,7 +139,7 @@ def _evaluate(sweep: Sweep, cell: Cell) -> None:
     from kl_comedy.cli.evaluation_runs import evaluate_run
 
     run = newest_runs(sweep).get(cell.run_stem)
-    summary = run and RunDir(path=run).summary()
+    summary = None if run is None else RunDir(path=run).summary()
     if run is None or not summary or summary["status"] != "FINISHED":
         raise UserError(f"cell {cell.index} is not trained; kl-comedy cell {sweep.path} {cell.index} trains it")
     _load_plugins(sweep)
@@ -129,7 +149,8 @@ def _evaluate(sweep: Sweep, cell: Cell) -> None:
 
 
 def _load_plugins(sweep: Sweep) -> None:
-    """Raises :class:`UserError` where a plugin is not the one that the sweep was planned with."""
+    """Load the sweep's plugins. Raises :class:`UserError` where one is not as it was when the sweep was planned."""
     load_plugins(sweep.manifest.plugins)
-    if change := sweep.changed_plugins(planned_plugins(sweep.manifest).hashes):
+    change = sweep.changed_plugins(planned_plugins(sweep.manifest).hashes)
+    if change:
         raise UserError(f"{change}; put the older source back, or plan another sweep with --name")

@@ -529,7 +529,7 @@ def resolve(frame: pd.DataFrame, key: str, option: str) -> str:
     for column in (key, *(prefix + key for prefix in PREFIXES), *([LABEL] if key == "kl" else [])):
         if column in frame.columns:
             return column
-    of_metric = option in ("--metric", "--kl")
+    of_metric = option in ("--metric", "--kl", "metrics")
     names = sorted({short(name) for name in frame if not of_metric or name.startswith("metrics.")})
     near, below = nearest(short(key), names), [name for name in names if name.startswith(f"{key}.")]
     near = next((prefix + near for prefix in PREFIXES if near == short(key) and prefix + near in frame), near)

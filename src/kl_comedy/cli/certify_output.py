@@ -1,0 +1,281 @@
+"""What ``kl-comedy certify`` prints: rows of its tables, and the sentence that says what was checked."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kl_comedy.kl.oracle.certificate import Certificate
+    from kl_comedy.kl.oracle.part_claims import PartsCoverage
+    from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
+
+TERM_LEGEND = (
+    "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL; noise: the variance of one "
+    "completion's gradient over that of the least noisy unbiased term"
+)
+STRENGTH_LEGEND = (
+    "strength: how much of the sequence-level reverse-KL gradient is left, the beta one gets for a beta of 1"
+)
+POLICY_LEGEND = (
+    "bias, cosine: of the expected gradient, against the gradient of the reward; strength: how much of that is "
+    "left; variance: of one completion's gradient, over its square; dropped: share of tokens without gradient"
+)
+LONG_CELLS = ("verdict", "around")
+"""Columns that hold sentences: on a narrow terminal they are printed below their row."""
+
+ROUNDING = 1e-9
+"""A float64 gradient that should be zero is below this."""
+
+
+# --- what was checked -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class DrawnSettings:
+    """How many settings are drawn per regime, and the smallest and largest value of each of their properties."""
+
+    number: int
+    spans: dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a call checked. ``worst_error``: the largest error of a target that a term hits."""
+
+    parts: PartsCoverage
+    enumerated_tokens: tuple[int, int]
+    drawn: DrawnSettings
+    search_seconds: float
+    worst_error: float
+
+    def row(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            **asdict(self.parts),
+            "enumerated_tokens": self.enumerated_tokens,
+            "drawn_settings": self.drawn.number,
+            "drawn": self.drawn.spans,
+            "search_seconds": self.search_seconds,
+            "worst_error": self.worst_error,
+        }
+
+
+def drawn_settings(regimes: Sequence[str], seed: int) -> DrawnSettings:
+    """The settings that ``seed`` draws; as many for each regime."""
+    from kl_comedy.kl.oracle.certificate import battery
+    from kl_comedy.kl.oracle.drawn import coverage
+
+    instances = []
+    for regime in regimes:
+        # The fixed instances have no setting.
+        instances += [trial.instance for trial in battery(regime, seed=seed) if trial.setting]
+    return DrawnSettings(number=len(instances) // len(regimes), spans=coverage(instances))
+
+
+def checked_sentence(checked: Checked) -> str:
+    """What the call checked, and with which seed."""
+    sentences = [*_estimators_checked(checked.parts), *_corrections_checked(checked.parts)]
+    sentences.append(
+        f"gradients enumerated in float64 over {_listed(checked.enumerated_tokens)} tokens, "
+        f"{drawn_sentence(checked.drawn)}: largest error of a target that is hit {checked.worst_error:.1g}"
+    )
+    if checked.search_seconds:
+        sentences.append(f"searched for {checked.search_seconds:g} s")
+    return f"checked (seed {checked.parts.seed}): " + "; ".join(sentences)
+
+
+def drawn_sentence(drawn: DrawnSettings) -> str:
+    """The drawn settings and what they cover."""
+    texts = {name: f"{low:g} to {high:g}" for name, (low, high) in drawn.spans.items()}
+    return (
+        f"and in {drawn.number} drawn settings per regime (vocabulary {texts['vocabulary']}, {texts['steps']} steps, "
+        f"log-ratios {texts['log_ratios']} nats, token log-probs from {drawn.spans['log_probs'][0]:.3g}; 1e4 nats "
+        "stand for a token that is impossible under the reference)"
+    )
+
+
+def _estimators_checked(parts: PartsCoverage) -> list[str]:
+    """The log-ratios, the distributions of top-k estimators, and the options."""
+    low, high = parts.log_ratios
+    sentences = []
+    of_log_ratios = {name: covered.float32 for name, covered in parts.estimators.items() if covered.float32 is not None}
+    if of_log_ratios:
+        dtypes = " and ".join(parts.dtypes)
+        sentence = f"estimators at {parts.points:,} log-ratios from {low:g} to {high:g} nats in {dtypes}"
+        sentences.append(sentence + _overflows(of_log_ratios, low, high))
+    for name, covered in parts.estimators.items():
+        if covered.distributions:
+            sentences.append(f"{name} on {covered.distributions} distributions of {covered.vocabulary} tokens")
+        for option, values in covered.options.items():
+            texts = [_option_value(value) for value in values]
+            sentences.append(f"{name} with {option} = {', '.join(texts)}")
+    return sentences
+
+
+def _overflows(checked_in_float32: Mapping[str, tuple[float, float]], low: float, high: float) -> str:
+    """The estimators that overflow in float32 before the largest log-ratios (nats), and where."""
+    names_by_place: dict[str, list[str]] = {}
+    for name, (smallest, largest) in checked_in_float32.items():
+        # An exact KL is never negative: it was checked from 0 on, and that is no overflow.
+        if smallest not in (low, 0.0):
+            names_by_place.setdefault(f"below {smallest:.1f}", []).append(name)
+        if largest != high:
+            names_by_place.setdefault(f"above {largest:.1f}", []).append(name)
+    if not names_by_place:
+        return ""
+    places = [f"{place}: {', '.join(names)}" for place, names in names_by_place.items()]
+    return f" (float32 overflows {', '.join(places)})"
+
+
+def _option_value(value: str | float) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.3g}"
+
+
+def _corrections_checked(parts: PartsCoverage) -> list[str]:
+    """The lengths of the completions in which corrections were checked."""
+    lengths: dict[int, None] = {}
+    for covered in parts.corrections.values():
+        lengths |= dict.fromkeys(covered.tokens)
+    if not lengths:
+        return []
+    largest = max(covered.float32[1] for covered in parts.corrections.values())
+    return [f"corrections over {_listed(lengths)} tokens (in float32 up to {largest:g} nats)"]
+
+
+def _listed(items: Iterable[object]) -> str:
+    """Items as a sentence lists them.
+
+    >>> _listed([2, 3, 8]), _listed([2])
+    ('2, 3 and 8', '2')
+    """
+    *others, last = map(str, items)
+    if not others:
+        return last
+    return f"{', '.join(others)} and {last}"
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+def term_csv_row(certificate: Certificate) -> dict[str, Any]:
+    """A certificate with one column for each target's bias and cosine."""
+    row = certificate.row()
+    for measure in ("relative_bias", "cosine"):
+        for target, value in row.pop(measure).items():
+            row[f"{measure}_{target}"] = value
+    return {**row, "terms": json.dumps(row["terms"])}
+
+
+def term_table_row(certificate: Certificate) -> dict[str, Any]:
+    """A certificate as a row to read, against the sequence-level reverse KL."""
+    noise = "-"
+    if certificate.variance_ratio is not None:
+        noise = f"{certificate.variance_ratio:.3g}x"
+    return {
+        "name": certificate.name,
+        "regime": certificate.regime,
+        "optimizes": certificate.target or "none",
+        "bias": three_digits(certificate.relative_bias["sequence_reverse"]),
+        "cosine": cosine_text(certificate.cosine["sequence_reverse"]),
+        "noise": noise,
+        "verdict": certificate.verdict,
+    }
+
+
+def policy_csv_row(certificate: PolicyCertificate) -> dict[str, Any]:
+    """A policy term's certificate with the numbers that JSON leaves out where they are undefined."""
+    row = certificate.row()
+    numbers = {"relative_bias": certificate.relative_bias, "cosine": certificate.cosine}
+    return {**row, "terms": json.dumps(row["terms"]), **numbers}
+
+
+def policy_table_row(certificate: PolicyCertificate) -> dict[str, Any]:
+    """A policy term's certificate as a row to read."""
+    return {
+        "name": certificate.name,
+        "regime": certificate.regime,
+        "update": certificate.update,
+        "exact": "yes" if certificate.exact else "no",
+        "bias": three_digits(certificate.relative_bias),
+        "cosine": f"{certificate.cosine:.2f}",
+        "strength": f"{certificate.strength:.2f}",
+        "variance": f"{certificate.variance:.3g}",
+        "dropped": f"{certificate.dropped_share:.0%}",
+        "verdict": certificate.verdict,
+    }
+
+
+def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its floats as texts of three digits."""
+    texts = dict(row)
+    for name, value in row.items():
+        if isinstance(value, float):
+            texts[name] = three_digits(value)
+    return texts
+
+
+def three_digits(value: float) -> str:
+    """Three digits; 0 for what is zero up to rounding.
+
+    >>> three_digits(0.33333), three_digits(-2e-16)
+    ('0.333', '0')
+    """
+    return "0" if abs(value) < ROUNDING else f"{value:.3g}"
+
+
+def cosine_text(cosine: float) -> str:
+    """Two digits; ``-`` for the cosine with a gradient that is zero, which is NaN."""
+    return "-" if math.isnan(cosine) else f"{cosine:.2f}"
+
+
+# --- printing -------------------------------------------------------------------------------------------------------
+def print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[str] = ()) -> None:
+    """Print rows and notes; as text no line is wider than the terminal, and long cells follow below their row."""
+    import pandas as pd
+
+    from kl_comedy.tracking.tables import render
+
+    if format in ("csv", "latex", "markdown"):
+        print(render(pd.DataFrame(rows), format, notes))
+        return
+    width = shutil.get_terminal_size((0, 0)).columns  # 0 where stdout is no terminal: nothing is wrapped then
+    lines = render(pd.DataFrame(rows), format).splitlines()
+    if width and max(map(len, lines)) > width:
+        lines = _narrow(rows, width)
+    for note in notes:
+        lines.append("\n" + (textwrap.fill(note, width) if width else note))
+    print("\n".join(lines))
+
+
+def _narrow(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """The rows as text of at most ``width`` columns: names wrapped, sentences below their row."""
+    import pandas as pd
+
+    from kl_comedy.tracking.tables import render
+
+    beneath = [name for name in rows[0] if name in LONG_CELLS]
+    short_rows = [{name: value for name, value in row.items() if name not in beneath} for row in rows]
+
+    # What the other columns leave for the name, in a table without names.
+    nameless = render(pd.DataFrame([{**row, "name": ""} for row in short_rows]), "table").splitlines()
+    name_width = max(20, width - max(map(len, nameless)) + len("name"))
+    wrapped_names = [textwrap.wrap(str(row["name"]), name_width) for row in short_rows]
+
+    first_lines = []
+    for row, name_lines in zip(short_rows, wrapped_names, strict=True):
+        first_line = name_lines[0]
+        if len(name_lines) > 1:
+            first_line = first_line.ljust(name_width)
+        first_lines.append({**row, "name": first_line})
+    head, rule, *lines = render(pd.DataFrame(first_lines), "table").splitlines()
+
+    printed = [head, rule]
+    for line, name_lines, whole_row in zip(lines, wrapped_names, rows, strict=True):
+        printed += [line, *name_lines[1:]]
+        for column in beneath:
+            printed += textwrap.wrap(str(whole_row[column]), width, initial_indent="    ", subsequent_indent="    ")
+    return printed
