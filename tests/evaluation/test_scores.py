@@ -14,7 +14,6 @@ from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.errors import UserError
 from kl_comedy.evaluation import EvalSet, EvalSettings, evaluate, likelihood
 from kl_comedy.evaluation.likelihood import ChoiceScorer, ChoiceSet, tokenize_choices
-from kl_comedy.evaluation.records import Shard, parse_shard
 from kl_comedy.evaluation.scores import canonical, check_ks, default_ks, score_choices, score_completions
 from kl_comedy.models import load_model, token_pass
 from kl_comedy.records import Problem, Prompt
@@ -143,20 +142,6 @@ def test_a_set_may_have_a_scorer_and_sampling_of_its_own():
     greedy = Sampling(temperature=0.0, max_new_tokens=9)
     result, settings = evaluated([0.0] * 3, 1, scorer=Rewards([1.0] * 3), sampling=greedy)
     assert result.row()["reward"] == 1.0 and settings["sampling"] is greedy
-
-
-def test_shards_divide_the_chunks(monkeypatch):
-    parts = [[chunk for chunk in range(7) if chunk % 3 == parse_shard(f"{n}/3").index] for n in range(3)]
-    assert sorted(chunk for part in parts for chunk in part) == list(range(7))
-    for text in ("3/3", "1", "a/b", "-1/2"):
-        with pytest.raises(UserError, match="--shard"):
-            parse_shard(text)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    assert parse_shard(None) == Shard()
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert parse_shard(None) == Shard(index=1, count=4)
 
 
 # --- log-probs of choices ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
 The plan's identity names the folder, so an evaluation is resumed and never mixed with another. Each chunk has a random
 seed of its own and its file is written atomically: a record depends on the plan only, not on the process that computes
-it, and an interrupted evaluation ends in the same bytes. Shard i of n takes the chunks i, i + n, ...
+it, and an interrupted evaluation ends in the same bytes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ import itertools
 import json
 import logging
 import math
-import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config import flatten
 from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.data import data_hash
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.evaluation.likelihood import ChoiceScorer, tokenize_choices
 from kl_comedy.evaluation.scores import EvalResult, canonical
@@ -51,30 +49,6 @@ FORMAT = 1
 _NOT_IDENTITY = ("name", "summary", "source", "licence", "group", "data", "file", "where", "items", "template")
 """Fields of a suite that its records do not depend on, beyond the problems and prompts, which have hashes of their own.
 Frozen: the identity names the folders of stored evaluations."""
-
-
-class Shard(NamedTuple):
-    """This process's part of the chunks."""
-
-    index: int = 0
-    count: int = 1
-
-
-def parse_shard(text: str | None) -> Shard:
-    """``I/N`` with 0 <= I < N. None: this process's rank in the variables of torchrun or srun, else everything.
-
-    >>> parse_shard("1/4")
-    Shard(index=1, count=4)
-    """
-    if text is None:
-        for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-            if os.environ.get(rank) and os.environ.get(size):
-                return Shard(index=int(os.environ[rank]), count=int(os.environ[size]))
-        return Shard()
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise bad_value("--shard", text, "I/N with I from 0 to N-1, as 0/4")
-    return Shard(index=int(match[1]), count=int(match[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,26 +164,28 @@ class SuiteRecords:
                 set_aside(self.items)
         return [chunk for chunk in self.plan.chunks if not self._is_complete(chunk)]
 
-    def evaluate(self, evaluator: ChunkEvaluator, shard: Shard, advance: Callable[[int], None]) -> None:
-        """Evaluate and write the shard's missing chunks; ``advance(problems)`` is called after each."""
+    def evaluate(self, evaluator: ChunkEvaluator, advance: Callable[[int], None]) -> None:
+        """Evaluate and write the missing chunks; ``advance(problems)`` is called after each."""
         for chunk in self.missing():
-            if chunk % shard.count == shard.index:
-                lines = [encode_json(record) for record in evaluator(chunk)]
-                atomic_write(self._file(chunk), b"".join(lines))
-                advance(len(self.plan.problems_of(chunk)))
+            lines = [encode_json(record) for record in evaluator(chunk)]
+            atomic_write(self._file(chunk), b"".join(lines))
+            advance(len(self.plan.problems_of(chunk)))
 
-    def merge(self) -> bool:
-        """Join the chunks in one file; False while chunks are missing. Several processes may call it at once."""
+    def merge(self) -> None:
+        """Join the chunks in one file. Several processes may call it at once.
+
+        Raises :class:`RunFailed` where a chunk is missing or damaged again, as on a failing disk.
+        """
         # Under the lock: two that join at once would both read chunks that the first one removes.
         with file_lock(self.path / ".lock"):
             if self.items.is_file():
-                return True
-            if self.missing():
-                return False
+                return
+            missing = self.missing()
+            if missing:
+                raise RunFailed(f"{self.path}: {len(missing)} chunks are missing or damaged; the same command resumes")
             chunks = [self._file(chunk).read_bytes() for chunk in self.plan.chunks]
             atomic_write(self.items, b"".join(chunks))
         shutil.rmtree(self.path / "chunks", ignore_errors=True)
-        return True
 
     def rows(self) -> list[Record]:
         """Every record, in the order of problems and samples."""
