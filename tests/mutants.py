@@ -670,8 +670,8 @@ BLIND = (
     ),
     Mutant(
         "a task's question is not compared with evaluation sets",
-        "{$normalize($text) for $text in ($problem.text, $question) if isinstance($text, str)}",
-        "{$normalize($problem.text)}",
+        "$forms.add($normalize($entry['question']))",
+        "None",
     ),
     Mutant(
         "records of later chunks are numbered from 0",

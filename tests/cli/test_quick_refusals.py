@@ -44,7 +44,7 @@ def test_a_mistake_is_refused_before_the_trainer_is_imported(words):
     assert done.stdout.strip() == "no trainer"
 
 
-@pytest.mark.parametrize(("option", "value"), [("--k", "1,4"), ("--limit", "3"), ("--shard", "0/2")])
+@pytest.mark.parametrize(("option", "value"), [("--k", "1,4"), ("--limit", "3")])
 def test_an_option_of_suites_without_a_suite_is_refused(option, value):
     code, out, err = run_here("evaluate", CONFIG, option, value)
     assert code == 2 and out == ""

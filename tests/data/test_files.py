@@ -75,7 +75,7 @@ def test_fields_are_mapped_and_reach_into_objects(tmp_path):
 MALFORMED = [
     (b'{"id": "b", "problem": "x", \n', "malformed JSON"),
     (b'{"id": "b", "problem": "x", "answer": NaN}\n', "NaN is not a JSON number"),
-    (b'{"id": "b", "problem": "x", "problem": "y", "answer": "1"}\n', "'problem' is there twice"),
+    (b'{"id": "b", "problem": "x", "problem": "y", "answer": "1"}\n', "'problem' occurs twice"),
     (b"[" * 100_000 + b"\n", "nested too deeply"),
     (b'{"id": "b", "problem": "\xff", "answer": "1"}\n', "not UTF-8 (byte 25 of the line"),
     (b'["b", "x", "1"]\n', "a row must be a JSON object, got list"),
@@ -196,7 +196,7 @@ def test_a_hundred_thousand_fields_with_one_doubled_are_refused_at_once(tmp_path
     fields = ", ".join(f'"f{n}": 1' for n in range(100_000))
     path = write(tmp_path, f'{{{fields}, "f99999": 2}}\n'.encode())
     with cpu_limit(10):
-        assert "the field 'f99999' is there twice" in error_of(path)
+        assert "the field 'f99999' occurs twice" in error_of(path)
         assert len(error_of(write(tmp_path, f"{{{fields}}}\n".encode()))) < 2000
         path = write(tmp_path, f'{{{fields}, "text": "x", "answer": "1"}}\n'.encode())
         assert len(error_of(path, fields={"answer": "f100000"})) < 2000

@@ -91,7 +91,7 @@ MISTAKES = {
     "no choices": ({"rows": [{"problem": "1+1=", "answer": "2"}]}, "has no choices to compare"),
     "too many choices": ({"rows": [problem(1, choices=list(map(str, range(27))))]}, "2 to 26 choices"),
     "a gold that is none": ({"rows": [problem(1, answer="D")]}, "must be a letter"),
-    "a space in front": ({"delimiter": " "}, "cannot spell"),
+    "a space in front": ({"delimiter": " "}, "cannot encode"),
     "another file": ({"file": {"path": "pick.jsonl", "sha256": "0" * 64}}, "another file than the suite pick names"),
 }
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from kl_comedy.config import ModelConfig
 from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.errors import UserError
-from kl_comedy.evaluation import EvalSet, evaluate, likelihood
+from kl_comedy.evaluation import EvalSet, EvalSettings, evaluate, likelihood
 from kl_comedy.evaluation.likelihood import ChoiceScorer, ChoiceSet, tokenize_choices
-from kl_comedy.evaluation.records import Shard, parse_shard
 from kl_comedy.evaluation.scores import canonical, check_ks, default_ks, score_choices, score_completions
 from kl_comedy.models import load_model, token_pass
 from kl_comedy.records import Problem, Prompt
@@ -112,10 +111,12 @@ def evaluated(values, samples, **settings):
         backend,
         Rewards(values),
         EvalSet(name="s", prompts=prompts, **settings),
-        samples=samples,
-        sampling=Sampling(temperature=1.0, max_new_tokens=4),
+        EvalSettings(
+            samples=samples,
+            sampling=Sampling(temperature=1.0, max_new_tokens=4),
+            measure=lambda rows: {"kl/x": float(len(rows))},
+        ),
         seed=7,
-        measure=lambda rows: {"kl/x": float(len(rows))},
     )
     return result, backend.settings
 
@@ -141,20 +142,6 @@ def test_a_set_may_have_a_scorer_and_sampling_of_its_own():
     greedy = Sampling(temperature=0.0, max_new_tokens=9)
     result, settings = evaluated([0.0] * 3, 1, scorer=Rewards([1.0] * 3), sampling=greedy)
     assert result.row()["reward"] == 1.0 and settings["sampling"] is greedy
-
-
-def test_shards_divide_the_chunks(monkeypatch):
-    parts = [[chunk for chunk in range(7) if chunk % 3 == parse_shard(f"{n}/3").index] for n in range(3)]
-    assert sorted(chunk for part in parts for chunk in part) == list(range(7))
-    for text in ("3/3", "1", "a/b", "-1/2"):
-        with pytest.raises(UserError, match="--shard"):
-            parse_shard(text)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    assert parse_shard(None) == Shard()
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert parse_shard(None) == Shard(index=1, count=4)
 
 
 # --- log-probs of choices ---------------------------------------------------------------------------------------------
@@ -207,9 +194,9 @@ def test_the_likeliest_choice_is_picked_whole_and_per_character(tiny):
     assert [second[key] for key in ("picked", "picked_norm", "correct", "correct_norm")] == ["A", "B", True, False]
     assert third["index"] == 7 and third["picked"] == "A", "of equals the first"
     letters = dataclasses.replace(TEXTS, score="letters")
-    with pytest.raises(UserError, match="cannot spell"):  # the pocket tokenizer has no letters
+    with pytest.raises(UserError, match="cannot encode"):  # the pocket tokenizer has no letters
         tokenize_choices(letters, choices.prompts, tiny, template="plain")
-    with pytest.raises(UserError, match="no tokens for"):
+    with pytest.raises(UserError, match="no separate tokens for"):
         tokenize_choices(TEXTS, [prompt_of(tiny, "1+1=", ["", "2"])], tiny, template="plain")
 
 

@@ -275,7 +275,7 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path):
 
 
 def test_characters_the_policy_cannot_spell_are_one_clear_error(tmp_path):
-    with pytest.raises(UserError, match=r"data\.prompt: the model's tokenizer cannot spell"):
+    with pytest.raises(UserError, match=r"data\.prompt: the model's tokenizer cannot encode"):
         go(tmp_path, "data.prompt.suffix=hello")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,9 +40,7 @@ DataRoot = Annotated[
 Data = Annotated[list[str] | None, typer.Option("--data", help="SUITE=FILE or SUITE=FILE#SHA256, for one suite")]
 Template = Annotated[str, typer.Option(help="auto (the suite's choice), plain or chat")]
 IntervalOption = Annotated[str, choice_option("--interval", *CLUSTER_METHODS)]
-ShardOption = Annotated[
-    str | None, typer.Option("--shard", help="I/N, this process's part; default: from torchrun or srun")
-]
+ShardOption = Annotated[str | None, typer.Option("--shard", hidden=True, help="Refused, with the reason")]
 Chunk = Annotated[int, typer.Option(min=1, help="Problems sampled at a time; another number draws other samples")]
 Out = Annotated[Path, typer.Option(help="Folder of records; the same call resumes there")]
 Format = Annotated[str, choice_option("--format", "table", "json", "csv", "markdown")]
@@ -69,18 +68,15 @@ def evaluate(
     `kl-comedy evaluate configs/quickstart.yaml model.source=runs/RUN/policy eval.samples=8`
     """
     from kl_comedy.cli.evaluation_runs import EvaluationRequest, resolve_target
-    from kl_comedy.evaluation.records import parse_shard
     from kl_comedy.evaluation.suites import get_suite, parse_data_files
 
+    _check_one_process(shard)
     load_plugins(plugin)
     load_run_plugins(target, given=plugin)
     ks = _parse_ks(k)
-    part = parse_shard(shard)
     request = EvaluationRequest(
         suites=_suite_names(suite or []),
         out=out,
-        shard=part,
-        launched=shard is None and part.count > 1,
         ks=ks,
         limit=limit,
         root=data_root,
@@ -98,8 +94,21 @@ def evaluate(
             if not config.data.eval:
                 nothing = "data.eval: names no set to evaluate on"
                 raise UserError(f"{nothing}; name suites with --suite (kl-comedy list suites)")
-            _refuse_options_of_suites({"--k": k, "--limit": limit, "--data": data, "--shard": shard})
+            _refuse_options_of_suites({"--k": k, "--limit": limit, "--data": data})
         _evaluate(resolved, request, format)
+
+
+def _check_one_process(shard: str | None) -> None:
+    """Raise :class:`UserError` where several processes are to share the problems of a suite."""
+    advice = "one process evaluates a suite; give each call suites of its own"
+    if shard is not None:
+        raise UserError(f"--shard: there are no shards any more (got {shard!r}); {advice}")
+    # Every rank of torchrun or srun would evaluate everything, into one folder. SLURM_NTASKS would say nothing: in a
+    # batch script it is that of the allocation. All ranks raise, because only the first one prints.
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        processes = int(os.environ.get(name) or 1)
+        if processes > 1:
+            raise UserError(f"this is one of {processes} processes ({name}); {advice}")
 
 
 def _suite_names(words: Sequence[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import shlex
 import tempfile
 import time
@@ -18,11 +17,12 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from kl_comedy.config import Config, load_config, plugins_of
 from kl_comedy.config.schema import SuiteConfig, SuiteFile
-from kl_comedy.errors import RunFailed, UserError, bad_value
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.evaluation import EvalSettings
 from kl_comedy.evaluation import evaluate as evaluate_set
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.evaluation.likelihood import choice_scorer
-from kl_comedy.evaluation.records import Shard, SuitePlan, SuiteRecords, choice_evaluator, completion_evaluator
+from kl_comedy.evaluation.records import SuitePlan, SuiteRecords, choice_evaluator, completion_evaluator
 from kl_comedy.evaluation.scores import check_ks, default_ks, score_choices, score_completions
 from kl_comedy.evaluation.suites import get_suite, resolve_template, suite_problems, suite_prompts
 from kl_comedy.models import LoadedModel, load_model, weights_hash
@@ -107,21 +107,13 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
     problems = load_problem_sets(config, train=False)
     loaded = load_model(config.model)
     measure = completion_metrics(config, loaded=loaded, reference=load_eval_reference(config, loaded))
-    sampling = eval_sampling(config)
+    settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=measure)
     rows = []
     with RewardSum(config.rewards) as scorer, _backend(config, loaded, None) as backend:
         for eval_set in render_prompts(config, problems, loaded).evals:
             seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
             with console.status(f"evaluating {eval_set.name} ({len(eval_set.prompts)} problems)"):
-                result = evaluate_set(
-                    backend,
-                    scorer,
-                    eval_set,
-                    seed=seed,
-                    samples=config.eval.samples,
-                    sampling=sampling,
-                    measure=measure,
-                )
+                result = evaluate_set(backend, scorer, eval_set, settings, seed=seed)
             scores = result.row()
             rows.append(
                 {
@@ -153,18 +145,13 @@ def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterat
 PLAIN_EVERY_S = 5.0
 """How often progress is printed where stderr is no terminal."""
 
-STALLED_AFTER_S = 3600.0
-"""How long the first of several ranks waits for the next chunk of the others before it fails."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """The options of ``kl-comedy evaluate --suite``. ``launched``: the shard is the rank of a launcher."""
+    """The options of ``kl-comedy evaluate --suite``."""
 
     suites: Sequence[str]
     out: Path
-    shard: Shard = field(default_factory=Shard)
-    launched: bool = False
     ks: Sequence[int] | None = None
     limit: int | None = None
     root: Path | None = None
@@ -175,7 +162,7 @@ class EvaluationRequest:
 
 
 def evaluate_suites(target: Target, request: EvaluationRequest, console: Console) -> list[dict[str, Any]]:
-    """Evaluate the suites in turn; a row of scores for each that is complete (other shards may be missing).
+    """Evaluate the suites in turn; a row of scores per suite.
 
     Mistakes in names, files, checksums, ``k`` and prompts raise :class:`UserError` before anything is sampled.
     """
@@ -187,7 +174,6 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
         file = request.files.get(suite.name)
         problems.append(suite_problems(suite, root=request.root, file=file, limit=request.limit))
 
-    _pick_gpu()
     loaded = load_model(config.model)
     weights = weights_hash(loaded.model)
     plans = []
@@ -207,9 +193,9 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
                         evaluator = during.enter_context(completion_evaluator(plan, backend()))
                     else:
                         evaluator = choice_evaluator(plan, choice_scorer(config, loaded, SINGLE_PROCESS))
-                    records.evaluate(evaluator, request.shard, advance)
-            if _is_complete(records, request, console):
-                rows.append(_report(records, target, weights, request))
+                    records.evaluate(evaluator, advance)
+            records.merge()
+            rows.append(_report(records, target, weights, request))
     return rows
 
 
@@ -225,15 +211,6 @@ def _check_request(config: Config, suites: Sequence[SuiteConfig], request: Evalu
     if generates and several_greedy:
         reason = "greedy samples are all the same; set eval.temperature, as 0.7"
         raise bad_value("eval.samples", config.eval.samples, "1 with eval.temperature 0", reason)
-
-
-def _pick_gpu() -> None:
-    """Give each of several ranks on a node a GPU of its own. Before the model is loaded, which goes to the current."""
-    import torch
-
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
-    if local_rank and torch.cuda.is_available():
-        torch.cuda.set_device(int(local_rank) % torch.cuda.device_count())
 
 
 def _plan(
@@ -282,7 +259,7 @@ def _plugins(config: Config, suite: SuiteConfig) -> PluginSet:
 
 @contextlib.contextmanager
 def _progress(console: Console, records: SuiteRecords) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, else a line every few seconds; problems of earlier calls and other shards count as done."""
+    """A bar on a terminal, else a line every few seconds; problems of earlier calls count as done."""
     plan = records.plan
     total = len(plan.prompts)
     done = total - sum(len(plan.problems_of(chunk)) for chunk in records.missing())
@@ -303,37 +280,6 @@ def _progress(console: Console, records: SuiteRecords) -> Iterator[Callable[[int
             console.print(f"{plan.suite.name} {done}/{total} problems", soft_wrap=True, highlight=False)
 
     yield advance
-
-
-def _is_complete(records: SuiteRecords, request: EvaluationRequest, console: Console) -> bool:
-    """Whether this process reports the scores.
-
-    Of launched ranks the first one reports, after waiting for the others. Of shards that were started one by one, the
-    call that finishes the records does. Raises :class:`RunFailed` where the other ranks stall.
-    """
-    shard = request.shard
-    if request.launched and shard.index != 0:
-        return False
-    missing = len(records.missing())
-    changed_at = time.monotonic()
-    while not records.merge():
-        missing_before = missing
-        missing = len(records.missing())
-        if not request.launched:
-            console.print(
-                f"{records.plan.suite.name}: shard {shard.index}/{shard.count} is done; {missing} chunks of other "
-                "shards are missing; the call that finishes them reports",
-                soft_wrap=True,
-                highlight=False,
-            )
-            return False
-        if missing != missing_before:
-            changed_at = time.monotonic()
-        # A rank that died writes no chunk: without a limit this one would wait forever.
-        if time.monotonic() - changed_at > STALLED_AFTER_S:
-            raise RunFailed(f"{records.path}: {missing} chunks of other ranks did not come; the same command resumes")
-        time.sleep(0.2)
-    return True
 
 
 def _report(records: SuiteRecords, target: Target, weights: str, request: EvaluationRequest) -> dict[str, Any]:

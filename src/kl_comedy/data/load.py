@@ -1,4 +1,4 @@
-"""Load problems, refuse evaluation data as training data, and remove training problems that evaluation sets hold.
+"""Load problems, refuse evaluation data as training data, and remove training problems that evaluation sets contain.
 
 Two problems are the same when their normal forms are equal. The normal form is letters and digits only
 (NFKC, case folded), so that spacing, punctuation and LaTeX decoration do not hide a copy. That alone
@@ -27,8 +27,23 @@ from kl_comedy.registry import DATASETS
 
 EVAL_ONLY = frozenset(
     {
-        *("test", "tests", "testset", "heldout", "holdout", "eval", "evals", "evaluation", "benchmark"),
-        *("aime", "amc", "hmmt", "math500", "minerva", "olympiadbench", "gpqa", "humaneval"),
+        "test",
+        "tests",
+        "testset",
+        "heldout",
+        "holdout",
+        "eval",
+        "evals",
+        "evaluation",
+        "benchmark",
+        "aime",
+        "amc",
+        "hmmt",
+        "math500",
+        "minerva",
+        "olympiadbench",
+        "gpqa",
+        "humaneval",
     }
 )
 """Words that mark data as being for evaluation only; a year or count may follow (``aime24``, ``test4500``)."""
@@ -44,9 +59,15 @@ def eval_only_word(name: str) -> str | None:
     ('test', None, 'math500')
     """
     words: list[str] = re.findall(r"[a-z0-9]+", name.lower())
-    words += [first + second for first, second in pairwise(words)]
-    forms = (form for word in words for form in (word, word.rstrip("0123456789")))
-    return next((form for form in forms if form in EVAL_ONLY), None)
+    # held_out and MATH-500 are two words each.
+    joined = [first + second for first, second in pairwise(words)]
+    for word in [*words, *joined]:
+        if word in EVAL_ONLY:
+            return word
+        without_count = word.rstrip("0123456789")
+        if without_count in EVAL_ONLY:
+            return without_count
+    return None
 
 
 def refuse_test_split(config: DatasetConfig, *, key: str) -> None:
@@ -56,13 +77,19 @@ def refuse_test_split(config: DatasetConfig, *, key: str) -> None:
     """
     for setting in ("split", "subset", "path", "name"):
         value = getattr(config, setting) or ""
-        if word := eval_only_word(Path(value).name if setting in ("path", "name") else value):
+        own_name = value
+        if setting in ("path", "name"):
+            # A folder called tests/ or an owner called openai-evals says nothing about the data.
+            own_name = Path(value).name
+        word = eval_only_word(own_name)
+        if word is not None:
             raise UserError(
-                f"{key}.{setting}: got {getattr(config, setting)!r}, which contains {word!r}: training on data meant "
-                "for evaluation is refused; if you mean it, set data.allow_test_split=true"
+                f"{key}.{setting}: got {value!r}, which contains {word!r}: training on data meant for evaluation is "
+                "refused; if you mean it, set data.allow_test_split=true"
             )
 
 
+# Stored data hashes and the counts of decontamination depend on the four patterns below and on normalize().
 _SAME_SIGN = str.maketrans({"−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": "*", "·": "*", "÷": "/", "⁄": "/"})
 _RUN = re.compile(r"[\d\s+\-*/^=<>%().,{}$]+")
 _EXPRESSION = re.compile(r"\d[\s.)}$]*[+\-*/^=<>%][\s+\-({$]*\.?\d")
@@ -77,26 +104,35 @@ def normalize(text: str) -> str:
 
     A text without a single letter or digit is its own normal form (stripped).
     """
+    # NFKC first: it turns ² and full-width digits into plain ones, which the patterns below look for.
     folded = unicodedata.normalize("NFKC", text).casefold().translate(_SAME_SIGN)
-    pieces, end = [], 0
+    pieces = []
+    end = 0
     for run in _RUN.finditer(folded):
         if _EXPRESSION.search(run.group()):
+            pieces.append(_letters_and_digits(folded[end : run.start()]))
             expression = _DROPPED.sub("", run.group())
-            pieces += [_letters_and_digits(folded[end : run.start()]), expression.rstrip("=.")]
+            pieces.append(expression.rstrip("=."))
             end = run.end()
     pieces.append(_letters_and_digits(folded[end:]))
     return "".join(pieces) or text.strip()
 
 
 def _letters_and_digits(text: str) -> str:
+    # Marks (M) are parts of letters in many scripts.
     return "".join(char for char in text if unicodedata.category(char)[0] in "LNM")
 
 
 def _normal_forms(problem: Problem) -> set[str]:
-    """Of the text, and of the question of its task where it has one."""
+    """The normal forms of the problem's text, and of its task's question where it has one.
+
+    The text of a reasoning-gym problem may be a part of the question (``text_after``).
+    """
+    forms = {normalize(problem.text)}
     entry = problem.meta.get("entry")
-    question = entry.get("question") if isinstance(entry, Mapping) else None
-    return {normalize(text) for text in (problem.text, question) if isinstance(text, str)}
+    if isinstance(entry, Mapping) and isinstance(entry.get("question"), str):
+        forms.add(normalize(entry["question"]))
+    return forms
 
 
 def decontaminate(
@@ -106,11 +142,24 @@ def decontaminate(
 
     A problem that is in two sets counts for both. Raises :class:`UserError` where no training problem is left.
     """
-    eval_forms = {name: set().union(*map(_normal_forms, problems)) for name, problems in evals.items()}
-    forms = map(_normal_forms, train)
-    overlaps = [[name for name, others in eval_forms.items() if texts & others] for texts in forms]
-    clean = [problem for problem, names in zip(train, overlaps, strict=True) if not names]
-    counts = {name: sum(name in names for names in overlaps) for name in evals}
+    eval_forms: dict[str, set[str]] = {}
+    for name, problems in evals.items():
+        eval_forms[name] = set()
+        for problem in problems:
+            eval_forms[name] |= _normal_forms(problem)
+
+    clean = []
+    counts = dict.fromkeys(evals, 0)
+    for problem in train:
+        # A problem may have two forms; one that it shares is enough to know its answer.
+        forms = _normal_forms(problem)
+        overlaps = [name for name, others in eval_forms.items() if forms & others]
+        for name in overlaps:
+            counts[name] += 1
+        if not overlaps:
+            clean.append(problem)
+
+    # Better than a run whose first batch has no prompts.
     if train and not clean:
         listed = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
         raise UserError(
@@ -121,23 +170,27 @@ def decontaminate(
 
 
 def load_problems(config: DatasetConfig, *, key: str, training: bool, allow_test_split: bool) -> list[Problem]:
-    """The problems of a registered dataset, at most ``config.limit``.
+    """The problems of a registered dataset, at most ``config.limit`` of them.
 
     ``key`` is the config key in messages (``data.train``). Rows are limited by :func:`subset`; a procedural dataset
-    makes ``limit`` problems from ``seed``. Raises :class:`UserError` for training on a split that is meant for
+    generates ``limit`` problems from ``seed``. Raises :class:`UserError` for training on a split that is meant for
     evaluation, unless ``allow_test_split``; for no problems, and for an id that occurs twice.
     """
     entry = DATASETS.get(config.dataset, key=f"{key}.dataset")
+    # Before anything is read: a mistake costs no download.
     if training and not allow_test_split:
         refuse_test_split(config, key=key)
     check_record(config, key)
     problems: list[Problem] = entry.fn(config, key=key)
     if not problems:
         raise UserError(f"{key}: the dataset {config.dataset!r} gave no problems")
-    name, count = Counter(problem.id for problem in problems).most_common(1)[0]
-    if count > 1:
-        raise UserError(f"{key}: the dataset {config.dataset!r} gave the id {name!r} twice")
-    return problems if config.limit is None else subset(problems, config.limit, config.seed)
+    # Records and random seeds are looked up by id.
+    most_used_id, uses = Counter(problem.id for problem in problems).most_common(1)[0]
+    if uses > 1:
+        raise UserError(f"{key}: the dataset {config.dataset!r} gave the id {most_used_id!r} twice")
+    if config.limit is None:
+        return problems
+    return subset(problems, config.limit, config.seed)
 
 
 def subset(problems: Sequence[Problem], limit: int, seed: int) -> list[Problem]:
@@ -146,12 +199,17 @@ def subset(problems: Sequence[Problem], limit: int, seed: int) -> list[Problem]:
         return list(problems)
     if seed == 0:
         return list(problems[:limit])
+    # The text is the seed: changing it changes which problems a stored config names.
     chosen = random.Random(f"subset:{seed}").sample(range(len(problems)), limit)
+    # In the order of the source, so that a subset of a subset keeps it.
     return [problems[index] for index in sorted(chosen)]
 
 
 def data_hash(problems: Iterable[Problem]) -> str:
-    """SHA-256 (hex) over id, text and answer of each problem as one line of canonical JSON, in order."""
+    """SHA-256 (hex) over id, text and answer of each problem as one line of canonical JSON, in order.
+
+    Runs store it as the identity of their data, so the bytes below are frozen.
+    """
     digest = hashlib.sha256()
     for problem in problems:
         line = json.dumps([problem.id, problem.text, problem.answer], ensure_ascii=True, separators=(",", ":"))

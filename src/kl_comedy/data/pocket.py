@@ -1,11 +1,11 @@
 """Procedural arithmetic with written steps: the problems of the pocket policy.
 
 A problem is a chain of additions (or subtractions) such as ``37+45+28=``; its answer is ``110`` and its
-demonstration ``37+45=82;82+28=110``, one step after the other, so that a completion has 8 to 40 characters
-and the answer is the number after its last ``=``.
+demonstration ``37+45=82;82+28=110``, one step after the other. A completion has 8 to 40 characters, and the answer is
+the number after its last ``=``.
 
-Which half a problem belongs to is a property of its text alone: a tenth of all problems (by hash) is held
-out. Training draws from the other nine tenths, whatever the seed, so the halves cannot overlap.
+Whether a problem is held out is a property of its text alone: a tenth of all problems (by hash) is. Training draws from
+the other nine tenths, whatever the seed, so the two parts cannot overlap.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 HELD_OUT_ONE_IN = 10
 
-TRAIN_LIMIT, EVAL_LIMIT = 4096, 256
+TRAIN_LIMIT = 4096
+EVAL_LIMIT = 256
 """How many problems a split gives where the config sets no ``limit``."""
 
 _ENUMERATE_BELOW = 20
-"""A half with fewer operand tuples than this many per problem asked for is listed rather than sampled."""
+"""A part with fewer operand tuples than this many per requested problem is enumerated rather than sampled: draws would
+repeat the same tuples, and would never end where there are too few."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,35 +80,55 @@ class PocketOptions:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether the problem with this text belongs to the held-out half; a pure function of the text."""
+    """Whether the problem with this text belongs to the held-out part; a pure function of the text."""
+    # blake2b and not hash(), which differs from process to process. Changing it mixes training and held-out problems of
+    # stored runs.
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"pocket split").digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
 
 def draw(family: Family, *, count: int | None, seed: int, held_out: bool) -> Iterator[tuple[int, ...]]:
-    """Yield ``count`` distinct operand tuples of one half (without end and with repeats when None).
+    """Yield ``count`` distinct operand tuples of one part (without end and with repeats when None).
 
-    The order depends on the arguments only. Raises ValueError when the half holds fewer than ``count``.
+    The order depends on the arguments only. Raises ValueError when the part holds fewer than ``count``.
     """
+    # The seed holds repr(family): renaming the class or a field would draw other problems for stored configs.
     rng = random.Random(f"{seed}/{family}/{held_out}")
+    if count is None:
+        # The warm start of the pocket policy draws as long as it trains.
+        while True:
+            operands = _random_operands(family, rng)
+            if _is_wanted(family, operands, held_out):
+                yield operands
 
-    def fits(operands: tuple[int, ...]) -> bool:
-        return family.admits(operands) and is_held_out(family.text(operands)) == held_out
-
-    share = HELD_OUT_ONE_IN if held_out else 1
-    if count is not None and len(family.operands) ** family.terms < _ENUMERATE_BELOW * share * count:
-        everything = [o for o in itertools.product(family.operands, repeat=family.terms) if fits(o)]
+    # Only one random tuple in ten is held out.
+    share = 1
+    if held_out:
+        share = HELD_OUT_ONE_IN
+    if len(family.operands) ** family.terms < _ENUMERATE_BELOW * share * count:
+        everything = []
+        for operands in itertools.product(family.operands, repeat=family.terms):
+            if _is_wanted(family, operands, held_out):
+                everything.append(operands)
         if len(everything) < count:
             raise ValueError(f"only {len(everything)} such problems exist")
         yield from rng.sample(everything, count)
         return
+
     drawn: set[tuple[int, ...]] = set()
-    while count is None or len(drawn) < count:
-        operands = tuple(rng.choice(family.operands) for _ in range(family.terms))
-        if operands not in drawn and fits(operands):
-            if count is not None:
-                drawn.add(operands)
+    while len(drawn) < count:
+        operands = _random_operands(family, rng)
+        if operands not in drawn and _is_wanted(family, operands, held_out):
+            drawn.add(operands)
             yield operands
+
+
+def _random_operands(family: Family, rng: random.Random) -> tuple[int, ...]:
+    return tuple(rng.choice(family.operands) for _ in range(family.terms))
+
+
+def _is_wanted(family: Family, operands: tuple[int, ...], held_out: bool) -> bool:
+    return family.admits(operands) and is_held_out(family.text(operands)) == held_out
 
 
 def make_problem(family: Family, operands: tuple[int, ...]) -> Problem:
@@ -123,11 +145,17 @@ def steps(text: str) -> list[tuple[str, int]]:
     >>> steps("37+45+28=")
     [('37+45', 82), ('82+28', 110)]
     """
+    # Anything else would give a wrong chain and no error.
     if not re.fullmatch(r"[0-9]+([+-][0-9]+)+=", text):
         raise ValueError(f"not a pocket problem: {text!r}")
     terms = re.findall(r"[+-]?\d+", text)
-    totals = list(itertools.accumulate(map(int, terms)))
-    return [(f"{before}{term}", total) for before, term, total in zip(totals, terms[1:], totals[1:], strict=False)]
+    total = int(terms[0])
+    chain = []
+    for term in terms[1:]:
+        left = f"{total}{term}"
+        total += int(term)
+        chain.append((left, total))
+    return chain
 
 
 def write_steps(chain: list[tuple[str, int]]) -> str:
@@ -151,13 +179,16 @@ def pocket_problems(config: DatasetConfig, *, key: str) -> list[Problem]:
     name = "train" if config.split is None else config.split
     if name not in SPLITS:
         raise bad_value(f"{key}.split", name, SPLITS)
-    family, held_out = SPLITS[name], name != "train"
+    family = SPLITS[name]
+    held_out = name != "train"
     if name in ("train", "heldout"):
         tuned = parse_record(PocketOptions, config.options, key=f"{key}.options")
         family = replace(family, terms=tuned.terms, digits=tuned.digits)
     elif config.options:
         raise bad_value(f"{key}.options", config.options, "nothing", why=f"split {name} is fixed")
-    count = config.limit or (EVAL_LIMIT if held_out else TRAIN_LIMIT)
+    count = config.limit
+    if count is None:
+        count = EVAL_LIMIT if held_out else TRAIN_LIMIT
     try:
         drawn = list(draw(family, count=count, seed=config.seed, held_out=held_out))
     except ValueError as error:

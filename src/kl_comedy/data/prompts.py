@@ -12,10 +12,10 @@ import json
 import os
 import random
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kl_comedy.config.schema import PromptConfig
 from kl_comedy.errors import UserError, bad_value, shown
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 TEMPLATE_SECONDS = 2.0
-"""CPU time in which a chat template gives one prompt; real ones take less than a millisecond."""
+"""CPU seconds a chat template may take for one prompt; real ones take less than a millisecond."""
 TEMPLATE_SECONDS_EACH = 0.02
-"""And for each prompt of a data set."""
+"""CPU seconds that each prompt of a data set adds to the limit of all prompts together."""
 TEMPLATE_BYTES = 2**29
-"""Memory that it takes beside the process's own."""
+"""Memory that a template may take beside the process's own."""
 TEMPLATE_CHARACTERS = 1_000_000
-"""Characters of a prompt, and ten more for each of the conversation."""
+"""The most characters of a prompt; each character of the conversation allows ten more."""
 
 
 class PromptOrder:
@@ -47,8 +47,10 @@ class PromptOrder:
 
     def __init__(self, n_items: int, batch: int, seed: int) -> None:
         if n_items < 1 or batch < 1:
-            raise UserError(f"PromptOrder: needs at least one item and one prompt a batch, got {n_items} and {batch}")
-        self.n_items, self.batch, self.seed = n_items, batch, seed
+            raise UserError(f"PromptOrder: needs at least one item and one prompt per batch, got {n_items} and {batch}")
+        self.n_items = n_items
+        self.batch = batch
+        self.seed = seed
         self._epochs: dict[int, list[int]] = {}
 
     def indices(self, i: int) -> list[int]:
@@ -57,32 +59,49 @@ class PromptOrder:
             raise ValueError(f"batches are counted from 0, got {i}")
         indices: list[int] = []
         while len(indices) < self.batch:
+            missing = self.batch - len(indices)
             epoch, offset = divmod(i * self.batch + len(indices), self.n_items)
-            indices += self._epoch(epoch)[offset : offset + self.batch - len(indices)]
+            indices += self._epoch(epoch)[offset : offset + missing]
         return indices
 
     def _epoch(self, epoch: int) -> list[int]:
         """The permutation of ``epoch``; the last two are cached."""
-        if epoch not in self._epochs:
-            earlier = [e for e in self._epochs if e < epoch]
-            start = epoch if self.n_items >= 2 * self.batch else max(earlier, default=-1) + 1
-            for e in range(start, epoch + 1):
-                order = self._join(e)
-                self._epochs = {k: v for k, v in self._epochs.items() if k == e - 1} | {e: order}
+        if epoch in self._epochs:
+            return self._epochs[epoch]
+        if self._depends_on_all_before:
+            cached_before = [cached for cached in self._epochs if cached < epoch]
+            first = max(cached_before, default=-1) + 1
+        else:
+            first = epoch
+        for current in range(first, epoch + 1):
+            order = self._join(current)
+            # The one before is kept: a batch that straddles two epochs asks for both.
+            previous = {cached: old for cached, old in self._epochs.items() if cached == current - 1}
+            self._epochs = {**previous, current: order}
         return self._epochs[epoch]
+
+    @property
+    def _depends_on_all_before(self) -> bool:
+        """Whether swaps at an epoch's start may reach its last ``batch`` positions, and so the next epoch."""
+        return self.n_items < 2 * self.batch
 
     def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(self.n_items))
+        # The text is the seed: changing it changes the order of every stored run's data.
         random.Random(f"order:{self.seed}:{epoch}").shuffle(order)
         return order
 
     def _join(self, epoch: int) -> list[int]:
         """``epoch``'s shuffle with the straddling batch's items swapped out of its first positions."""
         order = self._shuffled(epoch)
+        # Items at the start of the batch that straddles the boundary, which come from the epoch before.
         shared = epoch * self.n_items % self.batch
         if shared == 0 or self.n_items < self.batch:
             return order
-        before = self._shuffled(epoch - 1) if self.n_items >= 2 * self.batch else self._epochs[epoch - 1]
+        if self._depends_on_all_before:
+            before = self._epochs[epoch - 1]
+        else:
+            before = self._shuffled(epoch - 1)
         in_batch = set(before[self.n_items - shared :])
         head = self.batch - shared
         free = (position for position in range(head, self.n_items) if order[position] not in in_batch)
@@ -95,7 +114,7 @@ class PromptOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderReport:
-    """Counts of problems: rendered, and left out since too long or since they spell a control token."""
+    """Counts of problems: rendered, left out as too long, and left out because they spell a control token."""
 
     rendered: int
     too_long: int
@@ -115,25 +134,19 @@ def render(
     """
     control = [token for token in tokenizer.all_special_tokens if token]
     safe = [problem for problem in problems if not any(token in problem.text for token in control)]
-    turns = [config.prefix + problem.text + config.suffix for problem in safe]
-    if config.template == "chat":
-        turns = _chat(turns, config, tokenizer, key=key)
-    elif config.template != "plain":
-        raise bad_value(f"{key}.template", config.template, ["plain", "chat"])
-    elif config.system is not None:
-        raise UserError(f"{key}.system: plain text has no system turn; use {key}.prefix, or {key}.template=chat")
-    texts = [turn + config.prefill.replace("{text}", p.text) for turn, p in zip(turns, safe, strict=True)]
-    ids = _tokenize(texts, tokenizer, special=config.template == "plain", key=key)
+    texts = _texts(safe, config, tokenizer, key=key)
+    token_lists = _tokenize(texts, tokenizer, special=config.template == "plain", key=key)
     prompts = []
-    for problem, text, token_ids in zip(safe, texts, ids, strict=True):
+    for problem, text, token_ids in zip(safe, texts, token_lists, strict=True):
         if not token_ids:
+            # A model cannot begin from nothing: the first token's log-prob needs a position before it.
             raise UserError(f"{key}: the problem {problem.id!r} becomes a prompt without any token: {shown(text)}")
         if len(token_ids) <= config.max_tokens:
             prompts.append(Prompt(problem=problem, text=text, token_ids=token_ids))
     if not prompts:
-        shortest = min((len(token_ids) for token_ids in ids), default=0)
+        shortest = min((len(token_ids) for token_ids in token_lists), default=0)
         raise UserError(
-            f"{key}.max_tokens: got {config.max_tokens}; of {len(problems)} problems none is left: "
+            f"{key}.max_tokens: got {config.max_tokens}; none of the {len(problems)} problems is left: "
             f"{len(safe)} are too long (the shortest has {shortest} tokens), "
             f"{len(problems) - len(safe)} spell a control token"
         )
@@ -144,19 +157,38 @@ def render(
     )
 
 
+def _texts(
+    problems: Sequence[Problem], config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, key: str
+) -> list[str]:
+    """The text of each problem's prompt, by the template that ``config`` names. Raises as :func:`render`."""
+    turns = [config.prefix + problem.text + config.suffix for problem in problems]
+    if config.template == "chat":
+        turns = _chat(turns, config, tokenizer, key=key)
+    elif config.template != "plain":
+        raise bad_value(f"{key}.template", config.template, ["plain", "chat"])
+    elif config.system is not None:
+        raise UserError(f"{key}.system: plain text has no system turn; use {key}.prefix, or {key}.template=chat")
+    texts = []
+    for problem, turn in zip(problems, turns, strict=True):
+        texts.append(turn + config.prefill.replace("{text}", problem.text))
+    return texts
+
+
 def continuation_ids(
     prompt: Prompt, continuation: str, tokenizer: PreTrainedTokenizerBase, *, special: bool
 ) -> tuple[int, ...]:
-    """The tokens that ``continuation`` adds to ``prompt`` when both are spelled together; at least one.
+    """The tokens that ``continuation`` adds to ``prompt`` when both are tokenized together; at least one.
 
-    ``special``: as the prompt was tokenized, with the tokenizer's special tokens in front (plain) or not (chat).
+    ``special``: whether the prompt was tokenized with the tokenizer's special tokens in front (plain) or not (chat).
     Raises :class:`UserError` where it adds none, or where the tokenizer joins its beginning with the prompt's end.
     """
+    # Together, because a tokenizer may write " B" after a space and "B" after a bracket as different tokens.
     (whole,) = _tokenize([prompt.text + continuation], tokenizer, special=special, key="the choices")
     size = len(prompt.token_ids)
-    if whole[:size] != prompt.token_ids or len(whole) == size:
+    joined_with_prompt = whole[:size] != prompt.token_ids
+    if joined_with_prompt or len(whole) == size:
         raise UserError(
-            f"problem {prompt.problem.id!r}: the tokenizer has no tokens for {shown(continuation)} alone after "
+            f"problem {prompt.problem.id!r}: the tokenizer has no separate tokens for {shown(continuation)} after "
             f"{prompt.text[-20:]!r}; end the prompt elsewhere (suffix, prefill), or ask for a generated answer"
         )
     return whole[size:]
@@ -169,9 +201,14 @@ def _chat(texts: Sequence[str], config: PromptConfig, tokenizer: PreTrainedToken
             f"{key}.template: got 'chat', but the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat "
             f"template; use {key}.template=plain"
         )
-    system = [] if config.system is None else [{"role": "system", "content": config.system}]
-    conversations = [[*system, {"role": "user", "content": text}] for text in texts]
-    if not hasattr(os, "fork"):  # Windows
+    conversations = []
+    for text in texts:
+        turns = [{"role": "user", "content": text}]
+        if config.system is not None:
+            turns.insert(0, {"role": "system", "content": config.system})
+        conversations.append(turns)
+    if not hasattr(os, "fork"):
+        # Windows: no child to limit.
         return [_render_chat(tokenizer, conversation) for conversation in conversations]
     try:
         return _render_in_child(tokenizer, conversations)
@@ -179,95 +216,122 @@ def _chat(texts: Sequence[str], config: PromptConfig, tokenizer: PreTrainedToken
         raise UserError(f"{key}: the chat template refuses the conversation: {error}") from None
 
 
+Conversation = list[dict[str, str]]
+"""Turns of ``role`` and ``content``."""
+
+
 class TemplateFault(Exception):
-    """What a chat template does instead of giving a prompt, in one line."""
+    """Says in one line what a chat template did instead of giving a prompt."""
 
 
-def _render_chat(tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Mapping[str, str]]) -> str:
+def _render_chat(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> str:
     return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
 
 
-def _render_in_child(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Any]) -> list[str]:
+def _render_in_child(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[str]:
     """The prompt of each conversation, rendered by a child process with limits of time and memory.
 
-    A template is a program from the model's folder. Its sandbox keeps it from files and from Python's internals, not
-    from loops without end or texts of gigabytes, and these may depend on the conversation, so that a trial with one
-    says nothing about the next. A fork, since the template needs the tokenizer; the child uses neither torch nor the
-    tokenizer's library, whose threads it does not have. Raises :class:`TemplateFault`.
+    A template is a program from the model's folder. Its sandbox keeps it from files and from Python's internals, but
+    not from endless loops or texts of gigabytes, and these may depend on the conversation, so that a trial with one
+    says nothing about the next. The child is a fork, because the template needs the tokenizer; it uses neither torch
+    nor the tokenizer's library, whose threads it does not have. Raises :class:`TemplateFault`.
     """
     import warnings
 
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
+        # Python 3.12 warns of a fork beside threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         try:
             os.close(reading)
             _render_limited(tokenizer, conversations, writing)
         finally:
+            # Whatever happens, the child must not return into the caller's code.
             os._exit(0)
+    # While this process holds the writing end too, the loop below would wait for a line after the child's end.
     os.close(writing)
-    texts: list[str] = []
     try:
-        with open(reading, encoding="ascii") as lines:
-            for line in lines:
-                if not line.endswith("\n"):  # the process ended while it wrote
-                    break
-                reply = json.loads(line)
-                if "fault" in reply:
-                    raise TemplateFault(reply["fault"])
-                texts.append(reply["text"])
+        texts = _read_texts(reading)
     except BaseException:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
     _, status = os.waitpid(child, 0)
-    if len(texts) < len(conversations):
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if number in (signal.SIGPROF, signal.SIGXCPU):
-            raise TemplateFault(f"it takes more than {TEMPLATE_SECONDS:g} s of CPU time")
-        raise TemplateFault(f"the process that renders it ended (signal {number})")
+    if len(texts) == len(conversations):
+        return texts
+
+    number = 0
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+    if number in (signal.SIGPROF, signal.SIGXCPU):
+        raise TemplateFault(f"it takes more than {TEMPLATE_SECONDS:g} s of CPU time")
+    raise TemplateFault(f"the process that renders it ended (signal {number})")
+
+
+def _read_texts(reading: int) -> list[str]:
+    """The prompts that the child has written, up to its end. Raises :class:`TemplateFault` for the first fault."""
+    texts: list[str] = []
+    with open(reading, encoding="ascii") as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                # The process ended while it wrote.
+                break
+            reply = json.loads(line)
+            if "fault" in reply:
+                raise TemplateFault(reply["fault"])
+            texts.append(reply["text"])
     return texts
 
 
-def _render_limited(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Any], writing: int) -> None:
+def _render_limited(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], writing: int) -> None:
     """Write a line of JSON for each conversation; the kernel ends the process where it takes too long."""
     import resource
 
+    # A handler of the trainer's (SLURM's requeue, say) would catch what must end this process.
     for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU):
         signal.signal(number, signal.SIG_DFL)
     seconds = 1 + int(TEMPLATE_SECONDS + len(conversations) * TEMPLATE_SECONDS_EACH)
     _lower_limit(resource.RLIMIT_CPU, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 60.0 + 20 * seconds)  # against a lock that a thread held at the fork
+    # Wall time, against a lock that another thread held at the fork: nobody in this process will release it.
+    signal.setitimer(signal.ITIMER_REAL, 60.0 + 20 * seconds)
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _lower_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + TEMPLATE_BYTES)
     with open(writing, "w", encoding="ascii") as lines:
         for conversation in conversations:
+            # The clock of one prompt; RLIMIT_CPU is that of all.
             signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
-            try:
-                text = _render_chat(tokenizer, conversation)
-                allowed = TEMPLATE_CHARACTERS + 10 * sum(len(turn["content"]) for turn in conversation)
-                if len(text) > allowed:
-                    reply = {"fault": f"it writes more than {allowed:,} characters"}
-                else:
-                    reply = {"text": text}
-            except MemoryError:
-                reply = {"fault": f"it takes more than {TEMPLATE_BYTES >> 20} MiB"}
-            except RecursionError:
-                reply = {"fault": "it calls itself without end"}
-            except Exception as error:  # of the template, or of Python's functions that it calls
-                reply = {"fault": str(error).partition("\n")[0][:300] or type(error).__name__}
-            lines.write(json.dumps(reply) + "\n")
+            lines.write(json.dumps(_reply(tokenizer, conversation)) + "\n")
+
+
+def _reply(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> dict[str, str]:
+    """The prompt of a conversation as ``text``, or the reason for none as ``fault``."""
+    allowed = TEMPLATE_CHARACTERS + 10 * sum(len(turn["content"]) for turn in conversation)
+    try:
+        text = _render_chat(tokenizer, conversation)
+    except MemoryError:
+        return {"fault": f"it takes more than {TEMPLATE_BYTES >> 20} MiB"}
+    except RecursionError:
+        return {"fault": "it calls itself without end"}
+    except Exception as error:
+        # The template's own, or one of Python's functions that it calls.
+        first_line = str(error).partition("\n")[0][:300]
+        return {"fault": first_line or type(error).__name__}
+    if len(text) > allowed:
+        return {"fault": f"it writes more than {allowed:,} characters"}
+    return {"text": text}
 
 
 def _lower_limit(kind: int, amount: int) -> None:
-    """Limit this process, further where it has a limit already."""
+    """Set the soft limit of this process to ``amount``, or to its hard limit where that is lower."""
     import resource
 
     _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
+    if hard != resource.RLIM_INFINITY:
+        amount = min(amount, hard)
+    resource.setrlimit(kind, (amount, hard))
 
 
 def _tokenize(
@@ -280,16 +344,21 @@ def _tokenize(
         encoded = tokenizer(
             list(texts), add_special_tokens=special, padding=False, truncation=False, return_attention_mask=False
         )["input_ids"]
-    except Exception as error:  # the tokenizers library raises nothing more specific
+    except Exception as error:
+        # The tokenizers library raises nothing more specific.
         raise UserError(
-            f"{key}: the model's tokenizer cannot spell these prompts, as {shown(texts[0])} ({error}); "
+            f"{key}: the model's tokenizer cannot encode these prompts, for example {shown(texts[0])} ({error}); "
             "check prefix, suffix, prefill and the problems' characters"
         ) from error
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
     result = []
     for text, ids in zip(texts, encoded, strict=True):
-        if special and eos is not None and ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token):
+        # Some tokenizers (T5's) end every text with the end token, after which a model writes nothing.
+        ends_with_eos = special and eos is not None and ids[-1:] == [eos]
+        if ends_with_eos and not text.endswith(tokenizer.eos_token):
             ids = ids[:-1]
+        # A prefix may spell the first token that the tokenizer adds as well.
         if bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
         result.append(tuple(ids))

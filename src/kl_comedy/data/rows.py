@@ -1,10 +1,10 @@
 """Rows of a source become problems; an error names the place of the row and the fields it has.
 
 The row format is the same for every source (JSONL, Parquet, hub). ``config.fields`` maps our names to the
-source's; a dotted source name (``reward_model.ground_truth``) reaches into nested objects where no column
-has that very name. Choices become lettered lines under the text, and the answer the letter of the right one. ``labels``
-names the list of what the source calls its choices (ARC: some rows ``A`` to ``D``, some ``1`` to ``4``), in which the
-answer is looked up.
+source's; a dotted source name (``reward_model.ground_truth``) reaches into nested objects, unless a column has exactly
+that name. Choices become lettered lines under the text, and the answer becomes the letter of the right one. ``labels``
+is the field with the source's own names of the choices (ARC: some rows ``A`` to ``D``, some ``1`` to ``4``); the answer
+is looked up there.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ LETTERS = string.ascii_uppercase
 TEXT_NAMES = ("problem", "question", "text")
 """Source fields that can only be the problem's text; used where exactly one of them is present."""
 MAX_LISTED = 30
-"""Names of fields in a message."""
+"""How many names of fields a message lists."""
 _GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 Rows = Iterable[tuple[str, str, Mapping[str, Any]]]
 """Triples of place (``train.jsonl:17``, for messages), id of a row that has none, and row."""
 
 
-def _marker(value: Any, key: str) -> str | None:
-    if value is not None and not (isinstance(value, str) and value):
+def _marker(value: object, key: str) -> str | None:
+    """``value`` where it is a marker or None. Raises :class:`UserError`."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
         raise bad_value(key, value, "a non-empty string")
     return value
 
@@ -64,7 +67,9 @@ def read_rows(rows: Rows, config: DatasetConfig, options: RowOptions, *, key: st
     problems = []
     for place, fallback_id, row in rows:
         with error_prefix(place):
-            fields = fields or _source_fields(config, row, key)
+            # Fields are chosen once: a source whose rows name them differently is two sources.
+            if not fields:
+                fields = _source_fields(config, row, key)
             problem = _problem(row, fields, options, key, fallback_id)
             if problem.id in places:
                 raise UserError(f"the id {shown(problem.id)} was already used at {places[problem.id]}")
@@ -78,60 +83,108 @@ def read_rows(rows: Rows, config: DatasetConfig, options: RowOptions, *, key: st
 def _source_fields(config: DatasetConfig, first: Mapping[str, Any], key: str) -> dict[str, str]:
     """Our names to the source's: those of the config, and defaults where the first row is unambiguous."""
     fields = {ours: theirs for ours, theirs in config.fields.items() if theirs}
-    names = _names(first)
+    defaults = {}
     if "text" not in fields:
-        present = [name for name in TEXT_NAMES if name in first]
-        if len(present) != 1:
-            candidates = f"several of {', '.join(present)}" if present else f"none of {', '.join(TEXT_NAMES)}"
-            what = f"cannot tell which field is the problem's text: the row has {candidates}"
-            raise UserError(f"{what}; name it with {key}.fields.text=FIELD (fields: {names})")
-        fields["text"] = present[0]
-    if "answer" not in fields and "answer" not in first:
-        hint = "; if the last \\boxed of the solution holds the answer, set "
-        hint += f"{key}.fields.answer=solution and {key}.options.answer_boxed=true"
-        what = f"cannot tell which field is the answer: the row has no 'answer'; name it with {key}.fields.answer=FIELD"
-        raise UserError(f"{what} (fields: {names}){hint if 'solution' in first else ''}")
-    optional = [name for name in ("id", "choices") if name in first and (name == "id" or first[name] is not None)]
-    return {**{name: name for name in ("answer", *optional)}, **fields}
+        defaults["text"] = _text_field(first, key)
+    if "answer" not in fields:
+        _check_answer_field(first, key)
+        defaults["answer"] = "answer"
+    if "id" in first:
+        defaults["id"] = "id"
+    # A column of choices may be there for other rows of the source, empty for this task.
+    if first.get("choices") is not None:
+        defaults["choices"] = "choices"
+    return defaults | fields
+
+
+def _text_field(first: Mapping[str, Any], key: str) -> str:
+    """The one field that can be the problem's text. Raises :class:`UserError` where none or several can."""
+    present = [name for name in TEXT_NAMES if name in first]
+    if len(present) == 1:
+        return present[0]
+    if present:
+        candidates = f"several of {', '.join(present)}"
+    else:
+        candidates = f"none of {', '.join(TEXT_NAMES)}"
+    raise UserError(
+        f"cannot tell which field is the problem's text: the row has {candidates}; name it with "
+        f"{key}.fields.text=FIELD (fields: {_names(first)})"
+    )
+
+
+def _check_answer_field(first: Mapping[str, Any], key: str) -> None:
+    """Raise :class:`UserError` where the row has no ``answer``."""
+    if "answer" in first:
+        return
+    hint = ""
+    if "solution" in first:
+        hint = (
+            f"; if the last \\boxed of the solution holds the answer, set {key}.fields.answer=solution and "
+            f"{key}.options.answer_boxed=true"
+        )
+    raise UserError(
+        "cannot tell which field is the answer: the row has no 'answer'; name it with "
+        f"{key}.fields.answer=FIELD (fields: {_names(first)}){hint}"
+    )
+
+
+_NOT_META = ("text", "answer", "id", "choices", "labels")
+"""Fields that become something else than a value of the problem's meta."""
 
 
 def _problem(
     row: Mapping[str, Any], fields: Mapping[str, str], options: RowOptions, key: str, fallback_id: str
 ) -> Problem:
-    values = {ours: _lookup(row, theirs, f"{key}.fields.{ours}") for ours, theirs in fields.items()}
-    text, answer = _string(values["text"], fields["text"]), values["answer"]
-    meta = {ours: values[ours] for ours in fields if ours not in ("text", "answer", "id", "choices", "labels")}
+    """The problem of one row; ``fields`` maps our names to the source's. Raises :class:`UserError`."""
+    values = {}
+    for ours, theirs in fields.items():
+        values[ours] = _lookup(row, theirs, f"{key}.fields.{ours}")
+    text = _string(values["text"], fields["text"])
+    meta = {ours: values[ours] for ours in fields if ours not in _NOT_META}
+    _check_json(meta, fields)
+    if options.text_after is not None:
+        text = _after(text, options.text_after, fields["text"])
+    if "choices" in fields:
+        choices = read_choices(values["choices"], field=fields["choices"])
+        answer = values["answer"]
+        if "labels" in fields:
+            answer = label_position(answer, values["labels"], len(choices), field=fields["answer"])
+        answer = choice_letter(answer, choices, field=fields["answer"])
+        # The text without choices, for suites that write them in their own way.
+        meta |= {"choices": choices, "question": text}
+        if options.render_choices:
+            lines = [f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
+            text = "\n".join([text, *lines])
+    else:
+        answer = _answer(_scalar(values["answer"], fields["answer"]), fields["answer"], options)
+    problem_id = fallback_id
+    if "id" in fields:
+        problem_id = _scalar(values["id"], fields["id"])
+    return Problem(id=problem_id, text=text, answer=answer, meta=meta)
+
+
+def _check_json(meta: Mapping[str, Any], fields: Mapping[str, str]) -> None:
+    """Raise :class:`UserError` for a value that JSON cannot hold: records are JSON, and jobs of rewards travel."""
     for ours, value in meta.items():
         try:
             json.dumps(value, allow_nan=False).encode("utf-8")
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"field {fields[ours]!r} does not fit into JSON: {error}") from error
-    if options.text_after is not None:
-        text = _after(text, options.text_after, fields["text"])
-    if "choices" not in fields:
-        answer = _answer(_scalar(answer, fields["answer"]), fields["answer"], options)
-    else:
-        choices = read_choices(values["choices"], field=fields["choices"])
-        if "labels" in fields:
-            answer = label_position(answer, values["labels"], len(choices), field=fields["answer"])
-        answer = choice_letter(answer, choices, field=fields["answer"])
-        meta |= {"choices": choices, "question": text}
-        if options.render_choices:
-            lines = [f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
-            text = "\n".join([text, *lines])
-    problem_id = _scalar(values["id"], fields["id"]) if "id" in fields else fallback_id
-    return Problem(id=problem_id, text=text, answer=answer, meta=meta)
 
 
 def read_choices(value: Any, *, field: str) -> tuple[str, ...]:
     """The choices of a row: 2 to 26 non-empty strings or numbers. Raises :class:`UserError` otherwise."""
-    is_list = isinstance(value, list | tuple)
-    if not is_list or not 2 <= len(value) <= len(LETTERS):
-        what = f"a list of {len(value)}" if is_list else type(value).__name__
-        raise UserError(f"field {field!r} must be a list of 2 to {len(LETTERS)} choices, got {what}")
+    expected = f"field {field!r} must be a list of 2 to {len(LETTERS)} choices"
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{expected}, got {type(value).__name__}")
+    if not 2 <= len(value) <= len(LETTERS):
+        raise UserError(f"{expected}, got a list of {len(value)}")
     for choice in value:
-        if isinstance(choice, bool) or not isinstance(choice, str | int | float) or not str(choice).strip():
+        # bool is an int to Python; a choice "True" would be a mistake of the data's types.
+        text_or_number = isinstance(choice, str | int | float) and not isinstance(choice, bool)
+        if not text_or_number or not str(choice).strip():
             raise UserError(f"field {field!r} holds the choice {shown(choice)}; each must be a non-empty string")
+    # Numbers become text here, once: a choice is compared, shown and tokenized as text.
     return tuple(str(choice) for choice in value)
 
 
@@ -141,10 +194,15 @@ def choice_letter(answer: Any, choices: Sequence[str], *, field: str) -> str:
     Another string raises :class:`UserError`: ``"2"`` may be a position counted from 0 or from 1, or a choice.
     """
     allowed = LETTERS[: len(choices)]
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+    # True would be the position 1.
+    is_number = isinstance(answer, int) and not isinstance(answer, bool)
+    if is_number and 0 <= answer < len(choices):
         return allowed[answer]
-    if isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().upper() in allowed:
-        return answer.strip().upper()
+    if isinstance(answer, str):
+        letter = answer.strip().upper()
+        # Of length 1 before upper(), which makes two letters of one for some characters.
+        if len(answer.strip()) == 1 and letter in allowed:
+            return letter
     raise UserError(
         f"field {field!r} is {shown(answer)}; with {len(choices)} choices it must be a letter "
         f"A to {allowed[-1]} or an integer position 0 to {len(choices) - 1}"
@@ -153,7 +211,10 @@ def choice_letter(answer: Any, choices: Sequence[str], *, field: str) -> str:
 
 def label_position(answer: Any, labels: Any, count: int, *, field: str) -> int:
     """The 0-based position of ``answer`` among the source's labels, one for each of its ``count`` choices."""
-    names = [str(label) for label in labels] if isinstance(labels, list | tuple) else []
+    names = []
+    if isinstance(labels, list | tuple):
+        names = [str(label) for label in labels]
+    # Compared as text: one row of a source may have the label 1 and the next "1".
     if len(names) != count or len(set(names)) != count:
         raise UserError(f"{count} choices need as many different labels, got {shown(labels)}")
     if str(answer) not in names:
@@ -162,24 +223,34 @@ def label_position(answer: Any, labels: Any, count: int, *, field: str) -> int:
 
 
 def _names(row: Mapping[str, Any]) -> str:
-    names = ", ".join(str(name)[:SHOWN] for name in list(row)[:MAX_LISTED]) or "(none)"
-    return f"{names}, ... ({len(row):,})" if len(row) > MAX_LISTED else names
+    """The fields of a row, for a message: a hostile file may have a million, or one of a million characters."""
+    names = ", ".join(str(name)[:SHOWN] for name in list(row)[:MAX_LISTED])
+    if not names:
+        return "(none)"
+    if len(row) > MAX_LISTED:
+        return f"{names}, ... ({len(row):,})"
+    return names
 
 
 def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:
+    """The value of a field, or of a dotted path into nested objects. Raises :class:`UserError`."""
+    # A column that has a dot in its own name comes first.
     if name in row:
         return row[name]
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
             near = nearest(name, [str(field) for field in row])
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = ""
+            if near:
+                hint = f"; did you mean {near!r}?"
             raise UserError(f"no field {name!r} ({key}); the row has: {_names(row)}{hint}")
         value = value[part]
     return value
 
 
 def _string(value: Any, field: str) -> str:
+    """``value`` where it is a non-empty string that UTF-8 can encode. Raises :class:`UserError`."""
     if not isinstance(value, str):
         raise UserError(f"field {field!r} must be a string, got {type(value).__name__}: {reprlib.repr(value)}")
     if not value.strip():
@@ -187,7 +258,7 @@ def _string(value: Any, field: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"field {field!r} holds half of a surrogate pair, which is no text") from error
+        raise UserError(f"field {field!r} holds half of a surrogate pair, which is not valid text") from error
     return value
 
 
@@ -199,17 +270,27 @@ def _scalar(value: Any, field: str) -> str:
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"field {field!r} is {value}, not a finite number")
-    return _string(value if isinstance(value, str) else repr(value), field)
+    if isinstance(value, str):
+        return _string(value, field)
+    return _string(repr(value), field)
 
 
 def _answer(answer: str, field: str, options: RowOptions) -> str:
+    """The final answer in the answer field: after a marker, in the last box, or all of it."""
     if options.answer_after is not None:
         answer = _after(answer, options.answer_after, field)
-        return answer.replace(",", "") if _GROUPED_NUMBER.fullmatch(answer) else answer
-    return _string(last_boxed(answer, field=field), field) if options.answer_boxed else answer
+        if _GROUPED_NUMBER.fullmatch(answer):
+            # GSM8K writes 1,000 where its problems say 1000.
+            return answer.replace(",", "")
+        return answer
+    if options.answer_boxed:
+        return _string(last_boxed(answer, field=field), field)
+    return answer
 
 
 def _after(text: str, marker: str, field: str) -> str:
+    """What follows the last ``marker``, stripped. Raises :class:`UserError` where it or the rest is missing."""
+    # The last one: a solution may quote the marker before it gives the answer.
     _, separator, tail = text.rpartition(marker)
     if not separator:
         raise UserError(f"field {field!r} does not contain the marker {marker!r}: {reprlib.repr(text)}")
@@ -227,8 +308,13 @@ def last_boxed(text: str, *, field: str) -> str:
     Raises :class:`UserError` where there is no box or its braces do not close.
     """
     _, box, tail = text.rpartition("\\boxed")
-    bare = re.match(r"\s+([^\s{}$\\]+?)\.?(?=[\s$]|$)", tail) if box else None
-    content = bare.group(1) if bare else in_braces(tail.lstrip()) if box else None
+    content = None
+    if box:
+        without_braces = re.match(r"\s+([^\s{}$\\]+?)\.?(?=[\s$]|$)", tail)
+        if without_braces:
+            content = without_braces.group(1)
+        else:
+            content = in_braces(tail.lstrip())
     if content is None:
         raise UserError(f"field {field!r} has no complete \\boxed{{...}}: {reprlib.repr(text)}")
     return content
@@ -240,9 +326,14 @@ def in_braces(text: str) -> str | None:
     >>> in_braces("{x_{1}} and {2}"), in_braces("{x_{1}")
     ('x_{1}', None)
     """
+    if not text.startswith("{"):
+        return None
     depth = 0
-    for position, char in enumerate(text if text.startswith("{") else ""):
-        depth += {"{": 1, "}": -1}.get(char, 0)
+    for position, char in enumerate(text):
+        if char == "{":
+            depth += 1
+        elif char == "}":
+            depth -= 1
         if depth == 0:
             return text[1:position].strip()
     return None

@@ -3,8 +3,8 @@
 Every loader raises :class:`UserError` for options it does not know and for settings it would ignore.
 
 A reasoning-gym problem carries ``meta["task"]`` and ``meta["entry"]``, the task's entry, which its scorer needs. The
-entry can be written as JSON; but the scorers of ``arc_agi`` and ``rearc`` compare tuples and give a perfect answer 0.05
-after a round trip through JSON, which turns tuples into lists. Item ``i`` of most tasks is drawn from
+entry can be written as JSON. But the scorers of ``arc_agi`` and ``rearc`` compare tuples: after a round trip through
+JSON, which turns tuples into lists, they give a perfect answer 0.05. Item ``i`` of most tasks is drawn from
 ``random.Random(seed + i)``: two splits of size ``n`` whose seeds differ by less than ``n`` share problems. Choose seeds
 far apart; decontamination counts what is still shared.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,12 @@ from kl_comedy.registry import DATASETS
 def refuse_unused(config: DatasetConfig, *settings: str, key: str) -> None:
     """Raise :class:`UserError` for a setting that the loader does not use."""
     for setting in settings:
-        if value := getattr(config, setting):
+        value = getattr(config, setting)
+        if value:
             raise UserError(f"{key}.{setting}: got {value!r}, but the dataset {config.dataset!r} does not use it")
 
 
-@DATASETS.register("jsonl", source="JSON Lines: one RFC 8259 object a line, UTF-8")
+@DATASETS.register("jsonl", source="JSON Lines: one RFC 8259 object per line, UTF-8")
 def jsonl(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A local JSONL file; an error names the file and line of the malformed row."""
     return _read_file(config, ".jsonl", key=key)
@@ -53,60 +54,76 @@ def _read_file(config: DatasetConfig, suffix: str, *, key: str) -> list[Problem]
     if not config.path:
         raise UserError(f"{key}.path: the dataset {config.dataset!r} needs the path of a file")
     path = existing_file(Path(config.path).expanduser(), f"{key}.path")
-    rows = _jsonl_rows(path) if suffix == ".jsonl" else _numbered(str(path), path.stem, _parquet_rows(path, key))
+    if suffix == ".jsonl":
+        rows = _jsonl_rows(path)
+    else:
+        rows = _numbered(str(path), path.stem, _parquet_rows(path, key))
     return read_rows(rows, config, options, key=key, source=str(path))
 
 
-def _numbered(label: str, stem: str, rows: Iterator[Mapping[str, Any]]) -> Rows:
-    """Rows with their number, from 1, as place and id."""
-    return ((f"{label} row {number}", f"{stem}/{number}", row) for number, row in enumerate(rows, start=1))
+def _numbered(label: str, stem: str, rows: Iterable[Mapping[str, Any]]) -> Rows:
+    """Rows with their number, counted from 1, as place and id."""
+    for number, row in enumerate(rows, start=1):
+        yield f"{label} row {number}", f"{stem}/{number}", row
 
 
 def _jsonl_rows(path: Path) -> Rows:
-    """Lines count from 1 and end in ``\\n`` only (U+2028 is text)."""
+    """The rows of a file. Lines count from 1 and end in ``\\n`` only (U+2028 is text)."""
+    # In bytes: text mode would end a line at more characters, and a wrong byte would have no line number.
     with path.open("rb") as file:
-        blank = None
+        first_blank = None
         for number, line in enumerate(file, start=1):
             place = f"{path}:{number}"
             if not line.strip():
-                blank = blank or place
+                first_blank = first_blank or place
                 continue
-            if blank:
-                raise UserError(f"{blank}: blank line between rows; remove it")
-            try:
-                row = json.loads(line.decode("utf-8"), object_pairs_hook=_distinct, parse_constant=_no_constant)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line: {error.reason})") from error
-            except (ValueError, RecursionError) as error:
-                reason = "nested too deeply" if isinstance(error, RecursionError) else error
-                raise UserError(f"{place}: malformed JSON: {reason}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{place}: a row must be a JSON object, got {type(row).__name__}")
-            yield place, f"{path.stem}/{number}", row
+            # Blank lines at the end are common and harmless; one between rows may be a lost row.
+            if first_blank:
+                raise UserError(f"{first_blank}: blank line between rows; remove it")
+            yield place, f"{path.stem}/{number}", _json_object(line, place)
+
+
+def _json_object(line: bytes, place: str) -> dict[str, Any]:
+    """The object that a line holds. Raises :class:`UserError` for anything else."""
+    try:
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=_distinct, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line: {error.reason})") from error
+    except RecursionError as error:
+        raise UserError(f"{place}: malformed JSON: nested too deeply") from error
+    except ValueError as error:
+        raise UserError(f"{place}: malformed JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: a row must be a JSON object, got {type(row).__name__}")
+    return row
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of ``pairs``. Raises ValueError for a repeated field, of which json would keep the last."""
     row: dict[str, Any] = {}
     for name, value in pairs:
         if name in row:
-            raise ValueError(f"the field {shown(name)} is there twice")
+            raise ValueError(f"the field {shown(name)} occurs twice")
         row[name] = value
     return row
 
 
 def _no_constant(name: str) -> Any:
+    """Refuse NaN and Infinity, which json reads and RFC 8259 does not know."""
     raise ValueError(f"{name} is not a JSON number")
 
 
 MAX_UNPACKED = 2**30
-"""Bytes that a Parquet file of any size may unpack to; a large one, to a hundred times its size. A text that is stored
-once and named by each row takes less than a byte a row in the file."""
+"""Bytes that a Parquet file of any size may unpack to; a large one, to :data:`MAX_RATIO` times its size. A text that is
+stored once and referred to by each row takes less than a byte per row in the file."""
 MAX_RATIO = 100
 ROW_BYTES = 500
-"""What a row takes here beside its values: 2**30 rows of one short text fit into a file of some kilobytes."""
+"""Memory of a row beside its values, in bytes: 2**30 rows of one short text fit into a file of some kilobytes."""
+MAX_ROWS_AT_ONCE = 1024
 
 
 def _parquet_rows(path: Path, key: str) -> Iterator[Mapping[str, Any]]:
+    """The rows of a file, which must not unpack to more than its limit. Raises :class:`UserError`."""
     import pyarrow
     import pyarrow.parquet
 
@@ -118,13 +135,13 @@ def _parquet_rows(path: Path, key: str) -> Iterator[Mapping[str, Any]]:
     unpacked = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            groups = [table.metadata.row_group(n) for n in range(table.metadata.num_row_groups)]
-            sizes = [group.column(n).total_uncompressed_size for group in groups for n in range(group.num_columns)]
+            sizes = _column_sizes(table.metadata)
             if sum(sizes) > limit:
                 raise too_large
             # The footer does not count a value as often as rows name it, and may be wrong. At worst each row of a batch
             # holds all of the largest column, so that many rows fit into the limit.
-            rows_at_once = max(1, min(1024, MAX_UNPACKED // max(sizes, default=1)))
+            largest = max(sizes, default=1)
+            rows_at_once = max(1, min(MAX_ROWS_AT_ONCE, MAX_UNPACKED // largest))
             for batch in table.iter_batches(batch_size=rows_at_once):
                 unpacked += batch.nbytes + ROW_BYTES * batch.num_rows
                 if unpacked > limit:
@@ -137,8 +154,21 @@ def _parquet_rows(path: Path, key: str) -> Iterator[Mapping[str, Any]]:
         raise UserError(f"{key}.path: {path} is not a readable Parquet file: {reason}") from error
 
 
+def _column_sizes(metadata: Any) -> list[int]:
+    """The unpacked bytes of each column of each row group, as the file's footer states them."""
+    sizes = []
+    for group_index in range(metadata.num_row_groups):
+        group = metadata.row_group(group_index)
+        for column_index in range(group.num_columns):
+            sizes.append(group.column(column_index).total_uncompressed_size)
+    return sizes
+
+
 class DatasetUnavailable(UserError):
-    """A hub dataset that could not be loaded; ``what`` names it and the reason, without advice."""
+    """A hub dataset that could not be loaded; ``what`` names it and the reason, without the advice.
+
+    A suite gives advice of its own: it has options for local files.
+    """
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(f"{what}. {advice}")
@@ -170,8 +200,10 @@ def _download(config: DatasetConfig, revision: str | None, *, key: str) -> Any:
     import datasets
 
     try:
+        # Without trust_remote_code: a dataset that is a program is refused by the library.
         return datasets.load_dataset(config.name, config.subset, split=config.split, revision=revision)
     except Exception as error:
+        # Network, authentication, a missing subset, a disk: the library raises dozens of classes.
         reason = str(error).strip().split("\n")[0] or "no reason given"
         settings = {"name": config.name, "subset": config.subset, "split": config.split, "revision": revision}
         given = ", ".join(f"{name}={value}" for name, value in settings.items() if value)
@@ -195,16 +227,24 @@ def reasoning_gym(config: DatasetConfig, *, key: str) -> list[Problem]:
     """
     refuse_unused(config, "path", "subset", "split", "fields", key=key)
     task = _build(config, key=key)
-    count = task.size if config.limit is None else min(task.size, config.limit)
-    return [
-        Problem(
+    count = task.size
+    if config.limit is not None:
+        count = min(task.size, config.limit)
+    problems = []
+    for index in range(count):
+        entry = _entry(task, index, key=key)
+        # None where several solutions are right.
+        answer = ""
+        if entry["answer"] is not None:
+            answer = str(entry["answer"])
+        problem = Problem(
             id=f"{config.name}/{task.seed}/{index}",
             text=_text(entry, config, key=key),
-            answer="" if entry["answer"] is None else str(entry["answer"]),
+            answer=answer,
             meta={"task": config.name, "entry": entry},
         )
-        for index, entry in ((index, _entry(task, index, key=key)) for index in range(count))
-    ]
+        problems.append(problem)
+    return problems
 
 
 def _build(config: DatasetConfig, *, key: str) -> Any:
@@ -214,20 +254,12 @@ def _build(config: DatasetConfig, *, key: str) -> Any:
             from reasoning_gym.factory import DATASETS as TASKS
     except ImportError as error:
         raise UserError(f"{key}.dataset: reasoning_gym is not installed; pip install -e '.[gym]'") from error
+    # The settings of a composite are specifications of other tasks, which options of a config cannot hold.
     names = sorted(name for name in TASKS if name != "composite")
     if config.name not in names:
         raise bad_value(f"{key}.name", config.name, names)
     build, settings_type = TASKS[config.name]
-    allowed = [field.name for field in fields(settings_type) if field.init]
-    settings = {name: value for name, value in config.options.items() if name not in TEXT_OPTIONS}
-    for name in settings:
-        if name not in allowed:
-            raise bad_value(f"{key}.options", name, [*allowed, *TEXT_OPTIONS])
-    seed = settings.setdefault("seed", config.seed)
-    if config.seed and seed != config.seed:
-        raise UserError(f"{key}: seed={config.seed} and options.seed={seed} contradict each other; keep one")
-    if config.limit is not None:
-        settings.setdefault("size", config.limit)
+    settings = _task_settings(config, settings_type, key=key)
     try:
         chosen = settings_type(**settings)
         chosen.validate()
@@ -237,11 +269,29 @@ def _build(config: DatasetConfig, *, key: str) -> Any:
         raise UserError(f"{key}.options: the task {config.name!r} rejects {settings}: {reason}") from error
 
 
+def _task_settings(config: DatasetConfig, settings_type: Any, *, key: str) -> dict[str, Any]:
+    """The task's settings from options, ``seed`` and ``limit``. Raises :class:`UserError` for an unknown option."""
+    allowed = [field.name for field in fields(settings_type) if field.init]
+    settings = {name: value for name, value in config.options.items() if name not in TEXT_OPTIONS}
+    for name in settings:
+        if name not in allowed:
+            raise bad_value(f"{key}.options", name, [*allowed, *TEXT_OPTIONS])
+    # limit and seed mean the same for every dataset; a task's own options only refine them.
+    seed = settings.setdefault("seed", config.seed)
+    if config.seed and seed != config.seed:
+        raise UserError(f"{key}: seed={config.seed} and options.seed={seed} contradict each other; keep one")
+    if config.limit is not None:
+        settings.setdefault("size", config.limit)
+    return settings
+
+
 def _entry(task: Any, index: int, *, key: str) -> dict[str, Any]:
-    """Item ``index`` of the task; some tasks print while they generate, which must not reach stdout."""
+    """Item ``index`` of the task. Raises :class:`UserError` where it cannot be made, or not written as JSON."""
     try:
+        # Some tasks print while they generate, which must not reach the output of a command.
         with contextlib.redirect_stdout(sys.stderr):
             entry = dict(task[index])
+        # Records are JSON; a value that is not would end the run much later.
         json.dumps(entry)
         return entry
     except Exception as error:
@@ -250,7 +300,9 @@ def _entry(task: Any, index: int, *, key: str) -> dict[str, Any]:
 
 
 def _text(entry: dict[str, Any], config: DatasetConfig, *, key: str) -> str:
-    field, marker = config.options.get("text_field"), config.options.get("text_after")
+    """The problem's text: the question, what follows a marker in it, or a string of the metadata."""
+    field = config.options.get("text_field")
+    marker = config.options.get("text_after")
     if field is not None and marker is not None:
         raise UserError(f"{key}.options: text_field and text_after exclude each other; keep one")
     if field is not None:
@@ -261,7 +313,10 @@ def _text(entry: dict[str, Any], config: DatasetConfig, *, key: str) -> str:
     question = str(entry["question"])
     if marker is None:
         return question
-    tail = question.rpartition(marker)[2].strip() if isinstance(marker, str) and marker and marker in question else ""
+    tail = ""
+    is_text = isinstance(marker, str) and marker != ""
+    if is_text and marker in question:
+        tail = question.rpartition(marker)[2].strip()
     if not tail:
         allowed = "a marker with text after it"
         raise bad_value(f"{key}.options.text_after", marker, allowed, f"question: {shown(question)}")

@@ -5,8 +5,8 @@
 A run's evaluation sets go through :func:`evaluate`. Importing this package registers the built-in suites.
 """
 
-from kl_comedy.evaluation.evaluate import EvalSet, evaluate
+from kl_comedy.evaluation.evaluate import EvalSet, EvalSettings, evaluate
 from kl_comedy.evaluation.scores import EvalResult
 from kl_comedy.evaluation.suites import get_suite, register_suite
 
-__all__ = ["EvalResult", "EvalSet", "evaluate", "get_suite", "register_suite"]
+__all__ = ["EvalResult", "EvalSet", "EvalSettings", "evaluate", "get_suite", "register_suite"]

@@ -10,10 +10,10 @@ from kl_comedy.evaluation.scores import EvalResult, score_choices
 from kl_comedy.records import Prompt, Scored
 from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import RolloutBackend, Sampling
-from kl_comedy.statistics import clustered_interval
+from kl_comedy.statistics import Interval, clustered_interval
 
 CHUNK = 32
-"""Problems evaluated at a time: what a killed process may lose."""
+"""Problems evaluated at a time: what a killed process may lose. Another number draws other samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,36 +26,47 @@ class EvalSet:
     sampling: Sampling | None = None
 
 
-def evaluate(
-    backend: RolloutBackend,
-    scorer: Scorer,
-    eval_set: EvalSet,
-    *,
-    samples: int,
-    sampling: Sampling,
-    seed: int,
-    measure: Callable[[Sequence[Scored]], Mapping[str, float]] | None = None,
-) -> EvalResult:
-    """Sample ``samples`` completions per problem and score them. Depends on weights, prompts and seed only.
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """How every set of a run is evaluated.
 
-    ``reward`` is the mean over problems and samples; its interval treats problems as the random units. ``measure``
-    returns further means of the completions by metric name, as ``kl/exact_reverse_token``. ``rows``: the completions.
+    ``samples``: completions per problem. ``measure``: returns further means of the completions by metric name, as
+    ``kl/exact_reverse_token``.
     """
-    sampling = eval_set.sampling or sampling
+
+    samples: int
+    sampling: Sampling
+    measure: Callable[[Sequence[Scored]], Mapping[str, float]] | None = None
+
+
+def evaluate(
+    backend: RolloutBackend, scorer: Scorer, eval_set: EvalSet, settings: EvalSettings, *, seed: int
+) -> EvalResult:
+    """Sample completions of every problem and score them. Depends on weights, prompts and seed only.
+
+    ``reward`` is the mean over problems and samples; its interval treats problems as the random units. ``rows``: the
+    completions.
+    """
+    samples = settings.samples
+    sampling = eval_set.sampling or settings.sampling
     rollouts = backend.generate(eval_set.prompts, group_size=samples, sampling=sampling, seed=seed)
     rows = (eval_set.scorer or scorer).score(rollouts)
+
     rewards = [row.reward.value for row in rows]
+    # Samples of one problem are alike, so they make one cluster.
+    clusters = [rewards[start : start + samples] for start in range(0, len(rows), samples)]
+    lengths = [len(row.rollout.completion_ids) for row in rows]
+    truncated = [row.rollout.stop_reason == "length" for row in rows]
+    # The order is that of the table's columns; the first is the main score.
+    values: dict[str, Interval | float] = {
+        "reward": clustered_interval(clusters),
+        "length": sum(lengths) / len(rows),
+        "truncated_share": sum(truncated) / len(rows),
+    }
+    if settings.measure is not None:
+        values |= settings.measure(rows)
     return EvalResult(
-        name=eval_set.name,
-        problems=len(eval_set.prompts),
-        samples=samples,
-        values={
-            "reward": clustered_interval([rewards[i : i + samples] for i in range(0, len(rows), samples)]),
-            "length": sum(len(row.rollout.completion_ids) for row in rows) / len(rows),
-            "truncated_share": sum(row.rollout.stop_reason == "length" for row in rows) / len(rows),
-            **(measure(rows) if measure else {}),
-        },
-        rows=tuple(rows),
+        name=eval_set.name, problems=len(eval_set.prompts), samples=samples, values=values, rows=tuple(rows)
     )
 
 

@@ -57,32 +57,42 @@ class ChoiceSet:
     rows: Sequence[tuple[int, tuple[int, ...]]]
 
     def prompt_ids(self, row: int) -> tuple[int, ...]:
-        return tuple(self.prompts[self.rows[row][0]].token_ids)
+        prompt, _ = self.rows[row]
+        return tuple(self.prompts[prompt].token_ids)
+
+    def choice_ids(self, row: int) -> tuple[int, ...]:
+        _, token_ids = self.rows[row]
+        return token_ids
 
     def padded_length(self, batch: Sequence[int]) -> int:
         """Tokens of a forward pass over the rows ``batch``, padding included.
 
-        Prompts and choices are padded apart: the longest of each may be of different rows.
+        Prompts and choices are padded separately: the longest prompt and the longest choice may be of different rows.
         """
         longest_prompt = max(len(self.prompt_ids(row)) for row in batch)
-        longest_choice = max(len(self.rows[row][1]) for row in batch)
+        longest_choice = max(len(self.choice_ids(row)) for row in batch)
         return len(batch) * (longest_prompt + longest_choice)
 
     def batches(self, budget: int, chunk: int | None = None) -> list[list[int]]:
         """Rows in batches of at most ``budget`` padded tokens (or one row), longest prompts first.
 
-        Rows of different chunks of ``chunk`` prompts are never batched together.
+        Rows of different chunks of ``chunk`` prompts are never batched together: a chunk's records must not depend on
+        which other chunks are evaluated in the same call.
         """
+        prompts_per_chunk = chunk or len(self.prompts)
         chunks: dict[int, list[int]] = {}
         for row, (prompt, _) in enumerate(self.rows):
-            chunks.setdefault(prompt // (chunk or len(self.prompts)), []).append(row)
+            chunks.setdefault(prompt // prompts_per_chunk, []).append(row)
         batches: list[list[int]] = []
         for rows in chunks.values():
-            batches.append([])
+            batch: list[int] = []
+            # By length, so that little is padding; by row among equals, so that choices of a prompt stay together.
             for row in sorted(rows, key=lambda row: (-len(self.prompt_ids(row)), row)):
-                if batches[-1] and self.padded_length([*batches[-1], row]) > budget:
-                    batches.append([])
-                batches[-1].append(row)
+                if batch and self.padded_length([*batch, row]) > budget:
+                    batches.append(batch)
+                    batch = []
+                batch.append(row)
+            batches.append(batch)
         return batches
 
     def records(self, logps: Sequence[Sequence[float]], *, first: int = 0) -> list[dict[str, Any]]:
@@ -92,14 +102,30 @@ class ChoiceSet:
         """
         records = []
         for index, (prompt, texts, row) in enumerate(zip(self.prompts, self.texts, logps, strict=True), start=first):
+            # Per character and not per token: the measure of published results, and the same for every tokenizer.
             per_character = [logp / len(text) for logp, text in zip(row, texts, strict=True)]
-            picked, picked_norm = (LETTERS[each.index(max(each))] for each in (list(row), per_character))
+            picked = _likeliest_letter(row)
+            picked_norm = _likeliest_letter(per_character)
             problem = prompt.problem
-            record = {"index": index, "id": problem.id, "gold": problem.answer}
-            record |= {"picked": picked, "picked_norm": picked_norm}
-            record |= {"correct": picked == problem.answer, "correct_norm": picked_norm == problem.answer}
-            records.append({**record, "logps": list(row), "prompt": prompt.text})
+            record = {
+                "index": index,
+                "id": problem.id,
+                "gold": problem.answer,
+                "picked": picked,
+                "picked_norm": picked_norm,
+                "correct": picked == problem.answer,
+                "correct_norm": picked_norm == problem.answer,
+                "logps": list(row),
+                "prompt": prompt.text,
+            }
+            records.append(record)
         return records
+
+
+def _likeliest_letter(logps: Sequence[float]) -> str:
+    """The letter of the largest log-prob; of equals the first."""
+    values = list(logps)
+    return LETTERS[values.index(max(values))]
 
 
 def tokenize_choices(suite: SuiteConfig, prompts: Sequence[Prompt], loaded: LoadedModel, *, template: str) -> ChoiceSet:
@@ -108,21 +134,28 @@ def tokenize_choices(suite: SuiteConfig, prompts: Sequence[Prompt], loaded: Load
     Raises :class:`~kl_comedy.errors.UserError` for a choice without tokens of its own, and for text longer than the
     model's context.
     """
-    choices = [prompt.problem.meta["choices"] for prompt in prompts]
-    texts = [list(each) if suite.score == "texts" else list(LETTERS[: len(each)]) for each in choices]
-    rows = [
-        (index, continuation_ids(prompt, suite.delimiter + text, loaded.tokenizer, special=template == "plain"))
-        for index, prompt in enumerate(prompts)
-        for text in texts[index]
-    ]
+    texts = []
+    rows = []
+    for index, prompt in enumerate(prompts):
+        choices = prompt.problem.meta["choices"]
+        if suite.score == "texts":
+            prompt_texts = list(choices)
+        else:
+            prompt_texts = list(LETTERS[: len(choices)])
+        texts.append(prompt_texts)
+        for text in prompt_texts:
+            # A plain prompt begins with the tokenizer's special tokens, a chat template writes its own.
+            special = template == "plain"
+            rows.append((index, continuation_ids(prompt, suite.delimiter + text, loaded.tokenizer, special=special)))
     longest = max(len(ids) for _, ids in rows)
+    # The limits of a request for that many new tokens are the limits here: prompt and choice within the context.
     check_request(loaded, prompts, Sampling(temperature=0.0, max_new_tokens=longest))
     return ChoiceSet(name=suite.name, prompts=prompts, texts=texts, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceScorer:
-    """Computes log-probs of choices; samples nothing.
+    """Computes log-probs of given choices, without sampling.
 
     ``budget`` bounds the padded tokens of a forward pass, ``chunk_elements`` the logits in memory at once. All
     ``ranks`` make equally many passes, because a sharded model needs all of them.
@@ -139,11 +172,16 @@ class ChoiceScorer:
         batches = choices.batches(self.budget, chunk)
         sums: dict[int, float] = {}
         for batch in self.ranks.split(batches):
-            if batch is None:  # the other ranks run a pass
+            if batch is None:
+                # This rank has no batch left, and the others gather a sharded model's weights: without a pass here they
+                # would wait forever. The cheapest batch will do; its result is dropped.
                 self._sums(choices, min(batches, key=choices.padded_length))
             else:
                 sums |= zip(batch, self._sums(choices, batch), strict=True)
-        merged = {row: logp for part in self.ranks.gather(sums) for row, logp in part.items()}
+        merged: dict[int, float] = {}
+        for rank_sums in self.ranks.gather(sums):
+            merged |= rank_sums
+        # In the order of rows, whichever rank computed them.
         logps: list[list[float]] = [[] for _ in choices.prompts]
         for row, (prompt, _) in enumerate(choices.rows):
             logps[prompt].append(merged[row])
@@ -153,9 +191,23 @@ class ChoiceScorer:
     def _sums(self, choices: ChoiceSet, batch: Sequence[int]) -> list[float]:
         """The log-probs of the rows ``batch``, summed in float64."""
         prompts = [list(choices.prompt_ids(row)) for row in batch]
-        continuations = [list(choices.rows[row][1]) for row in batch]
-        p, t = max(map(len, prompts)), max(map(len, continuations))
+        continuations = [list(choices.choice_ids(row)) for row in batch]
+        prompt_width = max(len(ids) for ids in prompts)
+        choice_width = max(len(ids) for ids in continuations)
         pad = int(self.loaded.tokenizer.pad_token_id)
+        # Prompts are padded on the left and choices on the right, so that they meet.
+        prompt_rows = []
+        prompt_masks = []
+        for ids in prompts:
+            padding = prompt_width - len(ids)
+            prompt_rows.append([pad] * padding + ids)
+            prompt_masks.append([False] * padding + [True] * len(ids))
+        choice_rows = []
+        choice_masks = []
+        for ids in continuations:
+            padding = choice_width - len(ids)
+            choice_rows.append(ids + [pad] * padding)
+            choice_masks.append([True] * len(ids) + [False] * padding)
 
         def tensor(rows: Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor(rows, device=self.loaded.device)
@@ -163,11 +215,12 @@ class ChoiceScorer:
         scored = token_pass(
             self.loaded.model,
             PassOptions(temperature=1.0, chunk_elements=self.chunk_elements, share_prompt=self.share_prompt),
-            prompt_ids_BP=tensor([[pad] * (p - len(ids)) + ids for ids in prompts]),
-            prompt_mask_BP=tensor([[False] * (p - len(ids)) + [True] * len(ids) for ids in prompts]),
-            ids_BT=tensor([ids + [pad] * (t - len(ids)) for ids in continuations]),
-            mask_BT=tensor([[True] * len(ids) + [False] * (t - len(ids)) for ids in continuations]),
+            prompt_ids_BP=tensor(prompt_rows),
+            prompt_mask_BP=tensor(prompt_masks),
+            ids_BT=tensor(choice_rows),
+            mask_BT=tensor(choice_masks),
         )
+        # float64: the order of a float32 sum would depend on the padding, and so would ties between choices.
         return [float(value) for value in scored.logp_BT.double().sum(-1)]
 
 

@@ -4,7 +4,7 @@
 
 The plan's identity names the folder, so an evaluation is resumed and never mixed with another. Each chunk has a random
 seed of its own and its file is written atomically: a record depends on the plan only, not on the process that computes
-it, and an interrupted evaluation ends in the same bytes. Shard i of n takes the chunks i, i + n, ...
+it, and an interrupted evaluation ends in the same bytes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ import itertools
 import json
 import logging
 import math
-import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config import flatten
 from kl_comedy.config.schema import SuiteConfig
 from kl_comedy.data import data_hash
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.evaluation.likelihood import ChoiceScorer, tokenize_choices
 from kl_comedy.evaluation.scores import EvalResult, canonical
@@ -49,36 +47,17 @@ ChunkEvaluator = Callable[[int], list[Record]]
 FORMAT = 1
 """Version of the records."""
 _NOT_IDENTITY = ("name", "summary", "source", "licence", "group", "data", "file", "where", "items", "template")
-
-
-class Shard(NamedTuple):
-    """This process's part of the chunks."""
-
-    index: int = 0
-    count: int = 1
-
-
-def parse_shard(text: str | None) -> Shard:
-    """``I/N`` with 0 <= I < N. None: this process's rank in the variables of torchrun or srun, else everything.
-
-    >>> parse_shard("1/4")
-    Shard(index=1, count=4)
-    """
-    if text is None:
-        for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-            if os.environ.get(rank) and os.environ.get(size):
-                return Shard(index=int(os.environ[rank]), count=int(os.environ[size]))
-        return Shard()
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise bad_value("--shard", text, "I/N with I from 0 to N-1, as 0/4")
-    return Shard(index=int(match[1]), count=int(match[2]))
+"""Fields of a suite that its records do not depend on, beyond the problems and prompts, which have hashes of their own.
+Frozen: the identity names the folders of stored evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuitePlan:
-    """One suite on one model. ``seeds(purpose, index)`` returns the seed of a chunk, ``model`` identifies weights and
-    how they are computed, ``left_out`` counts problems whose prompt is too long or holds a control token."""
+    """One suite on one model.
+
+    ``seeds(purpose, index)`` returns the seed of a chunk; ``model`` identifies the weights and how they are computed;
+    ``left_out`` counts problems whose prompt is too long or holds a control token.
+    """
 
     suite: SuiteConfig
     prompts: Sequence[Prompt]
@@ -101,24 +80,36 @@ class SuitePlan:
 
     def problems_of(self, chunk: int) -> range:
         """Positions of the chunk's problems."""
-        return range(chunk * self.chunk, min((chunk + 1) * self.chunk, len(self.prompts)))
+        start = chunk * self.chunk
+        stop = min(start + self.chunk, len(self.prompts))
+        return range(start, stop)
 
     def prompts_of(self, chunk: int) -> Sequence[Prompt]:
-        return self.prompts[chunk * self.chunk : (chunk + 1) * self.chunk]
+        problems = self.problems_of(chunk)
+        return self.prompts[problems.start : problems.stop]
+
+    @property
+    def records_per_problem(self) -> int:
+        return self.samples if self.generates else 1
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the records depend on, as plain data."""
-        suite = {name: item for name, item in dataclasses.asdict(self.suite).items() if name not in _NOT_IDENTITY}
+        """Everything that the records depend on, as plain data. The folder's name is made of its hash."""
+        suite = {name: value for name, value in dataclasses.asdict(self.suite).items() if name not in _NOT_IDENTITY}
+        # The template that was chosen, where the suite says "auto".
         suite["prompt"]["template"] = self.template
+        # Choices are compared without sampling, so its settings must not make another evaluation of it.
+        sampling = dataclasses.asdict(self.sampling) if self.generates else None
+        seed = self.seed if self.generates else 0
         return {
             "format": FORMAT,
             "suite": suite,
             "data": data_hash(prompt.problem for prompt in self.prompts),
             "prompts": _hash([prompt.token_ids for prompt in self.prompts]),
             "model": dict(self.model),
-            "sampling": dataclasses.asdict(self.sampling) if self.generates else None,
-            "samples": self.samples if self.generates else 1,
-            "seed": self.seed if self.generates else 0,
+            "sampling": sampling,
+            "samples": self.records_per_problem,
+            "seed": seed,
+            # Each chunk has a seed of its own, so their size decides which samples are drawn.
             "chunk": self.chunk,
         }
 
@@ -149,8 +140,11 @@ class SuiteRecords:
         return self.path / "items.jsonl"
 
     def create(self) -> None:
-        """Make the folder and its manifest. Raises :class:`UserError` where it cannot be written, and for a link in it
-        that leads out."""
+        """Make the folder and its manifest.
+
+        Raises :class:`UserError` where it cannot be written, and for a link in it that leads out of it.
+        """
+        # Somebody else may have prepared the folder: nothing is written through a link.
         check_tree(self.path, (".lock", "items.jsonl", "spool.jsonl", "tracking.json", "tracking.lock"), (".",))
         try:
             (self.path / "chunks").mkdir(parents=True, exist_ok=True)
@@ -159,32 +153,39 @@ class SuiteRecords:
             raise UserError(f"--out: cannot write {self.path}: {error.strerror or error}") from error
 
     def missing(self) -> list[int]:
-        """Chunks without a complete file. A damaged file of all records is renamed, and its chunks are missing."""
+        """Chunks without a complete file. A damaged file of all records is set aside, and its chunks are missing."""
+        # Chunks are removed once they are joined, so a complete file of all records means that none is missing.
         if self.items.is_file():
             if self._holds(self.items, range(len(self.plan.prompts))):
                 return []
             log.warning(f"{self.items} is damaged; its problems are evaluated again")
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
+            # Another process may have been faster.
+            with contextlib.suppress(FileNotFoundError):
                 set_aside(self.items)
         return [chunk for chunk in self.plan.chunks if not self._is_complete(chunk)]
 
-    def evaluate(self, evaluator: ChunkEvaluator, shard: Shard, advance: Callable[[int], None]) -> None:
-        """Evaluate and write the shard's missing chunks; ``advance(problems)`` is called after each."""
+    def evaluate(self, evaluator: ChunkEvaluator, advance: Callable[[int], None]) -> None:
+        """Evaluate and write the missing chunks; ``advance(problems)`` is called after each."""
         for chunk in self.missing():
-            if chunk % shard.count == shard.index:
-                atomic_write(self._file(chunk), b"".join(map(encode_json, evaluator(chunk))))
-                advance(len(self.plan.problems_of(chunk)))
+            lines = [encode_json(record) for record in evaluator(chunk)]
+            atomic_write(self._file(chunk), b"".join(lines))
+            advance(len(self.plan.problems_of(chunk)))
 
-    def merge(self) -> bool:
-        """Join the chunks in one file; False while chunks are missing. Several processes may call it at a time."""
+    def merge(self) -> None:
+        """Join the chunks in one file. Several processes may call it at once.
+
+        Raises :class:`RunFailed` where a chunk is missing or damaged again, as on a failing disk.
+        """
+        # Under the lock: two that join at once would both read chunks that the first one removes.
         with file_lock(self.path / ".lock"):
             if self.items.is_file():
-                return True
-            if self.missing():
-                return False
-            atomic_write(self.items, b"".join(self._file(chunk).read_bytes() for chunk in self.plan.chunks))
+                return
+            missing = self.missing()
+            if missing:
+                raise RunFailed(f"{self.path}: {len(missing)} chunks are missing or damaged; the same command resumes")
+            chunks = [self._file(chunk).read_bytes() for chunk in self.plan.chunks]
+            atomic_write(self.items, b"".join(chunks))
         shutil.rmtree(self.path / "chunks", ignore_errors=True)
-        return True
 
     def rows(self) -> list[Record]:
         """Every record, in the order of problems and samples."""
@@ -194,6 +195,7 @@ class SuiteRecords:
         """Write the scores, and the records as Parquet."""
         import pandas as pd
 
+        # Renamed when complete: a reader must not find half a file.
         draft = self.path / ".items.parquet"
         pd.DataFrame(self.rows()).to_parquet(draft, index=False)
         draft.replace(self.path / "items.parquet")
@@ -207,7 +209,8 @@ class SuiteRecords:
         marker = self.path / "tracked"
         if marker.exists():
             return
-        from kl_comedy.tracking.logger import RunLogger  # imports Lightning
+        # Imports Lightning, which takes seconds.
+        from kl_comedy.tracking.logger import RunLogger
 
         tracker = RunLogger(
             dataclasses.replace(config, experiment=f"{config.experiment}-evaluations"),
@@ -220,6 +223,7 @@ class SuiteRecords:
         for name in ("items.jsonl", "items.parquet", "summary.json"):
             tracker.log_artifact(self.path / name, folder="records")
         tracker.finish()
+        # Last: a call that is killed before is tracked again, which is better than never.
         marker.write_text(f"{tracker.run_id}\n")
 
     def _file(self, chunk: int) -> Path:
@@ -237,22 +241,29 @@ class SuiteRecords:
 
     def _holds(self, file: Path, problems: Iterable[int]) -> bool:
         """Whether the file holds every record of these problems, undamaged."""
-        per_problem = self.plan.samples if self.plan.generates else 1
-        expected = [index for index in problems for _ in range(per_problem)]
-        with contextlib.suppress(ValueError, KeyError):
-            return [decode_json(line)["index"] for line in file.read_bytes().splitlines()] == expected
-        return False
+        expected = []
+        for index in problems:
+            expected.extend([index] * self.plan.records_per_problem)
+        try:
+            # decode_json checks the checksum of each line.
+            stored = [decode_json(line)["index"] for line in file.read_bytes().splitlines()]
+        except (ValueError, KeyError):
+            return False
+        return stored == expected
 
 
 def check_golds(rewards: RewardSum, problems: Sequence[Problem], count: int = 256) -> None:
     """Raise :class:`UserError` where ``rewards`` cannot judge the gold answers of ``count`` problems, evenly spaced."""
-    rewards.check(problems[:: max(len(problems) // count, 1)])
+    # All of them would take minutes; sets are sorted by subject, so the first would be of one kind.
+    step = max(len(problems) // count, 1)
+    rewards.check(problems[::step])
 
 
 @contextlib.contextmanager
 def completion_evaluator(plan: SuitePlan, backend: RolloutBackend) -> Iterator[ChunkEvaluator]:
     """The evaluator of suites of kind ``generate``. Raises as :func:`check_golds` does."""
     with RewardSum([plan.suite.reward]) as scorer:
+        # Before anything is sampled: a set with unreadable golds would cost the hours first.
         check_golds(scorer, [prompt.problem for prompt in plan.prompts])
 
         def evaluate_chunk(chunk: int) -> list[Record]:
@@ -263,14 +274,17 @@ def completion_evaluator(plan: SuitePlan, backend: RolloutBackend) -> Iterator[C
                 seed=plan.seeds(f"suite/{plan.suite.name}", chunk),
             )
             positions = itertools.product(plan.problems_of(chunk), range(plan.samples))
-            scored = zip(positions, scorer.score(rollouts), strict=True)
-            return [_completion_record(plan.suite, index, sample, each) for (index, sample), each in scored]
+            records = []
+            for (index, sample), scored in zip(positions, scorer.score(rollouts), strict=True):
+                records.append(_completion_record(plan.suite, index, sample, scored))
+            return records
 
         yield evaluate_chunk
 
 
 def _completion_record(suite: SuiteConfig, index: int, sample: int, scored: Scored) -> Record:
-    rollout, reward = scored.rollout, scored.reward
+    rollout = scored.rollout
+    reward = scored.reward
     problem = rollout.prompt.problem
     return {
         "index": index,

@@ -24,6 +24,7 @@ from kl_comedy.errors import bad_value
 from kl_comedy.rewards import text as answers
 from kl_comedy.statistics import (
     Interval,
+    Majority,
     check_k,
     clustered_interval,
     clustered_se,
@@ -32,6 +33,9 @@ from kl_comedy.statistics import (
 )
 
 MAX_CHARS = 16_384
+"""How much of a completion's end is read: the time per completion is bounded, whatever a model writes."""
+MOST_LETTERS = 10
+"""The letters that may be chosen where the problem does not say how many choices it has."""
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|text(?:bf|rm|it)?|mathrm)(?![A-Za-z])|\\[,;:!]|[\s$]")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\{?(-?\d+)\}?\{?(\d+)\}?")
 
@@ -44,18 +48,19 @@ def canonical(completion: str, form: str, choices: Sequence[str] = ()) -> str | 
     >>> canonical("The answer is (B).", "letter", ("x", "y")), canonical("<answer> 3 + 4 </answer>", "answer_tag")
     ('B', '3+4')
     """
+    # The same readers as the rewards, so that an answer that is right is also one that votes.
     text = answers.clean(answers.tail(completion, MAX_CHARS))
     if form == "math":
         return _math(text)
     if form == "number":
         return _number(text)
     if form == "letter":
-        return answers.chosen_letter(text, LETTERS[: len(choices) or 10])
+        count = len(choices) or MOST_LETTERS
+        return answers.chosen_letter(text, LETTERS[:count])
     if form == "answer_tag":
         return "".join(answers.answer_tag(text).split()).casefold() or None
     if form == "text":
-        lines = [line for line in text.split("\n") if line.strip()]
-        return (lines[-1].strip(" .,;:!?\"'()[]{}*_`$").casefold() or None) if lines else None
+        return _last_line(text)
     raise bad_value("answer", form, ("math", "number", "letter", "text", "answer_tag"))
 
 
@@ -63,20 +68,40 @@ def _math(text: str) -> str | None:
     boxed = last_box(text)
     if boxed is None:
         return _number(text)
-    plain = _LAYOUT.sub("", boxed).rstrip(".").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    if fraction := _FRACTION.fullmatch(plain):
-        plain = "{}{}/{}".format(*fraction.groups()).replace("--", "")
+    plain = _LAYOUT.sub("", boxed).rstrip(".")
+    plain = plain.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    fraction = _FRACTION.fullmatch(plain)
+    if fraction:
+        sign, top, bottom = fraction.groups()
+        # Two minus signs, before the fraction and in it, cancel.
+        plain = f"{sign}{top}/{bottom}".replace("--", "")
+    # Units that a reader may leave out: 50% and 90 degrees.
     plain = re.sub(r"\\%$|%$|\^\{?\\circ\}?$", "", plain)
-    if plain.startswith("{") and plain.endswith("}") and plain.count("{") == 1:
+    in_one_pair = plain.startswith("{") and plain.endswith("}") and plain.count("{") == 1
+    if in_one_pair:
         plain = plain[1:-1]
     value = answers.number(plain)
-    return str(value) if value is not None else plain or None
+    if value is not None:
+        return str(value)
+    return plain or None
 
 
 def _number(text: str) -> str | None:
     segment, marked = answers.final_segment(text)
     numbers = answers.numbers_in(segment)
-    return str(numbers[0 if marked else -1]) if numbers else None
+    if not numbers:
+        return None
+    # As exact_answer reads it: the first number after a marker, else the last of the last line.
+    if marked:
+        return str(numbers[0])
+    return str(numbers[-1])
+
+
+def _last_line(text: str) -> str | None:
+    lines = [line for line in text.split("\n") if line.strip()]
+    if not lines:
+        return None
+    return lines[-1].strip(" .,;:!?\"'()[]{}*_`$").casefold() or None
 
 
 def last_box(text: str) -> str | None:
@@ -85,15 +110,20 @@ def last_box(text: str) -> str | None:
     >>> last_box("\\boxed{1} then \\boxed{\\frac{1}{2}} and \\boxed{3"), last_box("none")
     ('\\frac{1}{2}', None)
     """
-    contents = map(in_braces, reversed(text.split("\\boxed")[1:]))
-    return next((content for content in contents if content is not None), None)
+    boxes = text.split("\\boxed")[1:]
+    # The last one that is complete: a completion may be cut off within its last box.
+    for rest in reversed(boxes):
+        content = in_braces(rest)
+        if content is not None:
+            return content
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
     """The scores of a set or suite by name: means over problems with their intervals, and plain numbers.
 
-    The first of ``values`` is the main one. ``rows``: the completions or records behind the scores, where wanted.
+    The first of ``values`` is the main score. ``rows``: the completions or records behind the scores; may be empty.
     """
 
     name: str
@@ -105,37 +135,61 @@ class EvalResult:
 
     def row(self) -> dict[str, float]:
         """Every number by name; an interval as ``NAME``, ``NAME_low``, ``NAME_high`` (from two problems on)."""
-        row: dict[str, Any] = {}
+        row: dict[str, float] = {}
         for name, value in self.values.items():
-            row[name] = value.mean if isinstance(value, Interval) else value
-            if isinstance(value, Interval):
-                row |= {f"{name}_low": value.low, f"{name}_high": value.high}
-                row[f"{name}_se"] = self.standard_errors.get(name)
-        return {name: number for name, number in row.items() if number is not None}
+            if not isinstance(value, Interval):
+                row[name] = value
+                continue
+            numbers = {
+                name: value.mean,
+                f"{name}_low": value.low,
+                f"{name}_high": value.high,
+                f"{name}_se": self.standard_errors.get(name),
+            }
+            # One problem has a mean and no interval.
+            row |= {key: number for key, number in numbers.items() if number is not None}
+        return row
 
     def metrics(self) -> dict[str, float]:
         """The metrics of a run, under ``eval/<name>/``: means and half widths of 95% intervals, and plain numbers."""
-        metrics: dict[str, Any] = {}
+        prefix = f"eval/{self.name}"
+        metrics: dict[str, float] = {}
         for name, value in self.values.items():
-            metrics[name] = value.mean if isinstance(value, Interval) else value
-            if isinstance(value, Interval):
-                metrics[f"{name}_half_width"] = value.half_width
-        return {f"eval/{self.name}/{name}": number for name, number in metrics.items() if number is not None}
+            if not isinstance(value, Interval):
+                metrics[f"{prefix}/{name}"] = value
+                continue
+            if value.mean is not None:
+                metrics[f"{prefix}/{name}"] = value.mean
+            if value.half_width is not None:
+                metrics[f"{prefix}/{name}_half_width"] = value.half_width
+        return metrics
 
     def line(self) -> str:
         """The main score with its interval, as ``reward 0.738 [0.690, 0.780] (256 problems, length 12.0)``."""
-        name, interval = next((n, v) for n, v in self.values.items() if isinstance(v, Interval))
-        length = f", length {self.values['length']:.1f}" if "length" in self.values else ""
-        return f"{name} {interval:.3f} ({self.problems} problems{length})"
+        main_name, main_score = next(
+            (name, value) for name, value in self.values.items() if isinstance(value, Interval)
+        )
+        length = ""
+        if "length" in self.values:
+            length = f", length {self.values['length']:.1f}"
+        return f"{main_name} {main_score:.3f} ({self.problems} problems{length})"
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
-    """Powers of two from 2 below the number of samples, and that number.
+    """The powers of two from 2 on that are below the number of samples, and that number.
 
     >>> default_ks(1), default_ks(6)
     ((), (2, 4, 6))
     """
-    return (*(2**n for n in range(1, samples.bit_length()) if 2**n < samples), samples) if samples > 1 else ()
+    if samples <= 1:
+        # Accuracy is pass@1 already.
+        return ()
+    ks = []
+    k = 2
+    while k < samples:
+        ks.append(k)
+        k *= 2
+    return (*ks, samples)
 
 
 def check_ks(ks: Sequence[int], samples: int) -> tuple[int, ...]:
@@ -152,7 +206,8 @@ def score_completions(
 
     ``accuracy`` is the mean over problems and samples, ``pass@k`` unbiased, ``maj@k`` the vote over canonical answers
     with ties by lot (``maj@k_ties``: share of problems with one). Completions without a canonical answer are
-    ``unanswered`` and do not vote. ``method``: of :func:`kl_comedy.statistics.clustered_interval`.
+    ``unanswered`` and do not vote. ``method``: as :func:`kl_comedy.statistics.clustered_interval` takes it. Raises
+    :class:`~kl_comedy.errors.UserError` where problems have different numbers of samples.
     """
     groups = [list(group) for _, group in itertools.groupby(rows, key=operator.itemgetter("index"))]
     samples = len(groups[0])
@@ -161,32 +216,44 @@ def score_completions(
     correct = [[float(row["correct"]) for row in group] for group in groups]
     values: dict[str, Interval | float] = {"accuracy": clustered_interval(correct, method)}
     for k in check_ks(ks, samples):
+        # One number per problem: pass@k is already a mean over the choices of k samples.
         passed = [[pass_at_k(samples, int(sum(group)), k)] for group in correct]
         values[f"pass@{k}"] = clustered_interval(passed, method)
-        answers_of = ([row["answer"] for row in group] for group in groups)
-        votes = [majority_at_k(given, right, k) for given, right in zip(answers_of, correct, strict=True)]
+        votes = [_vote(group, k) for group in groups]
         values[f"maj@{k}"] = clustered_interval([[vote.correct] for vote in votes], method)
         values[f"maj@{k}_ties"] = sum(vote.tied for vote in votes) / len(votes)
-
-    def mean(numbers: Iterable[float]) -> float:
-        return sum(numbers) / len(rows)
-
-    values["truncated_share"] = mean(row["stop_reason"] == "length" for row in rows)
+    # The order of what follows is that of the columns of stored tables.
+    values["truncated_share"] = _share(row["stop_reason"] == "length" for row in rows)
     for status in ("unparseable", "timeout", "refused"):
-        values[f"{status}_share"] = mean(row["status"] == status for row in rows)
-    values["failed_share"] = mean(bool(row.get("failed")) for row in rows)  # earlier records do not have it
-    values["unanswered_share"] = mean(row["answer"] is None for row in rows)
-    values |= {name: mean(row[name] for row in rows) for name in ("tokens", "reward")}
+        values[f"{status}_share"] = _share(row["status"] == status for row in rows)
+    # Records of earlier versions do not have it.
+    values["failed_share"] = _share(bool(row.get("failed")) for row in rows)
+    values["unanswered_share"] = _share(row["answer"] is None for row in rows)
+    for name in ("tokens", "reward"):
+        values[name] = sum(row[name] for row in rows) / len(rows)
     return _result(suite, samples, values, {"accuracy": correct})
+
+
+def _vote(group: Sequence[Mapping[str, Any]], k: int) -> Majority:
+    """The majority of the canonical answers of one problem's records."""
+    # The vote is over canonical answers, the verifier's verdict counts for the answer that wins: no gold in the vote.
+    given = [row["answer"] for row in group]
+    right = [bool(row["correct"]) for row in group]
+    return majority_at_k(given, right, k)
+
+
+def _share(conditions: Iterable[bool]) -> float:
+    flags = list(conditions)
+    return sum(flags) / len(flags)
 
 
 def score_choices(suite: str, rows: Sequence[Mapping[str, Any]], *, method: str = "auto") -> EvalResult:
     """``accuracy`` of the likeliest choice, and ``accuracy_norm`` of the likeliest per character."""
     clusters = {
-        name: [[float(row[key])] for row in rows]
-        for name, key in (("accuracy", "correct"), ("accuracy_norm", "correct_norm"))
+        "accuracy": [[float(row["correct"])] for row in rows],
+        "accuracy_norm": [[float(row["correct_norm"])] for row in rows],
     }
-    values = {name: clustered_interval(each, method) for name, each in clusters.items()}
+    values = {name: clustered_interval(each_problem, method) for name, each_problem in clusters.items()}
     return _result(suite, 1, values, clusters, rows)
 
 
@@ -197,8 +264,17 @@ def _result(
     clusters: Mapping[str, Sequence[Sequence[float]]],
     rows: Sequence[Any] = (),
 ) -> EvalResult:
-    errors = {key: error for key, each in clusters.items() if (error := clustered_se(each)) is not None}
-    problems = len(clusters["accuracy"])
+    standard_errors = {}
+    for score, groups in clusters.items():
+        standard_error = clustered_se(groups)
+        # None for a single problem.
+        if standard_error is not None:
+            standard_errors[score] = standard_error
     return EvalResult(
-        name=name, problems=problems, samples=samples, values=values, standard_errors=errors, rows=tuple(rows)
+        name=name,
+        problems=len(clusters["accuracy"]),
+        samples=samples,
+        values=values,
+        standard_errors=standard_errors,
+        rows=tuple(rows),
     )

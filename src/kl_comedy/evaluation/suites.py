@@ -33,13 +33,24 @@ DEFINITIONS = Path(__file__).with_name("definitions")
 
 def register_suite(path: str | Path) -> str:
     """Register the suite of a YAML file, for scripts and plugins. Returns its name."""
-    SUITES.load()  # the built-in ones have their names first
+    # The built-in suites have their names first, so that a user's of the same name is refused and not theirs.
+    SUITES.load()
     file = Path(path)
     raw = _with_base(read_yaml(file), file)
     suite = _parse_suite(raw, file)
-    facts = {"kind_of_suite": suite.kind, "group": suite.group, "items": suite.items, "licence": suite.licence}
-    facts |= {"source": suite.source, "summary": suite.summary, "raw": lambda: raw, "file": str(file)}
-    SUITES.register(suite.name, **facts)(lambda: _parse_suite(raw, file))
+    register = SUITES.register(
+        suite.name,
+        source=suite.source,
+        summary=suite.summary,
+        kind_of_suite=suite.kind,
+        group=suite.group,
+        items=suite.items,
+        licence=suite.licence,
+        raw=lambda: raw,
+        file=str(file),
+    )
+    # Parsed anew at each lookup: a SuiteConfig is mutable, and a caller may change its own.
+    register(lambda: _parse_suite(raw, file))
     return suite.name
 
 
@@ -54,16 +65,19 @@ def get_suite(name: str, *, key: str = "--suite") -> SuiteConfig:
 
 
 def _with_base(raw: dict[str, Any], file: Path) -> dict[str, Any]:
-    """``raw`` merged over the suite it ``extends``."""
+    """``raw`` merged over the suite that it ``extends``; as it is where it extends none."""
     base_name = raw.pop("extends", None)
     if base_name is None:
         return raw
     if not isinstance(base_name, str):
         raise bad_value(f"{file}: extends", base_name, "the name of a suite")
     definition = DEFINITIONS / f"{base_name}.yaml"
-    if file.parent == DEFINITIONS and definition.is_file():  # it may not be registered yet
-        return _merged(_with_base(read_yaml(definition), definition), raw)
-    return _merged(copy.deepcopy(SUITES.get(base_name, key=f"{file}: extends").facts["raw"]()), raw)
+    if file.parent == DEFINITIONS and definition.is_file():
+        # A built-in suite is read from its file: it may not be registered yet.
+        base = _with_base(read_yaml(definition), definition)
+    else:
+        base = copy.deepcopy(SUITES.get(base_name, key=f"{file}: extends").facts["raw"]())
+    return _merged(base, raw)
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,16 +94,23 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _parse_suite(raw: Mapping[str, Any], file: Path) -> SuiteConfig:
+    """The suite of a file's content. Raises :class:`UserError` for one that cannot be evaluated."""
     suite = parse_record(SuiteConfig, raw, origin=f"suite {file}")
+    # Defaults that need the file's name, which a schema does not know.
     suite.name = suite.name or file.stem
     if not re.fullmatch(r"[\w.-]+", suite.name):
         raise bad_value(f"suite {file}: name", suite.name, "letters, digits, '.', '_' and '-', since it names a folder")
     suite.summary = suite.summary or f"the suite of {file.name}"
     suite.source = suite.source or str(file)
-    if suite.data is None and (suite.file is None or not suite.file.path):
+    has_file = suite.file is not None and suite.file.path != ""
+    if suite.data is None and not has_file:
         raise UserError(f"suite {file}: it names no problems; give data (a dataset) or file.path")
-    if suite.file is not None and (beside := file.parent / suite.file.path).is_file():
-        suite.file.path = str(beside.resolve())
+    if suite.file is not None:
+        # A user's suite may lie beside its data, and be named from another folder.
+        beside = file.parent / suite.file.path
+        if beside.is_file():
+            suite.file.path = str(beside.resolve())
+    # A mistake in the reward's options is found when the suite is named, not after its data are loaded.
     if suite.kind == "generate":
         check_options(suite.reward.name, suite.reward.options, key=f"suite {file}: reward")
     return suite
@@ -104,7 +125,7 @@ def parse_data_files(words: Sequence[str]) -> dict[str, SuiteFile]:
     files = {}
     for word in words:
         suite, _, path = word.partition("=")
-        if not (suite and path):
+        if not suite or not path:
             raise bad_value("--data", word, "SUITE=FILE or SUITE=FILE#SHA256")
         path, hashed, digest = path.partition("#")
         if hashed and not re.fullmatch(r"[0-9a-f]{64}", digest):
@@ -116,9 +137,9 @@ def parse_data_files(words: Sequence[str]) -> dict[str, SuiteFile]:
 def suite_problems(
     suite: SuiteConfig, *, root: Path | None = None, file: SuiteFile | None = None, limit: int | None = None
 ) -> list[Problem]:
-    """The first ``limit`` problems of the suite, their text as :func:`question` writes it.
+    """The first ``limit`` problems of the suite, with the text that :func:`question` writes.
 
-    ``root``: the folder of the suites' files. ``file``: one given with ``--data``, of which only path and hash count;
+    ``root``: the folder of the suites' files. ``file``: one given with ``--data``; only its path and hash are used, and
     its number of problems is not checked. Raises :class:`UserError` for a missing file or a wrong hash, for rows
     without text or answer, for another number of problems than ``suite.items``, and, where choices are compared, for a
     problem without choices or with an answer that is none of them.
@@ -128,18 +149,14 @@ def suite_problems(
     try:
         problems = load_problems(config, key=key, training=False, allow_test_split=True)
     except DatasetUnavailable as error:
-        folder = f"--data-root FOLDER (with {suite.file.path}) or " if suite.file else ""
+        folder = ""
+        if suite.file:
+            folder = f"--data-root FOLDER (with {suite.file.path}) or "
         raise UserError(f"{error.what}. Take a local file: {folder}--data {suite.name}=FILE") from error
-    for name, allowed in suite.where.items():
-        for problem in problems:
-            if name not in problem.meta:
-                what = f"fields of the problem {problem.id!r}"
-                raise bad_value(f"{key}: where", name, sorted(problem.meta), what)
-        problems = [problem for problem in problems if str(problem.meta[name]) in allowed]
-    if not problems:
-        wanted = " and ".join(f"{name} in {', '.join(allowed)}" for name, allowed in suite.where.items())
-        raise UserError(f"{key}: no problem has {wanted}")
-    if suite.items is not None and file is None and len(problems) != suite.items:
+    problems = _selected(problems, suite, key)
+    # Scores of another version of a set must not stand beside published ones unnoticed.
+    count_matters = suite.items is not None and file is None
+    if count_matters and len(problems) != suite.items:
         raise UserError(
             f"{key}: it has {suite.items} problems, and {config.path or config.name or config.dataset} gave "
             f"{len(problems)}; another version? --data {suite.name}=FILE takes a file as it is"
@@ -148,11 +165,30 @@ def suite_problems(
         for problem in problems:
             with error_prefix(f"{key}: the problem {problem.id!r}"):
                 _check_choices(problem)
-    selected = problems if limit is None else subset(problems, limit, 0)
-    return [dataclasses.replace(problem, text=question(problem, suite)) for problem in selected]
+    if limit is not None:
+        problems = subset(problems, limit, 0)
+    return [dataclasses.replace(problem, text=question(problem, suite)) for problem in problems]
+
+
+def _selected(problems: list[Problem], suite: SuiteConfig, key: str) -> list[Problem]:
+    """The problems that ``suite.where`` allows. Raises :class:`UserError` for an unknown field, and for none left."""
+    for name, allowed in suite.where.items():
+        remaining = []
+        for problem in problems:
+            if name not in problem.meta:
+                raise bad_value(f"{key}: where", name, sorted(problem.meta), f"fields of the problem {problem.id!r}")
+            # The allowed values are text; the data's may be numbers.
+            if str(problem.meta[name]) in allowed:
+                remaining.append(problem)
+        problems = remaining
+    if not problems:
+        conditions = " and ".join(f"{name} in {', '.join(allowed)}" for name, allowed in suite.where.items())
+        raise UserError(f"{key}: no problem has {conditions}")
+    return problems
 
 
 def _check_choices(problem: Problem) -> None:
+    """Raise :class:`UserError` for a problem without choices, or whose answer is none of them."""
     choices = problem.meta.get("choices")
     if not choices:
         raise UserError("has no choices to compare")
@@ -164,65 +200,91 @@ def _check_choices(problem: Problem) -> None:
 def question(problem: Problem, suite: SuiteConfig) -> str:
     """``suite.text`` with this problem's values, each inserted literally and once."""
     choices = problem.meta.get("choices") or ()
-    lines = [
-        suite.choice_line.replace("{letter}", letter, 1).replace("{choice}", choice, 1)
-        for letter, choice in zip(LETTERS, choices, strict=False)
-    ]
+    lines = []
+    for letter, choice in zip(LETTERS, choices, strict=False):
+        lines.append(suite.choice_line.replace("{letter}", letter, 1).replace("{choice}", choice, 1))
     values = {**problem.meta, "text": problem.text, "options": "\n".join(lines)}
 
     def value(match: re.Match[str]) -> str:
         name, as_words = match.groups()
-        if name not in values or (name == "options" and not choices):
+        has_no_options = name == "options" and not choices
+        if name not in values or has_no_options:
             known = [f"{{{name}}}" for name in values]
             why = f"the problem {problem.id!r} has no such value"
             raise bad_value(f"suite {suite.name}: text", match.group(), known, why)
-        return str(values[name]).replace("_", " ") if as_words else str(values[name])
+        text = str(values[name])
+        if as_words:
+            # {subject:words}: MMLU's abstract_algebra is written "abstract algebra" in its prompts.
+            text = text.replace("_", " ")
+        return text
 
+    # One pass: braces within a problem's text are not replaced again.
     return re.sub(r"\{(\w+)(:words)?\}", value, suite.text)
 
 
 def suite_prompts(
     suite: SuiteConfig, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, *, template: str = "auto"
 ) -> tuple[list[Prompt], RenderReport]:
-    """Prompts of the problems (:func:`kl_comedy.data.render`); ``template`` as :func:`resolve_template` takes it."""
+    """Prompts of the problems (:func:`kl_comedy.data.render`); ``template``: see :func:`resolve_template`."""
     prompt = dataclasses.replace(suite.prompt, template=resolve_template(suite, tokenizer, template))
     return render(problems, prompt, tokenizer, key=f"suite {suite.name}: prompt")
 
 
 def resolve_template(suite: SuiteConfig, tokenizer: Any, template: str = "auto") -> str:
-    """``plain`` or ``chat``: ``template``, else the suite's, else chat where the tokenizer has a chat template."""
+    """``plain`` or ``chat``: from ``template``, then the suite, then chat where the tokenizer has a chat template."""
     if template not in TEMPLATES:
         raise bad_value("--template", template, TEMPLATES)
-    name = suite.template if template == "auto" else template
-    if name != "auto":
-        return name
-    return "chat" if getattr(tokenizer, "chat_template", None) else "plain"
+    if template != "auto":
+        return template
+    if suite.template != "auto":
+        return suite.template
+    if getattr(tokenizer, "chat_template", None):
+        return "chat"
+    return "plain"
 
 
 def _dataset(suite: SuiteConfig, root: Path | None, given: SuiteFile | None) -> DatasetConfig:
     """Where the rows come from: the file of ``--data``, the suite's file, or where it is published."""
-    option, file = "--data-root", suite.file
     if given is not None:
-        option = f"--data {suite.name}"
-        file = dataclasses.replace(file or SuiteFile(), path=given.path, sha256=given.sha256)
-    path = None if file is None or not file.path else Path(file.path).expanduser()
-    if path is not None and given is None:
-        path = root.expanduser() / path if root else path
-        path = path if root or path.is_absolute() or suite.data is None else None
-    if file is None or path is None:
+        # Fields and options are the suite's: the file has its format.
+        file = dataclasses.replace(suite.file or SuiteFile(), path=given.path, sha256=given.sha256)
+        config = _file_dataset(suite, file, Path(file.path).expanduser(), option=f"--data {suite.name}")
+    elif suite.file is not None and (path := _local_path(suite, root)) is not None:
+        config = _file_dataset(suite, suite.file, path, option="--data-root")
+    else:
         assert suite.data is not None
         config = suite.data
-    else:
-        published = f"; published as {suite.data.name} (leave {option} out to load it)" if suite.data else ""
-        existing_file(path, option, f"an existing file for the suite {suite.name}", published)
-        if file.sha256 is not None and (digest := sha256_file(path)) != file.sha256:
+    if config.dataset not in ("jsonl", "parquet", "hub"):
+        return config
+    # The suite writes the choices, so the reader of rows does not.
+    return dataclasses.replace(config, options={"render_choices": False, **config.options})
+
+
+def _local_path(suite: SuiteConfig, root: Path | None) -> Path | None:
+    """The suite's own file, below ``root`` where that is given; None where its published data are to be loaded."""
+    if suite.file is None or not suite.file.path:
+        return None
+    path = Path(suite.file.path).expanduser()
+    if root:
+        return root.expanduser() / path
+    # Without a root a relative path is only a name below --data-root, unless there is nothing else.
+    if path.is_absolute() or suite.data is None:
+        return path
+    return None
+
+
+def _file_dataset(suite: SuiteConfig, file: SuiteFile, path: Path, *, option: str) -> DatasetConfig:
+    """The dataset of a local file. Raises :class:`UserError` where it is missing, or another than the hash says."""
+    published = ""
+    if suite.data:
+        published = f"; published as {suite.data.name} (leave {option} out to load it)"
+    existing_file(path, option, f"an existing file for the suite {suite.name}", published)
+    if file.sha256 is not None:
+        digest = sha256_file(path)
+        if digest != file.sha256:
             raise UserError(
                 f"{option}: {path} is another file than the suite {suite.name} names: SHA-256 {digest}, expected "
                 f"{file.sha256}; --data {suite.name}={path} takes it as it is"
             )
-        dataset = "parquet" if path.suffix == ".parquet" else "jsonl"
-        config = DatasetConfig(dataset=dataset, path=str(path), fields=dict(file.fields), options=dict(file.options))
-    if config.dataset not in ("jsonl", "parquet", "hub"):
-        return config
-    # the suite writes the choices, so the reader of rows does not
-    return dataclasses.replace(config, options={"render_choices": False, **config.options})
+    dataset = "parquet" if path.suffix == ".parquet" else "jsonl"
+    return DatasetConfig(dataset=dataset, path=str(path), fields=dict(file.fields), options=dict(file.options))

@@ -2,8 +2,9 @@
 
 trainer.add_callback(KLAudit(trainer, every=100, batches=4))
 
-Legend: ``B`` completions, ``T`` their tokens, ``V`` the vocabulary, ``K`` blocks; ``g`` the gradient of the KL part at
-coefficient 1, ``p`` that of the loss at coefficient 0, ``r`` the reference gradient.
+Legend: ``B`` completions, ``T`` their tokens, ``L`` tokens of prompt and completion, ``V`` the vocabulary, ``K``
+blocks, ``w`` numbers of a sketch; ``g`` the gradient of the KL part at coefficient 1, ``p`` that of the loss at
+coefficient 0, ``r`` the reference gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,15 +33,18 @@ TARGETS = {
 """The exact KL of each prefix, with its effect on later prefixes and without (2506.09477)."""
 
 NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+"""What a batch of TRL's GRPO and RLOO trainers has."""
 WARN_BELOW = 0.5
+"""A cosine whose whole interval is below this is worth a warning."""
 SKETCH = 65536
+"""Numbers of a gradient's random projection: products of whole gradients would need all blocks in memory at once."""
 
 
 class KLAudit(LossCallback):
-    """Measure, every so many steps, whether the KL part of the loss points along the gradient of the reverse KL.
+    """Measure every ``every`` steps whether the KL part of the loss points along the gradient of the reverse KL.
 
-    ``batches`` batches of the trainer are each split into ``blocks`` equal blocks of completions; products of gradients
-    of different blocks are free of noise's bias. ``target``: ``sequence_reverse`` (of whole completions) or
+    ``batches`` batches of the trainer are each split into ``blocks`` equal blocks of completions; a product of the
+    gradients of two different blocks has no bias from noise. ``target``: ``sequence_reverse`` (of whole completions) or
     ``token_reverse`` (of each visited prefix). On samples of an older policy, ``r`` has the ratio of the tokens before.
     ``reference(input_ids, attention_mask)`` gives logits; default: the trainer's ``ref_model``, or the adapter off.
 
@@ -48,11 +52,11 @@ class KLAudit(LossCallback):
     its 95% interval (``_low``, ``_high``; NaN where noise hides a gradient: more batches); ``p_no_mean`` of "the KL
     part has no mean gradient"; ``variance``, that of ``g`` over that of ``r``; ``kl_to_policy``, the norm of a block's
     ``g`` times the coefficient over that of ``p``. ``r`` is a mean over completions of a sum over tokens, so the
-    strength has the host's reduction in it. TRL logs ``kl_audit/*``. A cosine whose interval ends below 0.5 is warned
-    of.
+    strength contains the host's reduction. TRL logs ``kl_audit/*``. A cosine whose interval ends below 0.5 gives a
+    warning.
 
-    With several processes each audits, and records, its own batches. Costs per completion four passes forward and
-    three backward, and a row's ``[T, V]`` logits twice. Raises :class:`UserError` for FSDP and DeepSpeed, fewer than
+    With several processes, each audits and records its own batches. Costs per completion four forward and three
+    backward passes, and a row's ``[T, V]`` logits twice. Raises :class:`UserError` for FSDP and DeepSpeed, fewer than
     three blocks in all, batches without completions, and a trainer whose reference is not found.
     """
 
@@ -72,7 +76,10 @@ class KLAudit(LossCallback):
             raise bad_value("target", target, list(TARGETS))
         if blocks * batches < MINIMUM_BLOCKS:
             raise bad_value("blocks", blocks, f"at least {MINIMUM_BLOCKS} blocks in all batches")
-        self.every, self.blocks, self.batches, self.target = every, blocks, batches, target
+        self.every = every
+        self.blocks = blocks
+        self.batches = batches
+        self.target = target
         self._reference = reference
         self._gradients: list[Tensor] = []
         self._sketch: GradientSketch | None = None
@@ -84,14 +91,20 @@ class KLAudit(LossCallback):
         rows = len(inputs["completion_ids"])
         if rows < self.blocks:
             raise bad_value("blocks", self.blocks, f"at most {rows}, the completions of a batch")
-        self._sketch = self._sketch or GradientSketch(layer_groups(model), SKETCH)
-        for part in torch.arange(rows - rows % self.blocks).chunk(self.blocks):
-            self._gradients.append(self._block(model, _rows_of(inputs, part, rows)))
+        if self._sketch is None:
+            self._sketch = GradientSketch(layer_groups(model), SKETCH)
+        # Equal blocks: the last completions of a batch that does not divide are left out.
+        used_rows = torch.arange(rows - rows % self.blocks)
+        for block_rows in used_rows.chunk(self.blocks):
+            self._gradients.append(self._block(model, _rows_of(inputs, block_rows, rows)))
         if len(self._gradients) < self.blocks * self.batches:
+            # The same step again: more batches are needed.
             return step
-        gradients_KCw, self._gradients = torch.stack(self._gradients).double(), []
+        gradients_KCw = torch.stack(self._gradients).double()
+        self._gradients = []
         if float(gradients_KCw[:, 2].norm()) == 0.0:
-            return step + 1  # the policy is its reference still
+            # The policy still equals its reference, and r is zero.
+            return step + 1
         self._record(step, torch.einsum("jcw,kdw->cdjk", gradients_KCw, gradients_KCw))
         return step + self.every
 
@@ -100,74 +113,104 @@ class KLAudit(LossCallback):
         sketch = self._sketch
         assert sketch is not None
 
-        def gradient(loss: Tensor) -> Tensor:
-            depends = loss.requires_grad
-            found = torch.autograd.grad(loss, sketch.parameters, allow_unused=True) if depends else ()
-            return torch.cat(sketch.fold(found or [None] * len(sketch.parameters)))
+        def gradient_w(loss: Tensor) -> Tensor:
+            gradients: Sequence[Tensor | None] = [None] * len(sketch.parameters)
+            if loss.requires_grad:
+                gradients = torch.autograd.grad(loss, sketch.parameters, allow_unused=True)
+            return torch.cat(sketch.fold(gradients))
 
-        with_kl_w, policy_w = (gradient(self.loss(model, inputs, at)) for at in (1.0, 0.0))
-        reference_w, count = torch.zeros_like(policy_w), len(inputs["completion_ids"])
-        for n in range(count):  # one by one, for [T, V] logits
+        with_kl_w = gradient_w(self.loss(model, inputs, 1.0))
+        policy_w = gradient_w(self.loss(model, inputs, 0.0))
+        reference_w = torch.zeros_like(policy_w)
+        count = len(inputs["completion_ids"])
+        # One completion at a time: [T, V] logits of a whole block would not fit.
+        for n in range(count):
             row = _rows_of(inputs, torch.tensor([n]), count)
             if row["completion_mask"].any():
-                reference_w += gradient(self._exact(model, row) / count)
+                reference_w += gradient_w(self._exact(model, row) / count)
         return torch.stack([with_kl_w - policy_w, policy_w, reference_w])
 
     def _exact(self, model: Any, row: Mapping[str, Any]) -> Tensor:
         """The surrogate of the target of one completion, summed over its tokens."""
         ids_BL = torch.cat([row["prompt_ids"], row["completion_ids"]], 1)
         mask_BL = torch.cat([row["prompt_mask"], row["completion_mask"]], 1)
-        ids_BT, mask_BT = row["completion_ids"], row["completion_mask"].bool()
-        width, temperature = ids_BT.shape[1], getattr(self.trainer, "temperature", 1.0)
+        ids_BT = row["completion_ids"]
+        mask_BT = row["completion_mask"].bool()
+        width = ids_BT.shape[1]
+        # The KL of what was sampled: at the trainer's temperature, as TRL's own log-probs.
+        temperature = getattr(self.trainer, "temperature", 1.0)
 
         def log_probs(logits_BLV: Tensor) -> Tensor:
+            # Logits at a position are of the next token, so those of the completion begin one before it.
             return (logits_BLV[:, -width - 1 : -1].float() / temperature).log_softmax(-1)
 
         logp_BTV = log_probs(model(input_ids=ids_BL, attention_mask=mask_BL).logits)
         with torch.no_grad():
             ref_logp_BTV = log_probs(self._reference_logits(model, ids_BL, mask_BL))
-        logp_BT, ref_logp_BT = (each.gather(-1, ids_BT[..., None])[..., 0] for each in (logp_BTV, ref_logp_BTV))
+        logp_BT = logp_BTV.gather(-1, ids_BT[..., None])[..., 0]
+        ref_logp_BT = ref_logp_BTV.gather(-1, ids_BT[..., None])[..., 0]
+
         recorded_BT = row.get("sampling_per_token_logps", row.get("old_per_token_logps"))
-        behaviour_BT = logp_BT.detach() if recorded_BT is None else recorded_BT
-        correction = "none" if recorded_BT is None or self.target == "token_reverse" else "prefix_previous"
+        if recorded_BT is None:
+            # TRL records none where the batch is sampled by the current policy.
+            behaviour_logp_BT = logp_BT.detach()
+            correction = "none"
+        else:
+            # NaN where vLLM recorded no log-prob.
+            behaviour_logp_BT = torch.where(torch.isnan(recorded_BT), logp_BT.detach(), recorded_BT)
+            correction = "prefix_previous"
+        if self.target == "token_reverse":
+            # The exact KL of each visited prefix needs no ratio of its own token.
+            correction = "none"
         surrogate_BT = kl_surrogate(
             dataclasses.replace(TARGETS[self.target], correction=correction),
             logp_BT=logp_BT,
             ref_logp_BT=ref_logp_BT,
-            behaviour_logp_BT=torch.where(torch.isnan(behaviour_BT), logp_BT.detach(), behaviour_BT),
+            behaviour_logp_BT=behaviour_logp_BT,
             mask_BT=mask_BT,
             exact_kl_BT=(logp_BTV.exp() * (logp_BTV - ref_logp_BTV)).sum(-1),
         )
         return surrogate_BT.sum()
 
     def _reference_logits(self, model: Any, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """The reference's logits: of the user's function, the trainer's model, or the policy without its adapter."""
         if self._reference is not None:
             return self._reference(ids_BL, mask_BL)
-        other, context = getattr(self.trainer, "ref_model", None), contextlib.nullcontext
-        if other is None and not hasattr(model, "disable_adapter"):
-            why = "give reference=, a function of ids and mask to logits"
-            raise UserError(f"KLAudit: the trainer has no ref_model; {why}")
-        if other is None:
-            other, context = model, model.disable_adapter
+        ref_model = getattr(self.trainer, "ref_model", None)
+        context: Any = contextlib.nullcontext
+        if ref_model is None:
+            if not hasattr(model, "disable_adapter"):
+                raise UserError(
+                    "KLAudit: the trainer has no ref_model; give reference=, a function of ids and mask to logits"
+                )
+            ref_model = model
+            context = model.disable_adapter
         with context():
-            logits: Tensor = other(input_ids=ids_BL, attention_mask=mask_BL).logits
+            logits: Tensor = ref_model(input_ids=ids_BL, attention_mask=mask_BL).logits
         return logits
 
-    def _record(self, step: int, gram: Tensor) -> None:
-        kl_KK, policy_KK, with_KK, reference_KK = gram[0, 0], gram[1, 1], gram[0, 2], gram[2, 2]
+    def _record(self, step: int, gram_CCKK: Tensor) -> None:
+        """Record the figures of an audit from the products of g, p and r (``C``, in this order) of all blocks."""
+        kl_KK = gram_CCKK[0, 0]
+        policy_KK = gram_CCKK[1, 1]
+        kl_reference_KK = gram_CCKK[0, 2]
+        reference_KK = gram_CCKK[2, 2]
         record: dict[str, float] = {"step": step, "blocks": len(kl_KK)}
-        hidden = float(mean_product(reference_KK)) <= 0
-        for name, value in (
-            ("cosine", estimate(cosine, kl_KK, with_KK, reference_KK)),
-            ("strength", estimate(delivered, with_KK, reference_KK)),
+        # An estimate of |E r|^2 that is not positive: noise hides r, and a ratio to it means nothing.
+        is_hidden = float(mean_product(reference_KK)) <= 0
+        for name, interval in (
+            ("cosine", estimate(cosine, kl_KK, kl_reference_KK, reference_KK)),
+            ("strength", estimate(delivered, kl_reference_KK, reference_KK)),
         ):
-            figures = (value.value, value.low, value.high)
-            pairs = zip((name, f"{name}_low", f"{name}_high"), figures, strict=True)
-            record |= {key: math.nan if hidden else figure for key, figure in pairs}
+            record[name] = math.nan if is_hidden else interval.value
+            record[f"{name}_low"] = math.nan if is_hidden else interval.low
+            record[f"{name}_high"] = math.nan if is_hidden else interval.high
+        # A generator of its own, so that an audit does not move the run's random numbers.
         record["p_no_mean"] = p_of_zero_mean(kl_KK, torch.Generator().manual_seed(0))
         record["variance"] = float(noise(kl_KK)) / max(float(noise(reference_KK)), 1e-30)
-        sizes = [float(each.diagonal().mean()) ** 0.5 for each in (kl_KK, policy_KK)]
-        record["kl_to_policy"] = abs(getattr(self.trainer, self.coefficient)) * sizes[0] / max(sizes[1], 1e-30)
+        kl_size = float(kl_KK.diagonal().mean()) ** 0.5
+        policy_size = float(policy_KK.diagonal().mean()) ** 0.5
+        record["kl_to_policy"] = abs(getattr(self.trainer, self.coefficient)) * kl_size / max(policy_size, 1e-30)
         self.records.append(record)
         for name in ("cosine", "strength", "kl_to_policy"):
             self.trainer._metrics["train"][f"kl_audit/{name}"].append(record[name])
@@ -180,6 +223,9 @@ class KLAudit(LossCallback):
 
 
 def _rows_of(inputs: Mapping[str, Any], part: Tensor, rows: int) -> dict[str, Any]:
-    """Those rows of every tensor that has one for each completion."""
-    per_row = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.ndim}
-    return {**inputs, **{name: each[part.to(each.device)] for name, each in per_row.items() if len(each) == rows}}
+    """``inputs`` with the rows ``part`` of every tensor that has one row per completion."""
+    selected = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.ndim and len(value) == rows:
+            selected[name] = value[part.to(value.device)]
+    return selected

@@ -1,4 +1,4 @@
-"""For any transformers Trainer (TRL's too): does the engine sample the policy that you think it does?
+"""For any transformers Trainer (TRL's too): does the engine sample from the current policy?
 
 trainer.add_callback(SamplerVersionProbe(vllm_logps(trainer.vllm_generation.llm), token_ids, tolerance=0.02))
 """
@@ -44,8 +44,12 @@ class SamplerVersionProbe(TrainerCallback):
         max_lag: int = 1,
         keep: int = 8,
     ) -> None:
-        self.engine, self.token_ids = engine, [list(ids) for ids in token_ids]
-        self.tolerance, self.every, self.max_lag, self.keep = tolerance, every, max_lag, keep
+        self.engine = engine
+        self.token_ids = [list(ids) for ids in token_ids]
+        self.tolerance = tolerance
+        self.every = every
+        self.max_lag = max_lag
+        self.keep = keep
         self.records: list[dict[str, float]] = []
         self._versions: dict[int, Tensor] = {}
 
@@ -59,28 +63,41 @@ class SamplerVersionProbe(TrainerCallback):
         step = state.global_step
         if self.engine is None:
             return
+        # Log-probs of a few tokens stand for a version: copies of the weights would not fit.
         self._versions[step] = policy_logps(model, self.token_ids)
         self._versions = dict(sorted(self._versions.items())[-self.keep :])
-        if step % self.every:
+        if step % self.every != 0:
             return
-        engine = torch.tensor([logp for row in self.engine(self.token_ids) for logp in row])
+        engine_logps: list[float] = []
+        for row in self.engine(self.token_ids):
+            engine_logps.extend(row)
+        engine = torch.tensor(engine_logps)
         distances = {version: float((engine - logps).abs().mean()) for version, logps in self._versions.items()}
         fitting = [version for version, distance in distances.items() if distance <= self.tolerance]
-        version = max(fitting, default=min(distances, key=lambda v: distances[v]))
+        # The newest that fits: a policy that has not moved fits several, and an old one is then no fault.
+        if fitting:
+            version = max(fitting)
+            description = f"version {version}"
+        else:
+            version = min(distances, key=lambda candidate: distances[candidate])
+            description = "no kept version"
         *_, previous, latest = self._versions.values()
         moved = float((latest - previous).abs().mean())
         self.records.append({"step": step, "version": version, "difference": distances[version], "moved": moved})
-        if not fitting or version < step - self.max_lag:
-            known = "no kept version" if not fitting else f"version {version}"
+        is_stale = version < step - self.max_lag
+        if not fitting or is_stale:
             raise RunFailed(
-                f"after update {step} the engine's log-probs fit {known} (nearest: {version}, {distances[version]:.2g} "
-                f"nats away; tolerance {self.tolerance:g}); it should have version {step - self.max_lag} or later"
+                f"after update {step} the engine's log-probs fit {description} (nearest: {version}, "
+                f"{distances[version]:.2g} nats away; tolerance {self.tolerance:g}); it should have version "
+                f"{step - self.max_lag} or later"
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Compare the difference that TRL measured."""
-        gap = (logs or {}).get(TRL_METRIC)
-        if self.engine is None and gap is not None and gap > self.tolerance:
+        if self.engine is not None or not logs:
+            return
+        gap = logs.get(TRL_METRIC)
+        if gap is not None and gap > self.tolerance:
             raise RunFailed(
                 f"update {state.global_step}: the engine's log-probs of the sampled tokens are {gap:.3g} nats from the "
                 f"policy's (tolerance {self.tolerance:g}): it did not sample this policy"
@@ -91,6 +108,7 @@ class SamplerVersionProbe(TrainerCallback):
 def policy_logps(model: Any, token_ids: Sequence[Sequence[int]]) -> Tensor:
     """Log-probs (nats, float32, on the CPU) of all tokens but the first of each row, one after the other."""
     device = next(model.parameters()).device
+    # Without dropout, as the engine computes them.
     was_training = model.training
     model.eval()
     rows = []
@@ -111,9 +129,11 @@ def vllm_logps(llm: Any) -> EngineLogps:
         settings = SamplingParams(max_tokens=1, prompt_logprobs=0)
         prompts = [{"prompt_token_ids": list(ids)} for ids in token_ids]
         outputs = llm.generate(prompts, settings, use_tqdm=False)
-        return [
-            [position[token].logprob for token, position in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
-            for ids, output in zip(token_ids, outputs, strict=True)
-        ]
+        rows = []
+        for ids, output in zip(token_ids, outputs, strict=True):
+            # vLLM has None for the first token, which nothing comes before.
+            positions = output.prompt_logprobs[1:]
+            rows.append([position[token].logprob for token, position in zip(ids[1:], positions, strict=True)])
+        return rows
 
     return engine

@@ -1,4 +1,4 @@
-"""KL terms inside another trainer: from its per-token log-probs to a loss, or to a cost of the reward.
+"""KL terms inside another trainer: from its per-token log-probs to a loss, or to a cost in the reward.
 
 Legend: ``B`` completions, ``T`` tokens; ``[B, T]`` over tokens. Log-probs in nats.
 """
@@ -18,7 +18,7 @@ from kl_comedy.kl import BetaSchedule, BetaTarget, KLTerm, kl_parts, kl_surrogat
 
 @dataclass(frozen=True, kw_only=True)
 class HostTerms:
-    """The terms of a trainer that hands out log-probs of sampled tokens, against one reference.
+    """The terms of a trainer that provides log-probs of sampled tokens, against one reference.
 
     ``loss``: terms whose surrogate is added to the loss per token. ``reward``: terms with ``baseline: before``, whose
     cost is subtracted from the reward of the completion.
@@ -36,17 +36,22 @@ class HostTerms:
         schedule. Raises :class:`UserError` for a term that the trainer cannot compute, with the reason.
         """
         if isinstance(kl, Sequence) and not isinstance(kl, str):
+            # The reader of configs takes plain data.
             kl = [item.to_mapping() if isinstance(item, KLTerm) else item for item in kl]
         terms = resolve_terms(kl)
+        trainer = _Host(name=host, in_reward=in_reward, steps=steps)
+        in_loss = []
+        in_rewards = []
         for position, term in enumerate(terms):
-            if reason := _why_not(term, host, in_reward, steps):
-                raise UserError(f"kl.{position} ({term.label()}): {reason}")
-        before = [term.baseline == "before" for term in terms]
-        return cls(
-            host=host,
-            loss=tuple(term for term, inside in zip(terms, before, strict=True) if not inside),
-            reward=tuple(term for term, inside in zip(terms, before, strict=True) if inside),
-        )
+            for rule in RULES:
+                if rule.applies(term, trainer):
+                    reason = rule.message.format(term=term, host=host, reads=_reads(term))
+                    raise UserError(f"kl.{position} ({term.label()}): {reason}")
+            if term.baseline == "before":
+                in_rewards.append(term)
+            else:
+                in_loss.append(term)
+        return cls(host=host, loss=tuple(in_loss), reward=tuple(in_rewards))
 
     @property
     def needs_reference(self) -> bool:
@@ -62,44 +67,141 @@ class HostTerms:
         return self._sum(self.loss, step, batch, lambda term, tensors: kl_surrogate(term, **tensors))
 
     def cost_B(self, *, step: int = 0, **batch: Any) -> Tensor:
-        """The sum of beta times the cost (nats) of each completion over the terms in ``reward``; takes the same."""
-        return self._sum(self.reward, step, batch, lambda term, tensors: kl_parts(term, **tensors).cost_BT)[:, 0]
+        """The sum of beta times the cost (nats) of each completion over the terms in ``reward``.
+
+        ``batch`` and ``step`` as in :meth:`loss_BT`.
+        """
+        cost_BT = self._sum(self.reward, step, batch, lambda term, tensors: kl_parts(term, **tensors).cost_BT)
+        # With credit: total every token has the cost of the whole completion.
+        return cost_BT[:, 0]
 
     def _sum(self, terms: Sequence[KLTerm], step: int, batch: dict[str, Any], value: Callable[..., Tensor]) -> Tensor:
         mask_BT = batch["mask_BT"].bool()
         if batch["ref_logp_BT"] is None:
             if self.needs_reference:
                 raise UserError(f"kl: {self.host} has no reference log-probs in this batch, and a term needs them")
+            # No term reads it: all are against the sampler.
             batch["ref_logp_BT"] = torch.zeros_like(batch["logp_BT"])
+        # A term is defined for completions with tokens; hosts pad batches with rows that have none.
         alive_B = mask_BT.any(-1)
         tensors = {name: tensor[alive_B] for name, tensor in {**batch, "mask_BT": mask_BT}.items()}
-        total_BT = torch.zeros_like(batch["logp_BT"], dtype=torch.promote_types(batch["logp_BT"].dtype, torch.float32))
-        for term in terms if bool(alive_B.any()) else ():
-            beta = term.beta.at(step) if isinstance(term.beta, BetaSchedule) else term.beta
+        logp_BT = batch["logp_BT"]
+        # At least float32: a sum over terms in bfloat16 would lose the smaller ones.
+        total_BT = torch.zeros_like(logp_BT, dtype=torch.promote_types(logp_BT.dtype, torch.float32))
+        if not bool(alive_B.any()):
+            return total_BT
+        for term in terms:
+            beta = term.beta
+            if isinstance(beta, BetaSchedule):
+                beta = beta.at(step)
             total_BT = total_BT.index_add(0, alive_B.nonzero().flatten(), beta * value(term, tensors))
         return total_BT
 
 
-def _why_not(term: KLTerm, host: str, in_reward: bool, steps: bool) -> str | None:
-    """The reason why a term cannot be computed from log-probs of sampled tokens and one reference, or None."""
-    if term.reads != {"log_ratio"}:
-        what = f"baseline {term.baseline}" if term.baseline == "exact" else f"weight {term.weight}"
-        what = what if term.needs == "log_ratio" else term.estimator
-        return f"{host} hands out log-probs of sampled tokens only, and {what} reads other tokens too"
-    if term.reference in ("ema", "periodic"):
-        return f"{host} keeps its own reference; use reference: initial for it, or reference: sampler"
-    if term.baseline in ("own", "batch"):
-        what, splits = ("a group", "groups") if term.baseline == "own" else ("a batch", "batches")
-        why = f"needs all completions of {what} at once, and {host} splits {splits}"
-        return f"baseline {term.baseline} {why}; use after or before"
-    if isinstance(term.beta, BetaTarget):
-        return "a beta with a target needs the measured KL of every update; use a number"
-    if isinstance(term.beta, BetaSchedule) and not steps:
-        return f"a schedule of beta needs the count of updates, which {host} does not pass; use a number"
+@dataclass(frozen=True, kw_only=True)
+class _Host:
+    """What a trainer allows: its name, whether the reward may be changed, and whether it counts updates."""
+
+    name: str
+    in_reward: bool
+    steps: bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reason why a trainer cannot compute a term from log-probs of sampled tokens and one reference.
+
+    ``message`` is a format string of ``{term}``, ``{host}`` and ``{reads}``, what of the term reads other tokens.
+    """
+
+    name: str
+    applies: Callable[[KLTerm, _Host], bool]
+    message: str
+
+
+def _reads(term: KLTerm) -> str:
+    """The part of the term that reads more than sampled tokens."""
+    if term.needs != "log_ratio":
+        return term.estimator
+    if term.baseline == "exact":
+        return f"baseline {term.baseline}"
+    return f"weight {term.weight}"
+
+
+def _reads_other_tokens(term: KLTerm, host: _Host) -> bool:
+    return term.reads != {"log_ratio"}
+
+
+def _moves_its_reference(term: KLTerm, host: _Host) -> bool:
+    return term.reference in ("ema", "periodic")
+
+
+def _needs_a_group(term: KLTerm, host: _Host) -> bool:
+    return term.baseline == "own"
+
+
+def _needs_the_batch(term: KLTerm, host: _Host) -> bool:
+    return term.baseline == "batch"
+
+
+def _has_a_target(term: KLTerm, host: _Host) -> bool:
+    return isinstance(term.beta, BetaTarget)
+
+
+def _has_a_schedule_without_steps(term: KLTerm, host: _Host) -> bool:
+    return isinstance(term.beta, BetaSchedule) and not host.steps
+
+
+def _changes_a_fixed_reward(term: KLTerm, host: _Host) -> bool:
+    return term.baseline == "before" and not host.in_reward
+
+
+def _has_a_cost_per_token(term: KLTerm, host: _Host) -> bool:
     if term.baseline != "before":
-        return None
-    if not in_reward:
-        return f"{host} computes advantages elsewhere; use baseline: after"
-    if term.credit != "total" or term.correction != "none":
-        return f"the reward of {host} is one number a completion; use credit: total and correction: none"
-    return None
+        return False
+    return term.credit != "total" or term.correction != "none"
+
+
+RULES = (
+    Rule(
+        "reads_other_tokens",
+        _reads_other_tokens,
+        "{host} provides log-probs of sampled tokens only, and {reads} reads other tokens too",
+    ),
+    Rule(
+        "moves_its_reference",
+        _moves_its_reference,
+        "{host} keeps its own reference; use reference: initial for it, or reference: sampler",
+    ),
+    Rule(
+        "needs_a_group",
+        _needs_a_group,
+        "baseline own needs all completions of a group at once, and {host} splits groups; use after or before",
+    ),
+    Rule(
+        "needs_the_batch",
+        _needs_the_batch,
+        "baseline batch needs all completions of a batch at once, and {host} splits batches; use after or before",
+    ),
+    Rule(
+        "has_a_target",
+        _has_a_target,
+        "a beta with a target needs the measured KL of every update; use a number",
+    ),
+    Rule(
+        "has_a_schedule_without_steps",
+        _has_a_schedule_without_steps,
+        "a schedule of beta needs the count of updates, which {host} does not pass; use a number",
+    ),
+    Rule(
+        "changes_a_fixed_reward",
+        _changes_a_fixed_reward,
+        "{host} computes advantages elsewhere; use baseline: after",
+    ),
+    Rule(
+        "has_a_cost_per_token",
+        _has_a_cost_per_token,
+        "the reward of {host} is one number per completion; use credit: total and correction: none",
+    ),
+)
+"""Checked in this order; the first that applies is reported."""

@@ -28,7 +28,7 @@ class KLTermsMixin:
     """Takes ``kl``: a recipe's name or a list of terms. Put it before a TRL trainer in the bases.
 
     Off-policy, a term has the ratio of its ``correction`` to the sampler's log-probs (vLLM's where recorded), not the
-    ratio and clip of the policy loss. Logs ``kl/k1`` (nats a token) and ``kl/loss``.
+    ratio and clip of the policy loss. Logs ``kl/k1`` (nats per token) and ``kl/loss``.
 
     Raises :class:`UserError` for another version of TRL, ``beta=0`` where a term needs the reference, and options that
     would change a cost in the reward (``reward_clip_range``, ``normalize_then_sum``, tools).
@@ -42,9 +42,13 @@ class KLTermsMixin:
         if not version.startswith(SUPPORTED):
             raise bad_value("trl", version, f"version {SUPPORTED}*", "other versions have other methods")
         self.terms = HostTerms.parse(kl, host="TRL", steps=True)
+        # Arguments, options and log-probs of the passes of the step in progress; None between steps.
         self._passes: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None
         if self.terms.reward:
-            reward_funcs = [*(reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]), self.kl_cost]
+            if not isinstance(reward_funcs, list):
+                reward_funcs = [reward_funcs]
+            reward_funcs = [*reward_funcs, self.kl_cost]
+            # Copies: the caller may build a second trainer from the same arguments.
             if args is not None and args.reward_weights is not None:
                 args = copy.copy(args)
                 args.reward_weights = [*args.reward_weights, 1.0]
@@ -54,14 +58,19 @@ class KLTermsMixin:
         self._check_settings()
 
     def _check_settings(self) -> None:
-        if self.beta == 0.0 and (self.terms.needs_reference or self.terms.reward):
+        """Raise :class:`UserError` for settings of TRL under which a term would be left out or changed."""
+        needs_reference = self.terms.needs_reference or self.terms.reward
+        if self.beta == 0.0 and needs_reference:
             why = "it makes TRL load the reference; the coefficients are those of kl"
             raise bad_value("beta", 0.0, "any other number", why)
         if isinstance(self, GRPOTrainer) and self.loss_type not in LOSS_TYPES:
             raise bad_value("loss_type", self.loss_type, LOSS_TYPES)
+        if not self.terms.reward:
+            return
         plain = {"reward_clip_range": None, "multi_objective_aggregation": "sum_then_normalize", "tools": None}
-        for name, allowed in plain.items() if self.terms.reward else ():
-            if (value := getattr(self, name, None)) and value != allowed:
+        for name, allowed in plain.items():
+            value = getattr(self, name, None)
+            if value and value != allowed:
                 raise bad_value(name, value, str(allowed), "a term with baseline: before is part of the reward")
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
@@ -71,33 +80,48 @@ class KLTermsMixin:
         return result
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        beta, self._passes = self.beta, []
+        beta = self.beta
+        self._passes = []
         try:
             output = super()._generate_and_score_completions(inputs)
             policy_BT, ref_BT = self._policy_and_reference(beta)
         finally:
-            self.beta, self._passes = beta, None
+            # _calculate_rewards has set it to 0.
+            self.beta = beta
+            self._passes = None
         logps = {"old_per_token_logps": policy_BT, "ref_per_token_logps": ref_BT}
-        return {name: logp_BT for name, logp_BT in logps.items() if logp_BT is not None} | output
+        logps = {name: logp_BT for name, logp_BT in logps.items() if logp_BT is not None}
+        # What TRL puts out itself comes last, and wins.
+        return logps | output
 
     def _policy_and_reference(self, beta: float) -> tuple[Tensor | None, Tensor | None]:
         """Log-probs of TRL's passes over the new completions: the reference is the last, where beta is not 0."""
         logps = [logp_BT for _, _, logp_BT in self._passes]
-        ref_BT = logps.pop() if beta != 0.0 else None
-        return (logps[-1] if logps else None), ref_BT
+        ref_BT = None
+        if beta != 0.0:
+            ref_BT = logps.pop()
+        policy_BT = None
+        if logps:
+            policy_BT = logps[-1]
+        return policy_BT, ref_BT
 
     def _calculate_rewards(self, *args: Any) -> Tensor:
         rewards = super()._calculate_rewards(*args)
-        if self.terms.reward:  # completions without any reward stay out of the baseline, as in TRL
-            rewards[torch.isnan(rewards[:, :-1]).all(1), -1] = torch.nan
-        self.beta = 0.0  # RLOO's own penalty would follow; restored by the caller
+        if self.terms.reward:
+            # Completions without any reward stay out of the baseline, as in TRL.
+            has_no_reward = torch.isnan(rewards[:, :-1]).all(1)
+            rewards[has_no_reward, -1] = torch.nan
+        # RLOO's own penalty would follow. _generate_and_score_completions restores the coefficient.
+        self.beta = 0.0
         return rewards
 
     def kl_cost(self, prompts: Any, completions: Any, **_: Any) -> list[float]:
         """The reward function of the terms with ``baseline: before``: minus beta times the completion's cost."""
         policy_BT, ref_BT = self._policy_and_reference(self.beta)
-        (ids, attention_mask, width, *_), options, _ = self._passes[-1]
-        if policy_BT is None:  # TRL needs no pass of the policy here
+        arguments, options, _ = self._passes[-1]
+        ids, attention_mask, width, *_ = arguments
+        if policy_BT is None:
+            # TRL needs no pass of the policy here.
             with torch.no_grad():
                 passed = super()._get_per_token_logps_and_entropies(self.model, ids, attention_mask, width, **options)
             policy_BT = passed[0]
@@ -106,15 +130,21 @@ class KLTermsMixin:
         return (-cost_B).tolist()
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        beta, self.beta, self._passes = self.beta, 0.0, []
+        beta = self.beta
+        # Without TRL's own KL.
+        self.beta = 0.0
+        self._passes = []
         try:
             loss = super()._compute_loss(model, inputs)
             _, _, logp_BT = self._passes[-1]
         finally:
-            self.beta, self._passes = beta, None
+            self.beta = beta
+            self._passes = None
         mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        ref_BT, old_BT = inputs.get("ref_per_token_logps"), inputs.get("old_per_token_logps", logp_BT.detach())
-        sampler_BT = inputs.get("sampling_per_token_logps", old_BT)  # NaN where vLLM recorded none
+        ref_BT = inputs.get("ref_per_token_logps")
+        old_BT = inputs.get("old_per_token_logps", logp_BT.detach())
+        # NaN where vLLM recorded none.
+        sampler_BT = inputs.get("sampling_per_token_logps", old_BT)
         behaviour_BT = torch.where(torch.isnan(sampler_BT), old_BT, sampler_BT)
         logps = {"logp_BT": logp_BT, "ref_logp_BT": ref_BT, "behaviour_logp_BT": behaviour_BT}
         kl_BT = self.terms.loss_BT(step=self.state.global_step, **logps, mask_BT=mask_BT)
@@ -129,17 +159,27 @@ class KLTermsMixin:
 
     def _reduce(self, values_BT: Tensor, mask_BT: Tensor, inputs: Any) -> Tensor:
         """TRL's mean of a loss per token, by ``loss_type``; for RLOO the mean over completions of sums over tokens."""
-        sum_B, count_B = (values_BT * mask_BT).sum(-1), mask_BT.sum(-1).clamp(min=1)
+        sum_B = (values_BT * mask_BT).sum(-1)
+        count_B = mask_BT.sum(-1).clamp(min=1)
         if not isinstance(self, GRPOTrainer):
             return sum_B.mean()
-        steps = self.current_gradient_accumulation_steps if self.model.training else 1
+        # TRL divides a loss by the micro-batches that an update accumulates; an evaluation accumulates none.
+        steps = 1
+        if self.model.training:
+            steps = self.current_gradient_accumulation_steps
         if self.loss_type in ("cispo", "dapo", "vespo"):
             items = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-            return sum_B.sum() / (items * steps / self.args.steps_per_generation if self.model.training else items)
+            if self.model.training:
+                items = items * steps / self.args.steps_per_generation
+            return sum_B.sum() / items
         if self.loss_type == "bnpo":
             return sum_B.sum() / mask_BT.sum().clamp(min=1) / steps
-        divisor = {"dr_grpo": self.max_completion_length, "luspo": 1}.get(self.loss_type, count_B)  # else grpo, sapo
-        return (sum_B / divisor).mean() / steps
+        if self.loss_type == "dr_grpo":
+            return (sum_B / self.max_completion_length).mean() / steps
+        if self.loss_type == "luspo":
+            return sum_B.mean() / steps
+        # grpo and sapo.
+        return (sum_B / count_B).mean() / steps
 
 
 class KLGRPOTrainer(KLTermsMixin, GRPOTrainer):

@@ -43,10 +43,10 @@ def _parsed(text: str) -> HostTerms:
 
 def install() -> None:
     """Replace verl's functions wherever they were imported. Raises :class:`UserError` for another version of verl."""
-    if not version("verl").startswith(SUPPORTED):
-        raise bad_value(
-            "verl", version("verl"), f"version {SUPPORTED}*", "the plugin replaces functions of its modules"
-        )
+    installed = version("verl")
+    if not installed.startswith(SUPPORTED):
+        raise bad_value("verl", installed, f"version {SUPPORTED}*", "the plugin replaces functions of its modules")
+    # A mistake in the variable ends the process here, and not at the first update.
     terms()
     from verl.trainer.ppo import ray_trainer, utils
     from verl.workers.utils import losses
@@ -59,6 +59,8 @@ def install() -> None:
 def _replace(function: Any, build: Callable[[Any], Any]) -> None:
     """Put ``build(function)`` in the place of ``function`` in every module of verl that has it."""
     replacement = wraps(function)(build(function))
+    # `from module import name` has copied the function into other modules. A copy of the list, because looking at a
+    # lazy module may import more.
     for name, module in list(sys.modules.items()):
         if name.startswith("verl.") and getattr(module, function.__name__, None) is function:
             setattr(module, function.__name__, replacement)
@@ -76,7 +78,8 @@ def actor_loss(original: Any) -> Any:
         from verl.workers.utils.padding import no_padding_2_padding
 
         without_kl = copy.copy(config)
-        object.__setattr__(without_kl, "use_kl_loss", False)  # its config refuses plain assignments
+        # verl's config refuses plain assignments.
+        object.__setattr__(without_kl, "use_kl_loss", False)
         loss, metrics = original(without_kl, model_output, data, dp_group)
         if not terms().loss:
             return loss, metrics
@@ -84,32 +87,41 @@ def actor_loss(original: Any) -> Any:
         names = [name for name in ("response_mask", "old_log_probs", "ref_log_prob") if name in data]
         padded = data.select(*names).to_padded_tensor()
         mask_BT = padded["response_mask"].to(bool)
+        ref_logp_BT = None
+        if "ref_log_prob" in names:
+            ref_logp_BT = padded["ref_log_prob"]
         kl_BT = terms().loss_BT(
             logp_BT=logp_BT,
-            ref_logp_BT=padded["ref_log_prob"] if "ref_log_prob" in names else None,
+            ref_logp_BT=ref_logp_BT,
             behaviour_logp_BT=padded["old_log_probs"],
             mask_BT=mask_BT,
         )
         batch = config.global_batch_info
         kl_loss = agg_loss(kl_BT, mask_BT, config.loss_agg_mode, **batch)
-        whole = batch["dp_size"] > 1 or any(value is not None for name, value in batch.items() if name != "dp_size")
-        kind = AggregationType.SUM if whole else AggregationType.MEAN
-        metrics["actor/kl_comedy_loss"] = Metric(value=kl_loss, aggregation=kind)
+        # The choice that verl makes for its own losses: with sizes of the global batch a micro-batch's loss is one part
+        # of a sum, without them it is a mean.
+        batch_sizes = [value for name, value in batch.items() if name != "dp_size"]
+        has_global_sizes = any(value is not None for value in batch_sizes)
+        aggregation = AggregationType.MEAN
+        if batch["dp_size"] > 1 or has_global_sizes:
+            aggregation = AggregationType.SUM
+        metrics["actor/kl_comedy_loss"] = Metric(value=kl_loss, aggregation=aggregation)
         return loss + kl_loss, metrics
 
     return ppo_loss
 
 
 def reward_penalty(original: Any) -> Any:
-    """verl's ``apply_kl_penalty``: each completion's score less beta times its cost, spread evenly over its tokens.
+    """verl's ``apply_kl_penalty``: each completion's score minus beta times its cost, spread evenly over its tokens.
 
-    For advantages of the whole completion (``grpo``, ``rloo``): they add the tokens up. The controller of verl's
-    coefficient is not advanced.
+    For advantages of the whole completion (``grpo``, ``rloo``), which sum the rewards of its tokens. The controller of
+    verl's coefficient is not advanced.
     """
 
     def apply_kl_penalty(data: Any, kl_ctrl: Any, kl_penalty: str = "kl") -> Any:
         batch = data.batch
-        mask_BT, old_BT = batch["response_mask"].bool(), batch["old_log_probs"]
+        mask_BT = batch["response_mask"].bool()
+        old_BT = batch["old_log_probs"]
         cost_B = terms().cost_B(
             logp_BT=old_BT, ref_logp_BT=batch["ref_log_prob"], behaviour_logp_BT=old_BT, mask_BT=mask_BT
         )
@@ -126,7 +138,8 @@ def checked_switches(original: Any) -> Any:
     def need_reference_policy(config: Any) -> bool:
         if terms().reward and not config.algorithm.get("use_kl_in_reward", False):
             raise bad_value("algorithm.use_kl_in_reward", False, "true", f"{VARIABLE} has a term in the reward")
-        if any(term.reference == "initial" for term in terms().loss) and not original(config):
+        needs_reference = any(term.reference == "initial" for term in terms().loss)
+        if needs_reference and not original(config):
             key = "actor_rollout_ref.actor.use_kl_loss"
             raise bad_value(key, False, "true", f"{VARIABLE} has a term that needs the reference")
         return bool(original(config))
@@ -137,5 +150,6 @@ def checked_switches(original: Any) -> Any:
 if os.environ.get(VARIABLE):
     try:
         install()
-    except UserError as error:  # verl ignores a plugin's exceptions, and would train without the terms
+    except UserError as error:
+        # verl ignores a plugin's exceptions, and would train without the terms.
         raise SystemExit(f"kl_comedy.integrations.verl: {error}") from error

@@ -11,6 +11,7 @@ parameters with defaults; :func:`check_options` checks their annotations. Facts 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -42,16 +43,14 @@ class BadGold(UserError):
 
 TIMEOUT_OPTION = "timeout_s"
 """Every isolated reward takes this option: seconds of CPU time an item may cost."""
-
-
 FAILED = "verifier_failed"
-"""The part that a verdict has whose verifier raised an error, or returned what is no reward; its value is 1."""
+"""The part of a verdict whose verifier raised an error, or returned something else than a reward; its value is 1."""
 MAX_REPLY = 1 << 16
-"""Bytes of a verdict from a worker. It has a few hundred; a longer frame is a broken worker's."""
+"""The longest verdict from a worker, in bytes. A verdict has a few hundred; a longer frame is a broken worker's."""
 JUDGE_ENDED = b"the judge has ended"
 """What a worker sends when the process that judged for it has been killed."""
 MAX_PARTS = 64
-"""Further values that a reward may report of an item."""
+"""How many further values a reward may report about an item."""
 
 
 def failed(reward: Reward) -> bool:
@@ -94,11 +93,15 @@ def in_child(function: Callable[[], float]) -> float:
     pid = os.fork()
     if pid == 0:
         try:
+            # Descriptors from 4 on are closed, the pipes of this worker among them: evaluated text that runs code must
+            # not write a verdict there.
             os.dup2(write_fd, 3)
-            os.closerange(4, 4096)  # the pipes of this worker among them
+            os.closerange(4, 4096)
             os.write(3, _outcome(function))
         finally:
+            # Whatever happens, the child must not return into the caller's code.
             os._exit(0)
+    # While this process holds the writing end too, a child that dies without a word would never end the read.
     os.close(write_fd)
     try:
         body = os.read(read_fd, _MAX_OUTCOME)
@@ -106,21 +109,27 @@ def in_child(function: Callable[[], float]) -> float:
         os.close(read_fd)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    return _score_of(body)
+
+
+_MAX_OUTCOME = 1024
+
+
+def _score_of(body: bytes) -> float:
+    """The score in what :func:`_outcome` wrote. Raises the error that it names, and RunFailed for anything else."""
     kind, _, text = body.decode(errors="replace").partition(" ")
     if kind == "user":
         raise UserError(text)
     if kind == "memory":
         raise MemoryError(text)
-    try:
-        score = float(text) if kind == "score" else math.nan
-    except ValueError:
-        score = math.nan
+    score = math.nan
+    if kind == "score":
+        # The text may have written to the pipe itself.
+        with contextlib.suppress(ValueError):
+            score = float(text)
     if not math.isfinite(score):
         raise RunFailed(f"the process that scored the answer ended with {body[:200]!r}")
     return score
-
-
-_MAX_OUTCOME = 1024
 
 
 def _outcome(function: Callable[[], float]) -> bytes:
@@ -132,6 +141,7 @@ def _outcome(function: Callable[[], float]) -> bytes:
     except MemoryError as error:
         text = f"memory {error}"
     except BaseException as error:
+        # Only the class: __str__ of an error may raise in turn.
         text = f"error {type(error).__name__}"
     return text.encode(errors="replace")[:_MAX_OUTCOME]
 
@@ -153,11 +163,16 @@ def normalized(outcome: Reward | float, *, name: str) -> Reward:
 
     Raises :class:`RunFailed` where a function returns anything else: it has failed on the item.
     """
-    reward = outcome if isinstance(outcome, Reward) else Reward(value=float(outcome))
+    if isinstance(outcome, Reward):
+        reward = outcome
+    else:
+        reward = Reward(value=float(outcome))
+    # float() of numpy and sympy numbers: verdicts travel as JSON.
     value = float(reward.value)
     parts = {str(key): float(part) for key, part in reward.parts.items()}
-    finite = all(map(math.isfinite, (value, *parts.values())))
-    if reward.status not in STATUSES or not finite or len(parts) > MAX_PARTS:
+    finite = math.isfinite(value) and all(math.isfinite(part) for part in parts.values())
+    known_status = reward.status in STATUSES
+    if not known_status or not finite or len(parts) > MAX_PARTS:
         raise RunFailed(
             f"reward {name!r} returned {outcome!r:.400}: the value and at most {MAX_PARTS} parts must be finite, "
             f"the status in {STATUSES}"
@@ -166,6 +181,7 @@ def normalized(outcome: Reward | float, *, name: str) -> Reward:
 
 
 def example_call(example: Mapping[str, Any]) -> tuple[str, str, Meta]:
+    """The positional arguments of a declared example."""
     return example["completion"], example["answer"], example.get("meta", {})
 
 
@@ -178,15 +194,19 @@ def check_options(
     contradictions between options surface before a run. Raises :class:`UserError`.
     """
     entry = REWARDS.get(name, key=f"{key}.name")
-    record = parse_record(_options_schema(entry.fn, bool(entry.facts.get("isolated"))), options, key=f"{key}.options")
+    record: Any = parse_record(
+        _options_schema(entry.fn, bool(entry.facts.get("isolated"))), options, key=f"{key}.options"
+    )
     checked = {option: getattr(record, option) for option in options}
-    if not entry.facts.get("imports"):
-        passed = {option: value for option, value in checked.items() if option != TIMEOUT_OPTION}
-        for example in entry.facts.get("examples", ())[:1]:
-            try:
-                entry.fn(*example_call(example), **passed)
-            except UserError as error:
-                raise UserError(f"{key}: reward {name}: {error}") from error
+    # With imports the call would take seconds in the trainer; the workers' own examples come later.
+    examples = entry.facts.get("examples", ())
+    if examples and not entry.facts.get("imports"):
+        passed = dict(checked)
+        passed.pop(TIMEOUT_OPTION, None)
+        try:
+            entry.fn(*example_call(examples[0]), **passed)
+        except UserError as error:
+            raise UserError(f"{key}: reward {name}: {error}") from error
     return entry, checked
 
 
@@ -194,8 +214,11 @@ def check_options(
 def _options_schema(function: Callable[..., Any], isolated: bool) -> type:
     """A dataclass with the keyword-only parameters of ``function``, for the validator."""
     hints = typing.get_type_hints(function)
-    parameters = inspect.signature(function).parameters.values()
-    fields = [(p.name, *_typed(hints.get(p.name, Any))) for p in parameters if p.kind is p.KEYWORD_ONLY]
+    fields = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            option_type, rules = _typed(hints.get(parameter.name, Any))
+            fields.append((parameter.name, option_type, rules))
     if isolated:
         fields.append((TIMEOUT_OPTION, float, option(None, above=0)))
     return dataclasses.make_dataclass("Options", fields)
@@ -206,14 +229,18 @@ def _typed(hint: Any) -> tuple[Any, Any]:
     inner, _ = without_none(hint)
     if inner is Regex:
         return str | None, option(None, parse=_regex)
+    # `choices` gives the message with the nearest name.
     if typing.get_origin(inner) is Literal:
         return str | None, option(None, choices=typing.get_args(inner))
     return hint, option(None)
 
 
 def _regex(value: Any, key: str) -> str | None:
+    """``value`` where it is a regular expression or None. Raises :class:`UserError`."""
     try:
         re.compile(value or "")
     except (re.error, TypeError) as error:
         raise bad_value(key, value, "a regular expression", str(error)) from error
-    return None if value is None else str(value)
+    if value is None:
+        return None
+    return str(value)

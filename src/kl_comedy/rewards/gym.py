@@ -41,24 +41,45 @@ EXPRESSIONS = (
 )
 """Tasks whose scorer evaluates the text as an expression of sympy."""
 OWN_TEXT = ("bitwise_arithmetic", "number_sorting")
-"""Tasks whose scorer evaluates, but only text of the entry: the problem, or the right answer."""
+"""Tasks whose scorer evaluates only text of the entry: the problem, or the right answer."""
 
 CALLABLE = (
-    *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
-    *("exp", "log", "ln", "sqrt", "Abs", "abs", "factorial", "Rational"),
+    "sin",
+    "cos",
+    "tan",
+    "sec",
+    "csc",
+    "cot",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "exp",
+    "log",
+    "ln",
+    "sqrt",
+    "Abs",
+    "abs",
+    "factorial",
+    "Rational",
 )
 """The functions an evaluated answer may call."""
 CONSTANTS = ("pi", "E", "I")
-"""What sympy has under a name that an evaluated answer may use; every other name there or in Python is refused."""
+"""The names of sympy that an evaluated answer may use as values; every other name of sympy or Python is refused."""
 EXPONENTIAL = ("exp", "sinh", "cosh")
 
-MAX_EXPRESSION_CHARS, MAX_EXPRESSION_DEPTH = 4_000, 50
+MAX_EXPRESSION_CHARS = 4_000
+MAX_EXPRESSION_DEPTH = 50
+"""Bounds of an evaluated answer: sympy's parser and Python's compiler are recursive and slower than linear."""
 MAX_BITS = 20_000
-"""Of a number in an evaluated answer, as bounded before it is computed."""
+"""Bound on the size of numbers in an evaluated answer, found before they are computed: ``9**9**9`` has 10^9 bits."""
 MAX_EXPONENT_BITS = 14
+"""The largest exponent is below 2^14, so that the bound itself stays a finite float."""
 
 NOT_PARSED = "?"
-"""Stands for an answer that a scorer could only evaluate: no parser takes it, so it has the score of such answers."""
+"""Replaces an answer that a scorer could only evaluate. No parser takes it, so it gets the score of such answers."""
 
 _ENTRY = {"question": "State the final answer: 4 - 1 =", "answer": "3", "metadata": {"source_dataset": "chain_sum"}}
 
@@ -85,7 +106,7 @@ def reasoning_gym(
     part: Literal["whole", "first_line", "last_line", "answer_tag"] = "whole",
     max_chars: int = 100_000,
 ) -> Reward:
-    """The task's own score of the answer: 1 from ``solved_at`` on, else 0; the score itself with ``partial``.
+    """1 where the task's own scorer gives the answer at least ``solved_at``, else 0; with ``partial`` the score itself.
 
     Reads ``meta["task"]`` and ``meta["entry"]``. ``part`` is what counts as the answer, stripped. ``refused``: longer
     than ``max_chars``, or code in an answer that the task's scorer would evaluate. The part ``score`` is the raw score.
@@ -98,14 +119,16 @@ def reasoning_gym(
     if not given:
         return Reward(value=0.0, status="unparseable")
     name = str(meta["task"])
-    task = _task(name)
-    score = _scored(name, task, given, dict(meta["entry"]))
+    score = _guarded_score(name, _task(name), given, dict(meta["entry"]))
     if score is None:
         return Reward(value=0.0, status="refused")
-    return Reward(value=score if partial else float(score >= solved_at), parts={"score": score})
+    value = float(score >= solved_at)
+    if partial:
+        value = score
+    return Reward(value=value, parts={"score": score})
 
 
-def _scored(name: str, task: Any, given: str, entry: dict[str, Any]) -> float | None:
+def _guarded_score(name: str, task: Any, given: str, entry: dict[str, Any]) -> float | None:
     """The task's score of the answer; None for code in an answer to a task whose scorer evaluates."""
     if name in LISTS:
         if not is_plain(given):
@@ -113,32 +136,43 @@ def _scored(name: str, task: Any, given: str, entry: dict[str, Any]) -> float | 
         # The scorer's own eval: a global of its module, which Python finds before the built-in function.
         vars(sys.modules[type(task).__module__])["eval"] = literal
         return _score(task, given, entry)
-    if name in OWN_TEXT or not (name in EXPRESSIONS or evaluates(type(task))):
+
+    evaluates_answer = name in EXPRESSIONS or evaluates(type(task))
+    if name in OWN_TEXT or not evaluates_answer:
         return _score(task, given, entry)
+
     # The entry's own answer is the data's text, and may hold more than a model's may (an unsolved Integral).
-    if given == str(entry.get("answer")).strip() or is_expression(given):
+    is_own_answer = given == str(entry.get("answer")).strip()
+    if is_own_answer or is_expression(given):
+        # Even an allowed expression leaves something behind: sympy's caches and assumptions.
         return in_child(lambda: _score(task, given, entry))
-    return _score(task, NOT_PARSED, entry) if is_plain(given) else None
+    if is_plain(given):
+        return _score(task, NOT_PARSED, entry)
+    return None
 
 
 def _answer_part(completion: str, part: str) -> str:
+    """The part of the completion that counts as the answer, stripped."""
     text = completion.strip()
     if part == "answer_tag":
         return answer_tag(text)
     if part == "whole" or not text:
         return text
     lines = text.split("\n")
-    return lines[0 if part == "first_line" else -1].strip()
+    if part == "first_line":
+        return lines[0].strip()
+    return lines[-1].strip()
 
 
 def _score(task: Any, given: str, entry: dict[str, Any]) -> float:
-    """The task's score; a scorer that fails on the answer's text has not accepted it.
+    """The task's score; 0 where the scorer fails on the answer's text, which it then has not accepted.
 
-    Its failure is told from that of an entry that it cannot score at all by the entry's own answer.
+    Raises :class:`UserError` where it fails on the entry's own answer too: then the fault is the entry's.
     """
     try:
         return float(task.score_answer(given, entry))
     except (MemoryError, RecursionError):
+        # The limits of this process, not a verdict on the text.
         raise
     except Exception:
         try:
@@ -152,7 +186,8 @@ def _score(task: Any, given: str, entry: dict[str, Any]) -> float:
 
 @lru_cache(maxsize=128)
 def _task(name: str) -> Any:
-    """One dataset object of the task, for its scorer (what the scorer needs to know lies in the entry)."""
+    """One dataset object of the task, for its scorer; all that the scorer needs to know is in the entry."""
+    # The package prints while it is imported; in a command that prints JSON this must not reach stdout.
     with contextlib.redirect_stdout(sys.stderr):
         from reasoning_gym.factory import DATASETS as TASKS
     if name not in TASKS:
@@ -168,35 +203,57 @@ def evaluates(task: type) -> bool:
     Judged by the names in its byte code, so that ``re.compile`` or a method called ``eval`` is no reason.
     """
     package = task.__module__.split(".")[0]
-    waiting: list[Any] = [task.score_answer]  # type: ignore[attr-defined]
-    reached = set()
-    while waiting:
-        function = waiting.pop()
-        if function in reached:
+    pending: list[Any] = [task.score_answer]  # type: ignore[attr-defined]
+    visited = set()
+    while pending:
+        function = pending.pop()
+        if function in visited:
             continue
-        reached.add(function)
+        visited.add(function)
         for operation, name in _names(function.__code__):
-            target = function.__globals__.get(name, getattr(builtins, name, None))
-            if operation in ("LOAD_ATTR", "LOAD_METHOD"):
-                target = getattr(task, name, None)
-            module = target.__name__ if inspect.ismodule(target) else str(getattr(target, "__module__", None))
-            if target in (eval, exec, compile, __import__) or module.split(".")[0] == "sympy":
+            target = _target(function, task, operation, name)
+            defined_in = _defining_package(target)
+            if target in (eval, exec, compile, __import__) or defined_in == "sympy":
                 return True
-            if module.split(".")[0] == package:
-                methods = vars(target).values() if inspect.isclass(target) else [target]
-                waiting += [each for each in map(_plain_function, methods) if each is not None]
+            if defined_in == package:
+                pending.extend(_functions_of(target))
     return False
 
 
-def _plain_function(member: Any) -> Any:
-    """The Python function of a function or of a static or class method; None for anything else."""
-    member = getattr(member, "__func__", member)
-    member = inspect.unwrap(member) if callable(member) else member
-    return member if inspect.isfunction(member) else None
+def _target(function: Any, task: type, operation: str, name: str) -> Any:
+    """What an instruction of ``function`` loads. An attribute is taken for one of the task: ``self.helper``."""
+    if operation in ("LOAD_ATTR", "LOAD_METHOD"):
+        return getattr(task, name, None)
+    return function.__globals__.get(name, getattr(builtins, name, None))
+
+
+def _defining_package(target: Any) -> str:
+    """The first part of the name of a module, or of the module that defines ``target``."""
+    if inspect.ismodule(target):
+        module = target.__name__
+    else:
+        module = str(getattr(target, "__module__", None))
+    return module.split(".")[0]
+
+
+def _functions_of(target: Any) -> list[Any]:
+    """The Python functions of a class, or of a function itself, with decorators and method objects taken off."""
+    members = [target]
+    if inspect.isclass(target):
+        members = list(vars(target).values())
+    functions = []
+    for member in members:
+        # A static or class method holds its function in __func__.
+        function = getattr(member, "__func__", member)
+        if callable(function):
+            function = inspect.unwrap(function)
+        if inspect.isfunction(function):
+            functions.append(function)
+    return functions
 
 
 def _names(code: Any) -> Iterator[tuple[str, str]]:
-    """The instructions that load a global name or an attribute, with the name, also of functions defined inside."""
+    """Each instruction that loads a global name or an attribute, and the name; those of inner functions too."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD"):
             yield instruction.opname, str(instruction.argval)
@@ -222,14 +279,16 @@ def literal(text: str) -> Any:
     [['Q', '_'], (1, -2.5)]
     """
     tree = ast.parse(text.strip(), mode="eval")
+    # ast.literal_eval alone would also take sets and dicts, which the scorers do not expect.
     allowed = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.UnaryOp, ast.USub, ast.UAdd, ast.Load)
     if not all(isinstance(node, allowed) for node in ast.walk(tree)):
-        raise ValueError("an answer that is no list of numbers or texts")
+        raise ValueError("an answer that is not a list of numbers or texts")
     return ast.literal_eval(tree)
 
 
 def _tree(text: str) -> ast.Expression | None:
-    """The syntax tree of ``text`` as a Python expression, ``^`` being a power as in sympy; None where it is none."""
+    """The syntax tree of ``text`` as a Python expression, with ``^`` as a power as in sympy; None for other texts."""
+    # Python's parser gives up on deep nesting only after it has used much of the C stack.
     if nesting_depth(text) > MAX_EXPRESSION_DEPTH:
         return None
     try:
@@ -239,47 +298,61 @@ def _tree(text: str) -> ast.Expression | None:
 
 
 def is_plain(text: str) -> bool:
-    """Whether ``text`` holds no code, taken for Python: only numbers, words, lists of them, arithmetic, functions.
+    """Whether ``text``, read as Python, holds no code: only numbers, words, lists of them, arithmetic, functions.
 
-    This decides whether an answer that is not evaluated anyway is called ``refused`` or wrong.
+    This decides whether an answer that is not evaluated anyway counts as ``refused`` or as wrong.
 
     >>> [is_plain(text) for text in ("2*x + sin(x)", "Q _ _", "open('x')", "x.__class__", "(x := 1)")]
     [True, True, False, False, False]
     """
+    # Dunders, comments, line continuations, decorators, statements, lambdas, attributes; look-alikes of letters.
     if re.search(r"__|[#\\`@;]|\blambda\b|\.\s*[^\W\d]", text) or not text.isascii():
         return False
+    # Calls are checked in the text too: a text that Python cannot parse may hold one all the same.
     for opening in re.finditer(r"\(", text):
-        before = text[: opening.start()].rstrip()
-        name = re.search(r"[A-Za-z_]\w*$", before)
-        called = name is not None and name.group() in CALLABLE
-        if before and not called and before[-1] not in "+-*/^%(,[":
+        if _opens_a_call(text[: opening.start()].rstrip()):
             return False
     tree = _tree(text)
-    return tree is None or all(_is_harmless(node) for node in ast.walk(tree))
+    if tree is None:
+        return True
+    return all(_is_harmless(node) for node in ast.walk(tree))
+
+
+def _opens_a_call(before: str) -> bool:
+    """Whether a bracket after the text ``before`` calls something that is not in :data:`CALLABLE`."""
+    if not before:
+        return False
+    name = re.search(r"[A-Za-z_]\w*$", before)
+    if name is not None and name.group() in CALLABLE:
+        return False
+    return before[-1] not in "+-*/^%(,["
 
 
 def _is_harmless(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return _is_named_call(node)
-    if isinstance(node, ast.BinOp):  # of texts or lists it could be of any size
-        sides = (node.left, node.right)
-        return not any(isinstance(side, ast.List | ast.Tuple) or _is_text(side) for side in sides)
+    if isinstance(node, ast.BinOp):
+        # "a" * 10**9 and [0] * 10**9 would fill the memory.
+        return not _is_text_or_list(node.left) and not _is_text_or_list(node.right)
     return isinstance(node, _HARMLESS)
 
 
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+def _is_text_or_list(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str | bytes)
+    return isinstance(node, ast.List | ast.Tuple)
 
 
 def _is_named_call(node: ast.Call) -> bool:
+    """Whether the callee is a bare name of :data:`CALLABLE`; keywords could switch on options of sympy."""
     return isinstance(node.func, ast.Name) and node.func.id in CALLABLE and not node.keywords
 
 
 def is_expression(text: str) -> bool:
     """Whether ``text`` is arithmetic over numbers, symbols and :data:`CALLABLE` that sympy may evaluate.
 
-    An allow-list: of characters (no quotes, brackets, colons, or signs that sympy's parser rewrites, such as ``!``), of
-    nodes of Python's syntax, of names (no function but as a callee, none of Python's or sympy's), and of sizes.
+    An allow-list of characters (no quotes, brackets, colons, or signs that sympy's parser rewrites, such as ``!``), of
+    nodes of Python's syntax, of names (a function only as a callee, none of Python's or sympy's), and of sizes.
 
     >>> is_expression("2*x^3 + sin(x)/4"), is_expression("10**10**10"), is_expression("exp (open)"), is_expression("5!")
     (True, False, False, False)
@@ -291,36 +364,45 @@ def is_expression(text: str) -> bool:
         return False
     callees = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            allowed = id(node) in callees or _is_symbol(node.id)
-        elif isinstance(node, ast.Call):
-            allowed = _is_named_call(node)
-        elif isinstance(node, ast.Constant):
-            allowed = _is_finite_number(node.value)
-        elif isinstance(node, ast.operator):
-            allowed = isinstance(node, _OPERATORS)
-        elif isinstance(node, ast.unaryop):
-            allowed = isinstance(node, ast.UAdd | ast.USub)
-        else:
-            allowed = isinstance(node, _ARITHMETIC)
-        if not allowed:
+        # The name of a callee is checked with its call.
+        if id(node) not in callees and not _may_be_evaluated(node):
             return False
+    # Before anything is computed: 10**10**10 would take all memory while it is evaluated.
     try:
         return _bits(tree.body) <= MAX_BITS
     except (_TooLarge, RecursionError):
         return False
 
 
+def _may_be_evaluated(node: ast.AST) -> bool:
+    """Whether a node of an answer's syntax tree, other than a callee, may reach sympy."""
+    if isinstance(node, ast.Name):
+        return _is_symbol(node.id)
+    if isinstance(node, ast.Call):
+        return _is_named_call(node)
+    if isinstance(node, ast.Constant):
+        return _is_finite_number(node.value)
+    if isinstance(node, ast.operator):
+        return isinstance(node, _OPERATORS)
+    if isinstance(node, ast.unaryop):
+        return isinstance(node, ast.UAdd | ast.USub)
+    return isinstance(node, _ARITHMETIC)
+
+
 def _is_finite_number(value: object) -> bool:
     """Whether a literal is a whole number of any size, or a float that is finite (``1e999`` is not)."""
     if isinstance(value, bool):
         return False
-    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int)
 
 
 def _is_symbol(name: str) -> bool:
     """Whether sympy takes ``name`` for a symbol or a constant."""
-    return name in CONSTANTS or (name not in _taken_names() and "__" not in name)
+    if name in CONSTANTS:
+        return True
+    return name not in _taken_names() and "__" not in name
 
 
 @lru_cache(maxsize=1)
@@ -338,8 +420,7 @@ class _TooLarge(Exception):
 def _bits(node: ast.expr) -> float:
     """An upper bound on the bits of the numbers that computing ``node`` makes. Raises :class:`_TooLarge`."""
     if isinstance(node, ast.Constant):
-        value = abs(node.value)  # type: ignore[arg-type]
-        bits = float(value.bit_length()) if isinstance(value, int) else abs(math.log2(value or 1.0)) + 1
+        bits = _bits_of_number(abs(node.value))  # type: ignore[arg-type]
     elif isinstance(node, ast.UnaryOp):
         bits = _bits(node.operand)
     elif isinstance(node, ast.BinOp):
@@ -347,30 +428,47 @@ def _bits(node: ast.expr) -> float:
     elif isinstance(node, ast.Call):
         bits = _bits_of_call(node)
     else:
-        bits = 2.0  # a symbol, pi or E
+        # A symbol, pi or E.
+        bits = 2.0
     if bits > MAX_BITS:
         raise _TooLarge
     return bits
 
 
+def _bits_of_number(value: float) -> float:
+    if isinstance(value, int):
+        return float(value.bit_length())
+    if value == 0.0:
+        return 1.0
+    # A small float becomes a fraction with a large denominator.
+    return abs(math.log2(value)) + 1
+
+
 def _bits_of_operation(node: ast.BinOp) -> float:
-    left, right = _bits(node.left), _bits(node.right)
+    left = _bits(node.left)
+    right = _bits(node.right)
     if not isinstance(node.op, ast.Pow):
-        return left + right + 1  # sums, products, and fractions of them
-    if right > MAX_EXPONENT_BITS:
-        raise _TooLarge
-    return float(max(left, 1.0) * 2.0**right)
+        # Sums, products, and fractions of them.
+        return left + right + 1
+    # |b| < 2^left and |e| < 2^right give |b^e| < 2^(left * 2^right).
+    return float(max(left, 1.0) * _two_to(right))
 
 
 def _bits_of_call(node: ast.Call) -> float:
     assert isinstance(node.func, ast.Name)
-    bits = max(map(_bits, node.args), default=0.0)
+    bits = max((_bits(argument) for argument in node.args), default=0.0)
     if node.func.id in EXPONENTIAL:
-        if bits > MAX_EXPONENT_BITS:
-            raise _TooLarge
-        return float(2.0 * 2.0**bits)
-    if node.func.id == "factorial":  # of n has at most n log2(n) bits
-        if bits > MAX_EXPONENT_BITS:
-            raise _TooLarge
-        return float(2.0**bits * max(bits, 1.0))
+        # e < 2^2.
+        return 2.0 * _two_to(bits)
+    if node.func.id == "factorial":
+        # n! has at most n log2(n) bits.
+        return _two_to(bits) * max(bits, 1.0)
+    # sin, log, sqrt of a number: sympy keeps them symbolic, or computes them at a fixed precision.
     return bits + 64.0
+
+
+def _two_to(bits: float) -> float:
+    """2^bits. Raises :class:`_TooLarge` where a bound of that many bits is over the limit anyway."""
+    if bits > MAX_EXPONENT_BITS:
+        raise _TooLarge
+    return float(2.0**bits)

@@ -56,13 +56,19 @@ def math_verify(
     counts, and several boxes outside formulas are one answer together, a set (math-verify's defaults). Raises
     :class:`BadGold` where the gold itself cannot be parsed.
     """
+    # max_chars bounds the work of every pass below, on completions of any length.
     text = readable(clean(tail(completion, max_chars)))
-    if nesting_depth(text) > max_depth or re.search(rf"\d{{{max_digits + 1}}}", text):
+    # Deep nesting exhausts the stack of the LaTeX parser; a long number costs the int-to-text conversion its quadratic
+    # time. Both would be killed by the clock too, but only after the whole limit.
+    too_deep = nesting_depth(text) > max_depth
+    long_number = re.search(rf"\d{{{max_digits + 1}}}", text)
+    if too_deep or long_number:
         return Reward(value=0.0, status="refused")
     from math_verify import parse
     from sympy.core.random import seed
 
-    seed(0)  # sympy tries facts in a random order
+    # sympy tries facts in a random order, and some orders end in another verdict.
+    seed(0)
     gold = _parsed_gold(answer)
     given = _evaluated(parse(text, parsing_timeout=None))
     if not given:
@@ -85,7 +91,9 @@ def wrapped(gold: str) -> str:
     if delimited:
         text = delimited.group(1).strip()
     text = re.sub(r"^\\\$", "", text)
-    return f"\\boxed{{{text}}}" if "$" in text or "\n" in text else f"${text}$"
+    if "$" in text or "\n" in text:
+        return f"\\boxed{{{text}}}"
+    return f"${text}$"
 
 
 @lru_cache(maxsize=4096)
@@ -111,16 +119,19 @@ def _equal(gold: list[Any], given: list[Any], float_rounding: int) -> bool:
     if gold_numeral and given_numeral:
         return gold_numeral == given_numeral
     if gold_numeral and not gold_numeral[0].lstrip("-").isdigit():
-        return gold_numeral[0] == given_text.replace(" ", "")  # to sympy 2A and A2 are one product
-    if bases(gold_text) and bases(given_text) and bases(gold_text) != bases(given_text):
+        # Digits above 9 are compared as text: to sympy 2A and A2 are one product.
+        return gold_numeral[0] == given_text.replace(" ", "")
+    gold_bases = bases(gold_text)
+    given_bases = bases(given_text)
+    if gold_bases and given_bases and gold_bases != given_bases:
         return False
     given = _as_sets(given, gold)
     if not verify(gold, given, float_rounding=float_rounding, timeout_seconds=None):
         return False
+    # math-verify has said yes. For very small or very large numbers its defaults say yes too easily.
     places, digits = _needed_precision([*gold, *given], float_rounding)
-    if places == float_rounding and digits == DIGITS:
-        return True
-    if gold[0] == given[0]:
+    defaults_suffice = places == float_rounding and digits == DIGITS
+    if defaults_suffice or gold[0] == given[0]:
         return True
     if max(places, digits) > MAX_DIGITS:
         return bool(gold[0].doit() == given[0].doit())
@@ -128,8 +139,11 @@ def _equal(gold: list[Any], given: list[Any], float_rounding: int) -> bool:
 
 
 def _formula_text(parsed: list[Any]) -> str:
-    """The text of the formula as math-verify read it; its last form, where it is there."""
-    return parsed[-1] if isinstance(parsed[-1], str) else ""
+    """The text of the formula as math-verify read it, which it returns last; empty where it returns none."""
+    last_form = parsed[-1]
+    if isinstance(last_form, str):
+        return last_form
+    return ""
 
 
 DIGITS = 15
@@ -144,44 +158,59 @@ def _needed_precision(expressions: list[Any], float_rounding: int) -> tuple[int,
     It rounds decimals to fixed places and takes small differences for zero, so that at its defaults all small numbers
     are equal, and large ones whose difference is small.
     """
-    values = [value for each in expressions for value in _numbers(each, parts=False)]
-    parts = [value for each in expressions for value in _numbers(each, parts=True)]
-    zeros = max([-exponent - 1 for exponent in values], default=0)
-    size = max([abs(exponent) for exponent in parts], default=0)
-    places = float_rounding + zeros if 2 * zeros > float_rounding else float_rounding
-    digits = DIGITS - 2 + size if 2 * size > DIGITS else DIGITS
+    most_zeros = 0
+    largest_size = 0
+    for expression in expressions:
+        # Zeros between the point and the first digit: -1 - exponent, of numbers as a whole.
+        for exponent in _exponents(expression, parts=False):
+            most_zeros = max(most_zeros, -exponent - 1)
+        # Sizes of what they are made of, too: 10^30 + 1 - 10^30 is small, and needs 31 digits.
+        for exponent in _exponents(expression, parts=True):
+            largest_size = max(largest_size, abs(exponent))
+    # Only where zeros fill more than half of the places, so that ordinary verdicts stay math-verify's own.
+    places = float_rounding
+    if 2 * most_zeros > float_rounding:
+        places = float_rounding + most_zeros
+    digits = DIGITS
+    if 2 * largest_size > DIGITS:
+        digits = DIGITS - 2 + largest_size
     return places, digits
 
 
-def _numbers(expression: Any, *, parts: bool) -> Iterator[int]:
+def _exponents(expression: Any, *, parts: bool) -> Iterator[int]:
     """The decimal exponents of the numbers in ``expression``, with ``parts`` also of what they are made of."""
     from sympy import Basic, Expr, MatrixBase
 
+    # A stack and no recursion: expressions may be as deep as the text allows.
     pending = [expression]
     while pending:
-        each = pending.pop()
-        if isinstance(each, MatrixBase):
-            pending.extend(each.flat())
+        node = pending.pop()
+        if isinstance(node, MatrixBase):
+            pending.extend(node.flat())
             continue
-        if not isinstance(each, Basic):
+        if not isinstance(node, Basic):
             continue
-        is_number = isinstance(each, Expr) and each.is_number
+        is_number = isinstance(node, Expr) and node.is_number
         if is_number:
-            exponent = _exponent(each)
+            exponent = _exponent(node)
             if exponent is not None:
                 yield exponent
         if parts or not is_number:
-            pending.extend(each.args)
+            pending.extend(node.args)
 
 
 def _exponent(number: Any) -> int | None:
-    """The decimal exponent of a number; None for zero, and for what has none."""
+    """The decimal exponent of a number; None for zero, and where it has none."""
     from sympy import UnevaluatedExpr
 
     try:
-        value = number.doit() if number.has(UnevaluatedExpr) else number  # a percent sign is one
-        return Decimal(str(abs(value.evalf(3)))).adjusted() if value != 0 else None
-    except Exception:  # whatever sympy raises: then math-verify's own precision stands
+        # A percent sign is an UnevaluatedExpr.
+        value = number.doit() if number.has(UnevaluatedExpr) else number
+        if value == 0:
+            return None
+        return Decimal(str(abs(value.evalf(3)))).adjusted()
+    except Exception:
+        # Whatever sympy raises: then math-verify's own precision stands.
         return None
 
 
@@ -195,18 +224,19 @@ def _evaluated(parsed: list[Any]) -> list[Any]:
     from sympy import Basic, nan, oo, zoo
 
     evaluated = []
-    for each in parsed:
-        if isinstance(each, Basic) and each.has(oo, -oo, zoo, nan):
+    for form in parsed:
+        if isinstance(form, Basic) and form.has(oo, -oo, zoo, nan):
             try:
-                each = _bounded(each)
-            except Exception:  # sympy raises many kinds on formulas that mean nothing
+                form = _bounded(form)
+            except Exception:
+                # sympy raises many kinds of errors on formulas without a meaning.
                 continue
-        evaluated.append(each)
+        evaluated.append(form)
     return evaluated
 
 
 def _bounded(expression: Any) -> Any:
-    """``expression`` evaluated; of inequalities, those that hold for every number are dropped (``x < \\infty``)."""
+    """``expression`` evaluated; inequalities that hold for every number (``x < \\infty``) are dropped."""
     from sympy import And, Eq, Rel, S
 
     if not isinstance(expression, (And, Rel)):
@@ -218,17 +248,22 @@ def _bounded(expression: Any) -> Any:
     evaluated = [member.doit() for member in members]
     if S.false in evaluated:
         return S.EmptySet
-    left = [member for member in evaluated if member != S.true]
-    if not left:
+    bounds = [member for member in evaluated if member != S.true]
+    if not bounds:
         return S.Reals
-    return left[0] if len(left) == 1 else type(expression)(*left)
+    if len(bounds) == 1:
+        return bounds[0]
+    return type(expression)(*bounds)
 
 
 def _members(expression: Any) -> list[Any]:
     """The relations of a chain such as ``1 < x < 2``, in order; else the expression alone."""
     from sympy import And
 
-    return list(expression._unsorted_args) if isinstance(expression, And) else [expression]
+    if isinstance(expression, And):
+        # `args` would be sorted, and the chain could no longer be read from left to right.
+        return list(expression._unsorted_args)
+    return [expression]
 
 
 def _as_sets(given: list[Any], gold: list[Any]) -> list[Any]:
@@ -238,16 +273,18 @@ def _as_sets(given: list[Any], gold: list[Any]) -> list[Any]:
     """
     from sympy import Eq, Interval, Union
 
-    wanted = [each.rhs if isinstance(each, Eq) else each for each in gold]
-    if not any(isinstance(each, (Interval, Union)) for each in wanted):
+    # The gold x \in (1, 2] is an equation to math-verify, with the set on its right side.
+    gold_values = [form.rhs if isinstance(form, Eq) else form for form in gold]
+    if not any(isinstance(value, (Interval, Union)) for value in gold_values):
         return given
     sets = []
-    for each in given:
-        is_bounds = all(_is_bound(member) for member in _members(each))
-        if is_bounds and len(each.free_symbols) == 1:
-            with contextlib.suppress(Exception):  # sympy raises many kinds; then the inequality stays one
-                each = each.as_set()
-        sets.append(each)
+    for form in given:
+        is_bounds = all(_is_bound(member) for member in _members(form))
+        if is_bounds and len(form.free_symbols) == 1:
+            # sympy raises many kinds of errors; then the inequality stays as it is.
+            with contextlib.suppress(Exception):
+                form = form.as_set()
+        sets.append(form)
     return sets
 
 
@@ -258,4 +295,6 @@ def _is_bound(expression: Any) -> bool:
     if not isinstance(expression, Rel) or isinstance(expression, Eq):
         return False
     sides = (expression.lhs, expression.rhs)
-    return any(side.is_Symbol for side in sides) and any(not side.free_symbols for side in sides)
+    has_variable = any(side.is_Symbol for side in sides)
+    has_number = any(not side.free_symbols for side in sides)
+    return has_variable and has_number

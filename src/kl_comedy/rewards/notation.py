@@ -18,27 +18,54 @@ from decimal import Context, Decimal
 # --- characters --------------------------------------------------------------------------------------------------
 _WIDE = [*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)]
 """Full-width forms, and letters and digits of mathematical alphabets."""
-_CHARACTERS: dict[int, str] = {code: unicodedata.normalize("NFKC", chr(code)) for code in _WIDE}
-_CHARACTERS |= dict.fromkeys((0xA0, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000), " ")
-_CHARACTERS |= dict.fromkeys((0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF), "")
-_CHARACTERS |= dict.fromkeys(map(ord, "\u2212\ufe63\u2010\u2011"), "-")
-_CHARACTERS |= dict.fromkeys(map(ord, "×✕✖⨯·⋅∙"), "*")
-_CHARACTERS |= dict.fromkeys(map(ord, "÷∕\u2044"), "/")
-# A full-width comma separates; without the space "１，２" would be a decimal number.
-_CHARACTERS[0xFF0C] = ", "
-
-_SUPERSCRIPTS = {
-    code: unicodedata.normalize("NFKC", chr(code)) for code in (0xB2, 0xB3, 0xB9, 0x2070, *range(0x2074, 0x207A))
+_SPACES = [0xA0, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000]
+_INVISIBLE = [0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF]
+"""Soft hyphens, joiners, marks of direction: a model may write them inside of a number."""
+_CHARACTERS: dict[int, str] = {
+    **{code: unicodedata.normalize("NFKC", chr(code)) for code in _WIDE},
+    **dict.fromkeys(_SPACES, " "),
+    **dict.fromkeys(_INVISIBLE, ""),
+    **dict.fromkeys(map(ord, "\u2212\ufe63\u2010\u2011"), "-"),
+    **dict.fromkeys(map(ord, "×✕✖⨯·⋅∙"), "*"),
+    **dict.fromkeys(map(ord, "÷∕\u2044"), "/"),
+    # A full-width comma separates; without the space "１，２" would be a decimal number.
+    0xFF0C: ", ",
 }
-_SUPERSCRIPTS |= {0x207A: "+", 0x207B: "-", 0x207D: "(", 0x207E: ")", 0x207F: "n", 0x2071: "i"}
+
+_PLAIN_SUPERSCRIPTS = (0xB2, 0xB3, 0xB9, 0x2070, *range(0x2074, 0x207A))
+_SUPERSCRIPTS = {
+    **{code: unicodedata.normalize("NFKC", chr(code)) for code in _PLAIN_SUPERSCRIPTS},
+    0x207A: "+",
+    0x207B: "-",
+    0x207D: "(",
+    0x207E: ")",
+    0x207F: "n",
+    0x2071: "i",
+}
 _SUBSCRIPTS = {code: chr(ord("0") + code - 0x2080) for code in range(0x2080, 0x208A)}
 _SUPER = "[" + "".join(map(chr, _SUPERSCRIPTS)) + "]"
 _SUB = "[" + "".join(map(chr, _SUBSCRIPTS)) + "]"
 _VULGAR = "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _SYMBOLS = {
-    **{"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∖": r"\setminus ", "∅": r"\emptyset "},
-    **{"±": r"\pm ", "∓": r"\mp ", "⩽": r"\leq ", "⩾": r"\geq ", "≦": r"\leq ", "≧": r"\geq ", "≈": r"\approx "},
-    **{"ℝ": r"\mathbb{R}", "°": r"^{\circ}", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil "},
+    "∞": r"\infty ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∖": r"\setminus ",
+    "∅": r"\emptyset ",
+    "±": r"\pm ",
+    "∓": r"\mp ",
+    "⩽": r"\leq ",
+    "⩾": r"\geq ",
+    "≦": r"\leq ",
+    "≧": r"\geq ",
+    "≈": r"\approx ",
+    "ℝ": r"\mathbb{R}",
+    "°": r"^{\circ}",
+    "⌊": r"\lfloor ",
+    "⌋": r"\rfloor ",
+    "⌈": r"\lceil ",
+    "⌉": r"\rceil ",
 }
 """Symbols that math-verify does not read in a formula (it reads ≤, ≥, ≠, π and Greek letters)."""
 _SYMBOL = re.compile("|".join(map(re.escape, _SYMBOLS)))
@@ -56,6 +83,8 @@ def plain_characters(text: str) -> str:
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------
+# Every repetition below has a bound or is possessive (++, *+, {0,10}+): a text made for backtracking must not cost more
+# than time linear in its length.
 _THIN = r"(?:[~ ]|\\[ ,;:!]|\{,\}|\{\\,\})"
 _GROUPED = re.compile(rf"(?<![\w.,\\])(\d{{1,3}})({_THIN})(\d{{3}}(?:\2\d{{3}}){{0,10}}+)(?!\2?\d)")
 _GROUPED_DECIMALS = re.compile(rf"(?<=\d)(\.\d{{3}})({_THIN})((?:\d{{3}}\2){{0,10}}+\d{{1,3}})(?!\2?\d|/\d)")
@@ -74,7 +103,7 @@ _POWER_OF_TEN = re.compile(
     rf"(?:\^ ?(?:\{{([-+]?\d{{1,3}})\}}|([-+]?\d{{1,3}}))|({_SUPER}{{1,4}}))(?!\.?\d|\^)"
 )
 _EXPANDED = 30
-"""Powers of ten up to this are written out."""
+"""Powers of ten up to this are written out. A larger one stays a power: 1e999999 has a million digits."""
 
 
 def joined_digits(text: str) -> str:
@@ -85,7 +114,7 @@ def joined_digits(text: str) -> str:
     """
 
     def group(match: re.Match[str]) -> str:
-        # 5 100/3 is a mixed number, with a thin space it is a fraction.
+        # 5 100/3 is a mixed number; with a thin space it is a fraction.
         if match[2] == " " and text.startswith("/", match.end()):
             return match.group()
         return match[1] + match[3].replace(match[2], "")
@@ -104,9 +133,13 @@ def improper_fractions(text: str, form: str = "{}/{}") -> str:
 
 
 def _improper(match: re.Match[str], form: str) -> str:
-    whole, *parts = (int(part.replace(",", "")) for part in match.groups() if part is not None)
-    top, bottom = parts
-    return form.format(whole * bottom + top, bottom) if bottom else match.group()
+    """The mixed number of a match of ``_MIXED`` or ``_MIXED_ACROSS`` as one fraction; unchanged over zero."""
+    # Each alternative of the patterns has groups of its own; those that did not take part are None.
+    parts = [int(part.replace(",", "")) for part in match.groups() if part is not None]
+    whole, top, bottom = parts
+    if bottom == 0:
+        return match.group()
+    return form.format(whole * bottom + top, bottom)
 
 
 def _spaced_fractions(text: str) -> str:
@@ -115,9 +148,11 @@ def _spaced_fractions(text: str) -> str:
     def fraction(match: re.Match[str]) -> str:
         whole, char, top, bottom = match.groups()
         if char:
+            # NFKC of ½ is 1⁄2 with U+2044, the fraction slash.
             top, bottom = unicodedata.normalize("NFKC", char).split("\u2044")
         else:
-            top, bottom = top.translate(_SUPERSCRIPTS), bottom.translate(_SUBSCRIPTS)
+            top = top.translate(_SUPERSCRIPTS)
+            bottom = bottom.translate(_SUBSCRIPTS)
         if whole:
             return f"{whole} {top}/{bottom}"
         return f"\\frac{{{top}}}{{{bottom}}}"
@@ -135,13 +170,18 @@ def written_out(text: str) -> str:
 
     def decimal(match: re.Match[str]) -> str:
         digits, *powers = match.groups()
-        power = int(next(each for each in powers if each).translate(_SUPERSCRIPTS))
+        # One of the alternative groups has matched.
+        power_text = next(power for power in powers if power)
+        power = int(power_text.translate(_SUPERSCRIPTS))
         if abs(power) > _EXPANDED:
             return f"{digits}*10^{{{power}}}"
-        exact = Context(prec=100)  # the default rounds to 28 digits
+        # The default context rounds to 28 digits.
+        exact = Context(prec=100)
         return f"{Decimal(digits).scaleb(power, exact):f}"
 
-    return _POWER_OF_TEN.sub(decimal, _EXPONENT.sub(decimal, _TIMES_TEN.sub("*", text)))
+    text = _TIMES_TEN.sub("*", text)
+    text = _EXPONENT.sub(decimal, text)
+    return _POWER_OF_TEN.sub(decimal, text)
 
 
 _BOX = re.compile(r"\\(?:f?box(?:ed)?|text\w{0,6}|mathrm|mathbf) ?\{")
@@ -153,14 +193,32 @@ def plain_numbers(text: str) -> str:
     >>> plain_numbers(r"\boxed{12}"), plain_numbers("1e3"), plain_numbers("2 1/2 and 3*10^4")
     (' 12 ', '1000', '5/2 and 30000')
     """
-    text = joined_digits(_BOX.sub(" ", text.replace("\\$", "$").replace("\\%", "%")))
-    text = re.sub(rf"(?<![\w}}]){_LATEX_FRACTION}", r"\1/\2", improper_fractions(text))
-    return re.sub(r"(?<=[\d%])\}++", " ", written_out(text))
+    text = text.replace("\\$", "$").replace("\\%", "%")
+    text = _BOX.sub(" ", text)
+    text = joined_digits(text)
+    text = improper_fractions(text)
+    text = re.sub(rf"(?<![\w}}]){_LATEX_FRACTION}", r"\1/\2", text)
+    text = written_out(text)
+    # The braces that the boxes left open.
+    return re.sub(r"(?<=[\d%])\}++", " ", text)
 
 
 # --- bases -------------------------------------------------------------------------------------------------------
-_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "sixteen"]
-_BASES = {**{str(number): number for number in range(2, 37)}, **dict(zip(_WORDS, (*range(2, 13), 16), strict=True))}
+_BASE_WORDS = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "eleven": 11,
+    "twelve": 12,
+    "sixteen": 16,
+}
+_BASES = {**{str(number): number for number in range(2, 37)}, **_BASE_WORDS}
 _DIGITS = r"(?<![\w.^\\}])(\(?)([0-9A-Z]{1,99}(?:\.[0-9A-Z]{1,99})?)(\)?)"
 _TEXT = r"\\(?:text|textrm|mathrm|mbox)"
 _BRACED = r"\{([^{}]{1,24}|[^{}]{0,9}\{[^{}]{1,24}\}[^{}]{0,9})\}"
@@ -182,17 +240,22 @@ def numerals(text: str, form: str = "{}") -> str:
     """
 
     def numeral(match: re.Match[str]) -> str:
-        opened, digits, closed, *places = match.groups()
-        words = _NOISE.sub(" ", next(place for place in places if place)).split()
-        subscript = bool(match[4] or match[5])
-        if "base" not in words and not subscript:
+        opened, digits, closed, *base_texts = match.groups()
+        # One of the alternative groups has matched.
+        base_text = next(candidate for candidate in base_texts if candidate)
+        words = _NOISE.sub(" ", base_text).split()
+        has_subscript = bool(match[4] or match[5])
+        if "base" not in words and not has_subscript:
             return match.group()
         names = [word for word in words if word not in ("in", "base")]
-        base = _BASES.get(names[0]) if len(names) == 1 else None
-        if base is None or bool(opened) != bool(closed):
+        if len(names) != 1 or names[0] not in _BASES:
+            return match.group()
+        base = _BASES[names[0]]
+        if bool(opened) != bool(closed):
             return match.group()
         # A_{12} is a variable and 5C_2 a binomial coefficient: letters are digits beside others, in large bases.
-        if not digits.replace(".", "").isdigit() and (len(digits) == 1 or base <= 10):
+        has_letters = not digits.replace(".", "").isdigit()
+        if has_letters and (len(digits) == 1 or base <= 10):
             return match.group()
         return form.format(f"{digits}_{{{base}}}")
 
@@ -204,8 +267,10 @@ def digits_and_base(formula: str) -> tuple[str, int] | None:
     match = _WRITTEN_BASE.fullmatch(formula.rpartition("=")[2].strip())
     if match is None:
         return None
-    sign = "-" if match[1] == "-" else ""
-    return sign + (match[2].lstrip("0") or "0"), int(match[3])
+    digits = match[2].lstrip("0") or "0"
+    if match[1] == "-":
+        digits = f"-{digits}"
+    return digits, int(match[3])
 
 
 def bases(formula: str) -> set[str]:
@@ -252,60 +317,87 @@ def readable(text: str) -> str:
     >>> readable("so 2 2/3 or $2³$, \\boxed{1\\,000 dollars}, 2√3")
     'so 8/3 or $2^{3}$, \\boxed{1000}, \\(2\\sqrt{3}\\)'
     """
-    text = _MIXED_ACROSS.sub(lambda match: _improper(match, r"$\frac{{{}}}{{{}}}$"), plain_characters(text))
+    text = plain_characters(text)
+    text = _MIXED_ACROSS.sub(lambda match: _improper(match, r"$\frac{{{}}}{{{}}}$"), text)
     text = _BASE_BEHIND_BOX.sub(r"\1_\2}", text)
     text = re.sub(rf"([√∛∜]) ?([{_VULGAR}])", r"\1(\2)", text)
+    # All braces are paired in one pass: a search per box would be quadratic on a text of many open boxes.
+    closing_braces = _closing(text, "{", "}")
     pieces = []
     end = 0
-    closing_braces = _closing(text, "{", "}")
     while (opening := _OPENING.search(text, end)) is not None:
         start = opening.start()
         stop = opening.end()
         if opening.group().endswith("{"):
-            stop = closing_braces.get(opening.end() - 1, len(text) - 1) + 1
-        pieces += [_prose(text[end:start]), _formula(text[start:stop])]
+            # A box that never closes reaches to the end of the text.
+            brace = opening.end() - 1
+            stop = closing_braces.get(brace, len(text) - 1) + 1
+        pieces.append(_prose(text[end:start]))
+        pieces.append(_formula(text[start:stop]))
         end = stop
-    return "".join([*pieces, _prose(text[end:])])
+    pieces.append(_prose(text[end:]))
+    return "".join(pieces)
 
 
 def _formula(text: str) -> str:
+    """A formula in the forms that math-verify reads. The order matters: each pass reads what those before it wrote."""
     text = re.sub(r"~(?!=)", " ", text)
     text = joined_digits(text)
     text = improper_fractions(text, r"\frac{{{}}}{{{}}}")
     text = written_out(text)
-    text = _SUBSCRIPT.sub(lambda match: f"_{{{match.group().translate(_SUBSCRIPTS)}}}", text)
+    text = _plain_subscripts(text)
     text = numerals(text)
     text = _roots(text)
     text = re.sub(rf"{_SUPER}++", lambda match: f"^{{{match.group().translate(_SUPERSCRIPTS)}}}", text)
     text = _SYMBOL.sub(lambda match: _SYMBOLS[match.group()], text)
-    text = re.sub(r"\^ ?([-+]\d{1,30}|[-+][A-Za-z])", r"^{\1}", text)  # 10^-3 would be 10
-    text = re.sub(r"(?<!\\right)(?<!\.)\.(?=\s?\})", "", text)  # a sentence that ends inside its box
+    # Without braces 10^-3 would be read as 10.
+    text = re.sub(r"\^ ?([-+]\d{1,30}|[-+][A-Za-z])", r"^{\1}", text)
+    # The full stop of a sentence that ends inside its box.
+    text = re.sub(r"(?<!\\right)(?<!\.)\.(?=\s?\})", "", text)
     return _UNIT.sub("", text)
 
 
 def _prose(text: str) -> str:
+    """A text between formulas in the forms that math-verify reads; runs that only LaTeX can express become formulas."""
     text = _BOLD.sub(r"\1", text)
     text = improper_fractions(text)
     text = written_out(text)
-    text = _SUBSCRIPT.sub(lambda match: f"_{{{match.group().translate(_SUBSCRIPTS)}}}", text)
+    text = _plain_subscripts(text)
     text = numerals(text, r"\({}\)")
     return _RUN.sub(lambda match: _as_formula(match.group()), text)
+
+
+def _plain_subscripts(text: str) -> str:
+    return _SUBSCRIPT.sub(lambda match: f"_{{{match.group().translate(_SUBSCRIPTS)}}}", text)
 
 
 def _as_formula(run: str) -> str:
     """A run of prose as a formula, where math-verify would read only its first number."""
     if not _NEEDS_LATEX.search(run):
         return run
-    # "(2√3 or so)" ends in a bracket that was opened outside the run.
-    surplus = run.count("(") - run.count(")")
-    cut = min(max(surplus, 0), len(run) - len(run.lstrip("(")))
-    before, run = run[:cut], run[cut:]
-    ending = "(" if surplus - cut > 0 else ")"
-    cut = min(abs(surplus - cut), len(run) - len(run.rstrip(ending)))
-    run, after = run[: len(run) - cut], run[len(run) - cut :]
-    if run.count("(") != run.count(")") or run.count("{") != run.count("}"):
-        return before + run + after
-    return f"{before}\\({_formula(run.strip())}\\){after}"
+    before, inner, after = _without_foreign_brackets(run)
+    balanced = inner.count("(") == inner.count(")") and inner.count("{") == inner.count("}")
+    if not balanced:
+        return run
+    return f"{before}\\({_formula(inner.strip())}\\){after}"
+
+
+def _without_foreign_brackets(run: str) -> tuple[str, str, str]:
+    """``run`` without brackets at its ends that have no partner in it, and what was cut off before and after.
+
+    ``(2√3 or so)`` begins with a bracket that closes outside of the run.
+    """
+    unclosed = run.count("(") - run.count(")")
+    leading = len(run) - len(run.lstrip("("))
+    cut = min(max(unclosed, 0), leading)
+    before = run[:cut]
+    run = run[cut:]
+
+    unclosed -= cut
+    ending = "(" if unclosed > 0 else ")"
+    trailing = len(run) - len(run.rstrip(ending))
+    end = len(run) - min(abs(unclosed), trailing)
+    return before, run[:end], run[end:]
 
 
 def _roots(text: str) -> str:
@@ -321,16 +413,18 @@ def _roots(text: str) -> str:
         last = closing.get(first)
         if last is None:
             continue
-        characters[first], characters[last] = "{", "}"
+        characters[first] = "{"
+        characters[last] = "}"
+        # \left and \right belong to the brackets. Emptied and not removed, so that positions stay those of `text`.
         if match[1]:
             characters[match.start(1) : first] = [""] * (first - match.start(1))
         if text.endswith("\\right", 0, last):
-            characters[last - 6 : last] = [""] * 6
+            characters[last - len("\\right") : last] = [""] * len("\\right")
     return "".join(characters)
 
 
 def _closing(text: str, opener: str, closer: str) -> dict[int, int]:
-    """Where each bracket of ``text`` closes."""
+    """The position of the closing bracket by that of its opening one, in one pass over ``text``."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for match in re.finditer(f"[{re.escape(opener + closer)}]", text):

@@ -5,17 +5,20 @@ no locks or threads. It forks the process that judges (:mod:`kl_comedy.rewards.w
 milliseconds. Frames to a worker are pickles (the parent is trusted); frames from it are JSON that
 :func:`checked_reply` checks (a hostile answer may have touched the worker). An item's clock starts when it is sent to a
 worker that has already imported what it needs. The limit is on CPU time: on a crowded machine an honest item waits
-longer and is judged alike. A much wider limit on wall time ends items that wait without computing.
+longer and gets the same verdict. A much wider limit on wall time ends items that wait without computing.
 
-What happens to an item: over either limit it loses its judge (SIGKILL) and has status ``timeout``. Where the verifier
-raises, or its worker dies ``MAX_CRASHES`` times, it has status ``refused`` and the part ``verifier_failed``; where it
-leaves a process behind, status ``refused``. What items over their limits cost a batch has one budget,
-``BATCH_BUDGET_S`` (:class:`Budget`).
+What happens to an item:
+
+- over either limit: its judge is killed (SIGKILL), and it has status ``timeout``;
+- the verifier raises an error, or ``MAX_CRASHES`` workers die: status ``refused`` and the part ``verifier_failed``;
+- it leaves a process behind: status ``refused``.
+
+What items over their limits cost a batch has one budget, ``BATCH_BUDGET_S`` (:class:`Budget`).
 
 What an answer can reach: a worker has no network, where the kernel allows that (:func:`namespace`), a few harmless
 variables of the environment, and limits on memory, file size, processes and CPU time. All that it started dies with it.
-A verdict echoes a random word that only its own question held, so a frame that something else wrote into the pipe is no
-verdict. What it prints is dropped.
+A verdict echoes a random nonce that only its own question held, so a frame that something else wrote into the pipe does
+not count as a verdict. Whatever an answer prints is dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,35 +53,47 @@ from kl_comedy.rewards.base import JUDGE_ENDED, MAX_PARTS, MAX_REPLY, failure_ve
 
 TIMEOUT_S = 3.0
 """CPU seconds an item may cost. Honest answers take milliseconds, the slowest golds of MATH under one second."""
-WALL_FACTOR, WALL_SLACK_S = 10.0, 30.0
-"""The wall limit is ``WALL_FACTOR * timeout_s + WALL_SLACK_S``. It is for functions that wait without computing,
-so it may be generous: seven processes a core once made an item of 0.1 CPU seconds take more than 3."""
+WALL_FACTOR = 10.0
+WALL_SLACK_S = 30.0
+"""The wall limit is ``WALL_FACTOR * timeout_s + WALL_SLACK_S``. It ends functions that wait without computing, so it
+may be generous: with seven processes per core an item of 0.1 CPU seconds was seen to take more than 3."""
 START_LIMIT_S = 300.0
 """Wall seconds for a worker to start and import what a reward needs (on a crowded shared file system)."""
 MAX_CRASHES = 3
-"""Workers an item may lose otherwise than by its clock: a kill from outside must not cost it its verdict."""
+"""Workers an item may lose other than by its clock: a kill from outside must not cost it its verdict."""
 BATCH_BUDGET_S = 120.0
 """Seconds of workers that items over their limits may cost a batch together; see :class:`Budget`."""
-MIN_LIMIT_S, MIN_WALL_S = 0.1, 5.0
+MIN_LIMIT_S = 0.1
+MIN_WALL_S = 5.0
 """CPU and wall seconds that every item has, whatever others of its batch have cost. Honest answers take milliseconds;
-the wall limit is wide because a crowded machine once made an item of 0.1 CPU seconds take more than 3."""
+the wall limit is wide for the reason given at :data:`WALL_FACTOR`."""
 REPLACE_S = 5.0
-"""Wall seconds for a worker to replace its judge; over it the worker is replaced, which takes longer."""
+"""Wall seconds for a worker to replace its judge; after that the worker is replaced, which takes longer."""
 STOP_CHECK_S = 0.2
-"""How often a thread that waits for a worker looks whether the batch was stopped."""
+"""How often a thread that waits for a worker checks whether the batch was stopped."""
 MEMORY_BYTES = 4 << 30
 """Address space of a worker; math-verify needs a few hundred MB of it."""
 MAX_WORKERS = 8
 NONCE_BYTES = 16
 MAX_FRAME = NONCE_BYTES + MAX_REPLY
 ENVIRONMENT = (
-    *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV"),
-    *("PYTHONHASHSEED", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"),
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "PYTHONHASHSEED",
+    "PYTHONPYCACHEPREFIX",
+    "PYTHONDONTWRITEBYTECODE",
 )
-"""The variables that a worker inherits: an answer must find no key there."""
+"""The variables that a worker inherits. An allow-list: an answer that runs code must find no key or token there."""
 NAMESPACE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 FIRST_PROCESS = ("sh", "-c", 'exec 9>&2 2>&-; "$@" 2>&9 9>&-; exit "$?"', "sh")
-"""In a namespace of processes the first one is a shell: the kernel shields the first from limits and signals."""
+"""In a process namespace the first process is a shell: the kernel shields the first from limits and signals."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,39 +112,83 @@ class Job:
 
 @functools.cache
 def namespace() -> tuple[str, ...]:
-    """The words before a command that is to have no network, and whose processes all end with it.
+    """The command prefix that takes the network away, and ends all processes of the command together.
 
     Empty where the kernel or the site does not allow it, or there is no ``unshare`` (util-linux).
     """
-    words = (*NAMESPACE, *FIRST_PROCESS)
+    prefix = (*NAMESPACE, *FIRST_PROCESS)
     try:
-        done = subprocess.run([*words, "true"], capture_output=True, stdin=subprocess.DEVNULL, timeout=10)
+        trial = subprocess.run([*prefix, "true"], capture_output=True, stdin=subprocess.DEVNULL, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return words if done.returncode == 0 else ()
+    if trial.returncode != 0:
+        return ()
+    return prefix
 
 
-_VERDICT: dict[str, Callable[[Any], bool]] = {
-    "value": lambda value: _is_number(value),
-    "status": lambda value: isinstance(value, str) and value in STATUSES,
-    "parts": lambda value: isinstance(value, dict) and len(value) <= MAX_PARTS and all(map(_is_number, value.values())),
-}
-_OPTIONAL: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("suspect", "forks", "again"), lambda value: isinstance(value, bool)),
-    **dict.fromkeys(("failed", "bad_gold", "message"), lambda value: isinstance(value, str)),
-    "error": lambda value: value in ("user", "bug"),
-}
-_USAGE: dict[str, Callable[[Any], bool]] = {
-    "cpu_s": lambda value: _is_number(value) and value >= 0,
-    "rss_bytes": lambda value: isinstance(value, int) and _is_number(value) and value >= 0,
-    "pid": lambda value: isinstance(value, int) and _is_number(value) and 0 < value < 1 << 31,
+# --- What a worker may reply -----------------------------------------------------------------------------------------
+
+
+def _is_number(value: object) -> bool:
+    """Whether ``value`` is a finite number. Whole numbers of any size are compared exactly; NaN compares as false."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    # math.isfinite would raise OverflowError for a whole number of 400 digits, which JSON may hold.
+    return abs(value) <= sys.float_info.max
+
+
+def _is_status(value: object) -> bool:
+    return isinstance(value, str) and value in STATUSES
+
+
+def _is_parts(value: object) -> bool:
+    if not isinstance(value, dict) or len(value) > MAX_PARTS:
+        return False
+    return all(_is_number(part) for part in value.values())
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_error(value: object) -> bool:
+    return value in ("user", "bug")
+
+
+def _is_cpu_seconds(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_byte_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value) and value >= 0
+
+
+def _is_pid(value: Any) -> bool:
+    # psutil and os.kill raise OverflowError for larger numbers.
+    return isinstance(value, int) and _is_number(value) and 0 < value < 1 << 31
+
+
+Check = Callable[[Any], bool]
+_USAGE_FIELDS: dict[str, Check] = {"cpu_s": _is_cpu_seconds, "rss_bytes": _is_byte_count, "pid": _is_pid}
+"""Every reply has these."""
+_VERDICT_FIELDS: dict[str, Check] = {"value": _is_number, "status": _is_status, "parts": _is_parts}
+"""A verdict has these too."""
+_OPTIONAL_FIELDS: dict[str, Check] = {
+    "suspect": _is_bool,
+    "forks": _is_bool,
+    "again": _is_bool,
+    "failed": _is_text,
+    "bad_gold": _is_text,
+    "message": _is_text,
+    "error": _is_error,
 }
 _TEXT_IN_JSON = re.compile(rb'"(?:[^"\\]|\\.)*"')
-
-
-def _is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number. Whole numbers of any size are compared exactly; NaN compares as false."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+_MOST_BRACKETS = 2
+"""A reply is one mapping with at most one inside, ``parts``."""
 
 
 def checked_reply(body: bytes, *, verdict: bool) -> dict[str, Any]:
@@ -137,42 +196,56 @@ def checked_reply(body: bytes, *, verdict: bool) -> dict[str, Any]:
 
     Raises :class:`BrokenChannel` for everything else: a worker that an answer has touched may send anything.
     """
-    # One mapping with one inside, so more brackets are refused before anything recursive reads them.
+    # json.loads is recursive, and 10,000 brackets would raise RecursionError in the trainer. Brackets are counted
+    # first, outside of texts: an error message may quote as many as it likes.
     brackets = len(re.findall(rb"[\[{]", _TEXT_IN_JSON.sub(b"", body)))
-    if len(body) > MAX_REPLY or brackets > 2:
+    if len(body) > MAX_REPLY or brackets > _MOST_BRACKETS:
         raise BrokenChannel(f"a reply of {len(body)} bytes and {brackets} brackets")
     try:
         reply = json.loads(body)
     except ValueError as error:
-        raise BrokenChannel("what the worker sent is no JSON") from error
+        raise BrokenChannel("the worker's reply is not JSON") from error
     if not isinstance(reply, dict):
-        raise BrokenChannel("what the worker sent is no mapping")
-    needed = {**_USAGE, **(_VERDICT if verdict and "error" not in reply else {})}
-    checks = {**_OPTIONAL, **needed}
+        raise BrokenChannel("the worker's reply is not a mapping")
+
+    needed = dict(_USAGE_FIELDS)
+    if verdict and "error" not in reply:
+        needed |= _VERDICT_FIELDS
+    checks = _OPTIONAL_FIELDS | needed
     missing = needed.keys() - reply.keys()
-    wrong = [key for key, value in reply.items() if key not in checks or not checks[key](value)]
+    # Unknown fields are refused as well: only what is checked here may travel on.
+    wrong = []
+    for name, value in reply.items():
+        if name not in checks or not checks[name](value):
+            wrong.append(name)
     if missing or wrong:
-        raise BrokenChannel(f"a reply without {sorted(missing)} and with odd {wrong!r:.200}")
+        raise BrokenChannel(f"a reply without {sorted(missing)} and with invalid {wrong!r:.200}")
     return reply
 
 
+# --- One worker ------------------------------------------------------------------------------------------------------
+
+
 class Worker:
-    """A worker process, asked one thing at a time. ``warmed`` names the rewards whose imports it has done."""
+    """A worker process that answers one message at a time. ``warmed`` names the rewards whose imports it has done."""
 
     def __init__(self, memory_bytes: int, stop: threading.Event) -> None:
-        path = os.pathsep.join(filter(None, sys.path))
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self.process = ChildProcess(
-            [*namespace(), sys.executable, "-P", "-m", "kl_comedy.rewards.worker", str(memory_bytes)],
-            pipes=True,
-            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-            | {"PYTHONPATH": path, **one_thread},
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
+        # -P keeps the current folder off the path: a file called json.py there must not shadow a module.
+        command = [*namespace(), sys.executable, "-P", "-m", "kl_comedy.rewards.worker", str(memory_bytes)]
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        # One judge per CPU already; and a process with BLAS threads could not be forked (worker._may_fork).
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            environment[name] = "1"
+        self.process = ChildProcess(command, pipes=True, env=environment)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.channel = FrameChannel(self.process.stdout.fileno(), self.process.stdin.fileno(), max_bytes=MAX_FRAME)
         self.stop = stop
         self.warmed: set[str] = set()
+        # The process that answered last: the judge, or in a namespace the worker below `unshare`.
         self.pid = self.process.pid
+        # The worker's clock at its last reply, CPU seconds.
         self.cpu_s = 0.0
         self._forks = False
         self._worker_pid = 0
@@ -181,7 +254,8 @@ class Worker:
         """Let the worker import what the reward ``name`` needs."""
         arguments = (name, *_defining_module(name))
         reply = self.ask("warm", *arguments)
-        if reply.get("again"):  # the judge has read it, and has left, so that the worker reads the next one
+        if reply.get("again"):
+            # The judge has read the message and has exited, so that the worker reads it the second time.
             reply = self.ask("warm", *arguments)
         self._forks = bool(reply.get("forks"))
         self._worker_pid = int(reply["pid"])
@@ -193,37 +267,54 @@ class Worker:
         """The reply to a message about the reward ``name``, which may cost ``limit_s`` CPU and ``wall_s`` wall seconds.
 
         Without a limit it may take :data:`START_LIMIT_S` of wall time. Raises TimeoutError over the limit,
-        :class:`BrokenChannel` where the worker dies or sends no reply, InterruptedError once ``stop`` is set, and the
-        errors that the reply names.
+        :class:`BrokenChannel` where the worker dies or sends no valid reply, InterruptedError once ``stop`` is set,
+        :class:`UserError` and :class:`RunFailed` where the reply says so.
         """
-        started, nonce = time.monotonic(), secrets.token_bytes(NONCE_BYTES)
+        nonce = secrets.token_bytes(NONCE_BYTES)
         self.channel.send(pickle.dumps((nonce, kind, name, *arguments), protocol=pickle.HIGHEST_PROTOCOL))
+        body = self._receive(kind, name, limit_s, wall_s)
+
+        # An answer that runs code could write a verdict into the pipe before the judge does; it cannot know the nonce
+        # of the next question.
+        if not hmac.compare_digest(body[:NONCE_BYTES], nonce):
+            raise BrokenChannel("a frame that does not echo the nonce of the question")
+        reply = checked_reply(body[NONCE_BYTES:], verdict=kind == "judge")
+        used_s = float(reply["cpu_s"]) - self.cpu_s
+        self.cpu_s = float(reply["cpu_s"])
+        self._note_pid(int(reply["pid"]))
+
+        if reply.get("error") == "user":
+            raise UserError(str(reply.get("message")))
+        if "error" in reply:
+            raise RunFailed(f"reward {name!r} cannot be used: it fails on its own examples:\n{reply.get('message')}")
+        # The limit may have passed since _receive last read the clock. The verdict must not depend on when it did.
+        if limit_s is not None and used_s > limit_s:
+            raise TimeoutError(f"more than {limit_s:g} s")
+        return reply
+
+    def _receive(self, kind: str, name: str, limit_s: float | None, wall_s: float) -> bytes:
+        """The next frame from the worker. Raises as :meth:`ask`."""
+        started = time.monotonic()
         while (body := self.channel.receive()) is None:
             if self.stop.is_set():
                 raise InterruptedError("the batch was stopped")
             left_s = self._seconds_left(time.monotonic() - started, limit_s, wall_s)
             if left_s <= 0 and kind == "warm":
-                message = f"took more than {START_LIMIT_S:g} s to start and import what {name!r} needs"
-                raise RunFailed(f"rewards: a verifier worker {message}")
+                raise RunFailed(
+                    f"rewards: a verifier worker took more than {START_LIMIT_S:g} s to start and import what "
+                    f"{name!r} needs"
+                )
             if left_s <= 0:
                 raise TimeoutError(f"more than {limit_s or wall_s:g} s")
+            # Short waits, because nothing wakes this thread when the batch is stopped.
             self._wait(min(left_s, STOP_CHECK_S))
+            # A message that is larger than the pipe leaves piece by piece. A blocking write could wait forever: a
+            # stopped worker reads nothing.
             self.channel.flush()
-        if not hmac.compare_digest(body[:NONCE_BYTES], nonce):
-            raise BrokenChannel("a frame that is no answer to the question")
-        reply = checked_reply(body[NONCE_BYTES:], verdict=kind == "judge")
-        used_s, self.cpu_s = float(reply["cpu_s"]) - self.cpu_s, float(reply["cpu_s"])
-        self._note_pid(int(reply["pid"]))
-        if reply.get("error") == "user":
-            raise UserError(str(reply.get("message")))
-        if "error" in reply:
-            raise RunFailed(f"reward {name!r} cannot be used: it fails on its own examples:\n{reply.get('message')}")
-        if limit_s is not None and used_s > limit_s:
-            raise TimeoutError(f"more than {limit_s:g} s")
-        return reply
+        return body
 
     def _wait(self, seconds: float) -> None:
-        """Until something can be read or written, at most ``seconds``."""
+        """Wait until something can be read or written, at most ``seconds``."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.channel.read_fd, selectors.EVENT_READ)
             if self.channel.unsent:
@@ -231,7 +322,10 @@ class Worker:
             selector.select(seconds)
 
     def _note_pid(self, pid: int) -> None:
-        """Note the number of the process that answered, if it is one of ours: others may be sent signals by it."""
+        """Note the process id that answered. Raises :class:`BrokenChannel` where it is not below this worker.
+
+        The number comes from a process that an answer may have touched, and signals are sent by it later.
+        """
         if pid == self.pid:
             return
         with contextlib.suppress(psutil.Error):
@@ -239,44 +333,64 @@ class Worker:
             if pid == self.process.pid or self.process.pid in ancestors:
                 self.pid = pid
                 return
-        raise BrokenChannel(f"process {pid} is none of this worker's")
+        raise BrokenChannel(f"process {pid} does not belong to this worker")
 
     def _seconds_left(self, waited_s: float, limit_s: float | None, wall_s: float) -> float:
         """Seconds until a message can at the earliest be over its limit.
 
         One process uses no more CPU time than wall time; an item with several is over its limit when it answers.
         """
-        if limit_s is None or waited_s < limit_s:
-            return (wall_s if limit_s is None else limit_s) - waited_s
-        left_s = min(limit_s - (self.process.cpu_seconds() - self.cpu_s), wall_s - waited_s)
-        return max(left_s, 0.01) if left_s > 0 else 0.0
+        if limit_s is None:
+            return wall_s - waited_s
+        if waited_s < limit_s:
+            # No reason to read the CPU clock yet: it lies in /proc, and most items answer in milliseconds.
+            return limit_s - waited_s
+        cpu_left_s = limit_s - (self.process.cpu_seconds() - self.cpu_s)
+        left_s = min(cpu_left_s, wall_s - waited_s)
+        if left_s <= 0:
+            return 0.0
+        # At least 10 ms: the remaining CPU time shrinks at each look, and shorter waits would spin.
+        return max(left_s, 0.01)
 
     def replace_judge(self) -> bool:
         """Kill the judge and all that it started, so that the next item has a new one. False where that fails.
 
         The caller then ends this worker.
         """
+        # With a message half sent, what is left of it in the pipe would be read as the next message.
         if not self._forks or self.channel.unsent:
             return False
         deadline = time.monotonic() + REPLACE_S
         try:
             self._kill_descendants(deadline)
-            while True:  # verdicts that were under way come before the notice
-                body = self.channel.receive()
-                if body == JUDGE_ENDED:
-                    break
-                if body is None and (time.monotonic() > deadline or self.stop.is_set()):
-                    return False
-                if body is None:
-                    self._wait(0.05)
-            # An answer may have written the notice before it was killed. Then this reply does not come.
+            if not self._saw_judge_end(deadline):
+                return False
+            # An answer may have written the notice itself before it was killed. Then this reply does not come.
             self.ask("ping", "", wall_s=deadline - time.monotonic())
         except (psutil.Error, BrokenChannel, TimeoutError, InterruptedError):
             return False
         return True
 
+    def _saw_judge_end(self, deadline: float) -> bool:
+        """Read frames up to the worker's notice that its judge has ended; False where none comes before ``deadline``.
+
+        Verdicts that were under way when the judge was killed come before the notice and are dropped.
+        """
+        while True:
+            body = self.channel.receive()
+            if body == JUDGE_ENDED:
+                return True
+            if body is not None:
+                continue
+            if time.monotonic() > deadline or self.stop.is_set():
+                return False
+            self._wait(0.05)
+
     def _kill_descendants(self, deadline: float) -> None:
-        """Kill what the worker has forked, until nothing of it runs. Raises TimeoutError after ``deadline``."""
+        """Kill what the worker has forked, until none of it runs. Raises TimeoutError after ``deadline``.
+
+        In rounds, because a process may fork between the listing and the kill.
+        """
         worker = psutil.Process(self._worker_pid)
         while True:
             running = []
@@ -292,7 +406,7 @@ class Worker:
             time.sleep(0.002)
 
     def close(self, *, grace_s: float = 1.0) -> None:
-        """Let an idle worker leave at the end of its input; kill it where it does not within ``grace_s``."""
+        """Let an idle worker exit at the end of its input; kill it where it does not within ``grace_s``."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(grace_s)
@@ -301,15 +415,20 @@ class Worker:
 
 def _defining_module(name: str) -> tuple[str, str | None]:
     """Where a worker finds reward ``name``: the module that registers it, and its file if it is a plugin's."""
-    fn = REWARDS.get(name).fn
-    module = sys.modules.get(fn.__module__)
-    if fn.__module__ == "__main__":
+    module_name = REWARDS.get(name).fn.__module__
+    if module_name == "__main__":
         raise UserError(
             f"reward {name!r} is isolated and registered by the script itself, which workers do not import; "
             "register it in a module of its own or a plugin file"
         )
-    is_plugin = fn.__module__.startswith("kl_comedy_plugin_")
-    return fn.__module__, str(module.__file__) if is_plugin and module is not None else None
+    module = sys.modules.get(module_name)
+    # A plugin file is loaded under a name that no other interpreter can import.
+    if module_name.startswith("kl_comedy_plugin_") and module is not None:
+        return module_name, str(module.__file__)
+    return module_name, None
+
+
+# --- The time of a batch ---------------------------------------------------------------------------------------------
 
 
 class Budget:
@@ -318,7 +437,7 @@ class Budget:
     Half of it is promised to the items in equal shares; the other half, and the shares of items that have been judged
     (an item within its limit costs nothing), goes to the first who can use it. So a few items over their limits have
     full limits, many have their shares, and none takes the share of an item that waits. No item has less than
-    :data:`MIN_LIMIT_S`.
+    :data:`MIN_LIMIT_S`. Without a budget a batch of 1,000 answers that never end would take 1,000 limits.
 
     >>> budget = Budget(4.0, items=20)
     >>> [round(budget.take(3.0), 3) for _ in range(20)] == [2.1] + [0.1] * 19
@@ -326,7 +445,8 @@ class Budget:
     """
 
     def __init__(self, seconds: float, *, items: int) -> None:
-        self.left_s = seconds  # neither spent nor granted to an item that is being judged
+        # Neither spent nor granted to an item that is being judged.
+        self.left_s = seconds
         self._waiting = items
         self._share_s = seconds / 2 / max(items, 1)
         self._lock = threading.Lock()
@@ -346,6 +466,9 @@ class Budget:
             self.left_s += granted_s - lost_s
 
 
+# --- Failures, as they are shown -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Failure:
     """What went wrong where a verifier failed on an item; ``text`` is a traceback, or says how its worker ended."""
@@ -355,10 +478,12 @@ class Failure:
     @property
     def error(self) -> str:
         """The error's own line."""
+        # Frames of a traceback are indented; the last line that is not holds the class and the message.
         lines = [line for line in self.text.splitlines() if line and not line.startswith(" ")]
-        line = re.sub(r"^(\w+\.)+(?=\w+(:|$))", "", (lines or ["no message"])[-1])[:200]
-        # An error may quote the answer: no terminal escapes, nothing that cannot be encoded.
-        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+        last_line = lines[-1] if lines else "no message"
+        without_package = re.sub(r"^(\w+\.)+(?=\w+(:|$))", "", last_line)
+        # An error may quote the answer: no terminal escapes, nothing that cannot be encoded, no flood.
+        return "".join(_printable(char) for char in without_package[:200])
 
     @property
     def kind(self) -> str:
@@ -367,12 +492,50 @@ class Failure:
 
     @property
     def place(self) -> str:
-        """The file and line that raised, or nothing."""
+        """The file and line that raised, in brackets, or nothing."""
         places = re.findall(r'^  File "(.*)", line (\d+)', self.text, re.MULTILINE)
-        return f" ({os.sep.join(places[-1][0].split(os.sep)[-3:])}:{places[-1][1]})" if places else ""
+        if not places:
+            return ""
+        file, line = places[-1]
+        short_file = os.sep.join(file.split(os.sep)[-3:])
+        return f" ({short_file}:{line})"
 
     def __str__(self) -> str:
         return self.error + self.place
+
+
+def _printable(char: str) -> str:
+    if char.isprintable():
+        return char
+    return repr(char)[1:-1]
+
+
+SHOWN_CHARS = 300
+"""How many characters of a completion a warning shows."""
+
+
+def _shown_end(text: str) -> str:
+    """The end of a completion, where its answer stands, with everything odd escaped."""
+    if len(text) <= SHOWN_CHARS:
+        return repr(text)
+    return f"{text[-SHOWN_CHARS:]!r} (the last {SHOWN_CHARS} characters of {len(text)})"
+
+
+# --- The pool --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Batch:
+    """Items that the threads of a pool judge together, and what they have written down so far."""
+
+    jobs: Sequence[Job]
+    budget: Budget
+    remaining: Iterator[int]
+    """Positions of items that no thread has taken yet. ``next`` on an iterator of a list is atomic."""
+    results: dict[int, Reward] = field(default_factory=dict)
+    cut_short: dict[int, float] = field(default_factory=dict)
+    """The limits of items that ran out of time with less than their own limit, because others had used the budget."""
+    errors: list[BaseException] = field(default_factory=list)
 
 
 class RewardPool:
@@ -385,11 +548,11 @@ class RewardPool:
     def __init__(self, *, workers: int | None = None, memory_bytes: int = MEMORY_BYTES) -> None:
         if workers is not None and workers < 1:
             raise bad_value("workers", workers, "at least 1")
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.size = workers or min(cpus, MAX_WORKERS)
+        self.size = workers or min(_usable_cpus(), MAX_WORKERS)
         self.memory_bytes = memory_bytes
         self.workers: dict[int, Worker] = {}
-        self.lock, self.stop = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
         self.last_failure: Failure | None = None
         self._bad_golds: set[str] = set()
         self._failures_shown: set[tuple[str, str]] = set()
@@ -403,17 +566,18 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers alive now: of the process that answered last."""
+        """The process id that answered last, of each worker that is alive now."""
         return [worker.pid for worker in list(self.workers.values()) if worker.process.alive]
 
     def close(self) -> None:
         """End all workers. The pool may be used again; it then starts new ones."""
         with self.lock:
             while self.workers:
-                self.workers.popitem()[1].close()
+                _, worker = self.workers.popitem()
+                worker.close()
 
     def run(self, jobs: Sequence[Job]) -> list[Reward]:
-        """Judge ``jobs``; the results are in their order, each with parts ``{name: value}`` of its own.
+        """Judge ``jobs``; the results are in their order, each with a part ``{name: value}`` of its own.
 
         Whatever a reward function raises on an item is that item's verdict (:func:`failure_verdict`). Raises
         :class:`UserError` for meta or options a reward cannot work with, and :class:`RunFailed` for a reward that
@@ -421,98 +585,105 @@ class RewardPool:
         """
         with self.lock:
             self.stop.clear()
-            budget = Budget(BATCH_BUDGET_S, items=len(jobs))
-            results, cut_short = self._judge_all(jobs, range(len(jobs)), budget)
-            # Items that were cut off before their own limit, because others had used the budget, have what is left now.
-            again = [index for index in sorted(cut_short) if budget.left_s / len(cut_short) >= 2 * cut_short[index]]
-            if again:
-                rest = Budget(budget.left_s, items=len(again))
-                results |= self._judge_all(jobs, again, rest)[0]
-        return [results[index] for index in range(len(jobs))]
+            batch = _Batch(jobs, Budget(BATCH_BUDGET_S, items=len(jobs)), iter(range(len(jobs))))
+            self._judge_all(batch, len(jobs))
 
-    def _judge_all(
-        self, jobs: Sequence[Job], indices: Sequence[int], budget: Budget
-    ) -> tuple[dict[int, Reward], dict[int, float]]:
-        """Verdicts by index, one thread a worker; and the limits of items that had less than their own and ran out."""
-        results: dict[int, Reward] = {}
-        cut_short: dict[int, float] = {}
-        errors: list[BaseException] = []
-        remaining = iter(indices)  # each thread takes the next item
+            # Items that were cut short by others get what is left now, where that at least doubles their limit.
+            second_chance = []
+            for index in sorted(batch.cut_short):
+                share_s = batch.budget.left_s / len(batch.cut_short)
+                if share_s >= 2 * batch.cut_short[index]:
+                    second_chance.append(index)
+            if second_chance:
+                rest = Budget(batch.budget.left_s, items=len(second_chance))
+                again = _Batch(jobs, rest, iter(second_chance), results=batch.results)
+                self._judge_all(again, len(second_chance))
+        return [batch.results[index] for index in range(len(jobs))]
 
-        def work(slot: int) -> None:
-            try:
-                for index in remaining:
-                    limit_s = budget.take(jobs[index].timeout_s)
-                    results[index], lost_s = self._judge(jobs[index], slot, limit_s, budget)
-                    budget.settle(limit_s, lost_s)
-                    if results[index].status == "timeout" and limit_s < jobs[index].timeout_s:
-                        cut_short[index] = limit_s
-            except BaseException as error:
-                errors.append(error)
-                self.stop.set()
-
-        threads = [
-            threading.Thread(target=work, args=(slot,), daemon=True) for slot in range(min(self.size, len(indices)))
-        ]
+    def _judge_all(self, batch: _Batch, count: int) -> None:
+        """Judge the remaining ``count`` items of ``batch``, one thread per worker. Raises the first error."""
+        slots = range(min(self.size, count))
+        threads = [threading.Thread(target=self._judge_in_slot, args=(batch, slot), daemon=True) for slot in slots]
         for thread in threads:
             thread.start()
         try:
             for thread in threads:
                 thread.join()
-        except BaseException:  # an interrupt: no thread may use its worker after the lock is released
+        except BaseException:
+            # An interrupt. The threads must end before the lock is released, or the next batch and they would write to
+            # the same workers.
             self.stop.set()
             for thread in threads:
                 thread.join()
             raise
-        if errors:
-            raise errors[0]
-        return results, cut_short
+        if batch.errors:
+            raise batch.errors[0]
+
+    def _judge_in_slot(self, batch: _Batch, slot: int) -> None:
+        """What each thread does: take the next item until none is left."""
+        try:
+            for index in batch.remaining:
+                job = batch.jobs[index]
+                limit_s = batch.budget.take(job.timeout_s)
+                reward, lost_s = self._judge(job, slot, limit_s, batch.budget)
+                batch.results[index] = reward
+                batch.budget.settle(limit_s, lost_s)
+                if reward.status == "timeout" and limit_s < job.timeout_s:
+                    batch.cut_short[index] = limit_s
+        except BaseException as error:
+            # An exception in a thread would only be printed. It is raised by the caller, once the others have stopped.
+            batch.errors.append(error)
+            self.stop.set()
 
     def _judge(self, job: Job, slot: int, limit_s: float, budget: Budget) -> tuple[Reward, float]:
         """The verdict on one item by the worker in ``slot``, which is replaced where it dies; and the seconds lost."""
         share = limit_s / job.timeout_s
         wall_s = share * (WALL_FACTOR * job.timeout_s + WALL_SLACK_S)
-        lost_s, status = 0.0, None
-        for attempt in range(MAX_CRASHES):
-            if attempt == MAX_CRASHES - 1 and budget.left_s < 0:
-                break  # one death is forgiven, more are not when the batch has no time left
-            if slot in self.workers and not self.workers[slot].process.alive:
-                self._drop(slot)
-            if slot not in self.workers:
-                self.workers[slot] = Worker(self.memory_bytes, self.stop)
-            worker = self.workers[slot]
+        lost_s = 0.0
+        deaths = 0
+        while True:
+            worker = self._worker_in(slot)
             started = time.monotonic()
             try:
                 if job.name not in worker.warmed:
                     worker.warm(job.name)
+                    # Imports are off the clock.
                     started = time.monotonic()
                 # The budget is of wall time: an item that waits without computing must not use more than is left.
                 wall_left_s = max(min(wall_s, budget.left_s + limit_s - lost_s), MIN_WALL_S)
                 reply = worker.ask("judge", *vars(job).values(), limit_s=limit_s, wall_s=wall_left_s)
             except BrokenChannel:
                 lost_s += time.monotonic() - started
-                status = self._drop(slot)
-                continue
+                exit_status = self._drop(slot)
+                deaths += 1
+                # One death is forgiven, a second is not when the batch has no time left.
+                out_of_time = deaths == MAX_CRASHES - 1 and budget.left_s < 0
+                if deaths == MAX_CRASHES or out_of_time:
+                    return self._verdict_of_dead_workers(job, worker, deaths, exit_status), lost_s
             except TimeoutError:
                 lost_s += time.monotonic() - started
                 self._renew(slot)
                 return Reward(value=0.0, status="timeout", parts={job.name: 0.0}), lost_s
-            except UserError:  # the worker has answered
+            except UserError:
+                # The worker has answered, and is as good as before.
                 raise
             except BaseException:
+                # The worker may be in the middle of an item, so that its next reply would belong to this one.
                 self._drop(slot)
                 raise
-            if reply.get("suspect") or reply["rss_bytes"] > self.memory_bytes // 2:
-                self._renew(slot)
-            return self._verdict(job, reply), lost_s
-        if job.name not in worker.warmed:
-            raise RunFailed(
-                f"rewards: verifier workers die (exit status {status}) while they start and import what "
-                f"{job.name!r} needs; their messages are on stderr"
-            )
-        died = f"died: its worker ended {attempt} times or sent no verdict (exit status {status})"
-        self.warn_failure(job.name, Failure(died), job.completion, job.answer)
-        return failure_verdict(job.name), lost_s
+            else:
+                # An answer may fill the memory slowly, item by item: a new judge begins small.
+                if reply.get("suspect") or reply["rss_bytes"] > self.memory_bytes // 2:
+                    self._renew(slot)
+                return self._verdict(job, reply), lost_s
+
+    def _worker_in(self, slot: int) -> Worker:
+        """The live worker of ``slot``; a new one where there is none."""
+        if slot in self.workers and not self.workers[slot].process.alive:
+            self._drop(slot)
+        if slot not in self.workers:
+            self.workers[slot] = Worker(self.memory_bytes, self.stop)
+        return self.workers[slot]
 
     def _verdict(self, job: Job, reply: Mapping[str, Any]) -> Reward:
         """The verdict in a checked reply, with the warnings that it gives rise to."""
@@ -522,8 +693,24 @@ class RewardPool:
             self.warn_failure(job.name, Failure(reply["failed"]), job.completion, job.answer)
             return failure_verdict(job.name)
         value = float(reply["value"])
-        parts = {job.name: value, **{key: float(part) for key, part in reply["parts"].items()}}
+        parts = {job.name: value}
+        for name, part in reply["parts"].items():
+            parts[name] = float(part)
         return Reward(value=value, status=reply["status"], parts=parts)
+
+    def _verdict_of_dead_workers(self, job: Job, last_worker: Worker, deaths: int, exit_status: int) -> Reward:
+        """The verdict on an item that has cost its last worker too. Raises :class:`RunFailed` where none could start.
+
+        A worker that has imported what it needs dies of the item, one that has not dies of the installation.
+        """
+        if job.name not in last_worker.warmed:
+            raise RunFailed(
+                f"rewards: verifier workers die (exit status {exit_status}) while they start and import what "
+                f"{job.name!r} needs; their messages are on stderr"
+            )
+        how_it_died = f"died: its worker ended {deaths} times or sent no verdict (exit status {exit_status})"
+        self.warn_failure(job.name, Failure(how_it_died), job.completion, job.answer)
+        return failure_verdict(job.name)
 
     def _renew(self, slot: int) -> None:
         """A new judge for the worker in ``slot``, or no worker where that fails: the next item starts one."""
@@ -531,6 +718,7 @@ class RewardPool:
             self._drop(slot)
 
     def _drop(self, slot: int) -> int:
+        """Kill the worker in ``slot``; its exit status."""
         return self.workers.pop(slot).process.kill()
 
     def warn_bad_gold(self, message: str) -> None:
@@ -557,15 +745,11 @@ class RewardPool:
         )
 
 
-SHOWN_CHARS = 300
-"""Of a completion, in a warning."""
-
-
-def _shown_end(text: str) -> str:
-    """The end of a completion, where its answer stands, with everything odd escaped."""
-    if len(text) <= SHOWN_CHARS:
-        return repr(text)
-    return f"{text[-SHOWN_CHARS:]!r} (the last {SHOWN_CHARS} characters of {len(text)})"
+def _usable_cpus() -> int:
+    """The CPUs that this process may use: a SLURM step or a container may have fewer than the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 _POOLS: weakref.WeakSet[RewardPool] = weakref.WeakSet()
@@ -586,11 +770,13 @@ def _kill_all() -> None:
 
 
 def _abandon_all() -> None:
-    """After a fork, in the child: the workers belong to the parent."""
+    """After a fork, in the child: the workers belong to the parent, and a lock may be held by a thread that is gone."""
     for pool in list(_POOLS):
-        pool.lock, pool.stop = threading.Lock(), threading.Event()
+        pool.lock = threading.Lock()
+        pool.stop = threading.Event()
         while pool.workers:
-            pool.workers.popitem()[1].process.abandon()
+            _, worker = pool.workers.popitem()
+            worker.process.abandon()
 
 
 atexit.register(_kill_all)

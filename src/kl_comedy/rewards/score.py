@@ -25,6 +25,9 @@ from kl_comedy.rewards.pool import TIMEOUT_S, Failure, Job, RewardPool, shared_p
 
 logger = logging.getLogger(__name__)
 
+Item = tuple[str, str, Mapping[str, Any]]
+"""A completion, the gold answer, and the problem's meta."""
+
 
 def score(
     name: str,
@@ -42,14 +45,17 @@ def score(
     lists that do not pair up.
     """
     part = _Part(name, 1.0, *check_options(name, options, key=f"score({name!r})"))
-    metas = [{}] * len(completions) if metas is None else metas
+    if metas is None:
+        metas = [{}] * len(completions)
     for key, texts in (("completions", completions), ("answers", answers)):
+        # A string is a sequence of strings, too: its letters would be judged one by one.
         if isinstance(texts, str):
             raise bad_value(key, texts[:40], "a list of strings")
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise bad_value(f"{key}[{index}]", text, "a string")
-    if not len(completions) == len(answers) == len(metas):
+    pair_up = len(completions) == len(answers) == len(metas)
+    if not pair_up:
         raise UserError(
             f"score: {len(completions)} completions, {len(answers)} answers and {len(metas)} metas do not pair up"
         )
@@ -70,52 +76,64 @@ class _Part:
     ) -> list[Reward]:
         """The rewards of the items; the value of each is also its part under the entry's name.
 
-        Raises as :meth:`RewardPool.run`, and where the reward fails on every item and on a gold answer too: then it is
-        the reward that does not work, and not the texts.
+        Raises as :meth:`RewardPool.run`, and where the reward fails on every item and on a gold answer too: then the
+        fault is the reward's, and not that of the texts.
         """
         items = list(zip(completions, answers, metas, strict=True))
         rewards = self._judge(items, pool)
-        if rewards and all(map(failed, rewards)):
+        if rewards and all(failed(reward) for reward in rewards):
             self._judge_a_gold(items[0], len(items), pool)
         return rewards
 
     def gold_completion(self, answer: str) -> str:
         """The text that the reward must accept as right."""
-        return f"\\boxed{{{answer}}}" if self.entry.facts.get("boxed", True) else answer
+        if self.entry.facts.get("boxed", True):
+            return f"\\boxed{{{answer}}}"
+        return answer
 
-    def _judge(self, items: Sequence[tuple[str, str, Mapping[str, Any]]], pool: RewardPool) -> list[Reward]:
-        name, options = self.entry.name, dict(self.options)
+    def _judge(self, items: Sequence[Item], pool: RewardPool) -> list[Reward]:
+        name = self.entry.name
+        options = dict(self.options)
+        # The pool's option, not the function's.
         timeout_s = options.pop(TIMEOUT_OPTION, TIMEOUT_S)
         if self.entry.facts.get("isolated"):
             return pool.run([Job(name, *item, options=options, timeout_s=timeout_s) for item in items])
-        rewards = []
-        for completion, answer, meta in items:
-            try:
-                reward = normalized(self.entry.fn(completion, answer, meta, **options), name=name)
-            except BadGold as error:
-                pool.warn_bad_gold(str(error))
-                reward = Reward(value=0.0, status="refused")
-            except UserError:
-                raise
-            except Exception as error:
-                pool.warn_failure(name, Failure(described(error)), completion, answer)
-                reward = failure_verdict(name)
-            rewards.append(replace(reward, parts={name: reward.value, **reward.parts}))
-        return rewards
+        return [self._judge_here(item, options, pool) for item in items]
 
-    def _judge_a_gold(self, item: tuple[str, str, Mapping[str, Any]], count: int, pool: RewardPool) -> None:
+    def _judge_here(self, item: Item, options: Mapping[str, Any], pool: RewardPool) -> Reward:
+        """The verdict on one item by a reward that needs no worker; the same verdicts on errors as a worker's."""
+        name = self.entry.name
+        completion, answer, _ = item
+        try:
+            reward = normalized(self.entry.fn(*item, **options), name=name)
+        except BadGold as error:
+            pool.warn_bad_gold(str(error))
+            reward = Reward(value=0.0, status="refused")
+        except UserError:
+            # Options or meta that cannot work: the same on every item.
+            raise
+        except Exception as error:
+            pool.warn_failure(name, Failure(described(error)), completion, answer)
+            reward = failure_verdict(name)
+        return replace(reward, parts={name: reward.value, **reward.parts})
+
+    def _judge_a_gold(self, item: Item, count: int, pool: RewardPool) -> None:
         """Tell apart a reward that does not work from ``count`` texts that it fails on, by one gold answer."""
-        name, failure = self.entry.name, pool.last_failure
+        name = self.entry.name
+        failure = pool.last_failure
         _, answer, meta = item
         (verdict,) = self._judge([(self.gold_completion(answer), answer, meta)], pool)
         if not failed(verdict):
             message = "the reward %s failed on all %d completions of a batch (%s), and not on the gold answer %r"
             logger.warning(message, name, count, failure, answer[:60])
             return
+        # The gold's own failure says more than that of a completion.
         failure = pool.last_failure or failure
         if failure is not None and failure.kind == "ModuleNotFoundError":
             raise UserError(f"reward {name!r} needs a package that is not installed: {failure.error}")
-        text = failure.text if failure is not None else ""
+        text = ""
+        if failure is not None:
+            text = failure.text
         raise RunFailed(f"reward {name!r} failed on every item of a batch, and on a gold answer:\n{text}")
 
 
@@ -142,9 +160,12 @@ class RewardSum:
             checked = check_options(config.name, config.options, key=key)
             if not math.isfinite(config.weight):
                 raise bad_value(f"{key}.weight", config.weight, "a finite number")
+            label = config.name
             earlier = sum(part.entry.name == config.name for part in self.parts)
-            label = f"{config.name}_{earlier + 1}" if earlier else config.name
+            if earlier:
+                label = f"{config.name}_{earlier + 1}"
             self.parts.append(_Part(label, float(config.weight), *checked))
+        # A given pool may serve others, and is its owner's to close.
         self._closes_pool = pool is None
         self.pool = pool or RewardPool()
 
@@ -167,34 +188,48 @@ class RewardSum:
 
     def rewards(self, completions: Sequence[str], problems: Sequence[Problem]) -> list[Reward]:
         """The reward of each text as a completion of the problem at the same place."""
-        answers, metas = [problem.answer for problem in problems], [problem.meta for problem in problems]
+        answers = [problem.answer for problem in problems]
+        metas = [problem.meta for problem in problems]
         columns = [part.judge(completions, answers, metas, self.pool) for part in self.parts]
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
     def check(self, problems: Sequence[Problem]) -> None:
         """Raise :class:`UserError` naming problems whose gold answers, given as completions, a reward cannot judge.
 
-        Tens of milliseconds a problem with ``math_verify``.
+        Takes tens of milliseconds per problem with ``math_verify``.
         """
-        answers, metas = [problem.answer for problem in problems], [problem.meta for problem in problems]
+        answers = [problem.answer for problem in problems]
+        metas = [problem.meta for problem in problems]
         for part in self.parts:
             golds = [part.gold_completion(answer) for answer in answers]
             verdicts = part.judge(golds, answers, metas, self.pool)
-            bad = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict.status in ("refused", "timeout")]
-            if bad:
-                shown = ", ".join(f"{problem.id} ({problem.answer[:60]!r})" for problem in bad[:3])
-                failures = sum(map(failed, verdicts))
-                why = f"; on {failures} it failed: {self.pool.last_failure}" if failures else ""
-                raise UserError(
-                    f"rewards: {part.label} cannot judge the answers of {len(bad)} of {len(problems)} problems: "
-                    f"{shown}{why}"
-                )
+            bad = []
+            for problem, verdict in zip(problems, verdicts, strict=True):
+                if verdict.status in ("refused", "timeout"):
+                    bad.append(problem)
+            if not bad:
+                continue
+            examples = ", ".join(f"{problem.id} ({problem.answer[:60]!r})" for problem in bad[:3])
+            failures = sum(failed(verdict) for verdict in verdicts)
+            reason = ""
+            if failures:
+                reason = f"; on {failures} it failed: {self.pool.last_failure}"
+            raise UserError(
+                f"rewards: {part.label} cannot judge the answers of {len(bad)} of {len(problems)} problems: "
+                f"{examples}{reason}"
+            )
 
     def _sum(self, row: Sequence[Reward]) -> Reward:
-        pairs = list(zip(self.parts, row, strict=True))
+        """The reward of one item from those of the parts."""
         parts: dict[str, float] = {}
-        for part, reward in pairs:
+        weighted = []
+        for part, reward in zip(self.parts, row, strict=True):
+            weighted.append(part.weight * reward.value)
             parts[part.label] = reward.value
-            parts |= {f"{part.label}/{key}": value for key, value in reward.parts.items() if key != part.entry.name}
-        value = math.fsum(part.weight * reward.value for part, reward in pairs)
-        return Reward(value=value, status=max((reward.status for reward in row), key=STATUSES.index), parts=parts)
+            for key, value in reward.parts.items():
+                # The value itself stands there under the entry's name, and is in the sum under its label.
+                if key != part.entry.name:
+                    parts[f"{part.label}/{key}"] = value
+        status = max((reward.status for reward in row), key=STATUSES.index)
+        # fsum: the sum does not depend on the order of the parts.
+        return Reward(value=math.fsum(weighted), status=status, parts=parts)

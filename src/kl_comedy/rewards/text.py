@@ -18,34 +18,45 @@ from kl_comedy.rewards.base import BadGold, Meta, Regex
 from kl_comedy.rewards.notation import plain_characters, plain_numbers
 
 _MIRROR = {"{": "}", "}": "{", "(": ")", ")": "(", "[": "]", "]": "["}
-_CONTROLS = {code: " " for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+_CONTROL_CODES = (*range(0x20), *range(0x7F, 0xA0))
+_CONTROLS = {code: " " for code in _CONTROL_CODES if chr(code) not in "\n\t"}
 
 
 def clean(text: str) -> str:
-    """``text`` without control characters (each becomes a space) and lone surrogates (each becomes ``?``)."""
+    """``text`` without control characters (each becomes a space) and lone surrogates (each becomes ``?``).
+
+    Neither could be written to a record or a terminal as it is.
+    """
     return text.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
 
 
 def tail(text: str, max_chars: int) -> str:
     """The last ``max_chars`` characters, from the first line break among them on, so that formulas stay whole.
 
-    The final answer of a reasoning stands at its end: a long honest completion keeps its verdict.
+    The final answer of a chain of thought stands at its end: a long honest completion keeps its verdict.
 
     >>> tail("first line; second; last", 6), tail("a $x$ b\\nthe $answer$", 18)
     ('; last', 'the $answer$')
     """
     if len(text) <= max_chars:
         return text
-    end = text[-max_chars:] if max_chars > 0 else ""
+    if max_chars <= 0:
+        # text[-0:] would be the whole text.
+        return ""
+    end = text[-max_chars:]
     _, newline, rest = end.partition("\n")
-    return rest if newline and rest.strip() else end
+    if newline and rest.strip():
+        return rest
+    return end
 
 
 def answer_tag(text: str) -> str:
     """The content of the last ``<answer>`` tag, stripped; empty without one that is closed."""
     _, opened, rest = text.rpartition("<answer>")
     inside, closed, _ = rest.partition("</answer>")
-    return inside.strip() if opened and closed else ""
+    if opened and closed:
+        return inside.strip()
+    return ""
 
 
 def nesting_depth(text: str) -> int:
@@ -57,29 +68,41 @@ def nesting_depth(text: str) -> int:
     (3, 1, 9)
     """
     brackets = re.findall(r"[{}()\[\]\n]", text)
+    mirrored = [_MIRROR.get(char, char) for char in reversed(brackets)]
+    return max(_deepest(brackets), _deepest(mirrored))
+
+
+def _deepest(brackets: list[str]) -> int:
+    """The deepest nesting of openers, with closers that have none ignored."""
     deepest = 0
-    for direction in (brackets, [_MIRROR.get(char, char) for char in reversed(brackets)]):
-        braces = others = 0
-        for char in direction:
-            if char == "\n":
-                others = 0
-            elif char in "{}":
-                braces = max(braces + (1 if char == "{" else -1), 0)
-            else:
-                others = max(others + (1 if char in "([" else -1), 0)
-            deepest = max(deepest, braces + others)
+    braces = 0
+    others = 0
+    for char in brackets:
+        if char == "\n":
+            others = 0
+        elif char == "{":
+            braces += 1
+        elif char == "}":
+            braces = max(braces - 1, 0)
+        elif char in "([":
+            others += 1
+        else:
+            others = max(others - 1, 0)
+        deepest = max(deepest, braces + others)
     return deepest
 
 
 MARKERS = ("####", "A:", "=")
 """What final answers follow in GSM8K's solutions, in few-shot prompts, and in bare arithmetic."""
 
+# Possessive repetitions (*+, ++) never backtrack, so that no text costs more than time linear in its length.
 _NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 _TERM = r"\d[\d,.]*+\)*+"
 _ARITHMETIC = re.compile(rf"(?<![\d,.]){_TERM}(?:\s*+[*+^×÷−/-]\s*+[-($]*+{_TERM})++")
 _FRACTION = re.compile(r"\d+/\d+\.?")
 _UNEVALUATED = re.compile(rf"(?<![\d,.]){_TERM}\s*+(?:[√∛∜π∞]|\\(?:sqrt|pi|infty)|sqrt)\S*+")
 _MAX_NUMBER = 100
+"""The most characters of a number. Fraction arithmetic on a million digits would take the run's time."""
 
 
 @REWARDS.register(
@@ -110,16 +133,32 @@ def exact_answer(
     gold = number(plain_numbers(answer))
     segment, marked = final_segment(plain_characters(clean(tail(completion, max_chars))), markers)
     if gold is None:
-        given = _plain(segment)
-        return Reward(value=float(given == _plain(answer)), status="ok" if given else "unparseable")
+        return _compared_as_text(segment, answer)
+
     segment = plain_numbers(segment)
     # Calculations that are not carried out are no answers: "2 + 3 is 5" leaves " is 5".
-    segment = _ARITHMETIC.sub(lambda match: match.group() if _FRACTION.fullmatch(match.group()) else " ", segment)
+    segment = _ARITHMETIC.sub(_only_fractions, segment)
     segment = _UNEVALUATED.sub(" ", segment)
     numbers = numbers_in(segment)
     if not numbers:
         return Reward(value=0.0, status="unparseable")
-    return Reward(value=float(numbers[0 if marked else -1] == gold))
+    # "#### 18 eggs of 20" ends in the answer's context; prose without a marker ends in the answer.
+    given = numbers[0] if marked else numbers[-1]
+    return Reward(value=float(given == gold))
+
+
+def _compared_as_text(segment: str, answer: str) -> Reward:
+    given = _plain(segment)
+    if not given:
+        return Reward(value=0.0, status="unparseable")
+    return Reward(value=float(given == _plain(answer)))
+
+
+def _only_fractions(match: re.Match[str]) -> str:
+    """A run of arithmetic where it is one fraction, which is a number; a space for any other."""
+    if _FRACTION.fullmatch(match.group()):
+        return match.group()
+    return " "
 
 
 def final_segment(text: str, markers: tuple[str, ...] = MARKERS) -> tuple[str, bool]:
@@ -128,13 +167,20 @@ def final_segment(text: str, markers: tuple[str, ...] = MARKERS) -> tuple[str, b
     >>> final_segment("1 + 2 = 3 apples\\nDone")
     ('3 apples', True)
     """
-    # A marker that begins with a letter does not match inside a word.
-    patterns = [(r"(?<!\w)" if marker[:1].isalnum() else "") + re.escape(marker) for marker in markers]
-    ends = [match.end() for pattern in patterns for match in re.finditer(pattern, text)]
-    after = text[max(ends) :].strip() if ends else ""
+    ends: list[int] = []
+    for marker in markers:
+        pattern = re.escape(marker)
+        if marker[:1].isalnum():
+            # A marker that begins with a letter does not match inside a word.
+            pattern = rf"(?<!\w){pattern}"
+        ends.extend(match.end() for match in re.finditer(pattern, text))
+    after = ""
+    if ends:
+        after = text[max(ends) :].strip()
     if after:
         return after.split("\n", 1)[0].strip(), True
-    return text.strip().split("\n")[-1].strip(), False
+    last_line = text.strip().split("\n")[-1]
+    return last_line.strip(), False
 
 
 def number(text: str) -> Fraction | None:
@@ -145,23 +191,42 @@ def number(text: str) -> Fraction | None:
     >>> number("$1,250.50"), number("-3/4"), number("x")
     (Fraction(2501, 2), Fraction(-3, 4), None)
     """
+    # Currency signs, percent signs and Markdown around a number are decoration.
     core = text.strip().strip("$€£%*_`").strip()
     core = re.sub(r"^([-+])[$€£]", r"\1", core)
-    top, slash, bottom = core.partition("/")
-    parts = [top, bottom] if slash else [top]
-    if len(core) > _MAX_NUMBER or not all(re.fullmatch(_NUMBER, p) and re.search(r"\d", p) for p in parts):
+    if len(core) > _MAX_NUMBER:
         return None
-    values = [Fraction(Decimal(part.replace(",", ""))) for part in parts]
-    return values[0] if not slash else (values[0] / values[1] if values[1] else None)
+    top, slash, bottom = core.partition("/")
+    numerator = _decimal(top)
+    if not slash:
+        return numerator
+    denominator = _decimal(bottom)
+    if numerator is None or denominator is None or denominator == 0:
+        return None
+    return numerator / denominator
+
+
+def _decimal(text: str) -> Fraction | None:
+    """A whole or decimal number, perhaps with thousands commas; None for anything else."""
+    # Every part of the pattern is optional, so that it also matches a text without digits.
+    if not re.fullmatch(_NUMBER, text) or not re.search(r"\d", text):
+        return None
+    return Fraction(Decimal(text.replace(",", "")))
 
 
 def numbers_in(text: str) -> list[Fraction]:
     """Every word of ``text`` that is a number once quotes, brackets and final punctuation are dropped."""
-    words = (word.strip("\"'()[]{}!?:;,*_`\\").rstrip(".") for word in text.split())
-    return [value for word in words if (value := number(word)) is not None]
+    values = []
+    for word in text.split():
+        bare = word.strip("\"'()[]{}!?:;,*_`\\").rstrip(".")
+        value = number(bare)
+        if value is not None:
+            values.append(value)
+    return values
 
 
 def _plain(text: str) -> str:
+    """``text`` as strings are compared: without case, outer punctuation and repeated spaces."""
     return " ".join(text.split()).strip(" .,;:!?\"'()[]{}*_`$").casefold()
 
 
@@ -178,6 +243,8 @@ _BOXED = r"\\boxed\s*\{{\s*(?:\\text\w*\s*\{{)?\s*\(?([{letters}{small}])(?:\)|\
 _BRACKETED = r"[(\[]([{letters}])[)\]]"
 _LINE = r"^[ *_`\"'(\[]*([{letters}])(?:[ *_`\"')\].:]*$|[).:] )"
 _LONE = r"(?<![\w'-])([{letters}])(?![\w'-])(?!\s+[a-z])"
+_FORMS = ((_BOXED,), (_STATED, _STATED_SMALL), (_BRACKETED,), (_LINE,), (_LONE,))
+"""How a text names its choice, most explicit first; forms in one tuple count alike."""
 
 
 @REWARDS.register(
@@ -202,12 +269,17 @@ def multiple_choice(
     """
     if not re.fullmatch(r"[A-Z]+", letters) or len(set(letters)) != len(letters):
         raise bad_value("letters", letters, "distinct capital letters")
-    allowed = letters[: len(meta["choices"])] if meta.get("choices") else letters
+    # An answer "E" to a problem with four choices is no choice.
+    allowed = letters
+    if meta.get("choices"):
+        allowed = letters[: len(meta["choices"])]
     gold = answer.strip().strip("().").upper()
     if len(gold) != 1 or gold not in allowed:
         raise bad_value("answer", answer, list(allowed), "multiple_choice needs the letter of the right choice")
     given = chosen_letter(plain_characters(clean(tail(completion, max_chars))), allowed)
-    return Reward(value=float(given == gold), status="ok" if given else "unparseable")
+    if given is None:
+        return Reward(value=0.0, status="unparseable")
+    return Reward(value=float(given == gold))
 
 
 def chosen_letter(text: str, letters: str) -> str | None:
@@ -216,12 +288,17 @@ def chosen_letter(text: str, letters: str) -> str | None:
     >>> chosen_letter("Not (A). The answer is B.", "ABCD"), chosen_letter("A cat", "ABCD")
     ('B', None)
     """
-    text = "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())  # keeps the patterns linear
-    for forms in ((_BOXED,), (_STATED, _STATED_SMALL), (_BRACKETED,), (_LINE,), (_LONE,)):
-        patterns = (form.format(letters=letters, small=letters.lower()) for form in forms)
-        matches = [match for pattern in patterns for match in re.finditer(pattern, text, re.MULTILINE)]
+    # Runs of spaces and blank lines would make the patterns below quadratic: a match is tried from each of them.
+    lines = [" ".join(line.split()) for line in text.split("\n") if line.strip()]
+    text = "\n".join(lines)
+    for forms in _FORMS:
+        matches: list[re.Match[str]] = []
+        for form in forms:
+            pattern = form.format(letters=letters, small=letters.lower())
+            matches.extend(re.finditer(pattern, text, re.MULTILINE))
         if matches:
             last = max(matches, key=re.Match.start)
+            # The group that took part: each alternative of a form has one of its own.
             return str(last[last.lastindex or 0]).upper()
     return None
 
@@ -250,7 +327,8 @@ def length(completion: str, answer: str, meta: Meta, *, free: int = 0, full: int
     """How far the completion's length in characters is from ``free`` (0) to ``full`` (1), clipped."""
     if not 0 <= free < full:
         raise UserError(f"length: needs 0 <= free < full; got free={free}, full={full}")
-    return min(max((len(completion) - free) / (full - free), 0.0), 1.0)
+    share = (len(completion) - free) / (full - free)
+    return min(max(share, 0.0), 1.0)
 
 
 _NO_TAG = "(?:(?!</?(?:think|answer)>).)"
@@ -262,7 +340,7 @@ STYLES = {
     "think_answer": rf"\A\s*<think>{_NO_TAG}*</think>\s*<answer>{_NO_TAG}+</answer>\s*\Z",
     "number": r"\A\s*[-+]?\d[\d,]*(?:\.\d+)?\s*\Z",
 }
-"""Named forms. The tag forms want each tag exactly once, in order, and nothing after the last."""
+"""Named forms. The tag forms require each tag exactly once, in order, and nothing after the last."""
 Style = Literal["boxed", "gsm8k", "answer_line", "answer_tag", "think_answer", "number"]
 
 
@@ -289,13 +367,19 @@ def format_(
 ) -> Reward:
     """1 where the completion matches a named ``style`` (default ``boxed``) or the regular expression ``pattern``.
 
-    ``.`` matches line breaks; ``whole``: the whole completion must match. Isolated, since a pattern can backtrack for
-    ever on a text made for it. ``refused``: more than ``max_chars`` characters.
+    ``.`` matches line breaks; ``whole``: the whole completion must match. Isolated, since a pattern can backtrack
+    practically without end on a text made for it. ``refused``: more than ``max_chars`` characters.
     """
+    # Checked here and not by the schema: each alone is valid.
     if style is not None and pattern is not None:
         raise UserError(f"style={style!r} and pattern={pattern!r} exclude each other; keep one")
     if len(completion) > max_chars:
         return Reward(value=0.0, status="refused")
-    compiled = re.compile(pattern if pattern is not None else STYLES[style or "boxed"], re.DOTALL)
-    matched = compiled.fullmatch(completion) if whole else compiled.search(completion)
-    return Reward(value=float(matched is not None))
+    if pattern is None:
+        pattern = Regex(STYLES[style or "boxed"])
+    compiled = re.compile(pattern, re.DOTALL)
+    if whole:
+        match = compiled.fullmatch(completion)
+    else:
+        match = compiled.search(completion)
+    return Reward(value=float(match is not None))

@@ -24,7 +24,7 @@ from rich.text import Text
 from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.evaluation import evaluate
+from kl_comedy.evaluation import EvalSettings, evaluate
 from kl_comedy.evaluation.evaluate import evaluate_choices
 from kl_comedy.evaluation.likelihood import choice_scorer
 from kl_comedy.records import Scored
@@ -195,19 +195,13 @@ class EvaluationCallback(Callback):
         """Evaluate every set with the policy at ``version``; log and print the scores."""
         data = trainer.datamodule
         config = self._config
+        settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=self._measure)
         # In the trainer's precision, so that the policy evaluated is the one that trains.
         with trainer.precision_plugin.forward_context():
             for eval_set in data.prompts.evals:
-                result = evaluate(
-                    data.backend,
-                    data.scorer,
-                    eval_set,
-                    samples=config.eval.samples,
-                    sampling=eval_sampling(config),
-                    # The same seed at every evaluation: scores of a run differ by the policy, not by the draw.
-                    seed=derive_seed(config.seed, f"eval/{eval_set.name}", 0),
-                    measure=self._measure,
-                )
+                # The same seed at every evaluation: scores of a run differ by the policy, not by the draw.
+                seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
+                result = evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
                 self.history.setdefault(result.name, {})[version] = result.row()["reward"]
                 self._report(trainer, version, result)
                 trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
