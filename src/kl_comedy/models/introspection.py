@@ -25,8 +25,10 @@ LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits
 
 def unwrap(model: nn.Module) -> Any:
     """The causal LM inside a PEFT wrapper (adapters stay in place and active)."""
-    inner: Any = model
-    return inner.get_base_model() if is_peft(model) else inner
+    wrapped: Any = model
+    if is_peft(model):
+        return wrapped.get_base_model()
+    return wrapped
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -37,6 +39,7 @@ def is_peft(model: nn.Module) -> bool:
 def decoder_body(model: nn.Module) -> nn.Module:
     """The part of the causal LM that ends in hidden states. Raises :class:`UserError` where there is none."""
     causal = unwrap(model)
+    # base_model of transformers is the model itself where its architecture names no body.
     body = getattr(causal, "base_model", causal)
     if body is causal or not isinstance(body, nn.Module):
         raise UserError(f"model.source: {type(causal).__name__} has no decoder body apart from its head")
@@ -59,7 +62,7 @@ def head_weights(model: nn.Module) -> Head:
 
 
 def head_dtype(model: nn.Module) -> torch.dtype | None:
-    """What the factors of the head's product are rounded to; None: to nothing (``model.head_dtype``).
+    """The dtype that the factors of the head's product are rounded to (``model.head_dtype``); None: no rounding.
 
     The policy carries it, so that its copies and samplers compute log-probs as the learner does.
     """
@@ -73,7 +76,7 @@ def layers_in_bf16(model: nn.Module) -> bool:
 
 
 def uses_varlen(model: nn.Module) -> bool:
-    """Whether packed rows are attended to by torch's kernel for sequences of different lengths, in 16 bits."""
+    """Whether torch's kernel for sequences of different lengths, in 16 bits, computes the attention of packed rows."""
     return bool(getattr(unwrap(model), "_kl_comedy_varlen", False))
 
 
@@ -81,7 +84,8 @@ def refuse_scaled_logits(config: Any) -> None:
     """Raise :class:`UserError` when the config names a transformation of the logits after the head."""
     for key, neutral in LOGIT_TRANSFORMS.items():
         value = getattr(config, key, None)
-        if value not in (None, neutral):
+        changes_logits = value not in (None, neutral)
+        if changes_logits:
             raise UserError(
                 f"model.source: this architecture sets {key} = {value}, which changes the logits after its linear "
                 "head; its log-probs would be computed wrongly, so it is not supported"
@@ -93,6 +97,7 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        # Attention keeps its probability as a number, such as attention_dropout, that it passes to a function.
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float) and value:
                 setattr(module, name, 0.0)
@@ -108,12 +113,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def run_inside_fsdp_forward(model: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """``run()`` as a forward method of a sharded ``model``, so that FSDP gathers head and body; else just ``run()``."""
+    """``run()`` as a forward method of a sharded ``model``, so that FSDP gathers head and body; else ``run()``."""
     if not is_sharded(model):
         return run()
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     sharded: Any = model
+    # Once per model: registering a method wraps it, and a second time would wrap the wrapper.
     if "_kl_comedy_forward" not in vars(sharded):
         sharded._kl_comedy_forward = types.MethodType(lambda self, inner: inner(), sharded)
         register_fsdp_forward_method(sharded, "_kl_comedy_forward")
@@ -139,31 +145,40 @@ def head_chunk(configured: int | None, device: torch.device) -> int:
 
 def microbatch_tokens(configured: int | None, model: Any, device: torch.device, *, checkpoints: bool) -> int:
     """``configured``, or :func:`default_microbatch_tokens`."""
+    if configured:
+        return configured
     element_bytes = next(model.parameters()).element_size()
-    return configured or default_microbatch_tokens(model.config, element_bytes, device.type, checkpoints=checkpoints)
+    return default_microbatch_tokens(model.config, element_bytes, device.type, checkpoints=checkpoints)
 
 
 def default_microbatch_tokens(config: Any, element_bytes: int, device_type: str, *, checkpoints: bool) -> int:
     """Tokens whose activations fit :data:`ACTIVATION_BYTES` of the device."""
-    per_token = element_bytes * activation_values(config, checkpoints=checkpoints)
-    return min(MAX_MICROBATCH_TOKENS, max(1, ACTIVATION_BYTES[device_type] // per_token))
+    bytes_per_token = element_bytes * activation_values(config, checkpoints=checkpoints)
+    fitting_tokens = ACTIVATION_BYTES[device_type] // bytes_per_token
+    return min(MAX_MICROBATCH_TOKENS, max(1, fitting_tokens))
 
 
 def activation_values(config: Any, *, checkpoints: bool) -> int:
     """Values that autograd keeps per token of a gated decoder: norms, projections, attention, the gated product.
 
-    With ``checkpoints`` the inputs of the layers, and one layer's values while it is recomputed.
+    With ``checkpoints`` autograd keeps the inputs of the layers, and the values of one layer while it is recomputed.
     """
     config = config.get_text_config()
-    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
+    hidden = int(config.hidden_size)
+    layers = int(config.num_hidden_layers)
+    # Architectures without these entries have the default of their family.
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     heads = int(getattr(config, "num_attention_heads", 1))
-    key_value = 2 * hidden * int(getattr(config, "num_key_value_heads", None) or heads) // heads
+    key_value_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    key_value = 2 * hidden * key_value_heads // heads
     layer = 9 * hidden + 2 * key_value + 4 * inner
-    return layers * hidden + layer if checkpoints else layers * layer
+    if checkpoints:
+        return layers * hidden + layer
+    return layers * layer
 
 
 def release_free_memory() -> None:
     """Return free pages to the system (glibc's ``malloc_trim``): what activation checkpointing frees would stay."""
+    # Other C libraries and systems have no such function.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -5,6 +5,9 @@ MKL leaves half of an AVX-512 core idle when the processor is not Intel's; oneDN
 every other CPU keep ``nn.Linear``. The arithmetic is the same float32 arithmetic, summed in another order.
 ``KL_COMEDY_LINEAR`` (``auto``, ``torch`` or ``onednn``) overrides the choice.
 
+This module exists because torch has no setting for it: its flags switch oneDNN off, and leave float32 products to MKL
+where it is on. Without the module, runs on such processors take longer and round differently from stored ones.
+
 Legend: ``M`` rows, ``K`` inputs, ``N`` outputs.
 """
 
@@ -25,12 +28,14 @@ from kl_comedy.errors import bad_value
 
 VARIABLE = "KL_COMEDY_LINEAR"
 LIBRARIES = ("auto", "torch", "onednn")
-MIN_ELEMENTS, MIN_PRODUCTS = 100_000, 3_000_000
-"""Weights with fewer elements, where they and the rows have fewer products, stay with torch: a call costs more."""
+MIN_ELEMENTS = 100_000
+MIN_PRODUCTS = 3_000_000
+"""Weights with fewer elements, in products of fewer multiplications, stay with torch: a call of oneDNN costs more."""
 FEW_ROWS = range(9, 65)
 """Numbers of rows for which the product is computed as weight times rows and transposed."""
-LARGE_SIDE, BLOCK = 16_384, 2048
-"""A side of this size (a vocabulary's) is computed in blocks that fit a core's cache."""
+LARGE_SIDE = 16_384
+BLOCK = 2048
+"""A side of at least ``LARGE_SIDE`` (a vocabulary's) is computed in blocks of this size, which fit a core's cache."""
 
 
 def linear_library() -> str:
@@ -49,17 +54,22 @@ def _library(choice: str) -> str:
     if choice != "auto":
         return choice
     slow_mkl = torch.backends.cpu.get_cpu_capability() == "AVX512" and processor_vendor() != "GenuineIntel"
-    available = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return "onednn" if slow_mkl and available else "torch"
+    backends: Any = torch.backends
+    has_both = backends.mkl.is_available() and backends.mkldnn.is_available()
+    if slow_mkl and has_both:
+        return "onednn"
+    return "torch"
 
 
 def processor_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's vendor id; ``GenuineIntel`` where it is not known."""
-    if platform.machine() in ("x86_64", "AMD64") and cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "vendor_id":
-                return value.strip()
+    """The processor's vendor id; ``GenuineIntel``, for which torch's choice is kept, where it is not known."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    if not is_x86 or not cpuinfo.exists():
+        return "GenuineIntel"
+    for line in cpuinfo.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "vendor_id":
+            return value.strip()
     return "GenuineIntel"
 
 
@@ -73,24 +83,19 @@ class OnednnLinear(nn.Linear):
 
 def use_onednn_linears(model: nn.Module) -> None:
     """Replace the plain linear layers of ``model`` by :class:`OnednnLinear` with the same parameters."""
+    # All are found before one is replaced. Subclasses of nn.Linear compute something else, and stay.
     plain = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, module in plain:
         replacement = OnednnLinear(module.in_features, module.out_features, module.bias is not None, device="meta")
-        replacement.weight, replacement.bias = module.weight, module.bias
+        replacement.weight = module.weight
+        replacement.bias = module.bias
         replacement.train(module.training)
         model.set_submodule(name, replacement)
 
 
 def product(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """``rows @ weight.T + bias`` ``[M, N]``, differentiable once; either matrix may be a transposed view."""
-    suitable = (
-        (weight_NK.numel() >= MIN_ELEMENTS or weight_NK.numel() * len(rows_MK) >= MIN_PRODUCTS)
-        and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in (rows_MK, weight_NK))
-        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in (rows_MK, weight_NK))
-        and not torch.is_autocast_enabled("cpu")
-        and linear_library() == "onednn"
-    )
-    if not suitable:
+    if not _suits_onednn(rows_MK, weight_NK):
         return linear(rows_MK, weight_NK, bias_N)
     if not torch.is_grad_enabled():
         return _onednn(rows_MK, weight_NK, bias_N)
@@ -98,24 +103,55 @@ def product(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) ->
     return out_MN
 
 
+def _suits_onednn(rows_MK: Tensor, weight_NK: Tensor) -> bool:
+    is_large = weight_NK.numel() >= MIN_ELEMENTS or weight_NK.numel() * len(rows_MK) >= MIN_PRODUCTS
+    if not is_large or torch.is_autocast_enabled("cpu"):
+        return False
+    for tensor in (rows_MK, weight_NK):
+        # Subclasses of Tensor, as those of shards, have products of their own.
+        is_plain = type(tensor) in (Tensor, nn.Parameter)
+        if not is_plain or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            return False
+    return linear_library() == "onednn"
+
+
 def _onednn(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """oneDNN copies its second factor into another layout at every call: pass the smaller one there, or blocks."""
-    # torch has no public function that asks for oneDNN; this is the operator that torch.compile uses
-    call = functools.partial(torch.ops.mkldnn._linear_pointwise, attr="none", scalars=[], algorithm="")
-    rows, (outputs, inputs) = len(rows_MK), weight_NK.shape
-    out_MN: Tensor
+    rows = len(rows_MK)
+    outputs, inputs = weight_NK.shape
     if inputs >= LARGE_SIDE:
-        out_MN = rows_MK.new_zeros(rows, outputs) if bias_N is None else bias_N.expand(rows, -1).clone()
-        for start in range(0, inputs, BLOCK):
-            out_MN += call(rows_MK[:, start : start + BLOCK], weight_NK[:, start : start + BLOCK], None)
-    elif bias_N is None and rows in FEW_ROWS and rows < outputs and weight_NK.is_contiguous():
-        out_MN = call(weight_NK, rows_MK, None).t().contiguous()
-    elif bias_N is None and outputs >= LARGE_SIDE and rows >= FEW_ROWS.stop:
+        return _sum_of_blocks(rows_MK, weight_NK, bias_N)
+    if bias_N is None and rows in FEW_ROWS and rows < outputs and weight_NK.is_contiguous():
+        # (weight rows^T)^T, in which the rows are the factor that is copied.
+        return _call(weight_NK, rows_MK, None).t().contiguous()
+    if bias_N is None and outputs >= LARGE_SIDE and rows >= FEW_ROWS.stop:
         out_MN = rows_MK.new_empty(rows, outputs)
         for start in range(0, outputs, BLOCK):
-            out_MN[:, start : start + BLOCK] = call(rows_MK, weight_NK[start : start + BLOCK], None)
+            block = slice(start, start + BLOCK)
+            out_MN[:, block] = _call(rows_MK, weight_NK[block], None)
+        return out_MN
+    return _call(rows_MK, weight_NK, bias_N)
+
+
+def _sum_of_blocks(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """The product as a sum over blocks of inputs."""
+    rows = len(rows_MK)
+    outputs, inputs = weight_NK.shape
+    if bias_N is None:
+        out_MN = rows_MK.new_zeros(rows, outputs)
     else:
-        out_MN = call(rows_MK, weight_NK, bias_N)
+        out_MN = bias_N.expand(rows, -1).clone()
+    for start in range(0, inputs, BLOCK):
+        block = slice(start, start + BLOCK)
+        out_MN += _call(rows_MK[:, block], weight_NK[:, block], None)
+    return out_MN
+
+
+def _call(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    # torch has no public function that asks for oneDNN; this is the operator that torch.compile uses.
+    out_MN: Tensor = torch.ops.mkldnn._linear_pointwise(
+        rows_MK, weight_NK, bias_N, attr="none", scalars=[], algorithm=""
+    )
     return out_MN
 
 
@@ -128,12 +164,20 @@ class _Product(torch.autograd.Function):
         return _onednn(rows_MK, weight_NK, bias_N)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows_MK, weight_NK = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        return (
-            _onednn(grad_MN, weight_NK.t(), None) if needs[0] else None,
-            _onednn(grad_MN.t(), rows_MK.t(), None) if needs[1] else None,
-            grad_MN.sum(0) if needs[2] else None,
-        )
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
+        rows_grad_MK = None
+        weight_grad_NK = None
+        bias_grad_N = None
+        # d loss / d rows = g W
+        if needs_rows:
+            rows_grad_MK = _onednn(grad_MN, weight_NK.t(), None)
+        # d loss / d W = g^T rows
+        if needs_weight:
+            weight_grad_NK = _onednn(grad_MN.t(), rows_MK.t(), None)
+        # d loss / d bias = sum of g over the rows
+        if needs_bias:
+            bias_grad_N = grad_MN.sum(0)
+        return rows_grad_MK, weight_grad_NK, bias_grad_N

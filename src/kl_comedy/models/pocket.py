@@ -50,10 +50,10 @@ MAX_LENGTH = 128
 class PocketRecipe:
     """Everything the warm-started weights depend on; ``model.options`` overrides single fields.
 
-    ``slip`` is the share of carries (and borrows) that the teacher drops: the policy learns the written format, and
-    right as well as wrong continuations, so sampling finds the right answer now and then, greedy decoding rarely,
-    and RL has a signal from its first update. ``mixture`` is the share of demonstrations from the out-of-domain
-    splits, which RL on ``terms`` x ``digits`` never sees again. Learning rates are AdamW's; ``clip_norm`` bounds the
+    ``slip`` is the share of carries (and borrows) that the teacher drops. The policy learns the written format, and
+    right as well as wrong continuations: sampling finds the right answer sometimes, greedy decoding rarely, and RL has
+    a signal from its first update. ``mixture`` is the share of demonstrations from the out-of-domain splits, which RL
+    on ``terms`` x ``digits`` never sees again. ``lr`` and ``weight_decay`` are AdamW's; ``clip_norm`` bounds the
     gradient's L2 norm. ``warmstart`` is where the weights come from: ``shipped`` with the package, ``trained`` on this
     machine, or ``auto``: shipped where the package has them.
     """
@@ -76,14 +76,25 @@ class PocketRecipe:
 
     @property
     def is_shipped(self) -> bool:
-        """Whether the weights come with the package."""
-        return self.warmstart != "trained" and replace(self, warmstart="auto") == PocketRecipe()
+        """Whether the weights come with the package: those of the base recipe do."""
+        if self.warmstart == "trained":
+            return False
+        return replace(self, warmstart="auto") == PocketRecipe()
 
 
-_TINY_SIZES = {"hidden_size": 64, "layers": 1, "heads": 4, "intermediate_size": 160, "digits": 1}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "base": {},
-    "tiny": {**_TINY_SIZES, "slip": 0.6, "mixture": 0.0, "warmstart_steps": 300, "lr": 5e-3},
+    "tiny": {
+        "hidden_size": 64,
+        "layers": 1,
+        "heads": 4,
+        "intermediate_size": 160,
+        "digits": 1,
+        "slip": 0.6,
+        "mixture": 0.0,
+        "warmstart_steps": 300,
+        "lr": 5e-3,
+    },
 }
 """``base`` has 0.9M parameters. ``tiny`` (49k, sums of three one-digit numbers) is for tests of training loops."""
 
@@ -119,22 +130,39 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    settings = {"pad_token": PAD, "eos_token": EOS, "padding_side": "left", "model_max_length": MAX_LENGTH}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **settings)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        model_max_length=MAX_LENGTH,
+    )
 
 
 def build_model(recipe: PocketRecipe, *, attention: str = "sdpa") -> LlamaForCausalLM:
     """A freshly initialized policy in float32 on the CPU, embeddings untied; the global RNG is left as it was."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": recipe.hidden_size, "intermediate_size": recipe.intermediate_size}
-    sizes |= {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads}
-    tokens = {"pad_token_id": VOCABULARY.index(PAD), "eos_token_id": VOCABULARY.index(EOS), "bos_token_id": None}
-    shape = {**sizes, **tokens, "vocab_size": len(VOCABULARY), "max_position_embeddings": MAX_LENGTH}
-    config = LlamaConfig(**shape, tie_word_embeddings=False, attn_implementation=attention, dtype=torch.float32)
+    options: dict[str, Any] = {
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.intermediate_size,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "vocab_size": len(VOCABULARY),
+        "max_position_embeddings": MAX_LENGTH,
+        "pad_token_id": VOCABULARY.index(PAD),
+        "eos_token_id": VOCABULARY.index(EOS),
+        "bos_token_id": None,
+        "tie_word_embeddings": False,
+        "attn_implementation": attention,
+        "dtype": torch.float32,
+    }
+    config = LlamaConfig(**options)
+    # On the CPU, whatever the default device is: a GPU draws other numbers from the same seed.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(recipe.seed)
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
 _IGNORED = -100  # cross_entropy's default ignore_index
@@ -147,14 +175,24 @@ def careless_steps(text: str, *, slip: float, rng: random.Random) -> list[tuple[
 
     Each step continues from the result written before it. With ``slip`` 0 these are the right steps.
     """
-    sign = "-" if "-" in text else "+"
-    total, *rest = (int(term) for term in text.removesuffix("=").split(sign))
+    subtracts = "-" in text
+    sign = "+"
+    if subtracts:
+        sign = "-"
+    total, *terms = (int(term) for term in text.removesuffix("=").split(sign))
     chain = []
-    for term in rest:
-        left, carries = total, total % 10 + term % 10 >= 10 if sign == "+" else total % 10 < term % 10
+    for term in terms:
+        left = total
         total = steps(f"{left}{sign}{term}=")[0][1]
+        if subtracts:
+            carries = left % 10 < term % 10
+            dropped = 10
+        else:
+            carries = left % 10 + term % 10 >= 10
+            dropped = -10
+        # A number is drawn where there is a carry only; another order of draws would be another teacher.
         if carries and rng.random() < slip:
-            total += -10 if sign == "+" else 10
+            total += dropped
         chain.append((f"{left}{sign}{term}", total))
     return chain
 
@@ -164,10 +202,13 @@ def demonstrations(recipe: PocketRecipe) -> Iterator[tuple[str, str]]:
     rng = random.Random(f"teacher/{recipe.seed}")
     trained = Family(terms=recipe.terms, digits=recipe.digits)
     others = [family for family in SPLITS.values() if family not in (trained, Family())]
-    families = dict.fromkeys([trained, *others])
-    operands = {family: draw(family, count=None, seed=recipe.seed, held_out=False) for family in families}
+    operands = {}
+    for family in (trained, *others):
+        operands[family] = draw(family, count=None, seed=recipe.seed, held_out=False)
     while True:
-        family = rng.choice(others) if rng.random() < recipe.mixture else trained
+        family = trained
+        if rng.random() < recipe.mixture:
+            family = rng.choice(others)
         text = family.text(next(operands[family]))
         yield text, write_steps(careless_steps(text, slip=recipe.slip, rng=rng))
 
@@ -190,25 +231,33 @@ def warm_start(recipe: PocketRecipe, *, report: Callable[[int, float], None]) ->
     The weights depend on the recipe only, and on how torch rounds on this machine with this many threads. The global
     RNG is left as it was. ``report`` is called after every update with its number and its loss in nats per character.
     """
-    model, stream, total = build_model(recipe).train(), demonstrations(recipe), recipe.warmstart_steps
+    model: Any = build_model(recipe)
+    model.train()
+    stream = demonstrations(recipe)
+    total = recipe.warmstart_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
 
     def lr_factor(step: int) -> float:
-        return min(1.0, (step + 1) / _WARMUP_STEPS) * (1 - (1 - _FINAL_LR_SHARE) * step / max(total, 1))
+        """A linear warm-up, times a linear decay to the final share."""
+        warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
+        decay = 1 - (1 - _FINAL_LR_SHARE) * step / max(total, 1)
+        return warmup * decay
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     for step in range(1, total + 1):
         ids_BL, targets_BL = collate([next(stream) for _ in range(recipe.batch_size)])
+        # The first load may happen inside no_grad or inference_mode.
         with torch.inference_mode(False), torch.enable_grad():
             logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
             loss = cross_entropy(logits_BLV[:, :-1].flatten(0, 1), targets_BL[:, 1:].flatten(), ignore_index=_IGNORED)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
             optimizer.step()
         schedule.step()
         report(step, loss.item())
-    return model.eval()
+    model.eval()
+    return model  # type: ignore[no-any-return]
 
 
 WEIGHTS = "model.safetensors"
@@ -224,7 +273,7 @@ def load_pocket(config: ModelConfig) -> LlamaForCausalLM:
     recipe = recipe_from_options(config.options)
     model = build_model(recipe, attention=config.attention)
     model.load_state_dict(load_file(pocket_folder(recipe) / WEIGHTS))
-    return model.eval()
+    return model.eval()  # type: ignore[no-any-return, no-untyped-call]
 
 
 def load_pocket_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
@@ -242,8 +291,11 @@ def pocket_folder(recipe: PocketRecipe) -> Path:
 
 def recipe_key(recipe: PocketRecipe) -> str:
     """Hash of the recipe and of the code that uses it, so that a change of either builds a new policy."""
-    weights = SHIPPED_SHA256 if recipe.is_shipped else ""
+    weights = ""
+    if recipe.is_shipped:
+        weights = SHIPPED_SHA256
     digest = hashlib.sha256(json.dumps({**asdict(recipe), "weights": weights}, sort_keys=True).encode())
+    # The bytes of both modules, comments included: better trained once too often than loaded from other code.
     for source in (problems.__file__, __file__):
         digest.update(Path(str(source)).read_bytes())
     return digest.hexdigest()[:16]
@@ -256,10 +308,12 @@ def write_policy(recipe: PocketRecipe, folder: Path) -> None:
     """
     from safetensors.torch import load_file, save_file
 
-    total, start = recipe.warmstart_steps, time.monotonic()
+    total = recipe.warmstart_steps
+    start = time.monotonic()
 
     def report(step: int, loss: float) -> None:
-        if step % max(1, total // 5) == 0 or step == total:
+        is_fifth = step % max(1, total // 5) == 0
+        if is_fifth or step == total:
             seconds = time.monotonic() - start
             _print(f"pocket policy: warm start: {step}/{total} updates, loss {loss:.3f} nats, {seconds:.0f} s")
 
