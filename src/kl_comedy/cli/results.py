@@ -493,7 +493,7 @@ def sync(
 ) -> None:
     """Upload the spool of runs that could not reach MLflow. Doing it twice changes nothing."""
     from kl_comedy.tracking import sync as upload
-    from kl_comedy.tracking.spool import Spool, lost_lines
+    from kl_comedy.tracking.spool import Spool, unreadable_lines
     from kl_comedy.tracking.store import first_line
 
     for folder in run_dirs:
@@ -505,8 +505,9 @@ def sync(
             raise RunFailed(f"{folder}: the upload failed: {first_line(error)}") from error
         notes = [f"{done.events} events uploaded to experiment {done.state.experiment!r}"]
         spool = Spool(folder)
-        if lost := lost_lines(spool.read()):
-            notes.append(f"{lost} unreadable lines of the spool were left out")
+        unreadable = unreadable_lines(spool.read())
+        if unreadable:
+            notes.append(f"{unreadable} unreadable lines of the spool were left out")
         if not spool.ended():
             notes.append("the record does not say how the run ended: it goes on, or was killed")
         for note in [*notes, *(f"{file} and was not uploaded" for file in done.left_out)]:
