@@ -106,6 +106,7 @@ def _finite(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 
 def seeds_of(frame: pd.DataFrame) -> pd.Series:
     """What counts as one observation: a run's seed, or the run itself (as the index names it) if it has no seed."""
+    # Runs of other programs may lack a seed; each of them is an observation.
     runs = frame.index.to_series().map("run {}".format)
     if SEED not in frame:
         return runs
@@ -127,6 +128,7 @@ def band(points: pd.DataFrame, *, log: bool = False) -> pd.DataFrame:
     """
     import pandas as pd
 
+    # A diverged run must not take the whole band with it.
     finite = _finite(points, "value")
     interval_of = interval
     if log:
@@ -142,6 +144,7 @@ def groups_of(frame: pd.DataFrame, group: Sequence[str]) -> list[tuple[tuple[str
         return []
     if not group:
         return [((), frame)]
+    # pandas leaves runs with a missing key out of every group.
     keyed = frame.assign(**{key: frame[key].fillna("").astype(str) for key in group})
     return [(tuple(map(str, keys)), members) for keys, members in keyed.groupby(list(group), sort=False)]
 
@@ -302,6 +305,7 @@ def aggregate(frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str]
         values_by_task = {}
         for name in metrics:
             values = by_seed(members, name)
+            # A task that no run of the group measured does not count against it.
             if values:
                 values_by_task[name] = values
         if values_by_task:
