@@ -619,6 +619,7 @@ BLIND = (
         "the damaged lines of a spool are not counted",
         "return [$event.kind for $event in $events].count(UNREADABLE)",
         "return 0",
+        tests="tests/tracking/test_spool.py",
     ),
     Mutant("the column n is that of a group's first metric", '$lines["n"].max()', '$lines["n"].iloc[0]'),
     Mutant(

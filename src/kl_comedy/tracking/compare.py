@@ -197,12 +197,9 @@ def compare_families(
             # The mean's draws come before the difference's: a bootstrap's numbers depend on the order.
             row |= asdict(interval(list(result.value_by_seed.values()), method, rng=rng))
             row |= result.counts()
-            if baseline is not None and family != baseline:
-                # Runs without KL have one beta, 0, which every other beta is compared with.
-                baseline_place = "beta 0" if at_kl is None and baseline == NO_KL else place
-                baseline_result = results.get((baseline, baseline_place))
-                if baseline_result is not None:
-                    row |= _difference(result, baseline_result, method, rng, margin)
+            baseline_result = _result_to_compare(results, baseline, family, place)
+            if baseline_result is not None:
+                row |= _difference(result, baseline_result, method, rng, margin)
             rows.append(row)
     adjusted = holm([row.get("p") for row in rows])
     for row, p_holm in zip(rows, adjusted, strict=True):
@@ -214,6 +211,16 @@ def compare_families(
     table = pd.DataFrame(rows, columns=columns)
     numbers = {"mean", "low", "high", *DIFFERENCE} - {"pairs", "unpaired"}
     return table.astype({name: float for name in columns if name in numbers})
+
+
+def _result_to_compare(results: Results, baseline: str | None, family: str, place: str) -> FamilyResult | None:
+    """The baseline's result at the same place; None where there is none, and for the baseline itself."""
+    if baseline is None or family == baseline:
+        return None
+    # Runs without KL have one beta, 0, which every other beta is compared with.
+    if baseline == NO_KL and place.startswith("beta"):
+        place = "beta 0"
+    return results.get((baseline, place))
 
 
 def _difference(

@@ -84,17 +84,20 @@ def write_export(
     # The copy is in one block: assigning to a frame of hundreds of columns warns of fragmentation otherwise.
     frame = frame.copy().assign(**extra)
     if append and out.is_file():
-        earlier_runs = pd.read_parquet(out)
-        earlier_points = pd.read_parquet(curves_file(out))
-        other_runs = earlier_runs[~earlier_runs["run_id"].isin(ids)]
-        other_points = earlier_points[~earlier_points["run_id"].isin(ids)]
-        frame = pd.concat([other_runs, frame], ignore_index=True)
-        table = pd.concat([other_points, table], ignore_index=True)
+        frame = pd.concat([_rows_of_other_runs(out, ids), frame], ignore_index=True)
+        table = pd.concat([_rows_of_other_runs(curves_file(out), ids), table], ignore_index=True)
     frame.to_parquet(out, index=False, compression="zstd")
     # Ids, names and steps repeat; values do not, and their bytes compress better when split.
     encoding = {"use_dictionary": [*CURVE_COLUMNS[:3], "recorded"], "column_encoding": {"value": "BYTE_STREAM_SPLIT"}}
     table.to_parquet(curves_file(out), index=False, compression="zstd", **encoding)
     return table
+
+
+def _rows_of_other_runs(file: Path, ids: pd.Series[str]) -> pd.DataFrame:
+    import pandas as pd
+
+    rows = pd.read_parquet(file)
+    return rows[~rows["run_id"].isin(ids)]
 
 
 def thinned(curves: pd.DataFrame, most: int) -> pd.DataFrame:
