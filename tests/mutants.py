@@ -618,9 +618,10 @@ BLIND = (
         "{$kind: $items[:$size]}",
     ),
     Mutant(
-        "a spool with damaged lines hides as many lost ones",
-        "max($numbers, default=-1) + 1 - (len($events) - $damaged)",
-        "max($numbers, default=-1) + 1 - len($events)",
+        "the damaged lines of a spool are not counted",
+        "return [$event.kind for $event in $events].count(UNREADABLE)",
+        "return 0",
+        tests="tests/tracking/test_spool.py",
     ),
     Mutant("the column n is that of a group's first metric", '$lines["n"].max()', '$lines["n"].iloc[0]'),
     Mutant(

@@ -36,7 +36,7 @@ from kl_comedy.slurm.status import cell_metrics, read_status
 from kl_comedy.tracking import logger as logger_module
 from kl_comedy.tracking import runs as run_tables
 from kl_comedy.tracking import spool as spool_module
-from kl_comedy.tracking import store, verify
+from kl_comedy.tracking import store, upload, verify
 from kl_comedy.tracking.provenance import process_tags
 from kl_comedy.tracking.spool import Spool
 from kl_comedy.training.checkpoint import (
@@ -146,8 +146,7 @@ class Case:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "connect", lambda uri: self.store)
             patch.setattr(os, "fsync", lambda descriptor: None)
-            for module in (logger_module, spool_module):
-                patch.setattr(module, "mark_dead_runs", lambda *args: None)
+            patch.setattr(upload, "mark_dead_runs", lambda *args: None)
             yield patch
 
     def restore(self):
@@ -476,11 +475,11 @@ def test_a_spool_names_no_file_outside_its_folder(tmp_path):
     client = FakeStore()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "connect", lambda uri: client)
-        patch.setattr(spool_module, "mark_dead_runs", lambda *args: None)
-        result = spool_module.sync(run, f"sqlite:///{tmp_path}/store.db")
+        patch.setattr(upload, "mark_dead_runs", lambda *args: None)
+        result = upload.sync(run, f"sqlite:///{tmp_path}/store.db")
     assert sum("lies outside the folder of the run" in text for text in result.left_out) == 3
     assert [(sent[0], sent[1]) for sent in client.sent if len(sent) == 3] == [(str(run / "inside.json"), "tables")]
-    assert spool_module.lost_lines(Spool(run).read()) == 2
+    assert spool_module.unreadable_lines(Spool(run).read()) == 2
     Spool(run).truncate_after(1)
     assert secret.read_text() == "of mine" and not (run / "inside.json").exists()
 
@@ -621,8 +620,8 @@ def test_a_sync_uploads_no_link_and_no_name_that_no_file_can_have(tmp_path):
     client = FakeStore()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "connect", lambda uri: client)
-        patch.setattr(spool_module, "mark_dead_runs", lambda *args: None)
-        result = spool_module.sync(run, f"sqlite:///{tmp_path}/store.db")
+        patch.setattr(upload, "mark_dead_runs", lambda *args: None)
+        result = upload.sync(run, f"sqlite:///{tmp_path}/store.db")
     assert len(result.left_out) == 8 and all(len(line) < 6000 for line in result.left_out)
     assert [(sent[0], sent[1]) for sent in client.sent if len(sent) == 3] == [(str(run / "inside.json"), "files")]
 
@@ -657,17 +656,17 @@ def test_a_draft_that_somebody_else_put_there_is_not_written_through(tmp_path):
     assert (tmp_path / "outside").read_text() == SECRET and read_json(tmp_path / "x.json", "file") == {"a": 1}
 
 
-def test_lines_that_are_gone_are_counted(tmp_path):
+def test_lines_that_cannot_be_read_are_counted(tmp_path):
     spool = Spool(tmp_path)
     for step in range(6):
         spool.append("metrics", {"x": 1.0}, step=step)
     spool.close()
     lines = spool.path.read_bytes().splitlines(keepends=True)
-    spool.path.write_bytes(b"".join([*lines[:2], lines[2][:20] + b"?" + lines[2][21:], *lines[4:]]))
-    assert spool_module.lost_lines(spool.read()) == 2 and not spool.ended()
+    spool.path.write_bytes(b"".join([*lines[:2], lines[2][:20] + b"?" + lines[2][21:], b"garbage\n", *lines[4:]]))
+    assert spool_module.unreadable_lines(spool.read()) == 2 and not spool.ended()
     spool.truncate_after(4)
     spool.append("status", {"status": "FINISHED", "reason": None})
-    assert spool_module.lost_lines(Spool(tmp_path).read()) == 2 and spool.ended()
+    assert spool_module.unreadable_lines(Spool(tmp_path).read()) == 2 and spool.ended()
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_a_mistake_is_named(tokenizer):
     two, one = [problem("xxxxx"), problem("</s>")], [problem("x")]
     chat = {"template": "chat"}
     for message, problems, config, model in (
-        (r"max_tokens: got 3; none of the 2 problems.*1 are too long .*has 6 tokens\), 1 ", two, {"max_tokens": 3}, tokenizer),
+        (r"got 3; none of the 2 problems.*1 are too long .*has 6 tokens\), 1 ", two, {"max_tokens": 3}, tokenizer),
         ("none of the 0 problems", [], {}, tokenizer),
         (r"data\.prompt\.template: got 'chat'.*template=plain", one, chat, make_tokenizer(chat=None)),
         ("refuses the conversation: no system turn", one, chat | {"system": "Be."}, make_tokenizer(chat=NO_SYSTEM)),

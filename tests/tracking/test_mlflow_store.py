@@ -209,14 +209,14 @@ def test_more_than_a_request_holds_is_uploaded_in_parts_each_once(start, uri, mo
     logger = start(flush_every=10**6, params=many, tags=many)
     log_steps(logger, 1, 600)
     sent = {"params": [], "tags": [], "metrics": []}
-    log_batch = logger._client.log_batch
+    log_batch = logger._uploader.client.log_batch
 
     def record(run_id, **items):
         for kind, entries in items.items():
             sent[kind] += [(entry.key, getattr(entry, "step", None)) for entry in entries]
         return log_batch(run_id, **items)
 
-    monkeypatch.setattr(logger._client, "log_batch", record)
+    monkeypatch.setattr(logger._uploader.client, "log_batch", record)
     logger.finish()
     for kind, entries in sent.items():
         assert len(entries) == len(set(entries)), f"{kind} are sent again"
@@ -228,7 +228,7 @@ def test_more_than_a_request_holds_is_uploaded_in_parts_each_once(start, uri, mo
 def test_an_interrupted_upload_is_repeated_without_duplicates(start, uri, monkeypatch):
     logger = start(flush_every=100)
     log_steps(logger, 1, 600)
-    log_batch = logger._client.log_batch
+    log_batch = logger._uploader.client.log_batch
     calls = []
 
     def fail_the_second_time(*args, **kwargs):
@@ -237,7 +237,7 @@ def test_an_interrupted_upload_is_repeated_without_duplicates(start, uri, monkey
             raise ConnectionError("gone")
         return log_batch(*args, **kwargs)
 
-    monkeypatch.setattr(logger._client, "log_batch", fail_the_second_time)
+    monkeypatch.setattr(logger._uploader.client, "log_batch", fail_the_second_time)
     run_id = logger.run_id
     logger.commit(600)
     assert 0 < len(steps(uri, run_id)) < 600

@@ -368,7 +368,7 @@ def sync(
 ) -> None:
     """Upload the spool of runs that could not reach MLflow. Safe to repeat."""
     from kl_comedy.tracking import sync as upload
-    from kl_comedy.tracking.spool import Spool, lost_lines
+    from kl_comedy.tracking.spool import Spool, unreadable_lines
     from kl_comedy.tracking.store import first_line
 
     for folder in run_dirs:
@@ -380,9 +380,9 @@ def sync(
             raise RunFailed(f"{folder}: the upload failed: {first_line(error)}") from error
         spool = Spool(folder)
         message(f"{folder}: {done.events} events uploaded to experiment {done.state.experiment!r}")
-        lost = lost_lines(spool.read())
-        if lost:
-            message(f"{folder}: {lost} unreadable lines of the spool were left out")
+        unreadable = unreadable_lines(spool.read())
+        if unreadable:
+            message(f"{folder}: {unreadable} unreadable lines of the spool were left out")
         if not spool.ended():
             message(f"{folder}: the record does not say how the run ended: it is still running, or was killed")
         for file in done.left_out:

@@ -7,6 +7,6 @@ mlflow, pandas and matplotlib are imported by the functions that use them, Light
 
 from kl_comedy.tracking import loggers
 from kl_comedy.tracking.provenance import mark_dead_runs, provenance_files, provenance_tags
-from kl_comedy.tracking.spool import sync
+from kl_comedy.tracking.upload import sync
 
 __all__ = ["loggers", "mark_dead_runs", "provenance_files", "provenance_tags", "sync"]

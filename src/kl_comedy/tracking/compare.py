@@ -7,8 +7,8 @@ family, so its runs are points of every family's frontier. The formulas are in :
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError, bad_value
@@ -26,13 +26,35 @@ from kl_comedy.statistics import (
 from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, short
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
 
 SEED = "params.seed"
+STATISTICS = ("n", "mean", "low", "high")
 DIFFERENCE = ("minus_baseline", "difference_low", "difference_high", "p", "p_holm", "p_equivalent", "pairs", "unpaired")
+"""Columns of the difference to the baseline. ``pairs`` and ``unpaired`` count seeds, the others are numbers."""
 
-Cells = dict[tuple[str, str], tuple[dict[Any, float], dict[str, Any]]]
-"""Of each family and beta or KL: the value by seed, and counts of runs."""
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyResult:
+    """What the runs of one family gave at one beta or one KL.
+
+    ``outside`` and ``gap`` count the seeds whose frontier has no value at this KL (:func:`reward_at_kl`), 0 at a beta.
+    ``collapsed`` is None where no rule of collapse was applied.
+    """
+
+    value_by_seed: Mapping[Any, float]
+    runs: int
+    collapsed: int | None
+    outside: int = 0
+    gap: int = 0
+
+    def counts(self) -> dict[str, int | None]:
+        return {"runs": self.runs, "collapsed": self.collapsed, "outside": self.outside, "gap": self.gap}
+
+
+Results = dict[tuple[str, str], FamilyResult]
+"""By family and place: ``beta 0.1``, or ``KL 2`` in nats."""
 
 
 def summarize(
@@ -54,47 +76,66 @@ def summarize(
     """
     import pandas as pd
 
+    # One generator for all rows: a bootstrap's intervals depend on the order of the groups and metrics.
     rng = generator()
     rows = []
     for keys, members in groups_of(frame, group):
         chosen = members[members["status"].isin(list(statuses))]
-        counts = {"runs": len(members), "failed": int(members["status"].isin(["FAILED", "KILLED"]).sum())}
-        counts["collapsed"] = collapsed_runs(members)
+        failed = int(members["status"].isin(["FAILED", "KILLED"]).sum())
         for metric in metrics:
-            finite = chosen[chosen[metric].astype(float).abs() < math.inf]
-            mean = interval(by_seed(finite, metric), method, rng=rng)
-            row = dict(zip(group, keys, strict=True)) | {"metric": metric} | asdict(mean) | counts
-            rows.append(row | {"run_ids": " ".join(finite["run_id"]) if run_ids else ""})
-    counted = ["runs", "failed", *["collapsed"] * ("collapsed" in frame), *["run_ids"] * run_ids]
-    summary = pd.DataFrame(rows, columns=[*group, "metric", "n", "mean", "low", "high", *counted])
-    return summary.astype({"mean": float, "low": float, "high": float})
+            finite = _finite(chosen, metric)
+            row: dict[str, Any] = dict(zip(group, keys, strict=True))
+            row["metric"] = metric
+            row |= asdict(interval(by_seed(finite, metric), method, rng=rng))
+            row |= {"runs": len(members), "failed": failed, "collapsed": collapsed_runs(members)}
+            if run_ids:
+                row["run_ids"] = " ".join(finite["run_id"])
+            rows.append(row)
+    columns = [*group, "metric", *STATISTICS, "runs", "failed"]
+    if "collapsed" in frame:
+        columns.append("collapsed")
+    if run_ids:
+        columns.append("run_ids")
+    return pd.DataFrame(rows, columns=columns).astype({"mean": float, "low": float, "high": float})
+
+
+def _finite(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The rows whose value in ``column`` is neither missing nor infinite."""
+    return frame[frame[column].astype(float).abs() < math.inf]
 
 
 def seeds_of(frame: pd.DataFrame) -> pd.Series:
-    """What counts as one observation: the run's seed; of a run without one, the run (as the index names it)."""
+    """What counts as one observation: a run's seed, or the run itself (as the index names it) if it has no seed."""
+    # Runs of other programs may lack a seed; each of them is an observation.
     runs = frame.index.to_series().map("run {}".format)
-    return frame[SEED].astype(object).where(frame[SEED].notna(), runs) if SEED in frame else runs
+    if SEED not in frame:
+        return runs
+    return frame[SEED].astype(object).where(frame[SEED].notna(), runs)
 
 
 def by_seed(frame: pd.DataFrame, column: str) -> list[float]:
     """The mean of the finite values of each seed's runs: runs of one seed are not independent, so they count once."""
-    finite = frame[frame[column].astype(float).abs() < math.inf]
+    finite = _finite(frame, column)
     return [float(value) for value in finite.groupby(seeds_of(finite), sort=False)[column].mean()]
 
 
 def band(points: pd.DataFrame, *, log: bool = False) -> pd.DataFrame:
     """Curves of several runs as their mean with Student's 95% interval: columns step, n, mean, low, high.
 
-    ``points`` has columns step and value, one row a run and step. Values that are not finite are left out; the bounds
+    ``points`` has columns step and value, one row per run and step. Values that are not finite are left out; the bounds
     are NaN at steps that a single run has. ``log``: the geometric mean and the interval of the logarithms, of the
     values above 0.
     """
     import pandas as pd
 
-    finite = points[points["value"].astype(float).abs() < math.inf]
-    finite, of = (finite[finite["value"] > 0], geometric_interval) if log else (finite, interval)
-    rows = [{"step": step} | asdict(of(list(values))) for step, values in finite.groupby("step")["value"]]
-    return pd.DataFrame(rows, columns=["step", "n", "mean", "low", "high"]).astype({"low": float, "high": float})
+    # A diverged run must not take the whole band with it.
+    finite = _finite(points, "value")
+    interval_of = interval
+    if log:
+        finite = finite[finite["value"] > 0]
+        interval_of = geometric_interval
+    rows = [{"step": step} | asdict(interval_of(list(values))) for step, values in finite.groupby("step")["value"]]
+    return pd.DataFrame(rows, columns=["step", *STATISTICS]).astype({"low": float, "high": float})
 
 
 def groups_of(frame: pd.DataFrame, group: Sequence[str]) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
@@ -103,13 +144,16 @@ def groups_of(frame: pd.DataFrame, group: Sequence[str]) -> list[tuple[tuple[str
         return []
     if not group:
         return [((), frame)]
+    # pandas leaves runs with a missing key out of every group.
     keyed = frame.assign(**{key: frame[key].fillna("").astype(str) for key in group})
     return [(tuple(map(str, keys)), members) for keys, members in keyed.groupby(list(group), sort=False)]
 
 
 def collapsed_runs(members: pd.DataFrame) -> int | None:
     """How many of the runs collapsed; None where no rule was applied."""
-    return int(members["collapsed"].eq(True).sum()) if "collapsed" in members else None
+    if "collapsed" not in members:
+        return None
+    return int(members["collapsed"].eq(True).sum())
 
 
 def compare_families(
@@ -136,91 +180,153 @@ def compare_families(
     import pandas as pd
 
     if SEED not in frame:
-        raise UserError("these runs lack the param seed, by which differences are paired; they were not trained by us")
+        raise UserError("no param seed, by which differences are paired: these runs were not made by kl-comedy")
     families = list(dict.fromkeys(frame[FAMILY].astype(str)))
     if baseline is not None and baseline not in families:
         raise bad_value("--baseline", baseline, families)
     rng = generator()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for keys, members in groups_of(frame, groups):
-        cells = _at_beta(members, metric) if at_kl is None else _at_kl(members, metric, *at_kl, start)
-        for (family, at), (values, counts) in cells.items():
-            row: dict[str, Any] = dict(zip(map(short, groups), keys, strict=True)) | {"kl.family": family, "at": at}
-            row |= asdict(interval(list(values.values()), method, rng=rng)) | counts
-            other = cells.get((str(baseline), "beta 0" if at_kl is None and baseline == NO_KL else at))
-            if other and family != baseline:
-                paired = paired_difference(values, other[0], method=method, rng=rng, margin=margin)
-                minus, unpaired = paired.difference, paired.only_a + paired.only_b
-                difference = (minus.mean, minus.low, minus.high, paired.p, None, paired.p_equivalent, minus.n, unpaired)
-                row |= dict(zip(DIFFERENCE, difference, strict=True))
+        if at_kl is None:
+            results = _at_each_beta(members, metric)
+        else:
+            results = _at_each_kl(members, metric, *at_kl, start)
+        for (family, place), result in results.items():
+            row: dict[str, Any] = dict(zip(map(short, groups), keys, strict=True))
+            row |= {"kl.family": family, "at": place}
+            # The mean's draws come before the difference's: a bootstrap's numbers depend on the order.
+            row |= asdict(interval(list(result.value_by_seed.values()), method, rng=rng))
+            row |= result.counts()
+            baseline_result = _result_to_compare(results, baseline, family, place)
+            if baseline_result is not None:
+                row |= _difference(result, baseline_result, method, rng, margin)
             rows.append(row)
-    for row, p in zip(rows, holm([row.get("p") for row in rows]), strict=True):
-        row["p_holm"] = p
-    columns = ["kl.family", "at", "n", "mean", "low", "high", "runs", "collapsed", "outside", "gap"]
-    difference = [
-        name for name in DIFFERENCE if baseline is not None and (name != "p_equivalent" or margin is not None)
-    ]
-    table = pd.DataFrame(rows, columns=[*map(short, groups), *columns, *difference])
-    return table.astype({name: float for name in ("mean", "low", "high", *DIFFERENCE[:6]) if name in table})
+    adjusted = holm([row.get("p") for row in rows])
+    for row, p_holm in zip(rows, adjusted, strict=True):
+        row["p_holm"] = p_holm
+
+    columns = [*map(short, groups), "kl.family", "at", *STATISTICS, "runs", "collapsed", "outside", "gap"]
+    if baseline is not None:
+        columns += [name for name in DIFFERENCE if name != "p_equivalent" or margin is not None]
+    table = pd.DataFrame(rows, columns=columns)
+    numbers = {"mean", "low", "high", *DIFFERENCE} - {"pairs", "unpaired"}
+    return table.astype({name: float for name in columns if name in numbers})
 
 
-def _at_beta(members: pd.DataFrame, metric: str) -> Cells:
-    cells: Cells = {}
-    for (family, beta), side in groups_of(members, [FAMILY, BETA]):
-        values = dict(side[side[metric].abs() < math.inf].groupby(SEED)[metric].mean())  # a repeated seed is averaged
-        counts = {"runs": len(side), "collapsed": collapsed_runs(side), "outside": 0, "gap": 0}
-        cells[family, f"beta {beta}"] = values, counts
-    return cells
+def _result_to_compare(results: Results, baseline: str | None, family: str, place: str) -> FamilyResult | None:
+    """The baseline's result at the same place; None where there is none, and for the baseline itself."""
+    if baseline is None or family == baseline:
+        return None
+    # Runs without KL have one beta, 0, which every other beta is compared with.
+    if baseline == NO_KL and place.startswith("beta"):
+        place = "beta 0"
+    return results.get((baseline, place))
 
 
-def _at_kl(members: pd.DataFrame, metric: str, kl: str, at_kl: Sequence[float], start: str | None) -> Cells:
-    # By family and seed. A run has one end, which counts as the run, and one start, which is a point and no run.
-    ends: dict[str, dict[Any, list[Point]]] = {}
-    starts: dict[str, dict[Any, list[Point]]] = {}
+def _difference(
+    result: FamilyResult, baseline: FamilyResult, method: str, rng: np.random.Generator, margin: float | None
+) -> dict[str, Any]:
+    """The columns :data:`DIFFERENCE` of a row, except ``p_holm``, which needs all rows."""
+    paired = paired_difference(result.value_by_seed, baseline.value_by_seed, method=method, rng=rng, margin=margin)
+    return {
+        "minus_baseline": paired.difference.mean,
+        "difference_low": paired.difference.low,
+        "difference_high": paired.difference.high,
+        "p": paired.p,
+        "p_equivalent": paired.p_equivalent,
+        "pairs": paired.difference.n,
+        "unpaired": paired.only_a + paired.only_b,
+    }
+
+
+def _at_each_beta(members: pd.DataFrame, metric: str) -> Results:
+    results: Results = {}
+    for (family, beta), runs in groups_of(members, [FAMILY, BETA]):
+        finite = runs[runs[metric].abs() < math.inf]
+        # Runs of one seed are averaged: they are not independent.
+        value_by_seed = dict(finite.groupby(SEED)[metric].mean())
+        results[family, f"beta {beta}"] = FamilyResult(
+            value_by_seed=value_by_seed, runs=len(runs), collapsed=collapsed_runs(runs)
+        )
+    return results
+
+
+PointsBySeed = dict[Any, list[Point]]
+
+
+def _at_each_kl(members: pd.DataFrame, metric: str, kl: str, at_kl: Sequence[float], start: str | None) -> Results:
+    # A run has one end, which counts as the run, and one start, which is a point of the frontier and no run.
+    ends: dict[str, PointsBySeed] = {}
+    starts: dict[str, PointsBySeed] = {}
     for row in members.fillna({FAMILY: ""}).to_dict("records"):
+        family = row[FAMILY]
+        seed = row[SEED]
         end = Point(kl=float(row[kl]), reward=float(row[metric]), collapsed=row.get("collapsed") is True)
-        ends.setdefault(row[FAMILY], {}).setdefault(row[SEED], []).append(end)
+        ends.setdefault(family, {}).setdefault(seed, []).append(end)
         if start is not None:
             begin = Point(kl=0.0, reward=float(row[start]))
-            starts.setdefault(row[FAMILY], {}).setdefault(row[SEED], []).append(begin)
-    cells: Cells = {}
+            starts.setdefault(family, {}).setdefault(seed, []).append(begin)
+
+    results: Results = {}
     for family, seeds in ends.items():
-        on_frontier = [family] if family == NO_KL else [family, NO_KL]
+        # Runs without KL are beta 0 of the family, so they are points of its frontier.
+        families = [family] if family == NO_KL else [family, NO_KL]
         runs: list[Point] = []
-        points: dict[Any, list[Point]] = {}
+        frontiers: PointsBySeed = {}
         for seed in seeds:
-            of_seed = [point for name in on_frontier for point in ends.get(name, {}).get(seed, [])]
-            runs += of_seed
-            points[seed] = of_seed + [point for name in on_frontier for point in starts.get(name, {}).get(seed, [])]
+            seed_ends = _points_of(ends, families, seed)
+            runs += seed_ends
+            frontiers[seed] = seed_ends + _points_of(starts, families, seed)
         collapsed = sum(run.collapsed for run in runs)
         for nats in at_kl:
-            read = {seed: reward_at_kl(line, nats) for seed, line in points.items()}
-            values = {seed: value for seed, value in read.items() if not isinstance(value, str)}
-            counts: dict[str, Any] = {reason: list(read.values()).count(reason) for reason in ("outside", "gap")}
-            cells[family, f"KL {nats:g}"] = values, {"runs": len(runs), "collapsed": collapsed, **counts}
-    return cells
+            # A text says why this seed's frontier has no reward at this KL.
+            reward_or_reason = {seed: reward_at_kl(points, nats) for seed, points in frontiers.items()}
+            rewards = {seed: value for seed, value in reward_or_reason.items() if not isinstance(value, str)}
+            reasons = list(reward_or_reason.values())
+            results[family, f"KL {nats:g}"] = FamilyResult(
+                value_by_seed=rewards,
+                runs=len(runs),
+                collapsed=collapsed,
+                outside=reasons.count("outside"),
+                gap=reasons.count("gap"),
+            )
+    return results
+
+
+def _points_of(points: Mapping[str, PointsBySeed], families: Sequence[str], seed: Any) -> list[Point]:
+    """The points of one seed in all ``families``."""
+    seed_points: list[Point] = []
+    for family in families:
+        seed_points += points.get(family, {}).get(seed, [])
+    return seed_points
 
 
 def aggregate(frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str], baseline: str | None) -> pd.DataFrame:
-    """A row per group: the interquartile mean over seeds and tasks (a metric each), and P(better than the baseline)."""
+    """One row per group: the interquartile mean over seeds and tasks (each metric is a task), and P(better than the
+    baseline). Raises :class:`UserError` for an unknown baseline."""
     import pandas as pd
 
     rng = generator()
     scores: dict[tuple[str, ...], dict[str, list[float]]] = {}
     for keys, members in groups_of(frame, groups):
-        finite = {name: by_seed(members, name) for name in metrics}
-        if any(finite.values()):
-            scores[keys] = {name: values for name, values in finite.items() if values}
-    labels = {", ".join(keys): keys for keys in scores}
-    if baseline is not None and baseline not in labels:
-        raise bad_value("--baseline", baseline, list(labels))
+        values_by_task = {}
+        for name in metrics:
+            values = by_seed(members, name)
+            # A task that no run of the group measured does not count against it.
+            if values:
+                values_by_task[name] = values
+        if values_by_task:
+            scores[keys] = values_by_task
+    keys_of_label = {", ".join(keys): keys for keys in scores}
+    if baseline is not None and baseline not in keys_of_label:
+        raise bad_value("--baseline", baseline, list(keys_of_label))
     rows = []
     for keys, tasks in scores.items():
-        mean = iqm(tasks, rng)
         row: dict[str, Any] = dict(zip(map(short, groups), keys, strict=True))
+        mean = iqm(tasks, rng)
         row |= {"iqm": mean.mean, "low": mean.low, "high": mean.high, "tasks": len(tasks), "scores": mean.n}
-        if baseline is not None and keys != labels[baseline]:
-            better = probability_of_improvement(tasks, scores[labels[baseline]], rng)
+        if baseline is not None and keys != keys_of_label[baseline]:
+            better = probability_of_improvement(tasks, scores[keys_of_label[baseline]], rng)
             row |= {"p_better": better.mean, "p_low": better.low, "p_high": better.high}
         rows.append(row)
     return pd.DataFrame(rows)

@@ -1,12 +1,13 @@
 """An export of a store: all that tables, figures and checks read, in two Parquet files without MLflow.
 
-FILE.parquet         one row a run: a runs frame, sampled completions, source of plugins
-FILE.curves.parquet  one row a point: run_id, metric, step, value, recorded
+FILE.parquet         one row per run: a runs frame, sampled completions, source of plugins
+FILE.curves.parquet  one row per point: run_id, metric, step, value, recorded
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -28,8 +29,19 @@ from kl_comedy.tracking.runs import (
 if TYPE_CHECKING:
     import pandas as pd
 
-CURVES = ("eval/*", "train/reward", "train/length", "train/truncated_share", "kl/*_reverse_*", "kl/k3_behaviour_token")
-CURVES += ("beta/*", "grad/norm", "policy/entropy*", "policy/ess", "policy/staleness")
+CURVES = (
+    "eval/*",
+    "train/reward",
+    "train/length",
+    "train/truncated_share",
+    "kl/*_reverse_*",
+    "kl/k3_behaviour_token",
+    "beta/*",
+    "grad/norm",
+    "policy/entropy*",
+    "policy/ess",
+    "policy/staleness",
+)
 """Metrics whose curves are exported by default."""
 
 LONGEST_COMPLETION = 2000
@@ -53,28 +65,39 @@ def write_export(
     import pandas as pd
 
     ids = frame["run_id"]
-    extra = {COMPLETIONS: [json.dumps([shortened(row) for row in runs.completions(run_id)]) for run_id in ids]}
+    extra: dict[str, list[str | None]] = {COMPLETIONS: []}
+    for run_id in ids:
+        rows = [shortened(row) for row in runs.completions(run_id)]
+        extra[COMPLETIONS].append(json.dumps(rows))
     if PLUGINS in frame:
         extra[PLUGIN_SOURCE] = [_plugin_source(runs, run_id) for run_id in ids.where(frame[PLUGINS].notna())]
-    names = [short(name) for name in frame if str(name).startswith("metrics.")]
-    parts = [
-        thinned(runs.history(ids, name), points).assign(metric=name)
-        for name in names
-        if any(fnmatch(name, pattern) for pattern in curves)
-    ]
-    table = pd.concat([pd.DataFrame(columns=CURVE_COLUMNS), *parts], ignore_index=True)[[*CURVE_COLUMNS]]
+    names = [short(str(name)) for name in frame if str(name).startswith("metrics.")]
+    # The empty frame gives the table its columns where no metric matches.
+    parts = [pd.DataFrame(columns=CURVE_COLUMNS)]
+    for name in names:
+        if any(fnmatch(name, pattern) for pattern in curves):
+            parts.append(thinned(runs.history(ids, name), points).assign(metric=name))
+    table = pd.concat(parts, ignore_index=True)[[*CURVE_COLUMNS]]
+    # 32 bits are enough for steps and halve those columns.
     table = table.astype({"step": "int32", "value": float, "recorded": "int32"})
     out.parent.mkdir(parents=True, exist_ok=True)
-    frame = frame.copy().assign(**extra)  # a copy is in one block
+    # The copy is in one block: assigning to a frame of hundreds of columns warns of fragmentation otherwise.
+    frame = frame.copy().assign(**extra)
     if append and out.is_file():
-        before = [pd.read_parquet(file) for file in (out, curves_file(out))]
-        rows, points_before = (each[~each["run_id"].isin(ids)] for each in before)
-        frame = pd.concat([rows, frame], ignore_index=True)
-        table = pd.concat([points_before, table], ignore_index=True)
+        frame = pd.concat([_rows_of_other_runs(out, ids), frame], ignore_index=True)
+        table = pd.concat([_rows_of_other_runs(curves_file(out), ids), table], ignore_index=True)
     frame.to_parquet(out, index=False, compression="zstd")
+    # Ids, names and steps repeat; values do not, and their bytes compress better when split.
     encoding = {"use_dictionary": [*CURVE_COLUMNS[:3], "recorded"], "column_encoding": {"value": "BYTE_STREAM_SPLIT"}}
     table.to_parquet(curves_file(out), index=False, compression="zstd", **encoding)
     return table
+
+
+def _rows_of_other_runs(file: Path, ids: pd.Series[str]) -> pd.DataFrame:
+    import pandas as pd
+
+    rows = pd.read_parquet(file)
+    return rows[~rows["run_id"].isin(ids)]
 
 
 def thinned(curves: pd.DataFrame, most: int) -> pd.DataFrame:
@@ -90,20 +113,26 @@ def thinned(curves: pd.DataFrame, most: int) -> pd.DataFrame:
     def thin(run: pd.DataFrame) -> pd.DataFrame:
         if len(run) <= most:
             return run
-        before, values = len(run) - NEVER_THINNED, run["value"].reset_index(drop=True)
-        stride = -(-before // max(most - NEVER_THINNED - 2, 1))
-        extremes = {values.idxmin(), values.idxmax()} if values.notna().any() else set()
-        return run.iloc[sorted({*range(0, before, stride), *range(before, len(run)), *extremes})]
+        values = run["value"].reset_index(drop=True)
+        # The last points stay, because rules such as mean:5 read them.
+        first_of_last = len(run) - NEVER_THINNED
+        # Two places are for the lowest and the highest point, which best and lowest read.
+        stride = math.ceil(first_of_last / max(most - NEVER_THINNED - 2, 1))
+        positions = {*range(0, first_of_last, stride), *range(first_of_last, len(run))}
+        if values.notna().any():
+            positions |= {values.idxmin(), values.idxmax()}
+        return run.iloc[sorted(positions)]
 
     return pd.concat([thin(run) for _, run in counted.groupby("run_id", sort=False)], ignore_index=True)
 
 
 def shortened(row: dict[str, Any]) -> dict[str, Any]:
     """A row of a table of completions with its long texts cut."""
-    return {
-        name: store.shorten(value, LONGEST_COMPLETION) if isinstance(value, str) else value
-        for name, value in row.items()
-    }
+    short_row = dict(row)
+    for name, value in row.items():
+        if isinstance(value, str):
+            short_row[name] = store.shorten(value, LONGEST_COMPLETION)
+    return short_row
 
 
 def _plugin_source(runs: Runs, run_id: Any) -> str | None:

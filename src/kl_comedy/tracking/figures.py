@@ -7,6 +7,7 @@ Figures are made without pyplot's global state and need no display. What makes o
 from __future__ import annotations
 
 import io
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".pdf", ".png")
-COLUMN, PAGE = 3.4, 7.0
+COLUMN = 3.4
+PAGE = 7.0
 """Inches: the widths of a column and of a page of two columns."""
 
 STYLE: dict[str, Any] = {
@@ -41,6 +43,7 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.1,
     "lines.markersize": 3.5,
     "svg.fonttype": "path",
+    # Without a salt the ids in an SVG are random, and no figure could be compared with a stored one.
     "svg.hashsalt": "kl_comedy",
     "pdf.fonttype": 42,
 }
@@ -55,12 +58,12 @@ Look = dict[str, Any]
 WITHOUT_KL: Look = {"color": "0.3", "linestyle": ":", "marker": "p"}
 
 
-def look(at: int) -> Look:
-    """Colour, marker and line style number ``at``, as matplotlib's keywords."""
+def look(number: int) -> Look:
+    """Colour, marker and line style number ``number``, as matplotlib's keywords."""
     return {
-        "color": COLOURS[at % len(COLOURS)],
-        "marker": MARKERS[at % len(MARKERS)],
-        "linestyle": LINES[at % len(LINES)],
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": LINES[number % len(LINES)],
     }
 
 
@@ -86,8 +89,12 @@ def plain_ticks(axis: Any) -> None:
 
     low, high = axis.get_view_interval()
     if axis.get_scale() == "log":
-        steps = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if high < 10 * low else (1.0, 2.0, 5.0)
-        axis.set_major_locator(LogLocator(subs=steps if high < 300 * low else (1.0,), numticks=8))
+        ticks_of_decade: tuple[float, ...] = (1.0,)
+        if high < 10 * low:
+            ticks_of_decade = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+        elif high < 300 * low:
+            ticks_of_decade = (1.0, 2.0, 5.0)
+        axis.set_major_locator(LogLocator(subs=ticks_of_decade, numticks=8))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter(NullFormatter())
 
@@ -97,12 +104,17 @@ def legend_below(figure: Figure, title: str = "", more: Sequence[Any] = ()) -> N
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            # Panels repeat the same lines.
             handles.setdefault(label, handle)
     handles |= {handle.get_label(): handle for handle in more}
+    # Inches, measured for the sizes of STYLE: a character is 0.055 wide in the title and 0.052 in an entry, a handle
+    # takes 0.5, a line is 0.155 high.
     width, height = figure.get_size_inches()
     title = "\n".join(textwrap.wrap(title, int((width - 0.1) / 0.055)))
-    columns = max(1, min(len(handles), int((width - 0.1) / (0.5 + 0.052 * max(map(len, handles))))))
-    figure.set_size_inches(width, height + 0.1 + 0.155 * (-(-len(handles) // columns) + title.count("\n") + 1))
+    widest_entry = 0.5 + 0.052 * max(len(label) for label in handles)
+    columns = max(1, min(len(handles), int((width - 0.1) / widest_entry)))
+    lines = math.ceil(len(handles) / columns) + title.count("\n") + 1
+    figure.set_size_inches(width, height + 0.1 + 0.155 * lines)
     options: dict[str, Any] = {"ncols": columns, "columnspacing": 1.2, "handlelength": 2.6, "borderpad": 0.1}
     figure.legend(
         [*handles.values()], [*handles], loc="outside lower left", title=title or None, alignment="left", **options
@@ -120,9 +132,11 @@ def svg(figure: Figure) -> str:
     """The figure as SVG, coordinates to a hundredth of a point: half the size, no visible difference."""
 
     def rounded(path: re.Match[str]) -> str:
+        # Only in paths: other attributes hold versions and ids with dots.
         return re.sub(r"-?\d+\.\d{3,}", lambda digits: f"{float(digits[0]):.2f}", path[0])
 
     out = io.StringIO()
+    # Date and Creator would make the bytes differ from run to run and version to version.
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return re.sub(r' d="[^"]*"', rounded, out.getvalue())
 
@@ -134,5 +148,6 @@ def save_figure(figure: Figure, path: Path) -> None:
     if path.suffix.lower() == ".svg":
         atomic_write(path, svg(figure))
     else:
-        date = {"CreationDate": None} if path.suffix.lower() == ".pdf" else None
-        figure.savefig(path, dpi=300, metadata=date)
+        # A PDF holds the time at which it was made unless it is told not to.
+        metadata = {"CreationDate": None} if path.suffix.lower() == ".pdf" else None
+        figure.savefig(path, dpi=300, metadata=metadata)

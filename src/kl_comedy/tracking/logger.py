@@ -1,11 +1,11 @@
-"""The logger of a run: a Lightning Logger that writes ``RUN_DIR/spool.jsonl`` and uploads it to MLflow.
+"""The logger of a run: a Lightning Logger that writes ``RUN_DIR/spool.jsonl``, which is uploaded to MLflow.
 
-    log_metrics -> spool.jsonl -> (up to the last checkpoint) -> MLflow
+    log_metrics -> Spool (spool.jsonl) -> Uploader (up to the last checkpoint) -> MLflow
 
 Metric points reach MLflow when a checkpoint has made them final (:meth:`RunLogger.commit`) or when the run has
-finished; with ``live`` every ``flush_every`` steps. Of a run that ends early what came after its last checkpoint stays
-in the spool, since a resumed run computes it again. So a resumed run continues its MLflow run with exactly one point
-per step (see :mod:`kl_comedy.tracking.spool`). A store or a disk that fails is one warning, never an error in training.
+finished; with ``live`` every ``flush_every`` steps. When a run ends early, what came after its last checkpoint stays in
+the spool, because a resumed run computes it again. So a resumed run continues its MLflow run with exactly one point per
+step (see :mod:`kl_comedy.tracking.upload`). A store or a disk that fails is one warning, never an error in training.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import json
 import logging
 import math
 import os
-import shutil
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
-from kl_comedy.io import atomic_write, sha256_file
+from kl_comedy.io import atomic_write
 from kl_comedy.redaction import redact
-from kl_comedy.tracking import spool, store
-from kl_comedy.tracking.provenance import mark_dead_runs, process_tags
-from kl_comedy.tracking.spool import Spool, SyncState
+from kl_comedy.tracking import store
+from kl_comedy.tracking.provenance import process_tags
+from kl_comedy.tracking.spool import Event, Spool, merged, unreadable_lines
+from kl_comedy.tracking.upload import SPOOL_ID, SyncState, Uploader
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import TrackingConfig
@@ -38,17 +37,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("kl_comedy.tracking")
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
-FIRST_RETRY_S, MAX_RETRY_S = 60.0, 900.0
-"""After a failure the store is left alone for a minute, then twice as long each time, up to a quarter of an hour."""
 
 
 class RunLogger(Logger):
-    """Logs the run in ``run_dir``, or with ``resume`` continues it. Only the first process has one; the others take a
-    :class:`NullLogger`.
+    """Logs the run in ``run_dir``, or with ``resume`` continues it. Only the run's first process has one; the others
+    take a :class:`NullLogger`.
 
     ``params`` is the flattened config. On resume everything logged beyond ``resume_step`` (None: everything) is
-    dropped, because it will be computed again. Without ``resume`` an earlier spool in the folder is renamed. ``live``:
-    upload before checkpoints make points final; for runs without checkpoints. Raises
+    dropped, because it will be computed again. Without ``resume`` an earlier spool in the folder is renamed. ``live``
+    uploads before checkpoints make points final; it is for runs without checkpoints. Raises
     :class:`~kl_comedy.errors.UserError` for a ``tracking.uri`` that MLflow cannot use.
     """
 
@@ -65,29 +62,32 @@ class RunLogger(Logger):
         live: bool = False,
     ) -> None:
         super().__init__()
-        self._config, self._live, self._uri = config, live, store.check_uri(config.uri)
+        self._config = config
+        self._live = live
+        uri = store.check_uri(config.uri)
         self._spool = Spool(run_dir)
-        self._state = SyncState(uri=self._uri, experiment=config.experiment, run_name=run_name)
-        self._client: Any = None
-        self._committed = -math.inf
+        self._uploader = Uploader(self._spool, SyncState(uri=uri, experiment=config.experiment, run_name=run_name))
         self._steps_since_flush: set[int] = set()
         self._params: dict[str, str] = {}
-        self._logged_already: set[tuple[int | None, str]] = set()
-        self._retry_at, self._retry_s = 0.0, FIRST_RETRY_S
-        self._warned: set[str] = set()
+        self._logged_before_resume: set[tuple[int, str]] = set()
+        self._disk_failed = False
         self._finished = False
         if resume and self._spool.path.exists():
             start_tags = self._resume(resume_step, store.param_texts(params))
         else:
-            start_tags = {spool.SPOOL_ID: uuid.uuid4().hex}
-            self._rename_earlier_spool()
-        self._state.save(self._spool.run_dir)
+            start_tags = {SPOOL_ID: uuid.uuid4().hex}
+            renamed_spool = self._spool.rename_earlier()
+            if renamed_spool is not None:
+                folder = self._spool.run_dir
+                log.warning("%s contains an earlier run; its spool is now %s", folder, renamed_spool.name)
+        self._uploader.state.save(self._spool.run_dir)
         self.log_hyperparams(params)
         self.set_tags({**config.tags, **tags, **start_tags, **process_tags()})
         self._append("status", {"status": "RUNNING", "reason": None})
-        if self._uri == store.NO_STORE:
+        if self._uploader.to_files_only:
             log.info("tracking to files only: %s", self._spool.path)
-        self._push()
+        # The MLflow run exists from the start, so that a run that is still in its first updates can be found.
+        self._uploader.push()
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ class RunLogger(Logger):
     @property
     def version(self) -> str:
         """The name of the run."""
-        return self._state.run_name
+        return self._uploader.state.run_name
 
     @property
     def save_dir(self) -> str:
@@ -106,15 +106,22 @@ class RunLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run; None before it exists, and where the store was a file that is gone."""
-        file = store.sqlite_file(self._state.uri)
-        return self._state.run_id if file is None or file.exists() else None
+        """The MLflow run; None before it exists, and when the store was a file that is gone."""
+        state = self._uploader.state
+        file = store.sqlite_file(state.uri)
+        if file is not None and not file.exists():
+            return None
+        return state.run_id
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record metric values of optimizer update ``step``. NaN and infinities are recorded as such."""
         step = step or 0
-        values = {store.clean_name(name): float(value) for name, value in metrics.items()}
-        values = {name: value for name, value in values.items() if (step, name) not in self._logged_already}
+        values = {}
+        for name, value in metrics.items():
+            clean_name = store.clean_name(name)
+            # A resumed run may evaluate the checkpoint's own step again; MLflow would show both points.
+            if (step, clean_name) not in self._logged_before_resume:
+                values[clean_name] = float(value)
         if values:
             self._append("metrics", values, step)
         self._steps_since_flush.add(step)
@@ -122,55 +129,46 @@ class RunLogger(Logger):
             self._flush()
 
     def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace, *args: Any, **kwargs: Any) -> None:
-        """Record params as texts; of one that has a value already the first stays: MLflow allows no other."""
-        texts = store.param_texts(vars(params) if isinstance(params, argparse.Namespace) else params)
+        """Record params as texts. A param that has a value already keeps it, because MLflow allows no other."""
+        if isinstance(params, argparse.Namespace):
+            params = vars(params)
+        texts = store.param_texts(params)
         self._append("params", {key: text for key, text in texts.items() if key not in self._params})
         self._params = {**texts, **self._params}
-        if any(len(text) > store.PARAM_VALUE_LIMIT for text in texts.values()):
-            atomic_write(self._spool.run_dir / "params.json", json.dumps(texts, indent=1) + "\n")
-            self.log_artifact(self._spool.run_dir / "params.json")
+        longest = max((len(text) for text in texts.values()), default=0)
+        if longest > store.PARAM_VALUE_LIMIT:
+            # MLflow gets these texts shortened, so the whole ones go along as a file.
+            file = self._spool.run_dir / "params.json"
+            atomic_write(file, json.dumps(texts, indent=1) + "\n")
+            self.log_artifact(file)
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Record rows (sampled completions, ...) as the JSON artifact ``tables/<name>/<step>.json``."""
-        folder = f"tables/{store.clean_path(name)}"
-        path, content = f"{folder}/{step}.json", json.dumps(spool.json_safe(list(rows)), allow_nan=False, indent=1)
         with self._warn_on_disk_failure():
-            file = self._spool.run_dir / path
-            atomic_write(file, content + "\n")
-            self._spool.append(
-                "table", {"name": name, "path": path, "folder": folder, "sha256": sha256_file(file)}, step
-            )
+            self._spool.add_table(name, rows, step)
 
     def log_artifact(self, path: Path | str, folder: str = "") -> None:
         """Record a file or directory of the run; it is read when it is uploaded, so leave it in place.
 
         One outside the run's folder is copied into its folder ``files``.
         """
-        file, root = Path(path).absolute(), self._spool.run_dir.absolute()
         with self._warn_on_disk_failure():
-            if not file.is_relative_to(root):
-                copy = root / "files" / store.clean_path(file.name)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                if file.is_dir():
-                    shutil.copytree(file, copy, dirs_exist_ok=True)
-                elif file.exists():
-                    shutil.copy(file, copy)
-                file = copy
-            digest = {"sha256": sha256_file(file)} if file.is_file() else {}
-            self._spool.append("artifact", {"path": str(file.relative_to(root)), "folder": folder, **digest})
+            self._spool.add_artifact(path, folder)
 
     def set_tags(self, tags: Mapping[str, str | None]) -> None:
         """Set tags (None: delete); uploaded with the next flush."""
-        texts = {key: None if value is None else redact(str(value), key) for key, value in tags.items()}
-        self._append("tags", {store.clean_name(key): text for key, text in texts.items()})
+        texts: dict[str, str | None] = {}
+        for key, value in tags.items():
+            texts[store.clean_name(key)] = None if value is None else redact(str(value), key)
+        self._append("tags", texts)
 
     def commit(self, step: int) -> None:
         """Declare that a checkpoint holds everything up to ``step``: those points are final and go to MLflow."""
-        self._committed = max(step, self._committed)
+        self._uploader.committed_step = max(step, self._uploader.committed_step)
         self._flush()
 
     def save(self) -> None:
-        """Make what was logged survive a power cut."""
+        """Make what was logged survive a power failure."""
         with self._warn_on_disk_failure():
             self._spool.flush()
 
@@ -179,146 +177,137 @@ class RunLogger(Logger):
         self.save()
 
     def finish(self, status: str = "FINISHED", reason: str | None = None) -> None:
-        """End the run: ``FINISHED``, ``FAILED`` or ``KILLED``, with the reason as tag ``failure.reason``.
+        """End the run as ``FINISHED``, ``FAILED`` or ``KILLED``, with the reason as tag ``failure.reason``.
 
-        Sends everything, but of a run that may be resumed from a checkpoint what that holds.
+        Everything is uploaded, except after the last checkpoint of a run that may be resumed. Raises ValueError for
+        another status.
         """
         if status not in STATUSES:
             raise ValueError(f"status {status!r}; allowed: {', '.join(STATUSES)}")
         if self._finished:
             return
         self._finished = True
-        reason = None if reason is None else redact(reason)
+        if reason is not None:
+            reason = redact(reason)
         if reason:
             self.set_tags({"failure.reason": reason})
         self._append("status", {"status": status, "reason": reason})
-        resumable = status != "FINISHED" and not self._live and self._committed > -math.inf
+        has_checkpoint = self._uploader.committed_step > -math.inf
+        resumable = status != "FINISHED" and has_checkpoint and not self._live
         if resumable:
-            self._say_what_stays()
+            self._warn_of_points_not_uploaded()
         else:
-            self._committed = math.inf
-        self._push()
+            self._uploader.committed_step = math.inf
+        self._uploader.push()
         with self._warn_on_disk_failure():
             self._spool.close()
 
-    def _say_what_stays(self) -> None:
-        """MLflow cannot delete a point: a resumed run that had sent these would need a new MLflow run."""
-        steps = sorted({event.step or 0 for event in self._spool.read() if event.is_after(self._committed)})
-        if steps and self._uri != store.NO_STORE:
-            log.warning(
-                "points after the checkpoint of update %.0f (to update %s) are in %s alone; a resumed run computes "
-                "them again, and kl-comedy results sync %s uploads them",
-                *(self._committed, steps[-1], self._spool.path, os.path.relpath(self._spool.run_dir)),
-            )
+    def _warn_of_points_not_uploaded(self) -> None:
+        # MLflow cannot delete a point: a resumed run whose MLflow run had these points would need a new MLflow run.
+        committed_step = self._uploader.committed_step
+        steps = [event.step or 0 for event in self._spool.read() if event.is_after(committed_step)]
+        if not steps or self._uploader.to_files_only:
+            return
+        log.warning(
+            "points after the checkpoint of update %.0f (to update %s) are in %s alone; a resumed run computes them "
+            "again, and kl-comedy results sync %s uploads them",
+            committed_step,
+            max(steps),
+            self._spool.path,
+            os.path.relpath(self._spool.run_dir),
+        )
 
     def _resume(self, step: int | None, params: Mapping[str, str]) -> dict[str, str | None]:
-        """Drop what comes after ``step`` from the spool and take over the rest. Returns the tags of a resume.
-
-        Where points beyond ``step`` may already be in MLflow, a new MLflow run takes the place of the old one.
-        """
+        """Drop what comes after ``step`` from the spool and take over the rest. Returns the tags of a resume."""
         last_step = -math.inf if step is None else step
-        unchanged = self._spool.truncate_after(last_step)
-        self._warn_of_damage(step)
-        state = SyncState.load(self._spool.run_dir)
-        replaced: dict[str, str | None] = {}
-        if state is not None and state.same_place(self._state):
-            if state.run_id is not None and state.mirrored_step is not None and state.mirrored_step > last_step:
-                message = "MLflow run %s holds points beyond step %s; a new run takes its place, filled from the spool"
-                log.warning(message, state.run_id, step or 0)
-                self._state = replace(self._state, replaced=(*state.replaced, state.run_id))
-                replaced = {"resume.replaces": state.run_id}
-            else:
-                self._state = replace(state, run_name=self.version, offset=min(state.offset, unchanged))
+        unchanged_bytes = self._spool.truncate_after(last_step)
         events = self._spool.read()
-        self._params = spool.merged(events, "params")
-        resumes = sum(event.kind == "tags" and "resume.count" in event.data for event in events)
-        tags = {"resume.count": str(resumes + 1), "resume.step": str(step), "failure.reason": None, **replaced}
-        before = {**params, **self._params}
-        if changed := [f"{key}: {before[key]} -> {text}" for key, text in params.items() if before[key] != text]:
-            tags["resume.params_changed"] = "; ".join(changed)
+        self._warn_of_damage(events, step)
+        replaced_run = self._take_over_state(last_step, unchanged_bytes)
+        self._params = merged(events, "params")
         if step is not None:
-            self._committed = step
-            points = [event for event in events if event.kind == "metrics" and event.step == step]
-            self._logged_already = {(step, name) for event in points for name in event.data}
+            self._uploader.committed_step = step
+            for event in events:
+                if event.kind == "metrics" and event.step == step:
+                    self._logged_before_resume.update((step, name) for name in event.data)
+
+        earlier_resumes = sum(event.kind == "tags" and "resume.count" in event.data for event in events)
+        tags: dict[str, str | None] = {
+            "resume.count": str(earlier_resumes + 1),
+            "resume.step": str(step),
+            "failure.reason": None,
+        }
+        if replaced_run is not None:
+            tags["resume.replaces"] = replaced_run
+        changed_params = []
+        for key, text in params.items():
+            first_text = self._params.get(key, text)
+            if first_text != text:
+                changed_params.append(f"{key}: {first_text} -> {text}")
+        if changed_params:
+            tags["resume.params_changed"] = "; ".join(changed_params)
         return tags
 
-    def _warn_of_damage(self, step: int | None) -> None:
-        """Say what of the record up to ``step`` cannot be read any more."""
-        events = self._spool.read()
-        if lost := spool.lost_lines(events):
-            log.warning("%s is damaged: %s lines cannot be read and are left out", self._spool.path, lost)
-        last = max((event.step or 0 for event in events if event.kind == "metrics"), default=0)
-        if last < (step or 0):
-            log.warning("%s ends at update %s: the points up to update %s are lost", self._spool.path, last, step)
+    def _take_over_state(self, last_step: float, unchanged_bytes: int) -> str | None:
+        """Continue the stored upload. Returns the MLflow run that a new one replaces, None where it is continued.
 
-    def _rename_earlier_spool(self) -> None:
-        """An earlier run's spool and state in this folder get another name."""
-        folder, path = self._spool.run_dir, self._spool.path
-        if path.exists():
-            number = 1 + len(list(folder.glob("spool.*.jsonl")))
-            for file in filter(Path.exists, (path, folder / "tracking.json")):
-                file.rename(file.with_name(f"{file.stem}.{number}{file.suffix}"))
-            log.warning("%s contains an earlier run; its spool is now spool.%s.jsonl", folder, number)
+        An MLflow run that may hold points beyond ``last_step`` is replaced, because MLflow cannot delete points.
+        """
+        new_state = self._uploader.state
+        saved = SyncState.load(self._spool.run_dir)
+        if saved is None or not saved.same_place(new_state):
+            return None
+        if saved.run_id is not None and saved.is_ahead_of(last_step):
+            log.warning(
+                "MLflow run %s holds points beyond step %.0f; a new run takes its place, filled from the spool",
+                saved.run_id,
+                max(last_step, 0),
+            )
+            self._uploader.state = replace(new_state, replaced=(*saved.replaced, saved.run_id))
+            return saved.run_id
+        # What truncation removed may have been uploaded: beyond the unchanged bytes the offset has no meaning.
+        offset = min(saved.offset, unchanged_bytes)
+        self._uploader.state = replace(saved, run_name=new_state.run_name, offset=offset)
+        return None
+
+    def _warn_of_damage(self, events: Sequence[Event], step: int | None) -> None:
+        """Say what of the record up to ``step`` cannot be read any more."""
+        unreadable = unreadable_lines(events)
+        if unreadable:
+            log.warning("%s is damaged: %s lines cannot be read and are left out", self._spool.path, unreadable)
+        last_step = max((event.step or 0 for event in events if event.kind == "metrics"), default=0)
+        if last_step < (step or 0):
+            log.warning("%s ends at update %s: the points up to update %s are lost", self._spool.path, last_step, step)
 
     def _append(self, kind: str, data: Mapping[str, Any], step: int | None = None) -> None:
         with self._warn_on_disk_failure():
             self._spool.append(kind, data, step)
 
     def _flush(self) -> None:
+        # First to the disk: MLflow must not hold a point that a power failure can take from the spool.
         self.save()
         if self._live:
-            self._committed = max(self._steps_since_flush | {self._committed})
+            self._uploader.committed_step = max(self._steps_since_flush | {self._uploader.committed_step})
         self._steps_since_flush.clear()
-        if time.monotonic() >= self._retry_at:
-            self._push()
-
-    def _push(self) -> None:
-        """Upload up to the committed step. Where the store fails, warn once and leave it alone for a while."""
-        if self._uri == store.NO_STORE:
-            return
-        try:
-            first_time = self._client is None
-            self._client = self._client or store.connect(self._uri)
-            result = spool.push(self._client, self._spool, self._state, self._uri, up_to=self._committed)
-            self._state = result.state
-            if first_time:
-                mark_dead_runs(self._client, self._config.experiment)
-        except Exception as error:
-            self._retry_at = time.monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-            no_mlflow = isinstance(error, ImportError)
-            problem = "mlflow is not installed" if no_mlflow else f"MLflow at {self._state.uri} fails"
-            self._warn(
-                "mlflow",
-                f"{problem} ({store.first_line(error)}); the run continues and is recorded in {self._spool.path}; "
-                f"upload it with: kl-comedy results sync {os.path.relpath(self._spool.run_dir)}",
-            )
-            return
-        if result.left_out:
-            self._warn("files", f"not uploaded: {', '.join(result.left_out)}")
-        if "mlflow" in self._warned:
-            self._warned.discard("mlflow")
-            self._retry_s = FIRST_RETRY_S
-            log.warning("MLflow at %s answers again; what was spooled has been uploaded", self._state.uri)
+        self._uploader.push_when_due()
 
     @contextlib.contextmanager
     def _warn_on_disk_failure(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            message = f"cannot write in {self._spool.run_dir}: {store.first_line(error)}; training continues untracked"
-            self._warn("disk", message)
-
-    def _warn(self, topic: str, message: str) -> None:
-        if topic not in self._warned:
-            self._warned.add(topic)
-            log.warning(message)
+            if not self._disk_failed:
+                self._disk_failed = True
+                problem = f"cannot write in {self._spool.run_dir}: {store.first_line(error)}"
+                log.warning("%s; training continues untracked", problem)
 
 
 class NullLogger(Logger):
     """The logger of processes other than the first: accepts every call of :class:`RunLogger` and does nothing."""
 
-    name = version = run_id = None
+    name = None
+    version = None
+    run_id = None
 
     def _ignore(self, *args: Any, **kwargs: Any) -> None: ...
 

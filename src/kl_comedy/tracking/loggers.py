@@ -58,9 +58,11 @@ def wandb(
             super().finalize(status)
             self.experiment.finish(exit_code=0 if status == "success" else 1)
 
-    earlier = sorted(folder.glob("wandb/*run-*-*"))  # a resumed run continues its W&B run
-    again = {"id": earlier[-1].name.rpartition("-")[2], "resume": "allow"} if earlier else {}
-    options = {"project": project, "entity": entity, "group": group, "offline": offline, **again}
+    options: dict[str, Any] = {"project": project, "entity": entity, "group": group, "offline": offline}
+    earlier_folders = sorted(folder.glob("wandb/*run-*-*"))
+    if earlier_folders:
+        # A resumed run continues its W&B run, whose id ends the name of its folder.
+        options |= {"id": earlier_folders[-1].name.rpartition("-")[2], "resume": "allow"}
     return Closing(save_dir=folder, name=name, **options)
 
 
@@ -70,9 +72,11 @@ def check_loggers(configs: Sequence[LoggerConfig]) -> None:
         key = f"tracking.loggers.{position}"
         entry = LOGGERS.get(config.name, key=f"{key}.name")
         try:
+            # Before training: a wrong option would otherwise be found when the model is loaded.
             inspect.signature(entry.fn).bind(Path(), "", **config.options)
         except TypeError as error:
             raise bad_value(f"{key}.options", config.options, f"the options of {config.name}", str(error)) from None
+        # Any one of the packages is enough.
         packages = entry.facts.get("needs", ())
         if packages and not any(map(importlib.util.find_spec, packages)):
             missing = f"{config.name} needs a package that is not installed: pip install {packages[0]}"

@@ -8,8 +8,11 @@ from __future__ import annotations
 import re
 import textwrap
 
-PER_TOKEN, PER_COMPLETION = "nats/token", "nats/completion"
-SHARE, SHARE_OF_TOKENS, SHARE_OF_COMPLETIONS = "share", "share of tokens", "share of completions"
+PER_TOKEN = "nats/token"
+PER_COMPLETION = "nats/completion"
+SHARE = "share"
+SHARE_OF_TOKENS = "share of tokens"
+SHARE_OF_COMPLETIONS = "share of completions"
 
 LABELS: dict[str, tuple[str, str]] = {
     "train/reward": ("training reward", "per completion"),
@@ -114,27 +117,47 @@ LABELS: dict[str, tuple[str, str]] = {
 }
 """Name to words and unit; of several that match, the first counts."""
 
-_PATTERNS = [
-    (re.compile(re.sub(r"<(\w+)>", lambda part: f"(?P<{part[1]}>{'.+' if part[1] == 'part' else '[^/]+?'})", name)), at)
-    for name, at in LABELS.items()
-]
+_HELD_OUT = re.compile(r"eval/([^/]+)/((?:kl|kl_error|policy)/.+)")
+"""Metrics of training that an evaluation measures on its set too."""
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """``<x>`` in a name of :data:`LABELS` as a group x: one part of a name; a reward's part may have slashes."""
+
+    def group(placeholder: re.Match[str]) -> str:
+        content = ".+" if placeholder[1] == "part" else "[^/]+?"
+        return f"(?P<{placeholder[1]}>{content})"
+
+    return re.compile(re.sub(r"<(\w+)>", group, name))
+
+
+_PATTERNS = [(_pattern(name), words, unit) for name, (words, unit) in LABELS.items()]
 
 
 def metric_label(metric: str) -> tuple[str, str]:
-    """The words and the unit of a metric; of one that we do not know, its name without underscores, and no unit.
+    """The words and the unit of a metric; an unknown one has its name without underscores, and no unit.
 
     >>> metric_label("eval/heldout/kl/exact_reverse_sequence"), metric_label("my/own_metric")
     (('held-out exact KL(π‖ref)', 'nats/completion'), ('my: own metric', ''))
     """
-    held_out = re.fullmatch(r"eval/([^/]+)/((?:kl|kl_error|policy)/.+)", metric)
-    for pattern, (words, unit) in _PATTERNS:
-        if match := pattern.fullmatch(held_out[2] if held_out else metric):
-            for name, text in match.groupdict().items():
-                shown = "completion" if (name, text) == ("level", "sequence") else text.replace("_", " ")
-                words, unit = words.replace(f"<{name}>", shown), unit.replace(f"<{name}>", shown)
-            of = held_out[1] if held_out else match.groupdict().get("set")
-            place = "" if of is None else "held-out {}" if of == "heldout" else f"{{}} on {of.replace('_', ' ')}"
-            return (place or "{}").format(words), unit
+    held_out = _HELD_OUT.fullmatch(metric)
+    name = held_out[2] if held_out else metric
+    for pattern, words, unit in _PATTERNS:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        for placeholder, text in match.groupdict().items():
+            # A sum over a completion is called "sequence" in names and "completion" in words.
+            is_sequence = placeholder == "level" and text == "sequence"
+            shown = "completion" if is_sequence else text.replace("_", " ")
+            words = words.replace(f"<{placeholder}>", shown)
+            unit = unit.replace(f"<{placeholder}>", shown)
+        eval_set = held_out[1] if held_out else match.groupdict().get("set")
+        if eval_set == "heldout":
+            words = f"held-out {words}"
+        elif eval_set is not None:
+            words = f"{words} on {eval_set.replace('_', ' ')}"
+        return words, unit
     return metric.replace("_", " ").replace("/", ": "), ""
 
 
@@ -145,8 +168,11 @@ def axis_label(metric: str, width: int = 34) -> str:
     ('training reward (per completion)', 'training reward\\n(per completion)')
     """
     words, unit = metric_label(metric)
+    # A metric's name in one piece is longer than the axis sometimes, but can still be searched for.
     lines = textwrap.wrap(words, width, break_long_words=False)
     if not unit:
         return "\n".join(lines)
-    joint = " " if len(lines) == 1 and len(words) + len(unit) + 3 <= width else "\n"
-    return "\n".join(lines) + f"{joint}({unit})"
+    # 3: the space and the brackets.
+    fits_one_line = len(lines) == 1 and len(words) + len(unit) + 3 <= width
+    separator = " " if fits_one_line else "\n"
+    return "\n".join(lines) + f"{separator}({unit})"

@@ -2,8 +2,8 @@
 
     <!-- kl-comedy results table --group kl.label --metric eval/heldout/reward --uri export.parquet -->
 
-above a table: it is made from an export. The path after ``--uri`` is relative to the page; without it the export is
-``export.parquet`` beside the page.
+above a table: the table is made from an export. The path after ``--uri`` is relative to the page; without it the export
+is ``export.parquet`` beside the page.
 
     <!-- python research/scripts/stored_tables.py values -->
 
@@ -29,20 +29,35 @@ from typing import Any, NamedTuple
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.tracking.runs import NoCurves, open_runs
+from kl_comedy.tracking.verify import listed
 
-MADE_BY = ("table", "compare", "aggregate")
+TABLE_COMMANDS = ("table", "compare", "aggregate")
 """Commands of ``kl-comedy results`` that print tables."""
+
+FORBIDDEN_OPTIONS = ("--out", "--uri", "--format")
+"""Options that a page's command may not have, because the check sets them (``--uri`` is taken out before)."""
 
 VERDICTS = ("changed", "failed", "unchecked", "no command", "same")
 MOST_SHOWN = 3
+"""The reason of a verdict lists at most this many differences."""
+
 SCRIPT_LIMIT_S = 300.0
-_ABOVE = re.compile(r"<!-- (kl-comedy results .*|unchecked: \S+) -->")
-_SCRIPT = re.compile(r"<!-- (python (?:-m )?\S.*) -->")
+
+_COMMAND_COMMENT = re.compile(r"<!-- (kl-comedy results .*|unchecked: \S+) -->")
+_SCRIPT_COMMENT = re.compile(r"<!-- (python (?:-m )?\S.*) -->")
+_RULE_LINE = re.compile(r"[|: -]+")
+_CELL_BORDER = re.compile(r"(?<!\\)\|")
+
+Recompute = Callable[[Sequence[str], Path], str]
+"""Runs the words after ``kl-comedy results`` on an export and returns Markdown."""
 
 
 class MarkdownTable(NamedTuple):
-    """Where a table begins (line, from 1), the command or reason in the comment above it (or empty), its rows of cells,
-    and its place among the tables of that comment."""
+    """A table of a page.
+
+    ``line`` is where it begins, from 1; ``command`` the command or reason in the comment above it, or empty; ``place``
+    its place among the tables of that comment.
+    """
 
     line: int
     command: str
@@ -57,119 +72,176 @@ def markdown_tables(text: str) -> list[MarkdownTable]:
     >>> markdown_tables("<!-- kl-comedy results table -->\\n\\n| a | b |\\n|---|---:|\\n| 1 | 2 |")[0].rows
     [['1', '2']]
     """
-    tables, block, above, script, place = list[MarkdownTable](), list[str](), "", "", 0
+    tables: list[MarkdownTable] = []
+    block: list[str] = []
+    line_above = ""
+    script = ""
+    tables_of_script = 0
+    # The empty line at the end closes a table that is the last thing on the page.
     for number, line in enumerate([*text.splitlines(), ""], start=1):
         if line.startswith("|"):
             block.append(line)
             continue
-        if len(block) > 1 and re.fullmatch(r"[|: -]+", block[1]):
-            own = _ABOVE.fullmatch(above.strip())
-            header, _, *rows = ([cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in block)
-            command, at = (own[1], 0) if own else (script, place)
-            tables.append(MarkdownTable(number - len(block), command, header, rows, at))
-            place += own is None
-        if match := _SCRIPT.fullmatch(line.strip()):
-            script, place = match[1], 0
-        block, above = [], line if line.strip() or block else above
+        if len(block) > 1 and _RULE_LINE.fullmatch(block[1]):
+            header = _cells(block[0])
+            rows = [_cells(row) for row in block[2:]]
+            own_command = _COMMAND_COMMENT.fullmatch(line_above.strip())
+            if own_command:
+                tables.append(MarkdownTable(number - len(block), own_command[1], header, rows))
+            else:
+                tables.append(MarkdownTable(number - len(block), script, header, rows, tables_of_script))
+                tables_of_script += 1
+        script_comment = _SCRIPT_COMMENT.fullmatch(line.strip())
+        if script_comment:
+            script = script_comment[1]
+            tables_of_script = 0
+        # Empty lines may stand between a comment and its table, but a comment belongs to one table only.
+        if line.strip() or block:
+            line_above = line
+        block = []
     return tables
 
 
-def verify_pages(path: Path, recompute: Callable[[Sequence[str], Path], str]) -> list[dict[str, Any]]:
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in _CELL_BORDER.split(row)[1:-1]]
+
+
+def verify_pages(path: Path, recompute: Recompute) -> list[dict[str, Any]]:
     """A row for each table of the page ``path``, or of the pages of a folder and of the README.md beside it.
 
-    ``recompute`` runs the words after ``kl-comedy results`` on an export and returns Markdown. ``verdict``: ``same``,
-    ``changed`` (``why`` says where), ``failed`` (its command fails), ``unchecked`` (``why``: the page's word; no
-    export; one that lacks the curves) or ``no command``. ``cells`` counts those compared; ``unchecked`` names columns
-    that the export cannot give. Raises :class:`UserError` where there is no page.
+    ``verdict``: ``same``, ``changed`` (``why`` says where), ``failed`` (its command fails), ``unchecked`` (``why``: the
+    page's word; no export; one that lacks the curves) or ``no command``. ``cells`` counts those compared;
+    ``unchecked`` names columns that the export cannot give. Raises :class:`UserError` where there is no page.
     """
-    pages = sorted(path.rglob("*.md")) if path.is_dir() else [path]
-    beside = path.absolute().parent / "README.md"
-    if path.is_dir() and beside.is_file():
-        pages.append(beside)
-    if not pages or not pages[0].is_file():
-        raise UserError(f"{path}: no such page, or a folder without any")
     verdicts = []
-    for page in pages:
+    for page in _pages(path):
         for table in markdown_tables(page.read_text(encoding="utf-8")):
-            where = f"{page}:{table.line}"
-            verdicts.append({"table": where, "verdict": "no command", "cells": 0, "unchecked": "", "why": ""})
+            name = f"{page}:{table.line}"
+            verdict = {"table": name, "verdict": "no command", "cells": 0, "unchecked": "", "why": ""}
             if table.command:
-                verdicts[-1] |= _verify_table(table, page.resolve(), recompute)
+                verdict |= _verify_table(table, page.resolve(), recompute)
+            verdicts.append(verdict)
+    # A script is run once for its tables on all pages, but again by the next call: it may have changed.
     _tables_of_script.cache_clear()
     return verdicts
 
 
-def _verify_table(table: MarkdownTable, page: Path, recompute: Callable[[Sequence[str], Path], str]) -> dict[str, Any]:
+def _pages(path: Path) -> list[Path]:
+    if not path.is_dir():
+        pages = [path]
+    else:
+        pages = sorted(path.rglob("*.md"))
+        readme = path.absolute().parent / "README.md"
+        if readme.is_file():
+            pages.append(readme)
+    if not pages or not pages[0].is_file():
+        raise UserError(f"{path}: no such page, or a folder without any")
+    return pages
+
+
+def _verify_table(table: MarkdownTable, page: Path, recompute: Recompute) -> dict[str, Any]:
     try:
         program, *words = shlex.split(table.command)
         if program == "unchecked:":
             return {"verdict": "unchecked", "why": words[0]}
         if program == "python":
-            root = next((folder for folder in page.parents if (folder / "pyproject.toml").is_file()), page.parent)
-            printed = _tables_of_script(root, tuple(words))
-            if table.place >= len(printed):
-                raise UserError(f"{table.command!r} prints {len(printed)} tables, and this is number {table.place + 1}")
-            return _compare(
-                table, printed[table.place], [name for name in table.header if name not in printed[table.place].header]
-            )
-        words, export = words[1:], page.parent / "export.parquet"
-        if "--uri" in words:
-            at = words.index("--uri")
-            export = page.parent / words[at + 1]
-            del words[at : at + 2]
-        if words[0] not in MADE_BY or any(word.startswith(("--out", "--uri", "--format")) for word in words):
-            raise UserError(f"{table.command!r} does not print a table ({', '.join(MADE_BY)})")
-        if not export.is_file():
-            return {"verdict": "unchecked", "why": f"there is no {export}"}
-        now = markdown_tables(recompute(words, export))[0]
-        lost = (
-            [] if open_runs(export).curves else ["collapsed"] * ("collapsed" in table.header)
-        )  # it needs first values
+            return _verify_by_script(table, page, tuple(words))
+        return _verify_by_command(table, page, words[1:], recompute)
     except NoCurves as error:
         return {"verdict": "unchecked", "why": str(error)}
     except (UserError, RunFailed, ValueError, IndexError) as error:
         return {"verdict": "failed", "why": str(error)}
-    return _compare(table, now, lost)
 
 
-def _compare(table: MarkdownTable, now: MarkdownTable, lost: Sequence[str]) -> dict[str, Any]:
-    """The verdict on every cell but those of the columns ``lost``; a page may leave columns out."""
-    wrong, cells = [], 0
-    if len(table.rows) != len(now.rows):
-        wrong.append(f"{len(table.rows)} rows -> {len(now.rows)}")
-    places = {name: [at for at, other in enumerate(now.header) if other == name] for name in now.header}
-    for at, name in enumerate(table.header):
-        if name in lost:
+def _verify_by_script(table: MarkdownTable, page: Path, words: tuple[str, ...]) -> dict[str, Any]:
+    """``words`` are those after ``python``."""
+    repository = page.parent
+    for folder in page.parents:
+        if (folder / "pyproject.toml").is_file():
+            repository = folder
+            break
+    printed = _tables_of_script(repository, words)
+    if table.place >= len(printed):
+        raise UserError(f"{table.command!r} prints {len(printed)} tables, and this is number {table.place + 1}")
+    current = printed[table.place]
+    # A column that the script does not print was measured, or written by hand.
+    not_printed = [name for name in table.header if name not in current.header]
+    return _compare(table, current, not_printed)
+
+
+def _verify_by_command(table: MarkdownTable, page: Path, words: list[str], recompute: Recompute) -> dict[str, Any]:
+    """``words`` are those after ``kl-comedy results``."""
+    export = page.parent / "export.parquet"
+    if "--uri" in words:
+        position = words.index("--uri")
+        export = page.parent / words[position + 1]
+        words = words[:position] + words[position + 2 :]
+    has_forbidden_option = any(word.startswith(FORBIDDEN_OPTIONS) for word in words)
+    if words[0] not in TABLE_COMMANDS or has_forbidden_option:
+        raise UserError(f"{table.command!r} does not print a table ({', '.join(TABLE_COMMANDS)})")
+    if not export.is_file():
+        return {"verdict": "unchecked", "why": f"there is no {export}"}
+    current = markdown_tables(recompute(words, export))[0]
+    not_computable = []
+    # The rule of collapse compares with the first value of a curve.
+    if "collapsed" in table.header and not open_runs(export).curves:
+        not_computable = ["collapsed"]
+    return _compare(table, current, not_computable)
+
+
+def _compare(table: MarkdownTable, current: MarkdownTable, unchecked: Sequence[str]) -> dict[str, Any]:
+    """The verdict on every cell except those of the columns ``unchecked``; a page may leave columns out."""
+    differences = []
+    compared_cells = 0
+    if len(table.rows) != len(current.rows):
+        differences.append(f"{len(table.rows)} rows -> {len(current.rows)}")
+    # Columns of one name are in the same order on both sides.
+    positions: dict[str, list[int]] = {}
+    for position, name in enumerate(current.header):
+        positions.setdefault(name, []).append(position)
+    for position, name in enumerate(table.header):
+        if name in unchecked:
             continue
-        if not places.get(name):
-            wrong.append(f"the command gives no column {name!r}")
+        if not positions.get(name):
+            differences.append(f"the command gives no column {name!r}")
             continue
-        beside = places[name].pop(0)  # columns of one name are in the same order
-        given, computed = [row[at] for row in table.rows], [row[beside] for row in now.rows]
-        cells += len(given)
-        wrong += [f"{name}: {a!r} -> {b!r}" for a, b in zip(given, computed, strict=False) if a != b]
-    more = [f"and {len(wrong) - MOST_SHOWN} more"] if len(wrong) > MOST_SHOWN else []
-    why = "; ".join(wrong[:MOST_SHOWN] + more)
-    return {"verdict": "changed" if wrong else "same", "cells": cells, "unchecked": ", ".join(lost), "why": why}
+        current_position = positions[name].pop(0)
+        compared_cells += len(table.rows)
+        # Not strict: a difference in the number of rows is reported above.
+        for row, current_row in zip(table.rows, current.rows, strict=False):
+            if row[position] != current_row[current_position]:
+                differences.append(f"{name}: {row[position]!r} -> {current_row[current_position]!r}")
+    return {
+        "verdict": "changed" if differences else "same",
+        "cells": compared_cells,
+        "unchecked": ", ".join(unchecked),
+        "why": listed(differences, MOST_SHOWN),
+    }
 
 
 @functools.cache
-def _tables_of_script(root: Path, words: tuple[str, ...]) -> list[MarkdownTable]:
-    """The tables that ``python`` with ``words`` prints, run in the repository ``root``.
+def _tables_of_script(repository: Path, words: tuple[str, ...]) -> list[MarkdownTable]:
+    """The tables that ``python`` with ``words`` prints, run in the folder ``repository``.
 
-    Raises :class:`UserError` for what is no script of the repository, and :class:`RunFailed` where it fails.
+    Raises :class:`UserError` for a script outside the repository, and :class:`RunFailed` where it fails.
     """
-    name = f"{words[1].replace('.', '/')}" if words[0] == "-m" else words[0]
-    files = [root / name / "__main__.py", root / f"{name}.py"] if words[0] == "-m" else [root / name]
-    if not any(file.is_file() and file.resolve().is_relative_to(root) for file in files):
-        raise UserError(f"{name} is no script of {root}")
+    if words[0] == "-m":
+        name = words[1].replace(".", "/")
+        files = [repository / name / "__main__.py", repository / f"{name}.py"]
+    else:
+        name = words[0]
+        files = [repository / name]
+    # A page may come from somewhere else: it runs scripts of this repository and nothing more.
+    if not any(file.is_file() and file.resolve().is_relative_to(repository) for file in files):
+        raise UserError(f"{name} is no script of {repository}")
     command = [sys.executable, *words]
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S)
+        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S)
     except subprocess.TimeoutExpired:
         raise RunFailed(f"{shlex.join(words)} took more than {SCRIPT_LIMIT_S:.0f} s") from None
-    if done.returncode:
-        raise RunFailed(f"{shlex.join(words)} fails: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+    if done.returncode != 0:
+        error_lines = done.stderr.strip().splitlines() or ["no message"]
+        raise RunFailed(f"{shlex.join(words)} fails: {error_lines[-1]}")
     return markdown_tables(done.stdout)
 
 
@@ -177,10 +249,15 @@ def summary(verdicts: Iterable[dict[str, Any]]) -> list[str]:
     """What :func:`verify_pages` compared, with what verdicts, and on which pages tables name no command."""
     rows = list(verdicts)
     counts = Counter(row["verdict"] for row in rows)
-    partly = sum(bool(row["unchecked"]) for row in rows)
     counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(VERDICTS))
     cells = sum(row["cells"] for row in rows)
-    columns = f"; in {partly} tables a column is not checked" if partly else ""
-    others = Counter(row["table"].rpartition(":")[0] for row in rows if row["verdict"] == "no command")
-    listed = [f"no command: {', '.join(f'{page} ({number})' for page, number in others.items())}"] if others else []
-    return [f"{len(rows)} tables: {counted} ({cells} cells compared){columns}", *listed]
+    line = f"{len(rows)} tables: {counted} ({cells} cells compared)"
+    partly_checked = sum(bool(row["unchecked"]) for row in rows)
+    if partly_checked:
+        line += f"; in {partly_checked} tables a column is not checked"
+    lines = [line]
+    without_command = Counter(row["table"].rpartition(":")[0] for row in rows if row["verdict"] == "no command")
+    if without_command:
+        pages = ", ".join(f"{page} ({number})" for page, number in without_command.items())
+        lines.append(f"no command: {pages}")
+    return lines

@@ -73,7 +73,11 @@ NAME = "params.name"
 SELF_EXPLANATORY = (FAMILY, LABEL, NAME, "tags.sweep")
 """Keys whose values need no name beside them."""
 
-BIAS, VARIANCE = "tags.kl.relative_bias", "tags.kl.variance"
+BIAS = "tags.kl.relative_bias"
+VARIANCE = "tags.kl.variance"
+ROW_HEIGHTS = {1: 2.5, 2: 2.5, 3: 2.3, 4: 2.0}
+"""Inches: the height of a row of panels, by the number of columns."""
+
 Looks = Mapping[str, Look]
 Panels = list[tuple[str, "pd.DataFrame"]]
 """Titles (empty: the only panel) and the runs under them."""
@@ -91,6 +95,7 @@ def panels_of(frame: pd.DataFrame, keys: Sequence[str]) -> Panels:
         return [("", frame)]
     others = [key for key in keys if key not in KL_KEYS]
     by_kl = FAMILY in frame and len(others) < len(keys)
+    # Split by KL, the runs without any would be a panel of their own, and compared with nothing.
     without_kl = frame[FAMILY] == NO_KL if by_kl else pd.Series(False, frame.index)
     shared, covered, panels = dict(groups_of(frame[without_kl], others)), set(), []
     for values, members in groups_of(frame[~without_kl], keys):
@@ -120,8 +125,15 @@ def lines_and_panels(frame: pd.DataFrame, groups: Sequence[str]) -> tuple[list[s
 
 def group_title(keys: Sequence[str], values: Sequence[str]) -> str:
     """The values of ``keys``, with the names of those keys that need them."""
-    names = ("beta " if key == BETA else "" if key in SELF_EXPLANATORY else f"{short(key)}=" for key in keys)
-    return ", ".join(f"{name}{value}" for name, value in zip(names, values, strict=True))
+    parts = []
+    for key, value in zip(keys, values, strict=True):
+        if key == BETA:
+            parts.append(f"beta {value}")
+        elif key in SELF_EXPLANATORY:
+            parts.append(value)
+        else:
+            parts.append(f"{short(key)}={value}")
+    return ", ".join(parts)
 
 
 def _no_kl(keys: Sequence[str], values: Sequence[str]) -> str:
@@ -155,6 +167,7 @@ def styles(lines: Iterable[str], families: Iterable[str] | None = None) -> dict[
     Without KL is grey and dotted.
     """
     pairs = dict(zip(lines, families or itertools.repeat(""), strict=families is not None))
+    # Without names, or with one for two lines, a look by family would be ambiguous.
     names = [family for label, family in pairs.items() if label != NO_KL]
     looks = {NO_KL: WITHOUT_KL} if NO_KL in pairs else {}
     if "" in names or len({*names}) < len(names) or len(names) > len(OTHER_LOOKS):
@@ -162,6 +175,7 @@ def styles(lines: Iterable[str], families: Iterable[str] | None = None) -> dict[
     places = {family: at for at, family in enumerate(METHODS)}
     for family in names:
         if family not in METHODS:
+            # Not hash(): it differs from process to process, and a family must look the same in every figure.
             at = zlib.crc32(family.encode())
             while OTHER_LOOKS[at % len(OTHER_LOOKS)] in places.values():
                 at += 1
@@ -198,49 +212,101 @@ def plot_curves(
     parts = panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
     smoothed = {metric: smooth_curves(values, smooth) for metric, values in points.items()}
-    bands = {
-        metric: [_bands(values, runs, lines, log=metric in log) for _, runs in parts]
-        for metric, values in smoothed.items()
-    }
-    counts: dict[str, set[int]] = {}
-    for metric, drawn in bands.items():
-        if not any(drawn):
-            why = " above 0, as --log needs," if metric in log else ""
-            raise UserError(f"--metric: no finite point{why} of {metric!r} in these {len(frame)} runs")
-        for label, curve in itertools.chain.from_iterable(curves.items() for curves in drawn):
-            counts.setdefault(label, set()).update(curve["n"])
-    looks = {label: style for label, style in _styles_of(frame, lines).items() if label in counts}
-    spans = {label: f"{min(n)}–{max(n)}" if len(n) > 1 else str(min(n)) for label, n in counts.items()}
-    same = next(iter(spans.values())) if len(set.union(*counts.values())) == 1 else ""
+    curves_of_panels: dict[str, list[dict[str, pd.DataFrame]]] = {}
+    for metric, values in smoothed.items():
+        curves_of_panels[metric] = [_bands(values, runs, lines, log=metric in log) for _, runs in parts]
+        if not any(curves_of_panels[metric]):
+            condition = " above 0, as --log needs," if metric in log else ""
+            raise UserError(f"--metric: no finite point{condition} of {metric!r} in these {len(frame)} runs")
+    seed_counts = _seed_counts(curves_of_panels)
+    looks = {label: style for label, style in _styles_of(frame, lines).items() if label in seed_counts}
+    common_count = _common_count(seed_counts)
+    names = {label: _curve_name(label, counts, common_count) for label, counts in seed_counts.items()}
+
     figure, grid = _layout(parts, len(points), share=True)
-    for row, (metric, drawn) in zip(grid, bands.items(), strict=True):
-        for axes, curves in zip(row, drawn, strict=True):
-            shade = 0.15 if len(curves) < 4 else 0.07
-            for at, (label, curve) in enumerate(curves.items()):
-                name, style = in_words(label if same else f"{label} (n={spans[label]})"), looks[label]
-                every = max(1, len(curve) // 8)
-                axes.plot(curve["step"], curve["mean"], label=name, markevery=(at % every, every), **style)
-                axes.fill_between(
-                    curve["step"], curve["low"], curve["high"], color=style["color"], alpha=shade, linewidth=0
-                )
+    for row, (metric, panel_curves) in zip(grid, curves_of_panels.items(), strict=True):
+        for axes, curves in zip(row, panel_curves, strict=True):
+            _draw_curves(axes, curves, names, looks)
             if metric in log:
                 axes.set_yscale("log")
-        # Bands that reach far beyond the runs' points, as those of two seeds do, are cut; all panels share the axis.
-        values = smoothed[metric]["value"]
-        values = values[(values.abs() < math.inf) & ((values > 0) | (metric not in log))]
-        (least, most), (low, high) = values.agg(["min", "max"]), row[0].get_ylim()
-        if metric in log:
-            row[0].set_ylim(max(low, least / 1.3, most / 10**DECADES), min(high, most * 1.3))
-            plain_ticks(row[0].yaxis)
-        else:
-            margin = 0.05 * (most - least) or 0.05 * abs(most) or 0.05
-            row[0].set_ylim(max(low, least - margin), min(high, most + margin))
+        # All panels of a metric share the axis.
+        _limit_curves(row[0], smoothed[metric]["value"], log=metric in log)
         _name_axes(row, "optimizer updates", metric)
-    middle = "mean" if not {*log} & {*points} else "geometric mean" if {*points} <= {*log} else "mean (log: geometric)"
-    title = "one run each" if same == "1" else f"{middle} and 95% interval {f'of {same}' if same else 'over'} seeds"
-    title += f"; each point: mean of a run's last {smooth}" if smooth > 1 else ""
-    legend_below(figure, title + ("; number before a term: beta" if LABEL in lines else ""))
+
+    title = _curves_title(points, log, common_count)
+    if smooth > 1:
+        title += f"; each point: mean of a run's last {smooth}"
+    if LABEL in lines:
+        title += "; number before a term: beta"
+    legend_below(figure, title)
     return figure
+
+
+def _seed_counts(curves_of_panels: Mapping[str, list[dict[str, pd.DataFrame]]]) -> dict[str, set[int]]:
+    """Label of a line to the numbers of seeds that its points have, over all metrics and panels."""
+    counts: dict[str, set[int]] = {}
+    for panel_curves in curves_of_panels.values():
+        for curves in panel_curves:
+            for label, curve in curves.items():
+                counts.setdefault(label, set()).update(curve["n"])
+    return counts
+
+
+def _common_count(seed_counts: Mapping[str, set[int]]) -> str:
+    """The number of seeds that every point of every line has; empty where they differ."""
+    all_counts = set.union(*seed_counts.values())
+    return str(min(all_counts)) if len(all_counts) == 1 else ""
+
+
+def _curve_name(label: str, counts: set[int], common_count: str) -> str:
+    """The legend's entry of a line, with its number of seeds unless the title states it for all lines."""
+    if common_count:
+        return in_words(label)
+    n = str(min(counts))
+    if len(counts) > 1:
+        n = f"{min(counts)}–{max(counts)}"
+    return in_words(f"{label} (n={n})")
+
+
+def _draw_curves(axes: Any, curves: Mapping[str, pd.DataFrame], names: Mapping[str, str], looks: Looks) -> None:
+    """Lines with their bands. Many bands over one another are paler, or they would hide the lines."""
+    shade = 0.15 if len(curves) < 4 else 0.07
+    for place, (label, curve) in enumerate(curves.items()):
+        style = looks[label]
+        # Markers of different lines at different steps, so that lines on top of one another stay visible.
+        stride = max(1, len(curve) // 8)
+        axes.plot(curve["step"], curve["mean"], label=names[label], markevery=(place % stride, stride), **style)
+        axes.fill_between(curve["step"], curve["low"], curve["high"], color=style["color"], alpha=shade, linewidth=0)
+
+
+def _limit_curves(axes: Any, values: pd.Series, *, log: bool) -> None:
+    """Cut bands that reach far beyond the runs' own points, as those of two seeds do."""
+    shown = values[values.abs() < math.inf]
+    if log:
+        shown = shown[shown > 0]
+    least, most = shown.agg(["min", "max"])
+    low, high = axes.get_ylim()
+    if log:
+        axes.set_ylim(max(low, least / 1.3, most / 10**DECADES), min(high, most * 1.3))
+        plain_ticks(axes.yaxis)
+    else:
+        margin = 0.05 * (most - least) or 0.05 * abs(most) or 0.05
+        axes.set_ylim(max(low, least - margin), min(high, most + margin))
+
+
+def _curves_title(metrics: Collection[str], log: Collection[str], common_count: str) -> str:
+    """What a line and a band are."""
+    if common_count == "1":
+        return "one run each"
+    logarithmic = [metric for metric in metrics if metric in log]
+    if not logarithmic:
+        middle = "mean"
+    elif len(logarithmic) == len(metrics):
+        middle = "geometric mean"
+    else:
+        middle = "mean (log: geometric)"
+    seeds = f"of {common_count} seeds" if common_count else "over seeds"
+    return f"{middle} and 95% interval {seeds}"
 
 
 def smooth_curves(points: pd.DataFrame, last: int) -> pd.DataFrame:
@@ -289,6 +355,7 @@ def frontier(
     lines = [key for key in groups if key not in panels]
     looks = _styles_of(frame, lines)
     betas = sorted({*frame.loc[frame[FAMILY] != NO_KL, BETA]}, key=sort_key) if FAMILY in frame else []
+    # Points: from just above a line's width to as large as marks can be without hiding each other.
     sizes = {beta: 3.0 + 3.5 * (at + 1) / len(betas) for at, beta in enumerate(betas)}
     first: Panels = [("certificates", frame)] if certificates else []
     figure, grid = _layout([*first, *parts], len(metrics))
@@ -326,15 +393,18 @@ def _draw_frontier(
         style = looks[line_label(groups, keys)]
         spots: list[tuple[Interval, Interval, str, str]] = []
         for (beta,), side in groups_of(members, [BETA]):
-            placed, lost = side[side["x"].notna()], collapsed_runs(side) or 0
-            if len(placed):
-                x = (geometric_interval if log else interval)(by_seed(placed, "x"))
-                fill = "full" if not lost else "none" if lost == len(side) else "left"
-                spots.append((x, interval(by_seed(placed, "y")), beta, fill))
+            placed = side[side["x"].notna()]
+            if len(placed) == 0:
+                continue
+            kl_values = by_seed(placed, "x")
+            x = geometric_interval(kl_values) if log else interval(kl_values)
+            spots.append((x, interval(by_seed(placed, "y")), beta, _fill_style(side)))
+        # By KL and not by beta: a line that went back and forth could not be read off.
         spots.sort(key=lambda spot: spot[0].mean or 0.0)
         colour = style["color"]
         for left, right in itertools.pairwise(spots):
             ends = [left[0].mean, right[0].mean], [left[1].mean, right[1].mean]
+            # A dotted line is no frontier: reward_at_kl does not interpolate across a collapsed run.
             dash = "-" if left[3] == right[3] == "full" else ":"
             axes.plot(*ends, dash, color=colour, alpha=0.5, linewidth=0.9)
         for x, y, beta, fill in spots:
@@ -356,19 +426,31 @@ def _draw_frontier(
             axes.set_xlim(min(0.0, 1.3 * least), 1.3 * max(most, 0.1))
 
 
-def _reach(of: Interval) -> list[list[float]] | None:
+def _fill_style(runs: pd.DataFrame) -> str:
+    """Matplotlib's ``fillstyle`` of a mark: full, half where some of its runs collapsed, hollow where all did."""
+    collapsed = collapsed_runs(runs)
+    if not collapsed:
+        return "full"
+    if collapsed == len(runs):
+        return "none"
+    return "left"
+
+
+def _reach(bar: Interval) -> list[list[float]] | None:
     """The bar of an interval, below and above its mean."""
-    if of.mean is None or of.low is None or of.high is None:
+    if bar.mean is None or bar.low is None or bar.high is None:
         return None
-    return [[of.mean - of.low], [of.high - of.mean]]
+    return [[bar.mean - bar.low], [bar.high - bar.mean]]
 
 
 def _draw_certificates(axes: Any, frame: pd.DataFrame, groups: Sequence[str], looks: Looks) -> None:
     for keys, members in groups_of(frame, groups):
+        # A group has one configuration, so the certificates of its runs are the same.
         known = members[[BIAS, VARIANCE]].dropna().astype(float)[:1]
         axes.plot(known[BIAS], known[VARIANCE], **looks[line_label(groups, keys)] | {"linestyle": "none"})
     axes.set_xlabel("relative bias of the gradient\n(0: optimizes KL(π‖ref))")
     axes.set_ylabel("relative variance\nof the gradient")
+    # An exact gradient has variance 0, which a logarithmic axis cannot show.
     axes.set_yscale("symlog", linthresh=0.1)
     plain_ticks(axes.yaxis)
 
@@ -380,12 +462,14 @@ def heatmap(frame: pd.DataFrame, metrics: Sequence[str], panels: Sequence[str]) 
     rows = list(dict.fromkeys(frame[FAMILY]))
     betas = sorted({*with_kl[BETA]}, key=sort_key) or ["0"]
     parts = panels_of(frame, [key for key in panels if key not in KL_KEYS])
+    # Inches: 1.9 for the families' names and the colour bar, 0.6 for a column of cells with its text.
     columns = min(len(parts), max(1, int((PAGE - 1.9) / (0.6 * len(betas)))))
     size = max(COLUMN, min(PAGE, 2.2 + 0.62 * len(betas) * columns)), 0.45 + 0.4 * len(rows)
     figure, grid = _layout(parts, len(metrics), columns=columns, size=size)
     for line, metric in zip(grid, metrics, strict=True):
         column = f"metrics.{metric}"
         means = [_cells(runs, column, rows, betas) for _, runs in parts]
+        # All panels of a metric have one scale of colours.
         known = [value for image, _ in means for value in image.stack().dropna()]
         if not known:
             raise UserError(f"--metric: no run has a finite {metric!r}")
@@ -394,15 +478,21 @@ def heatmap(frame: pd.DataFrame, metrics: Sequence[str], panels: Sequence[str]) 
             shown = axes.imshow(image, cmap="viridis", aspect="auto", vmin=min(known), vmax=max(known))
             for (family, beta), members in runs.groupby([FAMILY, BETA]):
                 lost = collapsed_runs(members)
-                value = image.at[family, betas[0] if family == NO_KL else beta]
+                if family == NO_KL:
+                    # One text in the middle of the row, whose cells are all the same.
+                    value = image.at[family, betas[0]]
+                    column_place = (len(betas) - 1) / 2
+                else:
+                    value = image.at[family, beta]
+                    column_place = betas.index(beta)
                 text = "-" if math.isnan(value) else f"{value:.3g}"
-                text += f"\nn={numbers.get((family, beta), 0)}" if len(counts) > 1 else ""
-                text += f"\n{lost} of {len(members)}\ncollapsed" if lost else ""
-                at = (len(betas) - 1) / 2 if family == NO_KL else betas.index(beta)
-                dark = not math.isnan(value) and shown.norm(value) < 0.6
-                axes.text(
-                    at, rows.index(family), text, ha="center", va="center", fontsize=6, color="w" if dark else "k"
-                )
+                if len(counts) > 1:
+                    text += f"\nn={numbers.get((family, beta), 0)}"
+                if lost:
+                    text += f"\n{lost} of {len(members)}\ncollapsed"
+                is_dark = not math.isnan(value) and shown.norm(value) < 0.6
+                colour = "w" if is_dark else "k"
+                axes.text(column_place, rows.index(family), text, ha="center", va="center", fontsize=6, color=colour)
             names = ["\n".join(textwrap.wrap(in_words(name), 18)) for name in rows]
             axes.set_xticks(range(len(betas)), betas)
             axes.set_yticks(range(len(rows)), names)
@@ -411,7 +501,8 @@ def heatmap(frame: pd.DataFrame, metrics: Sequence[str], panels: Sequence[str]) 
             axes.label_outer(remove_inner_ticks=True)
         seeds = f"mean of {counts.pop()} seeds" if len(counts) == 1 else "mean over seeds"
         words, unit = metric_label(metric)
-        text = "\n".join(textwrap.wrap(f"{words} ({unit + ', ' if unit else ''}{seeds})", 30))
+        in_brackets = f"{unit}, {seeds}" if unit else seeds
+        text = "\n".join(textwrap.wrap(f"{words} ({in_brackets})", 30))
         figure.colorbar(shown, ax=line, label=text, aspect=30)
     return figure
 
@@ -424,6 +515,7 @@ def _cells(
     of_seeds = finite.groupby([FAMILY, BETA, seeds_of(finite).rename("seed")])[column].mean().groupby(level=[0, 1])
     image = of_seeds.mean().unstack().reindex(index=rows, columns=[*dict.fromkeys([*betas, "0"])])
     if NO_KL in rows:
+        # Runs without KL are beta 0, and their row shows the same value under every beta.
         image.loc[NO_KL] = image.at[NO_KL, "0"]
     return image[list(betas)], {(str(family), str(beta)): int(n) for (family, beta), n in of_seeds.size().items()}
 
@@ -436,15 +528,23 @@ def _layout(
     One panel: metrics in two columns. Several: those of one metric below those of another, in up to four columns, as
     fill the rows best. ``size`` is the width of the figure and the height of a row.
     """
-    alone = len(panels) == 1
-    best = min(metrics, 2) if alone else min(range(min(len(panels), 4), 1, -1), key=lambda n: -len(panels) % n)
-    columns = columns or best
-    width, height = size or (PAGE if columns > 1 else COLUMN, (2.5, 2.5, 2.3, 2.0)[columns - 1])
-    each = 1 if alone else -(-len(panels) // columns) * columns
-    rows = -(-metrics * each // columns)
+    single_panel = len(panels) == 1
+    if columns == 0 and single_panel:
+        columns = min(metrics, 2)
+    elif columns == 0:
+        # The widest of four to two columns that leaves the fewest places empty.
+        columns = min(range(min(len(panels), 4), 1, -1), key=lambda n: -len(panels) % n)
+    if size is None:
+        width = PAGE if columns > 1 else COLUMN
+        height = ROW_HEIGHTS[columns]
+    else:
+        width, height = size
+    # Places of the grid for each metric: whole rows, except that single panels share them.
+    places = 1 if single_panel else math.ceil(len(panels) / columns) * columns
+    rows = math.ceil(metrics * places / columns)
     figure = new_figure(width, height * rows)
     flat = list(figure.subplots(rows, columns, squeeze=False).flat)
-    blocks = [flat[at * each : at * each + len(panels)] for at in range(metrics)]
+    blocks = [flat[start : start + len(panels)] for start in range(0, metrics * places, places)]
     for axes in set(flat).difference(*blocks):
         axes.set_axis_off()
     for block in blocks:

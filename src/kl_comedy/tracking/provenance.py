@@ -24,14 +24,28 @@ from kl_comedy.io import atomic_write
 from kl_comedy.redaction import redact_command, redact_source
 from kl_comedy.registry import PLUGIN_FILES, PluginSet
 
-HOST, PID, START, NAMESPACE = "process.host", "process.pid", "process.start", "process.namespace"
+HOST = "process.host"
+PID = "process.pid"
+START = "process.start"
+NAMESPACE = "process.namespace"
 START_TOLERANCE_S = 5.0
 """How far two readings of one process's start may differ; a pid is not reused this fast."""
 
 PACKAGES = (
-    *("kl_comedy", "torch", "transformers", "lightning", "mlflow", "peft", "datasets", "math-verify", "omegaconf"),
-    *("numpy", "vllm", "accelerate"),
+    "kl_comedy",
+    "torch",
+    "transformers",
+    "lightning",
+    "mlflow",
+    "peft",
+    "datasets",
+    "math-verify",
+    "omegaconf",
+    "numpy",
+    "vllm",
+    "accelerate",
 )
+"""Packages whose versions are tags of a run."""
 
 SLURM = {
     "SLURM_JOB_ID": "slurm.job_id",
@@ -60,15 +74,23 @@ def process_tags() -> dict[str, str]:
 def is_dead(tags: Mapping[str, str]) -> bool | None:
     """Whether the process that ``tags`` names is gone; None where this host cannot tell (another host or container)."""
     here = process_tags()
-    if (tags.get(HOST), tags.get(NAMESPACE, "")) != (here[HOST], here[NAMESPACE]) or not tags.get(PID, "").isdigit():
+    is_same_host = tags.get(HOST) == here[HOST]
+    # The pids of another container mean other processes.
+    is_same_namespace = tags.get(NAMESPACE, "") == here[NAMESPACE]
+    if not is_same_host or not is_same_namespace or not tags.get(PID, "").isdigit():
         return None
     try:
         process = psutil.Process(int(tags[PID]))
+        # A zombie has ended; its parent has not asked for its exit code yet.
         if process.status() == psutil.STATUS_ZOMBIE:
             return True
-        return bool(tags.get(START)) and abs(process.create_time() - float(tags[START])) > START_TOLERANCE_S
+        if not tags.get(START):
+            return False
+        # A process that started at another time has the pid again.
+        return bool(abs(process.create_time() - float(tags[START])) > START_TOLERANCE_S)
     except psutil.NoSuchProcess:
         return True
+    # Not allowed to ask: a run that may be alive is not marked as dead.
     except (psutil.Error, ValueError):
         return False
 
@@ -80,6 +102,7 @@ def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
     other hosts are left alone.
     """
     ids = [item.experiment_id for item in client.search_experiments() if experiment in (None, item.name)]
+    # A quote would end the text in MLflow's filter.
     host = socket.gethostname().replace("'", "")
     where = f"attributes.status = 'RUNNING' AND tags.`{HOST}` = '{host}'"
     dead = [run for run in search_runs(client, ids, where) if is_dead(run.data.tags)]
@@ -92,11 +115,15 @@ def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
 def search_runs(client: Any, experiment_ids: list[str], where: str = "") -> list[Any]:
     """All active runs of the experiments that match MLflow's filter, through every page, newest first."""
     runs: list[Any] = []
-    token = ""
-    while experiment_ids and token is not None:
-        page = client.search_runs(experiment_ids, where, max_results=1000, page_token=token or None)
-        runs, token = [*runs, *page], page.token or None
-    return runs
+    if not experiment_ids:
+        return runs
+    token = None
+    while True:
+        page = client.search_runs(experiment_ids, where, max_results=1000, page_token=token)
+        runs += page
+        token = page.token or None
+        if token is None:
+            return runs
 
 
 def provenance_tags(repo: Path | None = None, *, plugins: PluginSet | None = None) -> dict[str, str]:
@@ -124,12 +151,14 @@ def provenance_tags(repo: Path | None = None, *, plugins: PluginSet | None = Non
             versions[f"version.{name.replace('-', '_')}"] = importlib.metadata.version(name)
     root = repo or _package_checkout()
     git = {"git.commit": "unknown", "git.dirty": "unknown"}
-    if commit := _git(root, "rev-parse", "HEAD").strip():
+    commit = _git(root, "rev-parse", "HEAD").strip()
+    if commit:
         change = _local_change(root)
         git = {"git.commit": commit, "git.dirty": str(bool(change)).lower(), "mlflow.source.git.commit": commit}
         if change:
             git["git.diff"] = hashlib.sha256(change.encode("utf-8", "replace")).hexdigest()[:12]
-    plugins = PluginSet(files=PLUGIN_FILES) if plugins is None else plugins
+    if plugins is None:
+        plugins = PluginSet(files=PLUGIN_FILES)
     code = {"code.package": _package_hash(), **plugins.tags()}
     return {**git, **code, **versions, **host, **slurm, "command": command}
 
@@ -142,9 +171,12 @@ def provenance_files(folder: Path, repo: Path | None = None) -> list[Path]:
     """
     packages = sorted({f"{item.name}=={item.version}" for item in importlib.metadata.distributions()}, key=str.lower)
     files = {folder / "packages.txt": "\n".join(packages) + "\n"}
-    if change := _local_change(repo or _package_checkout()):
-        cut = "" if len(change) <= MAX_DIFF_CHARACTERS else f"\n(cut; {len(change)} characters)\n"
-        files[folder / "code.diff"] = redact_source(change[:MAX_DIFF_CHARACTERS]) + cut
+    change = _local_change(repo or _package_checkout())
+    if change:
+        diff = redact_source(change[:MAX_DIFF_CHARACTERS])
+        if len(change) > MAX_DIFF_CHARACTERS:
+            diff += f"\n(cut; {len(change)} characters)\n"
+        files[folder / "code.diff"] = diff
     for file, text in files.items():
         atomic_write(file, text.encode("utf-8", "replace"))
     return list(files)
@@ -155,15 +187,19 @@ def _local_change(repo: Path | None) -> str:
     top = _git(repo, "rev-parse", "--show-toplevel").strip()
     if not top:
         return ""
+    # Other untracked files of a checkout, such as runs and data, do not change what the code does.
     package = "src/kl_comedy" if (Path(top) / "src" / "kl_comedy").is_dir() else "."
     untracked = _git(top, "ls-files", "--others", "--exclude-standard", "--", package).splitlines()
+    # git diff --no-index exits with 1 where files differ, and a new file always does.
     additions = [_git(top, "diff", "--no-index", "--", "/dev/null", name, code=1) for name in untracked]
     return "".join([_git(top, "diff", "HEAD"), *additions])
 
 
 def _package_hash() -> str:
     """sha256 (first 12 hex digits) of the names and contents of the files of the package."""
-    folder, digest = Path(kl_comedy.__file__ or "").parent, hashlib.sha256()
+    # Runs are compared by this hash (mixed_code): another order or separator would make all code look changed.
+    folder = Path(kl_comedy.__file__ or "").parent
+    digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts:
             digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
@@ -179,7 +215,9 @@ def _git(root: Path | str | None, *arguments: str, code: int = 0) -> str:
     """The output of a git command that exits with ``code``; empty where git or the repository is missing."""
     if root is None:
         return ""
-    command, env = ["git", "-C", str(root), *arguments], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-C", str(root), *arguments]
+    # Reading must not take the index lock, which would make somebody's commit in this checkout fail.
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S, env=env)
     except (OSError, subprocess.SubprocessError):
@@ -196,6 +234,7 @@ def _cpu_model() -> str:
 
 def _gpu_names() -> str:
     """Names of the GPUs, where torch is loaded and sees any. torch is not imported for this."""
+    # An import takes seconds, and a command that does not use torch has no GPU to name.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return "none"

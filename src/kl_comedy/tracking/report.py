@@ -31,8 +31,22 @@ TEMPLATES = Path(__file__).parent / "templates"
 CERTIFICATE = ("verdict", "target", "relative_bias", "cosine", "strength", "variance")
 TARGET = "tags.kl.target"
 PROVENANCE = (
-    *("config.", "git.", "code.", "plugins", "version.", "host.", "slurm.", "data.", "reference.", "process.host"),
-    *("sweep", "cell", "resume.", "failure.reason", "run.dir", "seed"),
+    "config.",
+    "git.",
+    "code.",
+    "plugins",
+    "version.",
+    "host.",
+    "slurm.",
+    "data.",
+    "reference.",
+    "process.host",
+    "sweep",
+    "cell",
+    "resume.",
+    "failure.reason",
+    "run.dir",
+    "seed",
 )
 """Tags with these beginnings say where a run comes from."""
 
@@ -66,6 +80,7 @@ def render_page(**page: Any) -> str:
     inline: dict[str, Any] = {}
     for name, suffix in (("style", "css"), ("script", "js")):
         text = (TEMPLATES / f"report.{suffix}").read_text(encoding="utf-8")
+        # The page's security policy admits style and script by their hashes alone.
         digest = base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
         inline |= {name: Markup(text), f"{name}_hash": f"sha256-{digest}"}
     options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined}
@@ -128,8 +143,10 @@ class Study:
         means = lines[lines["n"] > 0]
         means = means[means["n"] >= means["n"].median()]
         if len(means) > 1:
-            for word, at in (("Highest", means["mean"].idxmax()), ("Lowest", means["mean"].idxmin())):
-                line, others = means.loc[at], means.drop(index=at)
+            for word, index in (("Highest", means["mean"].idxmax()), ("Lowest", means["mean"].idxmin())):
+                line = means.loc[index]
+                others = means.drop(index=index)
+                # Two intervals that do not overlap differ for certain; overlapping ones may differ too.
                 apart = (others["high"] < line["low"]) | (others["low"] > line["high"])
                 verdict = "resolved: no other interval overlaps this one"
                 if math.isnan(line["low"]):
@@ -156,9 +173,11 @@ class Study:
         """
         groups, summary = list(self.groups), self.summary
         shown = [group for group in groups if frame[group].fillna("").nunique() > 1] or groups[-1:]
+        # KL first: it is what the study varies.
         shown = sorted(shown, key=lambda group: group not in (LABEL, FAMILY))
         lines = {keys: side.to_dict("records") for keys, side in groups_of(summary, groups) if keys in links}
         means = [mean for of_metrics in lines.values() if not math.isnan(mean := of_metrics[0]["mean"])]
+        # Without two different means there is nothing to draw a bar between.
         margin = (max(means) - min(means)) / 10 if means else 0.0
         counted = [name for name in ("failed", "collapsed") if name in summary]
         counted = [name for name in counted if name == "collapsed" or summary[name].any()]
@@ -172,7 +191,8 @@ class Study:
             cells += [Cell(text, _number(text)) for text in more]
             for line in of_metrics:
                 bar = None
-                if margin and line is first:  # from the least to the greatest mean, a tenth wider
+                if margin and line is first:
+                    # The bar's axis runs from the least to the greatest mean, a tenth wider on either side.
                     ends = [line["mean"] if math.isnan(line[end]) else line[end] for end in ("low", "mean", "high")]
                     bar = [min(max((end - min(means) + margin) / (12 * margin), 0.0), 1.0) * 100 for end in ends]
                 mean = Cell(number(line["mean"]), line["mean"], soft=bounds(line, n), bar=bar)
@@ -244,7 +264,7 @@ class Study:
             others = [key for key in varying if key not in (*KL_KEYS, NAME)]
             figure = frontier(frame, [FAMILY, *others], [short(first)], str(kl))
             reward, distance = metric_label(short(first))[0], metric_label(short(str(kl)))[0]
-            yield _picture(figure, f"{reward} against {distance}: one line a KL family, hollow where runs collapsed")
+            yield _picture(figure, f"{reward} against {distance}: one line per KL family, hollow where runs collapsed")
 
     def curves(self, metric: str) -> pd.DataFrame:
         """The curve of each run; empty where these runs come from an export without it."""
@@ -272,7 +292,10 @@ def _picture(figure: Any, alt: str) -> dict[str, str]:
 
 
 def _status(row: Mapping[Any, Any]) -> str:
-    return f"{str(row['status']).lower()}{', collapsed' if row.get('collapsed') is True else ''}"
+    status = str(row["status"]).lower()
+    if row.get("collapsed") is True:
+        status += ", collapsed"
+    return status
 
 
 def _shown(value: float) -> str:

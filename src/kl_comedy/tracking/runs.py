@@ -36,10 +36,17 @@ log = logging.getLogger("kl_comedy.tracking")
 
 RUN_COLUMNS = ("run_id", "run_name", "experiment", "status", "start_time", "duration_s", "stale")
 PREFIXES = ("params.", "tags.", "metrics.")
-LABEL, FAMILY, BETA, CODE = "tags.kl.label", "tags.kl.family", "tags.kl.betas", "tags.code"
-"""Columns: the run's KL terms in one short text, the same without betas, the betas, and commit plus change."""
+LABEL = "tags.kl.label"
+"""Column: the run's KL terms in one short text."""
+FAMILY = "tags.kl.family"
+"""Column: the label without its betas."""
+BETA = "tags.kl.betas"
+"""Column: the betas of the label."""
+CODE = "tags.code"
+"""Column: the commit and a hash of the change to it."""
 
 DERIVED = {FAMILY: LABEL, BETA: LABEL, CODE: "tags.git.commit"}
+"""Columns that no store has, with the tag that each is computed from."""
 
 NO_KL = "no KL"
 PLUGINS = "tags.plugins"
@@ -51,8 +58,15 @@ UPDATES = "train/reward"
 SQL_INFINITY = 1.7976931348623157e308
 """What MLflow's database stores in place of an infinite metric value."""
 
-ENTITIES = {"param": "params", "parameter": "params", "tag": "tags", "metric": "metrics"}
-ENTITIES |= dict.fromkeys(("attribute", "attr", "run"), "attributes")
+ENTITIES = {
+    "param": "params",
+    "parameter": "params",
+    "tag": "tags",
+    "metric": "metrics",
+    "attribute": "attributes",
+    "attr": "attributes",
+    "run": "attributes",
+}
 """MLflow's names of what a filter asks about, without a final s."""
 
 ATTRIBUTES = ("status", "start_time", "end_time", "run_id", "run_name", "user_id", "artifact_uri", "created")
@@ -71,18 +85,25 @@ _CONDITION = re.compile(
     \s*(?P<value>'[^']*'|"[^"]*"|\((?:'[^']*'|"[^"]*"|[^)'"])*\)|[+-]?[\d.][^\s]*)?\s*(?:AND\b|$)""",
     re.VERBOSE,
 )
-_COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
-_COMPARE |= {">": operator.gt, ">=": operator.ge}
+_TEXT_COMPARISONS = {"=": operator.eq, "!=": operator.ne}
+_NUMBER_COMPARISONS = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 EXPORTS = (".parquet", ".csv")
 """How the path of an export ends."""
 
-COMPLETIONS, PLUGIN_SOURCE = "completions", "plugin_source"
+COMPLETIONS = "completions"
+PLUGIN_SOURCE = "plugin_source"
 """Columns of an export beside those of a runs frame: JSON of sampled completions, and of plugins' source by name."""
 
-
 CURVE_COLUMNS = ("run_id", "metric", "step", "value", "recorded")
-"""Columns of an export's curves, one row a point. ``recorded`` is the length of the whole curve."""
+"""Columns of an export's curves, one row per point. ``recorded`` is the length of the whole curve."""
 
 NEVER_THINNED = 100
 """The last points of a curve that an export never thins."""
@@ -111,7 +132,7 @@ class Runs(Protocol):
         ...
 
     def history(self, run_ids: Iterable[str], metric: str) -> pd.DataFrame:
-        """The curve of ``metric`` in each run: columns run_id, step, value; one row a step (the last logged wins).
+        """The curve of ``metric`` in each run: columns run_id, step, value; one row per step (the last logged wins).
 
         An export has the column ``recorded`` too: how many points the curve had before it was thinned. Raises
         :class:`NoCurves` where an export lacks the metric.
@@ -136,7 +157,12 @@ def open_runs(uri: str | Path) -> Runs:
     path = Path(uri)
     if path.suffix not in EXPORTS or "://" in str(uri):
         return Store(str(uri))
-    return _read_export(path, *(file.stat().st_mtime_ns if file.is_file() else 0 for file in (path, curves_file(path))))
+    return _read_export(path, _changed_at(path), _changed_at(curves_file(path)))
+
+
+def _changed_at(file: Path) -> int:
+    """When the file was changed, in nanoseconds; 0 for a file that is not there."""
+    return file.stat().st_mtime_ns if file.is_file() else 0
 
 
 def runs_frame(
@@ -166,39 +192,44 @@ class Store:
         self, experiment: str | None = None, where: str | None = None, *, mark_dead: bool = False
     ) -> pd.DataFrame:
         """:meth:`Runs.frame`; MLflow filters."""
-        text, keys = translate(where or "")
+        mlflow_filter, columns = translate(where or "")
         client = store.open_existing(self.uri)
-        try:
-            every = {str(item.experiment_id): item.name for item in client.search_experiments()}
-        except Exception as error:
-            raise store.cannot_be_read(self.uri, error) from error
-        experiments = {key: name for key, name in every.items() if experiment in (None, name)}
-        if experiment is not None and not experiments:
-            raise bad_value("--experiment", experiment, sorted(every.values()))
+        experiments = self._experiments(client, experiment)
         if mark_dead:
             try:
                 mark_dead_runs(client, experiment)
             except Exception as error:  # a store that is only readable still answers queries
                 log.warning("could not mark dead runs as failed: %s", store.first_line(error))
         try:
-            frame = _query(client, experiments, text)
+            frame = _query(client, experiments, mlflow_filter)
         except Exception as error:
             if not where:
                 raise store.cannot_be_read(self.uri, error) from error
             problem = f"MLflow cannot read {where!r}: {store.first_line(error)}"
             raise UserError(f"--where: {problem}; {WHERE_EXAMPLE}") from error
-        if frame.empty and keys:
-            unfiltered = _query(client, experiments, "")
-            text, keys = translate(where or "", unfiltered.columns)  # a bare name that no run has as a param: a tag
-            for key in keys if len(unfiltered) else ():
-                if key in DERIVED:
-                    name, source = short(key), short(DERIVED[key])
-                    why = f"{name} is derived from {source}, and MLflow, which filters, does not have it"
-                    raise UserError(f"--where: {why}; filter by {source}, as in {source} LIKE '%...%'")
-                if not key.startswith("attributes."):
-                    resolve(unfiltered, key, "--where")
-            frame = _query(client, experiments, text)
-        return frame
+        if len(frame) > 0 or not columns:
+            return frame
+        # No run matches. A bare name was taken for a param; with the columns at hand it may turn out to be a tag, or
+        # a name that no run has, which MLflow does not report.
+        unfiltered = _query(client, experiments, "")
+        mlflow_filter, columns = translate(where or "", unfiltered.columns)
+        if len(unfiltered) > 0:
+            for column in columns:
+                _check_filter_column(unfiltered, column)
+        return _query(client, experiments, mlflow_filter)
+
+    def _experiments(self, client: Any, experiment: str | None) -> dict[str, str]:
+        """Id to name of every experiment, or of the one that is asked for."""
+        try:
+            names = {str(item.experiment_id): item.name for item in client.search_experiments()}
+        except Exception as error:
+            raise store.cannot_be_read(self.uri, error) from error
+        if experiment is None:
+            return names
+        chosen = {key: name for key, name in names.items() if name == experiment}
+        if not chosen:
+            raise bad_value("--experiment", experiment, sorted(names.values()))
+        return chosen
 
     def history(self, run_ids: Iterable[str], metric: str) -> pd.DataFrame:
         """:meth:`Runs.history`."""
@@ -209,6 +240,7 @@ class Store:
         with _garbage_collector_paused():
             for run_id in run_ids:
                 try:
+                    # By time, so that the last logged value of a step wins: a resumed run logs its first steps again.
                     points = sorted(client.get_metric_history(run_id, metric), key=lambda point: point.timestamp)
                 except Exception as error:
                     raise store.cannot_be_read(self.uri, error) from error
@@ -220,21 +252,29 @@ class Store:
         """:meth:`Runs.completions`; empty where the run's artifacts are not where the store says they are."""
         client = store.open_existing(self.uri)
 
-        def json_files(folder: str) -> list[str]:
-            items = client.list_artifacts(run_id, folder)
-            return [path for item in items for path in (json_files(item.path) if item.is_dir else [item.path])]
+        def files_below(folder: str) -> list[str]:
+            files: list[str] = []
+            for item in client.list_artifacts(run_id, folder):
+                files += files_below(item.path) if item.is_dir else [item.path]
+            return files
 
         for folder in ("tables/eval", "tables/samples"):
-            steps = {path: int(Path(path).stem) for path in json_files(folder) if re.search(r"/\d+\.json$", path)}
-            if steps:
-                with tempfile.TemporaryDirectory() as scratch:
-                    file = client.download_artifacts(run_id, max(steps, key=steps.__getitem__), scratch)
-                    try:
-                        rows = json.loads(Path(file).read_bytes())
-                    except (ValueError, RecursionError) as error:
-                        raise UserError(f"{file} of run {run_id} is no readable table ({error})") from error
-                    return [row for row in rows if isinstance(row, dict)][:most] if isinstance(rows, list) else []
+            step_of = {path: int(Path(path).stem) for path in files_below(folder) if re.search(r"/\d+\.json$", path)}
+            if step_of:
+                newest = max(step_of, key=step_of.__getitem__)
+                return self._table_rows(client, run_id, newest)[:most]
         return []
+
+    def _table_rows(self, client: Any, run_id: str, artifact: str) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as scratch:
+            file = client.download_artifacts(run_id, artifact, scratch)
+            try:
+                rows = json.loads(Path(file).read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{file} of run {run_id} is no readable table ({error})") from error
+        if not isinstance(rows, list):
+            return []
+        return [row for row in rows if isinstance(row, dict)]
 
     def config(self, run_id: str, folder: Path) -> Path:
         """:meth:`Runs.config`: the artifact that the run uploaded."""
@@ -242,8 +282,8 @@ class Store:
             client = store.open_existing(self.uri)
             return Path(client.download_artifacts(run_id, "config/config.yaml", str(folder)))
         except Exception as error:
-            reason = f"{store.first_line(error)}); runs upload it when they end"
-            raise UserError(f"run {run_id} has no config that can be fetched ({reason}") from error
+            problem = f"run {run_id} has no config that can be fetched ({store.first_line(error)})"
+            raise UserError(f"{problem}; runs upload it when they end") from error
 
     def plugins(self, run_id: str, folder: Path) -> list[Path]:
         """:meth:`Runs.plugins`."""
@@ -254,6 +294,7 @@ class Store:
         return sorted(file for file in fetched.rglob("*") if file.is_file())
 
 
+# A report asks for the frame, each curve and each run's completions of one file.
 @functools.lru_cache(maxsize=4)
 def _read_export(path: Path, *changed_at: int) -> Export:
     """The export at ``path``. Files that changed (``changed_at``) are read again."""
@@ -263,14 +304,19 @@ def _read_export(path: Path, *changed_at: int) -> Export:
     if "run_id" not in frame or "status" not in frame:
         raise UserError(f"{path}: is no export of runs (it lacks run_id or status)")
     if path.suffix == ".csv":
+        # A CSV holds texts alone, and nothing for a missing value.
         numeric = [name for name in frame if str(name).startswith(("metrics.", "duration_s"))]
         try:
             frame = frame.mask(frame == "").assign(**{name: pd.to_numeric(frame[name]) for name in numeric})
         except (ValueError, TypeError) as error:
             raise UserError(f"{path}: metrics are no numbers: {store.first_line(error)}") from None
     file = curves_file(path)
-    points = read_table(file) if file.is_file() else pd.DataFrame(columns=CURVE_COLUMNS)
-    if missing := [name for name in CURVE_COLUMNS if name not in points]:
+    if file.is_file():
+        points = read_table(file)
+    else:
+        points = pd.DataFrame(columns=CURVE_COLUMNS)
+    missing = [name for name in CURVE_COLUMNS if name not in points]
+    if missing:
         raise UserError(f"{file}: lacks {', '.join(missing)}")
     return Export(path, frame, dict(iter(points.groupby("metric", sort=False))))
 
@@ -287,6 +333,7 @@ class Export:
         self, experiment: str | None = None, where: str | None = None, *, mark_dead: bool = False
     ) -> pd.DataFrame:
         """:meth:`Runs.frame`; without the columns that none of these runs has."""
+        # These are no columns of a runs frame, and hold megabytes.
         frame = self.runs.drop(columns=[COMPLETIONS, PLUGIN_SOURCE], errors="ignore")
         if experiment is not None:
             if experiment not in set(frame["experiment"]):
@@ -294,20 +341,28 @@ class Export:
             frame = frame[frame["experiment"] == experiment]
         for column, holds in conditions(frame, where or ""):
             frame = frame[[holds(value) for value in frame[column]]]
-        empty = [name for name in frame if name.startswith(PREFIXES) and frame[name].isna().all()]
-        return frame.drop(columns=empty if len(frame) else []).reset_index(drop=True).copy()
+        if len(frame) > 0:
+            # As in a store, whose runs have the columns of their own keys alone.
+            empty = [name for name in frame if name.startswith(PREFIXES) and frame[name].isna().all()]
+            frame = frame.drop(columns=empty)
+        return frame.reset_index(drop=True).copy()
 
     def history(self, run_ids: Iterable[str], metric: str) -> pd.DataFrame:
         """:meth:`Runs.history`."""
         import pandas as pd
 
         ids = list(run_ids)
+        # No runs have empty curves, whether the export has the metric or not.
         if ids and metric not in self.curves:
             raise NoCurves(f"the export has no curve of {metric}; `kl-comedy results export --curves` writes curves")
-        of_run = dict(iter(self.curves[metric].groupby("run_id", sort=False))) if ids else {}
-        curves = [of_run[run_id] for run_id in ids if run_id in of_run]
-        names = [name for name in CURVE_COLUMNS if name != "metric"]
-        points = pd.concat(curves, ignore_index=True)[names] if curves else pd.DataFrame(columns=names)
+        curve_of_run = {}
+        if ids:
+            curve_of_run = dict(iter(self.curves[metric].groupby("run_id", sort=False)))
+        curves = [curve_of_run[run_id] for run_id in ids if run_id in curve_of_run]
+        columns = [name for name in CURVE_COLUMNS if name != "metric"]
+        points = pd.DataFrame(columns=columns)
+        if curves:
+            points = pd.concat(curves, ignore_index=True)[columns]
         return points.astype({"step": int, "value": float})
 
     def completions(self, run_id: str, most: int = 4) -> list[dict[str, Any]]:
@@ -319,6 +374,7 @@ class Export:
         """:meth:`Runs.config`, from the run's params; those that the export lacks are at their defaults."""
         from omegaconf import OmegaConf
 
+        # Every run has each param's column here; the ones that are missing are other runs'.
         row = self.runs[self.runs["run_id"] == run_id].iloc[0].dropna()
         params = {str(name): str(text) for name, text in row.items() if str(name).startswith("params.")}
         file = folder / "config.yaml"
@@ -331,6 +387,7 @@ class Export:
         files = []
         for name, text in sources.items():
             file = folder / "plugins" / name
+            # An export may come from somebody else: it writes no file elsewhere.
             if not file.resolve().is_relative_to((folder / "plugins").resolve()):
                 raise UserError(f"{self.path}: a plugin of run {run_id} is named {name!r}, outside its folder")
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -339,8 +396,24 @@ class Export:
         return files
 
     def _cell(self, run_id: str, column: str) -> str:
-        values = self.runs.loc[self.runs["run_id"] == run_id, column] if column in self.runs else []
-        return next((value for value in values if isinstance(value, str)), "")
+        """The text in a column of the run; empty where it has none."""
+        if column not in self.runs:
+            return ""
+        for value in self.runs.loc[self.runs["run_id"] == run_id, column]:
+            if isinstance(value, str):
+                return value
+        return ""
+
+
+def _check_filter_column(frame: pd.DataFrame, column: str) -> None:
+    """Raise :class:`UserError` for a column of a filter that MLflow does not have."""
+    if column in DERIVED:
+        name = short(column)
+        source = short(DERIVED[column])
+        problem = f"{name} is derived from {source}, and MLflow, which filters, does not have it"
+        raise UserError(f"--where: {problem}; filter by {source}, as in {source} LIKE '%...%'")
+    if not column.startswith("attributes."):
+        resolve(frame, column, "--where")
 
 
 def nested(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -354,12 +427,15 @@ def nested(texts: Mapping[str, str]) -> dict[str, Any]:
         if not isinstance(node, dict):
             return node
         values = {name: with_lists(value) for name, value in node.items()}
-        is_list = values and set(values) == set(map(str, range(len(values))))
-        return [values[str(at)] for at in range(len(values))] if is_list else values
+        positions = [str(position) for position in range(len(values))]
+        if values and set(values) == set(positions):
+            return [values[position] for position in positions]
+        return values
 
     root: dict[str, Any] = {}
     for key, text in texts.items():
-        node, (*parents, name) = root, key.split(".")
+        *parents, name = key.split(".")
+        node = root
         for parent in parents:
             node = node.setdefault(parent, {})
         try:
@@ -376,21 +452,39 @@ def _query(client: Any, experiments: dict[str, str], where: str) -> pd.DataFrame
     rows = []
     with _garbage_collector_paused():
         for run in search_runs(client, list(experiments), where):
-            info, data = run.info, run.data
-            seconds = (info.end_time - info.start_time) / 1000 if info.status != "RUNNING" and info.end_time else None
-            head = (info.run_id, info.run_name, experiments[str(info.experiment_id)], info.status, info.start_time)
-            row = dict(zip(RUN_COLUMNS, (*head, seconds, _stale(data)), strict=True))
-            metrics = {key: _logged_value(value) for key, value in data.metrics.items()}
-            for prefix, values in zip(PREFIXES, (data.params, data.tags, metrics), strict=True):
-                row |= {prefix + key: value for key, value in values.items()}
-            rows.append(row)
+            rows.append(_run_row(run, experiments))
     frame = pd.DataFrame(rows)
-    keys = [name for prefix in PREFIXES for name in sorted(frame.columns) if name.startswith(prefix)]
-    return with_derived(frame[[*RUN_COLUMNS, *keys]]) if rows else frame
+    if not rows:
+        return frame
+    columns = list(RUN_COLUMNS)
+    for prefix in PREFIXES:
+        columns += sorted(name for name in frame.columns if name.startswith(prefix))
+    return with_derived(frame[columns])
+
+
+def _run_row(run: Any, experiments: Mapping[str, str]) -> dict[str, Any]:
+    """The row of an MLflow run in a runs frame."""
+    info = run.info
+    # A run that was resumed has the end of its first attempt until it ends again.
+    has_ended = info.status != "RUNNING" and info.end_time
+    row = {
+        "run_id": info.run_id,
+        "run_name": info.run_name,
+        "experiment": experiments[str(info.experiment_id)],
+        "status": info.status,
+        "start_time": info.start_time,
+        "duration_s": (info.end_time - info.start_time) / 1000 if has_ended else None,
+        "stale": _stale(run.data),
+    }
+    row |= {f"params.{key}": text for key, text in run.data.params.items()}
+    row |= {f"tags.{key}": text for key, text in run.data.tags.items()}
+    row |= {f"metrics.{key}": _logged_value(value) for key, value in run.data.metrics.items()}
+    return row
 
 
 def _stale(data: Any) -> str:
     """The metrics of a run whose last value is older than its last update, with that value's update; JSON or empty."""
+    # Without training's own metric, as in an evaluation, the run's last step is that of any metric.
     steps = {metric.key: metric.step for metric in data._metric_objs}  # no public attribute has the steps
     last = steps.get(UPDATES, max(steps.values(), default=0))
     stale = {name: step for name, step in sorted(steps.items()) if step < last}
@@ -398,7 +492,10 @@ def _stale(data: Any) -> str:
 
 
 def _logged_value(value: float) -> float:
-    return value if abs(value) < SQL_INFINITY or math.isnan(value) else math.copysign(math.inf, value)
+    """The value that was logged, where MLflow's database holds its largest number in place of an infinite one."""
+    if math.isnan(value) or abs(value) < SQL_INFINITY:
+        return value
+    return math.copysign(math.inf, value)
 
 
 @contextlib.contextmanager
@@ -422,8 +519,9 @@ def read_table(path: Path) -> pd.DataFrame:
     try:
         if path.suffix == ".json":
             return pd.DataFrame(json.loads(path.read_text(encoding="utf-8")))
-        csv = path.suffix == ".csv"
-        return pd.read_csv(path, dtype=str, keep_default_na=False) if csv else pd.read_parquet(path)
+        if path.suffix == ".csv":
+            return pd.read_csv(path, dtype=str, keep_default_na=False)
+        return pd.read_parquet(path)
     except Exception as error:  # readers of damaged files raise what they trip over
         raise UserError(f"{path} cannot be read as a table: {store.first_line(error)}") from None
 
@@ -438,29 +536,43 @@ def translate(where: str, columns: Collection[str] = ()) -> tuple[str, list[str]
     >>> translate("seed = 0 and train/reward > 0.5")
     ("params.`seed` = '0' AND metrics.`train/reward` > 0.5", ['params.seed', 'metrics.train/reward'])
     """
-    keys: list[str] = []
+    named_columns: list[str] = []
 
     def translated(match: re.Match[str]) -> str:
         token = match[0]
         if match["number"]:
-            return f"'{token}'" if keys and keys[-1].startswith(("params.", "tags.")) else token
-        if not match["name"] or token.upper() in KEYWORDS:
-            return token.upper() if match["name"] else token
+            # MLflow compares params and tags as texts.
+            follows_text = named_columns and named_columns[-1].startswith(("params.", "tags."))
+            return f"'{token}'" if follows_text else token
+        if not match["name"]:
+            return token
+        if token.upper() in KEYWORDS:
+            return token.upper()
+        # MLflow would take it for a name and complain about what follows.
         if token.upper() == "OR":
-            why = "MLflow filters know AND but not OR: ask twice, or group instead"
-            raise UserError(f"--where: got {where!r}; {why}")
-        prefix, _, key = token.partition(".")
-        entity = ENTITIES.get(prefix.lower().removesuffix("s"))
-        if not key or entity is None:
-            entity, key = "metrics" if "/" in token else "params", token
-            entity = "attributes" if token in ATTRIBUTES else entity
-            if entity == "params" and f"tags.{key}" in columns and f"params.{key}" not in columns:
-                entity = "tags"
-        key = key.strip('`"')
-        keys.append(f"{entity}.{key}")
-        return keys[-1] if entity == "attributes" else f"{entity}.`{key}`"
+            problem = "MLflow filters know AND but not OR: ask twice, or group instead"
+            raise UserError(f"--where: got {where!r}; {problem}")
+        entity, key = _entity_and_key(token, columns)
+        column = f"{entity}.{key}"
+        named_columns.append(column)
+        return column if entity == "attributes" else f"{entity}.`{key}`"
 
-    return _TOKEN.sub(translated, where), keys
+    return _TOKEN.sub(translated, where), named_columns
+
+
+def _entity_and_key(token: str, columns: Collection[str]) -> tuple[str, str]:
+    """What a name in a filter asks about: ``params``, ``tags``, ``metrics`` or ``attributes``, and the key in it."""
+    prefix, _, rest = token.partition(".")
+    explicit_entity = ENTITIES.get(prefix.lower().removesuffix("s"))
+    if rest and explicit_entity is not None:
+        return explicit_entity, rest.strip('`"')
+    key = token.strip('`"')
+    if token in ATTRIBUTES:
+        return "attributes", key
+    if "/" in token:
+        return "metrics", key
+    is_tag_only = f"tags.{token}" in columns and f"params.{token}" not in columns
+    return ("tags" if is_tag_only else "params"), key
 
 
 def conditions(frame: pd.DataFrame, where: str) -> list[tuple[str, Callable[[Any], bool]]]:
@@ -471,41 +583,64 @@ def conditions(frame: pd.DataFrame, where: str) -> list[tuple[str, Callable[[Any
     """
     text, _ = translate(where, frame.columns)
     clauses: list[tuple[str, Callable[[Any], bool]]] = []
-    at = 0
-    while at < len(text.rstrip()):
-        match = _CONDITION.match(text, at)
+    position = 0
+    while position < len(text.rstrip()):
+        match = _CONDITION.match(text, position)
         if match is None:
-            raise UserError(f"--where: cannot read {text[at:].strip()!r}; {WHERE_EXAMPLE}")
-        at = match.end()
+            raise UserError(f"--where: cannot read {text[position:].strip()!r}; {WHERE_EXAMPLE}")
+        position = match.end()
         key = match["key"].strip("`")
-        column = resolve(frame, key if match["entity"] == "attributes" else f"{match['entity']}.{key}", "--where")
-        sign, value = " ".join(match["sign"].upper().split()), match["value"] or ""
-        number = match["entity"] == "metrics" or column == "start_time"
-        words = [word[1:-1] for word in re.findall(r"'[^']*'|\"[^\"]*\"", value)]
+        if match["entity"] != "attributes":
+            key = f"{match['entity']}.{key}"
+        column = resolve(frame, key, "--where")
+        sign = " ".join(match["sign"].upper().split())
+        value = match["value"] or ""
+        is_number = match["entity"] == "metrics" or column == "start_time"
         try:
-            clauses.append((column, _condition(sign, float(value) if number and value else words)))
+            if is_number and value:
+                condition = _condition(sign, float(value))
+            else:
+                quoted = re.findall(r"'[^']*'|\"[^\"]*\"", value)
+                condition = _condition(sign, [word[1:-1] for word in quoted])
+            clauses.append((column, condition))
         except (ValueError, IndexError, KeyError):
             raise UserError(f"--where: cannot read {match[0].strip()!r}; {WHERE_EXAMPLE}") from None
     return clauses
 
 
 def _condition(sign: str, given: float | list[str]) -> Callable[[Any], bool]:
-    """What a value must satisfy: a comparison with a number, or with the first of several texts."""
+    """What a value must satisfy: a comparison with a number, or with the first of several texts.
+
+    Raises ValueError, IndexError or KeyError for a sign that does not fit what is given.
+    """
 
     def missing(value: Any) -> bool:
         return value is None or value != value
 
     if sign in ("IS NULL", "IS NOT NULL"):
+        # As in SQL, a missing value satisfies no other condition, not even !=.
         return lambda value: missing(value) == (sign == "IS NULL")
     if isinstance(given, list) and sign in ("IN", "NOT IN"):
         return lambda value: not missing(value) and (value in given) == (sign == "IN")
     if isinstance(given, list) and sign in ("LIKE", "ILIKE"):
-        parts = (".*" if part == "%" else "." if part == "_" else re.escape(part) for part in given[0])
-        pattern = re.compile("".join(parts), re.DOTALL | (re.IGNORECASE if sign == "ILIKE" else 0))
+        pattern = _sql_pattern(given[0], ignore_case=sign == "ILIKE")
         return lambda value: not missing(value) and pattern.fullmatch(value) is not None
-    right = given if isinstance(given, float) else given[0]
-    compare = {name: _COMPARE[name] for name in (_COMPARE if isinstance(right, float) else ("=", "!="))}[sign]
+    right: float | str
+    if isinstance(given, float):
+        right = given
+        compare = _NUMBER_COMPARISONS[sign]
+    else:
+        right = given[0]
+        compare = _TEXT_COMPARISONS[sign]
     return lambda value: not missing(value) and bool(compare(value, right))
+
+
+def _sql_pattern(like: str, *, ignore_case: bool) -> re.Pattern[str]:
+    """SQL's LIKE as a regular expression: ``%`` is any text, ``_`` any character."""
+    wildcards = {"%": ".*", "_": "."}
+    parts = [wildcards.get(character, re.escape(character)) for character in like]
+    flags = re.DOTALL | re.IGNORECASE if ignore_case else re.DOTALL
+    return re.compile("".join(parts), flags)
 
 
 def matching_metrics(frame: pd.DataFrame, pattern: str) -> list[str]:
@@ -515,6 +650,7 @@ def matching_metrics(frame: pd.DataFrame, pattern: str) -> list[str]:
     >>> matching_metrics(pd.DataFrame({"metrics.eval/a/reward": [1.0], "params.seed": ["0"]}), "eval/*/reward")
     ['metrics.eval/a/reward']
     """
+    # A pattern may have the prefix or not, as other keys.
     column_pattern = f"metrics.{pattern.removeprefix('metrics.')}"
     return sorted(column for column in frame.columns if fnmatch(column, column_pattern))
 
@@ -526,17 +662,28 @@ def resolve(frame: pd.DataFrame, key: str, option: str) -> str:
     >>> resolve(pd.DataFrame({"params.seed": ["0"]}), "seed", "--group")
     'params.seed'
     """
-    for column in (key, *(prefix + key for prefix in PREFIXES), *([LABEL] if key == "kl" else [])):
+    candidates = [key, *(prefix + key for prefix in PREFIXES)]
+    if key == "kl":
+        candidates.append(LABEL)
+    for column in candidates:
         if column in frame.columns:
             return column
-    of_metric = option in ("--metric", "--kl", "metrics")
-    names = sorted({short(name) for name in frame if not of_metric or name.startswith("metrics.")})
-    near, below = nearest(short(key), names), [name for name in names if name.startswith(f"{key}.")]
-    near = next((prefix + near for prefix in PREFIXES if near == short(key) and prefix + near in frame), near)
-    hint = f"; did you mean {near!r}?" if near else ""
-    if below:
-        hint = f"; it is a group of keys: {', '.join(below[:8])}"
-    if of_metric:
+
+    asks_for_metric = option in ("--metric", "--kl", "metrics")
+    columns = [name for name in frame if name.startswith("metrics.")] if asks_for_metric else list(frame)
+    names = sorted({short(name) for name in columns})
+    hint = ""
+    keys_below = [name for name in names if name.startswith(f"{key}.")]
+    near = nearest(short(key), names)
+    if keys_below:
+        hint = f"; it is a group of keys: {', '.join(keys_below[:8])}"
+    elif near and near == short(key):
+        # The name is right and its prefix wrong: name the column with its own prefix.
+        whole_names = [prefix + near for prefix in PREFIXES if prefix + near in frame]
+        hint = f"; did you mean {(whole_names or [near])[0]!r}?"
+    elif near:
+        hint = f"; did you mean {near!r}?"
+    if asks_for_metric:
         hint += f"; these runs have: {', '.join(names[:40]) or '(no metrics)'}"
     raise UserError(f"{option}: got {key!r}; no such key in these runs{hint}")
 
@@ -556,7 +703,9 @@ def drop_columns(frame: pd.DataFrame, patterns: Sequence[str]) -> pd.DataFrame:
     dropped: set[str] = set()
     for pattern in patterns:
         matches = [name for name in frame if fnmatch(name, pattern) or fnmatch(short(name), pattern)]
-        dropped |= set(matches or [resolve(frame, pattern, "--without")])
+        if not matches:
+            matches = [resolve(frame, pattern, "--without")]
+        dropped.update(matches)
     if "run_id" in dropped:
         raise UserError("--without: run_id stays, because it identifies the rows")
     return frame.drop(columns=list(dropped))
@@ -568,6 +717,7 @@ def with_derived(frame: pd.DataFrame) -> pd.DataFrame:
     if LABEL in frame:
         derived[FAMILY], derived[BETA] = zip(*map(family_of, frame[LABEL].fillna("").astype(str)), strict=True)
     if "tags.git.commit" in frame:
+        # Runs of a store in which none was dirty lack the two other tags.
         git = frame.reindex(columns=["tags.git.commit", "tags.git.dirty", "tags.git.diff"], fill_value="").fillna("")
         commit, dirty, diff = (git[name] for name in git)
         derived[CODE] = commit.str[:12] + ("+" + diff.mask(diff == "", "dirty")).where(dirty == "true", "")
@@ -585,10 +735,14 @@ def family_of(label: str) -> tuple[str, str]:
     if label == NO_KL:
         return NO_KL, "0"
     terms = [term.partition(" ") for term in label.split(" + ")]
+    # A label of another program is its own family, without a beta.
     if not all(beta and space for beta, space, _ in terms):
         return label, ""
     betas = [beta for beta, _, _ in terms]
-    return " + ".join(name for _, _, name in terms), " + ".join(betas[:1] if len(set(betas)) == 1 else betas)
+    if len(set(betas)) == 1:
+        betas = betas[:1]
+    family = " + ".join(name for _, _, name in terms)
+    return family, " + ".join(betas)
 
 
 def sort_by_groups(frame: pd.DataFrame, groups: Sequence[str]) -> pd.DataFrame:
@@ -596,9 +750,13 @@ def sort_by_groups(frame: pd.DataFrame, groups: Sequence[str]) -> pd.DataFrame:
 
     Numbers are ordered as numbers, KL labels by family and then by beta, and runs without KL come first.
     """
-    columns = [column for group in groups for column in ((FAMILY, BETA) if group == LABEL else (group,))]
+    if not groups:
+        return frame
+    columns: list[str] = []
+    for group in groups:
+        columns += [FAMILY, BETA] if group == LABEL else [group]
     keys = list(frame[columns].fillna("").astype(str).map(sort_key).itertuples(index=False, name=None))
-    return frame.iloc[sorted(range(len(keys)), key=keys.__getitem__)] if groups else frame
+    return frame.iloc[sorted(range(len(keys)), key=keys.__getitem__)]
 
 
 def sort_key(text: str) -> tuple[tuple[int, float, str], ...]:
@@ -607,9 +765,16 @@ def sort_key(text: str) -> tuple[tuple[int, float, str], ...]:
     >>> sorted(["10", "9", "no KL", "a10", "a9", "1e-3"], key=sort_key)
     ['no KL', '1e-3', '9', '10', 'a9', 'a10']
     """
-    first = (0 if text == NO_KL else 1, 0.0, "")
+    without_kl_first = (0 if text == NO_KL else 1, 0.0, "")
+    # A whole number comes before a number within a text, and that before text.
     with contextlib.suppress(ValueError):
-        if not math.isnan(float(text)):
-            return (first, (0, float(text), ""))
-    parts = re.split(r"(\d+(?:\.\d+)?)", text)  # text and numbers in turn
-    return (first, *((1, float(part), "") if at % 2 else (2, 0.0, part) for at, part in enumerate(parts) if part))
+        number = float(text)
+        if not math.isnan(number):
+            return (without_kl_first, (0, number, ""))
+    keys = [without_kl_first]
+    # re.split gives the texts at even places and the numbers between them at odd ones.
+    for place, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", text)):
+        if not part:
+            continue
+        keys.append((1, float(part), "") if place % 2 == 1 else (2, 0.0, part))
+    return tuple(keys)

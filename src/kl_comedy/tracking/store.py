@@ -28,15 +28,17 @@ from kl_comedy.redaction import redact, refuse_secrets
 
 log = logging.getLogger("kl_comedy.tracking")
 
-PARAM_VALUE_LIMIT, TAG_VALUE_LIMIT, KEY_LIMIT = 6000, 8000, 250
+PARAM_VALUE_LIMIT = 6000
+TAG_VALUE_LIMIT = 8000
+KEY_LIMIT = 250
 """Limits of MLflow 3: mlflow/utils/validation.py."""
 
 NO_STORE = "none"
 """The address that means: track to files in the run folder only."""
 
 QUIET_S = 5.0
-"""A half-made store that nobody has written to for this long is left by a process that was killed; a migration that
-goes on writes several times a second."""
+"""A half-made store that nobody has written to for this long was left by a process that was killed: a running migration
+writes several times per second."""
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 
@@ -51,12 +53,23 @@ ENVIRONMENT = {
 """Set where the user has not: a dead server costs seconds, nothing is sent to third parties, and no progress bars."""
 
 
+LOG_LEVELS = {
+    "alembic": logging.WARNING,
+    "mlflow.tracking": logging.WARNING,
+    "urllib3.connectionpool": logging.ERROR,
+    "mlflow.store.db.utils": logging.CRITICAL,
+    "sqlalchemy": logging.CRITICAL,
+}
+"""From which level on loggers of other packages write, while a store is opened and afterwards."""
+
+
 def clean_name(name: str) -> str:
     """A metric, param or tag name with ``@`` spelled out and other characters that MLflow refuses replaced.
 
     >>> clean_name("eval/gsm8k/pass@4"), clean_name("a//b/../c")
     ('eval/gsm8k/pass_at_4', 'a/b/c')
     """
+    # pass@4 stays readable, where _ would also do.
     text = re.sub(r"[^\w.\- :/]", "_", str(name).replace("@", "_at_"))
     parts = [part for part in text.split("/") if part.strip(". ")]
     return ("/".join(parts) or "_")[:KEY_LIMIT]
@@ -78,14 +91,18 @@ def param_texts(params: Mapping[str, Any]) -> dict[str, str]:
     >>> param_texts({"a": None, "lr": 1e-6, "name": "k3", "hf_token": "abc"})
     {'a': 'null', 'lr': '1e-06', 'name': 'k3', 'hf_token': '***'}
     """
-    texts = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in params.items()}
-    return {clean_name(key): redact(text, key) for key, text in texts.items()}
+    texts = {}
+    for key, value in params.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        texts[clean_name(key)] = redact(text, key)
+    return texts
 
 
 def shorten(text: str, limit: int) -> str:
     """``text`` within ``limit`` characters; a cut text ends with its full length."""
     if len(text) <= limit:
         return text
+    # The length tells two long values apart that begin alike.
     note = f" ... (cut; {len(text)} characters)"
     return text[: limit - len(note)] + note
 
@@ -93,9 +110,16 @@ def shorten(text: str, limit: int) -> str:
 def first_line(error: BaseException, limit: int = 200) -> str:
     """The type and first line of an error, without secrets."""
     lines = str(error).strip().split("\n")
-    autoflush = lines[0].startswith("(raised as a result of Query-invoked autoflush") and len(lines) > 1
-    text = redact(lines[1] if autoflush else lines[0])
-    return f"{type(error).__name__}: {text[:limit]}{'...' if len(text) > limit else ''}".removesuffix(": ")
+    line = lines[0]
+    # SQLAlchemy's first line is then about itself, and the database's own message is the second.
+    if line.startswith("(raised as a result of Query-invoked autoflush") and len(lines) > 1:
+        line = lines[1]
+    text = redact(line)
+    if len(text) > limit:
+        text = text[:limit] + "..."
+    if not text:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text}"
 
 
 def check_uri(uri: str, key: str = "tracking.uri") -> str:
@@ -103,8 +127,11 @@ def check_uri(uri: str, key: str = "tracking.uri") -> str:
 
     Raises :class:`UserError` for an address that MLflow cannot use, and for one with a user or a password in it.
     """
+    # The address is printed, stored in tracking.json and uploaded.
     refuse_secrets({key: uri})
-    scheme, file = uri.partition("://")[0].partition("+")[0], sqlite_file(uri)
+    # postgresql+psycopg2 is a postgresql.
+    scheme = uri.partition("://")[0].partition("+")[0]
+    file = sqlite_file(uri)
     if scheme == "sqlite" and file is None:
         raise UserError(f"{key}: got {uri!r}; a SQLite store is written sqlite:///FILE (three slashes)")
     if uri != NO_STORE and scheme not in SCHEMES:
@@ -117,6 +144,7 @@ def check_uri(uri: str, key: str = "tracking.uri") -> str:
 
 def sqlite_file(uri: str) -> Path | None:
     """The absolute database file of a ``sqlite:///`` address, else None."""
+    # A query after the path (?timeout=5) is SQLAlchemy's.
     match = re.fullmatch(r"sqlite(\+\w+)?:///([^?]+)(\?.*)?", uri)
     if match is None or match[2] == ":memory:":
         return None
@@ -130,13 +158,13 @@ def connect(uri: str) -> Any:
     :class:`UserError` for one that holds something, ImportError without mlflow, and whatever MLflow or the database
     raises when it cannot be reached.
     """
+    # Before MLflow is imported: it reads these once.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
     # Migrations, retries and tracebacks stay off the terminal: the caller's message says what went wrong.
-    levels = {"alembic": logging.WARNING, "mlflow.tracking": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
-    for name, level in {**levels, "mlflow.store.db.utils": logging.CRITICAL, "sqlalchemy": logging.CRITICAL}.items():
+    for name, level in LOG_LEVELS.items():
         logging.getLogger(name).setLevel(level)
     file = sqlite_file(uri)
     with _creation_lock(uri):  # making the client already runs the migrations
@@ -198,6 +226,7 @@ def half_made(file: Path) -> str | None:
         return "an empty file"
     try:
         with contextlib.closing(_open_database(file)) as database:
+            # A migration copies a table under this name and renames the copy at its end.
             tables = _tables(database)
             temporary = [name for name in tables if name.startswith("_alembic_tmp_")]
             if temporary:
@@ -221,6 +250,7 @@ def _refuse_rows(file: Path, problem: str) -> None:
     rows_of = {}
     with contextlib.closing(_open_database(file)) as database:
         for table in _tables(database):
+            # A new store has the experiment Default, and a migration its copy.
             where = "WHERE name != 'Default'" if table in ("experiments", "_alembic_tmp_experiments") else ""
             rows = database.execute(f'SELECT COUNT(*) FROM "{table}" {where}').fetchone()[0]
             if rows and table not in ("alembic_version", "workspaces"):
@@ -254,8 +284,8 @@ def open_existing(uri: str) -> Any:
     try:
         problem = None if file is None else half_made(file)
         if problem is not None:
-            why = f"is half made ({problem}): its creation was killed, or goes on"
-            raise UserError(f"--uri: {uri} {why}; the next `kl-comedy train` makes it anew")
+            state = f"is half made ({problem}): its creation was killed, or is still running"
+            raise UserError(f"--uri: {uri} {state}; the next `kl-comedy train` makes it anew")
         return connect(uri)
     except UserError:
         raise
@@ -273,8 +303,10 @@ def cannot_be_read(uri: str, error: Exception) -> UserError:
 
 def ensure_experiment(client: Any, uri: str, name: str) -> str:
     """The id of experiment ``name``, created (or restored from deleted) where needed."""
-    file, root = sqlite_file(uri), None
-    if not uri.startswith(("http", "databricks")):  # a server decides where its artifacts go
+    file = sqlite_file(uri)
+    root = None
+    # A server decides itself where its artifacts go.
+    if not uri.startswith(("http", "databricks")):
         folder = file.parent if file else Path.cwd()
         root = (folder / "mlartifacts" / re.sub(r"[^\w.\-]", "_", name)).as_uri()
     with _creation_lock(uri):
@@ -299,6 +331,7 @@ def _newer_schema(error: str) -> str | None:
     import mlflow
     import mlflow.store.db_migrations as migrations
 
+    # A revision that this MLflow knows is not the problem.
     if list((Path(str(migrations.__file__)).parent / "versions").glob(f"{revision[1]}*.py")):
         return None
     return (

@@ -40,8 +40,10 @@ def render(frame: pd.DataFrame, format: str, notes: Sequence[str] = ()) -> str:
     if format == "json":
         return json.dumps([dict(zip(names, map(_json, row), strict=True)) for row in rows], indent=1)
     if format == "csv":
+        # Names of metrics and tags come from configs and plugins, so the header is escaped too.
         safe = frame.set_axis([_csv(name) for name in names], axis=1).map(_csv)
         return str(safe.to_csv(index=False, lineterminator="\n")).rstrip("\n")
+    # Notes quote labels of the store, which may hold terminal escapes.
     notes = list(map(printable, notes))
     columns = list(zip(*rows, strict=True))
     numeric = [all(isinstance(value, int | float | np.number) for value in column) for column in columns]
@@ -50,6 +52,7 @@ def render(frame: pd.DataFrame, format: str, notes: Sequence[str] = ()) -> str:
         return "\n".join([markdown(names, cells, numeric), *(f"\n{_escaped(note)}" for note in notes)])
     style = "latex_booktabs" if format == "latex" else "simple"  # the former escapes the cells
     options = {"colalign": ["right" if right else "left" for right in numeric]} if rows else {}
+    # The cells are formatted already; tabulate would parse them and round again.
     text = tabulate(cells, headers=names, tablefmt=style, disable_numparse=True, **options)
     if format == "latex":
         notes = [rf"\par{{\footnotesize {_latex(note)}}}" for note in notes]
@@ -68,12 +71,14 @@ def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], numeric: Seque
     def line(cells: Iterable[str]) -> str:
         return f"| {' | '.join(map(_escaped, cells))} |"
 
-    rule = "|".join("---:" if right else "---" for right in (*numeric, *[False] * (len(names) - len(numeric))))
+    rules = ["---:" if right else "---" for right in numeric]
+    rules += ["---"] * (len(names) - len(numeric))
+    rule = "|".join(rules)
     return "\n".join([line(names), f"|{rule}|", *map(line, rows)])
 
 
 def readable(summary: pd.DataFrame, group: list[str]) -> pd.DataFrame:
-    """The long frame of :func:`kl_comedy.tracking.compare.summarize` as one row a group, one column a metric.
+    """The long frame of :func:`kl_comedy.tracking.compare.summarize` as one row per group, one column per metric.
 
     A cell reads ``mean [low, high]``; where it rests on another number of runs than the column n says, it adds it.
     """
@@ -81,11 +86,18 @@ def readable(summary: pd.DataFrame, group: list[str]) -> pd.DataFrame:
 
     rows = []
     for keys, lines in groups_of(summary, group):
+        # The column n is that of the metric that most runs have; the others say theirs in the cell.
         n = lines["n"].max()
         row = dict(zip(map(short, group), keys, strict=True)) | {"n": n}
         for line in lines.to_dict("records"):
-            row[short(line["metric"])] = f"{number(line['mean'])}{bounds(line, n)}" if line["n"] else "-"
-        rows.append(row | {name: lines[name].iloc[0] for name in ("runs", "failed", "collapsed") if name in lines})
+            cell = "-"
+            if line["n"]:
+                cell = f"{number(line['mean'])}{bounds(line, n)}"
+            row[short(line["metric"])] = cell
+        for name in ("runs", "failed", "collapsed"):
+            if name in lines:
+                row[name] = lines[name].iloc[0]
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -100,12 +112,17 @@ def number(value: float) -> str:
 
 def bounds(line: Mapping[Any, Any], runs: int) -> str:
     """`` [low, high]`` of a row of a summary where it has them, and its n where that is not ``runs``."""
-    ends = "" if math.isnan(line["low"]) else f" [{number(line['low'])}, {number(line['high'])}]"
-    return ends + (f" (n={line['n']})" if line["n"] != runs else "")
+    text = ""
+    if not math.isnan(line["low"]):
+        text += f" [{number(line['low'])}, {number(line['high'])}]"
+    if line["n"] != runs:
+        text += f" (n={line['n']})"
+    return text
 
 
 def _escaped(text: str) -> str:
-    """A text on one line of Markdown, in a cell too. Of HTML what would begin a tag is escaped: ``p < 0.05`` stays."""
+    """A text on one line of Markdown, in a cell too. A ``<`` is escaped only where it would begin an HTML tag: ``p <
+    0.05`` stays."""
     text = " ".join(printable(text).split()).replace("\\", "\\\\").replace("|", "\\|")
     return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", text)
 
@@ -124,9 +141,16 @@ def _csv(value: Any) -> Any:
     text = printable(value)
     if _PLAIN_NUMBER.fullmatch(text):
         return text
-    first = next((char for char in text if not char.isspace() and unicodedata.category(char) not in ("Cf", "Mn")), "")
+    first = ""
+    for character in text:
+        is_invisible = character.isspace() or unicodedata.category(character) in ("Cf", "Mn")
+        if not is_invisible:
+            first = character
+            break
     is_formula = unicodedata.normalize("NFKC", first) in _FORMULA_SIGNS
-    return f"'{text}" if is_formula or text.startswith("\t") else text
+    if is_formula or text.startswith("\t"):
+        return f"'{text}"
+    return text
 
 
 def _latex(text: str) -> str:
@@ -138,14 +162,19 @@ def _latex(text: str) -> str:
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return "" if math.isnan(value) else number(value)
-    return "" if value is None else " ".join(printable(str(value)).split())
+    return " ".join(printable(str(value)).split())
 
 
 def _json(value: Any) -> Any:
     """A value strict JSON can hold: missing and non-finite numbers are null."""
-    value = value.item() if hasattr(value, "item") else value
+    if hasattr(value, "item"):  # a number of numpy
+        value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else str(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    return str(value)

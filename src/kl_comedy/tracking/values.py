@@ -22,10 +22,15 @@ from kl_comedy.tracking.runs import CODE, NEVER_THINNED, PLUGINS, history, resol
 if TYPE_CHECKING:
     import pandas as pd
 
-NOT_A_SETTING = (
-    *(f"params.{name}" for name in NOT_IDENTITY),
-    *(f"params.{section}.{name}" for section, names in NOT_IDENTITY_WITHIN.items() for name in names),
-)
+
+def _names_outside_the_hash() -> tuple[str, ...]:
+    names = [f"params.{name}" for name in NOT_IDENTITY]
+    for section, section_names in NOT_IDENTITY_WITHIN.items():
+        names += [f"params.{section}.{name}" for name in section_names]
+    return tuple(names)
+
+
+NOT_A_SETTING = _names_outside_the_hash()
 """Params, and beginnings of params, that are not part of the config's hash: runs that differ in them are the same."""
 
 RULES = {
@@ -53,8 +58,11 @@ def drop_repeats(
     if frame.empty or settings.empty:
         return frame
     ranked = frame.assign(counted=frame["status"].isin(list(statuses)))
+    # Of repeats the newest stays: it ran the latest code.
     newest = ranked.sort_values(["counted", "start_time"], ascending=False).index
-    keys = settings.assign(**{f"group.{at}": frame[group].fillna("") for at, group in enumerate(groups)}).loc[newest]
+    group_values = {f"group.{position}": frame[group].fillna("") for position, group in enumerate(groups)}
+    keys = settings.assign(**group_values).loc[newest]
+    # The order of the rows stays: groups appear in the order of their first run.
     return frame.loc[newest[~keys.duplicated()]].sort_index()
 
 
@@ -64,17 +72,23 @@ def separating_keys(frame: pd.DataFrame, groups: Sequence[str], pool: Collection
     A key is taken where runs differ in it that ``groups`` and the keys before it do not separate yet; never one of
     ``pool``, nor a further seed that has one value for each ``seed``.
     """
-    settings, taken = _settings(frame), list[str]()
+    settings = _settings(frame)
     seed = settings.get("params.seed", frame["run_id"])
-    further = [name for name in settings if name.endswith(".seed") and name != "params.seed"]
-    seeds = [name for name in further if (settings[name].groupby(seed).nunique() <= 1).all()]
-    names = [name for name in settings if name not in {"params.seed", *groups, *pool, *seeds}]
+    further_seeds = [name for name in settings if name.endswith(".seed") and name != "params.seed"]
+    # A seed that follows from the run's seed separates repetitions, not configurations.
+    following_seeds = [name for name in further_seeds if (settings[name].groupby(seed).nunique() <= 1).all()]
+    ignored = {"params.seed", *groups, *pool, *following_seeds}
+    separating: list[str] = []
+    # The column of one value lets the runs be grouped where there are no groups yet.
     keys = frame[list(dict.fromkeys(groups))].fillna("").astype(str).assign(all="")
-    for name in names:
-        if settings[name].nunique() > 1 and (settings[name].groupby([keys[key] for key in keys]).nunique() > 1).any():
-            taken.append(name)
+    for name in settings:
+        if name in ignored or settings[name].nunique() <= 1:
+            continue
+        values_in_groups = settings[name].groupby([keys[key] for key in keys]).nunique()
+        if (values_in_groups > 1).any():
+            separating.append(name)
             keys[name] = settings[name]
-    return taken
+    return separating
 
 
 def mixed_code(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
@@ -84,11 +98,14 @@ def mixed_code(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
     was hashed, the same commit. Plugins are settings (:func:`separating_keys`).
     """
     names = [name for name in frame if name.startswith("tags.version.") or name == "tags.host.python"]
+    # Unlike NaN, this text counts as a value: a run without a version differs from one that has it.
     compared = frame[[name for name in names if name not in groups]].fillna("\0")
     if CODE in frame and CODE not in groups:
         texts = frame.reindex(columns=["tags.code.package", "tags.git.diff", CODE]).fillna("").astype(str)
-        same = [package + diff if package else code for package, diff, code in texts.itertuples(index=False)]
-        compared = compared.assign(**{CODE: same})
+        sources = []
+        for package, diff, code in texts.itertuples(index=False):
+            sources.append(package + diff if package else code)
+        compared = compared.assign(**{CODE: sources})
     keys = [frame[group].fillna("") for group in groups] or [frame["status"].map(lambda _: "")]
     counts = compared.groupby(keys).nunique()
     return [name for name in compared if (counts[name] > 1).any()]
@@ -96,21 +113,28 @@ def mixed_code(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
 
 def _settings(frame: pd.DataFrame) -> pd.DataFrame:
     """What makes a run's configuration, seed included: a param that a run lacks is at its default."""
-    defaults = store.param_texts(flatten(to_plain(Config()))) | {
-        ".".join(key): str(value) for key, value in REMOVED.items()
-    }
+    defaults = store.param_texts(flatten(to_plain(Config())))
+    # Runs of earlier versions have params that no longer exist.
+    defaults |= {".".join(key): str(value) for key, value in REMOVED.items()}
+    settings = {}
+    for name in frame:
+        if _is_setting(name):
+            settings[name] = frame[name].fillna(defaults.get(short(name), "\0")).astype(str)
+    if PLUGINS in frame:
+        settings[PLUGINS] = frame[PLUGINS].fillna("")
+    return frame[[]].assign(**settings)
 
-    def is_setting(name: str) -> bool:
-        below = tuple(f"{key}." for key in NOT_A_SETTING)
-        return name.startswith("params.") and name not in (*NOT_A_SETTING, "params.name") and not name.startswith(below)
 
-    names = [name for name in frame if is_setting(name)]
-    settings = {name: frame[name].fillna(defaults.get(short(name), "\0")).astype(str) for name in names}
-    return frame[[]].assign(**settings, **({PLUGINS: frame[PLUGINS].fillna("")} if PLUGINS in frame else {}))
+def _is_setting(column: str) -> bool:
+    """Whether runs that differ in this column are of different configurations, or of different seeds."""
+    if not column.startswith("params.") or column == "params.name":
+        return False
+    sections = tuple(f"{key}." for key in NOT_A_SETTING)
+    return column not in NOT_A_SETTING and not column.startswith(sections)
 
 
 def tidy(uri: str, frame: pd.DataFrame, keys: Sequence[str], metrics: Sequence[str], of: str = "last") -> pd.DataFrame:
-    """One row a run and metric: ``run_id``, ``status``, ``seed``, the short names of ``keys``, ``metric``, ``value``.
+    """One row per run and metric: ``run_id``, ``status``, ``seed``, the short names of ``keys``, ``metric``, ``value``.
 
     ``of`` is one of :data:`RULES`. A run without a metric has NaN. Raises :class:`UserError` for a key or metric that
     no run has.
@@ -138,6 +162,7 @@ def with_values(uri: str, frame: pd.DataFrame, columns: Sequence[str], of: str) 
     """
     describe_rule(of)
     if of == "recorded":
+        # Without stale metrics, stale_notes does not say that these values are left out.
         return frame.assign(stale="")
     frame = at_last_update(frame)
     if of == "last":
@@ -150,26 +175,41 @@ def at_last_update(frame: pd.DataFrame) -> pd.DataFrame:
     """``frame`` without values of metrics that belong to an earlier update than the run's last (column ``stale``)."""
     runs = _stale_metrics(frame)
     columns = {f"metrics.{name}" for stale in runs for name in stale} & set(frame)
+    # A mask for each column at once: assigning them one by one is slow in wide frames.
     masks = {column: [short(column) in stale for stale in runs] for column in columns}
     return frame.assign(**{column: frame[column].mask(mask) for column, mask in masks.items()})
 
 
 def stale_notes(frame: pd.DataFrame, columns: Iterable[str]) -> list[str]:
     """A sentence for each of the metric ``columns`` that :func:`at_last_update` empties, with the updates measured."""
-    runs, notes = _stale_metrics(frame), []
-    for name in map(short, columns):
-        if steps := [stale[name] for stale in runs if name in stale]:
-            at = ", ".join(map(str, sorted(set(steps))[:3])) + (", ..." if len(set(steps)) > 3 else "")
-            which = f"{len(steps)} of {len(frame)} runs" if len(steps) < len(frame) else "these runs"
-            why = f"{which} measured it last at update {at}, before their last update"
-            notes.append(f"note: {name}: {why}, and it is shown as - (--of recorded takes that value)")
+    stale_of_runs = _stale_metrics(frame)
+    notes = []
+    for column in columns:
+        name = short(column)
+        updates = [stale[name] for stale in stale_of_runs if name in stale]
+        if not updates:
+            continue
+        different_updates = sorted(set(updates))
+        shown_updates = ", ".join(str(update) for update in different_updates[:3])
+        if len(different_updates) > 3:
+            shown_updates += ", ..."
+        which = "these runs"
+        if len(updates) < len(frame):
+            which = f"{len(updates)} of {len(frame)} runs"
+        reason = f"{which} measured it last at update {shown_updates}, before their last update"
+        notes.append(f"note: {name}: {reason}, and it is shown as - (--of recorded takes that value)")
     return notes
 
 
 def _stale_metrics(frame: pd.DataFrame) -> list[dict[str, int]]:
-    """Of each run the metrics in its cell ``stale``; none in frames without that column."""
-    texts = frame["stale"] if "stale" in frame else [""] * len(frame)
-    return [json.loads(text) if isinstance(text, str) and text else {} for text in texts]
+    """For each run the metrics in its cell ``stale``; none in frames without that column."""
+    if "stale" not in frame:
+        return [{} for _ in range(len(frame))]
+    stale_of_runs = []
+    for text in frame["stale"]:
+        is_given = isinstance(text, str) and text != ""
+        stale_of_runs.append(json.loads(text) if is_given else {})
+    return stale_of_runs
 
 
 def _values(points: pd.DataFrame, of: str) -> pd.Series:
@@ -177,25 +217,33 @@ def _values(points: pd.DataFrame, of: str) -> pd.Series:
     if of == "first":
         return points.groupby("run_id")["value"].first()
     finite = points[points["value"].abs() < math.inf]
-    by_run, last = finite.groupby("run_id")["value"], int(of.removeprefix("mean:") if of.startswith("mean:") else 0)
-    if (of == "area" or last > NEVER_THINNED) and "recorded" in points:
+    by_run = finite.groupby("run_id")["value"]
+    last_values = int(of.removeprefix("mean:")) if of.startswith("mean:") else 0
+    # An export's curves are thinned, except their last points: a rule that reads all would silently change.
+    needs_all_points = of == "area" or last_values > NEVER_THINNED
+    if needs_all_points and "recorded" in points:
         lengths = points.groupby("run_id")["recorded"].agg(["size", "max"])
         if (lengths["size"] < lengths["max"]).any():
-            why = f"this export has thinned curves before their last {NEVER_THINNED} points"
-            raise bad_value("--of", of, f"mean:{NEVER_THINNED} at most, or another rule", why)
+            reason = f"this export has thinned curves before their last {NEVER_THINNED} points"
+            raise bad_value("--of", of, f"mean:{NEVER_THINNED} at most, or another rule", reason)
     if of == "area":
         return finite.groupby("run_id")[["step", "value"]].apply(_mean_over_updates)
-    if last:
-        return by_run.apply(lambda values: values.tail(last).mean())
-    return by_run.max() if of == "best" else by_run.min()
+    if last_values:
+        return by_run.apply(lambda values: values.tail(last_values).mean())
+    if of == "best":
+        return by_run.max()
+    return by_run.min()
 
 
 def _mean_over_updates(curve: pd.DataFrame) -> float:
-    """Of one point its value."""
+    """The area under the curve divided by its updates; a single point's value."""
     import numpy as np
 
-    steps, values = curve["step"].to_numpy(float), curve["value"].to_numpy(float)
-    return float(np.trapezoid(values, steps) / np.ptp(steps)) if len(steps) > 1 else float(values[0])
+    steps = curve["step"].to_numpy(float)
+    values = curve["value"].to_numpy(float)
+    if len(steps) == 1:
+        return float(values[0])
+    return float(np.trapezoid(values, steps) / np.ptp(steps))
 
 
 def with_collapsed(uri: str, frame: pd.DataFrame, rule: Sequence[Condition]) -> pd.DataFrame:
@@ -208,23 +256,31 @@ def with_collapsed(uri: str, frame: pd.DataFrame, rule: Sequence[Condition]) -> 
     import pandas as pd
 
     reason = frame.get("tags.failure.reason", pd.Series("", frame.index)).fillna("")
+    # The last metrics of a run that failed at a NaN are from before it, and look sound.
     failed = frame["status"].eq("FAILED") & reason.str.contains(_NOT_FINITE)
+    # NA where the run did not fail: that alone says nothing about the rule.
     verdicts = [failed.astype("boolean").where(failed)]
     metrics = frame.filter(regex=r"^metrics\.")
-    for metric, compare, bound, of_start, count in rule:
+    for metric, compare, bound, of_start, last_values in rule:
         last = frame[resolve(metrics, metric, "--collapse")]
+        # A bound that is not a share of the first value is multiplied by 1.
         start = pd.Series(1.0, frame.index)
         if of_start:
             start = frame["run_id"].map(_values(history(uri, frame["run_id"], metric), "first"))
         finite = last.abs() < math.inf
-        logged_nan = history(uri, frame.loc[last.isna(), "run_id"], metric)["run_id"]  # else nothing was logged
-        lost = ~finite & (last.notna() | frame["run_id"].isin(logged_nan))
-        known = lost | (finite & (start.abs() < math.inf))
-        if count > 1:
-            values = history(uri, frame["run_id"], metric).groupby("run_id").tail(count).groupby("run_id")["value"]
-            nearest_to_sound = values.agg("max" if compare in (operator.lt, operator.le) else "min")
-            last = frame["run_id"].map(nearest_to_sound.where(values.size() == count))
-            known = lost | (last.abs() < math.inf)
-        verdicts.append((lost | compare(last, bound * start)).astype("boolean").where(known))
+        # A missing last value is a NaN that was logged, or a metric that was not: its curve tells them apart.
+        runs_with_nan = history(uri, frame.loc[last.isna(), "run_id"], metric)["run_id"]
+        not_finite = ~finite & (last.notna() | frame["run_id"].isin(runs_with_nan))
+        known = not_finite | (finite & (start.abs() < math.inf))
+        if last_values > 1:
+            points = history(uri, frame["run_id"], metric).groupby("run_id").tail(last_values)
+            values = points.groupby("run_id")["value"]
+            # The condition holds for all of these values if it holds for the one nearest to a sound run's.
+            needs_low_values = compare in (operator.lt, operator.le)
+            nearest_to_sound = values.max() if needs_low_values else values.min()
+            last = frame["run_id"].map(nearest_to_sound.where(values.size() == last_values))
+            known = not_finite | (last.abs() < math.inf)
+        verdicts.append((not_finite | compare(last, bound * start)).astype("boolean").where(known))
+    # One condition is enough; NA only where no condition could be judged.
     table = pd.concat(verdicts, axis=1)
     return frame.assign(collapsed=table.any(axis=1).astype("boolean").where(table.notna().any(axis=1)))

@@ -1,15 +1,16 @@
 """Do stored results still hold? A table against the runs it came from, and a run against its repetition.
 
-A table of text is made again by its command (:mod:`kl_comedy.tracking.pages`). Other tables have
-one row per run (``results export``, or any with ``run_id``): every cell whose column the store knows is
-compared. Or it has one row per group (``results table --run-ids``): ``n`` and ``mean``, and the bounds of Student's
-interval, are computed again from the runs in ``run_ids``, and the group's keys are compared with each of these runs.
+The tables of a page are made again by their commands (:mod:`kl_comedy.tracking.pages`). A table in a file has one row
+per run (``results export``, or any with a column ``run_id``): every cell whose column the store knows is compared. Or
+it has one row per group (``results table --run-ids``): ``n`` and ``mean``, and the bounds of Student's interval, are
+computed again from the runs in ``run_ids``, and the group's keys are compared with each of these runs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,17 @@ if TYPE_CHECKING:
     import pandas as pd
 
 VERDICTS = ("absent", "different", "near", "new", "equal")
+"""Verdicts on a metric of a repeated run, the worst first."""
+
 ENVIRONMENT = ("git.", "code.", "plugins", "version.", "host.")
+"""Beginnings of the tags that describe code, packages and machine."""
+
 MOST_SHOWN = 4
+"""A message names at most this many differences or runs."""
+
+MOST_CHARACTERS = 40
+"""A message shows at most this many characters of a cell."""
+
 QUESTIONS = ("run_id", "run_ids", "metric", "of", "interval", "notes", COMPLETIONS, PLUGIN_SOURCE)
 """Columns that say which run or what was computed, not what came out."""
 
@@ -36,31 +46,38 @@ def find_run(uri: str, run: str) -> pd.Series[Any]:
     frame = runs_frame(uri)
     if frame.empty:
         raise UserError(f"no runs in {uri}")
-    hits = frame[frame["run_id"].str.startswith(run) | (frame["run_name"] == run)]
-    if len(hits) != 1:
-        raise UserError(f"RUN: got {run!r}, which {len(hits)} runs of the store answer to; `kl-comedy results export`")
-    return hits.iloc[0].dropna()
+    matches = frame[frame["run_id"].str.startswith(run) | (frame["run_name"] == run)]
+    if len(matches) != 1:
+        raise UserError(
+            f"RUN: got {run!r}, which matches {len(matches)} runs of the store; see `kl-comedy results export`"
+        )
+    return matches.iloc[0].dropna()
 
 
 def plugins_of(runs: pd.DataFrame, path: Path) -> dict[str, int]:
     """Names and hashes of the plugins of the runs in the table ``path``, with the number of runs."""
     table = read_table(path)
-    ids = {
-        name
-        for column in ("run_id", "run_ids")
-        if column in table
-        for ids in table[column]
-        for name in str(ids).split()
-    }
-    members = runs[runs["run_id"].isin(ids)]
-    return dict(members[PLUGINS].value_counts()) if PLUGINS in members else {}
+    run_ids: set[str] = set()
+    for column in ("run_id", "run_ids"):
+        if column in table:
+            for cell in table[column]:
+                run_ids.update(str(cell).split())
+    members = runs[runs["run_id"].isin(run_ids)]
+    if PLUGINS not in members:
+        return {}
+    return dict(members[PLUGINS].value_counts())
 
 
 def environment_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Tags of code, packages and machine that changed, as ``name: then -> now``."""
-    names = sorted(name for name in {*then, *now} if name.startswith(ENVIRONMENT) and "host.gpus." not in name)
-    changed = [name for name in names if then.get(name) != now.get(name)]
-    return [f"{name}: {then.get(name, '-')} -> {now.get(name, '-')}" for name in changed]
+    differences = []
+    for name in sorted({*then, *now}):
+        # The GPUs of each rank have tags of their own, and host.gpus has them all.
+        if not name.startswith(ENVIRONMENT) or "host.gpus." in name:
+            continue
+        if then.get(name) != now.get(name):
+            differences.append(f"{name}: {then.get(name, '-')} -> {now.get(name, '-')}")
+    return differences
 
 
 def final_metrics(run_dir: Path) -> dict[str, float]:
@@ -82,7 +99,11 @@ def parse_tolerance(text: str) -> float | dict[str, float]:
     try:
         if "=" not in text:
             return float(text)
-        return {name.strip(): float(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+        tolerances = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            tolerances[name.strip()] = float(value)
+        return tolerances
     except ValueError:
         raise bad_value("--tolerance", text, "a number as 1e-3, or METRIC=NUMBER as eval/*/reward=0.1") from None
 
@@ -90,7 +111,7 @@ def parse_tolerance(text: str) -> float | dict[str, float]:
 def compare_metrics(
     was: Mapping[str, float], now: Mapping[str, float], tolerance: float | Mapping[str, float] = 1e-3
 ) -> list[dict[str, Any]]:
-    """Every metric of either side, the worst first; but ``time/``, which measures the machine.
+    """Every metric of either side, the worst first, except ``time/``, which measures the machine.
 
     ``tolerance`` is a relative difference, or absolute ones by pattern of metrics: others are then left out. Rows of
     metric, was, now and verdict: ``equal`` (to the bit), ``near`` (within the tolerance), ``different``, ``absent``
@@ -101,25 +122,39 @@ def compare_metrics(
     >>> [row["verdict"] for row in compare_metrics({"a": 0.31, "b": 1.0}, {"a": 0.4, "b": 2.0}, {"a": 0.1})]
     ['near']
     """
-
-    def is_near(name: str, old: float, new: float) -> bool:
-        if isinstance(tolerance, float | int):
-            return math.isclose(old, new, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
-        return any(fnmatch(name, pattern) and abs(old - new) <= most for pattern, most in tolerance.items())
-
-    def verdict(name: str) -> str:
-        if name not in was or name not in now:
-            return "absent" if name in was else "new"
-        old, new = was[name], now[name]
-        if old == new or (math.isnan(old) and math.isnan(new)):
-            return "equal"
-        return "near" if is_near(name, old, new) else "different"
-
-    names = sorted(name for name in {*was, *now} if not name.startswith("time/"))
-    if not isinstance(tolerance, float | int):
-        names = [name for name in names if any(fnmatch(name, pattern) for pattern in tolerance)]
-    rows = [{"metric": name, "was": was.get(name), "now": now.get(name), "verdict": verdict(name)} for name in names]
+    rows = []
+    for name in sorted({*was, *now}):
+        if name.startswith("time/"):
+            continue
+        if isinstance(tolerance, Mapping) and _tolerance_of(name, tolerance) is None:
+            continue
+        if name not in now:
+            verdict = "absent"
+        elif name not in was:
+            verdict = "new"
+        else:
+            verdict = _metric_verdict(name, was[name], now[name], tolerance)
+        rows.append({"metric": name, "was": was.get(name), "now": now.get(name), "verdict": verdict})
     return sorted(rows, key=lambda row: VERDICTS.index(row["verdict"]))
+
+
+def _metric_verdict(name: str, was: float, now: float, tolerance: float | Mapping[str, float]) -> str:
+    both_nan = math.isnan(was) and math.isnan(now)
+    if was == now or both_nan:
+        return "equal"
+    if isinstance(tolerance, Mapping):
+        largest = _tolerance_of(name, tolerance)
+        is_near = largest is not None and abs(was - now) <= largest
+    else:
+        # Near 0 a relative difference would call rounding a change.
+        is_near = math.isclose(was, now, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+    return "near" if is_near else "different"
+
+
+def _tolerance_of(name: str, tolerances: Mapping[str, float]) -> float | None:
+    """The largest tolerance of the patterns that match ``name``; None where none does."""
+    matching = [most for pattern, most in tolerances.items() if fnmatch(name, pattern)]
+    return max(matching, default=None)
 
 
 def verify(uri: str, runs: pd.DataFrame, path: Path) -> list[dict[str, Any]]:
@@ -137,59 +172,124 @@ def verify(uri: str, runs: pd.DataFrame, path: Path) -> list[dict[str, Any]]:
             f"{path}: names no runs (column run_id or run_ids); `kl-comedy results export` and "
             "`kl-comedy results table --run-ids` write tables that do"
         )
-    columns = {short(column): column for column in reversed(runs.columns)} | {column: column for column in runs}
+    # A whole name before a short one, and of two columns with one short name the first.
+    columns = {short(str(column)): str(column) for column in reversed(runs.columns)}
+    columns.update({str(column): str(column) for column in runs})
     runs = runs.set_index("run_id", drop=False)
-    return [_verify_row(uri, runs, row, columns) for row in table.to_dict("records")]
+    return [_verify_row(uri, runs, _TableRow.of(cells), columns) for cells in table.to_dict("records")]
 
 
-def _verify_row(uri: str, runs: pd.DataFrame, row: dict[Any, Any], columns: dict[str, str]) -> dict[str, Any]:
-    grouped, metric = "run_ids" in row, str(row.get("metric", ""))
-    ids = str(row["run_ids"]).split() if grouped else [str(row["run_id"])]
-    name = f"{metric} of {len(ids)} runs" + (f", {ids[0][:8]} ..." if ids else "") if grouped else ids[0]
-    result = {"row": name, "verdict": "missing", "checked": 0, "why": "", "unchecked": ""}
-    if gone := [run_id for run_id in ids if run_id not in runs.index]:
-        return result | {"why": f"the store has no run {', '.join(gone[:MOST_SHOWN])}"}
-    column = f"metrics.{metric}"
-    if grouped and column not in runs:
-        return result | {"verdict": "changed", "why": f"no run has the metric {metric!r} any more"}
-    members = runs.loc[ids].reset_index(drop=True)
-    given = {name: value for name, value in row.items() if name not in QUESTIONS}
-    stored = {name: list(members[columns[name]]) for name in given if name in columns}
-    if grouped:
-        now = interval(by_seed(with_values(uri, members, [column], str(row.get("of") or "last")), column))
-        bounds = ("low", "high") if row.get("interval") == "t" else ()  # a bootstrap draws
-        stored |= {name: [getattr(now, name)] for name in ("n", "mean", *bounds)}
-    unknown = [name for name in given if name not in stored]
-    removed = {name: [None] for name in unknown if name.startswith(PREFIXES)}
-    wrong = []
-    for name, alternatives in {**stored, **removed}.items():
-        others = [value for value in alternatives if not _same(row.get(name), value)]
-        wrong += [f"{short(name)}: {_shown(row.get(name))} -> {_shown(others[0])}"] if others else []
-    more = [f"and {len(wrong) - MOST_SHOWN} more"] if len(wrong) > MOST_SHOWN else []
-    return result | {
-        "verdict": "changed" if wrong else "same" if stored else "unchecked",
-        "checked": len(stored),
-        "why": "; ".join(wrong[:MOST_SHOWN] + more) if stored or wrong else "the store has no column of this table",
-        "unchecked": ", ".join(name for name in unknown if name not in removed),
-    }
+@dataclass(frozen=True, kw_only=True)
+class _TableRow:
+    """A row of a table: what it says, and of which runs."""
+
+    cells: Mapping[Any, Any]
+    run_ids: list[str]
+    metric: str
+    """The metric whose mean it states; empty for a row of one run."""
+    is_group: bool
+
+    @staticmethod
+    def of(cells: Mapping[Any, Any]) -> _TableRow:
+        is_group = "run_ids" in cells
+        run_ids = str(cells["run_ids"]).split() if is_group else [str(cells["run_id"])]
+        return _TableRow(cells=cells, run_ids=run_ids, metric=str(cells.get("metric", "")), is_group=is_group)
+
+    @property
+    def name(self) -> str:
+        if not self.is_group:
+            return self.run_ids[0]
+        name = f"{self.metric} of {len(self.run_ids)} runs"
+        if self.run_ids:
+            name += f", {self.run_ids[0][:8]} ..."
+        return name
+
+    @property
+    def results(self) -> list[str]:
+        """The columns that state a result."""
+        return [name for name in self.cells if name not in QUESTIONS]
 
 
-def _same(given: Any, stored: Any) -> bool:
+def _verify_row(uri: str, runs: pd.DataFrame, row: _TableRow, columns: Mapping[str, str]) -> dict[str, Any]:
+    result = {"row": row.name, "verdict": "missing", "checked": 0, "why": "", "unchecked": ""}
+    missing_runs = [run_id for run_id in row.run_ids if run_id not in runs.index]
+    if missing_runs:
+        return result | {"why": f"the store has no run {', '.join(missing_runs[:MOST_SHOWN])}"}
+    if row.is_group and f"metrics.{row.metric}" not in runs:
+        return result | {"verdict": "changed", "why": f"no run has the metric {row.metric!r} any more"}
+
+    members = runs.loc[row.run_ids].reset_index(drop=True)
+    stored = {name: list(members[columns[name]]) for name in row.results if name in columns}
+    if row.is_group:
+        stored |= _group_statistics(uri, members, row)
+    lacking = [name for name in row.results if name not in stored]
+    # The store knows every param, tag and metric of its runs, so one that it lacks was removed since.
+    removed = [name for name in lacking if name.startswith(PREFIXES)]
+    unchecked = [name for name in lacking if name not in removed]
+    differences = _differences(row, stored | {name: [None] for name in removed})
+
+    result |= {"checked": len(stored), "unchecked": ", ".join(unchecked)}
+    if differences:
+        return result | {"verdict": "changed", "why": listed(differences, MOST_SHOWN)}
+    if stored:
+        return result | {"verdict": "same"}
+    return result | {"verdict": "unchecked", "why": "the store has no column of this table"}
+
+
+def _group_statistics(uri: str, members: pd.DataFrame, row: _TableRow) -> dict[str, list[Any]]:
+    """What the store gives now for the statistics of a group's row."""
+    column = f"metrics.{row.metric}"
+    rule = str(row.cells.get("of") or "last")
+    current = interval(by_seed(with_values(uri, members, [column], rule), column))
+    statistics: dict[str, list[Any]] = {"n": [current.n], "mean": [current.mean]}
+    # A bootstrap draws at random, so only the bounds of Student's interval can be computed again.
+    if row.cells.get("interval") == "t":
+        statistics |= {"low": [current.low], "high": [current.high]}
+    return statistics
+
+
+def _differences(row: _TableRow, stored: Mapping[str, list[Any]]) -> list[str]:
+    """The cells of the row that differ from what the store has for one of its runs."""
+    differences = []
+    for name, values in stored.items():
+        stated = row.cells.get(name)
+        other_values = [value for value in values if not _same(stated, value)]
+        if other_values:
+            differences.append(f"{short(name)}: {_shown(stated)} -> {_shown(other_values[0])}")
+    return differences
+
+
+def listed(differences: list[str], most: int) -> str:
+    """The first ``most`` differences, and how many more there are."""
+    shown = differences[:most]
+    if len(differences) > most:
+        shown.append(f"and {len(differences) - most} more")
+    return "; ".join(shown)
+
+
+def _same(stated: Any, stored: Any) -> bool:
     """Whether texts are equal, or numbers to 12 digits, which is more than a CSV loses."""
-    if _empty(given) or _empty(stored):
-        infinite = isinstance(stored, float) and math.isinf(stored)  # which JSON cannot hold
-        return _empty(given) and (_empty(stored) or infinite)
+    if _empty(stated) or _empty(stored):
+        # JSON cannot hold an infinite number and writes nothing in its place.
+        is_infinite = isinstance(stored, float) and math.isinf(stored)
+        return _empty(stated) and (_empty(stored) or is_infinite)
+    if str(stated) == str(stored):
+        return True
     try:
-        return str(given) == str(stored) or math.isclose(float(given), float(stored), rel_tol=1e-12, abs_tol=0.0)
+        return math.isclose(float(stated), float(stored), rel_tol=1e-12, abs_tol=0.0)
     except (TypeError, ValueError):
         return False
 
 
 def _empty(value: Any) -> bool:
-    """CSV and JSON cannot tell a missing value from NaN."""
+    """Whether a cell holds nothing. CSV and JSON cannot tell a missing value from NaN."""
     return value is None or str(value) in ("", "nan")
 
 
 def _shown(value: Any) -> str:
-    text = "nothing" if _empty(value) else str(value)
-    return text if len(text) <= 40 else text[:40] + "..."
+    if _empty(value):
+        return "nothing"
+    text = str(value)
+    if len(text) > MOST_CHARACTERS:
+        return text[:MOST_CHARACTERS] + "..."
+    return text
