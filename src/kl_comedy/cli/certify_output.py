@@ -164,6 +164,7 @@ def _listed(items: Iterable[object]) -> str:
 def term_csv_row(certificate: Certificate) -> dict[str, Any]:
     """A certificate with one column for each target's bias and cosine."""
     row = certificate.row()
+    # One value per target: a CSV cell cannot hold a mapping.
     for measure in ("relative_bias", "cosine"):
         for target, value in row.pop(measure).items():
             row[f"{measure}_{target}"] = value

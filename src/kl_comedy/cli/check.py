@@ -42,6 +42,7 @@ def check(
     check_parts(loaded)
     rows = what_starts(loaded, gpus)
     if format == "table":
+        # Flushed, because the line about memory takes seconds to follow.
         for name, value in rows.items():
             print(f"{name:10} {value}", flush=True)
     if memory:
@@ -162,6 +163,7 @@ def _memory(config: Config, gpu: str | None, gpus: int | None) -> str:
     if gpu is None:
         on_cpu = not gpus and pick_device(config.model.device).type == "cpu"
         gpu = "cpu" if on_cpu else "h100-80"
+    # Not measured: the speed of this machine does not change its memory.
     device = device_named(gpu, measured=False)
     planned = Plan(config, device)
     verdict = "fits" if planned.fits else "does not fit: kl-comedy plan says what would"

@@ -54,6 +54,7 @@ def load_plugins(plugins: Iterable[str | Path] | None) -> None:
     from kl_comedy.registry import load_plugin_file
 
     for file in plugins or ():
+        # The path becomes part of the run's command, which is stored and shown.
         refuse_secrets({"--plugin": str(file)})
         load_plugin_file(file)
 
@@ -78,6 +79,7 @@ def load_run_plugins(target: str | Path, *, given: Iterable[str | Path] | None =
     record = stored_record(folder)
     if record is None:
         return
+    # Every rank loads them, and one says so.
     for line in load_stored_plugins(folder, record, files=not given):
         if process_rank() == 0:
             message(line)
@@ -94,6 +96,7 @@ def load(config: Path, overrides: Sequence[str] | None = None, plugins: Iterable
 
 def command_line() -> str:
     """The command that runs, quoted for a shell and without secrets."""
+    # sys.argv[0] is a path of this machine, which a command to repeat should not have.
     return redact_command(["kl-comedy", *sys.argv[1:]])
 
 
@@ -132,6 +135,7 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on stderr, where that is a terminal. Yields the function that advances it by one."""
     from rich.progress import Progress
 
+    # A bar in a log file is a page of control characters.
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(description, total=total)

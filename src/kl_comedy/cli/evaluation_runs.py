@@ -111,6 +111,7 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
     rows = []
     with RewardSum(config.rewards) as scorer, _backend(config, loaded, None) as backend:
         for eval_set in render_prompts(config, problems, loaded).evals:
+            # The seed of a run's own evaluations, so that scores here and there can be compared.
             seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
             with console.status(f"evaluating {eval_set.name} ({len(eval_set.prompts)} problems)"):
                 result = evaluate_set(
@@ -182,6 +183,7 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
     config = target.config
     suites = [get_suite(name) for name in request.suites]
     _check_request(config, suites, request)
+    # All files are read and their checksums compared before the model is loaded.
     problems = []
     for suite in suites:
         file = request.files.get(suite.name)
@@ -360,6 +362,7 @@ def _report(records: SuiteRecords, target: Target, weights: str, request: Evalua
         "weights": weights,
         "records": str(records.path),
     }
+    # Before the row is tracked: a store that cannot be reached must not cost the scores.
     records.write_summary(row)
     tags |= _plugins(target.config, plan.suite).tags()
     tags["evaluated.weights"] = weights

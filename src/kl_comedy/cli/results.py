@@ -65,6 +65,7 @@ def kl_column(frame: pd.DataFrame, kl: str | None) -> str | None:
     if not hits:
         return None
     column = hits[0]
+    # Chosen for the user, who has to know which one it is.
     if kl is None:
         message(f"KL: {column.removeprefix('metrics.')} (nats per completion)")
     for note in stale_notes(frame, [column]):
@@ -121,6 +122,7 @@ def make_table(wanted: TableOptions) -> ResultTable:
     summary = summarize(
         chosen.frame, chosen.groups, chosen.metrics, wanted.interval, wanted.statuses, run_ids=wanted.run_ids
     )
+    # A table of empty cells looks like a bug: most often the runs are still running.
     if not summary["n"].any():
         statuses = chosen.frame["status"].value_counts()
         counts = ", ".join(f"{number} {name}" for name, number in statuses.items())
@@ -210,6 +212,7 @@ def plot(wanted: PlotOptions) -> None:
     """
     from kl_comedy.tracking.figures import check_suffix, save_figure
 
+    # Both before runs are read and curves fetched, which takes seconds.
     check_suffix(wanted.out)
     wanted.check()
     if wanted.kind == "curves":
@@ -231,6 +234,7 @@ def _curves(wanted: PlotOptions) -> Any:
     lines = chosen.groups
     panels = chosen.panels
     if wanted.panels is None:
+        # With --panels the user has decided, and every group becomes a line.
         lines, panels = plots.lines_and_panels(chosen.frame, lines)
         if panels:
             per_line = ", ".join(map(short, lines))
@@ -375,7 +379,7 @@ def sync(
         try:
             done = upload(folder, uri, experiment)
         except UserError:
-            raise
+            raise  # a mistake of the user stays one: exit code 2 and not 1
         except Exception as error:
             raise RunFailed(f"{folder}: the upload failed: {first_line(error)}") from error
         spool = Spool(folder)
@@ -454,6 +458,7 @@ def make_comparison(wanted: CompareOptions) -> ResultTable:
         match = (required_kl(frame, wanted.kl), nats)
     start = None
     if wanted.from_start:
+        # compare_families takes the first reward from a column of the frame.
         start = "start"
         frame = frame.assign(start=with_values(wanted.uri, frame, [column], "first")[column])
     comparison = compare_families(
@@ -537,6 +542,7 @@ def write_report(wanted: ReportOptions) -> None:
     chosen = select(query)
     kl = kl_column(chosen.frame, wanted.kl)
     notes = list(chosen.notes)
+    # Of the metrics in the table the selection has notes already.
     if kl is not None and kl not in chosen.metrics:
         notes += stale_notes(chosen.frame, [kl])
     warnings = [note for note in notes if note.startswith("warning")]
@@ -578,6 +584,7 @@ def _verify_pages(pages: Path, format: str) -> None:
     from kl_comedy.tracking.pages import summary, verify_pages
 
     verdicts = verify_pages(pages, recompute)
+    # Data has every table; a reader gets what needs attention.
     shown = verdicts
     if format not in ("csv", "json"):
         shown = [row for row in verdicts if row["verdict"] not in ("same", "no command")]
@@ -629,6 +636,7 @@ def recompute(words: Sequence[str], export: Path) -> str:
     """The Markdown table that ``kl-comedy results *words`` prints for ``export``. Raises what the command raises."""
     from kl_comedy.tracking.tables import render
 
+    # The words are a command line, which the options' own parser reads: a table is made as its command makes it.
     record, make = TABLE_COMMANDS[words[0]]
     wanted = parse_options(record, [*words[1:], "--uri", str(export), "--format", "markdown"])
     # The notes are part of the table; as messages they would be printed once for every table of a page.

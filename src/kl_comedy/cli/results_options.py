@@ -210,9 +210,11 @@ def write_table(made: ResultTable, format: str, out: Path | None, uri: str | Non
     if out is None and format == "parquet":
         raise UserError("--out: parquet is binary; name a file")
     frame = made.frame
+    # Data has no line below it: the notes become a column, and are read with the numbers.
     if made.notes and format in EXPORT_FORMATS:
         frame = frame.assign(notes="; ".join(made.notes))
     if out is None:
+        # A reader of the terminal saw them on stderr; who copies Markdown or LaTeX needs them in the text.
         notes_below = () if format in ("text", "table") else made.notes
         typer.echo(render(frame, format, notes_below))
         return

@@ -156,6 +156,7 @@ def cancel(sweep: SweepArgument) -> None:
         message("nothing to cancel: no job of this sweep waits or runs")
         return
     submit.cancel(loaded, jobs)
+    # A local manager stops its cells as SLURM does, by a signal after which they save.
     for pid in managers:
         os.kill(pid, signal.SIGTERM)
     cancelled = f"cancelled {len(jobs)} jobs"
@@ -406,6 +407,7 @@ def _cells_table(sweep: Sweep) -> Table:
     keys: dict[str, None] = {}
     for cell in cells:
         keys |= dict.fromkeys(cell.values)
+    # A column that says the same in every row is left out.
     sizes_differ = len({cell.size for cell in cells}) > 1
     size_column = ["nodes x processes"] if sizes_differ else []
     title = f"{sweep.path}: {len(cells)} cells"
