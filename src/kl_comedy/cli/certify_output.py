@@ -248,7 +248,8 @@ def print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[
     if width and max(map(len, lines)) > width:
         lines = _narrow(rows, width)
     for note in notes:
-        lines.append("\n" + (textwrap.fill(note, width) if width else note))
+        text = textwrap.fill(note, width) if width else note
+        lines.append(f"\n{text}")
     print("\n".join(lines))
 
 

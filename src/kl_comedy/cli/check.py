@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson, load
+from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson, load, plural
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
@@ -67,7 +67,7 @@ def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:
     device = config.model.device
     if device == "auto":
         device = "the GPU where there is one"
-    nodes = "1 node" if train.nodes == 1 else f"{train.nodes} nodes"
+    nodes = f"{train.nodes} {plural(train.nodes, 'node')}"
     return {
         "model": f"{config.model.source} on {device}, {config.model.dtype} weights, {train.precision}",
         "processes": f"{train.strategy}, {train.devices * train.nodes} on {nodes}",
@@ -124,7 +124,7 @@ def _engines(config: Config, name: str, gpu_names: Sequence[str], server_gpus: S
     else:
         servers = f"{options.get('servers', 1)}, started by the run"
     if server_gpus:
-        servers += f", on GPU{'s' if len(server_gpus) > 1 else ''} {', '.join(server_gpus)}"
+        servers += f", on {plural(len(server_gpus), 'GPU')} {', '.join(server_gpus)}"
 
     transport = engine_transport(config, gpu_names) or "of its own"
     merged = ""
@@ -151,7 +151,7 @@ def _samples(config: Config) -> str:
             age += ", weights in flight"
     updates = updates_from_a_batch(config)
     per_batch = f"{config.rollout.prompts_per_batch} prompts x {config.rollout.group_size} completions per batch"
-    return f"{per_batch}, {updates} update{'s' if updates != 1 else ''} per batch; {age}"
+    return f"{per_batch}, {updates} {plural(updates, 'update')} per batch; {age}"
 
 
 def _memory(config: Config, gpu: str | None, gpus: int | None) -> str:

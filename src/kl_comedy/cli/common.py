@@ -117,6 +117,15 @@ def parse_yaml(option: str, text: str) -> Any:
         raise UserError(f"{option} {shown(text)}: not a YAML mapping ({error})") from None
 
 
+def plural(count: int, noun: str) -> str:
+    """The noun, with an s unless ``count`` is 1.
+
+    >>> plural(1, "engine"), plural(2, "engine")
+    ('engine', 'engines')
+    """
+    return noun if count == 1 else f"{noun}s"
+
+
 def process_rank() -> int:
     """The rank of this process in a distributed run, from the variables of torchrun, srun or our launcher; else 0."""
     for name in RANK_VARIABLES:

@@ -71,7 +71,10 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
         return
 
     is_checkpoint = path.suffix == ".ckpt"
-    run = RunDir(path=path.parent.parent if is_checkpoint else path)
+    folder_of_run = path
+    if is_checkpoint:
+        folder_of_run = path.parent.parent  # RUN/checkpoints/NAME.ckpt
+    run = RunDir(path=folder_of_run)
     if not (run.path / "config.yaml").is_file():
         config = load_config(None, [f"model.source={target}", *overrides])
         yield Target(config=config, label=path.name or target)
@@ -348,12 +351,15 @@ def _report(records: SuiteRecords, target: Target, weights: str, request: Evalua
     else:
         result = score_choices(plan.suite.name, rows, method=request.interval)
     tags = target.tags()
+    temperature = None
+    if plan.generates:
+        temperature = plan.sampling.temperature
     row = {
         "suite": result.name,
         "kind": plan.suite.kind,
         "problems": result.problems,
         "samples": result.samples,
-        "temperature": plan.sampling.temperature if plan.generates else None,
+        "temperature": temperature,
         "template": plan.template,
         "interval": request.interval,
         **result.row(),
@@ -390,7 +396,7 @@ def evaluate_run(
     if suites:
         step = config.train.steps
         target = Target(config=config, label=f"{run.name}-{step}", run=run.name, step=step)
-        root = config.eval.data_root
-        request = EvaluationRequest(suites=suites, out=records, root=None if root is None else Path(root))
+        root = None if config.eval.data_root is None else Path(config.eval.data_root)
+        request = EvaluationRequest(suites=suites, out=records, root=root)
         rows += evaluate_suites(target, request, console)
     return rows

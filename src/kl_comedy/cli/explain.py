@@ -272,11 +272,14 @@ def _plain(reading: Reading) -> dict[str, Any]:
     terms = None
     if reading.terms is not None:
         terms = [term.to_mapping() for term in reading.terms]
+    yaml = None
+    if reading.terms:
+        yaml = _yaml(reading.terms)
     names = ("text", "system", "version", "source", "given", "flags", "instead", "notes", "no_ops", "holds_in")
     return {
         **{name: getattr(reading, name) for name in names},
         "terms": terms,
-        "yaml": _yaml(reading.terms) if reading.terms else None,
+        "yaml": yaml,
         "policy_ratio": reading.policy_ratio,
         "corrections": reading.corrections,
         "certificates": [c.row() for c in reading.certificates().values()],

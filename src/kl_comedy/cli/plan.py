@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import Plugins, TableOrJson, load, message, print_rows
+from kl_comedy.cli.common import Plugins, TableOrJson, load, message, plural, print_rows
 from kl_comedy.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _time_rows(plan: Plan) -> list[tuple[str, str, str]]:
     sampler = "the ranks"
     # Where engines run beside the trainer they sample; else the ranks do, in turn with learning.
     if plan.beside:
-        sampler = f"{plan.engines} engine{'s' if plan.engines > 1 else ''}"
+        sampler = f"{plan.engines} {plural(plan.engines, 'engine')}"
     by_transport = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.transfer_s.items())
     bottleneck_s = times.parts[times.bottleneck]
     return [

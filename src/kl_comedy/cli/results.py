@@ -35,6 +35,7 @@ from kl_comedy.cli.results_options import (
     parse_options,
     select,
     split,
+    split_unless_none,
     write_table,
 )
 from kl_comedy.errors import RunFailed, UserError, bad_value
@@ -193,12 +194,6 @@ class PlotOptions(Query):
         if self.smooth > 1:
             raise bad_value("--smooth", str(self.smooth), nothing, "--of mean:K is the value of a run")
 
-    @property
-    def panel_keys(self) -> list[str]:
-        """The keys after ``--panels``; none without the option, and for ``none``."""
-        keys = split(self.panels)
-        return [] if keys == ["none"] else keys
-
 
 @command(app, "plot --metric train/reward --group kl.label --out reward.svg")
 def plot(wanted: PlotOptions) -> None:
@@ -230,7 +225,7 @@ def _curves(wanted: PlotOptions) -> Any:
     from kl_comedy.tracking import plots
     from kl_comedy.tracking.runs import history, short, sort_by_groups
 
-    chosen = wanted.counted(wanted.run_query(wanted.metric, panels=wanted.panel_keys))
+    chosen = wanted.counted(wanted.run_query(wanted.metric, panels=split_unless_none(wanted.panels)))
     lines = chosen.groups
     panels = chosen.panels
     if wanted.panels is None:
@@ -277,7 +272,7 @@ def _frontier(wanted: PlotOptions) -> Any:
 
 
 def _families(wanted: PlotOptions) -> Selection:
-    query = wanted.run_query(wanted.metric, ["kl.family"], families=True, panels=wanted.panel_keys)
+    query = wanted.run_query(wanted.metric, ["kl.family"], families=True, panels=split_unless_none(wanted.panels))
     return wanted.counted(query)
 
 
@@ -314,14 +309,14 @@ class ExportOptions(Source):
 
         if not self.curves:
             return CURVES
-        patterns = split(self.curves)
-        return [] if patterns == ["none"] else patterns
+        return split_unless_none(self.curves)
 
     def check(self) -> None:
         """Raise :class:`UserError` for a format that is unknown, and for an option that it does not have."""
         from kl_comedy.tracking.runs import NEVER_THINNED
 
-        check_choice("--format" if self.format else "--out", self.file_format, EXPORT_FORMATS)
+        option = "--format" if self.format else "--out"
+        check_choice(option, self.file_format, EXPORT_FORMATS)
         if self.file_format != "parquet":
             if self.curves:
                 nothing = f"nothing with {self.file_format}"
@@ -357,9 +352,10 @@ def export(wanted: ExportOptions) -> None:
     store = open_runs(wanted.uri)
     curves = write_export(store, frame, out, wanted.curve_patterns, wanted.points, append=wanted.append)
     written = f"{len(curves)} points of {curves['metric'].nunique()} metrics in {curves_file(out)}"
-    thinned = int((curves["recorded"] > wanted.points).sum()) if wanted.points else 0
-    if thinned:
-        written += f", {thinned} of them of thinned curves"
+    if wanted.points:
+        thinned = int((curves["recorded"] > wanted.points).sum())
+        if thinned:
+            written += f", {thinned} of them of thinned curves"
     message(written)
     typer.echo(str(out))
 
@@ -532,11 +528,10 @@ def write_report(wanted: ReportOptions) -> None:
     from kl_comedy.tracking.selection import OptionNames
     from kl_comedy.tracking.values import stale_notes
 
-    parts = split(wanted.parts)
     query = wanted.run_query(
         wanted.metric,
         mark_dead=True,
-        panels=[] if parts == ["none"] else parts,
+        panels=split_unless_none(wanted.parts),
         options=OptionNames(panels="--parts"),
     )
     chosen = select(query)

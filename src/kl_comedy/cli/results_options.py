@@ -66,6 +66,16 @@ def split(values: Iterable[str] | None) -> list[str]:
     return [word for word in words if word]
 
 
+def split_unless_none(values: Iterable[str] | None) -> list[str]:
+    """:func:`split`, where the one word ``none`` stands for no word at all.
+
+    >>> split_unless_none(["none"]), split_unless_none(["seed"])
+    ([], ['seed'])
+    """
+    words = split(values)
+    return [] if words == ["none"] else words
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Options of every command that reads runs."""
@@ -167,10 +177,11 @@ def with_options(function: Callable[[Options], Any], record: type[Options]) -> C
     fields.sort(key=lambda field: field.name not in own_names)
     parameters = []
     for field in fields:
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name], default=default)
-        )
+        parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name])
+        # dataclasses and inspect have each their own mark for "no default".
+        if field.default is not dataclasses.MISSING:
+            parameter = parameter.replace(default=field.default)
+        parameters.append(parameter)
     vars(call)["__signature__"] = inspect.Signature(parameters)
     call.__doc__ = function.__doc__
     call.__name__ = function.__name__
