@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import kl_comedy
-from kl_comedy import KLTerm, api, certify, explain, results_table
+from kl_comedy import KLTerm, api, certify, check_loss, explain, kl_surrogate, results_table
 from kl_comedy.errors import UserError
 from kl_comedy.registry import ESTIMATORS
 
@@ -110,11 +111,44 @@ def test_results_table_has_the_rows_of_the_command():
     table = results_table(EVIDENCE, where=where, group=["kl.label"], metrics=[metric])
     assert len(rows) == len(table) > 5
     assert "optimizer.lr" in table  # runs differ in it: it separates rows
-    compared = ("kl.label", "metric", "n", "runs", "failed", "mean", "low", "high")
+    compared = ("kl.label", "metric", "n", "runs", "failed", "collapsed", "mean", "low", "high")
     for row, ours in zip(rows, table.to_dict("records"), strict=True):
         assert {key: ours[key] for key in compared} == {key: row[key] for key in compared}
+    assert rows[0]["notes"] == "; ".join(table.attrs["notes"])
+    assert any("optimizer.lr" in note for note in table.attrs["notes"])
     with pytest.raises(UserError, match="status: got 'finishd'"):
         results_table(EVIDENCE, status=["finishd"])
+    for argument, option in (("group", "group"), ("pool", "pool"), ("metrics", "metrics")):
+        with pytest.raises(UserError, match=f"^{option}: got 'kl.lable'"):
+            results_table(EVIDENCE, where=where, **{argument: ["kl.lable"]})
+
+
+def test_results_table_pools_keys_by_a_pattern():
+    where = "tags.sweep = 'evidence_core' and kl.label != 'no KL'"
+    table = results_table(EVIDENCE, where=where, group=["kl.family"], pool=["optimizer.*", "kl*"])
+    assert "optimizer.lr" not in table
+    assert any("some rows pool runs that differ in" in note for note in table.attrs["notes"])
+
+
+ON_POLICY_TERMS = [
+    (KLTerm("k2", placement="loss"), "token_reverse"),
+    (KLTerm("k1", placement="reward", credit="total", baseline="after"), "sequence_reverse"),
+]
+
+
+@pytest.mark.parametrize(("term", "claim"), ON_POLICY_TERMS, ids=["loss", "reward"])
+def test_a_completion_without_tokens_has_a_surrogate_of_0_which_check_loss_accepts(term, claim):
+    def loss(logp, ref_logp, behaviour_logp, mask):
+        tensors = {"logp_BT": logp, "ref_logp_BT": ref_logp, "behaviour_logp_BT": behaviour_logp, "mask_BT": mask}
+        return kl_surrogate(term, **tensors)
+
+    check_loss(loss, claims=claim, regimes=["on_policy"]).assert_ok()
+    logp = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]], requires_grad=True)
+    mask = torch.tensor([[True, True], [False, False]])
+    value = loss(logp, torch.full((2, 2), -3.0), logp.detach(), mask)
+    value.sum().backward()
+    assert value[1].tolist() == logp.grad[1].tolist() == [0.0, 0.0]
+    assert value[0].abs().sum() > 0
 
 
 def test_train_returns_the_last_values_of_a_run():

@@ -85,6 +85,7 @@ def certify(
     k3_reverse_token in loss
     on_policy: optimizes the forward KL of each visited prefix, not the reverse KL its value estimates; ...
     """
+    # Before the enumeration, which takes seconds.
     for regime in regimes:
         if regime not in REGIMES:
             raise bad_value("regimes", regime, REGIMES)
@@ -95,13 +96,15 @@ def certify(
         chosen = (terms,) if isinstance(terms, KLTerm) else tuple(terms)
         name = " + ".join(term.label() for term in chosen) or "no KL"
 
+    # A wrong claim of a part makes every certificate that uses it doubtful: it is reported with them.
     estimator_options: dict[str, list[Mapping[str, Any]]] = {}
     for term in chosen:
         estimator_options.setdefault(term.estimator, []).append(term.options)
     corrections = dict.fromkeys(term.correction for term in chosen)
     false_claims, _ = check_parts(estimator_options, corrections, seed=seed)
 
-    certificates = {each.regime: each for each in certify_terms(name, chosen, regimes=regimes, seed=seed)}
+    certified = certify_terms(name, chosen, regimes=regimes, seed=seed)
+    certificates = {certificate.regime: certificate for certificate in certified}
     for certificate in certificates.values():
         if certificate.false_claim is not None:
             false_claims.append(certificate.false_claim)
@@ -162,8 +165,10 @@ def explain(what: str | Path, *, system: str | None = None, overrides: Sequence[
     if is_peer(text):
         return _explain_reading(read(text))
     terms = recipe(text, key="what")
-    certificates = certify_terms(text, terms) if terms else []
-    return Explanation(text=text, terms=terms, certificates={each.regime: each for each in certificates})
+    # A recipe without KL has no gradient to certify.
+    certified = certify_terms(text, terms) if terms else []
+    certificates = {certificate.regime: certificate for certificate in certified}
+    return Explanation(text=text, terms=terms, certificates=certificates)
 
 
 def _explain_reading(reading: Reading) -> Explanation:
@@ -252,6 +257,7 @@ def train(config: str | Path, *overrides: str, plugins: Iterable[str | Path] = (
     words = ["kl-comedy", "train", str(config), *overrides]
     with named_extras():
         for file in plugins:
+            # The path becomes part of the run's command, which is stored and shown.
             refuse_secrets({"plugins": str(file)})
             load_plugin_file(file)
             words += ["--plugin", str(file)]
@@ -276,6 +282,7 @@ def _row(outcome: Outcome) -> pd.Series:
     row |= summary.get("metrics", {})
     for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
         for name, history in summary.get(key, {}).items():
+            # The keys are texts, as JSON has them: "9" would be greater than "10".
             last_update = max(history, key=int)
             row[f"eval/{name}/{score}"] = history[last_update]
     return pd.Series(row, dtype=object)
@@ -325,10 +332,11 @@ def results_table(
     [{'kl.label': 'no KL', 'n': 5, 'mean': 0.492}]
     """
     require("results")
-    for each in status:
-        if each not in STATUSES:
-            raise bad_value("status", each, STATUSES)
-    counted = [each.upper() for each in status]
+    # Checked here, because an unknown status would match no run and look like an empty study.
+    for name in status:
+        if name not in STATUSES:
+            raise bad_value("status", name, STATUSES)
+    counted = [name.upper() for name in status]
     with named_extras():
         from kl_comedy.tracking.compare import summarize
         from kl_comedy.tracking.runs import short

@@ -63,6 +63,7 @@ def require(command: str | None) -> None:
 
     Asked before the command begins: later its own errors, as "the store cannot be created", would hide the reason.
     """
+    # find_spec looks a module up and does not run it: importing all of them takes seconds.
     for module in NEEDED_BY.get(command or "", ()):
         if not _is_installed(module):
             raise _missing(module, f"{command} needs")
@@ -81,7 +82,7 @@ def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:
-        return False
+        return False  # a finder may raise where it refuses a name, as those of sandboxes and tests do
 
 
 def _missing(module: str, who_needs: str) -> MissingExtra:
@@ -103,6 +104,7 @@ def named_extras() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        # The error names the submodule that was asked for first, as mlflow.tracking.
         module = str(error.name).partition(".")[0]
         if module not in EXTRA_OF:
             raise

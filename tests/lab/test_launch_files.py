@@ -271,7 +271,7 @@ def test_misuse_of_the_command(tmp_path):
     runner, path = CliRunner(), write(tmp_path, "run.sh", "python train.py --use-kl-loss --kl-loss-coef 0.1\n")
     for arguments, message in (
         ([tmp_path / "none.sh"], "no such file"),
-        (["grpo", "--system", "trl"], "--system is for a file"),
+        (["grpo", "--system", "trl"], "--system needs a file"),
         ([path, "--system", "slim"], "did you mean 'slime'"),
         ([path, "kl_los=1", "--system", "slime"], "override: got 'kl_los=1'"),
     ):

@@ -64,11 +64,13 @@ def audit(
             source, names, updates=updates, samples=samples, blocks=blocks, sketch=sketch, progress=show_progress
         )
     folder = out
+    # The audit of a run belongs beside its checkpoints.
     if folder is None:
         folder = config if config.is_dir() else Path(source.config.output)
     path = _save(report, source, folder)
     message(f"wrote {path}")
     print(report.render(format))
+    # After the report, which shows what failed.
     if report.failures:
         raise RunFailed("; ".join(report.failures))
 
@@ -110,5 +112,6 @@ def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:
         "provenance": provenance_tags(plugins=plugins_of(source.config)),
         **report.to_plain(),
     }
+    # allow_nan=False: NaN is no JSON, and most readers refuse the whole file.
     atomic_write(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
     return path

@@ -38,6 +38,7 @@ def list_parts(
     """
     from kl_comedy.registry import KINDS
 
+    # Before plugins are imported, which runs their code.
     check_choice("KIND", kind, (*KINDS, "peers"))
     load_plugins(plugin)
     rows: list[dict[str, Any]]
@@ -46,6 +47,7 @@ def list_parts(
     else:
         rows = [entry.row() for entry in KINDS[kind]]
     if format == "json":
+        # default=str: a plugin may declare any object as a fact.
         print(json.dumps(rows, indent=1, default=str))
         return
 

@@ -182,6 +182,7 @@ def _requested_terms(asked: _Asked) -> _Request:
     from kl_comedy.kl.term import KLTerm
     from kl_comedy.registry import CORRECTIONS, ESTIMATORS, RECIPES
 
+    # A plugin does not say what it brings: that is what the tables have more of once it is loaded.
     built_in = {*ESTIMATORS.names(), *CORRECTIONS.names()}
     load_plugins(asked.plugins)
     new_estimators = [name for name in ESTIMATORS.names() if name not in built_in]
@@ -195,6 +196,7 @@ def _requested_terms(asked: _Asked) -> _Request:
         term = parse_record(KLTerm, common.parse_yaml("--term", text), key="--term")
         lists[term.label()] = (term,)
     brings_new_parts = bool(new_estimators or new_corrections)
+    # Whoever writes a plugin asks about its parts, and not about the recipes that come with the package.
     all_recipes = not asked.names_parts and not brings_new_parts
     if all_recipes:
         lists |= {entry.name: entry.fn() for entry in RECIPES}
@@ -210,6 +212,7 @@ def _requested_terms(asked: _Asked) -> _Request:
     estimators = [*new_estimators, *asked.estimators]
     corrections = new_corrections
     if asked.matrix or all_recipes:
+        # A part that no recipe uses is checked all the same.
         estimators = ESTIMATORS.names()
         corrections = CORRECTIONS.names()
     return _Request(lists=lists, contexts=contexts, estimators=estimators, corrections=corrections, hidden=hidden)
@@ -259,6 +262,7 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes; {OWN_PART})")
     if path.is_file():
+        # A file is a config unless its top level is a list: a list is the value of a config's `kl`.
         content = _read_yaml(path)
         if isinstance(content, list):
             lists[name] = resolve_terms(content, name)
@@ -312,6 +316,7 @@ def _certify_terms(request: _Request, settings: _Settings) -> list[str]:
     from kl_comedy.kl.oracle.certificate import certify as certify_terms
 
     false_claims, parts = _check_parts(request, settings.seed)
+    # --search is the time of the whole call: each list of terms gets the same part of it in each regime.
     searches = max(1, len(request.lists) * len(settings.regimes))
     certificates: list[Certificate] = _with_progress(
         request.lists,
@@ -328,6 +333,7 @@ def _certify_terms(request: _Request, settings: _Settings) -> list[str]:
         enumerated_tokens=(TREE.length, LONG.length),
         drawn=output.drawn_settings(settings.regimes, settings.seed),
         search_seconds=settings.search_seconds,
+        # Only of terms that hit a target: the others are not meant to be near one.
         worst_error=max((c.worst_error for c in certificates if c.target), default=0.0),
     )
     in_training: list[Effect] = []
@@ -338,13 +344,14 @@ def _certify_terms(request: _Request, settings: _Settings) -> list[str]:
         _print_json(certificates, in_training, checked)
     elif settings.format == "csv":
         output.print_table([output.term_csv_row(certificate) for certificate in certificates], "csv")
-        message(output.checked_sentence(checked))
+        message(output.checked_sentence(checked))  # to stderr: stdout stays a table that a program can read
     else:
         hidden = set() if settings.full else request.hidden
+        # A claim that fails is shown whether its row is a main one or not.
         shown = [c for c in certificates if c.name not in hidden or not c.claim_holds]
         _print_tables(shown, len(certificates), in_training, checked, settings.format)
     if settings.plot is not None:
-        from kl_comedy.lab.certificate_plot import plot_certificates
+        from kl_comedy.lab.certificate_plot import plot_certificates  # imports matplotlib
 
         plot_certificates(certificates, settings.plot)
         message(f"figure: {settings.plot}")
@@ -447,6 +454,7 @@ def _policy_terms(requested: Sequence[str]) -> dict[str, PolicyTerm]:
             terms[term.label()] = term
         else:
             raise bad_value("--policy", text, ["all", *known], OWN_PART)
+    # All of them before the first is enumerated, so that a mistake is not reported after seconds of work.
     for term in terms.values():
         check_policy_term(term)
     return terms

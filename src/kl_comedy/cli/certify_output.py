@@ -164,6 +164,7 @@ def _listed(items: Iterable[object]) -> str:
 def term_csv_row(certificate: Certificate) -> dict[str, Any]:
     """A certificate with one column for each target's bias and cosine."""
     row = certificate.row()
+    # One value per target: a CSV cell cannot hold a mapping.
     for measure in ("relative_bias", "cosine"):
         for target, value in row.pop(measure).items():
             row[f"{measure}_{target}"] = value
@@ -247,7 +248,8 @@ def print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[
     if width and max(map(len, lines)) > width:
         lines = _narrow(rows, width)
     for note in notes:
-        lines.append("\n" + (textwrap.fill(note, width) if width else note))
+        text = textwrap.fill(note, width) if width else note
+        lines.append(f"\n{text}")
     print("\n".join(lines))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson, load
+from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson, load, plural
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
@@ -43,6 +43,7 @@ def check(
     check_parts(loaded)
     rows = what_starts(loaded, gpus)
     if format == "table":
+        # Flushed, because the line about memory takes seconds to follow.
         for name, value in rows.items():
             print(f"{name:10} {value}", flush=True)
     if memory:
@@ -70,7 +71,7 @@ def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:
     device = config.model.device
     if device == "auto":
         device = "the GPU where there is one"
-    nodes = "1 node" if train.nodes == 1 else f"{train.nodes} nodes"
+    nodes = f"{train.nodes} {plural(train.nodes, 'node')}"
     return {
         "model": f"{config.model.source} on {device}, {config.model.dtype} weights, {train.precision}",
         "processes": f"{train.strategy}, {train.devices * train.nodes} on {nodes}",
@@ -124,7 +125,7 @@ def _engines(config: Config, sampler: Sampler, gpu_names: Sequence[str], server_
     else:
         servers = f"{options.get('servers', 1)}, started by the run"
     if server_gpus:
-        servers += f", on GPU{'s' if len(server_gpus) > 1 else ''} {', '.join(server_gpus)}"
+        servers += f", on {plural(len(server_gpus), 'GPU')} {', '.join(server_gpus)}"
 
     transport = sampler.transport_on(gpu_names) or "of its own"
     merged = ""
@@ -151,7 +152,7 @@ def _samples(config: Config) -> str:
             age += ", weights in flight"
     updates = updates_from_a_batch(config)
     per_batch = f"{config.rollout.prompts_per_batch} prompts x {config.rollout.group_size} completions per batch"
-    return f"{per_batch}, {updates} update{'s' if updates != 1 else ''} per batch; {age}"
+    return f"{per_batch}, {updates} {plural(updates, 'update')} per batch; {age}"
 
 
 def _memory(config: Config, gpu: str | None, gpus: int | None) -> str:
@@ -163,6 +164,7 @@ def _memory(config: Config, gpu: str | None, gpus: int | None) -> str:
     if gpu is None:
         on_cpu = not gpus and pick_device(config.model.device).type == "cpu"
         gpu = "cpu" if on_cpu else "h100-80"
+    # Not measured: the speed of this machine does not change its memory.
     device = device_named(gpu, measured=False)
     planned = Plan(config, device)
     verdict = "fits" if planned.fits else "does not fit: kl-comedy plan says what would"

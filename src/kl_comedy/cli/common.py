@@ -54,6 +54,7 @@ def load_plugins(plugins: Iterable[str | Path] | None) -> None:
     from kl_comedy.registry import load_plugin_file
 
     for file in plugins or ():
+        # The path becomes part of the run's command, which is stored and shown.
         refuse_secrets({"--plugin": str(file)})
         load_plugin_file(file)
 
@@ -78,6 +79,7 @@ def load_run_plugins(target: str | Path, *, given: Iterable[str | Path] | None =
     record = stored_record(folder)
     if record is None:
         return
+    # Every rank loads them, and one says so.
     for line in load_stored_plugins(folder, record, files=not given):
         if process_rank() == 0:
             message(line)
@@ -94,6 +96,7 @@ def load(config: Path, overrides: Sequence[str] | None = None, plugins: Iterable
 
 def command_line() -> str:
     """The command that runs, quoted for a shell and without secrets."""
+    # sys.argv[0] is a path of this machine, which a command to repeat should not have.
     return redact_command(["kl-comedy", *sys.argv[1:]])
 
 
@@ -114,6 +117,15 @@ def parse_yaml(option: str, text: str) -> Any:
         raise UserError(f"{option} {shown(text)}: not a YAML mapping ({error})") from None
 
 
+def plural(count: int, noun: str) -> str:
+    """The noun, with an s unless ``count`` is 1.
+
+    >>> plural(1, "engine"), plural(2, "engine")
+    ('engine', 'engines')
+    """
+    return noun if count == 1 else f"{noun}s"
+
+
 def process_rank() -> int:
     """The rank of this process in a distributed run, from the variables of torchrun, srun or our launcher; else 0."""
     for name in RANK_VARIABLES:
@@ -132,6 +144,7 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on stderr, where that is a terminal. Yields the function that advances it by one."""
     from rich.progress import Progress
 
+    # A bar in a log file is a page of control characters.
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(description, total=total)

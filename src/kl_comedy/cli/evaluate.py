@@ -73,6 +73,7 @@ def evaluate(
     _check_one_process(shard)
     load_plugins(plugin)
     load_run_plugins(target, given=plugin)
+    # Everything that needs no model is checked before one is loaded.
     ks = _parse_ks(k)
     request = EvaluationRequest(
         suites=_suite_names(suite or []),
@@ -159,6 +160,7 @@ def _refuse_options_of_suites(options: Mapping[str, Any]) -> None:
 def _parse_ks(text: str | None) -> list[int] | None:
     if text is None:
         return None
+    # int() alone would take "-1", and "1_0" for 10.
     if not re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", text):
         raise bad_value("--k", text, "whole numbers with commas, as 1,4,8")
     return [int(word) for word in text.split(",")]
@@ -177,6 +179,7 @@ def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
     if format == "json":
         print(json.dumps(rows, indent=1))
         return
+    # A config without a reference measures no KL: rows without numbers are left out.
     measured = [name for name in MEASURED if any(name in row for row in rows)]
     table = Table("set", *(escape(row["set"]) for row in rows))
 
@@ -199,6 +202,7 @@ def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         print(json.dumps(rows, indent=1))
         return
     if format == "csv":
+        # Suites of choices have other scores than suites that generate: the columns are those of all rows.
         writer = csv.DictWriter(sys.stdout, _all_keys(rows), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

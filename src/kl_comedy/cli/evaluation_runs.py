@@ -71,7 +71,10 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
         return
 
     is_checkpoint = path.suffix == ".ckpt"
-    run = RunDir(path=path.parent.parent if is_checkpoint else path)
+    folder_of_run = path
+    if is_checkpoint:
+        folder_of_run = path.parent.parent  # RUN/checkpoints/NAME.ckpt
+    run = RunDir(path=folder_of_run)
     if not (run.path / "config.yaml").is_file():
         config = load_config(None, [f"model.source={target}", *overrides])
         yield Target(config=config, label=path.name or target)
@@ -111,6 +114,7 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
     rows = []
     with RewardSum(config.rewards) as scorer, _backend(config, loaded, None) as backend:
         for eval_set in render_prompts(config, problems, loaded).evals:
+            # The seed of a run's own evaluations, so that scores here and there can be compared.
             seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
             with console.status(f"evaluating {eval_set.name} ({len(eval_set.prompts)} problems)"):
                 result = evaluate_set(backend, scorer, eval_set, settings, seed=seed)
@@ -169,6 +173,7 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
     config = target.config
     suites = [get_suite(name) for name in request.suites]
     _check_request(config, suites, request)
+    # All files are read and their checksums compared before the model is loaded.
     problems = []
     for suite in suites:
         file = request.files.get(suite.name)
@@ -292,12 +297,15 @@ def _report(records: SuiteRecords, target: Target, weights: str, request: Evalua
     else:
         result = score_choices(plan.suite.name, rows, method=request.interval)
     tags = target.tags()
+    temperature = None
+    if plan.generates:
+        temperature = plan.sampling.temperature
     row = {
         "suite": result.name,
         "kind": plan.suite.kind,
         "problems": result.problems,
         "samples": result.samples,
-        "temperature": plan.sampling.temperature if plan.generates else None,
+        "temperature": temperature,
         "template": plan.template,
         "interval": request.interval,
         **result.row(),
@@ -306,6 +314,7 @@ def _report(records: SuiteRecords, target: Target, weights: str, request: Evalua
         "weights": weights,
         "records": str(records.path),
     }
+    # Before the row is tracked: a store that cannot be reached must not cost the scores.
     records.write_summary(row)
     tags |= _plugins(target.config, plan.suite).tags()
     tags["evaluated.weights"] = weights
@@ -333,7 +342,7 @@ def evaluate_run(
     if suites:
         step = config.train.steps
         target = Target(config=config, label=f"{run.name}-{step}", run=run.name, step=step)
-        root = config.eval.data_root
-        request = EvaluationRequest(suites=suites, out=records, root=None if root is None else Path(root))
+        root = None if config.eval.data_root is None else Path(config.eval.data_root)
+        request = EvaluationRequest(suites=suites, out=records, root=root)
         rows += evaluate_suites(target, request, console)
     return rows

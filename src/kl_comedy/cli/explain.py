@@ -73,6 +73,7 @@ def _explain_file(path: Path, system: str | None, overrides: Sequence[str], form
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     launch = read_launch_file(path, system=system, overrides=overrides)
+    # Its errors name a flag only; which file sets it is known here.
     with error_prefix(str(path)):
         reading = launch.reading()
     summary: dict[str, Any] = {
@@ -202,6 +203,7 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
         print(f"  correction: {_corrections(reading)}")
     if acting is not None:
         print(f"\nSwitched on, as {acting.text}:")
+        # Notes that were printed above are not repeated.
         _show(acting, known=(*reading.notes, *reading.no_ops))
     print("\nIf you want")
     for item in advice:
@@ -231,6 +233,7 @@ def _show(reading: Reading, known: Sequence[str] = ()) -> None:
         Console().print(_numbers(certificates))
         for certificate in certificates:
             print(f"{_dashed(certificate.regime)}: {certificate.verdict}")
+        # A framework may treat stale samples in a way that no term of ours has, and yet be one of ours on-policy.
         missing = [_dashed(regime) for regime in REGIMES if regime not in reading.holds_in]
         if missing:
             print(f"{', '.join(missing)}: no term of ours is equivalent there")
@@ -269,11 +272,14 @@ def _plain(reading: Reading) -> dict[str, Any]:
     terms = None
     if reading.terms is not None:
         terms = [term.to_mapping() for term in reading.terms]
+    yaml = None
+    if reading.terms:
+        yaml = _yaml(reading.terms)
     names = ("text", "system", "version", "source", "given", "flags", "instead", "notes", "no_ops", "holds_in")
     return {
         **{name: getattr(reading, name) for name in names},
         "terms": terms,
-        "yaml": _yaml(reading.terms) if reading.terms else None,
+        "yaml": yaml,
         "policy_ratio": reading.policy_ratio,
         "corrections": reading.corrections,
         "certificates": [c.row() for c in reading.certificates().values()],

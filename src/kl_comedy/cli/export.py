@@ -64,17 +64,19 @@ def reproduce(
     from kl_comedy.training import reproduction
 
     console = Console(stderr=True)
-    allowed = parse_tolerance(tolerance)
+    allowed = parse_tolerance(tolerance)  # a mistake in it should not cost a training
     original = reproduction.find_original(uri, run)
     folder = reproduction.make_inputs_folder(original, output)
 
     given = plugin or []
     stored = reproduction.fetch_plugins(original, folder, given=given)
+    # Files given with --plugin take the place of the stored ones, so that they are loaded first.
     load_plugins(given)
     for line in reproduction.load_plugins(stored, given=given):
         message(line)
 
     planned = reproduction.plan_reproduction(original, folder, output, given or stored.files)
+    # Before the training, which may take hours: who sees a wrong commit here can stop.
     for note in planned.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     outcome = reproduction.train_again(original, planned, console)
@@ -83,6 +85,7 @@ def reproduce(
         console.print(changed_start, highlight=False, soft_wrap=True)
 
     comparison = reproduction.compare(original, outcome.run.path, allowed)
+    # A program gets every metric; a reader those that are worth a look.
     rows = comparison.rows if format == "json" else comparison.unequal
     if rows:
         print_rows(rows, format)

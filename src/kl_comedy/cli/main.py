@@ -124,7 +124,9 @@ def _quiet_libraries() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Redacted("%(message)s"))
-    logging.getLogger("kl_comedy").setLevel(logging.INFO if process_rank() == 0 else logging.ERROR)
+    # All ranks would log the same lines; an error may be of one rank only.
+    own_level = logging.INFO if process_rank() == 0 else logging.ERROR
+    logging.getLogger("kl_comedy").setLevel(own_level)
     # What these warn of is either reported by our own errors or no matter of the user's.
     for name in ("lightning.pytorch", "lightning.fabric", "mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)

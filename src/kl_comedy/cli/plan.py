@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import Plugins, TableOrJson, load, message, print_rows
+from kl_comedy.cli.common import Plugins, TableOrJson, load, message, plural, print_rows
 from kl_comedy.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def plan(
     from kl_comedy.lab.planning.plan import Plan, splits
     from kl_comedy.lab.planning.sizes import device_named
 
+    # The options come last, so that they win over an override of the same key.
     changes = list(overrides or [])
     if gpus is not None:
         changes.append(f"train.devices={gpus}")
@@ -70,9 +71,11 @@ def plan(
         _show(planned)
         if divided:
             _show_splits(divided)
+    # Splits are sorted: those that fit first, and of these the fastest.
     if divided and divided[0].fits:
         message(f"fastest of {split}: {shlex.join(divided[0].overrides)}")
     _advise(planned)
+    # Last, so that a script which stops at the exit code has the whole plan in its log.
     if fail_if_too_big and not planned.fits:
         peak = f"{planned.peak_bytes / GIB:.1f} GiB"
         limit = f"{planned.limit_bytes / GIB:.1f} GiB"
@@ -92,6 +95,7 @@ def _advise(planned: Plan) -> None:
 def _as_json(plan: Plan, divided: Sequence[Split]) -> dict[str, Any]:
     """A plan as plain data; bytes, seconds, counts."""
     return {
+        # Without the model's own config, which has dozens of keys and is no result of the plan.
         "model": {name: value for name, value in vars(plan.shape).items() if name != "config"},
         "device": asdict(plan.device),
         "load": asdict(plan.load),
@@ -146,8 +150,9 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
 def _time_rows(plan: Plan) -> list[tuple[str, str, str]]:
     times = plan.timing
     sampler = "the ranks"
+    # Where engines run beside the trainer they sample; else the ranks do, in turn with learning.
     if plan.beside:
-        sampler = f"{plan.engines} engine{'s' if plan.engines > 1 else ''}"
+        sampler = f"{plan.engines} {plural(plan.engines, 'engine')}"
     by_transport = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.transfer_s.items())
     bottleneck_s = times.parts[times.bottleneck]
     return [

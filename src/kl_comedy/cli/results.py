@@ -35,6 +35,7 @@ from kl_comedy.cli.results_options import (
     parse_options,
     select,
     split,
+    split_unless_none,
     write_table,
 )
 from kl_comedy.errors import RunFailed, UserError, bad_value
@@ -65,6 +66,7 @@ def kl_column(frame: pd.DataFrame, kl: str | None) -> str | None:
     if not hits:
         return None
     column = hits[0]
+    # Chosen for the user, who has to know which one it is.
     if kl is None:
         message(f"KL: {column.removeprefix('metrics.')} (nats per completion)")
     for note in stale_notes(frame, [column]):
@@ -121,6 +123,7 @@ def make_table(wanted: TableOptions) -> ResultTable:
     summary = summarize(
         chosen.frame, chosen.groups, chosen.metrics, wanted.interval, wanted.statuses, run_ids=wanted.run_ids
     )
+    # A table of empty cells looks like a bug: most often the runs are still running.
     if not summary["n"].any():
         statuses = chosen.frame["status"].value_counts()
         counts = ", ".join(f"{number} {name}" for name, number in statuses.items())
@@ -191,12 +194,6 @@ class PlotOptions(Query):
         if self.smooth > 1:
             raise bad_value("--smooth", str(self.smooth), nothing, "--of mean:K is the value of a run")
 
-    @property
-    def panel_keys(self) -> list[str]:
-        """The keys after ``--panels``; none without the option, and for ``none``."""
-        keys = split(self.panels)
-        return [] if keys == ["none"] else keys
-
 
 @command(app, "plot --metric train/reward --group kl.label --out reward.svg")
 def plot(wanted: PlotOptions) -> None:
@@ -210,6 +207,7 @@ def plot(wanted: PlotOptions) -> None:
     """
     from kl_comedy.tracking.figures import check_suffix, save_figure
 
+    # Both before runs are read and curves fetched, which takes seconds.
     check_suffix(wanted.out)
     wanted.check()
     if wanted.kind == "curves":
@@ -227,10 +225,11 @@ def _curves(wanted: PlotOptions) -> Any:
     from kl_comedy.tracking import plots
     from kl_comedy.tracking.runs import history, short, sort_by_groups
 
-    chosen = wanted.counted(wanted.run_query(wanted.metric, panels=wanted.panel_keys))
+    chosen = wanted.counted(wanted.run_query(wanted.metric, panels=split_unless_none(wanted.panels)))
     lines = chosen.groups
     panels = chosen.panels
     if wanted.panels is None:
+        # With --panels the user has decided, and every group becomes a line.
         lines, panels = plots.lines_and_panels(chosen.frame, lines)
         if panels:
             per_line = ", ".join(map(short, lines))
@@ -273,7 +272,7 @@ def _frontier(wanted: PlotOptions) -> Any:
 
 
 def _families(wanted: PlotOptions) -> Selection:
-    query = wanted.run_query(wanted.metric, ["kl.family"], families=True, panels=wanted.panel_keys)
+    query = wanted.run_query(wanted.metric, ["kl.family"], families=True, panels=split_unless_none(wanted.panels))
     return wanted.counted(query)
 
 
@@ -310,14 +309,14 @@ class ExportOptions(Source):
 
         if not self.curves:
             return CURVES
-        patterns = split(self.curves)
-        return [] if patterns == ["none"] else patterns
+        return split_unless_none(self.curves)
 
     def check(self) -> None:
         """Raise :class:`UserError` for a format that is unknown, and for an option that it does not have."""
         from kl_comedy.tracking.runs import NEVER_THINNED
 
-        check_choice("--format" if self.format else "--out", self.file_format, EXPORT_FORMATS)
+        option = "--format" if self.format else "--out"
+        check_choice(option, self.file_format, EXPORT_FORMATS)
         if self.file_format != "parquet":
             if self.curves:
                 nothing = f"nothing with {self.file_format}"
@@ -353,9 +352,10 @@ def export(wanted: ExportOptions) -> None:
     store = open_runs(wanted.uri)
     curves = write_export(store, frame, out, wanted.curve_patterns, wanted.points, append=wanted.append)
     written = f"{len(curves)} points of {curves['metric'].nunique()} metrics in {curves_file(out)}"
-    thinned = int((curves["recorded"] > wanted.points).sum()) if wanted.points else 0
-    if thinned:
-        written += f", {thinned} of them of thinned curves"
+    if wanted.points:
+        thinned = int((curves["recorded"] > wanted.points).sum())
+        if thinned:
+            written += f", {thinned} of them of thinned curves"
     message(written)
     typer.echo(str(out))
 
@@ -375,7 +375,7 @@ def sync(
         try:
             done = upload(folder, uri, experiment)
         except UserError:
-            raise
+            raise  # a mistake of the user stays one: exit code 2 and not 1
         except Exception as error:
             raise RunFailed(f"{folder}: the upload failed: {first_line(error)}") from error
         spool = Spool(folder)
@@ -454,6 +454,7 @@ def make_comparison(wanted: CompareOptions) -> ResultTable:
         match = (required_kl(frame, wanted.kl), nats)
     start = None
     if wanted.from_start:
+        # compare_families takes the first reward from a column of the frame.
         start = "start"
         frame = frame.assign(start=with_values(wanted.uri, frame, [column], "first")[column])
     comparison = compare_families(
@@ -527,16 +528,16 @@ def write_report(wanted: ReportOptions) -> None:
     from kl_comedy.tracking.selection import OptionNames
     from kl_comedy.tracking.values import stale_notes
 
-    parts = split(wanted.parts)
     query = wanted.run_query(
         wanted.metric,
         mark_dead=True,
-        panels=[] if parts == ["none"] else parts,
+        panels=split_unless_none(wanted.parts),
         options=OptionNames(panels="--parts"),
     )
     chosen = select(query)
     kl = kl_column(chosen.frame, wanted.kl)
     notes = list(chosen.notes)
+    # Of the metrics in the table the selection has notes already.
     if kl is not None and kl not in chosen.metrics:
         notes += stale_notes(chosen.frame, [kl])
     warnings = [note for note in notes if note.startswith("warning")]
@@ -578,6 +579,7 @@ def _verify_pages(pages: Path, format: str) -> None:
     from kl_comedy.tracking.pages import summary, verify_pages
 
     verdicts = verify_pages(pages, recompute)
+    # Data has every table; a reader gets what needs attention.
     shown = verdicts
     if format not in ("csv", "json"):
         shown = [row for row in verdicts if row["verdict"] not in ("same", "no command")]
@@ -629,6 +631,7 @@ def recompute(words: Sequence[str], export: Path) -> str:
     """The Markdown table that ``kl-comedy results *words`` prints for ``export``. Raises what the command raises."""
     from kl_comedy.tracking.tables import render
 
+    # The words are a command line, which the options' own parser reads: a table is made as its command makes it.
     record, make = TABLE_COMMANDS[words[0]]
     wanted = parse_options(record, [*words[1:], "--uri", str(export), "--format", "markdown"])
     # The notes are part of the table; as messages they would be printed once for every table of a page.

@@ -66,6 +66,16 @@ def split(values: Iterable[str] | None) -> list[str]:
     return [word for word in words if word]
 
 
+def split_unless_none(values: Iterable[str] | None) -> list[str]:
+    """:func:`split`, where the one word ``none`` stands for no word at all.
+
+    >>> split_unless_none(["none"]), split_unless_none(["seed"])
+    ([], ['seed'])
+    """
+    words = split(values)
+    return [] if words == ["none"] else words
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Options of every command that reads runs."""
@@ -167,10 +177,11 @@ def with_options(function: Callable[[Options], Any], record: type[Options]) -> C
     fields.sort(key=lambda field: field.name not in own_names)
     parameters = []
     for field in fields:
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name], default=default)
-        )
+        parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name])
+        # dataclasses and inspect have each their own mark for "no default".
+        if field.default is not dataclasses.MISSING:
+            parameter = parameter.replace(default=field.default)
+        parameters.append(parameter)
     vars(call)["__signature__"] = inspect.Signature(parameters)
     call.__doc__ = function.__doc__
     call.__name__ = function.__name__
@@ -210,9 +221,11 @@ def write_table(made: ResultTable, format: str, out: Path | None, uri: str | Non
     if out is None and format == "parquet":
         raise UserError("--out: parquet is binary; name a file")
     frame = made.frame
+    # Data has no line below it: the notes become a column, and are read with the numbers.
     if made.notes and format in EXPORT_FORMATS:
         frame = frame.assign(notes="; ".join(made.notes))
     if out is None:
+        # A reader of the terminal saw them on stderr; who copies Markdown or LaTeX needs them in the text.
         notes_below = () if format in ("text", "table") else made.notes
         typer.echo(render(frame, format, notes_below))
         return

@@ -109,10 +109,11 @@ def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
         columns.remove("evaluated")
     table = Table(*columns)
     for row in sweep_status.rows:
+        reward = "" if row.reward is None else f"{row.reward:.3f}"
         texts = {
             **asdict(row),
             "step": f"{row.step}/{row.steps}",
-            "reward": "" if row.reward is None else f"{row.reward:.3f}",
+            "reward": reward,
             "tries": row.attempts,
             "evaluated": _evaluation_state(row, sweep_status),
         }
@@ -156,6 +157,7 @@ def cancel(sweep: SweepArgument) -> None:
         message("nothing to cancel: no job of this sweep waits or runs")
         return
     submit.cancel(loaded, jobs)
+    # A local manager stops its cells as SLURM does, by a signal after which they save.
     for pid in managers:
         os.kill(pid, signal.SIGTERM)
     cancelled = f"cancelled {len(jobs)} jobs"
@@ -406,10 +408,12 @@ def _cells_table(sweep: Sweep) -> Table:
     keys: dict[str, None] = {}
     for cell in cells:
         keys |= dict.fromkeys(cell.values)
+    # A column that says the same in every row is left out.
     sizes_differ = len({cell.size for cell in cells}) > 1
-    size_column = ["nodes x processes"] if sizes_differ else []
-    title = f"{sweep.path}: {len(cells)} cells"
-    table = Table("cell", "name", "seed", "updates", *size_column, *keys, "config", title=title)
+    columns = ["cell", "name", "seed", "updates"]
+    if sizes_differ:
+        columns.append("nodes x processes")
+    table = Table(*columns, *keys, "config", title=f"{sweep.path}: {len(cells)} cells")
     for cell in cells:
         texts = [str(cell.index), cell.name, str(cell.seed), str(cell.steps)]
         if sizes_differ:

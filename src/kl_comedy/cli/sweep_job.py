@@ -75,6 +75,7 @@ def write_html_reports(sweep: Sweep) -> Iterator[Path]:
             with contextlib.chdir(sweep.manifest.directory):
                 write_page(wanted)
         except UserError as error:
+            # report.md is written by now, so that a missing page is no failure of the job.
             message(f"no {page.name}: {error}")
             continue
         yield page
@@ -85,7 +86,8 @@ def _recorded_attempt(sweep: Sweep, cell: Cell, stage: str) -> Iterator[None]:
     """Record the start and the end of an attempt. In a job of several processes only rank 0 does."""
     from kl_comedy.tracking.provenance import process_tags
 
-    if process_rank():
+    # Other ranks of a job would write the same attempt again, and their end is not the job's.
+    if process_rank() != 0:
         yield
         return
     process = process_tags()
@@ -121,6 +123,7 @@ def _train(sweep: Sweep, cell: Cell) -> None:
     from kl_comedy.cli.summary import train_and_show
     from kl_comedy.config import config_hash
 
+    # A sweep's cells may start days apart: all of them must train what was planned.
     if not sweep.base.is_file() or sha256_file(sweep.base) != sweep.manifest.base_sha256:
         raise UserError(f"{sweep.base} was changed after the sweep was planned; plan another sweep")
     _load_plugins(sweep)

@@ -122,6 +122,7 @@ def choose_runs(query: RunQuery) -> Selection:
     pooled = pooled_columns(runs, query.pool, query.options.pool)
 
     notes: list[str] = []
+    # Two runs of one configuration and seed are no two observations: an interval over both would be too narrow.
     frame = runs
     if not query.keep_repeats:
         frame = values.drop_repeats(runs, query.statuses, separated)
@@ -129,6 +130,7 @@ def choose_runs(query: RunQuery) -> Selection:
         reason = "are older runs of the same configuration and seed and are left out (--keep-repeats averages them)"
         notes.append(f"note: {len(runs) - len(frame)} runs {reason}")
 
+    # A mean over runs that differ in more than their seed would be a number about nothing.
     added = values.separating_keys(frame, separated, pooled)
     groups += added
     separated += added
@@ -136,6 +138,7 @@ def choose_runs(query: RunQuery) -> Selection:
 
     frame, collapse_notes = _with_collapsed(query, frame)
     notes += collapse_notes
+    # Other rules take earlier updates on purpose, so that none of their values is stale.
     if query.of == "last":
         notes += values.stale_notes(frame, metrics)
     else:
@@ -183,6 +186,7 @@ def _with_collapsed(query: RunQuery, frame: pd.DataFrame) -> tuple[pd.DataFrame,
     rule = parse_rule(text)
     asked_for = query.collapse is not None
     measured = all(f"metrics.{condition.metric}" in frame for condition in rule)
+    # Nobody asked: a study without that metric is no mistake.
     if not asked_for and not measured:
         return frame, []
     try:
@@ -212,6 +216,7 @@ def pooled_columns(frame: pd.DataFrame, keys: Iterable[str], option: str = "--po
     params = [name for name in map(str, frame) if name.startswith("params.")]
     pooled: list[str] = []
     for key in keys:
+        # Only params: a pattern as kl* would match tags derived from them too, which pool nothing.
         matching = [name for name in params if fnmatch(name, f"params.{key}")]
         pooled += matching or columns(frame, [key], option)
     return pooled
@@ -224,6 +229,7 @@ def metric_columns(
 
     Raises :class:`UserError` for a name that no run has, and :class:`RunFailed` where the runs have no default metric.
     """
+    # Only metrics, so that the nearest name in an error message is one.
     present = frame.filter(regex=r"^metrics\.")
     chosen: list[str] = []
     if names:
