@@ -30,16 +30,15 @@ RAISING = {
     ("cuda.py", "cumsum"): "on the CPU, and of integers",
     ("models/attention.py", "cumsum"): "of integers",
     ("models/logprobs.py", "cumsum"): "of integers",
-    ("objective/advantages.py", "bincount"): "without weights",
+    ("objective/groups.py", "bincount"): "without weights",
     ("rollouts/engines/pool.py", "put"): "a queue's",
     ("rollouts/engines/transports.py", "put"): "a queue's",
 }
 MADE_DETERMINISTIC = {
-    ("kl/surrogate.py", "index_add"): "rows of an update",
     ("models/head.py", "gather"): "without gradient",
     ("models/head.py", "scatter_add"): "one place of each row",
     ("models/load.py", "gather"): "without gradient",
-    ("objective/advantages.py", "index_add"): "rows of an update",
+    ("objective/groups.py", "index_add"): "rows of an update",
     ("objective/preferences.py", "index_add"): "rows of an update",
     ("rollouts/decoding.py", "gather"): "without gradient",
     ("rollouts/decoding.py", "index_copy"): "without gradient",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kl_comedy.conformance import check as check_loss
     from kl_comedy.kl import KLTerm, kl_surrogate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "KLTerm",

@@ -208,7 +208,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class BrokenChannel(Exception):
-    """The other end is gone, or what it sends is no frame."""
+    """The other end is gone, or what it sends is not a frame."""
 
 
 class FrameChannel:

@@ -308,9 +308,9 @@ class Paired:
     difference: Interval
     """a - b over the ``difference.n`` common keys."""
     p: float | None
-    """Of the paired t-test for no difference; None for n < 2 and where all differences are equal."""
+    """p-value of the paired t-test for no difference; None for n < 2 and where all differences are equal."""
     p_equivalent: float | None
-    """Of two one-sided tests (TOST) for a difference within the margin; None without a margin and for n < 2."""
+    """p-value of two one-sided tests (TOST) for a difference within the margin; None without a margin and for n < 2."""
     only_a: int
     """Number of keys that b lacks."""
     only_b: int

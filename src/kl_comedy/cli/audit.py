@@ -77,7 +77,7 @@ def audit(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """One bar on stderr per stage; where stderr is no terminal, one line. Yields a function of stage, done, total."""
+    """A bar on stderr per stage; a line where stderr is not a terminal. Yields a function of stage, done, total."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 

@@ -147,7 +147,7 @@ def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterat
 
 
 PLAIN_EVERY_S = 5.0
-"""How often progress is printed where stderr is no terminal."""
+"""How often progress is printed where stderr is not a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)

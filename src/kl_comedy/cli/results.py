@@ -563,7 +563,7 @@ def verify(
 ) -> None:
     """Which rows of a table the store or export still confirms: same, changed (and where), missing or unchecked.
 
-    Of a Markdown page, or of all pages of a folder and the README.md beside it: each table below a comment with its
+    For a Markdown page, or all pages of a folder and the README.md beside it: each table below a comment with its
     command is made again from the export that the comment names (else export.parquet beside the page) and compared
     cell by cell; no store is needed. A page may name a script of its repository instead, which is then run. Exits 1
     where a row or a cell differs, and where a row of TABLE is not confirmed.

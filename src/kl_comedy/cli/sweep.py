@@ -30,7 +30,7 @@ from kl_comedy.slurm.status import CellStatus, SweepStatus, missing_work, read_s
 from kl_comedy.slurm.submit import Work
 
 PIPE_WIDTH = 200
-"""Columns where stdout is no terminal, so that nothing is cut."""
+"""Columns where stdout is not a terminal, so that nothing is cut."""
 
 SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder, or its name under sweeps/")]
 Slurm = Annotated[str | None, typer.Option(help="Site profile: a name in slurm/profiles, or a .yaml file")]

@@ -181,7 +181,7 @@ def never_drawn(bias_V: Tensor | None) -> Tensor | None:
 
 
 def _zero_where(terms_nV: Tensor, never_V: Tensor | None) -> Tensor:
-    """``terms_nV`` with zeros for tokens of probability 0, where 0 * -inf and -inf + inf are no numbers."""
+    """``terms_nV`` with zeros for tokens of probability 0, where 0 * -inf and -inf + inf are NaN."""
     if never_V is None:
         return terms_nV
     return terms_nV.masked_fill_(never_V, 0.0)

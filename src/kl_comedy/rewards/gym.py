@@ -200,7 +200,7 @@ def _task(name: str) -> Any:
 def evaluates(task: type) -> bool:
     """Whether the task's scorer, or what it calls in its package, refers to an evaluating function or to sympy.
 
-    Judged by the names in its byte code, so that ``re.compile`` or a method called ``eval`` is no reason.
+    Judged by the names in its byte code, so that ``re.compile`` or a method called ``eval`` does not count.
     """
     package = task.__module__.split(".")[0]
     pending: list[Any] = [task.score_answer]  # type: ignore[attr-defined]

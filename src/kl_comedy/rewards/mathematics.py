@@ -269,7 +269,7 @@ def _members(expression: Any) -> list[Any]:
 def _as_sets(given: list[Any], gold: list[Any]) -> list[Any]:
     """``given`` with inequalities as intervals where the gold is a set; math-verify converts only the gold.
 
-    Only bounds of a bare variable (``1 < x \\le 2``): an inequality that is still to be solved is no answer.
+    Only bounds of a bare variable (``1 < x \\le 2``): an inequality that is still to be solved is not an answer.
     """
     from sympy import Eq, Interval, Union
 

@@ -123,8 +123,8 @@ def exact_answer(
     """1 where the text after the last marker (or the last line) is the gold, as a number or a string.
 
     With a numeric gold the first number after the marker counts, or without a marker the last number of the last line;
-    arithmetic left to do (``3+4``) is no answer. Numbers may stand in a box or between dollar signs, as mixed numbers,
-    powers of ten or unicode characters (docs/configuration.md). Strings are compared without case, outer spaces and
+    arithmetic left to do (``3+4``) is not an answer. Numbers may stand in a box or between dollar signs, as mixed
+    numbers, powers of ten or unicode characters (docs/configuration.md). Strings are compared without case, outer spaces and
     punctuation. ``unparseable``: nothing to compare. Raises :class:`BadGold` for a gold without any letter or digit.
     """
     answer = plain_characters(answer)

@@ -90,7 +90,7 @@ def _time(value: Any, key: str) -> str:
 
 
 def time_limit_s(time: str) -> int | None:
-    """Seconds of a time limit as sbatch reads it; None for 0, which is no limit.
+    """Seconds of a time limit as sbatch reads it; None for 0, which means unlimited.
 
     >>> [time_limit_s(text) for text in ("30", "30:15", "04:00:00", "1-12", "1-12:30", "0")]
     [1800, 1815, 14400, 129600, 131400, None]

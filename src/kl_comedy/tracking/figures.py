@@ -48,7 +48,7 @@ STYLE: dict[str, Any] = {
     "pdf.fonttype": 42,
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
-"""Of Okabe and Ito (2008) and Paul Tol, told apart by colour-blind readers too."""
+"""Colours of Okabe and Ito (2008) and Paul Tol, told apart by colour-blind readers too."""
 
 MARKERS = "osD^vP*X<>h"
 LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))

@@ -233,7 +233,7 @@ def _tables_of_script(repository: Path, words: tuple[str, ...]) -> list[Markdown
         files = [repository / name]
     # A page may come from somewhere else: it runs scripts of this repository and nothing more.
     if not any(file.is_file() and file.resolve().is_relative_to(repository) for file in files):
-        raise UserError(f"{name} is no script of {repository}")
+        raise UserError(f"{name} is not a script of {repository}")
     command = [sys.executable, *words]
     try:
         done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S)

@@ -271,7 +271,7 @@ class Store:
             try:
                 rows = json.loads(Path(file).read_bytes())
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{file} of run {run_id} is no readable table ({error})") from error
+                raise UserError(f"{file} of run {run_id} is not a readable table ({error})") from error
         if not isinstance(rows, list):
             return []
         return [row for row in rows if isinstance(row, dict)]
@@ -302,14 +302,14 @@ def _read_export(path: Path, *changed_at: int) -> Export:
 
     frame = read_table(path)
     if "run_id" not in frame or "status" not in frame:
-        raise UserError(f"{path}: is no export of runs (it lacks run_id or status)")
+        raise UserError(f"{path}: is not an export of runs (it lacks run_id or status)")
     if path.suffix == ".csv":
         # A CSV holds texts alone, and nothing for a missing value.
         numeric = [name for name in frame if str(name).startswith(("metrics.", "duration_s"))]
         try:
             frame = frame.mask(frame == "").assign(**{name: pd.to_numeric(frame[name]) for name in numeric})
         except (ValueError, TypeError) as error:
-            raise UserError(f"{path}: metrics are no numbers: {store.first_line(error)}") from None
+            raise UserError(f"{path}: metrics are not numbers: {store.first_line(error)}") from None
     file = curves_file(path)
     if file.is_file():
         points = read_table(file)
@@ -578,7 +578,7 @@ def _entity_and_key(token: str, columns: Collection[str]) -> tuple[str, str]:
 def conditions(frame: pd.DataFrame, where: str) -> list[tuple[str, Callable[[Any], bool]]]:
     """``--where`` as columns of ``frame``, each with what its value must satisfy; as MLflow decides.
 
-    A run without a value satisfies only IS NULL. Raises :class:`UserError` for what is no condition, and for a key
+    A run without a value satisfies only IS NULL. Raises :class:`UserError` for what is not a condition, and for a key
     that no run has.
     """
     text, _ = translate(where, frame.columns)

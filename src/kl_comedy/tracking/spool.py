@@ -203,9 +203,9 @@ class Spool:
         if file.is_dir():
             if _holds_only_files(file):
                 return None
-            return "holds links, or what is no file"
+            return "holds links, or what is not a file"
         if not file.is_file():
-            return "is no file"
+            return "is not a file"
         # A run's files are evidence for its numbers, so one that was edited later is not uploaded as the run's own.
         digest = event.data.get("sha256")
         if digest and sha256_file(file) != digest:

@@ -50,7 +50,7 @@ _NOT_FINITE = re.compile(r"\b(?:nan|inf|non-?finite|not finite)\b", re.IGNORECAS
 def drop_repeats(
     frame: pd.DataFrame, statuses: Sequence[str] = ("FINISHED",), groups: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """One run of each configuration and seed in each group: a repeat is no new evidence in an interval over seeds.
+    """One run of each configuration and seed in each group: a repeat adds no evidence in an interval over seeds.
 
     The newest of those with one of ``statuses`` stays, else the newest. Names do not make two configurations.
     """

@@ -162,7 +162,7 @@ def verify(uri: str, runs: pd.DataFrame, path: Path) -> list[dict[str, Any]]:
 
     ``verdict``: ``same``, ``changed`` (``why`` says where), ``missing`` (a run is gone), ``unchecked`` (no cell could
     be compared). ``checked`` counts cells; ``unchecked`` names columns that the store lacks. Raises
-    :class:`UserError` for a file that is no table, or names no runs.
+    :class:`UserError` for a file that is not a table, or names no runs.
     """
     table = read_table(path)
     if table.empty:

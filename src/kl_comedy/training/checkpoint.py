@@ -395,7 +395,7 @@ def _manifest_fault(path: Path, content: Mapping[str, Any]) -> str | None:
     for name in content["files"]:
         # A name with a separator would lead out of the folder.
         if not is_file_name(name):
-            return f"its {MANIFEST} names what is no file of it: {name[:100]!r}"
+            return f"its {MANIFEST} names what is not a file of it: {name[:100]!r}"
     return None
 
 

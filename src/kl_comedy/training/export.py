@@ -129,7 +129,7 @@ def write_card(
     if update == config.train.steps:
         # The summary's metrics are those of the last update.
         measured = summary.get("metrics", {})
-        names = {"train/reward": "training reward", "kl/exact_reverse_sequence": "exact KL, nats a completion"}
+        names = {"train/reward": "training reward", "kl/exact_reverse_sequence": "exact KL, nats per completion"}
         facts |= {text: f"{measured[name]:.4g}" for name, text in names.items() if name in measured}
     (folder / "README.md").write_text(_card_text(config.name, header, facts), encoding="utf-8")
 

@@ -529,7 +529,7 @@ def decode_body(data: bytes) -> Any:
 
     # Python's parser accepts NaN and infinities, with which a comparison of the checks below would not fail.
     def refuse(name: str) -> Any:
-        raise ValueError(f"the body holds {name}, which is no JSON")
+        raise ValueError(f"the body holds {name}, which is not JSON")
 
     try:
         return json.loads(data or b"{}", parse_constant=refuse)
@@ -665,7 +665,7 @@ class Handler(BaseHTTPRequestHandler):
         # isdigit alone accepts digits of other scripts, and int() spaces and signs.
         is_number = text.isascii() and text.isdigit()
         if len(lengths) > 1 or not is_number:
-            raise Refusal(400, "Content-Length is no number")
+            raise Refusal(400, "Content-Length is not a number")
         # The count of digits comes first: Python refuses to convert thousands of them.
         if len(text.lstrip("0")) > len(str(MAX_BODY_BYTES)) or int(text) > MAX_BODY_BYTES:
             raise Refusal(413, f"Content-Length is above {MAX_BODY_BYTES}")
@@ -695,7 +695,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = LISTEN_QUEUE
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print what was raised, unless a client has left before its answer, which is no error of this server."""
+        """Print what was raised, unless a client has left before its answer, which is not an error of this server."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

@@ -249,7 +249,7 @@ class _SocketTransfer:
 
     tensors: Sequence[Tensor]
     ranks: Collection[int]
-    """Of the workers, counted from 1."""
+    """The ranks of the workers in the transfer's group, from 1; rank 0 is the trainer."""
     secret: str = field(repr=False)
     limit_s: float
     server_answered: threading.Event = field(default_factory=threading.Event)
