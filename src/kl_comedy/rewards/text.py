@@ -124,8 +124,9 @@ def exact_answer(
 
     With a numeric gold the first number after the marker counts, or without a marker the last number of the last line;
     arithmetic left to do (``3+4``) is not an answer. Numbers may stand in a box or between dollar signs, as mixed
-    numbers, powers of ten or unicode characters (docs/configuration.md). Strings are compared without case, outer spaces and
-    punctuation. ``unparseable``: nothing to compare. Raises :class:`BadGold` for a gold without any letter or digit.
+    numbers, powers of ten or unicode characters (docs/configuration.md). Strings are compared without case, outer
+    spaces and punctuation. ``unparseable``: nothing to compare. Raises :class:`BadGold` for a gold without any letter
+    or digit.
     """
     answer = plain_characters(answer)
     if not _plain(answer):
