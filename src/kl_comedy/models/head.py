@@ -237,7 +237,7 @@ class _HeadColumns(torch.autograd.Function):
         return tuple(columns)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         device = ctx.saved_tensors[0].device
         with torch.autocast(device_type=device.type, enabled=False):  # a training step's is in force
