@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kl_comedy.config import load_config
+from kl_comedy.config import Config, load_config
 from kl_comedy.errors import UserError
 from kl_comedy.lab.audit import grams as statistics
+from kl_comedy.lab.audit import measure
 from kl_comedy.lab.audit.gradients import GradientSketch, Sketch, layer_groups
 from kl_comedy.lab.audit.measure import PANEL, equal_blocks, select_terms
 from kl_comedy.lab.audit.report import AuditReport, BetaCheck, Estimate, TermResult
+from kl_comedy.objective import sequence_weights
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 
 BLOCKS, WIDTH = 8, 40
@@ -323,3 +325,20 @@ def test_a_report_is_rendered_with_what_is_undefined_left_empty(format):
         assert "a \\| b" in text
     if format in ("table", "markdown"):
         assert "clipped at 10.0% of tokens" in text and "hidden by noise" in text
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean_token_mean", "sequence_sum"])
+def test_the_bound_of_clipping_does_not_depend_on_the_size_of_a_block(reduction):
+    """A gradient of training is the weights' sum times the mean, whatever part of an update the mean is over."""
+    config = Config()
+    config.optimizer.clip_norm = 0.7
+
+    def bound_of_a_block(rows):
+        mask_BT = torch.ones(rows, 5, dtype=torch.bool)
+        weight = float(sequence_weights(reduction, mask_BT, constant=3.0).sum())
+        return measure._clip_bound(config, weight)
+
+    # The gradient of an update of 16, which training clips at 0.7, is this sum of weights times the mean.
+    weight_of_an_update = float(sequence_weights(reduction, torch.ones(16, 5).bool(), constant=3.0).sum())
+    for rows in (16, 8, 2):
+        assert bound_of_a_block(rows) * weight_of_an_update == pytest.approx(0.7)

@@ -263,7 +263,7 @@ def audit_blocks(
         results.append(result)
 
     config_terms = [item for item in audited if item.position is not None]
-    bound = _clip_bound(module.config, gradients[0].weight, scale)
+    bound = _clip_bound(module.config, gradients[0].weight)
     return AuditReport(
         name=module.config.name,
         version=module.version,
@@ -345,15 +345,17 @@ def _completions_per_update(config: Config, rows: Sequence[Scored]) -> int:
     return config.rollout.prompts_per_batch * _first_group_size(rows) // config.algorithm.updates_per_batch
 
 
-def _clip_bound(config: Config, weight: float, scale: float) -> float:
+def _clip_bound(config: Config, weight: float) -> float:
     """``optimizer.clip_norm`` in the unit of the audited gradients, which are means over completions.
 
-    ``weight`` is the sum of the first block's sequence weights: what a mean is multiplied by to be a gradient of
-    training. Infinite where nothing is clipped, or the block has no weight.
+    ``weight`` is the sum of a block's sequence weights: what a mean is multiplied by to be a gradient of training.
+    Infinite where nothing is clipped, or the block has no weight.
     """
     if config.optimizer.clip_norm is None or weight <= 0:
         return math.inf
-    return config.optimizer.clip_norm * scale / weight
+    # The weights have the block's own denominator, so that their sum is that of a whole update up to the lengths: a
+    # block's size does not enter.
+    return config.optimizer.clip_norm / weight
 
 
 def _summed_gradient(gradients: BlockGradients, loss_index: int) -> Tensor:
