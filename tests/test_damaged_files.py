@@ -769,7 +769,7 @@ def test_a_damaged_folder_of_a_model_loads_or_is_one_line(case, tmp_path, cases)
 def test_a_damaged_gguf_file_loads_or_is_one_line(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", "smollm")
     whole = (tmp_path / "tiny.gguf").read_bytes()
-    config = load_config(None, [f"model.source={tmp_path}", "model.gguf_file=tiny.gguf"]).model
+    config = load_config(None, [f"model.source={tmp_path}", "model.options.gguf_file=tiny.gguf"]).model
     load_model(config)
     failures = []
     for number in range(12):

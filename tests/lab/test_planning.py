@@ -104,7 +104,7 @@ def test_what_cannot_be_planned_is_refused():
     with pytest.raises(UserError, match=r"model\.source"):
         shape_of(config_of(source="./nowhere").model)
     with pytest.raises(UserError, match=r"config\.json"):
-        shape_of(config_of("model.gguf_file=x.gguf").model)
+        shape_of(config_of("model.options.gguf_file=x.gguf").model)
     with pytest.raises(UserError, match="did you mean 'h100-80'"):
         device_named("h100-81")
     with pytest.raises(UserError, match="--completion-tokens: got 513; allowed: 1 to 512"):
@@ -210,7 +210,7 @@ def test_fsdp_gathers_weights_for_every_pass():
 
 def test_shards_of_a_node_are_gathered_within_it():
     words = ["train.strategy=fsdp", "train.devices=4", "train.nodes=2", "rollout.backend=hf_server"]
-    whole, halves = (Plan(config_of(*words, f"train.shards={over}"), H100) for over in ("all", "node"))
+    whole, halves = (Plan(config_of(*words, f"train.strategy_options.shards={over}"), H100) for over in ("all", "node"))
     assert bytes_of(halves, "optimizer") == 2 * bytes_of(whole, "optimizer")
     weights = 4 * QWEN.parameters
     updates = whole.load.update_micro

@@ -104,10 +104,14 @@ def test_the_server_may_fail_twice(policy, teacher, serve):
 
 def test_a_server_that_cannot_be_the_teacher_is_refused(policy, teacher, serve, monkeypatch):
     server = serve(teacher)
-    assert served(server, policy).hash == served(server, policy).hash != served(server, policy, server_model="a").hash
+    assert (
+        served(server, policy).hash
+        == served(server, policy).hash
+        != served(server, policy, options={"server_model": "a"}).hash
+    )
     monkeypatch.setenv("OTHER_KEY", "wrong")
     with pytest.raises(UserError, match=r"^reference\.teacher\.url: .*environment variable OTHER_KEY"):
-        served(server, policy, api_key_env="OTHER_KEY")
+        served(server, policy, options={"api_key_env": "OTHER_KEY"})
     server.answers["/v1/models"] = (404, {})
     with pytest.raises(UserError, match=r"^reference\.teacher\.url: .*404"):
         served(server, policy)

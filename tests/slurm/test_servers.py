@@ -220,7 +220,11 @@ def test_a_vllm_server_of_a_job_starts_with_an_adapter_that_changes_nothing(tmp_
             0,
             r"options\.transport: got 'ipc'; allowed: auto, folder, gloo, nccl \(the job starts servers",
         ),
-        (["rollout.backend=vllm_server", "model.gguf_file=a.gguf", "model.source=m"], 0, r"model\.gguf_file: got"),
+        (
+            ["rollout.backend=vllm_server", "model.options.gguf_file=a.gguf", "model.source=m"],
+            0,
+            r"model\.options\.gguf_file: got",
+        ),
     ],
 )
 def test_a_config_that_cannot_use_the_jobs_servers_is_refused(overrides, gpus, message):

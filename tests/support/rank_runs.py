@@ -19,7 +19,7 @@ MIXED = [
 COMMON = [
     "train.microbatch_tokens=96",
     "train.threads=1",
-    "rollout.bucket_mib=1",
+    "train.strategy_options.bucket_mib=1",
     "data.eval.heldout.limit=9",
 ]
 MODULES = ["memory_engines", "forked_servers"]

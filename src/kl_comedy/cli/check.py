@@ -112,7 +112,7 @@ def _sampler_and_weights(
     else:
         sampler = f"{name} in the trainer's process"
     if config.train.strategy == "fsdp":
-        weights = f"gathered into a whole copy on every rank, at most {config.rollout.replica_gib:g} GiB"
+        weights = f"gathered into a whole copy on every rank, at most {config.train.fsdp.replica_gib:g} GiB"
     return {"sampler": sampler, "weights": weights}
 
 

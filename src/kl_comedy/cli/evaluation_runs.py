@@ -8,7 +8,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from kl_comedy.training.export import export_policy
 from kl_comedy.training.metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.problems import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.run_folder import RunDir, step_of
+from kl_comedy.training.run_outcome import options_of_exported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
 
 def _changes_for_exported(trained: Config) -> list[str]:
     """What a run's config needs to read its exported policy, which is whole: adapters are merged, options applied."""
-    changes = ["model.options={}", "model.lora=null", "model.gguf_file=null", "model.revision=null"]
+    changes = [options_of_exported(trained), "model.lora=null"]
     if trained.rollout.backend == "replay":
         # Recorded rollouts cannot answer the prompts of an evaluation.
         changes += ["rollout.backend=hf", "rollout.options={}"]
@@ -242,7 +243,6 @@ def _plan(
     # A changed verifier is another evaluation. Without plugins there is no such key: stored records would not match.
     if plugins:
         identity["plugins"] = plugins
-    sampling = eval_sampling(config, suite)
     return SuitePlan(
         suite=suite,
         prompts=prompts,
@@ -251,7 +251,7 @@ def _plan(
         seed=config.seed,
         seeds=functools.partial(derive_seed, config.seed),
         chunk=request.chunk,
-        sampling=replace(sampling, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p),
+        sampling=eval_sampling(config, suite),
         model={**identity, "backend": rollout.backend, "batch_sequences": rollout.batch_sequences},
         left_out={"too_long": report.too_long, "control_tokens": report.control_tokens},
     )

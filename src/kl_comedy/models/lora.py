@@ -20,14 +20,11 @@ if TYPE_CHECKING:
 def add_lora(model: Any, config: LoraConfig) -> Any:
     """``model`` as a PEFT model with frozen base weights and an adapter that starts as the identity.
 
-    Raises :class:`UserError` for modules that the model lacks, for the head, and for dropout, which would make the
-    trained policy differ from the sampler.
+    The adapter has no dropout, which would make the trained policy differ from the sampler. Raises
+    :class:`UserError` for modules that the model lacks, and for the head.
     """
     from peft import get_peft_model
 
-    if config.dropout:
-        why = "dropout makes the trained policy differ from the sampler"
-        raise bad_value("model.lora.dropout", config.dropout, "0", why=why)
     allowed = _adaptable_modules(model)
     for target in config.target_modules:
         if target not in allowed:

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kl_comedy.config import Config, flatten, to_plain
-from kl_comedy.config.load import NOT_IDENTITY, NOT_IDENTITY_WITHIN, REMOVED
+from kl_comedy.config.load import NOT_IDENTITY, NOT_IDENTITY_WITHIN
+from kl_comedy.config.old_names import default_params
 from kl_comedy.errors import bad_value
 from kl_comedy.statistics import Condition
 from kl_comedy.tracking import store
@@ -114,8 +115,8 @@ def mixed_code(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
 def _settings(frame: pd.DataFrame) -> pd.DataFrame:
     """What makes a run's configuration, seed included: a param that a run lacks is at its default."""
     defaults = store.param_texts(flatten(to_plain(Config())))
-    # Runs of earlier versions have params that no longer exist.
-    defaults |= {".".join(key): str(value) for key, value in REMOVED.items()}
+    # Runs of earlier versions have params that no longer exist or have other names now.
+    defaults |= store.param_texts(flatten(default_params()))
     settings = {}
     for name in frame:
         if _is_setting(name):

@@ -42,7 +42,7 @@ def save_policy(run: RunDir, module: PolicyModule) -> None:
     """
     loaded, config, ranks = module.loaded, module.config, module.ranks
     weights: dict[str, Tensor] = {}
-    for bucket in stream_weights(loaded.model, config.rollout.bucket_mib * 2**20):
+    for bucket in stream_weights(loaded.model, config.train.fsdp.bucket_mib * 2**20):
         if ranks.is_rank_zero:
             weights |= {name: tensor.cpu() for name, tensor in bucket}
     if not ranks.is_rank_zero:  # these have taken part in gathering the shards

@@ -149,5 +149,12 @@ def _suite_scorer(suite: SuiteConfig, asked: Sequence[Problem], pool: RewardPool
 def eval_sampling(config: Config, suite: SuiteConfig | None = None) -> Sampling:
     """How completions are drawn in evaluation; a suite has stop strings and a length of its own."""
     settings = suite or config.rollout
-    tokens = config.eval.max_new_tokens or settings.max_new_tokens
-    return Sampling(temperature=config.eval.temperature, max_new_tokens=tokens, stop=tuple(settings.stop))
+    truncation = config.eval.truncation
+    return Sampling(
+        temperature=config.eval.temperature,
+        max_new_tokens=config.eval.max_new_tokens or settings.max_new_tokens,
+        top_p=truncation.top_p,
+        top_k=truncation.top_k,
+        min_p=truncation.min_p,
+        stop=tuple(settings.stop),
+    )

@@ -45,6 +45,9 @@ Value = TypeVar("Value")
 MAX_RUNS_OF_BLOCKS = 6
 """A deep model's blocks are audited in at most so many runs, so that the table stays readable."""
 
+SKETCH = 65536
+"""Numbers of a gradient's random projection: products of whole gradients would need all blocks in memory at once."""
+
 
 class Sketch:
     """A linear sketch of a long vector that keeps inner products, so that many gradients fit in memory.

@@ -139,7 +139,7 @@ class Plan:
         self.sampler = sampler_name(config)
         self.beside = not capabilities_of(self.sampler).in_trainer_ranks
         self.sharded = config.train.strategy in SHARDED and self.load.processes > 1
-        self.copies = config.train.nodes if self.sharded and config.train.shards == "node" else 1
+        self.copies = config.train.nodes if self.sharded and config.train.fsdp.shards == "node" else 1
         self.shards = self.load.processes // self.copies if self.sharded else 1
         self.references = sorted({term.reference for term in self.terms} - {"initial", "sampler"})
 
@@ -520,11 +520,12 @@ class Plan:
         if device.kind == "cuda" and config.train.precision == "fp32":
             ratio = device.bf16_flops / device.fp32_flops
             yield f"train.precision=fp32 has 1/{ratio:.0f} of this device's bf16 rate; train.precision=bf16 is autocast"
-        size, limit_gib = self._replica_bytes, config.rollout.replica_gib
+        size, limit_gib = self._replica_bytes, config.train.fsdp.replica_gib
         if self.sharded and self.sampler == "hf" and size > limit_gib * GIB:
             yield (
-                f"rollout.replica_gib={limit_gib:g} refuses the whole copy that hf samples from: {size / GIB:.1f} GiB; "
-                f"rollout.replica_gib={-(-size // GIB):.0f} lets it"
+                f"train.strategy_options.replica_gib={limit_gib:g} refuses the whole copy that hf samples from: "
+                f"{size / GIB:.1f} GiB; "
+                f"train.strategy_options.replica_gib={-(-size // GIB):.0f} lets it"
             )
         budget = config.train.microbatch_tokens
         if budget is not None and load.prompt + load.completion > budget:
@@ -634,8 +635,8 @@ def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Ch
     else:
         strategy = "fsdp"
     changes: list[tuple[str, object]] = [("train.strategy", strategy), *_places(ranks)]
-    if strategy not in SHARDED and config.train.shards != "all":
-        changes.append(("train.shards", "all"))
+    if strategy not in SHARDED and config.train.fsdp.shards != "all":
+        changes.append(("train.strategy_options.shards", "all"))
     if not servers:
         return changes
     sampler, options = "vllm_server", dict[str, Any]()
