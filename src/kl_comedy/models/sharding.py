@@ -299,8 +299,8 @@ def _weight_reader(config: ModelConfig, model: nn.Module, limit_bytes: int) -> R
     if size > limit_bytes:
         raise UserError(
             f"model.source: {config.source!r} is not safetensors under the model's own names, so rank 0 would load it "
-            f"whole: {size / 2**30:.1f} GiB, over train.strategy_options.replica_gib ({limit_bytes / 2**30:g}); save it "
-            "once as a Hugging Face folder, or raise train.strategy_options.replica_gib"
+            f"whole: {size / 2**30:.1f} GiB, over train.strategy_options.replica_gib ({limit_bytes / 2**30:g}); save "
+            "it once as a Hugging Face folder, or raise train.strategy_options.replica_gib"
         )
     state: dict[str, Tensor] = load_base(replace(config, lora=None)).state_dict()
     return lambda name: state[name]
