@@ -406,18 +406,13 @@ def _logits_gradient(
     if forward_grad_n is not None:
         grad_nV -= logq_nV.exp().mul_(forward_grad_n[:, None])
 
-    # g (1 - b) p (log p - log m - KL(p || m)); KL(p || m) is the mean under p of what stands before it.
+    # g (1 - b) p (log p - log m - KL(p || m)) of each mixture m.
     for position, reference_share in enumerate(plan.wanted.mixtures):
         mixture_grad_n = gradients.get(f"mixture{position}")
         if mixture_grad_n is None:
             continue
-        p_nV = logp_nV.exp()
-        finite_logp_nV = _finite_where(logp_nV, plan.never_V)
-        finite_logq_nV = _finite_where(logq_nV, plan.reference_never_V)
-        above_nV = above_mixture(finite_logp_nV, finite_logq_nV, reference_share)
-        above_nV -= (p_nV * above_nV).sum(1, keepdim=True)
         scale_n = (1 - reference_share) * mixture_grad_n
-        grad_nV += p_nV.mul_(above_nV).mul_(scale_n[:, None])
+        grad_nV += _p_above_mixture(chunk, plan, reference_share).mul_(scale_n[:, None])
 
     # + g 1_k of the listed tokens.
     for ids_nK, grad_nK in token_lists:
@@ -427,6 +422,18 @@ def _logits_gradient(
     if plan.settings.temperature != 1:
         grad_nV.div_(plan.settings.temperature)
     return grad_nV
+
+
+def _p_above_mixture(chunk: _Chunk, plan: _Plan, reference_share: float) -> Tensor:
+    """``p (log p - log m - KL(p || m))`` ``[n, V]`` for the mixture m that has ``reference_share`` of q."""
+    p_nV = chunk.logp_nV.exp()
+    # 0 times -inf would be NaN where a token has probability 0.
+    finite_logp_nV = _finite_where(chunk.logp_nV, plan.never_V)
+    finite_logq_nV = _finite_where(chunk.logq_nV, plan.reference_never_V)
+    above_nV = above_mixture(finite_logp_nV, finite_logq_nV, reference_share)
+    # KL(p || m) is the mean under p of log p - log m.
+    above_nV -= (p_nV * above_nV).sum(1, keepdim=True)
+    return p_nV.mul_(above_nV)
 
 
 def _columns(logp_nV: Tensor, logq_nV: Any, part: slice, plan: _Plan) -> list[Tensor]:

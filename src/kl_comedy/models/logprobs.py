@@ -76,7 +76,16 @@ def token_pass(
     # Inside the forward of the root FSDP unit, which gathers the head's weights; it takes and returns tensors alone.
     hidden_NH, *columns = run_inside_fsdp_forward(model, run)
     columns_BT = {name: _rows_of(column, mask_BT) for name, column in zip(column_names(wanted), columns, strict=True)}
+    kept_hidden_NH = None
+    if wanted.hidden:
+        kept_hidden_NH = hidden_NH
+    return _token_pass_of(columns_BT, wanted, ids_BT, mask_BT, hidden_NH=kept_hidden_NH)
 
+
+def _token_pass_of(
+    columns_BT: dict[str, Tensor], wanted: Wanted, ids_BT: Tensor, mask_BT: Tensor, *, hidden_NH: Tensor | None
+) -> TokenPass:
+    """The head's columns by the names of their fields; mixtures and lists of top tokens by what asked for them."""
     mixture = {share: columns_BT[f"mixture{n}"] for n, share in enumerate(wanted.mixtures)}
     top = {}
     for n, request in enumerate(wanted.top):
@@ -86,9 +95,6 @@ def token_pass(
             ref_logp_BTK=columns_BT[f"top{n}_ref_logp"],
             inside_BT=is_listed_BT & mask_BT,
         )
-    kept_hidden_NH = None
-    if wanted.hidden:
-        kept_hidden_NH = hidden_NH
     return TokenPass(
         logp_BT=columns_BT["logp"],
         kl_BT=columns_BT.get("kl"),
@@ -97,7 +103,7 @@ def token_pass(
         total_variation_BT=columns_BT.get("total_variation"),
         certainty_BT=columns_BT.get("certainty"),
         reference_certainty_BT=columns_BT.get("reference_certainty"),
-        hidden_NH=kept_hidden_NH,
+        hidden_NH=hidden_NH,
         mixture=mixture,
         top=top,
     )

@@ -26,7 +26,7 @@ from kl_comedy.models.attention import use_layout_attention
 from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import RolloutBackend, Sampling
-from kl_comedy.rollouts.decoding import Completion, StopStrings, decode, generate, generation_config
+from kl_comedy.rollouts.decoding import Completion, Draws, StopStrings, decode, generate, generation_config
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
@@ -142,26 +142,23 @@ class HFRollouts:
         with torch.no_grad(), _ready_to_sample(self._loaded) as causal:
             if ends is None:
                 ends = end_tokens(causal, tokenizer)
-            settings: dict[str, Any] = {
-                "sampling": sampling,
-                "ends": ends,
-                "stops": StopStrings(tokenizer, sampling.stop),
-            }
+            stops = StopStrings(tokenizer, sampling.stop)
             for start in range(0, len(order), self._batch_sequences):
                 rows = order[start : start + self._batch_sequences]
                 groups_B = [groups[row] for row in rows]
-                settings["uniform_BT"] = uniform_BT[rows].to(self._loaded.device)
+                numbers_BT = uniform_BT[rows].to(self._loaded.device)
+                draws = Draws(sampling=sampling, uniform_BT=numbers_BT, ends=ends, stops=stops)
                 if self.own_loop():
                     # Each prompt is computed once for all of its rows in the batch.
                     groups_F = list(dict.fromkeys(groups_B))
                     prompts_F = [prompts[group] for group in groups_F]
                     prompt_of = [groups_F.index(group) for group in groups_B]
                     model = self._loaded.model
-                    completions = decode(model, prompts_F, prompt_of, version=self._version_of_next_pass, **settings)
+                    completions = decode(model, prompts_F, prompt_of, draws, version=self._version_of_next_pass)
                 else:
                     prompts_B = [prompts[group] for group in groups_B]
                     pad_id = tokenizer.pad_token_id
-                    completions = generate(causal, prompts_B, version=self.version, pad_id=pad_id, **settings)
+                    completions = generate(causal, prompts_B, draws, pad_id=pad_id, version=self.version)
                 completion_of_row.update(zip(rows, completions, strict=True))
         return [completion_of_row[row] for row in range(len(groups))]
 

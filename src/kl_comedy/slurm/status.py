@@ -114,6 +114,13 @@ class CellHistory:
         """Whether the newest attempt has not recorded how it ended. A killed node records nothing."""
         return self.attempt is not None and self.attempt.code is None
 
+    @property
+    def runs_locally(self) -> bool:
+        """Whether a local manager submitted it, and the process of its newest attempt is alive."""
+        if self.submission is None or not self.submission.local:
+            return False
+        return self.attempt is not None and self.has_open_attempt and not is_dead(self.attempt.process)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _CellFiles:
@@ -367,8 +374,7 @@ def _state_before_first_attempt(cell: CellHistory, submission: Submission) -> tu
 
 def _state_after_attempt(cell: CellHistory, attempt: Attempt) -> tuple[str, str]:
     """The state and the reason of a cell with an attempt, of which SLURM does not say that it is alive."""
-    is_local = cell.submission is not None and cell.submission.local
-    if is_local and cell.has_open_attempt and not is_dead(attempt.process):
+    if cell.runs_locally:
         return "RUNNING", ""
 
     if cell.cancelled or cell.cancelled_by_slurm:
