@@ -47,6 +47,7 @@ def token_pass(
     likeliest = None
     if reference is not None:
         likeliest = reference.top
+    # A teacher behind a server has no head, and a term of its top tokens needs none.
     needs_reference_head = wanted.compares_vocabularies or (bool(wanted.top) and likeliest is None)
 
     def run() -> tuple[Tensor, ...]:
@@ -69,6 +70,7 @@ def token_pass(
             reference=reference_head,
             likeliest=likeliest,
         )
+        # A gradient that nobody reads would keep the graph of the whole body alive.
         if not wanted.hidden_gradient:
             hidden_NH = hidden_NH.detach()
         return (hidden_NH, *columns.values())
@@ -170,6 +172,7 @@ def completion_hidden(
         return packed_hidden(model, pack_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT))
     ids_BS = torch.cat([prompt_ids_BP, ids_BT], dim=1)
     real_BS = torch.cat([prompt_mask_BP.bool(), mask_BT.bool()], dim=1)
+    # By real tokens: the padding on the left must not move the positions of a prompt.
     position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)
     body: Any = decoder_body(model)
     out = body(input_ids=ids_BS, attention_mask=real_BS.long(), position_ids=position_BS, use_cache=False)
