@@ -75,7 +75,7 @@ def sampler(size: dict[str, int]) -> Callable[[], None]:
     from kl_comedy.models.attention import use_layout_attention
     from kl_comedy.records import Problem, Prompt
     from kl_comedy.rollouts import Sampling
-    from kl_comedy.rollouts.decoding import StopStrings, decode
+    from kl_comedy.rollouts.decoding import Draws, StopStrings, decode
 
     model = model_of(size).eval()
     use_layout_attention(model)
@@ -87,16 +87,8 @@ def sampler(size: dict[str, int]) -> Callable[[], None]:
 
     @torch.no_grad()
     def work() -> None:
-        decode(
-            model,
-            prompts,
-            family,
-            sampling=sampling,
-            uniform_BT=uniform_BT,
-            ends=(),
-            stops=StopStrings(None, ()),
-            version=lambda: 0,
-        )
+        draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=(), stops=StopStrings(None, ()))
+        decode(model, prompts, family, draws, version=lambda: 0)
 
     return work
 

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -399,11 +400,12 @@ def package_of_every_kind(tmp_path, monkeypatch):
     for table in KINDS.values():
         table.load()
         monkeypatch.setattr(table, "_entries", dict(table._entries))
-    monkeypatch.setattr(registry, "PACKAGES", {})
     (tmp_path / "every_kind.py").write_text(EVERY_KIND)
     monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.import_module("every_kind")
-    yield tmp_path
+    # Emptied in place: a module that a test is the first to import would keep a replaced dict for the whole process.
+    with mock.patch.dict(registry.PACKAGES, clear=True):
+        importlib.import_module("every_kind")
+        yield tmp_path
     del sys.modules["every_kind"]
 
 

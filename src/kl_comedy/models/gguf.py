@@ -47,6 +47,7 @@ def check_tied(model: Any) -> None:
     """Raise :class:`UserError` for a model with tied embeddings whose head was left with fresh random numbers."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
+    # By address: an untied copy of equal values would train apart from its embedding.
     if model.config.tie_word_embeddings and head.weight.data_ptr() != embedding.weight.data_ptr():
         raise UserError(
             "model.options.gguf_file: the embeddings should be tied, and the loaded head is not the embedding"
@@ -62,6 +63,7 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
 
     metadata: dict[str, Any] = {}
     try:
+        # Lists are left out: the tokens alone are most of a header's size.
         for name, field in gguf.GGUFReader(path).fields.items():
             if field.types[:1] != [gguf.GGUFValueType.ARRAY]:
                 metadata[name] = field.contents()
@@ -93,6 +95,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
 
     metadata = read_gguf_metadata(path)
     tokenizer = from_pretrained(AutoTokenizer, str(path.parent), "model.options.gguf_file", gguf_file=path.name)
+    # Byte-level BPE. Other kinds, such as SentencePiece, have no pre-tokenizer to repair.
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         repair_pre_tokenizer(tokenizer, str(metadata.get("tokenizer.ggml.pre") or ""))
     context_length = metadata.get(f"{metadata.get('general.architecture')}.context_length")

@@ -26,6 +26,7 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
     from peft import get_peft_model
 
     allowed = _adaptable_modules(model)
+    # PEFT itself would leave an unknown name out without a word, if another one fits.
     for target in config.target_modules:
         if target not in allowed:
             raise bad_value("model.lora.target_modules", target, allowed)
@@ -43,6 +44,7 @@ def _adaptable_modules(model: Any) -> list[str]:
     head = model.get_output_embeddings()
     names = set()
     for name, module in model.named_modules():
+        # PEFT matches the last part of a name, which is the same in every layer.
         if isinstance(module, nn.Linear) and module is not head:
             names.add(name.rsplit(".", 1)[-1])
     return sorted(names)
@@ -120,6 +122,7 @@ def merge_adapter(weights: Iterable[tuple[str, Tensor]], scaling: float) -> Iter
             continue
         weight, a, b = (parts[part] for part in _MERGED_PARTS)
         del incomplete[module]
+        # Rounded once, at the end: W, A and B in 16 bits would lose most of a small change.
         merged = weight.float() + scaling * (b.float() @ a.float())
         yield f"{base_name(module)}.weight", merged.to(weight.dtype)
     if incomplete:
@@ -141,6 +144,7 @@ def save_adapter(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor
     assert config.lora is not None
     settings = _peft_config(config.lora)
     settings.base_model_name_or_path = config.source
+    # As PEFT itself writes an adapter: whoever loads it gets frozen factors by default.
     settings.inference_mode = True
     settings.save_pretrained(folder)
     # PEFT leaves the adapter's name ("default") out of a file.

@@ -427,7 +427,9 @@ class ConsoleProgress(ProgressBar):
             left = seconds_per_update * (self._steps - version)
             self._console.print(f"update {version}/{self._steps}  {line}  {left:.0f} s left", soft_wrap=True)
 
-    def on_train_end(self, trainer: Any, pl_module: Any, *exception: BaseException) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._bar.stop()
 
-    on_exception = on_train_end
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # A bar that is still live would draw over the error message.
+        self._bar.stop()

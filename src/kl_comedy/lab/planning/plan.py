@@ -38,7 +38,7 @@ from kl_comedy.lab.planning.timing import (
 from kl_comedy.models.introspection import head_chunk
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.rollouts.decoding import INITIAL_CAPACITY
-from kl_comedy.rollouts.engines.vllm import GPU_SHARE, SERVER_GPU_SHARE
+from kl_comedy.rollouts.engines.options import GPU_SHARE, SERVER_GPU_SHARE
 from kl_comedy.rollouts.sampler import Sampler, capabilities_of, sampler_name
 
 PHASES = ("always", "learning", "sampling")
@@ -583,11 +583,19 @@ class Plan:
             yield "rollout.batch_sequences", 64
 
 
-def splits(config: Config, device: Device, total: int, **tokens: int | None) -> tuple[Split, ...]:
+def splits(
+    config: Config,
+    device: Device,
+    total: int,
+    *,
+    prompt: int | None = None,
+    completion: int | None = None,
+    longest: int | None = None,
+) -> tuple[Split, ...]:
     """Ways to divide ``total`` devices between trainer ranks and engines: those that fit first, the fastest first.
 
     Without engines in the config, vLLM's servers draw, in bf16 where ``train.precision`` is. Where all devices train,
-    the ranks draw, or the config's engines take a share of the same GPUs. ``tokens`` as for :class:`Plan`. Raises
+    the ranks draw, or the config's engines take a share of the same GPUs. Tokens as for :class:`Plan`. Raises
     :class:`UserError` where no division gives every rank as many prompts.
     """
     shape, sampler, divided = shape_of(config.model), sampler_name(config), list[Split]()
@@ -602,7 +610,8 @@ def splits(config: Config, device: Device, total: int, **tokens: int | None) -> 
             continue
         servers, gpus_each = (ranks // each, each) if shared else (engines, 0)
         changes = _division(config, ranks, servers=servers, gpus_each=gpus_each)
-        plan = Plan(changed(config, changes), device, shape=shape, **tokens)
+        tried = changed(config, changes)
+        plan = Plan(tried, device, prompt=prompt, completion=completion, longest=longest, shape=shape)
         time = plan.timing
         divided.append(
             Split(

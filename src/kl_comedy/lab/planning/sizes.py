@@ -220,7 +220,11 @@ def _dense_facts(config: ModelConfig) -> _Facts | None:
         from kl_comedy.models.pocket import MAX_LENGTH, VOCABULARY, recipe_from_options
 
         recipe = recipe_from_options(config.options)
-        raw = {"model_type": "llama", "hidden_size": recipe.hidden_size, "intermediate_size": recipe.intermediate_size}
+        raw: dict[str, Any] = {
+            "model_type": "llama",
+            "hidden_size": recipe.hidden_size,
+            "intermediate_size": recipe.intermediate_size,
+        }
         raw |= {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "tie_word_embeddings": False}
         raw |= {"vocab_size": len(VOCABULARY), "max_position_embeddings": MAX_LENGTH}
     elif config.source in KNOWN and not Path(config.source).is_dir():
@@ -244,7 +248,8 @@ def _built_shape(config: ModelConfig) -> Shape:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            causal = AutoModelForCausalLM.from_config(known_config(config.source), attn_implementation="sdpa")
+            build: Callable[..., Any] = AutoModelForCausalLM.from_config  # it has no types
+            causal = build(known_config(config.source), attn_implementation="sdpa")
     else:
         causal = skeleton(config)
     model = causal

@@ -85,6 +85,7 @@ class TeacherServer:
         mask_BT = mask_BT.bool()
         prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids_BP, prompt_mask_BP.bool(), strict=True)]
         rows = [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT, strict=True)]
+        # On all ranks: a rank that raised alone would leave the others waiting in the next collective.
         with ThreadPoolExecutor(AT_ONCE) as pool:
             answers = self._on_all_ranks(lambda: list(pool.map(self._ask, prompts, rows)))
 
@@ -122,6 +123,7 @@ class TeacherServer:
                 raise RunFailed(f"reference.teacher.url: {error}") from error
             # The first token of the prompt has no position of its own.
             completion_positions = positions[len(prompt) - 1 :]
+            # A vocabulary may have fewer tokens than k.
             needed = min(self._k, self._vocabulary)
             if all(len(logps) >= needed for logps in completion_positions):
                 return completion_positions
