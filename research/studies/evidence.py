@@ -19,7 +19,7 @@ from kl_comedy.io import read_yaml
 from kl_comedy.slurm.grid import expand, read_grid
 from kl_comedy.statistics import holm, parse_rule
 from kl_comedy.tracking import tables, values
-from kl_comedy.tracking.compare import SEED, compare_families, groups_of
+from kl_comedy.tracking.compare import SEED, EqualKL, compare_families, groups_of
 from kl_comedy.tracking.figures import legend_below, look
 from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, history, read_runs
 from research.studies import enumerated, pages
@@ -245,7 +245,8 @@ def compare(contrast: Contrast, outcome: str, runs: pd.DataFrame, plan: pd.DataF
     table = {}
     if {a, b} <= {*chosen[FAMILY]}:
         options: dict[str, Any] = {"margin": contrast.margin(outcome)}
-        options |= {"at_kl": ("kl", contrast.at_kl), "start": "start"} if contrast.at_kl else {}
+        if contrast.at_kl:
+            options["at_kl"] = EqualKL(column="kl", nats=contrast.at_kl, start="start")
         compared = compare_families(chosen.astype({outcome: float}), by, outcome, b, "t", **options)
         table = {(*(row[key] for key in by), row["at"], row["kl.family"]): row for row in compared.to_dict("records")}
     rows = []
