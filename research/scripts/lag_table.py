@@ -73,7 +73,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def mean(rows: list[dict[str, Any]], name: str) -> float:
-    return sum(row[name] for row in rows) / len(rows)
+    return float(sum(row[name] for row in rows) / len(rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -143,8 +143,8 @@ def order(row: dict[str, Any]) -> tuple[int, int, int]:
 def main(*sweeps: Path) -> None:
     rows = []
     for sweep in sweeps:
-        for file in sorted(sweep.glob("runs/*/spool.jsonl")):
-            rows.append(summary(file.parent))
+        for spool in sorted(sweep.glob("runs/*/spool.jsonl")):
+            rows.append(summary(spool.parent))
     rows.sort(key=order)
 
     TARGET.parent.mkdir(parents=True, exist_ok=True)

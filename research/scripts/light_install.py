@@ -153,7 +153,7 @@ def run_examples(python: Path, folder: Path) -> set[str]:
 
     reports = [json.loads(line) for line in imports.read_text().splitlines()]
     assert len(reports) == len(COMMANDS) + 2, "a process did not report what it imported"
-    imported = set()
+    imported: set[str] = set()
     for names in reports:
         imported.update(normalized(name) for name in names)
     return imported
