@@ -278,7 +278,8 @@ def _products(gram: Tensor, left: Mapping[int, float], right: Mapping[int, float
 
 def _rms_norm(gram_KK: Tensor) -> float:
     """The root mean square norm of a block's gradient, from its products with itself."""
-    return math.sqrt(float(gram_KK.diagonal().mean()))
+    mean_square = float(gram_KK.diagonal().mean())
+    return float(mean_square**0.5)
 
 
 def gradient_figures(gram: Tensor, form: Mapping[int, float], beta: float, clip: float) -> dict[str, float]:
@@ -384,7 +385,6 @@ def outcomes(source: str, experiment: str | None = None) -> pd.DataFrame:
     ``source`` is the CSV of the first lag study, an MLflow store or an export. Runs with several betas, of adapters or
     of another algorithm are left out.
     """
-
     if source.endswith(".csv"):
         table = _first_lags(source)
     else:
