@@ -320,7 +320,7 @@ def test_a_split_of_devices_is_the_plan_of_its_overrides():
 
 
 @pytest.mark.parametrize(
-    "item", [item for item in PUBLISHED if not item.other], ids=lambda item: f"{item.what} {item.unit}"
+    "item", [item for item in PUBLISHED if not item.other], ids=lambda item: f"{item.run} {item.unit}"
 )
 def test_the_formulas_agree_with_published_times(item):
     """Sources: NeMo-RL's performance summaries, prime-rl's benchmark files (docs/planning.md)."""

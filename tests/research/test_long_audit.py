@@ -34,6 +34,10 @@ def rows(models):
     return long_audit.group_pass(*models, rollouts, 1.0)
 
 
+def test_the_config_of_the_study_loads():
+    assert load_config(long_audit.CONFIG, []).train.steps == long_audit.UPDATES
+
+
 @pytest.mark.parametrize("name", ["k3 in loss", "k1 x prefix", "exact x prefix (rb/per_decision)"])
 def test_a_gradient_is_autograds(models, rows, name):
     mask_BT, ids_N = rows["mask"], torch.tensor([token for ids in COMPLETIONS for token in ids])
