@@ -121,7 +121,7 @@ def test_decoupled_ppo_without_its_bounds_is_the_token_ratio_wherever_the_proxim
 
 @pytest.fixture(scope="module")
 def decoupled_gradients():
-    """Gradients of decoupled PPO; the key says how far the proximal policy is from the sampler (0) to the policy (1)."""
+    """Gradients of decoupled PPO; a key of 0 is the sampler as the proximal policy, 1 the policy itself."""
     where = setting(staleness=0.8)
     gradients = {}
     for share in (0.0, 0.5, 1.0):
