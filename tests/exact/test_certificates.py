@@ -329,7 +329,7 @@ def with_past_credit(original):
     """A token pays for what came before it."""
 
     def in_reward(value_BT, ratio_BT, up_to_BT, **options):
-        # A term in both places has a gradient of its own, which the flip would not reach.
+        # An exact KL has a differentiated step of its own; only sampled costs are flipped.
         if options["pathwise_BT"] is not None:
             return original(value_BT, ratio_BT, up_to_BT, **options)
         flipped = original(value_BT.flip(-1), ratio_BT.flip(-1), up_to_BT, **options)
