@@ -65,7 +65,7 @@ def test_an_ending_is_the_first_of_end_token_stop_string_and_limit(ids, ends, st
     # ``stop`` is the length at which a stop string is complete; 0 where there is none.
     stop = min(stop, len(ids))
     length, reason = ending(ids, sorted(ends), stop)
-    assert 1 <= length
+    assert length >= 1
     assert length <= len(ids)
     assert reason in STOP_REASONS
     assert not ends & set(ids[: length - 1]), "an end token before the end"
