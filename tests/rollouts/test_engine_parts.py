@@ -215,7 +215,7 @@ def test_the_probe_detects_a_stale_head_and_a_missing_temperature():
 
 @pytest.mark.parametrize(("first", "tolerated", "refused"), [(1e-6, 4.9e-5, 5.1e-5), (2e-5, 1.9e-4, 2.1e-4)])
 def test_the_probe_s_bound_follows_the_rounding_of_the_engine(first, tolerated, refused):
-    """Ten times the first gap in nats, and 5e-5 at least."""
+    """It is ten times the first gap, and 5e-5 at least."""
     limit = ProbeLimit("float32", None)
     assert limit.complaint(first) is None
     assert limit.complaint(tolerated) is None
