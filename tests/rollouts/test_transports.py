@@ -149,7 +149,9 @@ def test_a_tied_weight_is_gathered_once_and_comes_under_both_names(monkeypatch, 
         return tensor.detach()
 
     monkeypatch.setattr(model_weights, "full_tensor", gather)
-    sent = dict(full_weights(model, torch.bfloat16))
+    stream = list(full_weights(model, torch.bfloat16))
+    sent = dict(stream)
+    assert len(sent) == len(stream), "each name once"
     assert sent["lm_head.weight"] is sent["model.embed_tokens.weight"]
     assert len(gathered) == expected_gathers
     assert set(sent) == set(base.state_dict())
