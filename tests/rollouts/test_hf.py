@@ -145,8 +145,9 @@ def test_order_groups_versions_and_texts():
     backend = build_hf(RolloutConfig(batch_sequences=5), loaded=load())
     backend.update_weights(7)
     rollouts = backend.generate(PROMPTS, group_size=3, sampling=Sampling(temperature=1.0, max_new_tokens=6), seed=0)
-    assert [r.group_id for r in rollouts] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert all(r.prompt is PROMPTS[r.group_id] for r in rollouts)
+    assert [rollout.group_id for rollout in rollouts] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    for rollout in rollouts:
+        assert rollout.prompt is PROMPTS[rollout.group_id]
     for rollout in rollouts:
         ids = rollout.completion_ids
         assert rollout.versions == (7,) * len(ids)
@@ -501,7 +502,7 @@ def test_options_are_checked(options, message):
 
 @pytest.mark.parametrize("old_tokens", [1, 3])
 def test_weights_may_change_between_tokens(old_tokens):
-    """The old weights draw ``old_tokens`` tokens, then the new ones, over the cache of the old; the versions say which."""
+    """The old weights draw some tokens, then the new ones, over the cache of the old; the versions say which."""
     loaded = load()
     old_rollouts = draw(loaded)
     new_weights = llama(seed=1).state_dict()

@@ -172,8 +172,7 @@ def test_base_and_adapter_make_the_merged_weights(policy):
     base = dict(full_weights(policy.model, adapter=False))
     factors = dict(adapter_weights(policy.model))
     assert set(base) == set(merged)
-    layers, adapted_modules, factors_each = 2, 3, 2
-    assert len(factors) == layers * adapted_modules * factors_each
+    assert len(factors) == 2 * 3 * 2, "two factors for three modules of two layers"
     for module in {name.rpartition(".")[0] for name in factors}:
         product = factors[f"{module}.lora_B"] @ factors[f"{module}.lora_A"]
         base[f"{module}.weight"] = base[f"{module}.weight"] + product
