@@ -120,7 +120,8 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
     assert bytes_of(sharded, "parameters") == bytes_of(sharded, "reference") == whole / 4
     assert bytes_of(sharded, "sampling replica") == whole
     adapter = Plan(config_of("model.lora={rank: 8}"), H100)
-    assert bytes_of(adapter, "reference") == 0 and bytes_of(adapter, "optimizer") == 8 * adapter.shape.trainable
+    assert bytes_of(adapter, "reference") == 0
+    assert bytes_of(adapter, "optimizer") == 8 * adapter.shape.trainable
     ema = Plan(config_of("kl=[{estimator: k3, placement: loss, beta: 0.1, reference: ema}]"), H100)
     assert bytes_of(ema, "ema reference") == 2 * whole
 
@@ -160,20 +161,23 @@ QWEN = shape_of(config_of().model)
 def test_time_follows_work_and_devices():
     base = Plan(config_of(), H100).timing
     longer = Plan(config_of("rollout.max_new_tokens=1024"), H100).timing
-    assert longer.generate_s > base.generate_s and longer.learn_s > base.learn_s
+    assert longer.generate_s > base.generate_s
+    assert longer.learn_s > base.learn_s
     two = Plan(config_of("train.strategy=ddp", "train.devices=2"), H100).timing
     assert base.learn_s / 2 <= two.learn_s < base.learn_s
     assert two.device_hours == 2 * two.run_hours
     better = Plan(config_of(), H100, assumed=Assumed(fp32_flops=0.9)).timing
     assert better.learn_s < base.learn_s
     fast = Plan(config_of("train.precision=bf16"), H100).timing
-    assert fast.parts["body"] < base.parts["body"] / 5 and fast.parts["head"] == base.parts["head"]
+    assert fast.parts["body"] < base.parts["body"] / 5
+    assert fast.parts["head"] == base.parts["head"]
     assert sum(base.parts.values()) == pytest.approx(base.update_s)
     mean = Plan(config_of(), H100, completion=100).timing
     assert mean.parts["read weights"] == base.parts["read weights"], "a batch ends with its longest completion"
     assert mean.parts["draw"] == pytest.approx(base.parts["draw"] * 100 / 512)
     short = Plan(config_of(), H100, longest=100).timing
-    assert short.parts["read weights"] < base.parts["read weights"] and short.parts["draw"] == mean.parts["draw"]
+    assert short.parts["read weights"] < base.parts["read weights"]
+    assert short.parts["draw"] == mean.parts["draw"]
 
 
 def test_the_head_is_priced_at_the_rate_of_its_dtype():
@@ -235,7 +239,8 @@ def test_a_cpu_hides_no_exchange_behind_its_computing():
     cpu = dataclasses.replace(H100, kind="cpu")
     config = config_of("train.strategy=fsdp", "train.devices=2")
     here, there = (Plan(config, device).timing for device in (cpu, H100))
-    assert here.parts["exchange"] == here.exchange_s > 0 and there.exchange_s > there.parts["exchange"] == 0
+    assert here.parts["exchange"] == here.exchange_s > 0
+    assert there.exchange_s > there.parts["exchange"] == 0
 
 
 SERVERS = ["rollout.backend=vllm_server", "train.precision=bf16"]
@@ -252,7 +257,8 @@ def test_ranks_and_engines_work_in_turns_or_at_the_same_time():
     assert turns.trainer_idle + turns.engine_idle == pytest.approx(1)
     lagged = Plan(with_engines(2, "lag.mode=async", "lag.max_steps=1"), H100).timing
     rank, engine = lagged.learn_s + lagged.publish_s, lagged.generate_s + lagged.load_s
-    assert lagged.update_s == max(rank, engine) and min(lagged.trainer_idle, lagged.engine_idle) == 0
+    assert lagged.update_s == max(rank, engine)
+    assert min(lagged.trainer_idle, lagged.engine_idle) == 0
     assert lagged.bottleneck in lagged.parts
     assert Plan(with_engines(2, "lag.mode=async"), H100).timing.update_s == pytest.approx(rank + engine)
     two = ["lag.mode=async", "lag.max_steps=1", "algorithm.updates_per_batch=2"]
@@ -260,7 +266,8 @@ def test_ranks_and_engines_work_in_turns_or_at_the_same_time():
     rank, engine = halved.learn_s + halved.publish_s, halved.generate_s + halved.load_s
     assert halved.update_s == pytest.approx(max(rank, engine, rank / 2 + engine))
     four = Plan(with_engines(4), H100).timing
-    assert turns.generate_s / 2 < four.generate_s < turns.generate_s and four.learn_s == turns.learn_s
+    assert turns.generate_s / 2 < four.generate_s < turns.generate_s
+    assert four.learn_s == turns.learn_s
 
 
 def test_transfer_depends_on_the_transport():
@@ -269,7 +276,8 @@ def test_transfer_depends_on_the_transport():
 
     vllm = plan_with("rollout.backend=vllm_server")
     seconds = vllm.timing.transfer_s
-    assert seconds["ipc"] < seconds["nccl"] < seconds["gloo"] < seconds["folder"] and "adapter" not in seconds
+    assert seconds["ipc"] < seconds["nccl"] < seconds["gloo"] < seconds["folder"]
+    assert "adapter" not in seconds
     assert vllm.timing.publish_s + vllm.timing.load_s == seconds["nccl"], "GPUs of their own"
     gpus = plan_with("rollout.backend=vllm_server", 'rollout.options={gpus: ["0"]}')
     assert (gpus.transport, plan_with("rollout.backend=hf_server").transport) == ("ipc", "gloo")
@@ -277,7 +285,8 @@ def test_transfer_depends_on_the_transport():
     assert mixed.transport == "gloo", "one server on rank 0's GPU, one beside it: as a run chooses"
     assert plan_with("rollout.backend=vllm_server", "rollout.options={urls: [http://a:1]}").transport == "folder"
     adapter = plan_with("rollout.backend=vllm_server", "model.lora={rank: 8}")
-    assert adapter.transport == "adapter" and adapter.timing.load_s < vllm.timing.load_s / 10
+    assert adapter.transport == "adapter"
+    assert adapter.timing.load_s < vllm.timing.load_s / 10
     for name in ("pigeon", "ipc"):  # no transport; not between a rank's GPU and another
         with pytest.raises(UserError, match=rf"rollout\.options\.transport: got '{name}'"):
             _ = plan_with("rollout.backend=vllm_server", f"rollout.options={{transport: {name}}}").timing
@@ -286,7 +295,8 @@ def test_transfer_depends_on_the_transport():
 def test_engines_with_their_own_devices_take_no_memory_of_a_rank():
     one = 'rollout.options={dtype: bfloat16, gpus: ["0"]}'
     apart, shared = Plan(with_engines(1), H100), Plan(config_of(*SERVERS, one), H100)
-    assert bytes_of(apart, "engine") == 0 and bytes_of(shared, "engine") == pytest.approx(0.9 * H100.memory_bytes)
+    assert bytes_of(apart, "engine") == 0
+    assert bytes_of(shared, "engine") == pytest.approx(0.9 * H100.memory_bytes)
     assert (apart.timing.devices, shared.timing.devices) == (2, 1)
     lagged = Plan(config_of(*SERVERS, one, "lag.mode=async", "lag.max_steps=1"), H100).timing
     assert lagged.trainer_idle + lagged.engine_idle == pytest.approx(1), "one GPU computes for one at a time"
@@ -314,7 +324,8 @@ def test_a_split_of_devices_is_the_plan_of_its_overrides():
     for split in divided:
         plan = Plan(config_of("train.precision=bf16", "rollout.prompts_per_batch=8", *split.overrides), H100)
         assert plan.timing.update_s == pytest.approx(split.update_s)
-        assert plan.peak_bytes == split.peak_bytes and plan.timing.devices == 4
+        assert plan.peak_bytes == split.peak_bytes
+        assert plan.timing.devices == 4
     with pytest.raises(UserError, match="--split"):
         splits(config_of("lag.mode=async", "lag.max_steps=1"), H100, 1)
 
@@ -330,11 +341,14 @@ def test_the_formulas_agree_with_published_times(item):
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
 def test_every_paper_recipe_has_hours_and_memory_on_eight_gpus(path):
     divided = splits(load_config(path, []), H100, 8)
-    assert divided[0].fits and 1 < divided[0].run_hours < 500
-    assert {split.engines for split in divided} >= {0, 4} and divided[0].peak_bytes < H100.memory_bytes
+    assert divided[0].fits
+    assert 1 < divided[0].run_hours < 500
+    assert {split.engines for split in divided} >= {0, 4}
+    assert divided[0].peak_bytes < H100.memory_bytes
     shared = next(split for split in divided if not split.engines)
     again = Plan(load_config(path, shared.overrides), H100)  # a config that a run takes
-    assert not again.apart and again.timing.update_s == pytest.approx(shared.update_s)
+    assert not again.apart
+    assert again.timing.update_s == pytest.approx(shared.update_s)
 
 
 def test_times_over_ranks_and_engines_were_measured():
@@ -342,13 +356,15 @@ def test_times_over_ranks_and_engines_were_measured():
     result = json.loads((ROOT / "results" / "scaling" / "scaling.json").read_text())
     bench = module_of(ROOT / "bench" / "scaling.py")
     cells = [row["cell"] for row in result["rows"]]
-    assert "2x1" in cells and cells == [cell for cell in bench.CELLS if cell in cells]
+    assert "2x1" in cells
+    assert cells == [cell for cell in bench.CELLS if cell in cells]
     assert (bench.OUT / "README.md").read_text() == bench.page(result)
 
 
 def test_what_does_not_fit_is_reported_with_what_would():
     plan = Plan(config_of("train.precision=bf16", source="meta-llama/Llama-3.1-8B"), H100)
-    assert not plan.fits and "does not fit" in plan.warnings[0]
+    assert not plan.fits
+    assert "does not fit" in plan.warnings[0]
     texts = [" ".join(remedy.overrides) for remedy in plan.remedies]
     assert any("train.strategy=fsdp train.devices=" in text for text in texts)
     assert any("model.lora={rank: 16}" in text for text in texts)
@@ -357,12 +373,17 @@ def test_what_does_not_fit_is_reported_with_what_would():
         again = config_of(*words, source="meta-llama/Llama-3.1-8B")
         assert Plan(again, H100).fits, remedy
     small = Plan(config_of("train.precision=bf16"), H100)
-    assert small.fits and small.remedies == () and small.warnings == ()
+    assert small.fits
+    assert small.remedies == ()
+    assert small.warnings == ()
 
 
 def test_this_machine_is_measured():
     here = device_named("cpu")
-    assert here.kind == "cpu" and here.fp32_flops > 1e8 and here.bandwidth > 1e7 and here.memory_bytes > 2**28
+    assert here.kind == "cpu"
+    assert here.fp32_flops > 1e8
+    assert here.bandwidth > 1e7
+    assert here.memory_bytes > 2**28
 
 
 def test_the_command_prints_tables_and_json_and_can_fail(tmp_path):
@@ -373,18 +394,25 @@ def test_the_command_prints_tables_and_json_and_can_fail(tmp_path):
     file.write_text("model: {source: Qwen/Qwen2.5-7B}\n")
     words = ["plan", str(file), "--gpu", "a100-40", "--format", "json"]
     done = CliRunner().invoke(app, [*words, "--fail-if-too-big"])
-    assert done.exit_code == 1 and isinstance(done.exception, RunFailed) and "on a100-40" in str(done.exception)
+    assert done.exit_code == 1
+    assert isinstance(done.exception, RunFailed)
+    assert "on a100-40" in str(done.exception)
     plan = json.loads(CliRunner().invoke(app, words).stdout)
-    assert not plan["memory"]["fits"] and plan["remedies"] and plan["time"]["device_hours"] > 0
+    assert not plan["memory"]["fits"]
+    assert plan["remedies"]
+    assert plan["time"]["device_hours"] > 0
     phases = {"always": 0.0, "learning": 0.0, "sampling": 0.0}
     for item in plan["memory"]["components"]:
         phases[item["phase"]] += item["bytes"]
     expected = phases["always"] + max(phases["learning"], phases["sampling"])
     assert plan["memory"]["peak_bytes"] == pytest.approx(expected)
     shown = CliRunner().invoke(app, [*words[:2], "--gpu", "h100-80", "--gpus", "8", "train.strategy=fsdp"])
-    assert shown.exit_code == 0 and "sampling replica" in shown.stdout and "device hours" in shown.stdout
+    assert shown.exit_code == 0
+    assert "sampling replica" in shown.stdout
+    assert "device hours" in shown.stdout
     divided = json.loads(CliRunner().invoke(app, [*words, "--split", "4"]).stdout)["splits"]
-    assert {split["ranks"] for split in divided} == {1, 2, 4} and plan["splits"] == []
+    assert {split["ranks"] for split in divided} == {1, 2, 4}
+    assert plan["splits"] == []
     assert "train.devices: got 8" in str(CliRunner().invoke(app, [*words, "--gpus", "8"]).exception)
 
 
