@@ -18,6 +18,7 @@ from kl_comedy.training.run_folder import RunDir
 
 def resume_command(command: str) -> str:
     """The command that resumes the run that ``command`` started."""
+    # A command that is resumed twice need not have it twice.
     if "resume=auto" in command.split():
         return command
     return f"{command} resume=auto"
@@ -74,6 +75,7 @@ def write_failed_batch(run: RunDir, reason: str, rows: Sequence[Scored]) -> Path
     file = run.path / "failed_batch.json"
     entries = []
     for row in rows:
+        # With the sampler's log-probs, without which the update cannot be repeated.
         entry = dict(sample_rows((row,))[0])
         entry["completion_ids"] = row.rollout.completion_ids
         entry["behaviour_logps"] = row.rollout.logps

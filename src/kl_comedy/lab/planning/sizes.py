@@ -174,10 +174,12 @@ def shape_of(config: ModelConfig) -> Shape:
     hidden, width, adapter = facts.hidden_size, facts.num_key_value_heads * facts.head_dim, 0
     if config.lora is not None:
         adapter = sum(config.lora.rank * sum(facts.projections[name]) for name in config.lora.target_modules)
+    # The matrices, the two norms, and what the architecture adds in attention.
     layer = sum(rows * columns for rows, columns in facts.projections.values())
     query = facts.num_attention_heads * facts.head_dim
     layer += 2 * hidden + _BIASES_AND_NORMS[facts.model_type](query + 2 * width, 2 * facts.head_dim)
     embedding = facts.vocab_size * hidden
+    # A tied head is the embedding, which was counted.
     head = 0 if facts.tie_word_embeddings else embedding
     parameters = embedding + head + facts.num_hidden_layers * (layer + adapter) + hidden
     return Shape(
@@ -231,11 +233,13 @@ def _dense_facts(config: ModelConfig) -> _Facts | None:
         raw = {**KNOWN[config.source]}
     else:
         return None
+    # Another architecture has other matrices, which only building it tells.
     if raw["model_type"] not in _BIASES_AND_NORMS:
         return None
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim, kv_heads = raw.get("head_dim") or hidden // heads, raw.get("num_key_value_heads") or heads
     inner = raw["intermediate_size"]
+    # Rows and columns, as torch stores a linear layer: outputs first.
     projections = dict.fromkeys(("k_proj", "v_proj"), (kv_heads * dim, hidden))
     projections |= {"q_proj": (heads * dim, hidden), "o_proj": (hidden, heads * dim), "down_proj": (hidden, inner)}
     projections |= dict.fromkeys(("gate_proj", "up_proj"), (inner, hidden))
