@@ -64,7 +64,7 @@ def synthetic(
     from research.studies.synthetic import PARTS, Size, draw, run_part
 
     check_choice("PART", part, (*PARTS, "all"))
-    parts = PARTS if part == "all" else (part,)
+    parts = list(PARTS) if part == "all" else [part]
     if figures_only:
         for name in parts:
             draw(name, out)
