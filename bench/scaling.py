@@ -269,7 +269,7 @@ def main() -> None:
         (OUT / "README.md").write_text(page(json.loads(FILE.read_text())))
         return
     adopt_orphans()
-    result = {"machine": describe(threads=1), "device": this_core(), "updates": TIMED, "rows": []}
+    result: dict[str, Any] = {"machine": describe(threads=1), "device": this_core(), "updates": TIMED, "rows": []}
     for name in options.cells:
         row = measure(name)
         result["rows"].append(row)

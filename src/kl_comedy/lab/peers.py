@@ -386,7 +386,8 @@ def _has_kl_twice(terms: Sequence[KLTerm]) -> bool:
     """Whether one reference's KL is both in the loss and in the reward."""
     placements: dict[str, set[str]] = {}
     for term in terms:
-        # A reward with another anchor is part of a loss's own gradient (nemo-rl), or distils (verl): no second penalty.
+        # NeMo-RL differentiates one KL with a weight, whose gradient is written as a term in the loss and a term in the
+        # reward at the current log-probs: that is no second penalty.
         if term.placement == "loss" or term.anchor == "behaviour":
             placements.setdefault(term.reference, set()).add(term.placement)
     return any(len(places) > 1 for places in placements.values())
