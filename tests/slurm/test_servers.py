@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from fake_slurm import plan_sweep
-from faulty_servers import versions_of
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model
@@ -29,6 +28,7 @@ from kl_comedy.rollouts.engines.transports import TRANSPORTS
 from kl_comedy.rollouts.engines.vllm import VLLMServers
 from kl_comedy.slurm import servers
 from kl_comedy.slurm.servers import await_servers
+from small_policies import versions_of
 
 SERVER = """
 import http.server, sys
