@@ -260,5 +260,5 @@ def test_a_grid_over_a_limit_is_refused_in_one_line(tmp_path, text, message):
 
 def test_a_large_grid_within_the_limits_is_expanded(tmp_path):
     text = "grid: {a: {from: 1, to: 300, step: 1}, b: [1, 2]}\nseeds: 20\nexclude: [{a: [1, 2], b: 1}, {a: 300}]\n"
-    # Of 300 x 2 points the first rule drops two and the second two.
+    # The first rule drops two of the 300 x 2 points, the second two more.
     assert len(expand(grid(tmp_path, text))) == (300 * 2 - 2 - 2) * 20
