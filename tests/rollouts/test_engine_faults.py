@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine_policies import llama, loaded
-from faulty_servers import draw, move, versions_of
+from faulty_servers import draw, move
 from kl_comedy.config.schema import RolloutConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.rollouts import build_hf_server, build_vllm_server
@@ -20,6 +20,7 @@ from kl_comedy.rollouts.engines.options import KEY_VARIABLE, VLLMServerOptions, 
 from kl_comedy.rollouts.engines.transports import TRANSPORTS, FolderTransport, IPCTransport, SocketTransport
 from kl_comedy.rollouts.engines.vllm import RequireKey, VLLMServers
 from kl_comedy.rollouts.sampler import capabilities_of
+from small_policies import versions_of
 
 
 def test_the_backend_declares_that_it_updates_between_tokens_and_needs_a_folder():

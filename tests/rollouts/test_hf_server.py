@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine_policies import PROMPT, llama, loaded
-from faulty_servers import KEY, draw, move, versions_of
+from faulty_servers import KEY, draw, move
 from forked_servers import ForkedServer
 from kl_comedy.config.schema import LoraConfig, RolloutConfig
 from kl_comedy.errors import UserError
@@ -29,6 +29,7 @@ from kl_comedy.rollouts.engines import servers as servers_module
 from kl_comedy.rollouts.engines.client import GENERATE
 from ranks import spawn
 from sharded_models import config_of, save_tied
+from small_policies import versions_of
 
 OTHER = Prompt(problem=Problem(id="2", text="9-", answer="9"), text="9-", token_ids=(11, 13))
 PROMPTS = [PROMPT, OTHER, PROMPT] * 4

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine_policies import PROMPT, llama
-from faulty_servers import draw, move, versions_of
+from faulty_servers import draw, move
 from forked_servers import ForkedServer
 from kl_comedy.config.schema import LoraConfig, RolloutConfig
 from kl_comedy.errors import UserError
@@ -32,6 +32,7 @@ from kl_comedy.rollouts.engines.options import (
 )
 from kl_comedy.rollouts.engines.transports import TRANSPORTS, AdapterTransport, stage
 from kl_comedy.rollouts.engines.weights import checksum_complaint
+from small_policies import versions_of
 
 pytestmark = pytest.mark.usefixtures("short_polls")
 

@@ -144,14 +144,6 @@ def draw(backend, prompts=(PROMPT,) * 8, *, group_size=3, seed=0, **changes):
     return backend.generate(prompts, group_size=group_size, sampling=Sampling(**settings), seed=seed)
 
 
-def versions_of(rollouts):
-    """The versions of the weights by which any of their tokens was drawn."""
-    versions = set()
-    for rollout in rollouts:
-        versions.update(rollout.versions)
-    return versions
-
-
 def move(model, size=0.3):
     """Add noise to every weight, as a large update would."""
     with torch.no_grad():

@@ -46,6 +46,14 @@ def perturb(model, size=0.05, seed=0):
             weight.add_((size * scale * noise).to(weight.dtype))
 
 
+def versions_of(rollouts):
+    """The versions of the weights by which any of their tokens was drawn."""
+    versions = set()
+    for rollout in rollouts:
+        versions.update(rollout.versions)
+    return versions
+
+
 def largest_gap(loaded, rollouts, temperature=1.0, start=0):
     """Largest difference (nats) between the rollouts' log-probs, from token ``start`` on, and the learner's."""
     worst = 0.0
