@@ -58,6 +58,7 @@ def audit(
     # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
     from kl_comedy.lab.audit.run import run_audit
 
+    # Empty parts are dropped: a trailing comma names no term.
     names = [name.strip() for name in terms.split(",") if name.strip()]
     with _progress() as show_progress:
         report = run_audit(
@@ -102,6 +103,7 @@ def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:
     from kl_comedy.io import atomic_write
     from kl_comedy.tracking import provenance_tags
 
+    # In the name, so that audits of two configs, or of two updates, do not overwrite each other.
     identity = config_hash(source.config)
     path = folder / f"audit-{report.name}-{identity}-{report.version}.json"
     checkpoint = None if source.checkpoint is None else str(source.checkpoint)
