@@ -158,7 +158,8 @@ def policy_corrections(
 
     Example: `python -m research.studies policy-corrections --out results/policy_corrections`
     """
-    from research.studies.policy_corrections import LENGTHS, STALENESS, draw, study, write_report
+    from research.studies.open_problem import STALENESS
+    from research.studies.policy_corrections import LENGTHS, draw, study, write_report
 
     if figures_only:
         draw(out)
