@@ -301,48 +301,65 @@ def gradient_figures(gram: Tensor, form: Mapping[int, float], beta: float, clip:
     ur_KK = _products(gram, update, reference)
     pr_KK = _products(gram, policy, reference)
 
-    reference_square = float(mean_product(r_KK))
-    if reference_square <= 0:
-        raise UserError("predictor: noise hides the reference gradient; more blocks, or a later update")
-    reference_norm = math.sqrt(reference_square)
+    of_form = _form_figures(g_KK, gr_KK, r_KK)
     policy_norm = _rms_norm(p_KK)
     if policy_norm == 0:
         raise UserError("predictor: the policy loss has no gradient at this update; measure at an earlier one")
-    g_norm = _rms_norm(g_KK)
+    reference_norm = math.sqrt(float(mean_product(r_KK)))
     update_norm = _rms_norm(u_KK)
+    along = float(mean_product(gr_KK))
 
-    # Unbiased estimates of squares, which may come out below zero.
-    covariance = max(float(noise(g_KK)), 0.0)
-    squared_distance = max(float(mean_product(g_KK - gr_KK - gr_KK.T + r_KK)), 0.0)
-    squared_error = squared_distance + covariance
-    mean_square = float(mean_product(g_KK))
     exact_square = float(mean_product(_products(gram, exact_update, exact_update)))
-
-    along = float(mean_product(gr_KK))  # <E g, R>
-    update_along_reference = float(mean_product(ur_KK))
     update_along_exact = float(mean_product(_products(gram, update, exact_update)))
-    cosine = 0.0
-    if mean_square > 0:
-        cosine = along / (reference_norm * math.sqrt(mean_square))
     update_cosine = math.nan
     if exact_square > 0:
         # Below 1e-12 the norm is noise, and the cosine would be as large as one likes.
         update_cosine = update_along_exact / (max(exact_square, 1e-12) ** 0.5 * update_norm)
 
+    squared_error = _squared_distance(g_KK, gr_KK, r_KK) + _covariance(g_KK)
     return {
-        "bias": math.sqrt(squared_distance) / reference_norm,
-        "noise": math.sqrt(covariance) / reference_norm,
-        "error": math.sqrt(squared_error) / reference_norm,
-        "strength": along / reference_square,
-        "cosine": cosine,
-        "sample_cosine": along / (reference_norm * g_norm),
-        "kl_to_policy": beta * g_norm / policy_norm,
+        **of_form,
+        "kl_to_policy": beta * _rms_norm(g_KK) / policy_norm,
         "update_error": beta * math.sqrt(squared_error) / policy_norm,
         "update_cosine": update_cosine,
         "projection": beta * along / (reference_norm * policy_norm),
         "projection_after_clip": float(kl_projection(u_KK, p_KK, ur_KK, pr_KK, r_KK, scale=1.0, bound=clip)),
-        "descent": update_along_reference / (reference_norm * update_norm),
+        "descent": float(mean_product(ur_KK)) / (reference_norm * update_norm),
     }
+
+
+def _form_figures(g_KK: Tensor, gr_KK: Tensor, r_KK: Tensor) -> dict[str, float]:
+    """The figures of a form by itself, against the reference: products ``<g, g>``, ``<g, r>`` and ``<r, r>``."""
+    reference_square = float(mean_product(r_KK))
+    if reference_square <= 0:
+        raise UserError("predictor: noise hides the reference gradient; more blocks, or a later update")
+    reference_norm = math.sqrt(reference_square)
+    covariance = _covariance(g_KK)
+    squared_distance = _squared_distance(g_KK, gr_KK, r_KK)
+    mean_square = float(mean_product(g_KK))
+    along = float(mean_product(gr_KK))  # <E g, R>
+    cosine = 0.0
+    if mean_square > 0:
+        cosine = along / (reference_norm * math.sqrt(mean_square))
+    return {
+        "bias": math.sqrt(squared_distance) / reference_norm,
+        "noise": math.sqrt(covariance) / reference_norm,
+        "error": math.sqrt(squared_distance + covariance) / reference_norm,
+        "strength": along / reference_square,
+        "cosine": cosine,
+        "sample_cosine": along / (reference_norm * _rms_norm(g_KK)),
+    }
+
+
+# Both are unbiased estimates of squares, which may come out below zero.
+def _squared_distance(g_KK: Tensor, gr_KK: Tensor, r_KK: Tensor) -> float:
+    """``|E g - R|^2``."""
+    return max(float(mean_product(g_KK - gr_KK - gr_KK.T + r_KK)), 0.0)
+
+
+def _covariance(g_KK: Tensor) -> float:
+    """The trace of the covariance of one update's gradient."""
+    return max(float(noise(g_KK)), 0.0)
 
 
 def gradient_table(setting: Setting, measured: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
