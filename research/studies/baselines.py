@@ -26,6 +26,7 @@ from research.studies.pages import save_csv, write_page
 if TYPE_CHECKING:
     import pandas as pd
 
+# Every group of completions is enumerated: (2^T)^GROUP of them, which bounds both.
 GROUP = 3
 LENGTHS = (2, 3, 4, 5)
 SAMPLES = (64, 1024)
@@ -85,6 +86,7 @@ def known(setting: Instance) -> Loss:
 
 def candidates(setting: Instance) -> dict[str, Loss]:
     """The losses that are compared, by name."""
+    # The names are stored in baselines.csv; those in parentheses are a config's, or another trainer's.
     return {
         "none": terms_loss([K1]),
         "leave-one-out mean (`baseline: own`)": terms_loss([KLTerm("k1", baseline="own")]),

@@ -89,6 +89,7 @@ def shared_setting(
 
 Terms = tuple[KLTerm, ...]
 
+# The names below are columns of stored CSV files and of published tables: a form keeps its name.
 NO_KL: Terms = ()
 K1_REWARD: Terms = (KLTerm("k1", credit="total"),)
 K3_REWARD: Terms = (KLTerm("k3", credit="total"),)
@@ -171,6 +172,7 @@ STALENESS = 0.4
 ROUNDS = 200
 SAMPLES = 1000
 
+# Form and staleness of each regime; on-policy the sampler is the policy.
 REGIMES: dict[str, tuple[Mapping[str, Terms], float]] = {
     "on_policy": (ON_POLICY, 0.0),
     "off_policy": (OFF_POLICY, STALENESS),
@@ -246,6 +248,7 @@ def one_policy(
         return rows
 
     rounds, samples = protocol
+    # Apart from the seeds of policies, so that the completions are independent of the policy.
     generator = torch.Generator().manual_seed(10_000 + setting.tree.length)
     sampled = sampled_in_rounds(setting, losses, rounds=rounds, samples=samples, generator=generator)
     target_square = float(target_D.square().sum())
@@ -258,6 +261,7 @@ def one_policy(
                 "configuration": name,
                 "method": "monte_carlo",
                 **_with_interval("bias", debiased_norm(error_RD), target_norm),
+                # The paper's: the mean of norms, which noise raises.
                 **_with_interval("naive_bias", mean_interval(error_RD.norm(dim=1)), target_norm),
                 **_with_interval("variance", mean_interval(variance_R), target_square),
             }
@@ -283,6 +287,7 @@ def sampled_in_rounds(
     Returns by loss the mean gradient of each round ``[R, D]``, and the unbiased trace variance of one completion's
     gradient within it ``[R]``.
     """
+    # Whole rounds, because a round's variance needs all of its completions.
     rounds_at_once = max(1, COMPLETIONS_AT_ONCE // samples)
     means: dict[str, list[Tensor]] = {name: [] for name in losses}
     variances: dict[str, list[Tensor]] = {name: [] for name in losses}
@@ -290,7 +295,7 @@ def sampled_in_rounds(
         count = min(rounds_at_once, rounds - start)
         completions = setting.tree.sample(setting.sampler_logp_NV, count * samples, generator)
         for name, gradient_BD in gradients_by_loss(setting, losses, completions):
-            gradient_RSD = gradient_BD.reshape(count, samples, -1)
+            gradient_RSD = gradient_BD.reshape(count, samples, -1)  # S: the completions of a round
             means[name].append(gradient_RSD.mean(1))
             variances[name].append(gradient_RSD.var(1).sum(-1))
     return {name: (torch.cat(means[name]), torch.cat(variances[name])) for name in losses}
@@ -406,6 +411,7 @@ def gap_study(*, distances: Sequence[float] = REPORTED_DISTANCES, seeds: int = 1
     """
     import pandas as pd
 
+    # As the replication has it: tabular, and not the shared features of the other studies.
     tree = Tree.build(vocabulary=3, length=3, ends=False)
     rows = []
     for distance, seed in itertools.product(distances, range(seeds)):
@@ -422,6 +428,7 @@ def gap_table(frame: pd.DataFrame) -> pd.DataFrame:
 
     rows = []
     for (name, distance), group in frame.groupby(["gap", "distance"], sort=False):
+        # pandas types a key of groupby as a scalar of any kind.
         column = REPORTED_DISTANCES.index(float(str(distance)))
         reported = REPORTED_GAPS[str(name)].percent[column]
         low, middle, high = group.percent.quantile([0.05, 0.5, 0.95])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (4, 8, 12, 14)
 SAMPLES = (64, 1024)
+# The two ends are the credits `own` and `to_go`, which discount 0 and 1 would be.
 CANDIDATES = {
     "own (0)": KLTerm("k1", credit="own"),
     "0.5": KLTerm("k1", discount=0.5),
@@ -56,6 +57,7 @@ def by_length(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     """Medians over seeds, one row per discount and one column per length."""
     table = frame.pivot_table(index="discount", columns="length", values=column, aggfunc="median")
     table.columns = [f"T={length}" for length in table.columns]
+    # pandas sorts names by the alphabet; the order of CANDIDATES is that of the discount.
     return table.reindex(list(CANDIDATES)).reset_index()
 
 
@@ -67,6 +69,7 @@ def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:
             middle = frame[frame.discount == name].groupby("length")[["bias", "variance"]].median()
             left.plot(middle.index, middle.bias, label=name, **look(number))
             right.plot(middle.index, middle.variance, label=name, **look(number))
+        # A bias of 0 has no place on a logarithmic axis; variances span decades.
         left.set(xlabel="tokens", ylabel="relative bias", ylim=(0, None))
         right.set(xlabel="tokens", ylabel="variance over |grad KL|²", yscale="log")
         left.legend(title="discount", fontsize="small")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LENGTHS = (4, 8, 12)
 SAMPLES = (64, 1024, 16384)
 
+# The names are stored in policy_corrections.csv; docs/decision.md shows some of them (doc_tables/policy_terms.py).
 CANDIDATES: dict[str, PolicyTerm] = {
     "reinforce (no ratio)": PolicyTerm(),
     "token": PolicyTerm(corrections={"token": {}}),
@@ -80,6 +81,7 @@ def study(
     for setting, facts in random_settings(lengths, staleness, seeds):
         target_D = reward_gradient(setting)
         losses = {name: reward_loss(term, setting) for name, term in CANDIDATES.items()}
+        # Clips and masks leave tokens without a gradient: part of the bias is what they drop.
         dropped = silent_shares(setting, losses)
         for name, moments in exact_moments_by_loss(setting, losses).items():
             figures = relative_figures(moments, target_D)
@@ -138,6 +140,7 @@ def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:
 
     save_csv(frame, out / "policy_corrections.csv")
     draw(out)
+    # Read back: the page shows the six digits of the file, from which it can be printed again.
     stored = pd.read_csv(out / "policy_corrections.csv")
     write_page(out, parts(stored, command=command))
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 UPDATES = (15, 30)
-"""Updates after which gradients are measured; figures are geometric means over them."""
+"""Updates after which gradients are measured; figures are means over them."""
 
 BLOCKS = 16
 SKETCH = 65536
@@ -67,6 +67,7 @@ def _term(recipe: str) -> KLTerm:
     return dataclasses.replace(term, beta=1.0)
 
 
+# Labels of terms at beta 1 are the forms of gradients.csv: a run is found by the label of its own terms.
 COMMON = (
     _term("comedy/k1_in_reward"),
     _term("comedy/k1_in_loss"),
@@ -259,6 +260,7 @@ def measure(setting: Setting, *, updates: Sequence[int] = UPDATES, blocks: int =
     try:
         make_trainer(config, [probe]).fit(module, datamodule=data)
     finally:
+        # Also after an error: a sampler's processes would outlive this one.
         data.close()
     names = [POLICY, REFERENCE, *(term.label() for term in setting.forms)]
     return {update: {"names": names, "gram": probe.grams[update], **probe.values[update]} for update in updates}
@@ -366,6 +368,7 @@ def gradient_table(setting: Setting, measured: Mapping[int, Mapping[str, Any]]) 
     """One row per form, beta and update of a setting."""
     import pandas as pd
 
+    # A config without a norm does not clip.
     clip = load_config(ROOT / setting.config, list(setting.overrides)).optimizer.clip_norm or math.inf
     rows: list[dict[str, Any]] = []
     for update, state in measured.items():
@@ -513,6 +516,7 @@ def per_configuration(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 # --- what predicts what ---------------------------------------------------------------------------------------------
+# g: the form's gradient, R: the expected reference gradient, p: the policy loss's, u = p + beta g (`gradient_figures`).
 CANDIDATES = {
     "beta": "the coefficient alone",
     "ess": "effective share of the completions: the setting's, the same for every form",
@@ -600,6 +604,7 @@ def explained(table: pd.DataFrame, columns: Sequence[str], outcome: str, *, leav
 
     y = table[outcome].to_numpy(float)
     ranks = [rankdata(table[name]) / len(y) for name in columns]
+    # Ranks, because the candidates span decades and some are 0 or negative.
     x = np.column_stack([np.ones(len(y)), *ranks])
     everything = np.ones(len(y), bool)
     if leave_out is None:
@@ -651,6 +656,7 @@ def bootstrap(table: pd.DataFrame, name: str, outcome: str, draws: int = 300) ->
         drawn = generator.integers(len(groups), size=len(groups))
         index = np.concatenate([groups[number] for number in drawn])
         values.append(rank_correlation(table[name].loc[index], table[outcome].loc[index]))
+    # NaN: a draw in which the candidate is constant.
     low, high = np.nanquantile(values, (0.025, 0.975))
     return float(low), float(high)
 
@@ -682,6 +688,7 @@ def merged(gradients: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     for setting in settings():
         for term in setting.forms:
             terms_of_form[term.label()] = (term,)
+    # Forms of two terms are trained together, and certified together.
     for name in table.form:
         if " + " in name:
             terms_of_form[name] = tuple(terms_of_form[part][0] for part in name.split(" + "))

@@ -21,6 +21,7 @@ from research.studies.pages import figure, markdown, save_csv, three_digits
 if TYPE_CHECKING:
     import pandas as pd
 
+# The looks of the same estimators in the figures of the synthetic study.
 LOOKS = {"k1": look(0), "k2": look(4), "k3": look(1)}
 NAMES = tuple(LOOKS)
 KLS = (0.001, 0.01, 0.1, 1.0, 5.0)
@@ -82,6 +83,7 @@ def token_errors(seeds: int = 10, counts: Sequence[int] = COUNTS) -> pd.DataFram
         ref_logits = 2 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
         noise = 2 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
         ref_logp = ref_logits.log_softmax(0)
+        # The same noise at every KL, scaled: a policy moves along one line away from the reference.
         for kl in KLS:
             logp = _at_kl(ref_logp, noise, kl)
             for name, (mean, variance) in moments(logp, ref_logp, logp.exp()).items():
@@ -96,6 +98,7 @@ def _at_kl(ref_logp: Tensor, noise: Tensor, kl: float) -> Tensor:
     """The log-probs of ``ref + scale * noise`` whose KL to ``ref`` is ``kl``, by bisection: it rises with scale."""
     low = 0.0
     high = 100.0
+    # A hundred halvings go below float64's resolution.
     for _ in range(100):
         scale = (low + high) / 2
         logp = (ref_logp + scale * noise).log_softmax(0)
