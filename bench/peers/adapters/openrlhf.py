@@ -33,11 +33,15 @@ UNBIASED = KLTerm("k2", placement="loss", correction="token_detached", cap=10.0)
 """With unbiased_gradient the value is the estimator's and the gradient this term's, whatever the estimator."""
 GROUP = 2
 NO_CLIP = 1e9
+"""A clip range that no ratio leaves."""
 
 
 def build() -> Adapter:
-    cases = [_function(name, unbiased) for unbiased in (False, True) for name in FORMS]
-    cases += [_actor(name, unbiased) for unbiased in (False, True) for name in FORMS]
+    """Its estimators alone, in the actor's loss, and in the reward of each advantage estimator."""
+    cases = [_function(name, unbiased=False) for name in FORMS]
+    cases += [_function(name, unbiased=True) for name in FORMS]
+    cases += [_actor(name, unbiased=False) for name in FORMS]
+    cases += [_actor(name, unbiased=True) for name in FORMS]
     cases += [
         _reward("rloo", "k1"),
         _reward("rloo", "k1", clip=0.2),
@@ -78,10 +82,11 @@ def _case(**fields: Any) -> Case:
 
 
 def _form(name: str, unbiased: bool) -> KLTerm:
+    """The term with the same gradient."""
     return UNBIASED if unbiased else FORMS[name]
 
 
-def _function(name: str, unbiased: bool) -> Case:
+def _function(name: str, *, unbiased: bool) -> Case:
     def loss(rows: Rows, /) -> Tensor:
         value_BT = PEER.module(UTILS).compute_approx_kl(
             rows.logp_BT, rows.ref_logp_BT, rows.behaviour_logp_BT, kl_estimator=name, unbiased_gradient=unbiased
@@ -101,7 +106,7 @@ def _function(name: str, unbiased: bool) -> Case:
     )
 
 
-def _actor(name: str, unbiased: bool) -> Case:
+def _actor(name: str, *, unbiased: bool) -> Case:
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _training_step(rows, beta, name, unbiased)
 
@@ -120,7 +125,9 @@ def _actor(name: str, unbiased: bool) -> Case:
 
 
 def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor:
-    module, losses = PEER.module(ACTOR), PEER.module(LOSS)
+    """The loss that ``training_step`` passes to backward, with ``rows`` in place of a model's forward pass."""
+    module = PEER.module(ACTOR)
+    losses = PEER.module(LOSS)
     losses_backpropagated: list[Tensor] = []
     kl = SimpleNamespace(use_loss=True, init_coef=1.0, estimator=name, unbiased_gradient=unbiased)
     args = SimpleNamespace(
@@ -164,11 +171,13 @@ def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor
         advantages=rows.reward_B[:, None].expand_as(rows.ref_logp_BT),
         info={},
     )
-    sums = {"dp_size": 1, "batch_num_tokens": 1.0, "global_batch_size": 1.0}
+    # OpenRLHF divides the sum over tokens by these numbers: 1 gives the sum.
+    denominators = {"dp_size": 1, "batch_num_tokens": 1.0, "global_batch_size": 1.0}
     try:
-        trainer.training_step(experience, beta, 0, sums)
+        trainer.training_step(experience, beta, 0, denominators)
     except Exception:
-        if not losses_backpropagated:  # what follows the backward pass only logs
+        # What follows the backward pass only logs, and reads attributes that this trainer has not.
+        if not losses_backpropagated:
             raise
     return spread(losses_backpropagated[0].double(), rows)
 
@@ -197,12 +206,24 @@ def _reward(
     def kl_loss(rows: Rows, /) -> Tensor:
         return kl_part(loss_at, beta)(rows)
 
-    suffix = ("" if clip == NO_CLIP else "/clipped") + ("" if std else "/no_std_norm")
-    ours = None if estimator == "reinforce_baseline" or clip != NO_CLIP else (term,)
+    case_name = f"openrlhf:reward/{estimator}/{name}"
+    flags = f"kl.estimator={name} advantage.estimator={estimator}"
+    if clip == NO_CLIP:
+        flags += " eps_clip=off"
+    else:
+        case_name += "/clipped"
+        flags += f" eps_clip={clip}"
+    if not std:
+        case_name += "/no_std_norm"
+        flags += " no_std_norm=True"
+
+    # kl_comedy has no advantage with this baseline, and is compared without a clip only.
+    ours: tuple[KLTerm, ...] | None = (term,)
+    if estimator == "reinforce_baseline" or clip != NO_CLIP:
+        ours = None
     return _case(
-        name=f"openrlhf:reward/{estimator}/{name}{suffix}",
-        flags=f"kl.estimator={name} advantage.estimator={estimator} eps_clip={'off' if clip == NO_CLIP else clip}"
-        + ("" if std else " no_std_norm=True"),
+        name=case_name,
+        flags=flags,
         kind="loss path",
         placement="reward",
         loss=batch_by_batch(kl_loss, GROUP) if batch else kl_loss,
@@ -219,7 +240,9 @@ def _reward(
 
 def _in_reward(rows: Rows, beta: float, estimator: str, name: str, clip: float, std: bool) -> Tensor:
     """The experience maker's advantages with the KL inside, and the clipped loss, summed over tokens."""
-    module, utils, losses = PEER.module(MAKER), PEER.module(UTILS), PEER.module(LOSS)
+    module = PEER.module(MAKER)
+    utils = PEER.module(UTILS)
+    losses = PEER.module(LOSS)
     count = len(rows.group_B)
     args = SimpleNamespace(
         algo=SimpleNamespace(

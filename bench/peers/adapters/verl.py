@@ -41,13 +41,22 @@ PENALTIES: dict[str, KLTerm] = {
     "k2": K2,
     "low_var_kl": K3,
     "k3": K3,
-    **{name: K2 for name in ("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+")},
+    # With "+" the value is the estimator's and the gradient k2's, whatever the estimator.
+    "kl+": K2,
+    "k1+": K2,
+    "abs+": K2,
+    "mse+": K2,
+    "k2+": K2,
+    "low_var_kl+": K2,
+    "k3+": K2,
 }
 GROUP = 2
 NO_CLIP = 1e9
+"""A clip range that no ratio leaves."""
 
 
 def build() -> Adapter:
+    """Its estimators alone, in the actor's loss, and in the reward of each advantage estimator."""
     functions = [_function(name, term) for name, term in PENALTIES.items()]
     functions.append(_function("full", None))
     actor = [_actor(name, PENALTIES[name]) for name in ("low_var_kl", "k3+", "k1", "k2")]
@@ -122,34 +131,46 @@ def _function(name: str, term: KLTerm | None) -> Case:
 
 
 def _actor(name: str, term: KLTerm, *, mode: str = "seq-mean-token-sum", suffix: str = "") -> Case:
-    context = None if mode == "seq-mean-token-sum" else AlgorithmContext(reduction="token_mean", group_size=GROUP)
-
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _ppo_loss(rows, beta, name, mode)
 
     loss: Loss = kl_part(loss_at)
+    context = None
+    group_size = 1
+    reduction = "mean over completions (theirs divided out)"
+    tolerance = FLOAT64
+    if mode == "token-mean":
+        # The denominator is the batch's, so that a batch is one group, which the oracle enumerates as a whole.
+        loss = batch_by_batch(loss, GROUP)
+        context = AlgorithmContext(reduction="token_mean", group_size=GROUP)
+        group_size = GROUP
+        reduction = "token mean over the batch"
+        tolerance = FLOAT32
     return _case(
         name=f"verl:actor/{name}{suffix}",
         flags=f"use_kl_loss=True kl_loss_type={name} loss_agg_mode={mode}",
         kind="loss path",
         placement="loss",
-        loss=loss if context is None else batch_by_batch(loss, GROUP),
+        loss=loss,
         module=LOSSES,
         function="ppo_loss",
         ours=(term,),
         context=context,
-        group_size=1 if context is None else GROUP,
-        reduction="mean over completions (theirs divided out)" if context is None else "token mean over the batch",
-        tolerance=FLOAT64 if context is None else FLOAT32,
+        group_size=group_size,
+        reduction=reduction,
+        tolerance=tolerance,
     )
 
 
 class _Config(SimpleNamespace):
+    """A config whose fields are read as attributes and by ``get``."""
+
     def get(self, key: str, default: Any = None) -> Any:
         return getattr(self, key, default)
 
 
 def _actor_config(clip: float, mode: str, **fields: Any) -> _Config:
+    """The actor's config: the plain clipped loss without entropy bonus."""
     return _Config(
         global_batch_info={},
         loss_scale_factor=None,
@@ -183,8 +204,10 @@ def _ppo_loss(rows: Rows, beta: float, name: str, mode: str) -> Tensor:
         {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None},
     )
     # Flat log-probs have one entry per input token, for the next token; the last entry of each row is unused.
-    flat = [torch.cat([logp[mask], logp.new_zeros(1)]) for logp, mask in zip(rows.logp_BT, rows.mask_BT, strict=True)]
-    value, _ = losses.ppo_loss(config, {"log_probs": torch.cat(flat)}, data)
+    flat_logps = []
+    for logp_T, mask_T in zip(rows.logp_BT, rows.mask_BT, strict=True):
+        flat_logps += [logp_T[mask_T], logp_T.new_zeros(1)]
+    value, _ = losses.ppo_loss(config, {"log_probs": torch.cat(flat_logps)}, data)
     return spread(value * count, rows)
 
 
@@ -200,8 +223,8 @@ def _reward(
     batch: bool = False,
     note: str = "",
 ) -> Case:
-    base = penalty.rstrip("+")
-    form = {"kl": KLTerm("k1"), "low_var_kl": K3, "k3": K3}[base]
+    # In a reward only the value counts, which "+" does not change.
+    form = PENALTIES[penalty.rstrip("+")]
     term = KLTerm(
         form.estimator,
         placement="reward",
@@ -224,13 +247,19 @@ def _reward(
     def kl_loss(rows: Rows, /) -> Tensor:
         return kl_part(loss_at, beta)(rows)
 
-    flags = [f"use_kl_in_reward=True kl_penalty={penalty} adv_estimator={estimator}"]
-    flags += [] if norm else ["norm_adv_by_std_in_grpo=False"]
-    flags += [f"clip_ratio={'off' if clip == NO_CLIP else clip}"]
-    name = f"verl:reward/{estimator}/{penalty}" + ("" if norm else "/no_std") + ("" if clip == NO_CLIP else "/clipped")
+    name = f"verl:reward/{estimator}/{penalty}"
+    flags = f"use_kl_in_reward=True kl_penalty={penalty} adv_estimator={estimator}"
+    if not norm:
+        name += "/no_std"
+        flags += " norm_adv_by_std_in_grpo=False"
+    if clip == NO_CLIP:
+        flags += " clip_ratio=off"
+    else:
+        name += "/clipped"
+        flags += f" clip_ratio={clip}"
     return _case(
         name=name,
-        flags=" ".join(flags),
+        flags=flags,
         kind="loss path",
         placement="reward",
         loss=batch_by_batch(kl_loss, GROUP) if batch else kl_loss,
@@ -247,9 +276,11 @@ def _reward(
 
 def _in_reward(rows: Rows, beta: float, estimator: str, penalty: str, clip: float, norm: bool) -> Tensor:
     """Rewards, the penalty, advantages, and the clipped loss of the old log-probs' policy, summed."""
-    trainer, core = PEER.module(TRAINER), PEER.module(CORE)
+    trainer = PEER.module(TRAINER)
+    core = PEER.module(CORE)
     count, _ = rows.mask_BT.shape
     mask_BT = rows.mask_BT.to(torch.float64)
+    # The reward of a completion stands at its last token.
     last_B1 = rows.mask_BT.sum(-1, keepdim=True) - 1
     scores_BT = torch.zeros_like(rows.ref_logp_BT).scatter(1, last_B1, rows.reward_B[:, None])
     ones_B1 = torch.ones(count, 1, dtype=torch.long)
