@@ -34,36 +34,22 @@ MODERATE = (0.3, 3.0)
 def build() -> Adapter:
     """GRPO with each of its losses, and RLOO."""
     cases = [
-        _grpo("grpo", loss_type="dapo", ours=RHO_K3, note="the default"),
-        _grpo("grpo/no_bias_correction", loss_type="dapo", bias_correction=False, ours=K3),
+        _grpo("grpo", loss_type="dapo", note="the default"),
+        _grpo("grpo/no_bias_correction", loss_type="dapo", bias_correction=False),
         _grpo(
             "grpo/sequence_ratio",
             loss_type="dapo",
             level="sequence",
             note="the length-normalized ratio of the completion times the KL of each token (GSPO)",
         ),
-        _grpo(
-            "grpo/sequence_ratio_no_bias_correction", loss_type="dapo", level="sequence", bias_correction=False, ours=K3
-        ),
-        _grpo("grpo/bnpo", loss_type="bnpo", ours=RHO_K3),
-        _grpo("grpo/dr_grpo", loss_type="dr_grpo", ours=RHO_K3),
-        _grpo("grpo/cispo", loss_type="cispo", ours=RHO_K3),
-        _grpo("grpo/luspo", loss_type="luspo", ours=RHO_K3),
-        _grpo("grpo/vespo", loss_type="vespo", ours=RHO_K3),
-        _grpo(
-            "grpo/grpo",
-            loss_type="grpo",
-            reduction="mean over the completion's tokens",
-            ours=RHO_K3,
-            context=AlgorithmContext(reduction="sequence_mean_token_mean"),
-        ),
-        _grpo(
-            "grpo/sapo",
-            loss_type="sapo",
-            reduction="mean over the completion's tokens",
-            ours=RHO_K3,
-            context=AlgorithmContext(reduction="sequence_mean_token_mean"),
-        ),
+        _grpo("grpo/sequence_ratio_no_bias_correction", loss_type="dapo", level="sequence", bias_correction=False),
+        _grpo("grpo/bnpo", loss_type="bnpo"),
+        _grpo("grpo/dr_grpo", loss_type="dr_grpo"),
+        _grpo("grpo/cispo", loss_type="cispo"),
+        _grpo("grpo/luspo", loss_type="luspo"),
+        _grpo("grpo/vespo", loss_type="vespo"),
+        _grpo("grpo/grpo", loss_type="grpo"),
+        _grpo("grpo/sapo", loss_type="sapo"),
         _rloo("rloo", epsilon=NO_CLIP, note="clipping off"),
         _rloo("rloo/clipped", epsilon=0.2, note="the default clip of the completion's ratio at 0.2"),
         _rloo(
@@ -77,17 +63,22 @@ def build() -> Adapter:
     return Adapter(system="trl", version=PEER.version, cases=tuple(cases), needs=PEER.pins)
 
 
-def _grpo(
-    name: str,
-    *,
-    loss_type: str,
-    bias_correction: bool = True,
-    level: str = "token",
-    ours: KLTerm | None = None,
-    note: str = "",
-    reduction: str = "token sum (theirs divided out)",
-    context: AlgorithmContext | None = None,
-) -> Case:
+def _grpo(name: str, *, loss_type: str, bias_correction: bool = True, level: str = "token", note: str = "") -> Case:
+    # With use_bias_correction_kl TRL multiplies k3 by the ratio, which may be the token's or the completion's.
+    ours: tuple[KLTerm, ...] | None
+    if not bias_correction:
+        ours = (K3,)
+    elif level == "token":
+        ours = (RHO_K3,)
+    else:
+        ours = None
+
+    reduction = "token sum (theirs divided out)"
+    context = None
+    if loss_type in ("grpo", "sapo"):
+        reduction = "mean over the completion's tokens"
+        context = AlgorithmContext(reduction="sequence_mean_token_mean")
+
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _grpo_loss(rows, beta, loss_type, bias_correction, level)
 
@@ -103,7 +94,7 @@ def _grpo(
         module=GRPO,
         function="GRPOTrainer._compute_loss",
         loaded=lambda: PEER.loaded(GRPO),
-        ours=None if ours is None else (ours,),
+        ours=ours,
         context=context,
         reduction=reduction,
         note=note,
