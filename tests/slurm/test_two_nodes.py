@@ -35,6 +35,7 @@ def test_srun_starts_whole_copies_on_two_nodes(cluster, tmp_path):
     words = ["train.strategy=ddp", "train.nodes=2", f"output={tmp_path / 'runs'}", *overrides(4)]
     train = [sys.executable, "-m", "kl_comedy.cli", "train", TINY]
     site.run("srun", "--nodes=2", "--ntasks-per-node=1", "--time=10", *train, *words)
+    # One run, though two processes made it.
     (run,) = (tmp_path / "runs").glob("tiny-*")
     assert_close(run, alone(tmp_path, 4))
 
