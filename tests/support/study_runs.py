@@ -18,6 +18,7 @@ FAMILIES = {
 
 
 def track(folder, uri, family, beta, seed, reward, kl, **tags):
+    """Track one run that ends at this reward and KL; its id in the store. ``tags`` are added, or replace others."""
     label = f"{beta} {family}"
     if family == "no KL":
         label = family
