@@ -1,4 +1,4 @@
-"""Records of one repetition: tokens and seconds per update, and memory."""
+"""The record of one repetition: tokens and seconds per update, and memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ class UpdateRecorder:
         self._clear()
 
     def _clear(self) -> None:
-        self._generated = self._trained = self._prompt_tokens = 0
+        self._generated = 0
+        self._trained = 0
+        self._prompt_tokens = 0
         self._rewards: list[float] = []
 
     def start(self) -> None:
         """Call when model, reference and data are loaded, just before the first update."""
+        # What loading needed for a moment is not compared.
         memory.reset_peak()
         self._rss_loaded = memory.resident()
         self.timer.lap()
@@ -41,9 +44,11 @@ class UpdateRecorder:
         self._trained += tokens
 
     def add_rewards(self, values: list[float]) -> None:
+        """``values``: one reward per completion."""
         self._rewards += values
 
     def end_update(self) -> None:
+        """Add the row of this update and start the next."""
         self.updates.append(
             {
                 **self.timer.lap(),

@@ -17,7 +17,7 @@ from kl_comedy.models.reference import Reference
 from kl_comedy.models.types import PassOptions
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling
-from kl_comedy.rollouts.decoding import StopStrings, decode
+from kl_comedy.rollouts.decoding import Draws, StopStrings, decode
 from passes import head_columns, token_pass
 
 V = 97
@@ -150,17 +150,9 @@ def draw(model, *, ends=(), tokens=LENGTH):
     """The completions of two groups; with the same uniform numbers every time."""
     sampling = Sampling(temperature=1.0, max_new_tokens=tokens)
     uniform_BT = torch.rand(2 * GROUP, tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=StopStrings(None, ()))
     with torch.no_grad():
-        return decode(
-            model,
-            prompts(),
-            [0] * GROUP + [1] * GROUP,
-            sampling=sampling,
-            uniform_BT=uniform_BT,
-            ends=ends,
-            stops=StopStrings(None, ()),
-            version=lambda: 0,
-        )
+        return decode(model, prompts(), [0] * GROUP + [1] * GROUP, draws, version=lambda: 0)
 
 
 @pytest.fixture

@@ -203,7 +203,11 @@ def test_a_page_names_the_script_that_prints_its_tables(kl_comedy, tmp_path):
     assert verdicts(text.replace("| 3 |", "| 5 |")) == (1, [("changed", "b: '5' -> '3'"), tagged, same])
     (code, (_, _, _, extra)) = verdicts(text + "\n| d |\n|---|\n| 4 |\n")
     assert code == 1 and extra[0] == "failed" and "prints 2 tables, and this is number 3" in extra[1]
-    for command, why in (("tables.py", "fails: IndexError"), ("../out.py", "not a script"), ("-m none", "not a script")):
+    for command, why in (
+        ("tables.py", "fails: IndexError"),
+        ("../out.py", "not a script"),
+        ("-m none", "not a script"),
+    ):
         code, ((verdict, reason), *_) = verdicts(text.replace("tables.py 2", command))
         assert code == 1 and verdict == "failed" and why in reason
 

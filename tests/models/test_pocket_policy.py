@@ -102,9 +102,11 @@ def test_two_processes_at_once_build_one_policy_and_a_damaged_one_is_built_again
 
 
 def test_settings_of_other_sources_are_refused():
-    for name in ("revision", "tokenizer", "gguf_file"):
-        with pytest.raises(UserError, match=rf"model\.{name}: got 'x'"):
-            load_model(ModelConfig(**{name: "x"}, device="cpu"))
+    with pytest.raises(UserError, match=r"model\.tokenizer: got 'x'"):
+        load_model(ModelConfig(tokenizer="x", device="cpu"))
+    for name in ("revision", "gguf_file"):
+        with pytest.raises(UserError, match=rf"model\.options\.{name}: no such key"):
+            load_model(ModelConfig(options={name: "x"}, device="cpu"))
 
 
 def rloo(loaded, term, *, beta, lr, updates, seed=0):

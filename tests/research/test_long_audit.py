@@ -38,6 +38,10 @@ def rows(models):
     return long_audit.group_pass(*models, rollouts, 1.0)
 
 
+def test_the_config_of_the_study_loads():
+    assert load_config(long_audit.CONFIG, []).train.steps == long_audit.UPDATES
+
+
 @pytest.fixture
 def by_autograd(models, rows):
     """The weights of the policy's head as a leaf, and the log-probs and exact KLs that depend on it."""

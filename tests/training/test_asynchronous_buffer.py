@@ -1,5 +1,6 @@
 """The rollout buffer: no prompt is lost or used twice, and nothing older than allowed is used."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -28,6 +29,7 @@ def scored(index, versions):
 
 
 def plain(rows):
+    """What a checkpoint keeps of scored completions; :func:`rich` makes them again."""
     return [(row.rollout.prompt.problem.id, row.rollout.versions) for row in rows]
 
 
@@ -35,9 +37,11 @@ def rich(packed):
     return [scored(int(index), versions) for index, versions in packed]
 
 
-def order_prefix(order, count, batch):
+def order_prefix(order, count, batch_size):
+    """The first ``count`` prompts of the order, which comes in batches."""
+    n_batches = math.ceil(count / batch_size)
     indices = []
-    for n in range(-(-count // batch)):
+    for n in range(n_batches):
         indices += order.indices(n)
     return Counter(indices[:count])
 
@@ -45,102 +49,125 @@ def order_prefix(order, count, batch):
 class Simulation:
     """A learner and a sampler that take turns as a sequence of choices says; the sampler is first in, first out."""
 
-    def __init__(self, terms, n_prompts, seed, in_flight):
-        self.terms, self.in_flight = terms, in_flight
-        self.order = PromptOrder(n_prompts, terms.prompts_per_batch, seed)
-        self.buffer = RolloutBuffer(terms, self.order.indices)
-        self.iteration = self.version = 0
-        self.begun, self.used, self.ages = None, [], []
+    def __init__(self, limits, n_prompts, seed, in_flight):
+        self.limits = limits
+        self.in_flight = in_flight
+        self.order = PromptOrder(n_prompts, limits.prompts_per_batch, seed)
+        self.buffer = RolloutBuffer(limits, self.order.indices)
+        self.iteration = 0
+        self.version = 0
+        self.drawing = None
+        """The request that the sampler is at, and the version at which it began; None where it is idle."""
+        self.used = []
+        self.ages = []
 
     def begin(self):
-        if self.begun is None and (request := self.buffer.next_request(self.version)):
-            self.begun = (request, self.version)
+        """The sampler asks for a request, unless it has one."""
+        if self.drawing is not None:
+            return
+        request = self.buffer.next_request(self.version)
+        if request:
+            self.drawing = (request, self.version)
 
     def finish(self):
-        if self.begun is None:
+        """The sampler answers its request; the newest weights have reached it where they change in flight."""
+        if self.drawing is None:
             return
-        request, began = self.begun
-        self.begun = None
-        end = self.version if self.in_flight else began
-        rows = [scored(index, (began, end)) for index in request.indices for _ in range(GROUP)]
+        request, first_version = self.drawing
+        self.drawing = None
+        last_version = self.version if self.in_flight else first_version
+        rows = []
+        for index in request.indices:
+            for _ in range(GROUP):
+                rows.append(scored(index, (first_version, last_version)))
         self.buffer.arrive(request.number, rows)
 
     def learn(self):
         """One update; a batch is taken where the last one is used up. Whether anything happened."""
-        if self.iteration == self.terms.iterations:
+        if self.iteration == self.limits.iterations:
             return False
-        if self.version % self.terms.updates == 0:
+        if self.version % self.limits.updates == 0:
             groups = self.buffer.take(self.version)
             if groups is None:
                 return False
-            assert len(groups) == self.terms.prompts_per_batch
+            assert len(groups) == self.limits.prompts_per_batch
             for group in groups:
                 assert {row.rollout.prompt.problem.id for row in group.rows} == {str(group.index)}
-                self.ages.append(self.version - min(min(row.rollout.versions) for row in group.rows))
+                oldest = min(min(row.rollout.versions) for row in group.rows)
+                self.ages.append(self.version - oldest)
                 self.used.append(group.index)
         self.version += 1
-        self.iteration = self.version // self.terms.updates
+        self.iteration = self.version // self.limits.updates
         return True
 
     def resume(self):
         """Kill everything; begin again from the buffer's state."""
         state = self.buffer.snapshot(plain)
-        self.buffer = RolloutBuffer(self.terms, self.order.indices)
+        self.buffer = RolloutBuffer(self.limits, self.order.indices)
         self.buffer.restore(state, rich)
-        self.begun = None
+        self.drawing = None
 
-    def accounted(self):
-        """Each prompt that was taken from the order is in exactly one place."""
-        buffer = self.buffer
-        places = Counter(self.used) + Counter(buffer.returned) + Counter(group.index for group in buffer.ready)
-        places += Counter(index for request in buffer.pending.values() for index in request.indices)
-        return places, order_prefix(self.order, buffer.snapshot(plain)["asked_in_order"], self.terms.prompts_per_batch)
+    def assert_every_prompt_is_in_one_place(self):
+        """Each prompt that was taken from the order is used, returned, ready or pending, and only one of these."""
+        places = Counter(self.used)
+        places.update(self.buffer.returned)
+        places.update(group.index for group in self.buffer.ready)
+        for request in self.buffer.pending.values():
+            places.update(request.indices)
+        n_requested = self.buffer.snapshot(plain)["asked_in_order"]
+        assert places == order_prefix(self.order, n_requested, self.limits.prompts_per_batch)
 
 
 @st.composite
 def simulations(draw, drop):
     updates = draw(st.integers(1, 3))
-    terms = BufferLimits(
+    # With policy drop a batch must live for its own updates.
+    smallest_lag = updates if drop else 0
+    limits = BufferLimits(
         prompts_per_batch=draw(st.integers(1, 4)),
         updates=updates,
         iterations=draw(st.integers(1, 6)),
-        max_steps=draw(st.integers(updates if drop else 0, 7)),
+        max_steps=draw(st.integers(smallest_lag, 7)),
         drop=drop,
     )
-    return Simulation(terms, draw(st.integers(1, 9)), draw(st.integers(0, 3)), draw(st.booleans()))
+    return Simulation(limits, draw(st.integers(1, 9)), draw(st.integers(0, 3)), draw(st.booleans()))
 
 
 MOVES = st.lists(st.sampled_from(["begin", "finish", "learn", "learn", "resume"]), max_size=60)
+"""Methods of :class:`Simulation`; it learns twice as often as the rest."""
 
 
 def run_to_the_end(simulation, moves):
+    """Make the moves, yielding after each; then alternate until the last update, which must come."""
     for move in moves:
         getattr(simulation, move)()
-        places, asked = simulation.accounted()
-        assert places == asked
+        simulation.assert_every_prompt_is_in_one_place()
         yield
     for _ in range(400):
-        if simulation.iteration == simulation.terms.iterations:
+        if simulation.iteration == simulation.limits.iterations:
             break
         if not simulation.learn():
             simulation.begin()
             simulation.finish()
-    assert simulation.iteration == simulation.terms.iterations, "learner and sampler wait for each other"
-    places, asked = simulation.accounted()
-    assert places == asked
-    assert max(simulation.ages) <= simulation.terms.max_steps
+    assert simulation.iteration == simulation.limits.iterations, "learner and sampler wait for each other"
+    simulation.assert_every_prompt_is_in_one_place()
+    assert max(simulation.ages) <= simulation.limits.max_steps
 
 
 @settings(max_examples=80, deadline=None)
 @given(simulations(drop=False), MOVES)
 def test_waiting_uses_every_prompt_in_order(simulation, moves):
+    limits = simulation.limits
     for _ in run_to_the_end(simulation, moves):
-        ahead = len(simulation.buffer.pending) + len(simulation.buffer.ready) // simulation.terms.prompts_per_batch
-        assert ahead <= 1 + simulation.terms.max_steps // simulation.terms.updates
-    assert simulation.buffer.dropped == 0 and not simulation.buffer.returned
-    assert simulation.used == [
-        index for n in range(simulation.terms.iterations) for index in simulation.order.indices(n)
-    ]
+        ready_batches = len(simulation.buffer.ready) // limits.prompts_per_batch
+        batches_ahead = len(simulation.buffer.pending) + ready_batches
+        assert batches_ahead <= 1 + limits.max_steps // limits.updates
+    assert simulation.buffer.dropped == 0
+    assert not simulation.buffer.returned
+    in_order = []
+    for n in range(limits.iterations):
+        in_order += simulation.order.indices(n)
+    assert simulation.used == in_order
 
 
 @settings(max_examples=80, deadline=None)
@@ -148,7 +175,7 @@ def test_waiting_uses_every_prompt_in_order(simulation, moves):
 def test_dropping_returns_prompts_and_bounds_the_buffer(simulation, moves):
     for _ in run_to_the_end(simulation, moves):
         assert len(simulation.buffer.pending) <= 1
-        assert len(simulation.buffer.ready) <= simulation.terms.ready_groups
+        assert len(simulation.buffer.ready) <= simulation.limits.ready_groups
 
 
 def test_a_restored_buffer_has_all_that_the_old_one_had():
@@ -171,19 +198,22 @@ def test_a_restored_buffer_has_all_that_the_old_one_had():
 def drawn(buffer, version):
     """The next request, answered at ``version``; its prompts, or None where there is none."""
     request = buffer.next_request(version)
-    if request is not None:
-        buffer.arrive(request.number, [scored(index, [version]) for index in request.indices])
-    return request and request.indices
+    if request is None:
+        return None
+    buffer.arrive(request.number, [scored(index, [version]) for index in request.indices])
+    return request.indices
 
 
 def test_a_dropped_prompt_is_requested_before_new_ones():
-    terms = BufferLimits(prompts_per_batch=2, updates=1, iterations=4, max_steps=1, drop=True)
-    buffer = RolloutBuffer(terms, lambda n: [2 * n, 2 * n + 1])
+    limits = BufferLimits(prompts_per_batch=2, updates=1, iterations=4, max_steps=1, drop=True)
+    buffer = RolloutBuffer(limits, lambda n: [2 * n, 2 * n + 1])
     first = buffer.next_request(0)
-    assert first.indices == (0, 1) and buffer.next_request(0) is first, "it is pending"
+    assert first.indices == (0, 1)
+    assert buffer.next_request(0) is first, "it is pending"
     buffer.arrive(first.number, [scored(0, [0]), scored(1, [2])])
     assert buffer.take(2) is None, "prompt 0 is two updates old"
-    assert (buffer.dropped, list(buffer.returned)) == (1, [0])
+    assert buffer.dropped == 1
+    assert list(buffer.returned) == [0]
     assert drawn(buffer, 2) == (0, 2)
     buffer.returned.extend([5, 5, 6])
     assert drawn(buffer, 2) == (5, 6), "a prompt is at most once in a request"
@@ -193,7 +223,14 @@ def test_a_dropped_prompt_is_requested_before_new_ones():
 def test_waiting_with_no_lag_is_on_policy():
     limits = BufferLimits(prompts_per_batch=1, updates=2, iterations=3, max_steps=0, drop=False)
     buffer = RolloutBuffer(limits, lambda n: [n])
-    assert [drawn(buffer, version) for version in (0, 0, 1, 2, 3, 4, 9)] == [(0,), None, None, (1,), None, (2,), None]
+    assert drawn(buffer, 0) == (0,)
+    # Both updates of batch 0 come first.
+    assert drawn(buffer, 0) is None
+    assert drawn(buffer, 1) is None
+    assert drawn(buffer, 2) == (1,)
+    assert drawn(buffer, 3) is None
+    assert drawn(buffer, 4) == (2,)
+    assert drawn(buffer, 9) is None, "batch 2 is the last"
 
 
 @pytest.mark.parametrize("max_steps", [0, 5])

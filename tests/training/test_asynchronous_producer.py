@@ -21,6 +21,10 @@ PROMPTS = [
 SETTINGS = ["rollout.prompts_per_batch=2", "rollout.group_size=2", "lag.mode=async", "train.steps=4"]
 
 
+def unrewarded(rollouts):
+    return [Scored(rollout=rollout, reward=Reward(value=0.0)) for rollout in rollouts]
+
+
 def rollout_of(prompt, group, version):
     tokens = {"completion_ids": (1,), "logps": (-1.0,), "versions": (version,)}
     return Rollout(prompt=prompt, group_id=group, **tokens, stop_reason="eos", text="")
@@ -32,9 +36,13 @@ class WatchedEngines:
     restarts = 0
 
     def __init__(self):
-        self.version, self.inside, self.most_inside, self.calls = -1, 0, 0, 0
+        self.version = -1
+        self.inside = 0
+        self.most_inside = 0
+        self.calls = 0
         self.changed_while_drawing = False
-        self.second_draw, self.another = threading.Event(), threading.Event()
+        self.second_draw = threading.Event()
+        self.another = threading.Event()
         self._lock = threading.Lock()
 
     def publish(self, version):
@@ -51,14 +59,18 @@ class WatchedEngines:
             self.most_inside = max(self.most_inside, self.inside)
             if self.inside > 1:
                 self.another.set()
-            number, before = self.calls, self.version
+            number = self.calls
+            before = self.version
         if number == 2:
             self.second_draw.set()
             self.another.wait(0.3)  # in vain, where draws take turns
         with self._lock:
             self.changed_while_drawing |= self.version != before
             self.inside -= 1
-        return [rollout_of(prompt, group, before) for group, prompt in enumerate(prompts) for _ in range(group_size)]
+        rollouts = []
+        for group, prompt in enumerate(prompts):
+            rollouts += [rollout_of(prompt, group, before)] * group_size
+        return rollouts
 
     def cpu_seconds(self):
         return 0.0
@@ -75,10 +87,11 @@ def producer_of():
     def make(engines, *overrides):
         config = load_config(TINY, [*SETTINGS, *overrides])
         sampler = BroadcastRollouts(engines, SINGLE_PROCESS, asynchronous=True)
-        scorer = SimpleNamespace(score=lambda rows: [Scored(rollout=row, reward=Reward(value=0.0)) for row in rows])
+        scorer = SimpleNamespace(score=unrewarded)
         prompts = TrainingPrompts(config, PROMPTS, SINGLE_PROCESS)
-        made.append(Producer(config, sampler, prompts, scorer, SINGLE_PROCESS))
-        return made[-1], sampler
+        producer = Producer(config, sampler, prompts, scorer, SINGLE_PROCESS)
+        made.append(producer)
+        return producer, sampler
 
     yield make
     for producer in made:
@@ -99,6 +112,7 @@ def test_a_batch_and_an_evaluation_take_turns_in_the_engines(producer_of, policy
     assert {row.versions for row in rows} == {(1,)}, "an evaluation is of the newest weights"
 
 
+# Two updates per batch: 5 updates need a third batch, of which one is made.
 @pytest.mark.parametrize(("steps", "batches"), [(4, 2), (5, 3), (1, 1)])
 def test_the_last_batch_is_drawn_also_where_not_all_its_updates_are_made(producer_of, steps, batches):
     two_updates = "algorithm.updates_per_batch=2"
@@ -109,9 +123,10 @@ def test_the_last_batch_is_drawn_also_where_not_all_its_updates_are_made(produce
 def test_the_idle_share_is_of_the_whole_time(producer_of):
     producer, sampler = producer_of(WatchedEngines(), "lag.max_steps=2")
     sampler.publish(0)
-    rows = [Scored(rollout=rollout_of(PROMPTS[0], 0, 0), reward=Reward(value=0.0)) for _ in range(2)]
-    producer.buffer.ready.extend([Group(0, 0, tuple(rows)), Group(1, 0, tuple(rows))])
-    producer._seconds.update(idle=3e6, generate=0.75e6, score=0.25e6)  # so long that the threads' own seconds vanish
+    rows = tuple(unrewarded([rollout_of(PROMPTS[0], 0, 0)] * 2))
+    producer.buffer.ready.extend([Group(0, 0, rows), Group(1, 0, rows)])
+    # So long that the threads' own seconds vanish. Three of four parts are idle.
+    producer._seconds.update(idle=3e6, generate=0.75e6, score=0.25e6)
     assert producer.take(0).metrics["time/sampler_idle_share"] == pytest.approx(0.75, rel=1e-3)
 
 
@@ -120,8 +135,11 @@ def test_groups_of_several_requests_are_groups_of_their_own(producer_of):
     producer, sampler = producer_of(WatchedEngines(), "lag.max_steps=2", "lag.policy=drop")
     sampler.publish(0)
     for number in (0, 1):
-        rows = [Scored(rollout=rollout_of(PROMPTS[number], 0, 0), reward=Reward(value=0.0)) for _ in range(2)]
+        rows = unrewarded([rollout_of(PROMPTS[number], 0, 0)] * 2)
         producer.buffer.ready.append(Group(number, number, tuple(rows)))
     rows = producer.take(0).rows
-    numbered = {(row.rollout.prompt.problem.id, row.rollout.group_id) for row in rows}
-    assert len(rows) == 4 and len(numbered) == 2 == len({group for _, group in numbered})
+    groups_of_prompts = {(row.rollout.prompt.problem.id, row.rollout.group_id) for row in rows}
+    group_ids = {group_id for _, group_id in groups_of_prompts}
+    assert len(rows) == 4
+    assert len(groups_of_prompts) == 2, "each prompt is in one group"
+    assert len(group_ids) == 2, "no two prompts share a group"

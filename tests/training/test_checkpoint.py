@@ -39,7 +39,8 @@ def learner(seed=0):
     """A module with an optimizer that has a state, and one moving reference."""
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    module.references = {"ema": SimpleNamespace(state_dict=lambda: {"step": 3, "weights": {"w": torch.zeros(5)}})}
+    ema_state = {"step": 3, "weights": {"w": torch.zeros(5)}}
+    module.references = {"ema": SimpleNamespace(state_dict=lambda: ema_state)}
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     for _ in range(3):
         module(torch.randn(2, 4)).square().sum().backward()
@@ -72,13 +73,11 @@ def newest_step(root):
 
 def test_what_is_read_is_what_was_written(tmp_path):
     module, optimizer = learner()
-    path = save_checkpoint(
-        tmp_path,
-        3,
-        lambda f: write_checkpoint(f, state_of(3), module, [optimizer], SINGLE_PROCESS),
-        keep=1,
-        reward=0.25,
-    )
+
+    def write(folder):
+        write_checkpoint(folder, state_of(3), module, [optimizer], SINGLE_PROCESS)
+
+    path = save_checkpoint(tmp_path, 3, write, keep=1, reward=0.25)
     assert path == newest_checkpoint(tmp_path)
     assert set(manifest(path)["files"]) == {file.name for file in path.iterdir()} - {MANIFEST}
     assert manifest(path)["reward"] == 0.25
@@ -86,14 +85,15 @@ def test_what_is_read_is_what_was_written(tmp_path):
     fresh.state.clear()
     fresh.param_groups[0]["lr"] = 0.5
     state = read_checkpoint(path, other, [fresh], SINGLE_PROCESS)
-    assert state["loops"] == {"n": 3} and state["kl_comedy"]["version"] == 3
+    assert state["loops"] == {"n": 3}
+    assert state["kl_comedy"]["version"] == 3
     torch.testing.assert_close(state["kl_comedy"]["moving"]["ema"]["weights"]["w"], torch.arange(5.0))
     assert state["kl_comedy"]["moving"]["ema"]["step"] == 3
     assert state["kl_comedy"]["torch_rng"].dtype == torch.uint8
-    for mine, theirs in zip(other.parameters(), module.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        for key, value in optimizer.state[theirs].items():
-            assert torch.equal(fresh.state[mine][key], value), key
+    for read, written in zip(other.parameters(), module.parameters(), strict=True):
+        assert torch.equal(read, written)
+        for key, value in optimizer.state[written].items():
+            assert torch.equal(fresh.state[read][key], value), key
     assert fresh.param_groups[0]["lr"] == 0.1
 
 
@@ -103,8 +103,10 @@ def test_tensor_names_and_parameters_without_optimizer_state(tmp_path):
     del optimizer.state[module[1].bias]
     write_checkpoint(tmp_path / "one", state_of(1), module, [optimizer], SINGLE_PROCESS)
     parameters = ["0.weight", "0.bias", "1.weight", "1.bias"]
-    names = {f"model.{name}" for name in parameters} | {"reference.ema.w"}
-    names |= {f"optimizer.0.{name}.{key}" for name in parameters[:3] for key in ("exp_avg", "exp_avg_sq", "step")}
+    names = {"reference.ema.w"}
+    names.update(f"model.{name}" for name in parameters)
+    for name in parameters[:3]:  # the last one has no optimizer state
+        names.update(f"optimizer.0.{name}.{key}" for key in ("exp_avg", "exp_avg_sq", "step"))
     assert set(SafeReader(tmp_path / "one").read_metadata().state_dict_metadata) == names
     other, fresh = learner(seed=9)
     fresh.state.clear()
@@ -136,13 +138,17 @@ def test_damage_to_any_file_is_detected_and_the_checkpoint_before_is_used(tmp_pa
     place = int(place * len(whole))
     if kind == "gone":
         file.unlink()
+    elif kind == "cut":
+        file.write_bytes(whole[:place])
     else:
-        changed = b"" if kind == "cut" else bytes([whole[place] ^ 255]) + whole[place + 1 :]
-        file.write_bytes(whole[:place] + changed)
-    if file.name == MANIFEST and kind != "gone" and damage(newest) is None:
+        flipped = bytes([whole[place] ^ 255])
+        file.write_bytes(whole[:place] + flipped + whole[place + 1 :])
+    manifest_changed = name == MANIFEST and kind != "gone"
+    if manifest_changed and damage(newest) is None:
         return  # white space, or what is not checked (reward): the files are as they were
     assert newest_step(tmp_path) == 1
-    assert newest.with_suffix(".damaged").exists() and steps(tmp_path) == [1]
+    assert newest.with_suffix(".damaged").exists()
+    assert steps(tmp_path) == [1]
 
 
 def test_without_an_undamaged_checkpoint_newest_is_none(tmp_path, caplog):
@@ -153,38 +159,51 @@ def test_without_an_undamaged_checkpoint_newest_is_none(tmp_path, caplog):
     assert "not a folder" in caplog.text
 
 
-@pytest.mark.parametrize("call", range(1, FSYNCS + 2))
-def test_an_error_at_any_write_leaves_what_was_complete(tmp_path, monkeypatch, call):
+def failing_fsync(monkeypatch, *, call, code):
+    """From now on, the given call of ``os.fsync`` fails with ``code``; the calls, as a list that grows."""
+    real = os.fsync
+    calls = []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == call:
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO], ids=lambda code: errno.errorcode[code]
+)
+@pytest.mark.parametrize("call", range(1, FSYNCS + 1))
+def test_an_error_at_any_write_leaves_what_was_complete(tmp_path, monkeypatch, call, code):
     """The n-th fsync of a save fails, as on full disks, quotas, read-only and dying disks: data, manifest or folder."""
     save(tmp_path, 1)
-    real = os.fsync
-    for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
-        calls = []
-
-        def fails(descriptor, code=code, calls=calls):
-            calls.append(descriptor)
-            if len(calls) == call:
-                raise OSError(code, os.strerror(code))
-            real(descriptor)
-
-        monkeypatch.setattr(os, "fsync", fails)
-        if call > FSYNCS:
-            save(tmp_path, 2)
-            assert len(calls) == FSYNCS
-        else:
-            with pytest.raises(SaveFailed, match=os.strerror(code)):
-                save(tmp_path, 2)
-            assert not list(tmp_path.glob("*.tmp"))
-        monkeypatch.undo()
-        assert damage(newest_checkpoint(tmp_path)) is None
+    failing_fsync(monkeypatch, call=call, code=code)
+    with pytest.raises(SaveFailed, match=os.strerror(code)):
+        save(tmp_path, 2)
+    assert not list(tmp_path.glob("*.tmp"))
+    monkeypatch.undo()
+    assert damage(newest_checkpoint(tmp_path)) is None
     save(tmp_path, 3)
     assert newest_step(tmp_path) == 3
+
+
+def test_a_save_makes_as_many_fsyncs_as_were_made_to_fail(tmp_path, monkeypatch):
+    calls = failing_fsync(monkeypatch, call=FSYNCS + 1, code=errno.EIO)
+    save(tmp_path, 2)
+    assert len(calls) == FSYNCS
+    monkeypatch.undo()
+    assert damage(newest_checkpoint(tmp_path)) is None
 
 
 def test_a_limit_on_file_size_is_an_error_not_a_loss(tmp_path):
     """The kernel itself refuses: RLIMIT_FSIZE, as a quota does."""
     save(tmp_path, 1)
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
     try:
         with pytest.raises(SaveFailed, match="File too large"):
@@ -195,23 +214,29 @@ def test_a_limit_on_file_size_is_an_error_not_a_loss(tmp_path):
     assert newest_step(tmp_path) == 1
 
 
-@pytest.mark.parametrize("fault", ["full", "read-only"])
-def test_a_disk_that_refuses_keeps_the_last_whole_checkpoint(tmp_path, fault):
-    """Full, or read-only, as the kernel makes a file system that it no longer trusts."""
+def test_a_full_disk_keeps_the_last_whole_checkpoint(tmp_path):
     with disk_of("1m", tmp_path / "disk") as disk:
         save(disk, 1, keep=3)
         filler = disk / "filler"
-        if fault == "full":
-            filler.write_bytes(b"x" * (os.statvfs(disk).f_bavail * 4096 - 12 * 1024))
-        else:
-            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        with pytest.raises(SaveFailed, match="No space left" if fault == "full" else "Read-only file system"):
+        # 12 KiB are left: the first files of a checkpoint fit, the last ones do not.
+        filler.write_bytes(b"x" * (os.statvfs(disk).f_bavail * 4096 - 12 * 1024))
+        with pytest.raises(SaveFailed, match="No space left"):
             save(disk, 2, keep=3)
         assert newest_step(disk) == 1
-        if fault == "full":
-            filler.unlink()
-        else:
-            subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        filler.unlink()
+        save(disk, 3, keep=3)
+        assert steps(disk) == [1, 3]
+
+
+def test_a_read_only_disk_keeps_the_last_whole_checkpoint(tmp_path):
+    """As the kernel makes a file system that it no longer trusts."""
+    with disk_of("1m", tmp_path / "disk") as disk:
+        save(disk, 1, keep=3)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(SaveFailed, match="Read-only file system"):
+            save(disk, 2, keep=3)
+        assert newest_step(disk) == 1
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         save(disk, 3, keep=3)
         assert steps(disk) == [1, 3]
 
@@ -220,7 +245,7 @@ def test_ctrl_c_in_a_save_is_not_a_failed_save(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints.dcp.FileSystemWriter, "write_data", interrupted)
+    monkeypatch.setattr(checkpoints.FileSystemWriter, "write_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path)
 

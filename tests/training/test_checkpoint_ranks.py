@@ -25,7 +25,7 @@ def learner(rank, world):
 
 
 def attempt(root, run, step):
-    """What a save says, and what is there when every process has gone on; the disk is looked at by all alike."""
+    """The name of the checkpoint or the error of a save, and what is in the folder once every process is done."""
     try:
         result = save_checkpoint(root, step, run.save, keep=3, ranks=run.ranks).name
     except SaveFailed as error:
@@ -34,13 +34,14 @@ def attempt(root, run, step):
     return [result, [path.name for path in sorted(root.iterdir())]]
 
 
-def failing_at(call, code):
+def failing_at(call, code, *, only_if):
     """The n-th fsync of this process is refused."""
-    real, calls = os.fsync, []
+    real = os.fsync
+    calls = []
 
     def fails(descriptor):
         calls.append(descriptor)
-        if len(calls) == call:
+        if only_if and len(calls) == call:
             raise OSError(code, os.strerror(code))
         real(descriptor)
 
@@ -55,24 +56,31 @@ def refused_on_rank_one(rank, world, folder):
     run.learn(1)
     for call in range(1, FSYNCS + 1):
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            with failing_at(call if rank == 1 else 0, code):
+            with failing_at(call, code, only_if=rank == 1):
                 report["refused"].append([os.strerror(code), *attempt(root, run, 2)])
     report["newest"] = step_of(newest_checkpoint(root, run.ranks))
-    with failing_at(FSYNCS + 1 if rank == 1 else 0, errno.ENOSPC):
+    with failing_at(FSYNCS + 1, errno.ENOSPC, only_if=rank == 1):
         report["second"] = attempt(root, run, 2)
     run.restore(root / "step-00000001.ckpt")
-    return {**report, "restored": run.hashes()[0]}
+    report["restored"] = run.hashes()[0]
+    return report
+
+
+FIRST = "step-00000001.ckpt"
+SECOND = "step-00000002.ckpt"
 
 
 @pytest.mark.slow
 def test_what_one_process_cannot_write_fails_the_save_of_all(tmp_path):
-    one, two = "step-00000001.ckpt", "step-00000002.ckpt"
     for report in spawn(refused_on_rank_one, tmp_path):
-        assert report["first"] == [one, [one]]
-        for why, said, there in report["refused"]:
-            assert said.startswith("failed: ") and why in said and there == [one]
-        assert report["newest"] == 1 and report["restored"] == report["hash"]
-        assert report["second"] == [two, [one, two]], "there was no third write to refuse"
+        assert report["first"] == [FIRST, [FIRST]]
+        for reason, result, files in report["refused"]:
+            assert result.startswith("failed: ")
+            assert reason in result
+            assert files == [FIRST]
+        assert report["newest"] == 1
+        assert report["restored"] == report["hash"]
+        assert report["second"] == [SECOND, [FIRST, SECOND]], "there was no third write to refuse"
 
 
 @pytest.fixture
@@ -95,15 +103,19 @@ def on_a_full_disk(rank, world, folder, disk):
         if run.ranks.is_rank_zero:
             filler.unlink()
         run.ranks.gather(None)
-    return {**report, "whole": damage(saved(root)[-1]), "second": attempt(root, run, 2)}
+    report["damage"] = damage(saved(root)[-1])
+    report["second"] = attempt(root, run, 2)
+    return report
 
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_several_processes(tmp_path, small_disk):
-    one, two = "step-00000001.ckpt", "step-00000002.ckpt"
     for report in spawn(on_a_full_disk, tmp_path, small_disk.name):
-        assert report["first"] == [one, [one]] and report["whole"] is None
-        for said, there in (report["none"], report["little"]):
-            assert "No space left on device" in said or "a file was cut short" in said
-            assert there == [one]
-        assert report["second"] == [two, [one, two]]
+        assert report["first"] == [FIRST, [FIRST]]
+        assert report["damage"] is None
+        for room in ("none", "little"):
+            result, files = report[room]
+            # Which of the two depends on the file that the disk has no room for.
+            assert "No space left on device" in result or "a file was cut short" in result
+            assert files == [FIRST]
+        assert report["second"] == [SECOND, [FIRST, SECOND]]

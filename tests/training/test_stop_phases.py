@@ -3,6 +3,7 @@
 The signal is a real one, sent by the process to itself while the phase is under way.
 """
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -23,27 +24,45 @@ STEPS = 4
 SETTINGS = [f"train.steps={STEPS}", "train.checkpoint_every=0", "train.eval_every=2", "train.threads=1", "resume=auto"]
 """Without a periodic checkpoint: a stopped run resumes from what the signal made it save."""
 
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A phase of a run, by a function that it calls."""
+
+    owner: object
+    name: str
+    call: int
+    """At which call the signal comes, counted from 1."""
+    saved: int | None
+    """The update that is saved then; None where it depends on how many micro-batches an update has."""
+    settings: tuple[str, ...] = ()
+
+
 PHASES = {
-    "loading": (models, "load_model", 1, 1),
-    "evaluation at the start": (callbacks, "evaluate", 1, 1),
-    "generation": (experience, "derive_seed", 2, 2),
-    "learning": (module, "micro_loss", 3, None),
-    "evaluation": (callbacks, "evaluate", 2, 2),
-    "save": (callbacks.CheckpointCallback, "save", 1, 2),
+    "loading": Phase(models, "load_model", call=1, saved=1),
+    "evaluation at the start": Phase(callbacks, "evaluate", call=1, saved=1),
+    "generation": Phase(experience, "derive_seed", call=2, saved=2),
+    "learning": Phase(module, "micro_loss", call=3, saved=None),
+    "evaluation": Phase(callbacks, "evaluate", call=2, saved=2),
+    "save": Phase(callbacks.CheckpointCallback, "save", call=1, saved=2, settings=("train.checkpoint_every=2",)),
 }
-"""Where the signal comes: owner and name of what the phase calls, at which call, and the update then saved."""
 
 
 @pytest.fixture(scope="module")
 def go(tmp_path_factory):
     """A run in a folder; all are in one store, because a new one takes seconds."""
     uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db"
-    return lambda folder, *overrides: training_runs.go(f"{folder}/runs", f"tracking.uri={uri}", *SETTINGS, *overrides)
+
+    def run(folder, *overrides):
+        return training_runs.go(f"{folder}/runs", f"tracking.uri={uri}", *SETTINGS, *overrides)
+
+    return run
 
 
 def signal_at(monkeypatch, owner, name, call, number=signal.SIGUSR1):
     """Send ``number`` to this process in the given call of ``owner.name``, and let the call go on."""
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def called(*arguments, **named):
         calls.append(name)
@@ -62,9 +81,15 @@ def points(done):
     """Every metric point in the MLflow store: name, step and value, times left out."""
     from kl_comedy.tracking.store import connect
 
-    client, run_id = connect(done.summary["mlflow_uri"]), done.summary["run_id"]
-    names = [name for name in client.get_run(run_id).data.metrics if not name.startswith("time/")]
-    return {(name, point.step, point.value) for name in names for point in client.get_metric_history(run_id, name)}
+    client = connect(done.summary["mlflow_uri"])
+    run_id = done.summary["run_id"]
+    stored = set()
+    for name in client.get_run(run_id).data.metrics:
+        if name.startswith("time/"):
+            continue
+        for point in client.get_metric_history(run_id, name):
+            stored.add((name, point.step, point.value))
+    return stored
 
 
 @pytest.fixture(scope="module")
@@ -73,30 +98,37 @@ def undisturbed(tmp_path_factory, go):
     return bits(done), points(done)
 
 
-FAST = ("learning", "save")
-"""Phases of the default tests; the others differ from them in what is interrupted only."""
-
-
+# "learning" and "save" are tried by default; the slow ones differ from them only in what is interrupted.
 @pytest.mark.parametrize(
-    "phase", [phase if phase in FAST else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES]
+    "phase",
+    [
+        pytest.param("loading", marks=pytest.mark.slow),
+        pytest.param("evaluation at the start", marks=pytest.mark.slow),
+        pytest.param("generation", marks=pytest.mark.slow),
+        "learning",
+        pytest.param("evaluation", marks=pytest.mark.slow),
+        "save",
+    ],
 )
 def test_asked_to_make_room(tmp_path, monkeypatch, go, undisturbed, phase):
-    owner, name, call, saved = PHASES[phase]
-    saving = ["train.checkpoint_every=2"] if phase == "save" else []
-    signal_at(monkeypatch, owner, name, call)
+    phase = PHASES[phase]
+    signal_at(monkeypatch, phase.owner, phase.name, phase.call)
     with pytest.raises(RunStopped, match="stopped by SIGUSR1 at update") as stopped:
-        go(tmp_path, *saving)
+        go(tmp_path, *phase.settings)
     (folder,) = (tmp_path / "runs").iterdir()
     (checkpoint,) = folder.glob("checkpoints/step-*.ckpt")
     step = int(checkpoint.stem.split("-")[1])
-    assert f"at update {step} of {STEPS}" in str(stopped.value) and 0 < step < STEPS
-    assert saved in (None, step)
+    assert f"at update {step} of {STEPS}" in str(stopped.value)
+    assert 0 < step < STEPS
+    if phase.saved is not None:
+        assert step == phase.saved
     first = RunDir(path=folder).summary()
     assert first["status"] == "KILLED"
     monkeypatch.undo()
-    done = go(tmp_path, *saving)
+    done = go(tmp_path, *phase.settings)
     assert_resumed(tmp_path / "runs", at=step)
-    assert done.summary["status"] == "FINISHED" and done.run.path == folder
+    assert done.summary["status"] == "FINISHED"
+    assert done.run.path == folder
     assert done.summary["run_id"] == first["run_id"], "the same MLflow run"
     assert bits(done) == undisturbed[0]
     assert points(done) == undisturbed[1]
@@ -108,7 +140,8 @@ def test_an_end_is_not_taken_while_the_finished_policy_is_written(tmp_path, monk
 
     signal_at(monkeypatch, PreTrainedModel, "save_pretrained", 1, number=signal.SIGTERM)
     done = go(tmp_path)
-    assert done.summary["status"] == "FINISHED" and bits(done) == undisturbed[0]
+    assert done.summary["status"] == "FINISHED"
+    assert bits(done) == undisturbed[0]
 
 
 def test_an_interrupt_ends_the_run_with_the_command_that_resumes_it(tmp_path, monkeypatch, go):
@@ -144,13 +177,15 @@ def test_a_signal_before_the_process_listens_costs_nothing(tmp_path, undisturbed
     deadline = time.monotonic() + 120
     worker = None
     while worker is None:
-        assert time.monotonic() < deadline and manager.poll() is None
+        assert time.monotonic() < deadline, "no worker in time"
+        assert manager.poll() is None, "the manager ended before its worker began"
         for pid in children.read_text().split():
             if b"cell" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 worker = int(pid)
     os.kill(worker, signal.SIGUSR1)
-    _, said = manager.communicate(timeout=240)
-    assert manager.returncode == 0, said
-    assert "stopped, resumes later" in said and "done" in said
+    _, errors = manager.communicate(timeout=240)
+    assert manager.returncode == 0, errors
+    assert "stopped, resumes later" in errors
+    assert "done" in errors
     (policy,) = tmp_path.glob("sweeps/early/runs/*/policy/model.safetensors")
     assert policy.read_bytes() == undisturbed[0]

@@ -10,7 +10,7 @@ import contextlib
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -437,7 +437,7 @@ def compare(wanted: CompareOptions) -> None:
 
 def make_comparison(wanted: CompareOptions) -> ResultTable:
     """The table of ``results compare``."""
-    from kl_comedy.tracking.compare import compare_families
+    from kl_comedy.tracking.compare import EqualKL, compare_families
     from kl_comedy.tracking.values import with_values
 
     at_equal_kl = wanted.at_kl is not None
@@ -448,24 +448,22 @@ def make_comparison(wanted: CompareOptions) -> ResultTable:
         raise UserError(f"--metric: got {wanted.metric!r}, which is {len(chosen.metrics)} metrics; name one")
     column = chosen.metrics[0]
     frame = chosen.frame
-    match = None
+    at_kl = None
     if at_equal_kl:
         nats = wanted.matched_kls
-        match = (required_kl(frame, wanted.kl), nats)
-    start = None
-    if wanted.from_start:
-        # compare_families takes the first reward from a column of the frame.
-        start = "start"
-        frame = frame.assign(start=with_values(wanted.uri, frame, [column], "first")[column])
+        at_kl = EqualKL(column=required_kl(frame, wanted.kl), nats=nats)
+        if wanted.from_start:
+            # compare_families takes the first reward from a column of the frame.
+            frame = frame.assign(start=with_values(wanted.uri, frame, [column], "first")[column])
+            at_kl = replace(at_kl, start="start")
     comparison = compare_families(
         frame,
         chosen.groups,
         column,
         wanted.baseline,
         wanted.interval,
-        at_kl=match,
+        at_kl=at_kl,
         margin=wanted.margin,
-        start=start,
     )
     return ResultTable(frame=comparison, notes=chosen.notes)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.integrations.gradient_check import LossCallback
 from kl_comedy.kl import KLTerm, kl_surrogate
-from kl_comedy.lab.audit.gradients import GradientSketch, layer_groups
+from kl_comedy.lab.audit.gradients import SKETCH, GradientSketch, layer_groups
 from kl_comedy.lab.audit.grams import cosine, delivered, estimate, mean_product, noise, p_of_zero_mean
 from kl_comedy.lab.audit.measure import MINIMUM_BLOCKS
 
@@ -36,8 +36,6 @@ NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 """What a batch of TRL's GRPO and RLOO trainers has."""
 WARN_BELOW = 0.5
 """A cosine whose whole interval is below this is worth a warning."""
-SKETCH = 65536
-"""Numbers of a gradient's random projection: products of whole gradients would need all blocks in memory at once."""
 
 
 class KLAudit(LossCallback):

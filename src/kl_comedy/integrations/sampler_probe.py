@@ -81,7 +81,7 @@ class SamplerVersionProbe(TrainerCallback):
         else:
             version = min(distances, key=lambda candidate: distances[candidate])
             description = "no kept version"
-        *_, previous, latest = self._versions.values()
+        *_earlier, previous, latest = self._versions.values()
         moved = float((latest - previous).abs().mean())
         self.records.append({"step": step, "version": version, "difference": distances[version], "moved": moved})
         is_stale = version < step - self.max_lag

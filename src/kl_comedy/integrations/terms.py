@@ -94,6 +94,8 @@ class HostTerms:
             beta = term.beta
             if isinstance(beta, BetaSchedule):
                 beta = beta.at(step)
+            # RULES refuses a controller: it needs the measured KL, which hosts do not hand over.
+            assert not isinstance(beta, BetaTarget)
             total_BT = total_BT.index_add(0, alive_B.nonzero().flatten(), beta * value(term, tensors))
         return total_BT
 

@@ -141,7 +141,7 @@ def base_of_adapter(config: ModelConfig) -> ModelConfig:
     # A relative path may be meant from the adapter's folder, where the two were copied together.
     if not Path(base).is_dir() and (folder / base).is_dir():
         base = str(folder / base)
-    return replace(config, source=base, revision=settings.get("revision"))
+    return replace(config, source=base).with_options(revision=settings.get("revision"))
 
 
 def check_available(key: str, name: str, revision: str | None = None) -> bool:

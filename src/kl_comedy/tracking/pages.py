@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.tracking.runs import NoCurves, open_runs
+from kl_comedy.tracking.runs import Export, NoCurves, open_runs
 from kl_comedy.tracking.verify import listed
 
 TABLE_COMMANDS = ("table", "compare", "aggregate")
@@ -182,9 +182,11 @@ def _verify_by_command(table: MarkdownTable, page: Path, words: list[str], recom
     if not export.is_file():
         return {"verdict": "unchecked", "why": f"there is no {export}"}
     current = markdown_tables(recompute(words, export))[0]
+    runs = open_runs(export)
+    has_curves = isinstance(runs, Export) and len(runs.curves) > 0
     not_computable = []
     # The rule of collapse compares with the first value of a curve.
-    if "collapsed" in table.header and not open_runs(export).curves:
+    if "collapsed" in table.header and not has_curves:
         not_computable = ["collapsed"]
     return _compare(table, current, not_computable)
 

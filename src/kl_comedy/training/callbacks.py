@@ -79,8 +79,10 @@ def configured_callbacks(config: Config) -> list[Callback]:
     Raises :class:`UserError` for an unknown name or option, as a callback's own ``check_config(config)`` may.
     """
     callbacks = []
+    # All of them before a model is loaded: a wrong option should not cost the start of a run.
     for requested in _requested_callbacks(config):
         callback = _build_callback(requested)
+        # A plugin's callback is any callback of Lightning's, which knows nothing of configs.
         if hasattr(callback, "check_config"):
             callback.check_config(config)
         callbacks.append(callback)
@@ -138,6 +140,7 @@ class RecordRollouts(Callback):
         pl_module.ranks.on_rank_zero(lambda: self._writer.remove_from(next_batch))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # Once per batch: its later updates learn from the same rows.
         if batch.first:
             pl_module.ranks.on_rank_zero(lambda: self._writer.write(batch.iteration, batch.batch))
 
@@ -175,6 +178,7 @@ class EvaluationCallback(Callback):
         ranks = pl_module.ranks
         loaded = pl_module.loaded
         reference = pl_module.references["initial"]
+        # Here, because policy and reference are loaded after the callbacks are built.
         self._measure = completion_metrics(self._config, loaded=loaded, reference=reference, ranks=ranks)
         self._choice_scorer = choice_scorer(self._config, loaded, ranks)
 
@@ -202,6 +206,7 @@ class EvaluationCallback(Callback):
                 # The same seed at every evaluation: scores of a run differ by the policy, not by the draw.
                 seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
                 result = evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
+                # By update, so that a resumed run that repeats one replaces its score.
                 self.history.setdefault(result.name, {})[version] = result.row()["reward"]
                 self._report(trainer, version, result)
                 trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
@@ -223,6 +228,7 @@ class EvaluationCallback(Callback):
         rewards = [values[version] for values in self.history.values() if version in values]
         if not rewards:
             return None
+        # Of sets and not of problems: a large set should not decide alone which checkpoint is best.
         return sum(rewards) / len(rewards)
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,6 +260,7 @@ class CheckpointCallback(Checkpoint):
         self._since = time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        # The longest and not the last: a stop may come in an update that evaluates.
         self._update_s = max(self._update_s, time.monotonic() - self._since)
         version = pl_module.version
         is_due = self._is_due(version)
@@ -265,6 +272,7 @@ class CheckpointCallback(Checkpoint):
             # An end outranks a pause, as in stop_signals.py.
             self._request.signal = SIGTERM if SIGTERM in received else received.pop()
             trainer.should_stop = True
+            # Saved once, also where a regular checkpoint falls on this update.
             if not is_due:
                 self.save(trainer, version)
         self._warn_if_a_stop_takes_too_long()
@@ -324,6 +332,7 @@ class SignalWarning(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         metrics = pl_module.last_metrics
         rows = pl_module.last_batch.rows
+        # With one completion per prompt every group's rewards are equal, which says nothing.
         has_groups = len({row.rollout.group_id for row in rows}) < len(rows)
         if has_groups:
             is_silent = metrics["train/groups_without_signal"] == 1.0
@@ -420,6 +429,7 @@ class ConsoleProgress(ProgressBar):
         if self._console.is_terminal:
             return
         now = time.monotonic()
+        # The first shows that a run has begun to learn, the last how it ended.
         is_first_or_last = version in (1, self._steps)
         if is_first_or_last or now - self._printed >= PLAIN_EVERY_S:
             self._printed = now
@@ -427,7 +437,9 @@ class ConsoleProgress(ProgressBar):
             left = seconds_per_update * (self._steps - version)
             self._console.print(f"update {version}/{self._steps}  {line}  {left:.0f} s left", soft_wrap=True)
 
-    def on_train_end(self, trainer: Any, pl_module: Any, *exception: BaseException) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._bar.stop()
 
-    on_exception = on_train_end
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # A bar that is still live would draw over the error message.
+        self._bar.stop()

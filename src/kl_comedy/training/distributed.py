@@ -322,7 +322,7 @@ def cluster_environment(config: Config) -> Any:
     Raises :class:`UserError` where several nodes are asked for and nothing starts processes on the others, and where
     srun, torchrun or another launcher started another number of processes than the config says.
     """
-    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
     devices = config.train.devices
     nodes = config.train.nodes
@@ -347,7 +347,9 @@ def cluster_environment(config: Config) -> Any:
 
 def _detected_environment() -> tuple[Any, str]:
     """What starts the processes, and the variable in which it says how many there are."""
-    from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     # torchrun first: it may itself be started by srun, once per node.
     if TorchElasticEnvironment.detect():
