@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from unittest import mock
 
 import pytest
 
@@ -127,13 +126,13 @@ def site(tmp_path, monkeypatch):
     """A folder on the path. What is imported from it, and what that registers, ends with the test."""
     ESTIMATORS.load()
     monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))
+    monkeypatch.setattr(registry, "PACKAGES", {})
+    monkeypatch.setattr(registry, "PLUGIN_FILES", {})
     before = set(sys.modules)
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    # Emptied in place: a module that a test is the first to import would keep a replaced dict for the whole process.
-    with mock.patch.dict(registry.PACKAGES, clear=True), mock.patch.dict(registry.PLUGIN_FILES, clear=True):
-        yield folder
+    yield folder
     for name in set(sys.modules) - before:
         if str(folder) in str(getattr(sys.modules[name], "__spec__", "")) or name.startswith("kl_comedy_plugin_"):
             del sys.modules[name]
