@@ -64,10 +64,12 @@ def audit(
         report = run_audit(
             source, names, updates=updates, samples=samples, blocks=blocks, sketch=sketch, progress=show_progress
         )
-    folder = out
-    # The audit of a run belongs beside its checkpoints.
-    if folder is None:
-        folder = config if config.is_dir() else Path(source.config.output)
+    folder = Path(source.config.output)
+    if out is not None:
+        folder = out
+    elif config.is_dir():
+        # The audit of a run belongs beside its checkpoints.
+        folder = config
     path = _save(report, source, folder)
     message(f"wrote {path}")
     print(report.render(format))

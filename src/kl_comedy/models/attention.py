@@ -370,7 +370,7 @@ def pack_batch(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, ma
             prompt_of[row] = prompt
             # Nothing is predicted after the last token, so that it needs no place in the line.
             without_last = completion_ids[row][: max(sizes[row] - 1, 0)]
-            # Positions go on after the prompt's, as if the completion stood right behind it.
+            # Positions continue after the prompt's, as if the completion stood right behind it.
             spans[row] = append(without_last, len(prompt_ids))
 
     # Before the first token of a completion is the last of its prompt; before the others, the one before them.
