@@ -171,8 +171,8 @@ class Case:
         repair_config(run, self.config)
         checkpoint = newest_checkpoint(run.checkpoints)
         step = None if checkpoint is None else step_of(checkpoint)
-        options = {"run_name": run.path.name, "params": {}, "tags": {}, "resume": True, "resume_step": step}
-        logger = logger_module.RunLogger(self.config.tracking, run_dir=run.path, **options)
+        resumed = logger_module.ResumedFrom(step=step)
+        logger = logger_module.RunLogger(self.config.tracking, run_dir=run.path, params={}, tags={}, resumed=resumed)
         logger.save()
         events = [event[:4] for event in Spool(run.path).read() if event.kind in ("metrics", "table")]
         config = (run.path / "config.yaml").read_text().partition("\n")[2]

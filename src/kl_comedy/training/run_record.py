@@ -18,7 +18,7 @@ from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.registry import plugin_line
 from kl_comedy.tracking import provenance_files, provenance_tags
-from kl_comedy.tracking.logger import NullLogger, RunLogger
+from kl_comedy.tracking.logger import NullLogger, ResumedFrom, RunLogger
 from kl_comedy.tracking.loggers import build_loggers
 from kl_comedy.tracking.store import param_texts
 from kl_comedy.training.checkpoint import newest_checkpoint
@@ -141,14 +141,15 @@ class RunRecord(Callback):
         """The run's own logger, with what a reader needs to repeat the run: tags, provenance, plugins."""
         config = self._config
         run = opened.run
+        resumed = None
+        if opened.is_resumed:
+            resumed = ResumedFrom(step=None if opened.checkpoint is None else opened.step)
         logger = RunLogger(
             config.tracking,
             run_dir=run.path,
-            run_name=run.path.name,
             params=flatten(to_plain(config)),
             tags=self._tags(run, prompts, module) | hash_tags,
-            resume=opened.is_resumed,
-            resume_step=None if opened.checkpoint is None else opened.step,
+            resumed=resumed,
             live=config.train.checkpoint_every == 0,
         )
         # A resumed run may be on another machine or version; its provenance goes beside the first.
