@@ -37,7 +37,6 @@ def make_store(folder: Path, runs: int) -> str:
     logger = RunLogger(
         SimpleNamespace(uri=uri, experiment="bench", flush_every=10, tags={}),
         run_dir=folder / "run",
-        run_name="bench",
         params=flatten(to_plain(config)),
         tags={**provenance_tags(), "kl.label": "0.1 k1_reverse_token in reward total before baseline"},
     )

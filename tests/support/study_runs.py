@@ -26,7 +26,6 @@ def track(folder, uri, family, beta, seed, reward, kl, **tags):
     logger = RunLogger(
         SimpleNamespace(uri=uri, experiment="study", flush_every=50, tags={}),
         run_dir=folder / name,
-        run_name=name,
         params={"name": "study", "seed": seed, "kl": label},
         tags={
             "kl.label": label,

@@ -18,7 +18,7 @@ from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.registry import plugin_line
 from kl_comedy.tracking import provenance_files, provenance_tags
-from kl_comedy.tracking.logger import NullLogger, RunLogger
+from kl_comedy.tracking.logger import NullLogger, ResumedFrom, RunLogger
 from kl_comedy.tracking.loggers import build_loggers
 from kl_comedy.tracking.store import param_texts
 from kl_comedy.training.checkpoint import newest_checkpoint
@@ -146,17 +146,19 @@ class RunRecord(Callback):
         """The run's own logger, with what a reader needs to repeat the run: tags, provenance, plugins."""
         config = self._config
         run = opened.run
-        resume_step = None
-        if opened.checkpoint is not None:
-            resume_step = opened.step
+        resumed = None
+        if opened.is_resumed:
+            # Without a checkpoint everything that was logged is made again.
+            resume_step = None
+            if opened.checkpoint is not None:
+                resume_step = opened.step
+            resumed = ResumedFrom(step=resume_step)
         logger = RunLogger(
             config.tracking,
             run_dir=run.path,
-            run_name=run.path.name,
             params=flatten(to_plain(config)),
             tags=self._tags(run, prompts, module) | hash_tags,
-            resume=opened.is_resumed,
-            resume_step=resume_step,
+            resumed=resumed,
             live=config.train.checkpoint_every == 0,
         )
         folder = "provenance"
