@@ -75,9 +75,9 @@ OTHER_FAMILIES = ("two_terms", "four_terms", "three_digits", "subtraction")
 LABELS = {
     "end": "held-out reward, end",
     "area": "held-out reward, area",
-    "kl": "KL, nats a completion",
+    "kl": "KL, nats per completion",
     "outside": "out-of-domain reward",
-    "entropy": "held-out entropy, nats a token",
+    "entropy": "held-out entropy, nats per token",
     "length_sd": f"sd of length over the last {LAST_UPDATES} updates, tokens",
     "reward_sd": f"sd of training reward over the last {LAST_UPDATES} updates",
     "collapsed": "share of runs that collapsed",
@@ -907,14 +907,14 @@ computes every number, those of runs from [export.parquet](export.parquet).
 {blocks}"""
 UNRESOLVED = """## What is not resolved, and what would resolve it
 
-Of each claim whose runs are all in: the contrast with the least p, and the seeds a side at which a test at {level} over
-the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*: wall
+For each claim with all of its runs: the contrast with the least p, and the seeds per side at which a test at {level}
+over the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*: wall
 times of the further runs, at the mean of those that there are."""
 COSTS = ["claim", "part", "contrast", "difference [95%]", "seeds", "seeds needed", "hours"]
 FOOTER = f"""## Commands
 
 Without `--finished-in` all runs are made again. The blocks on SmolLM2 need `make smollm2` first, 1.4 GB of
-disk a run, and `model.source=models/SmolLM2-135M-Instruct` at the end of their command.
+disk per run, and `model.source=models/SmolLM2-135M-Instruct` at the end of their command.
 
     for block in {" ".join(BLOCKS)}; do
       kl-comedy sweep configs/evidence/$block.yaml --local 2 --finished-in results/evidence/export.parquet \\

@@ -394,7 +394,7 @@ def lognormal_ratios(
         mean_T = _mean_capped(kl, tokens_T, cap)
         rows.append(
             {
-                "KL a token": f"{kl:g}",
+                "KL per token": f"{kl:g}",
                 "tokens": length,
                 "effective sample share": math.exp(-2 * kl * length),
                 f"mean up to {cap:g}": float(mean_T[-1]),

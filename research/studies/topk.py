@@ -342,7 +342,7 @@ def parts(forms: pd.DataFrame, scaling: pd.DataFrame, cost: pd.DataFrame, *, com
         "## Variance at V = 49,152",
         f"SmolLM2-135M-Instruct at the first {POSITIONS} tokens of `{TEXT}`; reference and sampler are the policy "
         f"with relative noise of {FROM_POLICY['reference']:g} and {FROM_POLICY['sampler']:g} on each weight; the "
-        f"reference is {scaling.kl.iloc[0]:.3g} nats a token away. Variance of a token's gradient of the head's "
+        f"reference is {scaling.kl.iloc[0]:.3g} nats per token away. Variance of a token's gradient of the head's "
         "weights with `sampled_tail`, over the mean square of the exact KL's, summed over the vocabulary in float64 "
         "(columns: samples, whose top-k); k = 0 is k2 in loss with the token's ratio. Over exact: the variance of a "
         "token's gradient over that of `exact`, which varies between positions only. Bias without a tail: root mean "
@@ -354,7 +354,7 @@ def parts(forms: pd.DataFrame, scaling: pd.DataFrame, cost: pd.DataFrame, *, com
         f"{TIMED_ROWS} positions in two chunks, float32, CPU time of one thread; the least of {REPEATS} turns, all in "
         "one run. Memory: peak beyond inputs. `log-prob` reads no reference. `exact` takes the reference's log-probs "
         "again in the backward pass, a top-k does not. Outside the head a top-k holds k log-probs of each model and k "
-        "ids a token; a teacher has to send k log-probs instead of 49,152.",
+        "ids per token; a teacher has to send k log-probs instead of 49,152.",
         cost,
     ]
 

@@ -41,7 +41,7 @@ means over {seeds} policies. The estimates are those of one token (2506.09477, F
 
     {command}
 
-![relative error against the number of samples, a panel a KL](error.svg)
+![relative error against the number of samples, a panel per KL](error.svg)
 
 {table}
 
