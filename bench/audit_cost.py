@@ -55,6 +55,7 @@ def timed_run(config: Any) -> tuple[list[float], list[float]]:
         request_times.append(time.process_time())
         return original_next(self)
 
+    # CPU seconds of one thread add up; those of several include the time in which they wait for each other.
     torch.set_num_threads(1)
     with patch.object(AuditCallback, "_audit", timed_audit), patch.object(ExperienceStream, "__next__", timed_next):
         train(config, console=Console(file=sys.stderr), command="bench/audit_cost")
@@ -77,6 +78,7 @@ def measure(path: str, overrides: list[str], terms: str, every: int, audits: int
                 f"audit.terms={terms}",
                 # The first audit is not measured, and the last update has no request after it.
                 f"train.steps={(audits + 1) * every + 2}",
+                # Whatever else happens between two requests for a batch would count as an update.
                 "train.checkpoint_every=0",
                 "eval.at_start=false",
                 "eval.at_end=false",

@@ -50,12 +50,14 @@ def learn(module: Any, rows: Any, *, measure: bool) -> float:
     from kl_comedy.training.loss import micro_loss, prepare
 
     start = time.process_time()
+    # The same calls as in a training step.
     betas = module.beta_values
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
     for micro in micros:
         passes = module.passes(micro, measure=measure)
         loss = micro_loss(micro, passes, terms=module.terms, betas=betas, algorithm=module.config.algorithm).loss
         loss.backward()
+    # No optimizer step: every configuration must learn from the same weights.
     module.policy.zero_grad()
     return time.process_time() - start
 

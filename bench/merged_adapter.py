@@ -48,6 +48,7 @@ def log_probs(model: Any, ids_BS: list[Tensor]) -> Tensor:
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
     """A copy with its weights in ``dtype``; buffers (rotary frequencies) stay as they are, as in an engine."""
+    # .to(dtype) would convert the buffers too.
     model = copy.deepcopy(model)
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
@@ -96,6 +97,7 @@ def compare(loaded: Any, ids: list[Tensor]) -> list[dict[str, float]]:
             "update": float((exact - without).abs().mean()),
             "changed_weights": changed_share(policy, merged),
         }
+        # An engine's own rounding without the update is not an effect of it: like is subtracted from like.
         for name, engine, engine_without in (
             ("merged_f32", merged_f32, without),
             ("alone_f32", alone_f32, without),

@@ -46,6 +46,7 @@ def work() -> float:
         num_key_value_heads=3,
         tie_word_embeddings=True,
     )
+    # The arithmetic depends on the shapes only, so that no weights need to be loaded.
     model = LlamaForCausalLM(config)
     ids = torch.randint(0, 49152, (8, 75))
 
@@ -81,6 +82,7 @@ def timed(setting: dict[str, str], *, busy: bool) -> float:
         completed = subprocess.run(command, env=environment | setting, capture_output=True, text=True, check=True)
         return float(completed.stdout)
     finally:
+        # It never ends by itself.
         if competitor is not None:
             competitor.kill()
             competitor.wait()
@@ -97,6 +99,7 @@ def main() -> None:
         return
 
     seconds: dict[str, dict[str, list[float]]] = {name: {load: [] for load in LOADS} for name in SETTINGS}
+    # In turns: a change of the machine's load is in all settings.
     for _ in range(options.rounds):
         for name, setting in SETTINGS.items():
             for load in LOADS:

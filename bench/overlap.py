@@ -68,10 +68,12 @@ def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
 
     rows: list[dict[str, float]] = []
 
+    # perf_counter for steps, process_time for the learner alone: the sampler reports its own CPU seconds.
     class UpdateTimes(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             rows.append({"at": time.perf_counter(), "cpu": time.process_time(), **pl_module.last_metrics})
 
+    # The overrides of the command line come after BASE and before the mode, which they cannot change.
     config = load_config(CONFIG, [*BASE, *overrides, f"train.steps={updates}", *MODES[mode]])
     torch.set_num_threads(1)
     module = PolicyModule(config)
@@ -144,7 +146,7 @@ def main() -> int:
         parser.error(f"--updates: at least {2 * SKIPPED + 1}")
     from kl_comedy.tracking import provenance_tags
 
-    rounds = []
+    rounds: list[dict[str, Any]] = []
     for number in range(options.rounds):
         # What else runs on the machine, before this round adds to it.
         load = os.getloadavg()[0]

@@ -97,6 +97,7 @@ def measure(uri: str) -> None:
     """Print the CPU seconds and the name of each task. The first includes the imports of mlflow and pandas."""
     from kl_comedy.cli import main as cli
 
+    # Before a library is imported, as the entry point does it.
     cli._quiet_libraries()
     tasks = {
         "table, one metric": ["table", "--group", "kl.beta", "--metric", EVAL],

@@ -37,6 +37,7 @@ def main(folder: str) -> None:
         "mask_BT": torch.ones(GROUP, COMPLETION, dtype=torch.bool),
     }
     seconds: dict[bool, list[float]] = {True: [], False: []}
+    # In turns, so that a change of the machine's load is in both.
     for repeat in range(REPEATS + 1):
         for share, times in seconds.items():
             options = PassOptions(temperature=1.0, chunk_elements=2**24, share_prompt=share)

@@ -138,6 +138,7 @@ def main() -> None:
                 kind: {"bytes": sent_bytes(backends[kind], kind), "rounds": rounds[kind]} for kind in kinds
             }
         finally:
+            # A server outlives its parent if nobody closes it.
             for backend in backends.values():
                 backend.close()
     print(table(report))

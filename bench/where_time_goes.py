@@ -20,6 +20,7 @@ PROMPTS = 4
 GROUP = 8
 PROMPT = 100
 LENGTH = 64
+# In this order: "aten::add" is a part of "aten::addmm", and a product must not count as elementwise.
 KINDS = {
     "weight matmuls": ("aten::addmm", "aten::mm", "aten::linear"),
     "attention matmuls": ("aten::bmm", "scaled_dot_product", "aten::baddbmm"),
@@ -83,6 +84,7 @@ def workloads(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     from kl_comedy.rollouts import Sampling
     from kl_comedy.rollouts.hf import HFRollouts
 
+    # The model of a config, so that its kernels are those of a run.
     loaded = load_model(load_config(None, [f"model.source={model_name}", f"output={folder}"]).model)
     ids = torch.randint(10, 4000, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(0))
     prompts = []
@@ -91,6 +93,7 @@ def workloads(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
         prompts.append(Prompt(problem=problem, text="", token_ids=tuple(row)))
     sampler = HFRollouts(loaded, batch_sequences=PROMPTS * GROUP)
     sampling = Sampling(temperature=1.0, max_new_tokens=LENGTH)
+    # One group of the batch: learning is done in micro-batches.
     batch: dict[str, Any] = {
         "prompt_ids_BP": ids[:1].expand(GROUP, -1),
         "prompt_mask_BP": torch.ones(GROUP, PROMPT),

@@ -42,6 +42,7 @@ PEER = Peer(
 DATA = "areal.utils.data"
 ACTOR = "areal.trainer.ppo.actor"
 LOSS = "areal.utils.functional.functional"
+# AReaL clamps estimates to [-10, 10].
 FORMS = {name: KLTerm(name, placement="loss", output_clamp=10.0) for name in ("k1", "k2", "k3")}
 NO_CLIP = 1e9
 """A clip range that no ratio leaves."""
@@ -51,6 +52,7 @@ def build() -> Adapter:
     """Its estimators alone, and its reward path."""
     cases = [_function(name, term) for name, term in FORMS.items()]
     cases += [_reward(name, NO_CLIP) for name in FORMS]
+    # With AReaL's own clip range, and as it runs without a reference model.
     cases += [_reward("k1", 0.2), _reward("k1", NO_CLIP, reference=False)]
     return Adapter(system="areal", version=PEER.version, cases=tuple(cases), needs=PEER.pins)
 
@@ -120,6 +122,7 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float, reference: bool)
     """AReaL's advantages with the KL inside, and its clipped loss, summed over tokens. S is T and one prompt token."""
     module = PEER.module(ACTOR)
     losses = PEER.module(LOSS)
+    # The prompt token's column: outside the loss, and one place for the shift between the two kinds of log-probs.
     count, _ = rows.mask_BT.shape
     column_B1 = torch.zeros(count, 1, dtype=torch.float64)
     mask_BS = torch.cat([column_B1, rows.mask_BT.double()], 1)

@@ -29,6 +29,7 @@ ACTOR = "openrlhf.trainer.ray.ppo_actor"
 MAKER = "openrlhf.trainer.ppo_utils.experience_maker"
 LOSS = "openrlhf.models.loss"
 
+# Its estimates are clamped to [-10, 10].
 FORMS = {name: KLTerm(name, placement="loss", output_clamp=10.0) for name in ("k1", "k2", "k3")}
 UNBIASED = KLTerm("k2", placement="loss", correction="token_detached", cap=10.0)
 """With unbiased_gradient the value is the estimator's and the gradient this term's, whatever the estimator."""
@@ -168,6 +169,7 @@ def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor
     module = PEER.module(ACTOR)
     losses = PEER.module(LOSS)
     losses_backpropagated: list[Tensor] = []
+    # Of OpenRLHF's arguments, those that training_step reads.
     kl = SimpleNamespace(use_loss=True, init_coef=1.0, estimator=name, unbiased_gradient=unbiased)
     args = SimpleNamespace(
         algo=SimpleNamespace(kl=kl),
@@ -188,6 +190,7 @@ def _training_step(rows: Rows, beta: float, name: str, unbiased: bool) -> Tensor
         backward=lambda loss, *_: losses_backpropagated.append(loss),
         optimizer_step=lambda *_, **__: None,
     )
+    # Without its constructor, which sets up distributed training.
     trainer = object.__new__(module.ActorPPOTrainer)
     trainer.__dict__.update(
         actor=_Actor(),
@@ -228,6 +231,7 @@ def _reward(path: RewardPath) -> Case:
     if path.estimator == "reinforce_baseline" or path.clip != NO_CLIP:
         ours = None
     context = AlgorithmContext(
+        # The others add the KL after the group's baseline and scale, so that it has neither.
         advantage="reinforce_pp" if path.estimator == "reinforce" else "none",
         policy_loss="ppo_clip",
         group_size=GROUP,
@@ -271,6 +275,7 @@ def _in_reward(rows: Rows, beta: float, path: RewardPath) -> Tensor:
         rollout=SimpleNamespace(n_samples_per_prompt=GROUP),
         reward=SimpleNamespace(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
     )
+    # Without its constructor, which wants remote workers.
     maker = object.__new__(module.RemoteExperienceMaker)
     maker.__dict__.update(
         strategy=SimpleNamespace(args=args),
@@ -282,6 +287,7 @@ def _in_reward(rows: Rows, beta: float, path: RewardPath) -> Tensor:
         action_mask=rows.mask_BT,
         rewards=rows.reward_B.clone(),
         index=list(range(count)),
+        # At the sampler's log-probs, as in the experience maker: a cost, and no function of the policy.
         kl=utils.compute_approx_kl(rows.behaviour_logp_BT, rows.ref_logp_BT, kl_estimator=path.kl),
     )
     (experience,) = maker.compute_advantages_and_returns([experience])

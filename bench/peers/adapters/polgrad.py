@@ -34,6 +34,7 @@ def _case(name: str, function: str, term: KLTerm, kind: str | None) -> Case:
         if kind is not None:
             positional.append(module.KLEstimator(kind))
         value = getattr(module, function)(*positional, aggregation, response_mask=rows.mask_BT)
+        # Its aggregation is a mean over completions; the oracle wants the sum.
         return spread(value * len(rows.group_B), rows)
 
     return Case(

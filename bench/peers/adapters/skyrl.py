@@ -30,6 +30,7 @@ FORMS = {
     "k1": KLTerm("k1", placement="loss"),
     "abs": KLTerm("abs", placement="loss"),
     "k2": KLTerm("k2", placement="loss"),
+    # Only k3 is clamped: its log-ratio and its value.
     "k3": KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0),
 }
 GROUP = 2
@@ -146,8 +147,10 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float) -> Tensor:
         action_log_probs=rows.behaviour_logp_BT,
         rewards=rewards_BT,
     )
+    # RLOO sees the reward with the KL inside, so that its baseline is subtracted from the KL too.
     batch = trainer.apply_reward_kl_penalty(batch)
     advantages_BT, _ = utils.compute_rloo_outcome_advantage(batch["rewards"], mask_BT, rows.group_B.numpy())
+    # None turns off the corrections for samples of another policy: the clipped loss has its own ratio.
     config = SimpleNamespace(
         policy_loss_type="regular",
         eps_clip_low=clip,

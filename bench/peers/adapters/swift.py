@@ -31,6 +31,7 @@ PEER = Peer(
     extras=(("trl", ("trl",)),),
 )
 MODULE = "swift.rlhf_trainers.grpo_trainer"
+# ms-swift clamps the log-ratio to [-20, 20] and the value to [-10, 10].
 K3 = KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0)
 GROUP = 2
 
@@ -106,6 +107,7 @@ def _loss(rows: Rows, beta: float, loss_type: str, level: str) -> Tensor:
         "log_rollout_offpolicy_metrics": False,
         "disable_rollout_importance_sampling": True,
         "_has_teacher": False,
+        # Clipping acts on the policy loss, which kl_part subtracts.
         "epsilon_low": 0.2,
         "epsilon_high": 0.2,
         "args": SimpleNamespace(delta=None, gradient_accumulation_steps=1),
@@ -134,6 +136,7 @@ def _loss(rows: Rows, beta: float, loss_type: str, level: str) -> Tensor:
         rollout_per_token_logps=None,
         teacher_per_token_logps=None,
         advantages=rows.reward_B[:, None].expand_as(rows.ref_logp_BT),
+        # As many tokens as it is told; with 1 its mean over tokens is the sum.
         num_items_in_batch=torch.ones(()),
     )
     value, _ = trainer._compute_loss_and_metrics(trainer.model, {}, batch)

@@ -39,6 +39,7 @@ def build() -> Adapter:
 def _case(discount: float, note: str) -> Case:
     def loss_at(rows: Rows, beta: float) -> Tensor:
         advantage_BT = _advantages(rows, beta, discount)
+        # The documented loss of the server: the ratio to the sampler times the advantage, per token.
         return -(rows.logp_BT - rows.behaviour_logp_BT).exp() * advantage_BT * rows.mask_BT
 
     return Case(

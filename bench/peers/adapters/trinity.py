@@ -26,6 +26,7 @@ TERMS = {
     "k1": KLTerm("k1", placement="loss"),
     "k2": KLTerm("k2", placement="loss"),
     "k3": KLTerm("k3", placement="loss"),
+    # verl's: k3 with a clamped log-ratio and a clamped value.
     "low_var_kl": KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0),
     "abs": KLTerm("abs", placement="loss"),
     "corrected_k3": KLTerm("k3", placement="loss", correction="token", cap=2.0),
@@ -63,6 +64,7 @@ def _case(name: str) -> Case:
             loss_agg_mode="seq-mean-token-sum",
             old_logprob=rows.behaviour_logp_BT,
         )
+        # Its aggregation is a mean over completions; the oracle wants the sum.
         return spread(torch.as_tensor(value) * len(rows.group_B), rows)
 
     return Case(

@@ -22,6 +22,7 @@ from peers.loading import Peer
 PEER = Peer("trl", packages=("trl",))
 GRPO = "trl.trainer.grpo_trainer"
 RLOO = "trl.trainer.rloo_trainer"
+# TRL clamps neither log-ratio nor value.
 K3 = KLTerm("k3", placement="loss")
 RHO_K3 = KLTerm("k3", placement="loss", correction="token")
 NO_CLIP = 1e9
@@ -177,6 +178,7 @@ def _grpo_loss(rows: Rows, beta: float, loss_type: str, bias_correction: bool, l
         importance_sampling_level=level,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
+        # Clipping acts on the policy loss, which kl_part subtracts.
         epsilon_low=0.2,
         epsilon_high=0.2,
         use_vllm=False,
@@ -185,6 +187,7 @@ def _grpo_loss(rows: Rows, beta: float, loss_type: str, bias_correction: bool, l
         max_completion_length=length,
         _entropy_bonus_enabled=False,
     )
+    # With 1 item the mean over the items of a batch is a sum.
     inputs = {**_inputs(rows), "num_items_in_batch": torch.ones((), dtype=torch.float64)}
     value = trainer._compute_loss(trainer.model, inputs)
     # The others divide by num_items_in_batch, which is 1 here.
@@ -235,6 +238,7 @@ def _rloo_loss(rows: Rows, beta: float, epsilon: float, normalize: bool) -> Tens
     and the reference; in the second, the policy that is trained.
     """
     count = len(rows.group_B)
+    # Told apart by identity from the policy in recorded_logps.
     reference = object()
     lengths = rows.mask_BT.sum(-1).tolist()
     trainer = _plain(
@@ -280,4 +284,5 @@ def _rloo_loss(rows: Rows, beta: float, epsilon: float, normalize: bool) -> Tens
         return current_BT, torch.zeros_like(current_BT), None
 
     object.__setattr__(trainer, "_get_per_token_logps_and_entropies", current_logps)
+    # Its loss is a mean over completions.
     return spread(trainer._compute_loss(trainer.model, scored) * count, rows)

@@ -33,6 +33,7 @@ TRAINER = "verl.trainer.ppo.ray_trainer"
 K1 = KLTerm("k1", placement="loss")
 ABS = KLTerm("abs", placement="loss")
 K2 = KLTerm("k2", placement="loss")
+# Only k3 is clamped: its log-ratio and its value.
 K3 = KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0)
 PENALTIES: dict[str, KLTerm] = {
     "kl": K1,
@@ -59,6 +60,7 @@ NO_CLIP = 1e9
 def build() -> Adapter:
     """Its estimators alone, in the actor's loss, and in the reward of each advantage estimator."""
     functions = [_function(name, term) for name, term in PENALTIES.items()]
+    # Raises NotImplementedError in verl, and is then a row of what was not run.
     functions.append(_function("full", None))
     actor = [_actor(name, PENALTIES[name]) for name in ("low_var_kl", "k3+", "k1", "k2")]
     actor.append(_actor("low_var_kl", PENALTIES["low_var_kl"], mode="token-mean", suffix="/token-mean"))
@@ -101,6 +103,7 @@ def _actor(name: str, term: KLTerm, *, mode: str = "seq-mean-token-sum", suffix:
         return _ppo_loss(rows, beta, name, mode)
 
     loss: Loss = kl_part(loss_at)
+    # Without a mean over tokens every row stands for itself.
     context = None
     group_size = 1
     reduction = "mean over completions (theirs divided out)"
@@ -241,6 +244,7 @@ def _actor_config(clip: float, mode: str, **fields: Any) -> _Config:
         clip_ratio=clip,
         clip_ratio_low=clip,
         clip_ratio_high=clip,
+        # The second bound of dual clipping, for negative advantages.
         clip_ratio_c=NO_CLIP,
         entropy_coeff=0.0,
         **fields,
@@ -251,6 +255,7 @@ def _ppo_loss(rows: Rows, beta: float, name: str, mode: str) -> Tensor:
     """The actor's loss on a batch of one prompt token each, summed over completions."""
     count, _ = rows.mask_BT.shape
     losses = PEER.module(LOSSES)
+    # At beta 0 the KL is switched off, as a user would; kl_part subtracts that loss.
     config = _actor_config(0.2, mode, use_kl_loss=beta != 0, kl_loss_type=name, kl_loss_coef=beta)
     ones_B1 = torch.ones(count, 1, dtype=torch.long)
     data = losses.tu.get_tensordict(
@@ -341,6 +346,7 @@ def _in_reward(rows: Rows, beta: float, path: RewardPath) -> Tensor:
         },
         non_tensors={"uid": rows.group_B.numpy().astype(object), "task": rows.reward_B.numpy().astype(object)},
     )
+    # In verl's order: first the penalty, then the advantages of the rewards with the penalty inside.
     data, _ = trainer.apply_kl_penalty(data, core.FixedKLController(beta), kl_penalty=path.penalty)
     config = _Config(gamma=1.0, gdpo_reward_keys=["task"], gdpo_reward_weights=None)
     advantage_estimator = core.AdvantageEstimator(path.estimator)
