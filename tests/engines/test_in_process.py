@@ -64,6 +64,7 @@ def test_log_probs_are_the_learners_at_the_sampling_temperature(policy, engine, 
     rollouts = draw(engine, temperature=temperature)
     assert len(rollouts) == 12
     assert largest_gap(policy, rollouts, temperature) < TOLERANCE
+    # Otherwise the assertion above would hold for any temperature.
     if temperature != 1.0:
         assert largest_gap(policy, rollouts, 1.0) > 0.01
 
